@@ -1,0 +1,1 @@
+"""alspec: multi-device speculative inference for Llama models."""

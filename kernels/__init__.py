@@ -1,0 +1,1 @@
+"""Kernels with their launchers and oracles."""

@@ -1,0 +1,1 @@
+"""Device groups, transports, caches, the step program and the engine."""
