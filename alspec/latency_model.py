@@ -1,0 +1,114 @@
+"""Decode latency of tensor parallelism and of attention-level speculation, from measured parts.
+
+All times are microseconds. Source: Attention-Level Speculation, Appendix F, with `floor` and `ceil` as printed; the
+comparison of the two at equal GPU count (`pairing_gain_us`) is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+__all__ = ["StepCosts", "hit_layer_us", "miss_layer_us", "pairing_gain_us", "speculative_step_us", "tp_step_us"]
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Measured parts of one decode step on a group of T ranks, at one context length."""
+
+    num_layers: int
+    """L, decoder layers."""
+    fixed_us: float
+    """Everything outside the layers: embedding, final norm, LM head, sampling."""
+    layer_us: float
+    """One layer without its attention: pre-attention + post-attention."""
+    attention_us: float
+    """FD: plain attention of one layer, as tensor parallelism runs it."""
+    sender_us: float
+    """SFD_S: speculative attention on the sender, which computes all of A and verifies."""
+    receiver_us: float
+    """SFD_R: speculative attention on the receiver, until it holds A~."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers that cannot be measurements."""
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers: expected >= 1, found {self.num_layers}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field.name}: expected a finite number >= 0, found {value}")
+
+
+def hit_layer_us(costs: StepCosts) -> float:
+    """One accepted layer: the receiver goes on with `A~` while the sender finishes the attention.
+
+        max(SFD_S, SFD_R + layer) = SFD_R + max(SFD_S - SFD_R, layer)
+
+    `layer` is this layer's post-attention and the next one's pre-attention.
+    """
+    return max(costs.sender_us, costs.receiver_us + costs.layer_us)
+
+
+def miss_layer_us(costs: StepCosts) -> float:
+    """One rejected layer: `SFD_S + layer`, nothing overlaps."""
+    return costs.sender_us + costs.layer_us
+
+
+def speculative_step_us(costs: StepCosts, hit_rate: float) -> float:
+    """One token with paired groups.
+
+        t = fixed + floor(L r) (SFD_R + max(SFD_S - SFD_R, layer)) + ceil(L (1 - r)) (layer + SFD_S)
+
+    An upper bound for a rate that is no multiple of 1/L, since hits are rounded down. The last layer's attention
+    could also overlap the LM head; the model leaves that out.
+
+    Args:
+        costs: parts measured on one of the two groups.
+        hit_rate: r in [0, 1], the fraction of layers that accept.
+
+    Raises:
+        ValueError: `hit_rate` is outside [0, 1].
+
+    """
+    if not 0 <= hit_rate <= 1:
+        raise ValueError(f"hit_rate: expected 0 .. 1, found {hit_rate}")
+    # A rate is a ratio of counts: where L r is whole, its double can fall short by a few ulp (100 * 0.29 = 28.999...).
+    hits = math.floor(costs.num_layers * hit_rate + 1e-9)
+    misses = costs.num_layers - hits  # = ceil(L (1 - r))
+    return costs.fixed_us + hits * hit_layer_us(costs) + misses * miss_layer_us(costs)
+
+
+def tp_step_us(costs: StepCosts) -> float:
+    """One token with tensor parallelism alone: `t = fixed + L (layer + FD)`."""
+    return costs.fixed_us + costs.num_layers * (costs.layer_us + costs.attention_us)
+
+
+def pairing_gain_us(
+    attention_us: float, other_us: float, hit_rate: float, hop_us: float, overhead_saved_us: float
+) -> float:
+    """Time per layer that pairing two groups of n/2 GPUs saves over tensor parallelism on all n: `T_tp - T_alspec`.
+
+    Positive: pairing is faster. Negative: tensor parallelism is. With a = A/n, f = F/n and overhead c(n):
+
+        T_tp     = a + f + c(n)
+        T_alspec = 2 (a + f) - 2 r min(a, f) + hop + c(n/2)
+        gain     = (c(n) - c(n/2)) - hop - ((a + f) - 2 r min(a, f))
+
+    The last bracket is at least `|a - f| >= 0`, so pairing wins only where it saves more overhead than that and the hop
+    cost. Assumes that attention and the rest scale perfectly with the number of GPUs, apart from c(n).
+
+    Args:
+        attention_us: a, attention of one layer under tensor parallelism on all n GPUs.
+        other_us: f, the rest of the layer likewise, without the overhead.
+        hit_rate: r in [0, 1].
+        hop_us: handing `A~`, x, k, v from sender to receiver.
+        overhead_saved_us: c(n) - c(n/2), what a layer's collectives and launches cost more on n GPUs than on n/2.
+
+    Raises:
+        ValueError: `hit_rate` is outside [0, 1].
+
+    """
+    if not 0 <= hit_rate <= 1:
+        raise ValueError(f"hit_rate: expected 0 .. 1, found {hit_rate}")
+    doubled_work_us = attention_us + other_us - 2 * hit_rate * min(attention_us, other_us)
+    return overhead_saved_us - hop_us - doubled_work_us

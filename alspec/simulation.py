@@ -1,0 +1,181 @@
+"""Reference semantics of attention-level speculation: one decode step in a single process.
+
+Every layer computes the full output `A` and the speculative output `A~` by a softmax over an explicit list of tokens,
+takes each request's verdict, and lets `A~` through when every live request accepts. Errors so let through reach the
+later layers and their keys and values: that is the method. Slow on purpose; the oracle of every distributed mode.
+Source: Attention-Level Speculation, Algorithms 1 and 2 and section 5.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .predictor import predictor_ranges
+from .priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender, skips_compute
+from .verdict import accepts, distance_sums, layer_verdict
+
+__all__ = ["PostAttention", "PreAttention", "StepResult", "attend", "replay_priorities", "simulate_step"]
+
+PreAttention = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(layer, x [B, hidden], position [B] int64) -> q [B, Hq, D], k [B, Hkv, D], v [B, Hkv, D]: norm, projection, RoPE."""
+PostAttention = Callable[[int, Tensor, Tensor], Tensor]
+"""(layer, x [B, hidden], attention [B, Hq, D]) -> x [B, hidden]: output projection, residuals, norm, MLP."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one simulated decode step of L layers and B requests leaves behind."""
+
+    x: Tensor
+    """[B, hidden], after the last layer."""
+    k_cache: list[Tensor]
+    """L x [B, Hkv, capacity, D]: the caches given, with the new token's keys."""
+    v_cache: list[Tensor]
+    """L x [B, Hkv, capacity, D]: the caches given, with the new token's values."""
+    hit_map: Tensor
+    """[L, B] bool: each live request's own verdict; False for a request that is not live."""
+    accepted: Tensor
+    """[L] bool: the layer let `A~` through."""
+    senders: list[int]
+    """L x group (0 or 1) that computes the layer's attention."""
+    gated_ops: tuple[int, int]
+    """Pre- and post-attention operations that each group does not skip. A receiver runs those of a rejected layer."""
+    priority: Priority
+    """Priorities after the last layer: its sender holds `x`."""
+
+
+def simulate_step(
+    x: Tensor,
+    k_cache: Sequence[Tensor],
+    v_cache: Sequence[Tensor],
+    seq_lens: Tensor,
+    pre_attention: PreAttention,
+    post_attention: PostAttention,
+    *,
+    threshold: float,
+    chunk_size: int,
+    sm_scale: float,
+    live: Tensor | None = None,
+    priority: Priority = INITIAL_PRIORITY,
+) -> StepResult:
+    """Run one decode step with speculation simulated. Inputs are not modified.
+
+    Args:
+        x: [B, hidden] fp32 or fp64, the embedded current tokens.
+        k_cache: L x [B, Hkv, capacity, D], dtype of `x`: keys of the tokens before the current one; L >= 1.
+        v_cache: as `k_cache`, values.
+        seq_lens: [B] int32 or int64, tokens of each request, the current one included; its position is `seq_len - 1`.
+        pre_attention: see `PreAttention`.
+        post_attention: see `PostAttention`.
+        threshold: lambda; 0 is full attention, inf is sink and window attention in every layer.
+        chunk_size: S, tokens.
+        sm_scale: softmax scale, usually `D ** -0.5`.
+        live: [B] bool, requests that have a say in the layer's verdict; all where not given.
+        priority: priorities that the step starts with.
+
+    Returns:
+        See `StepResult`.
+
+    Raises:
+        ValueError: dtype of `x`, cache lists of unequal length or none, a sequence length outside [1, capacity].
+
+    """
+    if x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"x: expected float32 or float64, found {x.dtype}")
+    if len(k_cache) != len(v_cache) or not k_cache:
+        raise ValueError(f"expected caches of the same L >= 1 layers, found {len(k_cache)} and {len(v_cache)}")
+    lengths = [int(n) for n in seq_lens.tolist()]
+    capacity = k_cache[0].shape[2]
+    if any(not 1 <= n <= capacity for n in lengths):
+        raise ValueError(f"seq_lens: expected 1 .. {capacity} tokens, found {lengths}")
+
+    live = torch.ones_like(seq_lens, dtype=torch.bool) if live is None else live
+    position = seq_lens.to(torch.int64) - 1
+    every_token = [list(range(n)) for n in lengths]
+    spec_tokens = _spec_tokens(seq_lens, chunk_size)
+    new_k, new_v = [layer.clone() for layer in k_cache], [layer.clone() for layer in v_cache]
+    hits: list[Tensor] = []
+    verdicts: list[Tensor] = []
+    for layer, (keys, values) in enumerate(zip(new_k, new_v, strict=True)):
+        q, k, v = pre_attention(layer, x, position)
+        for request, n in enumerate(lengths):
+            keys[request, :, n - 1] = k[request]
+            values[request, :, n - 1] = v[request]
+        full_out = attend(q, keys, values, every_token, sm_scale)
+        spec_out = attend(q, keys, values, spec_tokens, sm_scale)
+        request_accepts = accepts(distance_sums(spec_out, full_out), threshold)
+        hits.append(request_accepts & live)
+        verdicts.append(layer_verdict(request_accepts, live))
+        x = post_attention(layer, x, spec_out if verdicts[-1] else full_out)
+
+    accepted = torch.stack(verdicts)
+    senders, gated_ops, priority = replay_priorities([bool(a) for a in accepted], priority)
+    return StepResult(x, new_k, new_v, torch.stack(hits), accepted, senders, gated_ops, priority)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[Sequence[int]], sm_scale: float) -> Tensor:
+    """Softmax attention of each request over an explicit list of its tokens.
+
+        o = sum_t w_t v_t / sum_t w_t,   w_t = exp(sm_scale q . k_t - max),   t in tokens[request]
+
+    Args:
+        q: [B, Hq, D].
+        k: [B, Hkv, capacity, D]; query head h reads KV head `h // (Hq / Hkv)`.
+        v: [B, Hkv, capacity, D].
+        tokens: for each request, the positions it attends to, at least one, each once.
+        sm_scale: softmax scale.
+
+    Returns:
+        [B, Hq, D] in q's dtype.
+
+    """
+    heads_per_kv = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for request, positions in enumerate(tokens):
+        index = torch.tensor(positions, dtype=torch.int64, device=q.device)
+        for head in range(q.shape[1]):
+            keys = k[request, head // heads_per_kv, index]
+            values = v[request, head // heads_per_kv, index]
+            scores = sm_scale * (keys @ q[request, head])
+            weights = torch.exp(scores - scores.max())
+            out[request, head] = (weights @ values) / weights.sum()
+    return out
+
+
+def replay_priorities(
+    accepted: Sequence[bool], priority: Priority = INITIAL_PRIORITY
+) -> tuple[list[int], tuple[int, int], Priority]:
+    """Follow the priority protocol through one step.
+
+    Args:
+        accepted: the verdict of each layer.
+        priority: priorities that the step starts with.
+
+    Returns:
+        senders, gated_ops, priority: as in `StepResult`.
+
+    """
+    senders: list[int] = []
+    ops = [0, 0]
+
+    def run_gated(priority: Priority) -> None:
+        for group in (0, 1):
+            ops[group] += not skips_compute(priority, group)
+
+    for accept in accepted:
+        run_gated(priority)  # pre-attention
+        senders.append(sender(priority))
+        priority = after_verdict(after_handover(priority), accept)
+        run_gated(priority)  # post-attention
+    return senders, (ops[0], ops[1]), priority
+
+
+def _spec_tokens(seq_lens: Tensor, chunk_size: int) -> list[list[int]]:
+    """Positions of sink and window, per request."""
+    sink_end, window_start = predictor_ranges(seq_lens, chunk_size)
+    ranges = zip(sink_end.tolist(), window_start.tolist(), seq_lens.tolist(), strict=True)
+    return [[*range(sink), *range(window, n)] for sink, window, n in ranges]

@@ -1,0 +1,140 @@
+"""Attention over the uncompressed cache: prefill, decode, and speculative decode in three launches.
+
+Where the paired rank's memory cannot be addressed, one speculative decode is made of separate launches: the partial
+over sink and window (`predictor_attention`), which is sent away, then the rest, the merge and the verdict's sums
+(`verify_attention`).
+
+Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, n tokens. `lse` is base 2.
+`seq_lens` is on the host: these launchers slice the cache by it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from ..predictor import predictor_ranges
+from ..verdict import distance_sums
+
+__all__ = ["decode_attention", "merge_partials", "predictor_attention", "prefill_attention", "verify_attention"]
+
+LOG2E = math.log2(math.e)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """One request's partial: q [Hq, D], k, v [Hkv, n, D] -> o [Hq, D] fp32, lse [Hq] fp32; n = 0 gives (0, -inf)."""
+    num_kv_heads, num_tokens, head_dim = k.shape
+    # The query heads of one KV head are the rows of one product, so K and V are read once.
+    rows = q.reshape(num_kv_heads, -1, head_dim)
+    if num_tokens == 0:
+        return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:1], -math.inf, dtype=torch.float32)
+    if q.is_cuda and q.dtype != torch.float32:
+        # The flash kernel is the one torch operator that returns the log-sum-exp without widening the cache to fp32.
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(rows[None], k[None], v[None], scale=sm_scale)[:2]
+        return out[0].flatten(0, 1).float(), lse[0].flatten() * LOG2E
+    scores = rows.float() @ k.float().transpose(1, 2) * sm_scale
+    out = torch.softmax(scores, dim=-1) @ v.float()
+    return out.flatten(0, 1), (torch.logsumexp(scores, dim=-1) * LOG2E).flatten()
+
+
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one new token for each request over its first `seq_lens` cached tokens.
+
+    Oracle: `decode_attention_ref`.
+
+    Args:
+        q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.  seq_lens: [B] integers on the host.
+    Returns:
+        o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
+    """
+    parts = [_attend(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale) for b, n in enumerate(seq_lens.tolist())]
+    return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+def merge_partials(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge partial attention outputs into one.
+
+        o = sum_s 2^(lse_s - lse) o_s,   lse = log2 sum_s 2^lse_s
+
+    Source: Lean Attention, section 4 (associativity of softmax rescaling). Oracle: `merge_partials_ref`.
+
+    Args:
+        o_partial: [num_splits, B, Hq, D] fp32.  lse_partial: [num_splits, B, Hq] fp32, base 2; an empty split has -inf.
+    Returns:
+        o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
+    """
+    highest = lse_partial.amax(dim=0)
+    weight = torch.exp2(lse_partial - highest)
+    total = weight.sum(dim=0)
+    return (weight[..., None] * o_partial).sum(dim=0) / total[..., None], highest + torch.log2(total)
+
+
+def predictor_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, chunk_size: int, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """`A~`: exact attention over sink and window only, every token counted once. Source: ALSpec, section 3.1.
+
+    Args and returns as `decode_attention`, with the lengths of sink and window from `chunk_size` tokens (S).
+    """
+    sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size))
+    parts = []
+    for b, n in enumerate(seq_lens.tolist()):
+        spans = [(0, sink_end[b]), (window_start[b], n)]
+        k, v = (torch.cat([cache[b, :, i:j] for i, j in spans], dim=1) for cache in (k_cache, v_cache))
+        parts.append(_attend(q[b], k, v, sm_scale))
+    return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+def verify_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    spec_out: Tensor,
+    spec_lse: Tensor,
+    chunk_size: int,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Read the tokens between sink and window, complete `A~` to `A`, and measure the distance of the two.
+
+    Args:
+        spec_out, spec_lse: of `predictor_attention`; the others as there.
+    Returns:
+        full_out: [B, Hq, D] fp32.  sums: [B, 2] fp32, (dist2, norm2) over this rank's heads.
+    Oracle: `speculative_decode_attention_ref`.
+    """
+    sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size))
+    parts = [
+        _attend(q[b], k_cache[b, :, start:stop], v_cache[b, :, start:stop], sm_scale)
+        for b, (start, stop) in enumerate(zip(sink_end, window_start, strict=True))
+    ]
+    rest_out, rest_lse = torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
+    full_out, _ = merge_partials(torch.stack([spec_out, rest_out]), torch.stack([spec_lse, rest_lse]))
+    return full_out, distance_sums(spec_out, full_out)
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
+    """Causal attention of the newest tokens over a prefix that ends with them. Oracle: `prefill_attention_ref`.
+
+    Args:
+        q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D] in q's dtype.
+    Returns:
+        [n_q, Hq, D] in q's dtype.
+    """
+    num_queries, num_tokens = q.shape[0], k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k[None],
+        v[None],
+        attn_mask=None if num_queries == num_tokens else causal_lower_right(num_queries, num_tokens),
+        is_causal=num_queries == num_tokens,
+        scale=sm_scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,112 @@
+"""Oracles of the kernels: fp64, plain torch, never mutating inputs, one for each launcher under its argument names.
+
+Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, n tokens. `lse` is base 2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "apply_rope_ref",
+    "decode_attention_ref",
+    "merge_partials_ref",
+    "prefill_attention_ref",
+    "rms_norm_ref",
+    "silu_mul_ref",
+    "speculative_decode_attention_ref",
+]
+
+LOG2E = math.log2(math.e)
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`y = x / sqrt(mean(x^2) + eps) * weight`; x [..., hidden] -> [..., hidden] fp64."""
+    x = x.double()
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def silu_mul_ref(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[..., 2 * I]` with gate first -> [..., I] fp64."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def apply_rope_ref(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotate channel pairs `(c, c + D/2)` by `position * inv_freq[c]`; x [n, H, D], positions [n] -> [n, H, D] fp64."""
+    angle = positions.double()[:, None] * inv_freq.double()[None, :]
+    cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
+    first, second = x.double().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention of q [Hq, D] over k, v [Hkv, n, D]; no token gives o = 0 and lse = -inf."""
+    num_kv_heads, num_tokens, head_dim = k.shape
+    q = q.double().reshape(num_kv_heads, -1, head_dim)
+    if num_tokens == 0:
+        return torch.zeros_like(q).flatten(0, 1), q.new_full(q.shape[:2], -math.inf).flatten()
+    scores = q @ k.double().transpose(1, 2) * sm_scale
+    out = torch.softmax(scores, dim=-1) @ v.double()
+    return out.flatten(0, 1), (torch.logsumexp(scores, dim=-1) * LOG2E).flatten()
+
+
+def decode_attention_ref(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of one new token for each request over its first `seq_lens` cached tokens.
+
+    Args:
+        q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] integers.
+    Returns:
+        o: [B, Hq, D] fp64.  lse: [B, Hq] fp64, base 2.
+    """
+    parts = [_attend(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale) for b, n in enumerate(seq_lens.tolist())]
+    return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+def merge_partials_ref(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """`o = sum_s 2^(lse_s - lse) o_s` over [num_splits, B, Hq, D] and [num_splits, B, Hq]; fp64."""
+    lse = torch.logsumexp(lse_partial.double() / LOG2E, dim=0) * LOG2E
+    weight = torch.exp2(lse_partial.double() - lse)
+    return (weight[..., None] * o_partial.double()).sum(0), lse
+
+
+def speculative_decode_attention_ref(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, chunk_size: int, sm_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`A~` over sink and window, `A` over everything, and `(dist2, norm2)` of their difference.
+
+    The token set of `A~` is spelt out index by index: `t < S`, or `t >= n - S` rounded down to a multiple of 64.
+
+    Returns:
+        spec_out, full_out: [B, Hq, D] fp64.  sums: [B, 2] fp64.
+    """
+    full_out, _ = decode_attention_ref(q, k_cache, v_cache, seq_lens, sm_scale)
+    spec_out = torch.empty_like(full_out)
+    for b, n in enumerate(seq_lens.tolist()):
+        window_start = max(n - chunk_size, 0) // 64 * 64
+        tokens = [t for t in range(n) if t < chunk_size or t >= window_start]
+        spec_out[b], _ = _attend(q[b], k_cache[b, :, tokens], v_cache[b, :, tokens], sm_scale)
+    dist2 = (spec_out - full_out).pow(2).sum((1, 2))
+    norm2 = full_out.pow(2).sum((1, 2))
+    return spec_out, full_out, torch.stack([dist2, norm2], dim=1)
+
+
+def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
+    """Causal attention of the newest tokens over a prefix that ends with them.
+
+    Args:
+        q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D].
+    Returns:
+        [n_q, Hq, D] fp64.
+    """
+    num_queries, num_tokens = q.shape[0], k.shape[1]
+    rows = [
+        _attend(q[i], k[:, : num_tokens - num_queries + i + 1], v[:, : num_tokens - num_queries + i + 1], sm_scale)[0]
+        for i in range(num_queries)
+    ]
+    return torch.stack(rows)

@@ -1,0 +1,104 @@
+"""From command line to configuration, and from an error to one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from alspec.config import load_yaml, validate
+from alspec.errors import AlspecError, UserError
+
+__all__ = ["Parser", "parse", "print_config", "report"]
+
+_ConfigT = TypeVar("_ConfigT", bound=BaseModel)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises `UserError` and names the nearest flag."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and exiting."""
+        known = [flag for action in self._actions for flag in action.option_strings]
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if unknown and unknown[0].startswith("-") and "unrecognized" in message:
+            nearest = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1, cutoff=0.0)
+            message = f"unknown flag {unknown[0]}; the nearest valid name is {nearest[0]}"
+        raise UserError(f"flags: {message}")
+
+
+def _leaves(schema: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every field with its path of keys; nested schemas are flattened."""
+    for name, field in schema.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            yield from _leaves(type(field.default), (*path, name))
+        else:
+            yield (*path, field.alias or name), field
+
+
+def _flag(path: tuple[str, ...], field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    name = extra["flag"] if isinstance(extra, dict) else path[-1]
+    return "--" + str(name).replace("_", "-")
+
+
+def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None:
+    for path, field in _leaves(schema):
+        options: dict[str, Any] = {"dest": ".".join(path), "default": argparse.SUPPRESS, "help": field.description}
+        if field.annotation is bool:
+            options["action"] = "store_true"
+        elif field.default == ():
+            options |= {"action": "append", "metavar": "TEXT"}
+        else:
+            options["metavar"] = path[-1].upper()
+        parser.add_argument(_flag(path, field), **options)
+
+
+def parse(
+    parser: argparse.ArgumentParser, schema: type[_ConfigT], argv: list[str] | None
+) -> tuple[_ConfigT, argparse.Namespace]:
+    """Merge defaults, `--config` file and flags (the later win) into one validated configuration.
+
+    Returns:
+        The configuration, and the namespace with the parser's other arguments.
+    Raises:
+        UserError: unknown flag or key, wrong value, unreadable file.
+    """
+    _add_flags(parser, schema)
+    parser.add_argument("--config", type=Path, help="YAML file with the same names as --print-config shows")
+    parser.add_argument("--print-config", action="store_true", help="print the configuration in force and exit")
+    args = parser.parse_args(argv)
+    values: dict[str, Any] = {}
+    if args.config is not None:
+        values = load_yaml(args.config)
+        validate(schema, values, f"config: {args.config}")
+    flags = {path: _flag(path, field) for path, field in _leaves(schema)}
+    for path in flags:
+        if hasattr(args, ".".join(path)):
+            _set(values, path, getattr(args, ".".join(path)))
+    return validate(schema, values, "flags", spell=lambda path: flags.get(path, ".".join(path))), args
+
+
+def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for part in path[:-1]:
+        values = values.setdefault(part, {})
+    values[path[-1]] = value
+
+
+def print_config(config: BaseModel) -> None:
+    """The configuration as YAML on stdout: what `--config` reads back."""
+    print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False), end="")
+
+
+def report(error: AlspecError) -> int:
+    """Print the one line of an error; returns its exit code. Every rank prints: torchrun flattens exit codes."""
+    sys.stdout.flush()
+    print(f"alspec: exit {error.exit_code}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return error.exit_code

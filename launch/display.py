@@ -1,0 +1,103 @@
+"""What a person sees: streamed text on stdout, the closing panel on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.color import Color
+from rich.console import Console
+from rich.panel import Panel
+from rich.style import Style
+from rich.table import Table
+
+from alspec.runtime.generation import Generation, Token
+
+__all__ = ["Printer", "print_panel"]
+
+GIB = 2**30
+
+
+class Printer:
+    """Streams one request's text; a batch becomes one JSON line for each request, in order, as they finish."""
+
+    def __init__(self, generation: Generation, is_batch: bool, color: bool) -> None:
+        self._generation = generation
+        self._is_batch = is_batch
+        self._color = Console(file=sys.stdout, force_terminal=True, color_system="truecolor") if color else None
+        self._next = 0
+
+    def show(self, token: Token) -> None:
+        """Print what this token adds."""
+        if self._is_batch:
+            self._flush_finished()
+        elif self._color is not None and token.hit_rate is not None:
+            self._color.print(token.text, style=_shade(token.hit_rate), end="", markup=False, highlight=False)
+        else:
+            sys.stdout.write(token.text)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End the last line."""
+        if not self._is_batch:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def _flush_finished(self) -> None:
+        requests = self._generation.requests
+        while self._next < len(requests) and not requests[self._next].live:
+            request = requests[self._next]
+            line = {"request": self._next, "text": request.text, "finish_reason": request.finish_reason}
+            print(json.dumps(line, ensure_ascii=False))
+            self._next += 1
+
+
+def _shade(hit_rate: float) -> Style:
+    """From red (every layer needed the full attention) to green (every layer accepted the guess)."""
+    return Style(
+        bgcolor=Color.from_rgb(200 * (1 - hit_rate), 60 + 80 * hit_rate, 60), color=Color.from_rgb(255, 255, 255)
+    )
+
+
+def print_panel(summary: dict[str, Any]) -> None:
+    """The closing panel, on stderr; plain when stderr is no terminal."""
+    console = Console(stderr=True)
+    table = Table.grid(padding=(0, 2))
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    if console.is_terminal:
+        console.print(Panel(table, title="alspec", expand=False))
+    else:
+        for name, value in _rows(summary):
+            print(f"{name}: {value}", file=sys.stderr)
+
+
+def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("mode", f"{summary['mode']}, {summary['world_size']} rank(s) on {summary['device']}, {summary['dtype']}"),
+        ("prompt tokens", " ".join(map(str, summary["prompt_tokens"]))),
+        ("new tokens", " ".join(map(str, summary["new_tokens"]))),
+        ("TTFT", f"{summary['ttft_ms']:.1f} ms"),
+    ]
+    if summary["tokens_per_s"] is not None:
+        p50, p90, p99 = (summary[f"ms_per_token_p{p}"] for p in (50, 90, 99))
+        rows += [
+            ("tokens/s", f"{summary['tokens_per_s']:.1f}"),
+            ("ms/token", f"p50 {p50:.2f}  p90 {p90:.2f}  p99 {p99:.2f}"),
+            (
+                "read",
+                f"{summary['gb_per_s']:.1f} GB/s a rank, {100 * summary['share_of_limit']:.0f} % of the copy limit",
+            ),
+        ]
+    if summary["hit_rate"] is not None:
+        rows.append(("hit rate", f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"))
+    memory = summary["memory"]
+    rows.append(
+        (
+            "memory",
+            f"weights {memory['weights_bytes'] / GIB:.2f} GiB, cache {memory['cache_bytes'] / GIB:.2f} GiB, "
+            f"buffers {memory['buffer_bytes'] / GIB:.2f} GiB a rank",
+        )
+    )
+    return rows

@@ -1,0 +1,130 @@
+"""Generate text: `torchrun --standalone --nproc-per-node 2 launch/generate.py --prompt "..."`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from alspec.config import GenerateConfig
+from alspec.errors import AlspecError
+from alspec.launch.cli import Parser, parse, print_config, report
+from alspec.launch.display import Printer, print_panel
+from alspec.launch.plan import print_plan
+from alspec.launch.prompts import read_prompts
+from alspec.runtime.engine import Engine
+from alspec.runtime.faults import run_guarded
+from alspec.runtime.generation import Generation
+from alspec.runtime.stats import step_bytes, stream_bandwidth, summarize, versions
+from alspec.runtime.timeline import write_trace
+
+__all__ = ["main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code of interface errors and of success."""
+    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+    try:
+        parser = Parser(prog="generate", description="Generate text with a Llama model.", allow_abbrev=False)
+        parser.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
+        config, args = parse(parser, GenerateConfig, argv)
+        if args.print_config:
+            print_config(config)
+            return 0
+        if args.plan:
+            print_plan(config)
+            return 0
+        engine = Engine(config, trace=config.trace is not None)
+        return run_guarded(engine.heartbeat, lambda: _generate(config, engine))
+    except AlspecError as error:
+        if debug:
+            raise
+        return report(error)
+
+
+def _generate(config: GenerateConfig, engine: Engine) -> int:
+    prompts, is_batch = read_prompts(config, engine)
+    is_first = engine.placement.rank == 0
+    max_context = engine.check_prompts(prompts, config.max_new_tokens)
+    if is_first and engine.notice:
+        print(f"alspec: {engine.notice}", file=sys.stderr)
+    engine.load(len(prompts), max_context)
+    generation = engine.start_generation(prompts, config)
+    printer = Printer(generation, is_batch, config.color) if is_first else None
+    for token in engine.run(generation, config):
+        if printer is not None:
+            printer.show(token)
+    if printer is not None:
+        printer.close()
+    _finish(config, engine, generation)
+    engine.close()
+    return 0
+
+
+def _finish(config: GenerateConfig, engine: Engine, generation: Generation) -> None:
+    """Panel, JSON and trace, from rank 0."""
+    summary = _summary(engine, generation)
+    rows_by_rank = engine.gather_rows(engine.timeline.rows()) if config.trace is not None else []
+    if engine.placement.rank != 0:
+        return
+    print_panel(summary)
+    if config.trace is not None:
+        write_trace(config.trace, rows_by_rank)
+    if config.json_file is not None:
+        config.json_file.write_text(json.dumps(_everything(config, generation, summary)), encoding="utf-8")
+
+
+def _summary(engine: Engine, generation: Generation) -> dict[str, Any]:
+    assert engine.memory is not None
+    summary = summarize(generation)
+    limit = stream_bandwidth(engine.device)
+    gb_per_s = share = None
+    if generation.step_us:
+        # The mean length over the decode steps: half of what was added after the first token.
+        seq_lens = [request.seq_len - len(request.token_ids) // 2 for request in generation.requests]
+        read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens)
+        bytes_per_s = read / (summary["ms_per_token_p50"] / 1e3)
+        gb_per_s, share = bytes_per_s / 1e9, bytes_per_s / limit
+    cuda = engine.device.type == "cuda"
+    return summary | {
+        "mode": engine.mode,
+        "threshold": engine.config.speculation.threshold,
+        "chunk_size": engine.config.speculation.chunk_size,
+        "world_size": engine.placement.world_size,
+        "tp_size": engine.placement.tp_size,
+        "transport": engine.backend if engine.placement.world_size > 1 else None,
+        "device": torch.cuda.get_device_name(engine.device) if cuda else "CPU",
+        "dtype": engine.dtype_name,
+        "gb_per_s": gb_per_s,
+        "stream_gb_per_s": limit / 1e9,
+        "share_of_limit": share,
+        "memory": asdict(engine.memory),
+    }
+
+
+def _everything(config: GenerateConfig, generation: Generation, summary: dict[str, Any]) -> dict[str, Any]:
+    requests = [
+        {
+            "prompt_ids": request.prompt_ids,
+            "token_ids": request.token_ids,
+            "text": request.text,
+            "finish_reason": request.finish_reason,
+        }
+        for request in generation.requests
+    ]
+    return {
+        "requests": requests,
+        "ttft_us": generation.prefill_us,
+        "step_us": generation.step_us,
+        "hit_map": [hits.int().tolist() for hits in generation.hits],
+        "summary": summary,
+        "config": config.model_dump(mode="json", by_alias=True),
+        "versions": versions(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

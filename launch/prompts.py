@@ -1,0 +1,97 @@
+"""Where prompts come from: a flag, a file, standard input; read by rank 0 for all ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from alspec.config import GenerateConfig
+from alspec.errors import UserError
+from alspec.runtime.engine import Engine, broadcast_text
+
+__all__ = ["read_prompts"]
+
+
+def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]], bool]:
+    """Token ids of every request, and whether they came as a batch file.
+
+    Raises:
+        UserError: on every rank alike, whichever rank read the prompt.
+    """
+    message = None
+    if engine.placement.rank == 0:
+        try:
+            message = {"prompts": _read(config), "error": None}
+        except UserError as error:
+            message = {"prompts": [], "error": str(error)}
+    text = broadcast_text(engine.store, engine.placement.rank, "alspec/prompts", json.dumps(message))
+    message = json.loads(text)
+    if message["error"] is not None:
+        raise UserError(message["error"])
+    is_batch = config.prompt_file is not None and config.prompt_file.suffix == ".jsonl"
+    return [_encode(prompt, config, engine) for prompt in message["prompts"]], is_batch
+
+
+def _read(config: GenerateConfig) -> list[str | list[int]]:
+    """One text or list of ids for each request."""
+    if config.prompt_ids is not None:
+        return [list(config.prompt_ids)]
+    if config.prompt is not None:
+        text = config.prompt
+    elif config.prompt_file is not None:
+        text = _read_file(config.prompt_file)
+        if config.prompt_file.suffix == ".jsonl":
+            return _read_jsonl(text, config.prompt_file)
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise UserError("prompt: none given; use --prompt TEXT, --prompt-file F, --prompt-ids 1,2,3 or standard input")
+    else:
+        text = sys.stdin.read()
+    if not text.strip():
+        raise UserError("prompt: expected a text, found an empty one; use --prompt TEXT or standard input")
+    return [text]
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"prompt_file: cannot read {path}: {error.strerror}; give an existing text file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompt_file: {path} is not UTF-8 at byte {error.start}; give a UTF-8 text file") from None
+
+
+def _read_jsonl(text: str, path: Path) -> list[str | list[int]]:
+    prompts = [_read_line(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not prompts:
+        raise UserError(f"prompt_file: {path} holds no request; write one JSON object a line")
+    return prompts
+
+
+def _read_line(line: str, where: str) -> str | list[int]:
+    expected = 'expected {"prompt": "..."} or {"prompt_ids": [1, 2, 3]}'
+    try:
+        value: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"prompt_file: {where}: not JSON ({error.msg}); {expected}") from None
+    if isinstance(value, dict) and len(value) == 1:
+        prompt = value.get("prompt", value.get("prompt_ids"))
+        if "prompt" in value and isinstance(prompt, str) and prompt.strip():
+            return prompt
+        if "prompt_ids" in value and isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt):
+            return prompt
+    raise UserError(f"prompt_file: {where}: {expected}, found {line.strip()[:60]!r}")
+
+
+def _encode(prompt: str | list[int], config: GenerateConfig, engine: Engine) -> list[int]:
+    if isinstance(prompt, list):
+        if config.chat:
+            raise UserError("chat needs a text prompt: prompt_ids are used as they are")
+        return prompt
+    if engine.tokenizer is None:
+        raise UserError("prompt: random weights have no tokenizer; use --prompt-ids or prompt_ids in a JSONL file")
+    if not config.chat:
+        return engine.tokenizer.encode(prompt)
+    system = [] if config.system is None else [{"role": "system", "content": config.system}]
+    return engine.tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])

@@ -1,0 +1,289 @@
+"""A model's weights on disk: every fault found from the file headers, then one slice at a time read from the map."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+
+from ..errors import UserError
+from .config import LlamaConfig
+from .files import read_json, show
+from .safetensors_header import TensorEntry, read_header
+
+__all__ = ["Checkpoint", "expected_tensors", "verify_checksums", "write_checksums"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MANIFEST = "SHA256SUMS"
+_COVERED = ("*.safetensors", "*.json", "*.jinja")
+
+
+def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama's weights as Hugging Face folders spell them; no LM head when embeddings are tied."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_rows, hidden),
+        "self_attn.k_proj.weight": (kv_rows, hidden),
+        "self_attn.v_proj.weight": (kv_rows, hidden),
+        "self_attn.o_proj.weight": (hidden, q_rows),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (mlp, hidden),
+        "mlp.up_proj.weight": (mlp, hidden),
+        "mlp.down_proj.weight": (hidden, mlp),
+    }
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    tensors["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights of one folder, checked against a configuration and ready to be read slice by slice."""
+
+    entries: dict[str, TensorEntry]
+    files: dict[str, Path]
+    _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, folder: Path, config: LlamaConfig) -> Self:
+        """Find every fault of a folder's weights from the file headers; no weight is read and no memory is taken.
+
+        Tolerated: `rotary_emb.inv_freq` buffers that older files carry, and an LM head beside tied embeddings.
+
+        Raises:
+            UserError: no weights, a missing or broken file (see `read_header`), an index that does not fit the files, a
+                tensor that is missing, left over, stored twice, or of the wrong shape, naming file and tensor.
+        """
+        folder = Path(folder)
+        index_path = folder / _INDEX
+        if (folder / _SINGLE).exists():
+            weight_map = None
+            paths = [folder / _SINGLE]
+        elif index_path.exists():
+            weight_map = _read_weight_map(index_path)
+            paths = [folder / name for name in sorted(set(weight_map.values()))]
+        else:
+            raise _no_weights(folder)
+        entries: dict[str, TensorEntry] = {}
+        files: dict[str, Path] = {}
+        for path in paths:
+            for name, entry in read_header(path).items():
+                if name in entries and not _is_tolerated(name, config):
+                    raise UserError(
+                        f"{path}: tensor {show(name)}: duplicate: expected once, found in {files[name].name} too; "
+                        "remove the file that does not belong to the model"
+                    )
+                entries[name], files[name] = entry, path
+        if weight_map is not None:
+            _check_weight_map(index_path, weight_map, files, config)
+        _check_tensors(folder, entries, files, config)
+        expected = expected_tensors(config)
+        return cls({name: entries[name] for name in expected}, {name: files[name] for name in expected})
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all weights as stored."""
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+    def tensor_slice(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Read `tensor[start:stop]` along `dim`, or the whole tensor when `dim` is None.
+
+        The result lies in the mapped file where it can: pages are read when they are used, and a slice along the last
+        dimension may be non-contiguous. It is private to this process.
+
+        Returns:
+            CPU tensor in the stored dtype (fp32, fp16 or bf16).
+        Raises:
+            ValueError: unknown name, or a slice that is empty or out of range.
+        """
+        if name not in self.entries:
+            raise ValueError(f"name: expected a tensor of the checkpoint, found {name!r}")
+        shape = self.entries[name].shape
+        if dim is None:
+            dim = 0
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"dim: expected 0 .. {len(shape) - 1} for {name!r}, found {dim}")
+        stop = shape[dim] if stop is None else stop
+        if not 0 <= start < stop <= shape[dim]:
+            raise ValueError(f"start, stop: expected a range within 0 .. {shape[dim]}, found {start} .. {stop}")
+        path = self.files[name]
+        if path not in self._handles:
+            self._handles[path] = safe_open(str(path), framework="pt", device="cpu")
+        stored = self._handles[path].get_slice(name)
+        result = stored[(slice(None),) * dim + (slice(start, stop),)]
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def _is_tolerated(name: str, config: LlamaConfig) -> bool:
+    """Tensors that may stand in a file although the model does not read them."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _no_weights(folder: Path) -> UserError:
+    if not folder.is_dir():
+        return UserError(f"{folder}: expected a model folder, found none; give the folder that holds config.json")
+    others = sorted(
+        path.name for pattern in ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern)
+    )
+    found = "none" if not others else f"only {', '.join(map(show, others[:3]))}{', ...' if len(others) > 3 else ''}"
+    return UserError(
+        f"{folder}: expected {_SINGLE} or {_INDEX}, found {found}; "
+        "download or convert the weights as safetensors (pickle and GGUF files are not read)"
+    )
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """File name by tensor name, as the index has it; every file lies in the index's own folder."""
+    weight_map = read_json(path, "to find the weights").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(
+            f"{path}: weight_map: expected file names by tensor, found {show(weight_map)}; download the file again"
+        )
+    for name, file_name in weight_map.items():
+        # A name with a separator could lead outside the folder; published indices have none.
+        if not isinstance(file_name, str) or Path(file_name).name != file_name or "\\" in file_name:
+            raise UserError(
+                f"{path}: tensor {show(name)}: expected the name of a file in this folder, found {show(file_name)}; "
+                "correct the index"
+            )
+        if not file_name.endswith(".safetensors"):
+            raise UserError(
+                f"{path}: tensor {show(name)}: expected a *.safetensors file, found {show(file_name)}; "
+                "give the model's safetensors files (pickle is not read)"
+            )
+        if "\0" in file_name or not (path.parent / file_name).is_file():
+            raise UserError(
+                f"{path.parent / file_name if file_name.isprintable() else show(file_name)}: missing shard: expected a "
+                f"file with tensor {show(name)}, found none; download it"
+            )
+    return weight_map
+
+
+def _check_weight_map(
+    index_path: Path, weight_map: dict[str, str], files: dict[str, Path], config: LlamaConfig
+) -> None:
+    """The index and the shards' headers must name the same tensors in the same files."""
+    for name, file_name in weight_map.items():
+        if _is_tolerated(name, config):
+            continue
+        found = files[name].name if name in files else "no such tensor"
+        if found != file_name:
+            raise UserError(
+                f"{index_path}: tensor {show(name)}: expected in {file_name} as the index says, found {found}; "
+                "download the index and that file again"
+            )
+    for name, path in files.items():
+        if name not in weight_map and not _is_tolerated(name, config):
+            raise UserError(
+                f"{index_path}: tensor {show(name)}: left over: expected an entry, found it only in {path.name}; "
+                "download the index and that file again"
+            )
+
+
+def _check_tensors(folder: Path, entries: dict[str, TensorEntry], files: dict[str, Path], config: LlamaConfig) -> None:
+    """The tensors must be those of the configuration, in name and shape."""
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in entries]
+    left_over = [name for name in entries if name not in expected and not _is_tolerated(name, config)]
+    if missing:
+        instead = f"{show(left_over[0])} instead" if left_over else "none"
+        raise UserError(
+            f"{folder}: tensor {show(missing[0])}: missing ({len(missing)} of {len(expected)} are): expected shape "
+            f"{list(expected[missing[0]])}, found {instead}; download the weights that belong to this config.json"
+        )
+    if left_over:
+        name = left_over[0]
+        raise UserError(
+            f"{files[name]}: tensor {show(name)}: left over: expected the {len(expected)} tensors of config.json, "
+            f"found {len(left_over)} more; check num_hidden_layers and tie_word_embeddings in config.json"
+        )
+    for name, shape in expected.items():
+        if entries[name].shape != shape:
+            raise UserError(
+                f"{files[name]}: tensor {show(name)}: wrong shape: expected {list(shape)}, "
+                f"found {list(entries[name].shape)}; use the config.json that belongs to these weights"
+            )
+
+
+def _covered_files(folder: Path) -> list[Path]:
+    """The weights, the tokenizer and the configuration of a folder, by name."""
+    return sorted(path for pattern in _COVERED for path in folder.glob(pattern) if path.is_file())
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's permissions") from None
+
+
+def write_checksums(folder: Path) -> Path:
+    """Write SHA256SUMS (as sha256sum does) over a folder's weights, tokenizer and configuration; return its path."""
+    path = Path(folder) / _MANIFEST
+    path.write_text(
+        "".join(f"{_sha256(file)}  {file.name}\n" for file in _covered_files(Path(folder))), encoding="utf-8"
+    )
+    return path
+
+
+def verify_checksums(folder: Path) -> None:
+    """Compare a folder with its SHA256SUMS, which must cover every weight, tokenizer and configuration file.
+
+    Raises:
+        UserError: no or broken manifest, and every file that is missing, not covered, or whose bits differ.
+    """
+    folder = Path(folder)
+    path = folder / _MANIFEST
+    if not path.is_file():
+        raise UserError(
+            f"{path}: expected a manifest, found none; write one from a good copy: "
+            f"sha256sum {' '.join(_COVERED[:2])} > {_MANIFEST}"
+        )
+    digests = _read_manifest(path)
+    missing = [name for name in digests if not (folder / name).is_file()]
+    uncovered = [file.name for file in _covered_files(folder) if file.name not in digests]
+    differing = [name for name in digests if name not in missing and _sha256(folder / name) != digests[name]]
+    faults = [
+        f"{label} {', '.join(map(show, names))}"
+        for label, names in (("differing", differing), ("missing", missing), ("not covered", uncovered))
+        if names
+    ]
+    if faults:
+        raise UserError(
+            f"{path}: checksum: expected {len(digests)} files as listed, found {'; '.join(faults)}; download them again"
+        )
+
+
+def _read_manifest(path: Path) -> dict[str, str]:
+    """SHA-256 in hexadecimal by file name."""
+    digests: dict[str, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"{path}: expected the text that sha256sum writes, found none; write it again") from None
+    for number, line in enumerate(lines, start=1):
+        digest, _, name = line.partition(" ")
+        name = name[1:].removeprefix("./")  # sha256sum marks text and binary mode with ' ' or '*'
+        well_formed = len(digest) == 64 and set(digest.lower()) <= set("0123456789abcdef")
+        if not well_formed or not name or Path(name).name != name:
+            raise UserError(
+                f"{path}: line {number}: expected a SHA-256, two spaces and the name of a file in this folder, "
+                f"found {show(line)}; write it again"
+            )
+        digests[name] = digest.lower()
+    if not digests:
+        raise UserError(f"{path}: expected one line for each file, found none; write it again")
+    return digests

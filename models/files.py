@@ -1,0 +1,76 @@
+"""Small files of a model folder: JSON read as data, and faults described in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+__all__ = ["foreign_content", "parse_json_object", "read_json", "show"]
+
+_HEAD_BYTES = 512
+
+
+def show(value: object, limit: int = 100) -> str:
+    """`repr` of an untrusted value, shortened to `limit` characters: one line without control characters."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def foreign_content(head: bytes) -> str | None:
+    """What the first bytes of a file are when they are not what the file's name says, with the remedy; else None."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git-LFS pointer; fetch the content with `git lfs pull`"
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html")):
+        return "an HTML page; download the file again, signed in where the site asks for it"
+    if head.startswith(b"GGUF"):
+        return "a GGUF file; use the model's safetensors files"
+    if head.startswith(b"PK\x03\x04"):
+        return "a zip archive (a PyTorch pickle); use the model's safetensors files"
+    return None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate key {show(next(name for name in names if names.count(name) > 1))}")
+    return result
+
+
+def parse_json_object(data: bytes) -> dict[str, Any]:
+    """Parse UTF-8 JSON that must be an object in which no key stands twice.
+
+    Raises:
+        ValueError: one line that says what is wrong; also for nesting too deep to parse.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found {show(value)}")
+    return value
+
+
+def read_json(path: Path, purpose: str) -> dict[str, Any]:
+    """Read a JSON object; `purpose` completes "the folder needs it ..." when the file is missing.
+
+    Raises:
+        UserError: missing or unreadable file, a Git-LFS pointer, an HTML page, or not a JSON object.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: expected a file, found none; the model folder needs it {purpose}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's permissions") from None
+    foreign = foreign_content(data[:_HEAD_BYTES])
+    if foreign is not None:
+        raise UserError(f"{path}: expected JSON, found {foreign}")
+    try:
+        return parse_json_object(data)
+    except ValueError as error:
+        raise UserError(f"{path}: expected JSON, found {show(str(error))}; download the file again") from None

@@ -1,0 +1,204 @@
+"""Llama as data flow over kernels: the weights of one tensor-parallel rank and the operations around attention.
+
+Shapes: n tokens (prefill) or requests (decode), Hq and Hkv this rank's query and KV heads, D head_dim, T group size.
+The residual stream `x` is fp32 and replicated over the group; every other activation has the weights' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.elementwise import apply_rope, rms_norm, rope_cos_sin, silu_mul
+from .checkpoint import Checkpoint
+from .config import LlamaConfig
+
+__all__ = ["LayerWeights", "Llama", "LlamaWeights", "Shard", "load_weights", "random_weights"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of the weights a rank holds.
+
+    QKV and gate/up are split by rows of the weight (columns of the product), o and down by columns, over the `tp_size`
+    ranks of a group. The LM head is split by vocabulary over all ranks of the job.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    vocab_rank: int = 0
+    vocab_shards: int = 1
+
+    def vocab_range(self, vocab_size: int) -> tuple[int, int]:
+        """`[start, stop)` of this rank's rows: `ceil(V / shards)` for every shard until the vocabulary ends."""
+        rows = -(-vocab_size // self.vocab_shards)
+        return min(self.vocab_rank * rows, vocab_size), min((self.vocab_rank + 1) * rows, vocab_size)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer's weights on one rank, in the execution dtype."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(Hq + 2 Hkv) D, hidden]
+    o: Tensor  # [hidden, Hq D]
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 I / T, hidden], gate first
+    down: Tensor  # [hidden, I / T]
+
+
+@dataclass(frozen=True)
+class LlamaWeights:
+    """All weights of one rank."""
+
+    embedding: Tensor  # [V, hidden], replicated
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden]
+    lm_head: Tensor  # [rows of this vocabulary shard, hidden]
+
+
+def load_weights(
+    checkpoint: Checkpoint, config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device
+) -> LlamaWeights:
+    """Read this rank's slices, and nothing else, from a checkpoint that `Checkpoint.open` has verified."""
+
+    def read(name: str, dim: int | None = None) -> Tensor:
+        if dim is None:
+            return checkpoint.tensor_slice(name).to(device, dtype)
+        step = checkpoint.entries[name].shape[dim] // shard.tp_size
+        part = checkpoint.tensor_slice(name, dim, shard.tp_rank * step, (shard.tp_rank + 1) * step)
+        return part.to(device, dtype).contiguous()
+
+    def read_layer(layer: int) -> LayerWeights:
+        prefix = f"model.layers.{layer}."
+        rows = {part: read(f"{prefix}{part}_proj.weight", 0) for part in _COLUMN_PARALLEL}
+        return LayerWeights(
+            input_norm=read(prefix + "input_layernorm.weight"),
+            qkv=torch.cat([rows["self_attn.q"], rows["self_attn.k"], rows["self_attn.v"]]),
+            o=read(prefix + "self_attn.o_proj.weight", 1),
+            post_norm=read(prefix + "post_attention_layernorm.weight"),
+            gate_up=torch.cat([rows["mlp.gate"], rows["mlp.up"]]),
+            down=read(prefix + "mlp.down_proj.weight", 1),
+        )
+
+    embedding = read("model.embed_tokens.weight")
+    start, stop = shard.vocab_range(config.vocab_size)
+    # The last shards of a small vocabulary can be empty.
+    if config.tie_word_embeddings or start == stop:
+        lm_head = embedding[start:stop]
+    else:
+        lm_head = checkpoint.tensor_slice("lm_head.weight", 0, start, stop).to(device, dtype)
+    layers = tuple(read_layer(layer) for layer in range(config.num_layers))
+    return LlamaWeights(embedding, layers, read("model.norm.weight"), lm_head)
+
+
+_COLUMN_PARALLEL = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+
+
+def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
+    """Weights of `config`'s shape drawn on the device, N(0, 1/fan_in), so that activations stay near unit size.
+
+    Every rank of one tensor-parallel position draws the same numbers (paired ranks hold replicas); embeddings and LM
+    head do not depend on the rank except for the rows taken.
+    """
+    generator = torch.Generator(device)
+    heads = (config.num_qo_heads + 2 * config.num_kv_heads) // shard.tp_size
+    intermediate = config.intermediate_size // shard.tp_size
+    attn_width = config.num_qo_heads // shard.tp_size * config.head_dim
+
+    def draw(rows: int, columns: int, fan_in: int, seed: int) -> Tensor:
+        weight = torch.empty(rows, columns, dtype=dtype, device=device)
+        return weight.normal_(0.0, 1 / math.sqrt(fan_in), generator=generator.manual_seed(seed))
+
+    def draw_layer(layer: int) -> LayerWeights:
+        seed = 4 * (layer * shard.tp_size + shard.tp_rank) + 2
+        ones = torch.ones(config.hidden_size, dtype=dtype, device=device)
+        return LayerWeights(
+            input_norm=ones,
+            qkv=draw(heads * config.head_dim, config.hidden_size, config.hidden_size, seed),
+            o=draw(config.hidden_size, attn_width, attn_width * shard.tp_size, seed + 1),
+            post_norm=ones,
+            gate_up=draw(2 * intermediate, config.hidden_size, config.hidden_size, seed + 2),
+            down=draw(config.hidden_size, intermediate, config.intermediate_size, seed + 3),
+        )
+
+    embedding = draw(config.vocab_size, config.hidden_size, 1, 0)
+    start, stop = shard.vocab_range(config.vocab_size)
+    # The whole LM head is drawn and sliced, so that the model is the same at every world size.
+    head = (
+        embedding if config.tie_word_embeddings else draw(config.vocab_size, config.hidden_size, config.hidden_size, 1)
+    )
+    lm_head = head[start:stop] if config.tie_word_embeddings else head[start:stop].clone()
+    layers = tuple(draw_layer(layer) for layer in range(config.num_layers))
+    return LlamaWeights(embedding, layers, torch.ones_like(layers[0].input_norm), lm_head)
+
+
+class Llama:
+    """The operations of one decoder step on one rank; attention itself belongs to the step program.
+
+    Args:
+        all_reduce: sums a tensor over the tensor-parallel group and returns it, identical on every rank of the group.
+    """
+
+    def __init__(self, config: LlamaConfig, weights: LlamaWeights, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        self.config = config
+        self.weights = weights
+        self._all_reduce = all_reduce
+        self._inv_freq = config.inv_freq().to(weights.embedding.device)
+        self.sm_scale = config.head_dim**-0.5
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.config.num_layers
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[n] integers -> x [n, hidden] fp32."""
+        return F.embedding(token_ids, self.weights.embedding).float()
+
+    def reduce_residual(self, x: Tensor, partial: Tensor | None) -> Tensor:
+        """Finish an all-reduce: `x + sum over ranks of partial`, [n, hidden] fp32; None stands for nothing to add."""
+        return x if partial is None else x + self._all_reduce(partial)
+
+    def pre_attention(
+        self, layer: int, x: Tensor, partial: Tensor | None, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Finish the previous all-reduce, then RMSNorm, QKV projection and RoPE.
+
+        Args:
+            x: [n, hidden] fp32.  partial: of the previous layer's `post_attention`, or None.  positions: [n] integers.
+        Returns:
+            x [n, hidden] fp32, q [n, Hq, D], k and v [n, Hkv, D].
+        """
+        x = self.reduce_residual(x, partial)
+        weights, head_dim = self.weights.layers[layer], self.config.head_dim
+        qkv = F.linear(rms_norm(x, weights.input_norm, self.config.rms_norm_eps), weights.qkv)
+        group = self.config.num_qo_heads // self.config.num_kv_heads
+        num_kv_heads = weights.qkv.shape[0] // head_dim // (group + 2)
+        heads = qkv.view(x.shape[0], -1, head_dim)
+        q, k, v = heads.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        cos, sin = rope_cos_sin(positions, self._inv_freq)
+        return x, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def post_attention(self, layer: int, x: Tensor, attn_out: Tensor) -> tuple[Tensor, Tensor]:
+        """o_proj, all-reduce and residual, RMSNorm, gate/up with SiLU, down; its all-reduce comes with the next one.
+
+        Args:
+            x: [n, hidden] fp32.  attn_out: [n, Hq, D].
+        Returns:
+            x [n, hidden] fp32 after attention, and this rank's partial of the MLP output [n, hidden] fp32.
+        """
+        weights = self.weights.layers[layer]
+        attn = attn_out.to(weights.o.dtype).flatten(1)
+        x = self.reduce_residual(x, F.linear(attn, weights.o).float())
+        hidden = F.linear(rms_norm(x, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
+        return x, F.linear(silu_mul(hidden), weights.down).float()
+
+    def lm_head(self, x: Tensor) -> Tensor:
+        """Final norm and this rank's vocabulary shard: x [n, hidden] fp32 -> [n, rows of the shard] fp32."""
+        return F.linear(rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps), self.weights.lm_head).float()

@@ -1,0 +1,287 @@
+"""The engine: from a model folder to a stream of tokens, the same program on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import EngineConfig, SamplingConfig, validate
+from ..errors import BadNumbersError, UserError
+from ..models.checkpoint import Checkpoint, verify_checksums
+from ..models.config import LlamaConfig
+from ..models.demo import DEMO_CHECKPOINT
+from ..models.llama import Llama, load_weights, random_weights
+from ..models.tokenizer import Tokenizer
+from .faults import Heartbeat
+from .generation import Generation, IdDecoder, Request, Token
+from .kv_cache import KVCache
+from .memory import MemoryPlan, available_bytes, check_fits
+from .placement import Placement, choose_device, choose_mode
+from .prefill import prefill
+from .sampling import sample
+from .step import DecodeState, StepProgram
+from .timeline import Timeline
+from .transport import Transport, connect_store
+
+__all__ = ["Engine"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Engine:
+    """A model on this rank's device, ready to generate.
+
+    Creating it finds every mistake in configuration and checkpoint without taking device memory; `load` takes it.
+
+    Raises:
+        UserError: flags, checkpoint, tokenizer, or a world size the model does not divide by.
+    """
+
+    def __init__(self, config: EngineConfig, trace: bool = False) -> None:
+        self.config = config
+        _refuse_unavailable(config)
+        environment = Placement.from_environment()
+        self.checkpoint: Checkpoint | None = None
+        self.tokenizer: Tokenizer | None = None
+        if config.random_weights is not None:
+            self.model_config = LlamaConfig.from_shape(config.random_weights)
+        else:
+            self._open(config.model or DEMO_CHECKPOINT)
+        self.mode, num_groups = choose_mode(config.speculation.mode, self.model_config, environment.world_size)
+        self.placement = replace(environment, num_groups=num_groups)
+        self.device, self.backend, self.notice = choose_device(config, self.placement)
+        stored = self.model_config.dtype if self.device.type == "cuda" else "fp32"
+        self.dtype_name = config.dtype or stored
+        self.dtype = _DTYPES[self.dtype_name]
+        self.store = connect_store(self.placement) if self.placement.world_size > 1 else None
+        self.heartbeat = Heartbeat(self.placement)
+        self.timeline = Timeline(self.device, trace)
+        self.memory: MemoryPlan | None = None
+        self.transport: Transport | None = None
+        self._step = 0
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> Engine:
+        """An engine for a Hugging Face folder (default: the demo checkpoint); options are fields of `EngineConfig`."""
+        return cls(validate(EngineConfig, {"model": model, **options}, "Engine.from_pretrained"))
+
+    def _open(self, folder: Path) -> None:
+        self.model_config = LlamaConfig.from_folder(folder)
+        if self.config.verify_checksums:
+            verify_checksums(folder)
+        self.checkpoint = Checkpoint.open(folder, self.model_config)
+        self.tokenizer = Tokenizer.from_folder(folder, self.model_config)
+
+    def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
+        """The cache room that these prompts need; refuses what the model or `max_context` has no room for."""
+        config = self.model_config
+        for index, ids in enumerate(prompts):
+            if not ids:
+                raise UserError(f"prompt {index}: expected at least one token, found none")
+            wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
+            if wrong is not None:
+                raise UserError(f"prompt {index}: token id {wrong} is outside the vocabulary of {config.vocab_size}")
+        needed = max(map(len, prompts)) + max_new_tokens
+        limit = min(config.max_position_embeddings, self.config.max_context or config.max_position_embeddings)
+        if needed > limit:
+            name = "max_context" if limit == self.config.max_context else "the model's max_position_embeddings"
+            raise UserError(
+                f"prompt: {needed} tokens needed ({needed - max_new_tokens} of prompt, {max_new_tokens} new), "
+                f"{name} is {limit}; shorten the prompt or lower --max-new-tokens"
+            )
+        return self.config.max_context or needed
+
+    def load(self, batch_size: int, max_context: int) -> None:
+        """Take memory: connect the ranks, read this rank's weights, allocate the cache.
+
+        Called again for a larger batch or context, it replaces the cache only.
+
+        Raises:
+            DoesNotFitError: before anything is allocated.
+        """
+        if self.transport is None:
+            self._load_model(batch_size, max_context)
+        config = self.model_config
+        kv_heads = config.num_kv_heads // self.placement.tp_size
+        self.cache = KVCache(
+            config.num_layers, batch_size, kv_heads, max_context, config.head_dim, self.dtype, self.device
+        )
+        speculation = self.config.speculation
+        self.program = StepProgram(
+            self.model,
+            self.cache,
+            self._connected(),
+            self.mode,
+            speculation.threshold,
+            speculation.chunk_size,
+            self._operation,
+        )
+
+    def _load_model(self, batch_size: int, max_context: int) -> None:
+        config, placement = self.model_config, self.placement
+        available = available_bytes(self.device, placement.local_world_size)
+        self.memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        elif placement.local_world_size > 1:
+            # Ranks that share a host share its cores; torchrun's default is one thread for each rank.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // placement.local_world_size))
+        if self.checkpoint is not None:
+            weights = load_weights(self.checkpoint, config, placement.shard, self.dtype, self.device)
+        else:
+            weights = random_weights(config, placement.shard, self.dtype, self.device)
+        self.transport = Transport(placement, self.device, self.backend, self.store)
+        self.heartbeat.start()
+        self.model = Llama(config, weights, self.transport.all_reduce)
+
+    def _connected(self) -> Transport:
+        assert self.transport is not None, "load comes first"
+        return self.transport
+
+    @contextmanager
+    def _operation(self, name: str, layer: int) -> Iterator[None]:
+        self.heartbeat.mark(self._step, name, layer)
+        with self.timeline.span(name, layer):
+            yield
+
+    def start_generation(self, prompts: list[list[int]], sampling: SamplingConfig) -> Generation:
+        """The state of one batch; `run` fills it."""
+        eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
+        return Generation(
+            [
+                Request(ids, self.tokenizer.stream_decoder() if self.tokenizer else IdDecoder(), sampling, eos)
+                for ids in prompts
+            ]
+        )
+
+    def run(self, generation: Generation, sampling: SamplingConfig) -> Iterator[Token]:
+        """Prefill, then decode until every request has ended; yields tokens as they come.
+
+        Raises:
+            BadNumbersError: NaN or Inf in the logits; no token of that step is yielded.
+        """
+        requests = generation.requests
+        transport = self._connected()
+        transport.barrier()
+        self.timeline.start()
+        started = time.perf_counter()
+        self._step = 0
+        parts = [
+            prefill(self.model, self.cache, transport, index, request.prompt_ids, self._operation)
+            for index, request in enumerate(requests)
+        ]
+        logits, layer_sums = torch.cat([part[0] for part in parts]), torch.stack([part[1] for part in parts]).sum(0)
+        tokens = self._choose(logits, layer_sums, requests, sampling)
+        generation.prefill_us = (time.perf_counter() - started) * 1e6
+        yield from self._push(requests, tokens, None)
+        while any(request.live for request in requests):
+            self._step += 1
+            self.timeline.step = self._step
+            started = time.perf_counter()
+            result = self.program.run(
+                DecodeState(
+                    token_ids=torch.tensor(tokens, device=self.device),
+                    seq_lens=torch.tensor([request.seq_len for request in requests]),
+                    live=torch.tensor([request.live for request in requests]),
+                )
+            )
+            tokens = self._choose(result.logits, result.layer_sums, requests, sampling)
+            generation.step_us.append((time.perf_counter() - started) * 1e6)
+            if result.hits is not None:
+                generation.hits.append(result.hits)
+            yield from self._push(requests, tokens, result.hits)
+
+    def stream(self, prompt: str, sampling: SamplingConfig | None = None) -> Iterator[Token]:
+        """Generate from one text prompt, loading the model on first use."""
+        if self.tokenizer is None:
+            raise UserError("prompt: random weights have no tokenizer; use token ids")
+        sampling = sampling or SamplingConfig()
+        prompts = [self.tokenizer.encode(prompt)]
+        needed = self.check_prompts(prompts, sampling.max_new_tokens)
+        if self.transport is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
+            self.load(1, needed)
+        yield from self.run(self.start_generation(prompts, sampling), sampling)
+
+    def _choose(
+        self, logits: Tensor, layer_sums: Tensor, requests: list[Request], sampling: SamplingConfig
+    ) -> list[int]:
+        """Sample on the device and bring the tokens to the host; a finished request keeps its last one."""
+        tokens = sample(
+            logits,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.seed,
+            request=torch.arange(len(requests), device=self.device),
+            position=torch.tensor([request.seq_len for request in requests], device=self.device),
+        )
+        finite = torch.isfinite(logits).all().to(tokens.dtype)
+        *chosen, is_finite = torch.cat([tokens, finite[None]]).tolist()
+        if not is_finite:
+            self._raise_bad_numbers(layer_sums)
+        return [
+            token if request.live else request.token_ids[-1] for token, request in zip(chosen, requests, strict=True)
+        ]
+
+    def _raise_bad_numbers(self, layer_sums: Tensor) -> None:
+        """Every rank sees the same logits, so every rank comes here and learns where it began."""
+        finite = torch.isfinite(self._connected().all_gather_world(layer_sums)).cpu()  # [world, L]
+        bad = [
+            (layer, rank) for rank, layers in enumerate(finite.tolist()) for layer, ok in enumerate(layers) if not ok
+        ]
+        where = "rank {1}, layer {0}".format(*min(bad)) if bad else "the LM head"
+        raise BadNumbersError(
+            f"NaN or Inf in the logits: first seen on {where}, step {self._step}; "
+            "check the weights (--verify-checksums) or use --dtype fp32"
+        )
+
+    def _push(self, requests: list[Request], tokens: list[int], hits: Tensor | None) -> Iterator[Token]:
+        for index, (request, token_id) in enumerate(zip(requests, tokens, strict=True)):
+            if request.live:
+                text = request.push(token_id)
+                hit_rate = None if hits is None else float(hits[:, index].float().mean())
+                yield Token(index, token_id, text, hit_rate, request.finish_reason)
+
+    def gather_rows(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """Rows of every rank, on every rank."""
+        if self.store is None:
+            return [rows]
+        self.store.set(f"alspec/rows/{self.placement.rank}", json.dumps(rows))
+        return [json.loads(self.store.get(f"alspec/rows/{rank}")) for rank in range(self.placement.world_size)]
+
+    def close(self) -> None:
+        """Leave in order: all ranks meet, then the heartbeat says goodbye, then the process groups end."""
+        if self.transport is not None:
+            self.transport.flush()
+            self.transport.barrier()
+            self.heartbeat.stop()
+            self.transport.close()
+
+
+def broadcast_text(store: dist.Store | None, rank: int, key: str, text: str | None) -> str:
+    """Rank 0's `text` on every rank."""
+    if store is None or rank == 0:
+        assert text is not None
+        if store is not None:
+            store.set(key, text)
+        return text
+    return str(store.get(key).decode())
+
+
+def _refuse_unavailable(config: EngineConfig) -> None:
+    if config.kv_cache != "bf16":
+        raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16")
+    if config.softmax != "exact":
+        raise UserError(f"softmax: {config.softmax} is not available yet; use exact")
+    if config.cuda_graph == "on":
+        raise UserError("cuda_graph: on is not available yet; use auto or off")

@@ -1,0 +1,113 @@
+"""One batch of requests from prompt to last token: stopping, streaming text, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from ..config import SamplingConfig
+
+__all__ = ["Generation", "Request", "TextDecoder", "Token"]
+
+
+class TextDecoder(Protocol):
+    """Turns token ids into text as they come; only complete characters leave it."""
+
+    def push(self, token_id: int) -> str:
+        """Text that this token completes."""
+
+    def flush(self) -> str:
+        """What is left at the end."""
+
+
+class IdDecoder:
+    """For weights without a tokenizer: the ids themselves, separated by spaces."""
+
+    def push(self, token_id: int) -> str:
+        """`'17 '`."""
+        return f"{token_id} "
+
+    def flush(self) -> str:
+        """Nothing is held back."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token, as streamed."""
+
+    request: int
+    token_id: int
+    text: str  # what it adds to the printed text: '' while a character or a possible stop text is incomplete
+    hit_rate: float | None  # share of the layers that let A~ through for this request; None without speculation
+    finish_reason: str | None  # 'eos', 'stop' or 'length' on the last token of a request
+
+
+class Request:
+    """One request: its prompt, what it has generated, and when it ends."""
+
+    def __init__(
+        self, prompt_ids: list[int], decoder: TextDecoder, sampling: SamplingConfig, eos_token_ids: Iterable[int]
+    ) -> None:
+        self.prompt_ids = prompt_ids
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self._decoder = decoder
+        self._sampling = sampling
+        self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self._held = ""
+
+    @property
+    def live(self) -> bool:
+        """Still generating."""
+        return self.finish_reason is None
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; returns the text that may be printed now."""
+        self.token_ids.append(token_id)
+        if token_id in self._eos:
+            self.finish_reason = "eos"
+        else:
+            self._held += self._decoder.push(token_id)
+            if len(self.token_ids) == self._sampling.max_new_tokens:
+                self.finish_reason = "length"
+        if not self.live:
+            self._held += self._decoder.flush()
+        text = self._release()
+        self.text += text
+        return text
+
+    def _release(self) -> str:
+        """Cut at the earliest stop text; while running, hold back an end that may become one."""
+        found = [at for at in map(self._held.find, self._sampling.stop) if at >= 0]
+        if found:
+            self.finish_reason = "stop"
+            text, self._held = self._held[: min(found)], ""
+            return text
+        keep = 0
+        if self.live:
+            for stop in self._sampling.stop:
+                ends = (n for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n]))
+                keep = max(keep, next(ends, 0))
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+
+@dataclass
+class Generation:
+    """A batch and everything measured while it ran."""
+
+    requests: list[Request]
+    prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
+    step_us: list[float] = field(default_factory=list)  # every decode step, token on host to token on host
+    hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool

@@ -1,0 +1,81 @@
+"""How many bytes a rank needs, and what fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import DoesNotFitError
+from ..models.config import LlamaConfig
+from ..models.llama import Shard
+from .kv_cache import KVCache
+from .prefill import CHUNK_TOKENS
+
+__all__ = ["MemoryPlan", "available_bytes", "check_fits", "plan_memory"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank."""
+
+    weights_bytes: int
+    cache_bytes: int
+    buffer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything."""
+        return self.weights_bytes + self.cache_bytes + self.buffer_bytes
+
+
+def plan_memory(config: LlamaConfig, shard: Shard, dtype: torch.dtype, batch_size: int, max_context: int) -> MemoryPlan:
+    """Bytes of weights, cache and activations on one rank.
+
+    Activations are those of the widest moment: one prefill chunk in the MLP beside the fp32 residual, and the logits.
+    """
+    hidden, tp_size = config.hidden_size, shard.tp_size
+    start, stop = shard.vocab_range(config.vocab_size)
+    qkv_rows = (config.num_qo_heads + 2 * config.num_kv_heads) * config.head_dim // tp_size
+    attn_width = config.num_qo_heads * config.head_dim // tp_size
+    intermediate = config.intermediate_size // tp_size
+    per_layer = hidden * (qkv_rows + attn_width + 3 * intermediate + 2)
+    lm_head = 0 if config.tie_word_embeddings else stop - start
+    weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
+    token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads // tp_size, config.head_dim, dtype)
+    tokens = min(CHUNK_TOKENS, max_context)
+    activations = tokens * (4 * 4 * hidden + dtype.itemsize * (2 * qkv_rows + 4 * intermediate))
+    logits = 3 * 4 * batch_size * config.vocab_size
+    return MemoryPlan(weights, token * batch_size * max_context, activations + logits)
+
+
+def available_bytes(device: torch.device, local_world_size: int) -> int:
+    """Free memory for one rank: of its GPU, or its share of what this host has available."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        kib = next(int(line.split()[1]) for line in meminfo if line.startswith("MemAvailable:"))
+    return kib * 1024 // local_world_size
+
+
+def check_fits(
+    config: LlamaConfig, shard: Shard, dtype: torch.dtype, batch_size: int, max_context: int, available: int
+) -> MemoryPlan:
+    """The plan, if it fits into `available` bytes.
+
+    Raises:
+        DoesNotFitError: says how much is needed, what there is, and the largest context that fits.
+    """
+    plan = plan_memory(config, shard, dtype, batch_size, max_context)
+    if plan.total_bytes <= available:
+        return plan
+    token = max(1, plan.cache_bytes // max_context)
+    fits = (available - plan.weights_bytes - plan.buffer_bytes) // token // 64 * 64
+    advice = f"the largest context that fits is {fits} tokens" if fits > 0 else "no context fits; use more ranks"
+    raise DoesNotFitError(
+        f"does not fit: a rank needs {plan.total_bytes / GIB:.2f} GiB (weights {plan.weights_bytes / GIB:.2f}, cache "
+        f"{plan.cache_bytes / GIB:.2f} for {batch_size} x {max_context} tokens, buffers {plan.buffer_bytes / GIB:.2f}) "
+        f"and has {available / GIB:.2f} GiB; {advice}"
+    )

@@ -1,0 +1,126 @@
+"""Where a rank stands: its group, its place in the group, its pair, its device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ..config import EngineConfig
+from ..errors import UserError
+from ..models.config import LlamaConfig
+from ..models.llama import Shard
+
+__all__ = ["Placement", "choose_device", "choose_mode"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks `[g T, (g + 1) T)` form group `g`; rank `t` of one group is paired with rank `t` of the other.
+
+    torchrun numbers ranks node by node, so tensor parallelism stays inside a node where it fits, and pairing crosses
+    nodes.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    num_groups: int = 1
+
+    @classmethod
+    def from_environment(cls) -> Placement:
+        """Read torchrun's variables; without them, one rank alone."""
+
+        def number(name: str, default: int) -> int:
+            return int(os.environ.get(name, default))
+
+        world_size = number("WORLD_SIZE", 1)
+        return cls(
+            rank=number("RANK", 0),
+            world_size=world_size,
+            local_rank=number("LOCAL_RANK", 0),
+            local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+        )
+
+    @property
+    def tp_size(self) -> int:
+        """T: ranks of one group."""
+        return self.world_size // self.num_groups
+
+    @property
+    def group(self) -> int:
+        """0 or 1."""
+        return self.rank // self.tp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Place in the group."""
+        return self.rank % self.tp_size
+
+    @property
+    def paired_rank(self) -> int:
+        """The rank with the same slices in the other group."""
+        assert self.num_groups == 2
+        return (self.rank + self.tp_size) % self.world_size
+
+    @property
+    def shard(self) -> Shard:
+        """What this rank holds; the vocabulary is split over all ranks of the job."""
+        return Shard(self.tp_rank, self.tp_size, self.rank, self.world_size)
+
+
+def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[str, int]:
+    """Resolve `auto`, and check that the model divides over the ranks.
+
+    `auto` is tensor parallelism over all ranks wherever the model divides by them: pairing can only win what tensor
+    parallelism cannot reach. Where it does not divide (fewer KV heads than ranks), one half of the ranks pairs with the
+    other.
+
+    Returns:
+        The mode in force, and its number of groups.
+    Raises:
+        UserError: a mode that is not available, an odd world for `paired`, or a model that its groups do not divide.
+    """
+    if requested == "colocated":
+        raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
+    if requested == "auto":
+        paired = (
+            world_size % 2 == 0 and world_size not in config.valid_tp_sizes and world_size // 2 in config.valid_tp_sizes
+        )
+        requested = "paired" if paired else "off"
+    if requested == "paired":
+        if world_size < 2 or world_size % 2:
+            raise UserError(
+                f"speculation: paired needs an even number of ranks, found {world_size}; "
+                "start it with torchrun --nproc-per-node 2 (or 4, ...), or use --speculation simulated"
+            )
+        config.check_tp_size(world_size // 2)
+        return "paired", 2
+    config.check_tp_size(world_size)
+    return requested, 1
+
+
+def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.device, str, str]:
+    """Pick device and backend: GPUs where every local rank gets one of its own, else the CPU.
+
+    Returns:
+        device, backend (`nccl` or `gloo`), and a sentence on a choice the user may not expect ('' if there is none).
+    Raises:
+        UserError: a transport that is not available, or NCCL without a GPU for each local rank.
+    """
+    if config.transport == "symm":
+        raise UserError("transport: symm is not available yet; use auto, nccl or gloo")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.transport == "nccl" and gpus < placement.local_world_size:
+        raise UserError(
+            f"transport: nccl needs one GPU for each rank, found {gpus} for {placement.local_world_size} ranks; "
+            "start fewer ranks or use --transport gloo (CPU)"
+        )
+    if config.transport == "gloo" or gpus < placement.local_world_size:
+        notice = ""
+        if config.transport == "auto" and gpus:
+            notice = f"{gpus} GPU(s) for {placement.local_world_size} ranks: running on the CPU with gloo"
+        return torch.device("cpu"), "gloo", notice
+    return torch.device("cuda", placement.local_rank), "nccl", ""

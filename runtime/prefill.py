@@ -1,0 +1,52 @@
+"""Prefill: fill the cache with a prompt, chunk by chunk, and return the logits of its last token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.attention import prefill_attention
+from ..models.llama import Llama
+from .kv_cache import KVCache
+from .step import OperationHook, gather_logits
+from .transport import Transport
+
+__all__ = ["prefill"]
+
+# Bounds the activations (n x intermediate_size) while keeping the products large.
+CHUNK_TOKENS = 2048
+
+
+def prefill(
+    model: Llama,
+    cache: KVCache,
+    transport: Transport,
+    request: int,
+    token_ids: list[int],
+    operation: OperationHook,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Tensor, Tensor]:
+    """Process one request's prompt with full causal attention. Each group does it on its own.
+
+    Args:
+        request: index in the batch.  token_ids: the prompt, at least one token.
+    Returns:
+        logits: [1, V] fp32 after the last token, the same on every rank.
+        layer_sums: [L] fp32, not finite where this rank's activations were not.
+    """
+    assert token_ids
+    device = cache.k.device
+    layer_sums = torch.zeros(model.num_layers, device=device)
+    for start in range(0, len(token_ids), chunk_tokens):
+        ids = torch.tensor(token_ids[start : start + chunk_tokens], device=device)
+        positions = torch.arange(start, start + len(ids), device=device)
+        x, partial = model.embed(ids), None
+        for layer in range(model.num_layers):
+            with operation("prefill", layer):
+                x, q, k, v = model.pre_attention(layer, x, partial, positions)
+                k_all, v_all = cache.write_prefill(layer, request, start, k, v)
+                attn_out = prefill_attention(q, k_all, v_all, model.sm_scale)
+                x, partial = model.post_attention(layer, x, attn_out)
+                layer_sums[layer] += x[-1].sum() + partial[-1].sum()
+        x = model.reduce_residual(x[-1:], None if partial is None else partial[-1:].contiguous())
+    return gather_logits(model, transport, x), layer_sums

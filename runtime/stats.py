@@ -1,0 +1,89 @@
+"""What a generation measured, in the numbers people compare."""
+
+from __future__ import annotations
+
+import platform
+import time
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from ..models.config import LlamaConfig
+from ..models.llama import Shard
+from .generation import Generation
+from .kv_cache import KVCache
+from .memory import plan_memory
+
+__all__ = ["percentile", "step_bytes", "stream_bandwidth", "summarize", "versions"]
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which `share` of the values lie, interpolated; values must not be empty."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def step_bytes(config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: list[int]) -> int:
+    """Bytes that one rank must read for one decode step: its weights without the embedding table, and its cache."""
+    start, stop = shard.vocab_range(config.vocab_size)
+    table_rows = config.vocab_size - (stop - start if config.tie_word_embeddings else 0)
+    weights = plan_memory(config, shard, dtype, 1, 1).weights_bytes - table_rows * config.hidden_size * dtype.itemsize
+    kv_heads = config.num_kv_heads // shard.tp_size
+    return weights + sum(seq_lens) * KVCache.bytes_per_token(config.num_layers, kv_heads, config.head_dim, dtype)
+
+
+def stream_bandwidth(device: torch.device) -> float:
+    """Bytes/s that a device-to-device copy moves, read and write counted: the ceiling that shares are given of."""
+    size = 2**28 if device.type == "cuda" else 2**26
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size / best
+
+
+def summarize(generation: Generation) -> dict[str, Any]:
+    """Counts, times and hit rates of one generation; times are None where nothing was decoded."""
+    new_tokens = [len(request.token_ids) for request in generation.requests]
+    steps_ms = [us / 1e3 for us in generation.step_us]
+    decoded = sum(new_tokens) - len(new_tokens)
+    hit_rate = per_layer = None
+    if generation.hits:
+        hits = torch.stack(generation.hits).float()  # [steps, L, B]
+        steps = torch.arange(hits.shape[0])
+        live = torch.stack([steps < count - 1 for count in new_tokens], dim=1)[:, None, :]
+        per_layer = ((hits * live).sum((0, 2)) / live.sum()).tolist()
+        hit_rate = sum(per_layer) / len(per_layer)
+    return {
+        "prompt_tokens": [len(request.prompt_ids) for request in generation.requests],
+        "new_tokens": new_tokens,
+        "ttft_ms": generation.prefill_us / 1e3,
+        "ms_per_token_p50": percentile(steps_ms, 0.5) if steps_ms else None,
+        "ms_per_token_p90": percentile(steps_ms, 0.9) if steps_ms else None,
+        "ms_per_token_p99": percentile(steps_ms, 0.99) if steps_ms else None,
+        "tokens_per_s": decoded / (sum(steps_ms) / 1e3) if steps_ms else None,
+        "hit_rate": hit_rate,
+        "hit_rate_per_layer": per_layer,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for name in ("alspec", "triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,86 @@
+"""When each operation ran on this rank, on one time axis for all ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Timeline", "write_trace"]
+
+
+class Timeline:
+    """Start and end of operations, by CUDA events on GPUs and by the host's clock on CPU.
+
+    Zero is the moment of `start`, which every rank calls right after the same barrier, so the axes of the ranks agree
+    to the skew of that barrier.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        self.enabled = enabled
+        self._cuda = device.type == "cuda"
+        self._zero: Any = None
+        self._spans: list[tuple[str, int, int, Any, Any]] = []
+        self.step = 0
+
+    def start(self) -> None:
+        """Set time zero."""
+        self._zero = self._now()
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def span(self, operation: str, layer: int) -> Iterator[None]:
+        """Record one operation of the current step."""
+        if not self.enabled:
+            yield
+            return
+        start = self._now()
+        yield
+        self._spans.append((operation, layer, self.step, start, self._now()))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One `{"op", "layer", "step", "start_us", "end_us"}` for each operation, in the order of issue."""
+        if self._cuda:
+            torch.cuda.synchronize()
+
+        def since_zero_us(moment: Any) -> float:
+            if self._cuda:
+                return round(float(self._zero.elapsed_time(moment)) * 1e3, 3)
+            return round((moment - self._zero) * 1e6, 3)
+
+        return [
+            {"op": op, "layer": layer, "step": step, "start_us": since_zero_us(start), "end_us": since_zero_us(end)}
+            for op, layer, step, start, end in self._spans
+        ]
+
+
+def write_trace(path: Path, rows_by_rank: list[list[dict[str, Any]]]) -> None:
+    """Write a trace that Perfetto and chrome://tracing open: a process for each rank, a slice for each operation."""
+    events: list[dict[str, Any]] = []
+    for rank, rows in enumerate(rows_by_rank):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        for row in rows:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": row["op"],
+                    "cat": "decode",
+                    "pid": rank,
+                    "tid": 0,
+                    "ts": row["start_us"],
+                    "dur": row["end_us"] - row["start_us"],
+                    "args": {"layer": row["layer"], "step": row["step"]},
+                }
+            )
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

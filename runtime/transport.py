@@ -1,0 +1,148 @@
+"""Collectives and pair messages of one rank over torch.distributed: NCCL between GPUs, Gloo between CPU processes."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .placement import Placement
+
+__all__ = ["PairMessage", "Transport", "connect_store"]
+
+# Longer than any healthy wait; the heartbeat ends a job with a dead rank long before.
+TIMEOUT = timedelta(seconds=600)
+
+
+def connect_store(placement: Placement) -> dist.TCPStore:
+    """Connect to the job's key-value store, which torchrun's agent hosts (rank 0 does where it does not)."""
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size=placement.world_size,
+        is_master=placement.rank == 0 and not agent_hosts,
+        timeout=TIMEOUT,
+        multi_tenant=True,
+    )
+
+
+class PairMessage:
+    """A message from the paired rank on its way; `wait` returns it once the current stream may read it."""
+
+    def __init__(self, buffer: Tensor, work: dist.Work | None) -> None:
+        self._buffer = buffer
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """The received tensor. On GPUs the current stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+        return self._buffer
+
+
+class Transport:
+    """The process groups of one rank: its tensor-parallel group, its pair, and the whole job.
+
+    With one rank nothing is initialised and every collective is the identity.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device, backend: str, store: dist.Store | None) -> None:
+        self.placement = placement
+        self.device = device
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        if placement.world_size == 1:
+            return
+        assert store is not None
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("alspec", store),
+            rank=placement.rank,
+            world_size=placement.world_size,
+            timeout=TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+        tp_size = placement.tp_size
+        # Every rank takes part in creating every group, in the same order.
+        tp_groups = [
+            dist.new_group(list(range(group * tp_size, (group + 1) * tp_size))) for group in range(placement.num_groups)
+        ]
+        self._tp_group = tp_groups[placement.group]
+        if placement.num_groups == 2:
+            pairs = [dist.new_group([tp_rank, tp_rank + tp_size]) for tp_rank in range(tp_size)]
+            self._pair = pairs[placement.tp_rank]
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Make every connection now, while nobody measures and both sides of a pair are known to be here."""
+        token = torch.ones(1, device=self.device)
+        self.all_gather_world(self.all_reduce(token))
+        if self.placement.num_groups == 2:
+            for sender in (0, 1):
+                if self.placement.group == sender:
+                    self.send(token)
+                else:
+                    self.receive(token.shape).wait()
+            self.flush()
+        self.synchronize()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the tensor-parallel group, in place; the same bits on every rank of the group."""
+        if self.placement.tp_size > 1:
+            dist.all_reduce(tensor, group=self._tp_group)
+        return tensor
+
+    def all_gather_group(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank -> [T, ...] in rank order, over the tensor-parallel group."""
+        if self.placement.tp_size == 1:
+            return tensor[None]
+        out = tensor.new_empty(self.placement.tp_size, *tensor.shape)
+        dist.all_gather(list(out.unbind()), tensor.contiguous(), group=self._tp_group)
+        return out
+
+    def all_gather_world(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank -> [world, ...] in rank order, over all ranks of the job."""
+        if self.placement.world_size == 1:
+            return tensor[None]
+        out = tensor.new_empty(self.placement.world_size, *tensor.shape)
+        dist.all_gather(list(out.unbind()), tensor.contiguous())
+        return out
+
+    def send(self, tensor: Tensor) -> None:
+        """Send to the paired rank without waiting for it; `flush` before the buffers are needed to be free."""
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self.placement.paired_rank, group=self._pair)
+        self._sent.append((work, tensor))
+
+    def receive(self, shape: torch.Size | tuple[int, ...]) -> PairMessage:
+        """Expect the paired rank's next message, fp32 of this shape."""
+        buffer = torch.empty(shape, device=self.device)
+        return PairMessage(buffer, dist.irecv(buffer, self.placement.paired_rank, group=self._pair))
+
+    def flush(self) -> None:
+        """Wait until everything sent has left its buffer."""
+        for work, _ in self._sent:
+            if work is not None:
+                work.wait()
+        self._sent.clear()
+
+    def synchronize(self) -> None:
+        """Wait on the host for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """All ranks of the job meet, with their devices idle."""
+        self.synchronize()
+        self.all_gather_world(torch.zeros(1, device=self.device))
+        self.synchronize()
+
+    def close(self) -> None:
+        """Leave the process groups, after all ranks have arrived here."""
+        if self.placement.world_size > 1 and dist.is_initialized():
+            self.flush()
+            self.barrier()
+            dist.destroy_process_group()

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from alspec.errors import UserError
+from alspec.models.checkpoint import Checkpoint, expected_tensors, verify_checksums, write_checksums
+from alspec.models.config import LlamaConfig
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    return Checkpoint.open(folder, LlamaConfig.from_folder(folder))
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_every_tensor_is_read(kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(f"{kind}_folder")
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (kind == "sharded")
+    checkpoint, stored = open_folder(folder), stored_tensors(folder)
+    assert set(expected_tensors(LlamaConfig.from_folder(folder))) == set(stored)
+    for name, tensor in stored.items():
+        torch.testing.assert_close(checkpoint.tensor_slice(name), tensor, rtol=0, atol=0)
+    assert checkpoint.total_bytes == sum(tensor.nbytes for tensor in stored.values())
+
+
+def test_slices(sharded_folder: Path) -> None:
+    checkpoint, stored = open_folder(sharded_folder), stored_tensors(sharded_folder)
+    for dim, start, stop in [(0, 0, 16), (0, 5, 6), (0, 16, None), (1, 0, 16), (1, 31, 32), (1, 7, None)]:
+        found = checkpoint.tensor_slice(O_PROJ, dim, start, stop)
+        expected = stored[O_PROJ][start:stop] if dim == 0 else stored[O_PROJ][:, start:stop]
+        assert found.shape == expected.shape
+        assert torch.equal(found, expected)
+    assert torch.equal(checkpoint.tensor_slice("model.norm.weight", 0, 3, 9), stored["model.norm.weight"][3:9])
+
+
+def test_a_slice_is_private(single_folder: Path) -> None:
+    before = stored_tensors(single_folder)[Q_PROJ].clone()
+    open_folder(single_folder).tensor_slice(Q_PROJ).zero_()
+    assert torch.equal(stored_tensors(single_folder)[Q_PROJ], before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("model.nothing", 0, 0, 1), "name"),
+        ((Q_PROJ, 2, 0, 1), "dim"),
+        ((Q_PROJ, -1, 0, 1), "dim"),
+        ((Q_PROJ, 0, 0, 33), "start, stop"),
+        ((Q_PROJ, 0, 5, 5), "start, stop"),
+        ((Q_PROJ, 0, -1, 5), "start, stop"),
+    ],
+)
+def test_bad_slices(arguments: tuple[str, int, int, int], named: str, single_folder: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{named}"):
+        open_folder(single_folder).tensor_slice(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stored_dtype_is_kept(dtype: torch.dtype, single_folder: Path) -> None:
+    path = single_folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(
+        {name: tensor.to(dtype if "norm" not in name else torch.float32) for name, tensor in tensors.items()}, path
+    )
+    checkpoint = open_folder(single_folder)
+    assert checkpoint.tensor_slice(Q_PROJ, 1, 3, 5).dtype == dtype
+    assert checkpoint.tensor_slice("model.norm.weight").dtype == torch.float32
+    assert torch.equal(checkpoint.tensor_slice(Q_PROJ, 1, 3, 5), tensors[Q_PROJ][:, 3:5].to(dtype))
+
+
+def test_single_file_comes_before_an_index(single_folder: Path, sharded_folder: Path) -> None:
+    for path in sharded_folder.glob("model*"):
+        shutil.copy(path, single_folder / path.name)
+    assert {path.name for path in open_folder(single_folder).files.values()} == {"model.safetensors"}
+
+
+def test_tolerated_tensors(make_folder: Callable[..., Path]) -> None:
+    folder = make_folder(tie_word_embeddings=True)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, path)
+    checkpoint = open_folder(folder)
+    assert "lm_head.weight" not in checkpoint.entries
+    assert checkpoint.total_bytes == 4 * LlamaConfig.from_folder(folder).num_parameters
+
+
+def test_snapshot_of_links(single_folder: Path, tmp_path: Path) -> None:
+    """The hub's cache is a folder of links to files named by their hash."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for number, path in enumerate(single_folder.iterdir()):
+        blob = tmp_path / f"blob-{number}"
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(blob)
+    assert open_folder(snapshot).total_bytes == open_folder(single_folder).total_bytes
+
+
+def test_opening_maps_nothing(sharded_folder: Path) -> None:
+    checkpoint = open_folder(sharded_folder)
+    mapped = Path("/proc/self/maps")
+    if not mapped.exists():
+        pytest.skip("needs /proc to see what is mapped")
+    assert str(sharded_folder) not in mapped.read_text(encoding="utf-8")
+    tensor = checkpoint.tensor_slice(Q_PROJ, 0, 0, 8)
+    assert tensor.shape == (8, 32)
+    assert str(checkpoint.files[Q_PROJ]) in mapped.read_text(encoding="utf-8")
+
+
+def test_checksums_of_a_good_folder(sharded_folder: Path) -> None:
+    manifest = write_checksums(sharded_folder)
+    verify_checksums(sharded_folder)
+    names = {line.split("  ")[1] for line in manifest.read_text(encoding="utf-8").splitlines()}
+    assert names == {path.name for path in sharded_folder.iterdir()} - {"SHA256SUMS"}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < names
+    if shutil.which("sha256sum"):
+        subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=sharded_folder, check=True)
+        binary = subprocess.run(["sha256sum", "--binary", *names], cwd=sharded_folder, check=True, capture_output=True)
+        manifest.write_bytes(binary.stdout)
+        verify_checksums(sharded_folder)
+
+
+def test_a_flipped_bit_is_found_in_each_file(sharded_folder: Path) -> None:
+    write_checksums(sharded_folder)
+    for path in sorted(sharded_folder.iterdir()):
+        if path.name == "SHA256SUMS":
+            continue
+        good = path.read_bytes()
+        bad = bytearray(good)
+        bad[len(bad) // 2] ^= 1
+        path.write_bytes(bad)
+        with pytest.raises(UserError, match=f"differing '{path.name}';") as caught:
+            verify_checksums(sharded_folder)
+        assert "\n" not in str(caught.value)
+        path.write_bytes(good)
+    verify_checksums(sharded_folder)
+
+
+def test_checksums_name_every_fault(sharded_folder: Path) -> None:
+    write_checksums(sharded_folder)
+    (sharded_folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (sharded_folder / "config.json").write_text("{}", encoding="utf-8")
+    (sharded_folder / "generation_config.json").unlink()
+    (sharded_folder / "extra.safetensors").write_bytes(b"")
+    with pytest.raises(UserError) as caught:
+        verify_checksums(sharded_folder)
+    for part in (
+        "differing 'config.json', 'tokenizer.json'",
+        "missing 'generation_config.json'",
+        "not covered 'extra.safetensors'",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "needle"),
+    [
+        (None, "found none; write one"),
+        (b"", "found none"),
+        (b"\xff\xfe", "found none"),
+        (b"deadbeef  config.json\n", "line 1"),
+        (b"0" * 64 + b"  ../config.json\n", "line 1"),
+        (b"0" * 64 + b"  /etc/hostname\n", "line 1"),
+        (b"0" * 64 + b"\n", "line 1"),
+    ],
+)
+def test_broken_manifest(content: bytes | None, needle: str, single_folder: Path) -> None:
+    if content is not None:
+        (single_folder / "SHA256SUMS").write_bytes(content)
+    with pytest.raises(UserError, match=needle) as caught:
+        verify_checksums(single_folder)
+    assert "\n" not in str(caught.value)
