@@ -1,1 +1,47 @@
-"""alspec: multi-device speculative inference for Llama models."""
+"""alspec: multi-device speculative inference for Llama models.
+
+The names below are loaded when they are first used, so that importing a rule never imports the runtime.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig, SamplingConfig, SpeculationConfig
+    from .errors import AlspecError, BadNumbersError, DoesNotFitError, RankFailureError, UserError
+    from .runtime.engine import Engine
+    from .runtime.generation import Token
+
+__all__ = [
+    "AlspecError",
+    "BadNumbersError",
+    "DoesNotFitError",
+    "Engine",
+    "EngineConfig",
+    "RankFailureError",
+    "SamplingConfig",
+    "SpeculationConfig",
+    "Token",
+    "UserError",
+]
+
+_MODULES = {
+    "AlspecError": ".errors",
+    "BadNumbersError": ".errors",
+    "DoesNotFitError": ".errors",
+    "Engine": ".runtime.engine",
+    "EngineConfig": ".config",
+    "RankFailureError": ".errors",
+    "SamplingConfig": ".config",
+    "SpeculationConfig": ".config",
+    "Token": ".runtime.generation",
+    "UserError": ".errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name], __name__), name)

@@ -17,10 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..predictor import predictor_ranges
+from ..predictor import KV_TILE, predictor_ranges
 from ..verdict import distance_sums
 
-__all__ = ["decode_attention", "merge_partials", "predictor_attention", "prefill_attention", "verify_attention"]
+__all__ = [
+    "decode_attention",
+    "merge_partials",
+    "predictor_attention",
+    "predictor_attention_all",
+    "prefill_attention",
+    "verify_attention",
+]
 
 LOG2E = math.log2(math.e)
 
@@ -138,3 +145,39 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tenso
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm_scale: float) -> Tensor:
+    """`A~` of every position of a sequence, each over its own sink and window: what decoding step by step would guess.
+
+    Args:
+        q: [n, Hq, D].  k, v: [Hkv, n, D] in q's dtype.
+    Returns:
+        [n, Hq, D] in q's dtype. Oracle: `speculative_decode_attention_ref` at every length.
+    """
+    num_tokens, window = q.shape[0], chunk_size + KV_TILE - 1
+    # Up to here sink and window meet: A~ is the full causal attention.
+    exact = min(num_tokens, 2 * chunk_size + KV_TILE - 1)
+    out = prefill_attention(q[:exact], k[:, :exact], v[:, :exact], sm_scale)
+    if exact == num_tokens:
+        return out
+    # Blocks of 64 queries share their first window token, `chunk_size - 1` tokens before the block's first query.
+    blocks = -(-(num_tokens - exact) // KV_TILE)
+    first = exact - (chunk_size - 1)
+    tail = first + (blocks - 1) * KV_TILE + window - num_tokens
+    windows = [
+        torch.cat(
+            [
+                part[:, None, :chunk_size].expand(-1, blocks, -1, -1),
+                F.pad(part, (0, 0, 0, tail))[:, first:].unfold(1, window, KV_TILE).transpose(2, 3),
+            ],
+            dim=2,
+        ).transpose(0, 1)
+        for part in (k, v)
+    ]
+    queries = F.pad(q[exact:], (0, 0, 0, 0, 0, blocks * KV_TILE - (num_tokens - exact)))
+    queries = queries.view(blocks, KV_TILE, *q.shape[1:]).transpose(1, 2)
+    age = torch.arange(window, device=q.device) - (chunk_size - 1) - torch.arange(KV_TILE, device=q.device)[:, None]
+    visible = torch.cat([age.new_ones(KV_TILE, chunk_size, dtype=torch.bool), age <= 0], dim=1)
+    rest = F.scaled_dot_product_attention(queries, *windows, attn_mask=visible, scale=sm_scale, enable_gqa=True)
+    return torch.cat([out, rest.transpose(1, 2).flatten(0, 1)[: num_tokens - exact]])

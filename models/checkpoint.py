@@ -165,8 +165,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
             )
         if "\0" in file_name or not (path.parent / file_name).is_file():
             raise UserError(
-                f"{path.parent / file_name if file_name.isprintable() else show(file_name)}: missing shard: expected a "
-                f"file with tensor {show(name)}, found none; download it"
+                f"{path}: missing shard: expected {show(file_name)} beside the index, with tensor {show(name)}, "
+                "found none; download it"
             )
     return weight_map
 

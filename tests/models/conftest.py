@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,17 +38,17 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, **settings: object) -> None:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, **settings: Any) -> None:
     """Write tokenizer.json and tokenizer_config.json with `settings`."""
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def write_model(folder: Path, max_shard_size: str | int = "1GB", seed: int = 0, **overrides: object) -> None:
+def write_model(folder: Path, max_shard_size: str | int = "1GB", seed: int = 0, **overrides: Any) -> None:
     """Save a tiny random transformers Llama; `overrides` are fields of its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings: dict[str, object] = {
+    settings: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -63,7 +64,7 @@ def write_model(folder: Path, max_shard_size: str | int = "1GB", seed: int = 0, 
     LlamaForCausalLM(LlamaConfig(**(settings | overrides))).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
-def write_folder(folder: Path, max_shard_size: str | int = "1GB", **overrides: object) -> None:
+def write_folder(folder: Path, max_shard_size: str | int = "1GB", **overrides: Any) -> None:
     """A whole tiny folder: model and byte-level tokenizer with a chat template."""
     write_model(folder, max_shard_size, **overrides)
     write_tokenizer(
@@ -83,6 +84,12 @@ def _prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def byte_level_core() -> Callable[[], Tokenizer]:
+    """Train a tiny byte-level tokenizer: ids 0 to 3 are special tokens, every byte is a token, text begins with BOS."""
+    return byte_level_tokenizer
+
+
 @pytest.fixture
 def single_folder(_prepared: Path, tmp_path: Path) -> Path:
     """A private copy of a tiny folder with model.safetensors."""
@@ -99,7 +106,7 @@ def sharded_folder(_prepared: Path, tmp_path: Path) -> Path:
 def make_folder(tmp_path: Path) -> Callable[..., Path]:
     """Build a tiny folder with other config fields: `make_folder(tie_word_embeddings=True)`."""
 
-    def make(max_shard_size: str | int = "1GB", **overrides: object) -> Path:
+    def make(max_shard_size: str | int = "1GB", **overrides: Any) -> Path:
         folder = tmp_path / f"folder-{len(list(tmp_path.iterdir()))}"
         write_folder(folder, max_shard_size, **overrides)
         return folder

@@ -38,7 +38,7 @@ def shard(folder: Path) -> Path:
     index = folder / INDEX
     if not index.exists():
         return folder / "model.safetensors"
-    return folder / json.loads(index.read_text(encoding="utf-8"))["weight_map"][Q_PROJ]
+    return folder / str(json.loads(index.read_text(encoding="utf-8"))["weight_map"][Q_PROJ])
 
 
 def remove(name: str) -> Fault:
@@ -300,9 +300,14 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
     ),
     "no tokenizer": ("single", remove("tokenizer.json"), ["tokenizer.json: expected a tokenizer, found none"]),
     "tokenizer a pointer": ("single", write("tokenizer.json", LFS_POINTER), ["tokenizer.json", "Git-LFS pointer"]),
-    "tokenizer not JSON": ("single", write("tokenizer.json", b"{]"), ["tokenizer.json: unreadable tokenizer"]),
-    "tokenizer empty": ("single", write("tokenizer.json", b""), ["tokenizer.json: unreadable tokenizer"]),
+    "tokenizer not JSON": ("single", write("tokenizer.json", b"{]"), ["tokenizer.json: expected JSON"]),
+    "tokenizer empty": ("single", write("tokenizer.json", b""), ["tokenizer.json: expected JSON"]),
     "tokenizer without a model": ("single", write("tokenizer.json", b"{}"), ["tokenizer.json: unreadable tokenizer"]),
+    "tokenizer adds an unknown token": (
+        "single",
+        edit_json("tokenizer.json", lambda tokenizer: tokenizer["post_processor"].update(special_tokens={})),
+        ["tokenizer.json: unreadable tokenizer"],
+    ),
     "tokenizer vocabulary too large": (
         "single",
         edit_json("tokenizer.json", lambda tokenizer: tokenizer["model"]["vocab"].update(zebra=320)),

@@ -232,7 +232,7 @@ def test_direct_construction_is_checked() -> None:
     with pytest.raises(ValidationError, match="head_dim"):
         LlamaConfig(**(shape | {"rope_scaling": None, "head_dim": 3}))
     with pytest.raises(ValidationError, match="frozen"):
-        LlamaConfig.from_shape("llama-3.2-1b").head_dim = 3  # type: ignore[misc]
+        LlamaConfig.from_shape("llama-3.2-1b").head_dim = 3
 
 
 def test_valid_tp_sizes() -> None:

@@ -1,0 +1,36 @@
+# `make generate` and `make test` create .venv and install what they need, on a CPU or a GPU machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= Once upon a time, in a village by the sea, there lived an old fisherman who
+NPROC ?= 2
+
+.PHONY: generate test lint ci clean
+
+# OMP_NUM_THREADS only keeps torchrun from warning; the ranks of a host share its cores.
+generate: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/generate.py \
+		--speculation paired --prompt "$(PROMPT)"
+
+test: $(VENV)/.installed-dev
+	$(BIN)/pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+ci:
+	bash .ci/run
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev,plot]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

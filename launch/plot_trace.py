@@ -1,0 +1,78 @@
+"""Draw some layers of a trace, a lane for each rank: `plot_trace.py trace.json out.png --step 8 --layers 4:8`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+COLORS = {
+    "pre_attention": "#7aa6c2",
+    "predictor": "#e8a33d",
+    "full_attention": "#c8553d",
+    "attention": "#c8553d",
+    "handover": "#d9d9d9",
+    "verdict": "#8f8f8f",
+    "post_attention": "#4f8a5b",
+    "agree": "#b9a5d1",
+    "lm_head": "#5b5b7a",
+}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Draw a timeline of sender and receiver from a trace of generate.py.")
+    parser.add_argument("trace", type=Path, help="file written by generate.py --trace")
+    parser.add_argument("picture", type=Path, help="PNG or SVG to write")
+    parser.add_argument("--step", type=int, required=True, help="decode step to draw")
+    parser.add_argument("--layers", default="0:4", help="first:last layer (the last one is not drawn)")
+    parser.add_argument("--title", default="", help="what was run, and where")
+    args = parser.parse_args()
+    first, last = (int(part) for part in args.layers.split(":"))
+    events = json.loads(args.trace.read_text(encoding="utf-8"))["traceEvents"]
+    chosen = [
+        event
+        for event in events
+        if event["ph"] == "X" and event["args"]["step"] == args.step and first <= event["args"]["layer"] < last
+    ]
+    if not chosen:
+        parser.error(f"{args.trace} has no operation of step {args.step}, layers {args.layers}")
+    _draw(chosen, args.picture, args.title)
+
+
+def _draw(events: list[dict[str, Any]], picture: Path, title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    ranks = sorted({event["pid"] for event in events})
+    zero = min(event["ts"] for event in events)
+    figure, axes = plt.subplots(figsize=(12, 1.2 + 0.7 * len(ranks)))
+    for event in events:
+        span = (event["ts"] - zero, event["dur"])
+        axes.broken_barh([span], (event["pid"] - 0.4, 0.8), facecolors=COLORS[event["name"]], edgecolor="white", lw=0.4)
+        if event["name"] in ("full_attention", "post_attention"):
+            axes.text(span[0] + span[1] / 2, event["pid"], event["args"]["layer"], ha="center", va="center", fontsize=7)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlabel("microseconds; the number in a bar is the layer")
+    axes.set_title(title, fontsize=9)
+    names = [name for name in COLORS if any(event["name"] == name for event in events)]
+    axes.legend(
+        handles=[Patch(color=COLORS[name], label=name) for name in names],
+        ncols=len(names),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.35),
+        fontsize=8,
+        frameon=False,
+    )
+    figure.savefig(picture, dpi=130, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()

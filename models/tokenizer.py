@@ -1,0 +1,235 @@
+"""Text to token ids and back, over tokenizer.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from ..errors import UserError
+from .chat import find_template, render_chat
+from .config import LlamaConfig
+from .files import foreign_content, read_json, show
+
+__all__ = ["StreamDecoder", "Tokenizer"]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer: encoding, decoding, chat template and streaming.
+
+    Text is decoded as the vocabulary spells it: `clean_up_tokenization_spaces` of older folders, which would delete
+    spaces that the model wrote, is not applied.
+    """
+
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        config: LlamaConfig,
+        settings: dict[str, Any],
+        folder: Path,
+        template: str | None,
+    ) -> None:
+        self._core = core
+        self._folder = folder
+        self._template = template
+        self._special_tokens = _special_tokens(settings)
+        self.eos_token_ids = config.eos_token_ids
+        self.bos_token_id = self._bos_token_id(config)
+        self._adds_bos = self._decide_adds_bos(settings.get("add_bos_token"))
+        self._special_ids = {id_ for id_, token in core.get_added_tokens_decoder().items() if token.special}
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: LlamaConfig) -> Self:
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face folder.
+
+        Raises:
+            UserError: a missing or broken file, a vocabulary that does not fit the embedding, or a begin or end token
+                that the vocabulary lacks.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        core = _load(path)
+        vocab = core.get_vocab(with_added_tokens=True)
+        largest = max(vocab, key=vocab.__getitem__, default="")
+        if not vocab or vocab[largest] >= config.vocab_size:
+            found = f"id {vocab[largest]} of {show(largest)}" if vocab else "an empty vocabulary"
+            raise UserError(
+                f"{path}: vocabulary: expected ids below vocab_size ({config.vocab_size} in config.json), "
+                f"found {found}; use the tokenizer that belongs to the model"
+            )
+        settings_path = folder / "tokenizer_config.json"
+        settings = read_json(settings_path, "for the special tokens") if settings_path.exists() else {}
+        for name in ("bos_token", "eos_token"):
+            token = _special_tokens(settings).get(name)
+            if token is not None and token not in vocab:
+                raise UserError(
+                    f"{settings_path}: {name}: expected a token of tokenizer.json, found {show(token)}; "
+                    "use the files that belong together"
+                )
+        return cls(core, config, settings, folder, find_template(folder, settings))
+
+    def _bos_token_id(self, config: LlamaConfig) -> int | None:
+        """tokenizer_config.json's begin token, else config.json's, whose text the chat template then gets."""
+        token = self._special_tokens.get("bos_token")
+        if token is not None:
+            return self._core.token_to_id(token)
+        if config.bos_token_id is not None:
+            text = self._core.id_to_token(config.bos_token_id)
+            if text is not None:
+                self._special_tokens["bos_token"] = text
+                return config.bos_token_id
+        return None
+
+    def _decide_adds_bos(self, add_bos_token: Any) -> bool:
+        """What the folder says of BOS: `add_bos_token` where it is set, else what tokenizer.json does by itself."""
+        if self.bos_token_id is None:
+            return False
+        if isinstance(add_bos_token, bool):
+            return add_bos_token
+        return self.bos_token_id in self._core.encode("", add_special_tokens=True).ids
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        With `add_bos` the result begins with exactly one BOS, also when the text already begins with it, and never with
+        tokenizer.json's own additions. A folder whose tokenizer does not begin texts with BOS (`add_bos_token: false`,
+        or no such rule, as in SmolLM) gets none, because its model was trained without. With `add_bos=False` the text
+        is encoded as it is. Special tokens that `text` spells out become their ids.
+
+        Raises:
+            UserError: `text` is not valid Unicode (lone surrogates of a prompt that was not UTF-8).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"prompt: expected UTF-8 text, found {show(error.object[error.start : error.end])} at character "
+                f"{error.start}; convert it to UTF-8"
+            ) from None
+        ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        if not add_bos or not self._adds_bos or self.bos_token_id is None:
+            return ids
+        begin = 0
+        while begin < len(ids) and ids[begin] == self.bos_token_id:
+            begin += 1
+        return [self.bos_token_id, *ids[begin:]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
+        return str(self._core.decode(list(ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """Text that one token adds inside a text; special tokens are spelled out, partial characters are U+FFFD."""
+        once = self._core.decode([token_id], skip_special_tokens=False)
+        twice = self._core.decode([token_id, token_id], skip_special_tokens=False)
+        # A sentencepiece decoder drops the first space of a text: the second copy of the token has kept it.
+        return str(twice[len(once) :])
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt for `messages` (dicts with `role` and `content`), up to the opening of the assistant's turn.
+
+        Raises:
+            UserError: the folder has no chat template, or the template fails; see `render_chat`.
+        """
+        if self._template is None:
+            raise UserError(
+                f"{self._folder}: chat template: expected chat_template.jinja or chat_template in "
+                "tokenizer_config.json, found none; leave out --chat or use an instruction-tuned model"
+            )
+        return render_chat(self._template, messages, self._special_tokens, str(self._folder))
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`)."""
+        return self.encode(self.apply_chat_template(messages))
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder for one sequence of generated tokens."""
+        return StreamDecoder(self._core, self._special_ids)
+
+
+class StreamDecoder:
+    """Turns tokens into text as they come: the pieces and the flush together are the decoded sequence.
+
+    A piece is cut only where the text so far is final: not inside a multibyte character, and not inside a run of
+    sentencepiece byte tokens, because one invalid byte changes how the whole run is decoded. Each piece is decoded
+    behind the tokens of the piece before it, so that spaces between tokens come out as in the whole text.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer, special_ids: set[int]) -> None:
+        self._core = core
+        self._special_ids = special_ids
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Take one token; return the text that is now complete, often of this token alone, sometimes empty."""
+        token = self._core.id_to_token(token_id)
+        if token is None or token_id in self._special_ids:  # embeddings may have more rows than there are tokens
+            return ""
+        self._pending.append(token_id)
+        if _BYTE_TOKEN.fullmatch(token):
+            return ""
+        piece = self._pending_text()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._pending = self._pending, []
+        return piece
+
+    def flush(self) -> str:
+        """Return what is left at the end of the sequence; incomplete characters become U+FFFD."""
+        piece = self._pending_text()
+        self._context, self._pending = [], []
+        return piece
+
+    def _pending_text(self) -> str:
+        before = self._core.decode(self._context, skip_special_tokens=True) if self._context else ""
+        return str(self._core.decode(self._context + self._pending, skip_special_tokens=True)[len(before) :])
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise UserError(
+            f"{path}: expected a tokenizer, found none; download it (tokenizer.model alone is not read: "
+            "save the tokenizer with transformers to convert it)"
+        )
+    try:
+        with path.open("rb") as file:
+            foreign = foreign_content(file.read(512))
+        if foreign is not None:
+            raise UserError(f"{path}: expected a tokenizer, found {foreign}")
+        core = tokenizers.Tokenizer.from_file(str(path))
+        core.encode("", add_special_tokens=True)
+    except UserError:
+        raise
+    except BaseException as error:
+        # The library raises plain Exception for a file it cannot read, and panics, outside of Exception, at the first
+        # use of a post-processor that names an unknown token.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"{path}: unreadable tokenizer: expected what the tokenizers library writes, found {show(str(error))}; "
+            "download the file again"
+        ) from None
+    # Settings of a training run, which would cut or lengthen prompts.
+    core.no_truncation()
+    core.no_padding()
+    return core
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Texts of tokenizer_config.json's special tokens (`bos_token`, ...), given as a string or as an object."""
+    tokens = {}
+    for name, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens

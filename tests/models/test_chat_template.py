@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alspec.errors import UserError
+from alspec.models.chat import find_template, render_chat
+from alspec.models.config import LlamaConfig
+from alspec.models.tokenizer import Tokenizer
+
+PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared" / "hf"
+LLAMA_3_1 = "meta-llama-Llama-3.1-8B-Instruct.jinja"
+LLAMA_3_2 = "meta-llama-Llama-3.2-3B-Instruct.jinja"
+
+TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+TWO_TURNS = [
+    {"role": "system", "content": "You are a helpful assistant\n"},
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "The capital of France is Paris."},
+    {"role": "user", "content": " And of <Peru> & Chile? "},
+]
+USER_ONLY = [{"role": "user", "content": "Hi"}]
+
+# The prompt format of Meta's model card for Llama 3.1 and 3.2.
+EXPECTED = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+    "Cutting Knowledge Date: December 2023\n"
+    "Today Date: {date}\n\n"
+    "You are a helpful assistant<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n"
+    "What is the capital of France?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    "The capital of France is Paris.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n"
+    "And of <Peru> & Chile?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+ZEPHYR = (
+    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
+    "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
+    "{{ '<|assistant|>\n' + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+
+
+class FixedClock:
+    @staticmethod
+    def now() -> datetime:
+        return datetime(2025, 3, 9, 12, 0, 0)
+
+
+def render(template: str, messages: list[dict[str, Any]] = USER_ONLY) -> str:
+    return render_chat(template, messages, TOKENS, "model")
+
+
+def published(name: str) -> str:
+    path = PUBLISHED / "templates" / name
+    if not path.exists():
+        pytest.skip(f"needs the published template {path}")
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("name", "date"), [(LLAMA_3_1, "26 Jul 2024"), (LLAMA_3_2, "09 Mar 2025")])
+def test_published_prompt(name: str, date: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alspec.models.chat.datetime", FixedClock)
+    assert render(published(name), TWO_TURNS) == EXPECTED.format(date=date)
+
+
+def test_published_prompt_in_tokens(tmp_path: Path) -> None:
+    """The ids of the published format, with one BOS although both the template and the tokenizer add it."""
+    template = published(LLAMA_3_1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(PUBLISHED / "llama3" / name)
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(tmp_path, LlamaConfig.from_shape("llama-3.1-8b"))
+    ids = tokenizer.encode_chat(TWO_TURNS)
+    assert ids.count(128000) == 1
+    # <|begin_of_text|> <|start_header_id|> system <|end_header_id|> \n\n
+    assert ids[:5] == [128000, 128006, 9125, 128007, 271]
+    # <|eot_id|> <|start_header_id|> assistant <|end_header_id|> \n\n
+    assert ids[-5:] == [128009, 128006, 78191, 128007, 271]
+    assert [ids.count(special) for special in (128006, 128007, 128009)] == [5, 5, 4]
+
+
+def test_zephyr_prompt_of_tinyllama() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, *USER_ONLY]
+    turns = "<|user|>\nHi<|eot_id|>\n<|assistant|>\nYes?<|eot_id|>\n<|user|>\nHi<|eot_id|>\n"
+    assert render(ZEPHYR, messages) == turns + "<|assistant|>\n"
+
+
+def test_bos_is_added_where_the_template_does_not(single_folder: Path) -> None:
+    (single_folder / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    assert tokenizer.apply_chat_template(USER_ONLY) == "Hi"
+    assert tokenizer.encode_chat(USER_ONLY) == tokenizer.encode("Hi")
+    assert tokenizer.encode_chat(USER_ONLY)[0] == 0
+
+
+def test_tojson_escapes_nothing() -> None:
+    assert render("{{ messages | tojson }}", [{"a": "<\u00e9 & 'x'>"}]) == '[{"a": "<\u00e9 & \'x\'>"}]'
+    assert render("{{ messages[0] | tojson(indent=2) }}", [{"a": 1}]) == '{\n  "a": 1\n}'
+
+
+def test_blocks_are_trimmed_and_loops_can_be_left() -> None:
+    template = (
+        "{% for m in messages %}\n  {% if loop.index > 1 %}\n    {% break %}\n  {% endif %}\n{{ m.role }}\n{% endfor %}"
+    )
+    assert render(template, TWO_TURNS) == "system\n"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__ }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''['__class__'] }}",
+        "{{ '' | attr('__class__') }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ '{0.__class__}'.format(1) }}",
+    ],
+)
+def test_sandbox_refuses(template: str) -> None:
+    with pytest.raises(UserError, match="refused by the sandbox") as caught:
+        render(template)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("template", "needles"),
+    [
+        ("{% for %}", ["TemplateSyntaxError"]),
+        ("{{ raise_exception('Roles must\nalternate') }}", ["TemplateError", r"Roles must\nalternate"]),
+        ("{{ messages[0].content.nothing.more }}", ["UndefinedError", "nothing"]),
+        ("{{ 1 / 0 }}", ["ZeroDivisionError"]),
+        ("{{ 'a' + 1 }}", ["TypeError"]),
+        ("{% include 'config.json' %}", ["no loader"]),
+        ("{% for i in range(10000000000) %}{% endfor %}", ["OverflowError"]),
+    ],
+)
+def test_failing_template(template: str, needles: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        render(template)
+    message = str(caught.value)
+    assert message.isprintable()
+    for needle in ["model: chat template", *needles]:
+        assert needle in message
+
+
+def test_where_the_template_comes_from(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
+    assert find_template(tmp_path, {}) is None
+    assert find_template(tmp_path, {"chat_template": None}) is None
+    assert find_template(tmp_path, {"chat_template": "S"}) == "S"
+    assert find_template(tmp_path, {"chat_template": named}) == "D"
+    with pytest.raises(UserError, match="found 7; correct it"):
+        find_template(tmp_path, {"chat_template": 7})
+    (tmp_path / "chat_template.jinja").write_text("F", encoding="utf-8")
+    assert find_template(tmp_path, {"chat_template": named}) == "F"
+
+
+def test_missing_template(single_folder: Path) -> None:
+    path = single_folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    del settings["chat_template"]
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    for call in (tokenizer.apply_chat_template, tokenizer.encode_chat):
+        with pytest.raises(UserError, match=r"chat template: expected .* found none; leave out --chat"):
+            call(USER_ONLY)
+
+
+def test_against_transformers(single_folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    path = PUBLISHED / "templates" / LLAMA_3_1
+    if path.exists():
+        (single_folder / "chat_template.jinja").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    oracle = PreTrainedTokenizerFast.from_pretrained(single_folder)
+    tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    expected = oracle.apply_chat_template(TWO_TURNS, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(TWO_TURNS) == expected
+    assert tokenizer.encode_chat(TWO_TURNS) == oracle.encode(expected, add_special_tokens=False)

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alspec.errors import UserError
+from alspec.models.config import LlamaConfig
+from alspec.models.tokenizer import Tokenizer
+
+LLAMA_3 = Path(__file__).resolve().parents[2].parent / "shared" / "hf" / "llama3"
+Core = tokenizers.Tokenizer
+SEPARATOR = "\n__ggml_vocab_test__\n"
+BOS = 0
+CJK = "\u4f60\u597d\uff0c\u4e16\u754c"
+EMOJI = "\U0001f469\u200d\U0001f469\u200d\U0001f467 family \U0001f999!"
+
+
+def config(vocab_size: int = 400, **overrides: Any) -> LlamaConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 1,
+        "num_qo_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 8,
+    }
+    return LlamaConfig(**(sizes | {"vocab_size": vocab_size} | overrides))
+
+
+def write_tokenizer(folder: Path, core: Core, **settings: object) -> None:
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory, byte_level_core: Callable[[], Core]) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("byte_level")
+    write_tokenizer(folder, byte_level_core(), bos_token="<|begin|>", eos_token="<|end|>")
+    return Tokenizer.from_folder(folder, config(bos_token_id=BOS, eos_token_ids=(1, 3)))
+
+
+def metaspace_core() -> Core:
+    """A sentencepiece-style tokenizer as Llama 2 folders have it: spaces as a letter, byte tokens for all the rest."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581t", "he", "\u2581the", "\u2581\u2581"]
+    vocab = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *bytes_, *letters])}
+    merges = [("\u2581", "t"), ("h", "e"), ("\u2581t", "he"), ("\u2581", "\u2581")]
+    core = Core(tokenizers.models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    core.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+    )
+    decoders = tokenizers.decoders
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return core
+
+
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("metaspace")
+    write_tokenizer(folder, metaspace_core(), bos_token={"content": "<s>"}, eos_token="</s>", add_bos_token=True)
+    return Tokenizer.from_folder(folder, config(bos_token_id=1, eos_token_ids=(2,)))
+
+
+@pytest.fixture(scope="module")
+def old_metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The decoder of folders without byte tokens: it drops every space of the first token."""
+    folder = tmp_path_factory.mktemp("old_metaspace")
+    core = metaspace_core()
+    core.decoder = tokenizers.decoders.Metaspace()
+    write_tokenizer(folder, core, bos_token="<s>", eos_token="</s>")
+    return Tokenizer.from_folder(folder, config(bos_token_id=1, eos_token_ids=(2,)))
+
+
+def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    decoder = tokenizer.stream_decoder()
+    return [*(decoder.push(token_id) for token_id in ids), decoder.flush()]
+
+
+@pytest.fixture(scope="module")
+def llama_3() -> Tokenizer:
+    if not LLAMA_3.exists():
+        pytest.skip("needs the Llama 3 tokenizer in shared/hf/llama3")
+    shape = LlamaConfig.from_shape("llama-3.1-8b")
+    return Tokenizer.from_folder(LLAMA_3, shape)
+
+
+def test_llama_3_vectors(llama_3: Tokenizer) -> None:
+    texts = (LLAMA_3 / "llama-bpe.inp").read_text(encoding="utf-8").split(SEPARATOR)
+    lines = (LLAMA_3 / "llama-bpe.out").read_text(encoding="utf-8").split("\n")
+    assert len(texts) == len(lines) == 47
+    for text, line in zip(texts, lines, strict=True):
+        expected = [int(token_id) for token_id in line.split()]
+        assert llama_3.encode(text, add_bos=False) == expected
+        assert llama_3.encode(text) == [128000, *expected]
+        assert llama_3.decode(expected) == text
+        assert "".join(stream(llama_3, expected)) == text
+
+
+def test_one_bos(byte_level: Tokenizer) -> None:
+    plain = byte_level.encode("the cat", add_bos=False)
+    assert BOS not in plain
+    assert byte_level.encode("the cat") == [BOS, *plain]
+    assert byte_level.encode("<|begin|>the cat") == [BOS, *plain]
+    assert byte_level.encode("<|begin|><|begin|>the cat") == [BOS, *plain]
+    assert byte_level.encode("") == [BOS]
+    assert byte_level.encode("<|begin|>the cat", add_bos=False) == [BOS, *plain]
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "settings", "config_bos", "adds"),
+    [
+        (True, {"bos_token": "<|begin|>"}, None, True),
+        (False, {"bos_token": "<|begin|>"}, None, False),
+        (False, {"bos_token": "<|begin|>", "add_bos_token": True}, None, True),
+        (True, {"bos_token": "<|begin|>", "add_bos_token": False}, None, False),
+        (True, {"bos_token": {"content": "<|begin|>"}, "add_bos_token": None}, None, True),
+        (True, {}, 0, True),
+        (True, {}, None, False),
+        (False, {"add_bos_token": True}, None, False),
+    ],
+)
+def test_the_folder_says_whether_texts_begin_with_bos(
+    post_processor: bool,
+    settings: dict[str, Any],
+    config_bos: int | None,
+    adds: bool,
+    byte_level_core: Callable[[], Core],
+    tmp_path: Path,
+) -> None:
+    write_tokenizer(tmp_path, byte_level_core(), **settings)
+    if not post_processor:
+        content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+        content["post_processor"] = None
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(tmp_path, config(bos_token_id=config_bos))
+    assert tokenizer.encode("the").count(BOS) == int(adds)
+    assert tokenizer.encode("<|begin|>the").count(BOS) == 1
+
+
+def test_no_tokenizer_config(byte_level_core: Callable[[], Core], tmp_path: Path) -> None:
+    byte_level_core().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path, config(bos_token_id=BOS, eos_token_ids=(1,)))
+    assert tokenizer.encode("<|begin|>the")[0] == tokenizer.bos_token_id == BOS
+    assert tokenizer.eos_token_ids == (1,)
+
+
+def test_truncation_and_padding_are_switched_off(byte_level_core: Callable[[], Core], tmp_path: Path) -> None:
+    core = byte_level_core()
+    core.enable_truncation(4)
+    core.enable_padding(length=64)
+    write_tokenizer(tmp_path, core, bos_token="<|begin|>")
+    tokenizer = Tokenizer.from_folder(tmp_path, config())
+    text = "a long text that has more than four tokens"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("a")) == 2
+
+
+def test_eos_of_the_folder(single_folder: Path) -> None:
+    (single_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 1]}), encoding="utf-8")
+    settings = json.loads((single_folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["eos_token"] = "<|user|>"
+    (single_folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    shape = LlamaConfig.from_folder(single_folder)
+    assert shape.eos_token_ids == (1, 2, 3)
+    assert Tokenizer.from_folder(single_folder, shape).eos_token_ids == (1, 2, 3)
+
+
+def test_lone_surrogates_are_refused(byte_level: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"prompt: expected UTF-8 text, found '\\udcff' at character 2") as caught:
+        byte_level.encode("ab\udcffc")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("text", [CJK, EMOJI, "na\u00efve caf\u00e9", "the cat", " the", "a\n\n b", "\ufffd!", ""])
+@pytest.mark.parametrize("name", ["byte_level", "metaspace"])
+def test_streaming_is_whole_characters(name: str, text: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    ids = tokenizer.encode(text, add_bos=False)
+    pieces = stream(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids) == text
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+def test_byte_level_streaming_comes_as_soon_as_it_can(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("x\u4f60y", add_bos=False)
+    assert len(ids) == 5
+    assert stream(byte_level, ids) == ["x", "", "", "\u4f60", "y", ""]
+    assert stream(byte_level, ids[:3]) == ["x", "", "", "\ufffd"]
+
+
+def test_metaspace_streaming_keeps_spaces(metaspace: Tokenizer) -> None:
+    ids = metaspace.encode("the cat the", add_bos=False)
+    assert stream(metaspace, ids) == ["the", " ", "c", "a", "t", " the", ""]
+    # A special token in the middle is skipped and does not start a new text.
+    assert "".join(stream(metaspace, [1, *ids, 2, *ids])) == "the cat the the cat the"
+
+
+def test_metaspace_streaming_of_byte_runs(metaspace: Tokenizer) -> None:
+    def byte_ids(data: bytes) -> list[int]:
+        return [3 + byte for byte in data]
+
+    a = metaspace.encode("a", add_bos=False)[1:]
+    good = byte_ids("\u00e9\U0001f999".encode())
+    assert stream(metaspace, [*a, *good, *a]) == ["a", *[""] * len(good), "\u00e9\U0001f999a", ""]
+    broken = [*a, *good, *byte_ids(b"\xff"), *a]
+    assert "".join(stream(metaspace, broken)) == metaspace.decode(broken) == "a" + "\ufffd" * 7 + "a"
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_byte_level_round_trip(byte_level: Tokenizer, text: str) -> None:
+    ids = byte_level.encode(text)
+    pieces = stream(byte_level, ids)
+    assert ids.count(BOS) == 1 + (text.count("<|begin|>") if not text.startswith("<|begin|>") else 0)
+    assert "".join(pieces) == byte_level.decode(ids) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "metaspace", "old_metaspace"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_streaming_any_tokens_equals_decoding_them(
+    name: str, data: st.DataObject, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    # Mostly bytes, so that valid, broken and partial characters come up beside words, special and unknown tokens.
+    ids = data.draw(st.lists(st.integers(0, 291), max_size=30))
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_token_text(byte_level: Tokenizer, metaspace: Tokenizer) -> None:
+    assert [metaspace.token_text(i) for i in metaspace.encode("the cat the")] == ["<s>", " the", " ", *"cat", " the"]
+    ids = byte_level.encode("the cat")
+    assert "".join(byte_level.token_text(i) for i in ids) == "<|begin|>the cat"
+    assert byte_level.token_text(byte_level.encode("\u00e9", add_bos=False)[0]) == "\ufffd"
+
+
+def test_a_whole_folder(make_folder: Callable[..., Path]) -> None:
+    folder = make_folder(num_hidden_layers=1)
+    tokenizer = Tokenizer.from_folder(folder, LlamaConfig.from_folder(folder))
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "the cat"}])
+    assert prompt == "<|begin|><|user|>the cat<|end|><|assistant|>"
+    ids = tokenizer.encode_chat([{"role": "user", "content": "the cat"}])
+    assert ids.count(BOS) == 1
+    assert tokenizer.decode(ids) == "the cat"
