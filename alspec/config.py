@@ -19,7 +19,7 @@ SpeculationMode = Literal["auto", "off", "paired", "colocated", "simulated"]
 KVCacheCodec = Literal["bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant3", "turboquant2"]
 Transport = Literal["auto", "symm", "nccl", "gloo"]
 
-_SchemaT = TypeVar("_SchemaT", bound="_Schema")
+_SchemaT = TypeVar("_SchemaT", bound=BaseModel)
 
 
 def _one_of_chunk_sizes(value: Any) -> int:

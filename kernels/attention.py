@@ -165,19 +165,17 @@ def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm
     blocks = -(-(num_tokens - exact) // KV_TILE)
     first = exact - (chunk_size - 1)
     tail = first + (blocks - 1) * KV_TILE + window - num_tokens
-    windows = [
-        torch.cat(
-            [
-                part[:, None, :chunk_size].expand(-1, blocks, -1, -1),
-                F.pad(part, (0, 0, 0, tail))[:, first:].unfold(1, window, KV_TILE).transpose(2, 3),
-            ],
-            dim=2,
-        ).transpose(0, 1)
-        for part in (k, v)
-    ]
+
+    def sink_and_windows(cache: Tensor) -> Tensor:
+        sink = cache[:, None, :chunk_size].expand(-1, blocks, -1, -1)
+        windows = F.pad(cache, (0, 0, 0, tail))[:, first:].unfold(1, window, KV_TILE).transpose(2, 3)
+        return torch.cat([sink, windows], dim=2).transpose(0, 1)
+
     queries = F.pad(q[exact:], (0, 0, 0, 0, 0, blocks * KV_TILE - (num_tokens - exact)))
     queries = queries.view(blocks, KV_TILE, *q.shape[1:]).transpose(1, 2)
     age = torch.arange(window, device=q.device) - (chunk_size - 1) - torch.arange(KV_TILE, device=q.device)[:, None]
     visible = torch.cat([age.new_ones(KV_TILE, chunk_size, dtype=torch.bool), age <= 0], dim=1)
-    rest = F.scaled_dot_product_attention(queries, *windows, attn_mask=visible, scale=sm_scale, enable_gqa=True)
+    rest = F.scaled_dot_product_attention(
+        queries, sink_and_windows(k), sink_and_windows(v), attn_mask=visible, scale=sm_scale, enable_gqa=True
+    )
     return torch.cat([out, rest.transpose(1, 2).flatten(0, 1)[: num_tokens - exact]])

@@ -1,4 +1,4 @@
-"""Where prompts come from: a flag, a file, standard input; read by rank 0 for all ranks."""
+"""Where prompts come from: a flag, a file, standard input; read and encoded by rank 0 for all ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]
     Raises:
         UserError: on every rank alike, whichever rank read the prompt.
     """
-    message = None
+    message: dict[str, Any] = {}
     if engine.placement.rank == 0:
         try:
-            message = {"prompts": _read(config), "error": None}
+            message = {"ids": [_encode(prompt, config, engine) for prompt in _read(config)]}
         except UserError as error:
-            message = {"prompts": [], "error": str(error)}
-    text = broadcast_text(engine.store, engine.placement.rank, "alspec/prompts", json.dumps(message))
-    message = json.loads(text)
-    if message["error"] is not None:
+            message = {"error": str(error)}
+    message = json.loads(broadcast_text(engine.store, engine.placement.rank, "alspec/prompts", json.dumps(message)))
+    if "error" in message:
         raise UserError(message["error"])
-    is_batch = config.prompt_file is not None and config.prompt_file.suffix == ".jsonl"
-    return [_encode(prompt, config, engine) for prompt in message["prompts"]], is_batch
+    return message["ids"], config.prompt_file is not None and config.prompt_file.suffix == ".jsonl"
 
 
 def _read(config: GenerateConfig) -> list[str | list[int]]:

@@ -57,7 +57,7 @@ class Timeline:
         def since_zero_us(moment: Any) -> float:
             if self._cuda:
                 return round(float(self._zero.elapsed_time(moment)) * 1e3, 3)
-            return round((moment - self._zero) * 1e6, 3)
+            return round(float(moment - self._zero) * 1e6, 3)
 
         return [
             {"op": op, "layer": layer, "step": step, "start_us": since_zero_us(start), "end_us": since_zero_us(end)}

@@ -201,6 +201,7 @@ def test_eos_is_the_union(
         ({"intermediate_size": 11008.5}, ["intermediate_size", "11008.5"]),
         ({"rms_norm_eps": 0.0}, ["rms_norm_eps", "found 0.0"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
+        ({"rope_theta": float("inf")}, ["rope_theta", "found inf"]),
         ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
         ({"torch_dtype": "int8"}, ["torch_dtype", "bfloat16", "'int8'"]),
         ({"bos_token_id": 32000}, ["bos_token_id (32000)", "vocab_size (32000)"]),
@@ -242,6 +243,7 @@ def test_valid_tp_sizes() -> None:
         update={"num_qo_heads": 9, "num_kv_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
     )
     assert config.valid_tp_sizes == (1, 3)
+    assert config.model_copy(update={"num_kv_heads": 9, "intermediate_size": 48}).valid_tp_sizes == (1, 3)
     config.check_tp_size(3)
     for wrong in (0, -1, 2, 9):
         with pytest.raises(UserError, match=re.escape("valid sizes of one group: 1, 3")) as caught:
