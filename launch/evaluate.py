@@ -6,8 +6,8 @@ import json
 import lzma
 import math
 import shlex
-import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from alspec.models.demo.data import recall_prompts
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.quality import score_text
-from alspec.runtime.stats import versions
+from alspec.runtime.stats import commit, versions
 
 __all__ = ["main"]
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_guarded(engine.heartbeat, lambda: _evaluate(engine, args, contexts, thresholds, text))
     except AlspecError as error:
         if debug:
-            raise
+            traceback.print_exc()
         return report(error)
 
 
@@ -198,21 +198,11 @@ def _report(
         "gpu": torch.cuda.get_device_name(engine.device) if cuda else None,
         "num_gpus": engine.placement.world_size if cuda else 0,
         "versions": versions(),
-        "commit": _commit(),
+        "commit": commit(),
         "command": shlex.join(["launch/evaluate.py", *sys.argv[1:]]),
     }
     with args.rows.open("a", encoding="utf-8") as rows:
         rows.write(json.dumps(row) + "\n")
-
-
-def _commit() -> str | None:
-    """The revision measured, where the code stands in a git checkout."""
-    try:
-        folder = Path(__file__).resolve().parent
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from .generation import Generation
 from .kv_cache import KVCache
 from .memory import plan_memory
 
-__all__ = ["percentile", "step_bytes", "stream_bandwidth", "summarize", "versions"]
+__all__ = ["commit", "percentile", "step_bytes", "stream_bandwidth", "summarize", "versions"]
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -87,3 +89,13 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def commit() -> str | None:
+    """The revision measured, where the code stands in a git checkout."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -72,7 +72,7 @@ class StepProgram:
         self._model = model
         self._cache = cache
         self._transport = transport
-        self._threshold = threshold
+        self.threshold = threshold
         self._chunk_size = chunk_size
         self._operation = operation
         self._group = transport.placement.group
@@ -137,7 +137,7 @@ class StepProgram:
             )
         with self._operation("verdict", layer):
             sums = combine_sums(self._transport.all_gather_group(sums))
-            return full_out, accepts(sums, self._threshold)
+            return full_out, accepts(sums, self.threshold)
 
     def _simulated(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The reference semantics in one group: both outputs, one after the other; an accepted `A~` goes on."""
