@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -58,6 +59,11 @@ class SpeculationConfig(_Schema):
         description="S: tokens of the sink and of the recent window, 128, 256 or 512",
         json_schema_extra={"flag": "chunk"},
     )
+
+    @field_serializer("threshold", when_used="json")
+    def _threshold_in_json(self, threshold: float) -> float | str:
+        # JSON has no infinity; the text is read back as one.
+        return threshold if math.isfinite(threshold) else "inf"
 
 
 class EngineConfig(_Schema):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["AlspecError", "BadNumbersError", "DoesNotFitError", "RankFailureError", "UserError"]
+import sys
+
+__all__ = ["AlspecError", "BadNumbersError", "DoesNotFitError", "RankFailureError", "UserError", "report"]
 
 
 class AlspecError(Exception):
@@ -33,3 +35,12 @@ class RankFailureError(AlspecError):
     """A rank of the job died or stalled; names rank, step and operation."""
 
     exit_code = 5
+
+
+def report(error: AlspecError) -> int:
+    """Print the one line of an error; returns its exit code. Every rank prints: torchrun flattens exit codes."""
+    sys.stdout.flush()
+    # One write with its newline: ranks share stderr, and print() may write the newline by itself.
+    sys.stderr.write(f"alspec: exit {error.exit_code}: {' '.join(str(error).split())}\n")
+    sys.stderr.flush()
+    return error.exit_code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -14,9 +13,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from alspec.config import load_yaml, validate
-from alspec.errors import AlspecError, UserError
+from alspec.errors import UserError
 
-__all__ = ["Parser", "parse", "print_config", "report"]
+__all__ = ["Parser", "parse", "print_config"]
 
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 
@@ -95,10 +94,3 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 def print_config(config: BaseModel) -> None:
     """The configuration as YAML on stdout: what `--config` reads back."""
     print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False), end="")
-
-
-def report(error: AlspecError) -> int:
-    """Print the one line of an error; returns its exit code. Every rank prints: torchrun flattens exit codes."""
-    sys.stdout.flush()
-    print(f"alspec: exit {error.exit_code}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return error.exit_code

@@ -25,15 +25,16 @@ class Printer:
     def __init__(self, generation: Generation, is_batch: bool, color: bool) -> None:
         self._generation = generation
         self._is_batch = is_batch
-        self._color = Console(file=sys.stdout, force_terminal=True, color_system="truecolor") if color else None
+        self._color = color
         self._next = 0
 
     def show(self, token: Token) -> None:
         """Print what this token adds."""
         if self._is_batch:
             self._flush_finished()
-        elif self._color is not None and token.hit_rate is not None:
-            self._color.print(token.text, style=_shade(token.hit_rate), end="", markup=False, highlight=False)
+        elif self._color and token.hit_rate is not None:
+            # Not through a console: it would wrap lines and change tabs and control characters.
+            sys.stdout.write(_shade(token.hit_rate).render(token.text))
         else:
             sys.stdout.write(token.text)
         sys.stdout.flush()

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from alspec.config import EngineConfig
-from alspec.errors import AlspecError, UserError
-from alspec.launch.cli import Parser, parse, report
+from alspec.errors import AlspecError, UserError, report
+from alspec.launch.cli import Parser, parse
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.demo.data import recall_prompts
 from alspec.runtime.engine import Engine

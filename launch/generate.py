@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from alspec.config import GenerateConfig
-from alspec.errors import AlspecError
-from alspec.launch.cli import Parser, parse, print_config, report
+from alspec.errors import AlspecError, report
+from alspec.launch.cli import Parser, parse, print_config
 from alspec.launch.display import Printer, print_panel
 from alspec.launch.plan import print_plan
 from alspec.launch.prompts import read_prompts
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_guarded(engine.heartbeat, lambda: _generate(config, engine))
     except AlspecError as error:
         if debug:
-            raise
+            traceback.print_exc()
         return report(error)
 
 
@@ -106,6 +107,7 @@ def _summary(engine: Engine, generation: Generation) -> dict[str, Any]:
 
 
 def _everything(config: GenerateConfig, generation: Generation, summary: dict[str, Any]) -> dict[str, Any]:
+    settings = config.model_dump(mode="json", by_alias=True)
     requests = [
         {
             "prompt_ids": request.prompt_ids,
@@ -120,8 +122,8 @@ def _everything(config: GenerateConfig, generation: Generation, summary: dict[st
         "ttft_us": generation.prefill_us,
         "step_us": generation.step_us,
         "hit_map": [hits.int().tolist() for hits in generation.hits],
-        "summary": summary,
-        "config": config.model_dump(mode="json", by_alias=True),
+        "summary": summary | {"threshold": settings["speculation"]["threshold"]},
+        "config": settings,
         "versions": versions(),
     }
 

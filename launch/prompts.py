@@ -1,4 +1,4 @@
-"""Where prompts come from: a flag, a file, standard input; read and encoded by rank 0 for all ranks."""
+"""Where prompts come from: a flag, a file, standard input; rank 0 reads and encodes them for all ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ __all__ = ["read_prompts"]
 
 
 def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]], bool]:
-    """Token ids of every request, and whether they came as a batch file.
+    """Token ids of every request, and whether they came as a batch file; the files to write are tried first.
 
     Raises:
-        UserError: on every rank alike, whichever rank read the prompt.
+        UserError: no usable prompt, or an output file that cannot be written; on every rank alike.
     """
     message: dict[str, Any] = {}
     if engine.placement.rank == 0:
         try:
+            _check_writable("json", config.json_file)
+            _check_writable("trace", config.trace)
             message = {"ids": [_encode(prompt, config, engine) for prompt in _read(config)]}
         except UserError as error:
             message = {"error": str(error)}
@@ -30,6 +32,21 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]
     if "error" in message:
         raise UserError(message["error"])
     return message["ids"], config.prompt_file is not None and config.prompt_file.suffix == ".jsonl"
+
+
+def _check_writable(name: str, path: Path | None) -> None:
+    """Find out before generating whether the result can be stored; leaves no file behind."""
+    if path is None:
+        return
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"
+        ) from None
 
 
 def _read(config: GenerateConfig) -> list[str | list[int]]:

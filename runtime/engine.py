@@ -90,7 +90,9 @@ class Engine:
                 raise UserError(f"prompt {index}: expected at least one token, found none")
             wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
             if wrong is not None:
-                raise UserError(f"prompt {index}: token id {wrong} is outside the vocabulary of {config.vocab_size}")
+                raise UserError(
+                    f"prompt {index}: token id {wrong} is outside the vocabulary; give ids from 0 to {config.vocab_size - 1}"
+                )
         needed = max(map(len, prompts)) + max_new_tokens
         limit = min(config.max_position_embeddings, self.config.max_context or config.max_position_embeddings)
         if needed > limit:
@@ -191,7 +193,9 @@ class Engine:
             result = self.program.run(
                 DecodeState(
                     token_ids=torch.tensor(tokens, device=self.device),
-                    seq_lens=torch.tensor([request.seq_len for request in requests]),
+                    seq_lens=torch.tensor(
+                        [request.seq_len for request in requests], dtype=torch.int32, device=self.device
+                    ),
                     live=torch.tensor([request.live for request in requests]),
                 )
             )
@@ -228,18 +232,22 @@ class Engine:
         finite = torch.isfinite(logits).all().to(tokens.dtype)
         *chosen, is_finite = torch.cat([tokens, finite[None]]).tolist()
         if not is_finite:
-            self._raise_bad_numbers(layer_sums)
+            self._raise_bad_numbers(logits, layer_sums)
         return [
             token if request.live else request.token_ids[-1] for token, request in zip(chosen, requests, strict=True)
         ]
 
-    def _raise_bad_numbers(self, layer_sums: Tensor) -> None:
+    def _raise_bad_numbers(self, logits: Tensor, layer_sums: Tensor) -> None:
         """Every rank sees the same logits, so every rank comes here and learns where it began."""
         finite = torch.isfinite(self._connected().all_gather_world(layer_sums)).cpu()  # [world, L]
         bad = [
             (layer, rank) for rank, layers in enumerate(finite.tolist()) for layer, ok in enumerate(layers) if not ok
         ]
-        where = "rank {1}, layer {0}".format(*min(bad)) if bad else "the LM head"
+        if bad:
+            where = "rank {1}, layer {0}".format(*min(bad))
+        else:
+            token = int(torch.isfinite(logits).all(0).int().argmin())
+            where = f"rank {token // -(-logits.shape[1] // self.placement.world_size)}, the LM head"
         raise BadNumbersError(
             f"NaN or Inf in the logits: first seen on {where}, step {self._step}; "
             "check the weights (--verify-checksums) or use --dtype fp32"

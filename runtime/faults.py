@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ..errors import AlspecError, RankFailureError
+from ..errors import AlspecError, RankFailureError, report
 from .placement import Placement
 from .transport import connect_store
 
@@ -45,6 +45,7 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._reporting = threading.Lock()
         self._counter = 0
+        self._cause = ""
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._thread: threading.Thread | None = None
 
@@ -98,8 +99,11 @@ class Heartbeat:
     def end_process(self, error: AlspecError) -> NoReturn:
         """Print the one line once, and leave at once: other threads may be blocked in a collective for good."""
         with self._reporting:
-            sys.stdout.flush()
-            print(f"alspec: exit {error.exit_code}: {error}", file=sys.stderr, flush=True)
+            if self.watching and isinstance(error, RankFailureError):
+                self._cause = str(error)
+                with contextlib.suppress(dist.DistError, RuntimeError):
+                    self._beat()
+            report(error)
             os._exit(error.exit_code)
 
     def _key(self, rank: int) -> str:
@@ -115,6 +119,7 @@ class Heartbeat:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "done": done,
+            "cause": self._cause,
         }
         self._store.set(self._key(self._placement.rank), json.dumps(beat))
 
@@ -151,7 +156,9 @@ class Heartbeat:
             state = _process_state(beat)
             where = f"step {beat['step']}, operation {beat['op']}"
             if state == "dead":
-                return f"rank {rank} died at {where}; see its own output above for the cause"
+                # It may have left because of another rank: its last beat says so.
+                cause = json.loads(self._store.get(self._key(rank)))["cause"]
+                return cause or f"rank {rank} died at {where}; see its own output above for the cause"
             if now - since > limit_s:
                 _kill_stalled(beat)
                 return f"rank {rank} stalled at {where}: {state}, no heartbeat for {now - since:.1f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import torch
@@ -71,9 +72,11 @@ def check_fits(
     plan = plan_memory(config, shard, dtype, batch_size, max_context)
     if plan.total_bytes <= available:
         return plan
-    token = max(1, plan.cache_bytes // max_context)
-    fits = (available - plan.weights_bytes - plan.buffer_bytes) // token // 64 * 64
-    advice = f"the largest context that fits is {fits} tokens" if fits > 0 else "no context fits; use more ranks"
+    contexts = range(64, max_context, 64)
+    fitting = bisect.bisect_right(
+        contexts, available, key=lambda context: plan_memory(config, shard, dtype, batch_size, context).total_bytes
+    )
+    advice = f"the largest context that fits is {64 * fitting} tokens" if fitting else "no context fits; use more ranks"
     raise DoesNotFitError(
         f"does not fit: a rank needs {plan.total_bytes / GIB:.2f} GiB (weights {plan.weights_bytes / GIB:.2f}, cache "
         f"{plan.cache_bytes / GIB:.2f} for {batch_size} x {max_context} tokens, buffers {plan.buffer_bytes / GIB:.2f}) "

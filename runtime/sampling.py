@@ -9,29 +9,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["philox_uniform", "sample"]
+__all__ = ["philox", "philox_uniform", "sample"]
 
 _MASK = 0xFFFFFFFF
 
 
-def philox_uniform(seed: int, request: Tensor, position: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1) from the counters (request, position) under `seed`.
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Philox-4x32-10: four words that look random, from a counter and a key.
 
-    Philox-4x32-10. Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011), section 4.
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011), section 4.
+
+    Args:
+        counter: four [B] int64 of 32 bits.  key: two words of 32 bits.
+    Returns:
+        Four [B] int64 of 32 bits.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        hi0, lo0 = _multiply(0xD2511F53, c0)
+        hi1, lo1 = _multiply(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def philox_uniform(seed: int, request: Tensor, position: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1): the first word of `philox` at the counter (position, request, 0, 0) under `seed`.
 
     Args:
         seed: 64 bits.  request, position: [B] int64, below 2^32.
     Returns:
         [B] fp64 with 32 random bits.
     """
-    c0, c1, c2, c3 = position & _MASK, request & _MASK, torch.zeros_like(request), torch.zeros_like(request)
-    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(10):
-        hi0, lo0 = _multiply(0xD2511F53, c0)
-        hi1, lo1 = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0.double() / 2**32
+    zero = torch.zeros_like(request)
+    return philox((position, request, zero, zero), (seed & _MASK, seed >> 32 & _MASK))[0].double() / 2**32
 
 
 def _multiply(factor: int, counter: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,10 +68,11 @@ def sample(
     """
     if temperature == 0.0:
         return logits.argmax(dim=-1)
-    ordered, tokens = torch.sort(logits.double() / temperature, dim=-1, descending=True, stable=True)
+    ordered, tokens = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
     if top_k:
         ordered = ordered[:, :top_k]
-    probs = torch.softmax(ordered, dim=-1)
+    # Differences first: near temperature 0 they go to -inf, where the logits themselves would all go to inf.
+    probs = torch.softmax((ordered - ordered[:, :1]) / temperature, dim=-1)
     total = probs.cumsum(dim=-1)
     # A token stays when the probability before it has not reached top_p yet: the first one always does.
     probs = probs * (total - probs < top_p)

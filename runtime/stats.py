@@ -40,19 +40,23 @@ def step_bytes(config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: 
 
 def stream_bandwidth(device: torch.device) -> float:
     """Bytes/s that a device-to-device copy moves, read and write counted: the ceiling that shares are given of."""
-    size = 2**28 if device.type == "cuda" else 2**26
+    size = min(2**30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 2**26
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = float("inf")
+    seconds = []
     for _ in range(5):
         if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            target.copy_(source)
+            end.record()
             torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2 * size / best
+            seconds.append(start.elapsed_time(end) / 1e3)
+        else:
+            started = time.perf_counter()
+            target.copy_(source)
+            seconds.append(time.perf_counter() - started)
+    return 2 * size / min(seconds)
 
 
 def summarize(generation: Generation) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.attention import decode_attention, predictor_attention, verify_attention
+from ..kernels.decode_attention import DecodeAttention
 from ..models.llama import Llama
 from ..priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from ..verdict import accepts, combine_sums, layer_verdict
@@ -34,7 +34,7 @@ class DecodeState:
     """What a step reads: the newest token of each request, lengths including it, and who is still generating."""
 
     token_ids: Tensor  # [B] int64, on the device
-    seq_lens: Tensor  # [B] int64, on the host
+    seq_lens: Tensor  # [B] int32, on the device
     live: Tensor  # [B] bool, on the host
 
 
@@ -73,7 +73,16 @@ class StepProgram:
         self._cache = cache
         self._transport = transport
         self.threshold = threshold
-        self._chunk_size = chunk_size
+        config, tp_size = model.config, transport.placement.tp_size
+        self._attention = DecodeAttention(
+            cache.batch_size,
+            config.num_qo_heads // tp_size,
+            config.num_kv_heads // tp_size,
+            config.head_dim,
+            chunk_size,
+            model.sm_scale,
+            cache.k.device,
+        )
         self._operation = operation
         self._group = transport.placement.group
         self._priority = INITIAL_PRIORITY
@@ -85,7 +94,7 @@ class StepProgram:
     def run(self, state: DecodeState) -> StepResult:
         """Decode one token for each request."""
         self._state = state
-        self._positions = (state.seq_lens - 1).to(state.token_ids.device)
+        self._positions = state.seq_lens - 1
         self._hits = []
         x, partial = self._model.embed(state.token_ids), None
         qkv: tuple[Tensor, ...] = ()
@@ -121,28 +130,26 @@ class StepProgram:
         q, k, v = qkv
         with self._operation("attention", layer):
             self._append(layer, k, v)
-            out, _ = decode_attention(q, *self._layer_cache(layer), self._model.sm_scale)
+            out = self._attention.full(q, *self._layer_cache(layer))
         return x, out
 
-    def _predict(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _predict(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with self._operation("predictor", layer):
             self._append(layer, k, v)
-            return predictor_attention(q, *self._layer_cache(layer), self._chunk_size, self._model.sm_scale)
+            return self._attention.predict(q, *self._layer_cache(layer))
 
-    def _verify(self, layer: int, q: Tensor, spec_out: Tensor, spec_lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _verify(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """Full attention and each request's verdict [B], the same on every rank of the group."""
         with self._operation("full_attention", layer):
-            full_out, sums = verify_attention(
-                q, *self._layer_cache(layer), spec_out, spec_lse, self._chunk_size, self._model.sm_scale
-            )
+            full_out, sums = self._attention.verify(q, *self._layer_cache(layer))
         with self._operation("verdict", layer):
             sums = combine_sums(self._transport.all_gather_group(sums))
             return full_out, accepts(sums, self.threshold)
 
     def _simulated(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The reference semantics in one group: both outputs, one after the other; an accepted `A~` goes on."""
-        spec_out, spec_lse = self._predict(layer, *qkv)
-        full_out, hits = self._verify(layer, qkv[0], spec_out, spec_lse)
+        spec_out = self._predict(layer, *qkv)
+        full_out, hits = self._verify(layer, qkv[0])
         self._hits.append(hits)
         accepted = layer_verdict(hits, self._state.live.to(hits.device))
         return x, torch.where(accepted, spec_out, full_out)
@@ -154,11 +161,11 @@ class StepProgram:
         """
         self._read_verdict()
         if self._group == sender(self._priority):
-            spec_out, spec_lse = self._predict(layer, *qkv)
+            spec_out = self._predict(layer, *qkv)
             # Sent on its own stream (or by Gloo's thread): the full attention below does not wait for it.
             self._transport.send(_pack(x, *qkv[1:], spec_out))
             self._priority = after_handover(self._priority)
-            full_out, hits = self._verify(layer, qkv[0], spec_out, spec_lse)
+            full_out, hits = self._verify(layer, qkv[0])
             self._transport.send(hits.float())
             with self._operation("verdict", layer):
                 self._decide(hits.cpu())

@@ -29,7 +29,9 @@ class Timeline:
         self.step = 0
 
     def start(self) -> None:
-        """Set time zero."""
+        """Set time zero and forget what came before."""
+        self._spans.clear()
+        self.step = 0
         self._zero = self._now()
 
     def _now(self) -> Any:

@@ -1,0 +1,92 @@
+"""Decode attention of one rank, plain or as guess and verification: PyTorch on CPU tensors, the lean kernel on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .attention import decode_attention, predictor_attention, verify_attention
+from .lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
+
+__all__ = ["DecodeAttention"]
+
+# Resident programs on one SM, by what their tiles take of its shared memory and registers.
+PROGRAMS_PER_SM = 3
+
+
+class DecodeAttention:
+    """Attention of one new token for each request, with the scratch memory its launches share.
+
+    A speculative layer calls `predict`, may send the result away, and calls `verify` next with the same arguments.
+
+    Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        chunk_size: int,
+        sm_scale: float,
+        device: torch.device,
+    ) -> None:
+        self._chunk_size = chunk_size
+        self._sm_scale = sm_scale
+        self._is_cuda = device.type == "cuda"
+        if not self._is_cuda:
+            return
+        shape = (batch_size, num_qo_heads, head_dim)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._workspace = LeanWorkspace.allocate(
+            batch_size, num_qo_heads, num_kv_heads, head_dim, device, PROGRAMS_PER_SM * sms, chunk_size
+        )
+        self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
+        self._lse = torch.empty(shape[:2], device=device)
+        self._speculation = Speculation(chunk_size, self._spec_out, torch.empty(batch_size, 2, device=device))
+
+    def full(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> Tensor:
+        """`A` without speculation.
+
+        Args:
+            q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.  seq_lens: [B] int32; all on the device.
+        Returns:
+            [B, Hq, D] fp32; on CUDA the same buffer every time.
+        """
+        if not self._is_cuda:
+            return decode_attention(q, k_cache, v_cache, seq_lens, self._sm_scale)[0]
+        self._launch(q, k_cache, v_cache, seq_lens, None)
+        return self._out
+
+    def predict(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> Tensor:
+        """`A~` over sink and window; arguments and result as `full`."""
+        if not self._is_cuda:
+            self._spec_out, self._spec_lse = predictor_attention(
+                q, k_cache, v_cache, seq_lens, self._chunk_size, self._sm_scale
+            )
+        else:
+            self._launch(q, k_cache, v_cache, seq_lens, self._speculation, "predictor")
+        return self._spec_out
+
+    def verify(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Complete the last `A~` to `A`: full_out as `full`, and its sums [B, 2] fp32 (dist2, norm2)."""
+        if not self._is_cuda:
+            return verify_attention(
+                q, k_cache, v_cache, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale
+            )
+        self._launch(q, k_cache, v_cache, seq_lens, self._speculation, "rest")
+        return self._out, self._speculation.sums
+
+    def _launch(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        seq_lens: Tensor,
+        speculation: Speculation | None,
+        part: Part = "all",
+    ) -> None:
+        lean_decode_attention(
+            q, k_cache, v_cache, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
+        )

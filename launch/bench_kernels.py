@@ -1,0 +1,244 @@
+"""Measure the kernels against PyTorch's, correctness first: `python launch/bench_kernels.py --rows out.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from alspec.errors import AlspecError, UserError, report
+from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
+from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
+from alspec.launch.cli import Parser
+from alspec.runtime.stats import commit, percentile, stream_bandwidth, versions
+
+__all__ = ["main"]
+
+# Buffers of one measurement rotate through this much memory, ten times the L2, so that every launch reads DRAM.
+COLD_BYTES = 600 * 2**20
+REPLAYS = 15
+SHAPES = ((32, 8, 128), (8, 2, 128), (32, 8, 64))
+CONTEXTS = "1k,2k,4k,8k,16k,32k,64k,128k,256k"
+TOLERANCE = 1e-2  # relative RMS of a bf16 output against fp64
+
+
+@dataclass
+class Case:
+    """One shape with enough copies of its inputs to keep the L2 cold."""
+
+    q: Tensor  # [copies, B, Hq, D] bf16
+    k: Tensor  # [copies, B, Hkv, N, D] bf16
+    v: Tensor
+    seq_lens: Tensor  # [B] int32
+
+    @classmethod
+    def draw(cls, seq_lens: list[int], num_qo_heads: int, num_kv_heads: int, head_dim: int) -> Case:
+        """Fresh random inputs."""
+        batch, capacity = len(seq_lens), max(seq_lens)
+        copies = max(3, min(128, COLD_BYTES // (4 * batch * num_kv_heads * capacity * head_dim)))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(copies, batch, *shape, dtype=torch.bfloat16, device="cuda")
+
+        return cls(
+            q=normal(num_qo_heads, head_dim),
+            k=normal(num_kv_heads, capacity, head_dim),
+            v=normal(num_kv_heads, capacity, head_dim),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one launch must read."""
+        heads, head_dim = self.k.shape[2], self.k.shape[4]
+        return int(self.seq_lens.sum()) * heads * head_dim * 2 * self.k.itemsize
+
+
+def lean(case: Case, num_programs: int, chunk_size: int = 0, **options: int) -> Callable[[int], tuple[Tensor, ...]]:
+    """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
+    _, batch, hq, dim = case.q.shape
+    device = case.q.device
+    workspace = LeanWorkspace.allocate(batch, hq, case.k.shape[2], dim, device, num_programs, chunk_size)
+    out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
+    speculation = None
+    if chunk_size:
+        sums = torch.full((batch, 2), math.nan, device=device)
+        speculation = Speculation(chunk_size, torch.full_like(out, math.nan), sums)
+
+    def run(i: int) -> tuple[Tensor, ...]:
+        lean_decode_attention(
+            case.q[i],
+            case.k[i],
+            case.v[i],
+            case.seq_lens,
+            dim**-0.5,
+            workspace,
+            out,
+            lse,
+            speculation,
+            "all",
+            **options,
+        )
+        return (out,) if speculation is None else (out, speculation.spec_out, speculation.sums)
+
+    return run
+
+
+def sdpa(case: Case) -> Callable[[int], tuple[Tensor, ...]]:
+    """torch SDPA on copy `i`, every request padded to the longest."""
+    _, batch, hq, dim = case.q.shape
+    capacity = case.k.shape[3]
+    ragged = bool((case.seq_lens != capacity).any())
+    lens = case.seq_lens[:, None, None, None]
+    mask = (torch.arange(capacity, device=case.q.device) < lens).expand(-1, hq, 1, -1) if ragged else None
+
+    def run(i: int) -> tuple[Tensor, ...]:
+        q = case.q[i][:, :, None]
+        out = F.scaled_dot_product_attention(q, case.k[i], case.v[i], attn_mask=mask, enable_gqa=True)
+        return (out.reshape(batch, hq, dim),)
+
+    return run
+
+
+def check(case: Case, run: Callable[[int], tuple[Tensor, ...]], chunk_size: int = 0) -> None:
+    """Compare the last copy's result with the fp64 oracle."""
+    i = case.q.shape[0] - 1
+    args = (case.q[i], case.k[i], case.v[i], case.seq_lens)
+    scale = case.q.shape[-1] ** -0.5
+    found = run(i)
+    if chunk_size:
+        spec_out, full_out, sums = speculative_decode_attention_ref(*args, chunk_size, scale)
+        wanted: tuple[Tensor, ...] = (full_out, spec_out, sums)
+    else:
+        wanted = (decode_attention_ref(*args, scale)[0],)
+    for ours, reference in zip(found, wanted, strict=True):
+        error = float((ours.double() - reference).norm() / reference.norm())
+        if not error < TOLERANCE:
+            raise AlspecError(f"wrong result: relative error {error:.2e} for seq_lens {case.seq_lens.tolist()[:4]}")
+
+
+def time_us(run: Callable[[int], Any], copies: int) -> dict[str, float]:
+    """Microseconds of one launch inside a CUDA graph that runs every copy once: p20, p50, p80 over replays."""
+    for i in range(copies):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(copies):
+            run(i)
+    graph.replay()
+    samples = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / copies)
+    del graph
+    return {f"p{int(100 * share)}": percentile(samples, share) for share in (0.2, 0.5, 0.8)}
+
+
+class Results:
+    """Rows on their way to the file, and the table."""
+
+    def __init__(self, rows: Path | None) -> None:
+        self._rows = rows
+        self.stream = stream_bandwidth(torch.device("cuda"))
+        self._table = Table(title=f"stream {self.stream / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}")
+        for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "against sdpa"):
+            self._table.add_column(name)
+
+    def add(self, bench: str, impl: str, case: dict[str, Any], us: dict[str, float], size: int, base: float) -> None:
+        """One implementation on one case; `base` is SDPA's median."""
+        rate = size / us["p50"] * 1e6
+        label = " ".join(f"{key}={value}" for key, value in case.items())
+        cells = (
+            f"{us['p50']:.1f}",
+            f"{rate / 1e12:.2f}",
+            f"{100 * rate / self.stream:.0f} %",
+            f"{base / us['p50']:.2f}x",
+        )
+        self._table.add_row(bench, label, impl, *cells)
+        if self._rows is None:
+            return
+        row = {
+            "bench": bench,
+            "impl": impl,
+            "case": case,
+            "us": {name: round(value, 3) for name, value in us.items()},
+            "bytes": size,
+            "stream_tb_s": round(self.stream / 1e12, 3),
+            "gpu": torch.cuda.get_device_name(),
+            "num_gpus": 1,
+            "versions": versions(),
+            "commit": commit(),
+            "command": shlex.join(["launch/bench_kernels.py", *sys.argv[1:]]),
+        }
+        with self._rows.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def show(self) -> None:
+        """The table on stdout."""
+        Console(width=170).print(self._table)
+
+
+def bench_decode(results: Results, contexts: list[int], programs_per_sm: int, options: dict[str, int]) -> None:
+    """Plain and speculative decode against SDPA: batch 1 at every context, then a ragged batch."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    generator = torch.Generator().manual_seed(11)
+    ragged = torch.randint(1024, 65536, (8,), generator=generator).tolist()
+    for hq, hkv, dim in SHAPES:
+        for seq_lens in [*([n] for n in contexts), ragged]:
+            case = Case.draw(seq_lens, hq, hkv, dim)
+            copies = case.q.shape[0]
+            label = {
+                "heads": f"{hq}/{hkv}",
+                "head_dim": dim,
+                "context": seq_lens[0] if len(seq_lens) == 1 else "ragged 8",
+            }
+            base = time_us(sdpa(case), copies)
+            results.add("decode_attention", "torch.sdpa", label, base, case.num_bytes, base["p50"])
+            for bench, chunk_size in (("decode_attention", 0), ("speculative_decode", 128)):
+                run = lean(case, programs_per_sm * sms, chunk_size, **options)
+                check(case, run, chunk_size)
+                us = time_us(run, copies)
+                results.add(bench, "alspec.lean_decode_attention", label | options, us, case.num_bytes, base["p50"])
+            del case
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        parser = Parser(prog="bench_kernels", description="Kernels against PyTorch.", allow_abbrev=False)
+        parser.add_argument("--contexts", default=CONTEXTS, help="tokens in the cache")
+        parser.add_argument("--rows", type=Path, help="append one JSON line for each measurement to this file")
+        parser.add_argument("--programs-per-sm", type=int, default=3, help="size of the fixed grid")
+        parser.add_argument("--num-warps", type=int, default=4)
+        parser.add_argument("--num-stages", type=int, default=3)
+        args = parser.parse_args(argv)
+        if not torch.cuda.is_available():
+            raise UserError("bench_kernels: needs a CUDA GPU, found none")
+        results = Results(args.rows)
+        contexts = [int(item.removesuffix("k")) * 1024 for item in args.contexts.split(",")]
+        options = {"num_warps": args.num_warps, "num_stages": args.num_stages}
+        bench_decode(results, contexts, args.programs_per_sm, options)
+        results.show()
+    except AlspecError as error:
+        return report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

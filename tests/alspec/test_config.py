@@ -1,0 +1,359 @@
+"""The configuration schema: one line for every mistake, YAML as data, flags over file over defaults."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from alspec.config import EngineConfig, GenerateConfig, SamplingConfig, SpeculationConfig, load_yaml, validate
+from alspec.errors import UserError
+from alspec.launch.cli import Parser, parse, print_config
+
+
+def refused(values: dict[str, Any], schema: type[BaseModel] = GenerateConfig) -> str:
+    """The one line that refuses `values`."""
+    with pytest.raises(UserError) as caught:
+        validate(schema, values, "source")
+    message = str(caught.value)
+    assert message.startswith("source: ")
+    assert "\n" not in message
+    return message
+
+
+def fields(schema: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, field in schema.model_fields.items():
+        yield (*path, name), field
+        if isinstance(field.default, BaseModel):
+            yield from fields(type(field.default), (*path, name))
+
+
+ALL_FIELDS = list(fields(GenerateConfig))
+
+
+@pytest.mark.parametrize(("path", "field"), ALL_FIELDS, ids=[".".join(path) for path, _ in ALL_FIELDS])
+def test_every_field_has_a_description_and_a_default(path: tuple[str, ...], field: Any) -> None:
+    assert field.description
+    assert len(field.description) > 5
+    assert not field.is_required()
+
+
+def test_defaults_are_valid() -> None:
+    config = validate(GenerateConfig, {}, "source")
+    assert config == GenerateConfig()
+    assert config.speculation == SpeculationConfig(mode="auto", threshold=0.10, chunk_size=128)
+    assert (config.max_new_tokens, config.temperature, config.kv_cache) == (128, 0.0, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("values", "unknown", "nearest"),
+    [
+        ({"promt": "x"}, "promt", "prompt"),
+        ({"temprature": 1}, "temprature", "temperature"),
+        ({"max-new-tokens": 1}, "max-new-tokens", "max_new_tokens"),
+        ({"json_fil": "x"}, "json_fil", "json"),
+        ({"speculation": {"treshold": 1}}, "speculation.treshold", "threshold"),
+        ({"speculation": {"chunk": 128}}, "speculation.chunk", "chunk_size"),
+        ({"speculation": {"prompt": "x"}}, "speculation.prompt", None),
+        ({"zzz": 1}, "zzz", None),
+    ],
+)
+def test_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, nearest: str | None) -> None:
+    message = refused(values)
+    assert f"unknown key {unknown!r}" in message
+    assert "the nearest valid name is" in message
+    if nearest is not None:
+        assert message.endswith(f"the nearest valid name is {nearest!r}")
+
+
+def test_nested_key_is_matched_with_its_own_level() -> None:
+    """`prompt` is a key of the top level only."""
+    nearest = refused({"speculation": {"prompt": "x"}}).rsplit("'", 2)[1]
+    assert nearest in SpeculationConfig.model_fields
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"model": 3}, "model"),
+        ({"random_weights": ["x"]}, "random_weights"),
+        ({"speculation": "paired"}, "speculation"),
+        ({"speculation": {"mode": "pared"}}, "speculation.mode"),
+        ({"speculation": {"mode": None}}, "speculation.mode"),
+        ({"speculation": {"threshold": -0.01}}, "speculation.threshold"),
+        ({"speculation": {"threshold": math.nan}}, "speculation.threshold"),
+        ({"speculation": {"threshold": "high"}}, "speculation.threshold"),
+        ({"speculation": {"chunk_size": 64}}, "speculation.chunk_size"),
+        ({"speculation": {"chunk_size": "129"}}, "speculation.chunk_size"),
+        ({"speculation": {"chunk_size": None}}, "speculation.chunk_size"),
+        ({"kv_cache": "int8"}, "kv_cache"),
+        ({"softmax": "fast"}, "softmax"),
+        ({"transport": "mpi"}, "transport"),
+        ({"cuda_graph": True}, "cuda_graph"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"max_context": 0}, "max_context"),
+        ({"max_context": 1.5}, "max_context"),
+        ({"verify_checksums": "maybe"}, "verify_checksums"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": "ten"}, "max_new_tokens"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": "text"}, "stop"),
+        ({"stop": [3]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"ignore_eos": "perhaps"}, "ignore_eos"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt_file": 3}, "prompt_file"),
+        ({"prompt_ids": "1,x"}, "prompt_ids"),
+        ({"prompt_ids": "1,,2"}, "prompt_ids"),
+        ({"prompt_ids": "-1"}, "prompt_ids"),
+        ({"prompt_ids": [1.5]}, "prompt_ids"),
+        ({"chat": 2}, "chat"),
+        ({"system": 3, "chat": True}, "system"),
+        ({"json": 3}, "json"),
+        ({"trace": 3}, "trace"),
+        ({"color": "red"}, "color"),
+        ({"debug": "very"}, "debug"),
+    ],
+    ids=str,
+)
+def test_wrong_value_names_the_field(values: dict[str, Any], field: str) -> None:
+    message = refused(values)
+    assert message.startswith(f"source: {field}"), message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"speculation": {"threshold": 0.0}},
+        {"speculation": {"threshold": math.inf}},
+        {"speculation": {"chunk_size": 512}},
+        {"speculation": {"chunk_size": "256"}},
+        {"max_context": 1},
+        {"max_new_tokens": 1},
+        {"temperature": 0.0},
+        {"top_k": 0},
+        {"top_p": 1.0},
+        {"top_p": 1e-6},
+        {"seed": 0},
+        {"seed": 2**63 - 1},
+        {"prompt_ids": "1, 2,3"},
+        {"prompt_ids": [1, 2, 3]},
+        {"stop": ["a", "b"]},
+    ],
+    ids=str,
+)
+def test_bounds_themselves_are_valid(values: dict[str, Any]) -> None:
+    validate(GenerateConfig, values, "source")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model": "folder", "random_weights": "llama-3.1-8b"}, ("model", "random_weights")),
+        ({"prompt": "a", "prompt_file": "b"}, ("prompt and prompt_file",)),
+        ({"prompt": "a", "prompt_ids": "1"}, ("prompt and prompt_ids",)),
+        ({"prompt_file": "b", "prompt_ids": "1"}, ("prompt_file and prompt_ids",)),
+        ({"prompt": "a", "prompt_file": "b", "prompt_ids": "1"}, ("prompt and prompt_file and prompt_ids",)),
+        ({"system": "s", "prompt": "a"}, ("system", "chat")),
+        ({"chat": True, "prompt_ids": "1"}, ("chat", "prompt_ids")),
+    ],
+)
+def test_inconsistent_fields(values: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = refused(values)
+    assert all(word in message for word in words)
+
+
+def test_configuration_is_frozen() -> None:
+    for schema in (SpeculationConfig, EngineConfig, SamplingConfig, GenerateConfig):
+        with pytest.raises(ValidationError):
+            schema().__setattr__(next(iter(schema.model_fields)), None)
+
+
+def test_part_is_the_base_fields() -> None:
+    config = GenerateConfig(prompt="x", temperature=0.5, kv_cache="turbo4")
+    assert config.part(SamplingConfig) == SamplingConfig(temperature=0.5)
+    assert config.part(EngineConfig) == EngineConfig(kv_cache="turbo4")
+
+
+# YAML.
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: !!python/object/apply:os.system ['touch {marker}']",
+        "model: !!python/object/new:os.system ['touch {marker}']",
+        "model: !!python/name:os.system",
+        "model: !!python/module:os",
+        "!!python/object/apply:subprocess.run [['touch', '{marker}']]",
+    ],
+)
+def test_python_tags_are_refused(text: str, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    path = write(tmp_path / "config.yaml", text.replace("{marker}", str(marker)))
+    with pytest.raises(UserError, match="is not YAML") as caught:
+        load_yaml(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"model: [unclosed", ("is not YAML",)),
+        (b"- a\n- b\n", ("expected a mapping", "list")),
+        (b"just text", ("expected a mapping", "str")),
+        (b"model: \xff\xfe", ("is not YAML",)),
+    ],
+)
+def test_broken_yaml(content: bytes, words: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load_yaml(path)
+    assert all(word in str(caught.value) for word in (*words, str(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_yaml(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(UserError, match="cannot read") as caught:
+            load_yaml(path)
+        assert str(path) in str(caught.value)
+
+
+def test_empty_yaml_is_no_setting(tmp_path: Path) -> None:
+    assert load_yaml(write(tmp_path / "config.yaml", "# nothing\n")) == {}
+
+
+def parse_generate(*argv: str) -> GenerateConfig:
+    config, _ = parse(Parser(prog="generate", allow_abbrev=False), GenerateConfig, list(argv))
+    return config
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GenerateConfig(),
+        GenerateConfig(
+            model=Path("some/folder"),
+            speculation=SpeculationConfig(mode="paired", threshold=math.inf, chunk_size=512),
+            dtype="fp32",
+            max_context=9,
+            max_new_tokens=3,
+            temperature=0.25,
+            top_p=1e-5,
+            seed=2**63 - 1,
+            stop=("\n\n", "yes", "1e3", "- x"),
+            ignore_eos=True,
+            prompt="null: '\xe4' \t\n\"b\"",
+            json=Path("out.json"),
+            trace=Path("trace.json"),
+            color=True,
+        ),
+        GenerateConfig(random_weights="llama-3.1-8b", prompt_ids=(1, 2, 3)),
+        GenerateConfig(prompt_file=Path("x.jsonl"), chat=True, system="be brief", verify_checksums=True),
+    ],
+    ids=["default", "text", "ids", "chat"],
+)
+def test_print_config_is_read_back(config: GenerateConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_config(config)
+    printed = capsys.readouterr().out
+    assert list(yaml.safe_load(printed)) == [field.alias or name for name, field in GenerateConfig.model_fields.items()]
+    assert parse_generate("--config", str(write(tmp_path / "config.yaml", printed))) == config
+
+
+def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "config.yaml",
+        "max_new_tokens: 5\ntemperature: 0.5\nstop: [a]\nspeculation: {threshold: 0.2, chunk_size: 256}\n",
+    )
+    config = parse_generate("--config", str(path), "--max-new-tokens", "7", "--threshold", "inf", "--stop", "b")
+    assert config.max_new_tokens == 7
+    assert config.temperature == 0.5
+    assert config.stop == ("b",)
+    assert config.speculation == SpeculationConfig(threshold=math.inf, chunk_size=256)
+    assert config.top_k == GenerateConfig().top_k
+
+
+def test_every_field_has_its_flag() -> None:
+    argv = {
+        "model": "dir",
+        "speculation": "simulated",
+        "threshold": "0.2",
+        "chunk": "512",
+        "kv-cache": "turbo4",
+        "softmax": "sas",
+        "transport": "gloo",
+        "cuda-graph": "off",
+        "dtype": "fp16",
+        "max-context": "77",
+        "max-new-tokens": "5",
+        "temperature": "0.5",
+        "top-k": "3",
+        "top-p": "0.5",
+        "seed": "4",
+        "stop": "end",
+        "prompt": "text",
+        "json": "out",
+        "trace": "trace",
+        "system": "brief",
+    }
+    switches = ("verify-checksums", "ignore-eos", "chat", "color", "debug")
+    flags = [f"--{name}={value}" for name, value in argv.items()] + [f"--{name}" for name in switches]
+    config = parse_generate(*flags)
+    default = GenerateConfig()
+    left = {name for name in GenerateConfig.model_fields if getattr(config, name) == getattr(default, name)}
+    assert left == {"random_weights", "prompt_file", "prompt_ids"}
+    assert config.speculation == SpeculationConfig(mode="simulated", threshold=0.2, chunk_size=512)
+    assert parse_generate("--random-weights=llama-3.2-1b", "--prompt-ids=3").prompt_ids == (3,)
+    assert parse_generate("--prompt-file=f").prompt_file == Path("f")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("promt: x", ("unknown key 'promt'", "'prompt'")),
+        ("speculation: {treshold: 1}", ("unknown key 'speculation.treshold'", "'threshold'")),
+        ("top_p: 3", ("top_p", "found 3")),
+        ("speculation: paired", ("speculation",)),
+        ("1: 2", ("1",)),
+    ],
+)
+def test_wrong_file_is_named(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    path = write(tmp_path / "config.yaml", text)
+    with pytest.raises(UserError) as caught:
+        parse_generate("--config", str(path), "--top-p", "0.5", "--speculation", "off")
+    message = str(caught.value)
+    assert message.startswith(f"config: {path}: ")
+    assert all(word in message for word in words)
+
+
+def test_help_shows_every_description(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(prog="generate")
+    with pytest.raises(SystemExit) as caught:
+        parse(parser, GenerateConfig, ["--help"])
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for _, field in ALL_FIELDS:
+        if not isinstance(field.default, BaseModel):
+            assert " ".join(field.description.split()) in shown

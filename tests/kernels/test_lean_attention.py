@@ -1,0 +1,226 @@
+"""Lean decode attention, plain and speculative, against the fp64 oracles: interpreted on CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
+from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
+
+Check = Callable[[Tensor, Tensor, torch.dtype], None]
+
+S = 128
+EDGES = (1, 63, 64, 65, 127, 128, 129, 2 * S - 1, 2 * S, 2 * S + 1, 2 * S + 63, 2 * S + 64, 2 * S + 65, 700)
+RAGGED = [(65, 700, 319, 330, 128, 1), (700, 330), (1, 1, 1, 513), (320, 321, 1000)]
+
+
+HAS_CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="interpreted only where there is no GPU")),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")]),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the kernel runs: in the interpreter, or compiled."""
+    return torch.device(request.param)
+
+
+@dataclass
+class Launch:
+    """Inputs with NaN beyond `seq_lens` and outputs full of NaN; `run` launches the kernel on them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seq_lens: Tensor
+    workspace: LeanWorkspace
+    out: Tensor
+    lse: Tensor
+    speculation: Speculation | None
+    in_two: bool = False
+
+    @classmethod
+    def draw(
+        cls,
+        lengths: tuple[int, ...],
+        ratio: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        num_programs: int,
+        chunk_size: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> Launch:
+        batch, capacity = len(lengths), max(lengths) + 70
+        generator = torch.Generator().manual_seed(sum(lengths) + ratio * head_dim)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        q, k = normal(batch, ratio * num_kv_heads, head_dim), normal(batch, num_kv_heads, capacity, head_dim)
+        v = normal(*k.shape)
+        for request, length in enumerate(lengths):
+            k[request, :, length:] = math.nan
+            v[request, :, length:] = math.nan
+        launch = cls(
+            q=q,
+            k=k,
+            v=v,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+            workspace=LeanWorkspace.allocate(
+                batch, q.shape[1], num_kv_heads, head_dim, device, num_programs, chunk_size
+            ),
+            out=torch.empty_like(q),
+            lse=torch.empty(q.shape[:2], device=device),
+            speculation=None,
+        )
+        if chunk_size:
+            launch.speculation = Speculation(
+                chunk_size,
+                spec_out=torch.empty_like(q),
+                sums=torch.empty(batch, 2, device=device),
+                flag=torch.zeros(batch, num_kv_heads, dtype=torch.int32, device=device),
+                epoch=torch.tensor([7], dtype=torch.int32, device=device),
+            )
+        return launch
+
+    def run(self) -> None:
+        outputs = [self.out, self.lse]
+        if self.speculation is not None:
+            outputs += [self.speculation.spec_out, self.speculation.sums]
+        for output in outputs:
+            output.fill_(math.nan)
+        scale = self.q.shape[-1] ** -0.5
+        for part in ("predictor", "rest") if self.in_two else ("all",):
+            lean_decode_attention(
+                self.q, self.k, self.v, self.seq_lens, scale, self.workspace, self.out, self.lse, self.speculation, part
+            )
+
+    def compare(self, check: Check) -> None:
+        scale, dtype = self.q.shape[-1] ** -0.5, self.q.dtype
+        out, lse = decode_attention_ref(self.q, self.k, self.v, self.seq_lens, scale)
+        check(self.out, out, dtype)
+        check(self.lse, lse, dtype)
+        assert not self.workspace.counters.any(), "a ticket was left behind"
+        if self.speculation is not None:
+            spec_out, _, sums = speculative_decode_attention_ref(
+                self.q, self.k, self.v, self.seq_lens, self.speculation.chunk_size, scale
+            )
+            check(self.speculation.spec_out, spec_out, dtype)
+            check(self.speculation.sums, sums, dtype)
+            assert self.speculation.flag is not None
+            assert bool((self.speculation.flag == 7).all()), "a head's flag was not released"
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize("length", EDGES)
+def test_lengths_around_tiles_and_chunks(device: torch.device, check: Check, length: int, chunk_size: int) -> None:
+    launch = Launch.draw((length,), 4, 2, 64, device, 40, chunk_size)
+    launch.run()
+    launch.compare(check)
+
+
+@pytest.mark.parametrize("chunk_size", [0, S, 256], ids=["plain", "S128", "S256"])
+@pytest.mark.parametrize("num_programs", [1, 7, 30, 132])
+@pytest.mark.parametrize("lengths", RAGGED, ids=lambda lengths: "-".join(map(str, lengths)))
+def test_ragged_batches_on_any_grid(
+    device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
+) -> None:
+    launch = Launch.draw(lengths, 2, 2, 16, device, num_programs, chunk_size)
+    launch.run()
+    launch.compare(check)
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("ratio", [1, 3, 4, 8, 16])
+def test_head_shapes(device: torch.device, check: Check, ratio: int, head_dim: int, chunk_size: int) -> None:
+    launch = Launch.draw((400,), ratio, 1, head_dim, device, 6, chunk_size)
+    launch.run()
+    launch.compare(check)
+
+
+@pytest.mark.parametrize("num_programs", [1, 7, 132])
+@pytest.mark.parametrize("lengths", [(65, 700, 319, 330, 128, 1), (321,)], ids=["ragged", "one"])
+def test_two_launches_give_what_one_gives(
+    device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int
+) -> None:
+    launch = Launch.draw(lengths, 2, 2, 16, device, num_programs, S)
+    launch.run()
+    one = launch.out.clone()
+    launch.in_two = True
+    launch.run()
+    launch.compare(check)
+    check(launch.out, one, torch.float32)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_work(device: torch.device, check: Check, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = tuple(rng.choice(EDGES) for _ in range(rng.choice([1, 2, 3, 5, 9])))
+    launch = Launch.draw(
+        lengths, rng.choice([1, 3, 4]), rng.choice([1, 3]), 16, device, rng.choice([1, 3, 17, 64]), rng.choice([0, S])
+    )
+    launch.run()
+    launch.compare(check)
+
+
+def test_where_sink_and_window_meet_the_guess_is_exact(device: torch.device) -> None:
+    launch = Launch.draw((2 * S + 63,), 4, 2, 64, device, 20, S)
+    launch.run()
+    assert launch.speculation is not None
+    assert torch.equal(launch.speculation.spec_out, launch.out)
+    assert launch.speculation.sums[0, 0] == 0.0
+
+
+def test_the_same_bits_every_time(device: torch.device) -> None:
+    launch = Launch.draw((900, 400), 4, 2, 32, device, 30, S)
+    launch.run()
+    assert launch.speculation is not None
+    first = [
+        launch.out.clone(),
+        launch.lse.clone(),
+        launch.speculation.spec_out.clone(),
+        launch.speculation.sums.clone(),
+    ]
+    for _ in range(1000 if device.type == "cuda" else 2):
+        launch.run()
+        again = [launch.out, launch.lse, launch.speculation.spec_out, launch.speculation.sums]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+def test_one_captured_graph_serves_every_length(check: Check, chunk_size: int, dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    launch = Launch.draw((3000,), 4, 8, 128, device, 264, chunk_size, torch.float32)
+    launch.q, launch.k, launch.v = (tensor.nan_to_num().to(dtype) for tensor in (launch.q, launch.k, launch.v))
+    launch.out = launch.out.to(dtype)
+    if launch.speculation is not None:
+        launch.speculation = Speculation(S, launch.speculation.spec_out.to(dtype), *_rest(launch.speculation))
+    launch.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch.run()
+    tolerance_dtype = torch.bfloat16
+    for length in [*range(1, 70), *range(120, 136), *range(2 * S - 2, 2 * S + 67), 511, 1000, 1024, 2047, 2999, 3000]:
+        launch.seq_lens.fill_(length)
+        graph.replay()
+        torch.cuda.synchronize()
+        launch.compare(lambda found, expected, _: check(found, expected, tolerance_dtype))
+
+
+def _rest(speculation: Speculation) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return speculation.sums, speculation.flag, speculation.epoch

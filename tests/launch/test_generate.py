@@ -1,0 +1,483 @@
+"""The command line end to end on a tiny checkpoint: what it prints, what it writes, what it leaves alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import alspec
+from alspec import Engine, SamplingConfig, SpeculationConfig
+from alspec.config import GenerateConfig
+from alspec.models import config as model_config
+
+Run = Callable[..., tuple[int, str, str]]
+GenerateText = Callable[..., str]
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "The old man and the sea; the sea and the old man."
+LONG_PROMPT = "".join(f"line {number}: the value is {number * 7919 % 997}.\n" for number in range(16))  # > 2 S + 64
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+SMALL = ("--max-new-tokens", 12, "--ignore-eos")
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def read_json(path: Path) -> Any:
+    """Strictly: Python's own parser would take NaN and Infinity."""
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+
+
+@pytest.fixture
+def generate_json(generate_text: GenerateText, tmp_path: Path) -> Callable[..., Any]:
+    """`generate_json("--flag", ...)`: what --json writes."""
+
+    def call(*argv: object) -> Any:
+        generate_text("--json", tmp_path / "out.json", *argv)
+        return read_json(tmp_path / "out.json")
+
+    return call
+
+
+def test_stdout_is_the_text_and_a_newline(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    flags = ("--transport", "gloo", "--prompt", PROMPT, *SMALL, "--json", tmp_path / "out.json")
+    code, out, err = run("--model", checkpoint, *flags)
+    assert code == 0
+    text = read_json(tmp_path / "out.json")["requests"][0]["text"]
+    assert len(text) >= 1
+    assert out == text + "\n"
+    assert err.startswith("mode: off, 1 rank(s) on CPU, fp32\n")
+    for name in ("prompt tokens: 50\n", "new tokens: 12\n", "TTFT: ", "tokens/s: ", "ms/token: p50 ", "memory: "):
+        assert name in err
+    assert "\x1b" not in out + err, "plain where nobody sits at a terminal"
+
+
+def test_default_length_and_one_token(generate_json: Callable[..., Any]) -> None:
+    one = generate_json("--prompt", PROMPT, "--max-new-tokens", 1)
+    assert len(one["requests"][0]["token_ids"]) == 1
+    assert one["step_us"] == []
+    assert one["summary"]["tokens_per_s"] is None
+    assert one["summary"]["hit_rate"] is None
+    default = generate_json("--prompt", PROMPT, "--ignore-eos")
+    assert len(default["requests"][0]["token_ids"]) == 128
+
+
+def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
+    found = generate_json("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", "0.3")
+    assert list(found) == ["requests", "ttft_us", "step_us", "hit_map", "summary", "config", "versions"]
+    (request,) = found["requests"]
+    assert request["prompt_ids"][0] == 96
+    assert len(request["prompt_ids"]) == 1 + len(LONG_PROMPT)
+    assert len(request["token_ids"]) == 12
+    assert all(0 <= token < 100 for token in request["token_ids"])
+    assert request["finish_reason"] == "length"
+    # One time for each token: the first after the prompt, then each step.
+    assert found["ttft_us"] > 0
+    assert len(found["step_us"]) == 11
+    assert all(us > 0 for us in found["step_us"])
+    # [steps][layers][requests]
+    assert [[len(layer) for layer in step] for step in found["hit_map"]] == [[1, 1, 1]] * 11
+    hits = [layer[0] for step in found["hit_map"] for layer in step]
+    assert set(hits) == {0, 1}, "a threshold that both accepts and rejects"
+    summary = found["summary"]
+    assert summary["hit_rate"] == pytest.approx(sum(hits) / len(hits))
+    assert summary["prompt_tokens"] == [len(request["prompt_ids"])]
+    assert summary["new_tokens"] == [12]
+    assert (summary["mode"], summary["world_size"], summary["tp_size"], summary["dtype"]) == ("simulated", 1, 1, "fp32")
+    assert summary["ttft_ms"] == pytest.approx(found["ttft_us"] / 1e3)
+    assert min(found["step_us"]) <= summary["ms_per_token_p50"] * 1e3 <= max(found["step_us"])
+    assert found["config"]["speculation"] == {"mode": "simulated", "threshold": 0.3, "chunk_size": 128}
+    assert found["config"]["model"] == str(checkpoint)
+    assert GenerateConfig.model_validate(found["config"]).max_new_tokens == 12
+    assert set(found["versions"]) == {"python", "torch", "cuda", "alspec", "triton"}
+    assert found["versions"]["alspec"] == "0.1.0"
+
+
+@pytest.mark.parametrize(("threshold", "hit_rate"), [("0", 0.0), ("inf", 1.0)])
+def test_threshold_limits(threshold: str, hit_rate: float, generate_json: Callable[..., Any]) -> None:
+    found = generate_json("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", threshold)
+    assert found["summary"]["hit_rate"] == hit_rate
+    config = GenerateConfig.model_validate(found["config"])
+    assert config.speculation.threshold == float(threshold)
+    assert float(found["summary"]["threshold"]) == float(threshold)
+
+
+def test_speculation_that_never_accepts_is_off(generate_text: GenerateText) -> None:
+    flags = ("--prompt", LONG_PROMPT, *SMALL)
+    off = generate_text(*flags, "--speculation", "off")
+    assert generate_text(*flags, "--speculation", "simulated", "--threshold", "0") == off
+    assert generate_text(*flags, "--speculation", "simulated", "--threshold", "inf") != off
+
+
+def test_auto_on_one_rank_is_off(generate_json: Callable[..., Any]) -> None:
+    found = generate_json("--prompt", PROMPT, "--max-new-tokens", 2)
+    assert found["config"]["speculation"]["mode"] == "auto"
+    assert found["summary"]["mode"] == "off"
+    assert found["hit_map"] == []
+
+
+# Where the prompt comes from.
+
+
+def test_every_source_of_the_same_prompt(
+    generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate_text("--prompt", PROMPT, *SMALL)
+    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
+    assert generate_text("--prompt-file", tmp_path / "prompt.txt", *SMALL) == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert generate_text(*SMALL) == expected
+    ids = generate_json("--prompt", PROMPT, *SMALL)["requests"][0]["prompt_ids"]
+    assert generate_text("--prompt-ids", ",".join(map(str, ids)), *SMALL) == expected
+
+
+def test_prompt_flag_leaves_stdin_unread(generate_text: GenerateText, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin = io.StringIO("unread")
+    monkeypatch.setattr("sys.stdin", stdin)
+    generate_text("--prompt", PROMPT, *SMALL)
+    assert stdin.read() == "unread"
+
+
+def test_prompt_ids_are_used_as_they_are(generate_json: Callable[..., Any]) -> None:
+    """No begin token is added."""
+    assert generate_json("--prompt-ids", "5, 6,7", *SMALL)["requests"][0]["prompt_ids"] == [5, 6, 7]
+
+
+def test_chat_and_system(generate_json: Callable[..., Any], checkpoint: Path) -> None:
+    def prompt_text(*flags: str) -> str:
+        ids = generate_json(*flags, "--max-new-tokens", 1)["requests"][0]["prompt_ids"]
+        assert ids.count(96) == 1
+        special = {96: "<begin>", 97: "<end>", 98: "<user>", 99: "<assistant>"}
+        engine = Engine.from_pretrained(checkpoint, transport="gloo")
+        assert engine.tokenizer is not None
+        return "".join(special.get(id_) or engine.tokenizer.decode([id_]) for id_ in ids)
+
+    assert prompt_text("--prompt", "hi", "--chat") == "<begin><user>hi<end><assistant>"
+    expected = "<begin><system>be brief<end><user>hi<end><assistant>"
+    assert prompt_text("--prompt", "hi", "--chat", "--system", "be brief") == expected
+
+
+def test_batch_is_each_request_alone(
+    generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Ragged prompts, short and longer than 2 S + 64; one ends early at a stop text."""
+    prompts: list[dict[str, Any]] = [
+        {"prompt": "a"},
+        {"prompt": LONG_PROMPT},
+        {"prompt_ids": [1, 2, 3]},
+        {"prompt": PROMPT},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(prompt) for prompt in prompts) + "\n", encoding="utf-8")
+    alone = []
+    for prompt in prompts:
+        (name, value), *_ = prompt.items()
+        flag = (f"--{name.replace('_', '-')}", value if name == "prompt" else ",".join(map(str, value)))
+        alone.append(generate_json(*flag, *SMALL)["requests"][0])
+    lines = [json.loads(line) for line in generate_text("--prompt-file", path, *SMALL).splitlines()]
+    assert lines == [
+        {"request": index, "text": request["text"], "finish_reason": "length"} for index, request in enumerate(alone)
+    ]
+    found = generate_json("--prompt-file", path, *SMALL)
+    assert found["requests"] == alone
+    assert len(found["step_us"]) == 11
+
+    stop = alone[1]["text"][2:4]
+    early = generate_json("--prompt-file", path, *SMALL, "--stop", stop)["requests"]
+    assert early[1]["finish_reason"] == "stop"
+    assert len(early[1]["token_ids"]) < 12
+    for request, whole in zip(early, alone, strict=True):
+        assert request["text"] == whole["text"].split(stop)[0]
+
+
+def test_batch_hit_map(generate_json: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "short"}}\n{json.dumps({"prompt": LONG_PROMPT})}\n', encoding="utf-8")
+    found = generate_json("--prompt-file", path, *SMALL, "--speculation", "simulated", "--threshold", "1e-6")
+    assert [[len(layer) for layer in step] for step in found["hit_map"]] == [[2, 2, 2]] * 11
+    # The short request's sink and window meet: it always hits; at this threshold the long one never does.
+    assert all(layer == [1, 0] for step in found["hit_map"] for layer in step)
+    assert found["summary"]["hit_rate"] == 0.5
+
+
+# Sampling and stopping.
+
+
+def test_stop_text_is_cut(generate_text: GenerateText) -> None:
+    whole = generate_text("--prompt", PROMPT, *SMALL)[:-1]
+    assert len(whole) > 6
+    stop = whole[3:5]
+    assert generate_text("--prompt", PROMPT, *SMALL, "--stop", stop) == whole[: whole.index(stop)] + "\n"
+    # The earliest of several counts, in whatever order they are given.
+    assert generate_text("--prompt", PROMPT, *SMALL, "--stop", stop, "--stop", whole[1]) == (
+        whole[: min(whole.index(stop), whole.index(whole[1]))] + "\n"
+    )
+
+
+def test_stop_text_that_never_comes(generate_text: GenerateText) -> None:
+    flags = ("--prompt", PROMPT, *SMALL)
+    assert generate_text(*flags, "--stop", "no such text") == generate_text(*flags)
+
+
+def test_seed(generate_text: GenerateText) -> None:
+    def sample(seed: int) -> str:
+        return generate_text("--prompt", PROMPT, *SMALL, "--temperature", 1.5, "--seed", seed)
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(4)}) == 4
+
+
+def test_sampling_cut_to_one_token_is_greedy(generate_text: GenerateText) -> None:
+    flags = ("--prompt", PROMPT, *SMALL)
+    greedy = generate_text(*flags)
+    assert generate_text(*flags, "--temperature", 2, "--top-k", 1) == greedy
+    assert generate_text(*flags, "--temperature", 2, "--top-p", 1e-9) == greedy
+    assert generate_text(*flags, "--temperature", 2) != greedy
+
+
+def test_ignore_eos(generate_json: Callable[..., Any], make_checkpoint: Callable[..., Path]) -> None:
+    """A checkpoint whose end token is what greedy decoding says fourth."""
+    flags = ("--prompt", PROMPT, "--max-new-tokens", 12)
+    ids = generate_json(*flags, "--ignore-eos")["requests"][0]["token_ids"]
+    end = ids[3]
+    at = ids.index(end)
+    folder = make_checkpoint()
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [97, end]}))
+    stopped = generate_json("--model", folder, *flags)["requests"][0]
+    assert stopped["finish_reason"] == "eos"
+    assert stopped["token_ids"] == ids[: at + 1]
+    assert generate_json("--model", folder, *flags, "--ignore-eos")["requests"][0]["token_ids"] == ids
+
+
+def test_max_context_sizes_the_cache(generate_json: Callable[..., Any]) -> None:
+    needed = generate_json("--prompt", "abc", "--max-new-tokens", 2)["summary"]["memory"]["cache_bytes"]
+    larger = generate_json("--prompt", "abc", "--max-new-tokens", 2, "--max-context", 600)["summary"]["memory"]
+    assert larger["cache_bytes"] == needed // 6 * 600
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision(dtype: str, generate_json: Callable[..., Any]) -> None:
+    full = generate_json("--prompt", PROMPT, *SMALL)["summary"]["memory"]
+    found = generate_json("--prompt", PROMPT, *SMALL, "--dtype", dtype)["summary"]
+    assert found["dtype"] == dtype
+    assert found["memory"]["weights_bytes"] * 2 == full["weights_bytes"]
+    assert found["memory"]["cache_bytes"] * 2 == full["cache_bytes"]
+
+
+# What else it prints and writes.
+
+
+def test_color(generate_text: GenerateText) -> None:
+    flags = ("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", "0.3")
+    plain, colored = generate_text(*flags), generate_text(*flags, "--color")
+    assert "\x1b" not in plain
+    assert ANSI.sub("", colored) == plain
+    assert len(set(re.findall(r"48;2;\d+;\d+;\d+", colored))) > 1, "one shade for every hit rate"
+    assert colored.count("\x1b[0m") == len(ANSI.findall(colored)) / 2
+
+
+def test_color_without_speculation_has_nothing_to_shade(generate_text: GenerateText) -> None:
+    flags = ("--prompt", PROMPT, *SMALL)
+    assert generate_text(*flags, "--color") == generate_text(*flags)
+
+
+@pytest.mark.parametrize("text", ["tab\t", "\r", "  ", "\n", "a" * 300, "[bold]x[/bold]", "\x07", "\N{EM SPACE}"])
+def test_color_changes_no_character(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from alspec.launch.display import Printer
+    from alspec.runtime.generation import Generation, Token
+
+    Printer(Generation([]), is_batch=False, color=True).show(Token(0, 1, text, 0.5, None))
+    assert ANSI.sub("", capsys.readouterr().out) == text
+
+
+def test_trace(generate_text: GenerateText, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    generate_text("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--trace", path)
+    trace = read_json(path)
+    assert [event["args"] for event in trace["traceEvents"] if event["ph"] == "M"] == [{"name": "rank 0"}]
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    operations = ("pre_attention", "predictor", "full_attention", "verdict", "post_attention")
+    expected = [("prefill", 0, layer) for layer in range(3)]
+    for step in range(1, 12):
+        expected += [(name, step, layer) for layer in range(3) for name in operations] + [("lm_head", step, 3)]
+    assert [(event["name"], event["args"]["step"], event["args"]["layer"]) for event in spans] == expected
+    assert all(event["dur"] >= 0 for event in spans)
+    starts = [event["ts"] for event in spans]
+    assert starts == sorted(starts)
+    assert starts[0] >= 0
+
+
+def test_plan_needs_no_weights(run: Run, make_checkpoint: Callable[..., Path]) -> None:
+    folder = make_checkpoint()
+    for path in [*folder.glob("*.safetensors"), folder / "tokenizer.json"]:
+        path.unlink()
+    code, out, err = run("--model", folder, "--plan", "--max-context", 512)
+    assert (code, err) == (0, "")
+    assert "512 tokens, fp32" in out
+    for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token"):
+        assert name in out
+    rows = [line.strip("\u2502| ").replace("\u2502", " ").split()[:3] for line in out.splitlines()]
+    # Two KV heads: at most two ranks share them, so four ranks can only pair.
+    assert [row for row in rows if row and row[0].isdigit() and row[1] in ("off", "paired")] == [
+        ["1", "off", "1"],
+        ["2", "off", "2"],
+        ["2", "paired", "1"],
+        ["4", "paired", "2"],
+    ]
+
+
+def test_plan_of_a_published_shape(run: Run) -> None:
+    """Llama 3.1 8B has 8.03e9 parameters; one bf16 copy is 14.96 GiB, 8192 tokens of cache are 1 GiB."""
+    code, out, _ = run("--random-weights", "llama-3.1-8b", "--plan", "--max-context", 8192)
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if re.search(r"\b1\b.*\boff\b", line)]
+    assert "14.96" in row
+    assert "1.00" in row
+
+
+def test_print_config(run: Run, tmp_path: Path) -> None:
+    """Prints what is in force, opens nothing, and is read back by --config."""
+    flags = ("--model", "no/such/folder", "--threshold", "inf", "--stop", "a", "--stop", "b", "--prompt", "x: y\n")
+    code, out, err = run(*flags, "--print-config")
+    assert (code, err) == (0, "")
+    shown = yaml.safe_load(out)
+    assert shown["model"] == "no/such/folder"
+    assert shown["stop"] == ["a", "b"]
+    (tmp_path / "config.yaml").write_text(out, encoding="utf-8")
+    assert run("--config", tmp_path / "config.yaml", "--print-config") == (0, out, "")
+    code, changed, _ = run("--config", tmp_path / "config.yaml", "--seed", 7, "--print-config")
+    assert yaml.safe_load(changed) == shown | {"seed": 7}
+
+
+def test_config_file_generates(generate_text: GenerateText, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"prompt": PROMPT, "max_new_tokens": 12, "ignore_eos": True}))
+    assert generate_text("--config", tmp_path / "config.yaml") == generate_text("--prompt", PROMPT, *SMALL)
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    from alspec.launch import generate
+
+    with pytest.raises(SystemExit) as caught:
+        generate.main(["--help"])
+    assert caught.value.code == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    for flag in ("--model", "--prompt", "--threshold", "--chunk", "--plan", "--print-config", "--config"):
+        assert flag in captured.out
+
+
+# Without a checkpoint.
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a small shape for --random-weights."""
+    monkeypatch.setitem(model_config._LLAMA_3, "vocab_size", 300)
+    for name in ("bos_token_id", "eos_token_ids"):
+        monkeypatch.delitem(model_config._LLAMA_3, name)
+    monkeypatch.setitem(model_config._SHAPES, "tiny", model_config._llama_3_shape(64, 96, 2, 8, 8, 8.0))
+    return "tiny"
+
+
+def test_random_weights(tiny_shape: str, run: Run, tmp_path: Path) -> None:
+    """No tokenizer: the text is the ids."""
+    flags = ("--random-weights", tiny_shape, "--prompt-ids", "1,2,3", "--transport", "gloo", "--max-new-tokens", 5)
+    code, out, err = run(*flags, "--json", tmp_path / "out.json")
+    assert code == 0, err
+    (request,) = read_json(tmp_path / "out.json")["requests"]
+    assert len(request["token_ids"]) == 5
+    assert out == "".join(f"{token} " for token in request["token_ids"]) + "\n"
+    assert run(*flags)[1] == out, "the same numbers every time"
+
+
+# From Python and as a script.
+
+
+def test_engine_streams(checkpoint: Path, generate_json: Callable[..., Any]) -> None:
+    flags = ("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", "0.3")
+    expected = generate_json(*flags)
+    engine = Engine.from_pretrained(
+        checkpoint, transport="gloo", speculation=SpeculationConfig(mode="simulated", threshold=0.3)
+    )
+    tokens = list(engine.stream(LONG_PROMPT, SamplingConfig(max_new_tokens=12, ignore_eos=True)))
+    assert [token.token_id for token in tokens] == expected["requests"][0]["token_ids"]
+    assert "".join(token.text for token in tokens) == expected["requests"][0]["text"]
+    rates = [token.hit_rate for token in tokens]
+    assert rates[0] is None
+    assert rates[1:] == pytest.approx([sum(map(sum, step)) / 3 for step in expected["hit_map"]])
+    assert [token.finish_reason for token in tokens] == [None] * 11 + ["length"]
+    # Again, longer: the cache grows, the weights stay.
+    assert len(list(engine.stream(LONG_PROMPT, SamplingConfig(max_new_tokens=20, ignore_eos=True)))) == 20
+    engine.close()
+
+
+def test_engine_takes_text_and_dictionary_options(checkpoint: Path) -> None:
+    engine = Engine.from_pretrained(str(checkpoint), transport="gloo", speculation={"mode": "off"})
+    token = next(engine.stream("abc", SamplingConfig(max_new_tokens=1)))
+    assert token.finish_reason in ("length", "eos")
+    with pytest.raises(alspec.UserError, match=r"unknown key 'kv_cach'; the nearest valid name is 'kv_cache'"):
+        Engine.from_pretrained(checkpoint, kv_cach="bf16")
+
+
+def test_public_names() -> None:
+    assert sorted(alspec.__all__) == alspec.__all__
+    for name in alspec.__all__:
+        assert getattr(alspec, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Engin'"):
+        alspec.__getattr__("Engin")
+
+
+def test_rules_do_not_import_the_runtime() -> None:
+    code = (
+        "import sys, alspec, alspec.verdict, alspec.config; alspec.EngineConfig; alspec.UserError;"
+        "print([m for m in sys.modules if m.startswith(('alspec.runtime', 'alspec.models', 'alspec.kernels'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_script_works_from_any_folder(checkpoint: Path, generate_text: GenerateText, tmp_path: Path) -> None:
+    expected = generate_text("--prompt", PROMPT, *SMALL)
+    script = ROOT / "launch" / "generate.py"
+
+    def start(*flags: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), *map(str, flags)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, input=stdin, capture_output=True, text=True, timeout=120
+        )
+
+    done = start("--model", checkpoint, "--transport", "gloo", *SMALL, stdin=PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected
+    done = start("--promt", "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "alspec: exit 2: flags: unknown flag --promt; the nearest valid name is --prompt\n"
+
+
+def test_numbers_gone_bad(run: Run, make_checkpoint: Callable[..., Path]) -> None:
+    """Exit 4, naming where it began, and no token printed."""
+    import safetensors.torch
+
+    folder = make_checkpoint()
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = math.nan
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    code, out, err = run("--model", folder, "--prompt", "a", "--transport", "gloo")
+    assert (code, out) == (4, "")
+    assert err.startswith("alspec: exit 4: NaN or Inf in the logits: first seen on rank 0, layer 1, step 0;")
+    assert err.count("\n") == 1

@@ -1,0 +1,85 @@
+"""The command line under torchrun: two processes, one text, one story on errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+# Longer than 2 S + 64 characters, so that sink and window leave something out.
+PROMPT = "".join(f"line {number}: the value is {number * 7919 % 997}.\n" for number in range(16))
+FLAGS = ("--transport", "gloo", "--max-new-tokens", 12, "--ignore-eos", "--threshold", "0.3")
+
+GenerateText = Callable[..., str]
+
+
+def torchrun(*flags: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Two processes of the command line, on the CPU."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "launch" / "generate.py"), *map(str, flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command,
+        env=environment,
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def test_paired_is_simulated(checkpoint: Path, generate_text: GenerateText, tmp_path: Path) -> None:
+    """The same text and hit map; only rank 0 reads the prompt from stdin, prints and writes."""
+    expected = generate_text(
+        *FLAGS, "--speculation", "simulated", "--prompt", PROMPT, "--json", tmp_path / "simulated.json"
+    )
+    outputs = ("--json", tmp_path / "paired.json", "--trace", tmp_path / "trace.json")
+    done = torchrun("--model", checkpoint, *FLAGS, "--speculation", "paired", *outputs, stdin=PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected
+    assert done.stderr.count("mode: paired, 2 rank(s) on CPU, fp32") == 1
+    simulated, paired = (json.loads((tmp_path / f"{mode}.json").read_text()) for mode in ("simulated", "paired"))
+    assert paired["requests"] == simulated["requests"]
+    assert paired["hit_map"] == simulated["hit_map"]
+    assert 0 < paired["summary"]["hit_rate"] < 1, "a threshold that both swaps and keeps the roles"
+    assert (paired["summary"]["tp_size"], paired["summary"]["transport"]) == (1, "gloo")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+
+
+def test_tensor_parallel_is_one_rank(checkpoint: Path, generate_text: GenerateText) -> None:
+    flags = (*FLAGS, "--speculation", "off", "--prompt", PROMPT)
+    done = torchrun("--model", checkpoint, *flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == generate_text(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--temperature", "-1"), "flags: --temperature: Input should be greater than or equal to 0, found '-1'"),
+        ((), "prompt: expected a text, found an empty one; use --prompt TEXT or standard input"),
+    ],
+    ids=["flags", "empty-stdin"],
+)
+def test_every_rank_names_the_mistake(flags: tuple[str, ...], message: str, checkpoint: Path) -> None:
+    """The second mistake is rank 0's alone to see. torchrun fails, and nobody waits for anybody."""
+    started = time.monotonic()
+    done = torchrun("--model", checkpoint, "--speculation", "paired", "--transport", "gloo", *flags)
+    assert time.monotonic() - started < 20
+    assert done.returncode != 0
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if "alspec: exit" in line]
+    # torchrun ends the ranks that are still on their way to the same line once the first has failed.
+    assert lines
+    assert set(lines) == {f"alspec: exit 2: {message}"}
