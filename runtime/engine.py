@@ -91,7 +91,8 @@ class Engine:
             wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
             if wrong is not None:
                 raise UserError(
-                    f"prompt {index}: token id {wrong} is outside the vocabulary; give ids from 0 to {config.vocab_size - 1}"
+                    f"prompt {index}: token id {wrong} is outside the vocabulary of {config.vocab_size}; "
+                    f"give ids from 0 to {config.vocab_size - 1}"
                 )
         needed = max(map(len, prompts)) + max_new_tokens
         limit = min(config.max_position_embeddings, self.config.max_context or config.max_position_embeddings)
