@@ -10,7 +10,7 @@ NPROC ?= 2
 # OMP_NUM_THREADS only keeps torchrun from warning; the ranks of a host share its cores.
 generate: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/generate.py \
-		--speculation paired --prompt "$(PROMPT)"
+		--speculation paired --temperature 0.7 --top-p 0.9 --prompt "$(PROMPT)"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest

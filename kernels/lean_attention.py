@@ -140,7 +140,7 @@ def _merge_slots(
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, D], tl.float32)
-    for start in tl.range(0, num_slots, MERGE):
+    for start in tl.range(0, num_slots, MERGE, num_stages=4):
         inside = ((start + splits) < num_slots)[:, None] & (rows < GROUP)[None, :]
         at = (first_slot + start + splits).to(tl.int64)[:, None] * GROUP + rows[None, :]
         # .cg: another SM wrote these, and L1 may hold older ones.
@@ -167,10 +167,10 @@ def _rest_start(program, programs, total_spec, total_rest):
     """
     total = total_spec + total_rest
     taken = (total_spec // programs) * program + tl.minimum(program, total_spec % programs)
-    even = (program.to(tl.int64) * total // programs).to(tl.int32) - taken
+    even = program * total // programs - taken
     # With a tile or less for each program, those without a speculative one take the rest.
     single = program - total_spec
-    plain = (program.to(tl.int64) * total_rest // programs).to(tl.int32)
+    plain = program * total_rest // programs
     start = tl.where(
         total <= programs, single, tl.where(total // programs >= tl.cdiv(total_spec, programs), even, plain)
     )
@@ -481,6 +481,9 @@ def lean_decode_attention(
         raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
     if speculation is None and part != "all":
         raise ValueError(f"part: {part!r} needs speculation")
+    tiles = batch_size * num_kv_heads * triton.cdiv(capacity, BLOCK_N)
+    if tiles * workspace.num_programs >= 2**31:
+        raise ValueError(f"k_cache: {tiles} tiles for {workspace.num_programs} programs overflow the 32-bit schedule")
     if num_qo_heads % num_kv_heads:
         raise ValueError(f"q: {num_qo_heads} heads are no multiple of {num_kv_heads} KV heads")
     group = num_qo_heads // num_kv_heads

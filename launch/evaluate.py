@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import lzma
 import math
@@ -21,7 +23,7 @@ from alspec.config import EngineConfig
 from alspec.errors import AlspecError, UserError, report
 from alspec.launch.cli import Parser, parse
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.models.demo.data import recall_prompts
+from alspec.models.demo.data import RecallPrompt, recall_prompts
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.quality import score_text
@@ -51,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--contexts", default="1k,8k", help="window lengths in tokens for bits per byte")
         parser.add_argument("--windows", type=int, default=16, help="windows of the longest context to score")
         parser.add_argument("--recall", type=int, default=0, help="recall prompts of the longest context")
+        parser.add_argument("--records", type=Path, help="key-value retrieval cases (.jsonl.gz) to recall from as well")
         parser.add_argument("--thresholds", default="0,0.05,0.1,0.15,0.2,0.25,inf", help="lambda values")
         parser.add_argument("--rows", type=Path, help="append one JSON line for each value to this file")
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -102,13 +105,13 @@ def _evaluate(engine: Engine, args: Any, contexts: list[int], thresholds: list[f
     if engine.tokenizer is None:
         raise UserError("evaluate: random weights have no tokenizer; give a --model folder")
     longest = max(contexts)
-    if longest > engine.model_config.max_position_embeddings:
-        raise UserError(
-            f"flags: --contexts: {longest} is beyond the model: {engine.model_config.max_position_embeddings} positions"
-        )
+    limit = engine.model_config.max_position_embeddings
+    if longest > limit:
+        raise UserError(f"flags: --contexts: {longest} is beyond the model's {limit} positions")
     ids = engine.tokenizer.encode(text, add_bos=False)
     if len(ids) < args.windows * longest:
         raise UserError(f"flags: --text: {args.windows} windows of {longest} tokens needed, {args.text} has {len(ids)}")
+    tasks = _recall_tasks(engine, args, longest, text)
     engine.load(1, longest)
     table = Table(title=f"{engine.config.model or 'demo checkpoint'}, S = {engine.config.speculation.chunk_size}")
     for name in ("measure", "context", "lambda", "value", "hit rate", "hit rate per layer"):
@@ -117,13 +120,48 @@ def _evaluate(engine: Engine, args: Any, contexts: list[int], thresholds: list[f
         for context in contexts:
             quality = _bits_per_byte(engine, ids[: args.windows * longest], context, threshold)
             _report(engine, args, table, "bits per byte", context, threshold, quality)
-        if args.recall:
-            quality = _recall(engine, args.recall, longest, text, threshold)
-            _report(engine, args, table, "recall", longest, threshold, quality)
+        for measure, prompts in tasks.items():
+            context = max(len(prompt.prompt_ids + prompt.answer_ids) for prompt in prompts)
+            _report(engine, args, table, measure, context, threshold, _recall(engine, prompts, threshold))
     if engine.placement.rank == 0:
         Console(width=160).print(table)
     engine.close()
     return 0
+
+
+def _recall_tasks(engine: Engine, args: Any, context: int, text: str) -> dict[str, list[RecallPrompt]]:
+    """Prompts by the name of their measure."""
+    tasks = {}
+    if args.recall:
+        core = tokenizers.Tokenizer.from_file(str((engine.config.model or DEMO_CHECKPOINT) / "tokenizer.json"))
+        tasks["recall"] = recall_prompts(args.recall, context, core, text, seed=1)
+    if args.records is not None:
+        tasks["record recall"] = _records_prompts(engine, args.records, args.recall or 100)
+    return tasks
+
+
+def _records_prompts(engine: Engine, path: Path, count: int) -> list[RecallPrompt]:
+    """Key-value retrieval prompts of a .jsonl.gz file with `ordered_kv_records`, `key` and `value` in each line."""
+    assert engine.tokenizer is not None
+    lead = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+    prompts = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in itertools.islice(lines, count):
+                case = json.loads(line)
+                records = ", ".join(f'"{key}": "{value}"' for key, value in case["ordered_kv_records"])
+                body = f'{lead}{{{records}}}\n\nKey: "{case["key"]}"\nCorresponding value:'
+                answer_ids = engine.tokenizer.encode(f' "{case["value"]}"', add_bos=False)
+                prompts.append(RecallPrompt(engine.tokenizer.encode(body), answer_ids, case["value"]))
+    except OSError as error:
+        raise UserError(f"flags: --records: cannot read {path}: {error}; give a .jsonl.gz file") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"flags: --records: {path}: broken at {error!r}") from None
+    limit = engine.model_config.max_position_embeddings
+    longest = max((len(prompt.prompt_ids + prompt.answer_ids) for prompt in prompts), default=0)
+    if not 0 < longest <= limit:
+        raise UserError(f"flags: --records: {path}: prompts of {longest} tokens; the model has {limit} positions")
+    return prompts
 
 
 def _bits_per_byte(engine: Engine, ids: list[int], context: int, threshold: float) -> Quality:
@@ -144,17 +182,16 @@ def _bits_per_byte(engine: Engine, ids: list[int], context: int, threshold: floa
     return Quality(nats / math.log(2) / num_bytes, (hits / max(counted, 1)).tolist())
 
 
-def _recall(engine: Engine, num_prompts: int, context: int, text: str, threshold: float) -> Quality:
+def _recall(engine: Engine, prompts: list[RecallPrompt], threshold: float) -> Quality:
     """Share of prompts whose whole answer greedy decoding states; the prompt is read with full attention."""
     right, hits, counted = 0, torch.zeros(engine.model_config.num_layers), 0
-    core = tokenizers.Tokenizer.from_file(str((engine.config.model or DEMO_CHECKPOINT) / "tokenizer.json"))
-    for prompt in recall_prompts(num_prompts, context, core, text, seed=1):
+    for prompt in prompts:
         start = len(prompt.prompt_ids)
         score = _score(engine, prompt.prompt_ids + prompt.answer_ids, threshold, start)
         # Greedy decoding follows the answer exactly where every token of it is the greedy one given those before.
         right += score.predicted[start - 1 :].tolist() == prompt.answer_ids
         hits, counted = hits + score.hits[:, start:].sum(1), counted + len(prompt.answer_ids)
-    return Quality(right / num_prompts, (hits / counted).tolist())
+    return Quality(right / len(prompts), (hits / counted).tolist())
 
 
 def _score(engine: Engine, ids: list[int], threshold: float, first_speculated: int) -> Any:
@@ -188,7 +225,7 @@ def _report(
             "context": context,
             "threshold": str(threshold),
             "chunk_size": engine.config.speculation.chunk_size,
-            "samples": args.recall if measure == "recall" else args.windows,
+            "samples": args.windows if measure == "bits per byte" else args.recall or 100,
             "dtype": engine.dtype_name,
         },
         "value": quality.value,

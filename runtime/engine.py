@@ -129,6 +129,20 @@ class Engine:
             speculation.chunk_size,
             self._operation,
         )
+        if self.device.type == "cuda":
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches."""
+        batch_size = self.cache.batch_size
+        prefill(self.model, self.cache, self._connected(), 0, [0], self._operation)
+        self.program.run(
+            DecodeState(
+                token_ids=torch.zeros(batch_size, dtype=torch.int64, device=self.device),
+                seq_lens=torch.full((batch_size,), 2, dtype=torch.int32, device=self.device),
+                live=torch.ones(batch_size, dtype=torch.bool),
+            )
+        )
 
     def _load_model(self, batch_size: int, max_context: int) -> None:
         config, placement = self.model_config, self.placement

@@ -56,7 +56,7 @@ def stream_bandwidth(device: torch.device) -> float:
             started = time.perf_counter()
             target.copy_(source)
             seconds.append(time.perf_counter() - started)
-    return 2 * size / min(seconds)
+    return float(2 * size / min(seconds))
 
 
 def summarize(generation: Generation) -> dict[str, Any]:

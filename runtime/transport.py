@@ -57,6 +57,8 @@ class Transport:
         if placement.world_size == 1:
             return
         assert store is not None
+        # The messages of a pair are meant to keep their order; NCCL warns that they do.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("alspec", store),
