@@ -1,0 +1,258 @@
+"""A tiny random Llama folder, its oracle in fp64, and the launch of several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+from alspec.simulation import StepResult, simulate_step
+
+WORKER = Path(__file__).with_name("worker.py")
+EOS = "<|end|>"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level vocabulary without merges: every byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = tokenizers.Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([EOS])
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}), encoding="utf-8")
+
+
+def write_folder(folder: Path) -> None:
+    """A random Llama whose weights are large enough that what distant tokens add differs between layers."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "vocab_size": 301,  # does not divide by the ranks
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+    }
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    for name, parameter in model.named_parameters():
+        parameter.data = torch.rand_like(parameter) + 0.5 if "norm" in name else torch.randn_like(parameter) * 0.15
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: 6 layers, 8 query and 4 KV heads, vocabulary of 301, fp32. Do not write to it."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_folder(folder)
+    return folder
+
+
+@dataclass
+class OracleRun:
+    """What the oracle generated: tokens per request, and of each decode step what `simulate_step` left."""
+
+    tokens: list[list[int]]
+    steps: list[StepResult] = field(default_factory=list)
+
+
+class Oracle:
+    """The tiny model in fp64 and plain torch, written from the published equations; decodes by `simulate_step`."""
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self._weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+        self.num_layers: int = config["num_hidden_layers"]
+        self.num_kv_heads: int = config["num_key_value_heads"]
+        self.head_dim: int = config["head_dim"]
+        self._eps: float = config["rms_norm_eps"]
+        self._inv_freq = 10_000.0 ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
+        self.sm_scale = self.head_dim**-0.5
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self._eps).sqrt() * self._weights[name]
+
+    def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
+        """Each channel pair (c, c + D/2) as a complex number, turned by its angle."""
+        first, second = heads.chunk(2, dim=-1)
+        turn = torch.polar(torch.ones_like(first), positions[:, None, None] * self._inv_freq.expand_as(first))
+        turned = torch.complex(first, second) * turn
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    def embed(self, token_ids: list[int]) -> Tensor:
+        """x [n, hidden]."""
+        return self._weights["model.embed_tokens.weight"][token_ids]
+
+    def pre_attention(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [n, Hq, D], k and v [n, Hkv, D]."""
+        prefix = f"model.layers.{layer}."
+        h = self._norm(x, prefix + "input_layernorm.weight")
+        q, k, v = (
+            (h @ self._weights[f"{prefix}self_attn.{part}_proj.weight"].T).unflatten(1, (-1, self.head_dim))
+            for part in "qkv"
+        )
+        return self._rotate(q, positions), self._rotate(k, positions), v
+
+    def post_attention(self, layer: int, x: Tensor, attention: Tensor) -> Tensor:
+        """x [n, hidden] after the layer."""
+        prefix = f"model.layers.{layer}."
+        x = x + attention.flatten(1) @ self._weights[prefix + "self_attn.o_proj.weight"].T
+        h = self._norm(x, prefix + "post_attention_layernorm.weight")
+        gate, up = (h @ self._weights[f"{prefix}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
+        return x + (gate * torch.sigmoid(gate) * up) @ self._weights[prefix + "mlp.down_proj.weight"].T
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[n, V]."""
+        return self._norm(x, "model.norm.weight") @ self._weights["lm_head.weight"].T
+
+    def empty_cache(self, batch_size: int, capacity: int) -> list[Tensor]:
+        """L x [B, Hkv, capacity, D], all NaN: what is not written must not be read."""
+        shape = (batch_size, self.num_kv_heads, capacity, self.head_dim)
+        return [torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(self.num_layers)]
+
+    def prefill(self, ids: list[int], k_cache: list[Tensor], v_cache: list[Tensor], request: int) -> Tensor:
+        """Full causal attention over a prompt, into the caches; logits [V] of its last token."""
+        n = len(ids)
+        positions, x = torch.arange(n), self.embed(ids)
+        future = torch.ones(n, n, dtype=torch.bool).triu(1)
+        for layer in range(self.num_layers):
+            q, k, v = self.pre_attention(layer, x, positions)
+            k_cache[layer][request, :, :n] = k.transpose(0, 1)
+            v_cache[layer][request, :, :n] = v.transpose(0, 1)
+            group = q.shape[1] // self.num_kv_heads
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+            scores = torch.einsum("ihd,jhd->hij", q, k) * self.sm_scale
+            weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+            x = self.post_attention(layer, x, torch.einsum("hij,jhd->ihd", weights, v))
+        return self.logits(x[-1:])[0]
+
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: list[int], threshold: float, eos: tuple[int, ...] = ()
+    ) -> OracleRun:
+        """Greedy tokens of a batch; a request ends at its own length or at an `eos`. S = 128."""
+        capacity = max(map(len, prompts)) + max(max_new_tokens)
+        k_cache, v_cache = self.empty_cache(len(prompts), capacity), self.empty_cache(len(prompts), capacity)
+        tokens = [[int(self.prefill(ids, k_cache, v_cache, r).argmax())] for r, ids in enumerate(prompts)]
+        run = OracleRun(tokens)
+        options: dict[str, Any] = {}
+        while True:
+            live = [
+                len(made) < limit and made[-1] not in eos for made, limit in zip(tokens, max_new_tokens, strict=True)
+            ]
+            if not any(live):
+                return run
+            lengths = [len(ids) + len(made) for ids, made in zip(prompts, tokens, strict=True)]
+            step = simulate_step(
+                self.embed([made[-1] for made in tokens]),
+                k_cache,
+                v_cache,
+                torch.tensor(lengths),
+                self.pre_attention,
+                self.post_attention,
+                threshold=threshold,
+                chunk_size=128,
+                sm_scale=self.sm_scale,
+                live=torch.tensor(live),
+                **options,
+            )
+            k_cache, v_cache, options = step.k_cache, step.v_cache, {"priority": step.priority}
+            run.steps.append(step)
+            for request, token in enumerate(self.logits(step.x).argmax(-1).tolist()):
+                if live[request]:
+                    tokens[request].append(token)
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_folder: Path) -> Oracle:
+    """The tiny folder's model in fp64."""
+    return Oracle(tiny_folder)
+
+
+def repeated_passage(length: int, seed: int) -> list[int]:
+    """A prompt of a repeated passage with some noise: distant tokens say little new, so layers accept and reject."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(256, (8,), generator=generator).repeat(length // 8 + 1)[:length]
+    noise = torch.randint(256, (length,), generator=generator)
+    return torch.where(torch.rand(length, generator=generator) < 0.1, noise, ids).tolist()
+
+
+@pytest.fixture(scope="session")
+def make_prompt() -> Callable[[int, int], list[int]]:
+    """`make_prompt(length, seed)`: token ids without an end-of-text."""
+    return repeated_passage
+
+
+Spec = dict[str, list[dict[str, Any]]]
+RunRanks = Callable[[int, Spec], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
+    """`run_ranks(world_size, spec)`: run worker.py's `spec` on that many processes; what each rank recorded."""
+
+    def run(world_size: int, spec: Spec) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(f"world{world_size}")
+        ports = free_ports(len(spec))
+        (folder / "spec.json").write_text(
+            json.dumps({"model": str(tiny_folder), "ports": ports, "modes": spec}), encoding="utf-8"
+        )
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(WORKER), str(folder)],
+                env=os.environ
+                | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+                | {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
+                stderr=(folder / f"stderr{rank}.txt").open("w"),
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            codes = [rank.wait(timeout=240) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        errors = [(folder / f"stderr{rank}.txt").read_text() for rank in range(world_size)]
+        assert not any(codes), f"exit codes {codes}\n" + "\n".join(errors)
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+    return run
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports

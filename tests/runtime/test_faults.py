@@ -1,0 +1,244 @@
+"""A dead, stopped or terminated rank ends the whole job soon and by name; bad numbers print no token."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from alspec.launch.generate import main
+
+GENERATE = Path(__file__).resolve().parents[2] / "launch" / "generate.py"
+GONE_WITHIN_S = 10.0
+LONG = ["--prompt-ids", "1,2,3,4,5", "--max-new-tokens", "100000", "--ignore-eos", "--transport", "gloo"]
+
+
+class Job:
+    """torchrun with launch/generate.py, its outputs in files, and the processes of its ranks."""
+
+    def __init__(self, folder: Path, world_size: int, flags: list[str]) -> None:
+        self._outputs = [folder / "stdout.txt", folder / "stderr.txt"]
+        with self._outputs[0].open("w") as stdout, self._outputs[1].open("w") as stderr:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            self.torchrun = subprocess.Popen(
+                [*torchrun, "--nproc-per-node", str(world_size), str(GENERATE), *flags],
+                stdout=stdout,
+                stderr=stderr,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        self.ranks: dict[int, int] = {}  # rank -> process
+
+    @property
+    def stdout(self) -> str:
+        return self._outputs[0].read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self._outputs[1].read_text(errors="replace")
+
+    def find_ranks(self) -> dict[int, int]:
+        """torchrun's child processes by their RANK."""
+        found = {}
+        for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            if parent_of(process) == self.torchrun.pid:
+                variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                rank = next((one[5:] for one in variables if one.startswith(b"RANK=")), None)
+                if rank is not None:
+                    found[int(rank)] = process
+        return found
+
+    def wait_for_tokens(self) -> None:
+        """Until rank 0 has printed some and a second more, for a heartbeat that tells of a decode step."""
+        deadline = time.monotonic() + 90
+        while len(self.stdout) < 5:
+            assert self.torchrun.poll() is None, self.stderr
+            assert time.monotonic() < deadline, f"no tokens within 90 s\n{self.stderr}"
+            time.sleep(0.05)
+        time.sleep(1.0)
+        self.ranks = self.find_ranks()
+
+    def seconds_until_gone(self) -> float:
+        """Wait for torchrun and every rank to end; a process that only waits to be reaped has ended."""
+        started = time.monotonic()
+        while self.torchrun.poll() is None or any(map(is_running, self.ranks.values())):
+            assert time.monotonic() - started < 60, f"still running\n{self.stderr}"
+            time.sleep(0.05)
+        return time.monotonic() - started
+
+
+def stat_of(process: int) -> list[str]:
+    """State and parent onwards of /proc/PID/stat; empty for a process that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def parent_of(process: int) -> int | None:
+    stat = stat_of(process)
+    return int(stat[1]) if stat else None
+
+
+def is_running(process: int) -> bool:
+    stat = stat_of(process)
+    return bool(stat) and stat[0] not in "ZX"
+
+
+@contextmanager
+def job(folder: Path, world_size: int, flags: list[str]) -> Iterator[Job]:
+    started = Job(folder, world_size, flags)
+    try:
+        yield started
+    finally:
+        for process in {**started.find_ranks(), **started.ranks}.values():
+            if parent_of(process) == started.torchrun.pid:
+                os.kill(process, signal.SIGKILL)
+        started.torchrun.kill()
+        started.torchrun.wait()
+
+
+CASES = [
+    (2, "paired", 0, signal.SIGKILL),
+    (2, "paired", 1, signal.SIGKILL),
+    (2, "paired", 0, signal.SIGSTOP),
+    (2, "paired", 1, signal.SIGSTOP),
+    (4, "off", 3, signal.SIGKILL),
+    (4, "off", 0, signal.SIGSTOP),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "mode", "rank", "sent"), CASES, ids=[f"{mode}{n}-{s.name}-rank{rank}" for n, mode, rank, s in CASES]
+)
+def test_lost_rank(
+    tiny_folder: Path, tmp_path: Path, world_size: int, mode: str, rank: int, sent: signal.Signals
+) -> None:
+    """`kill -9` or `kill -STOP` in the middle of a generation."""
+    with job(tmp_path, world_size, [*LONG, "--model", str(tiny_folder), "--speculation", mode]) as running:
+        running.wait_for_tokens()
+        assert sorted(running.ranks) == list(range(world_size))
+        os.kill(running.ranks[rank], sent)
+        seconds = running.seconds_until_gone()
+        assert seconds < GONE_WITHIN_S
+        assert running.torchrun.returncode != 0
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: exit")]
+        # A survivor ends a stopped rank, so another survivor may find it dead; nobody blames a survivor.
+        pattern = rf"alspec: exit 5: rank {rank} (died|stalled) at step (\d+), operation \w+"
+        named = [re.match(pattern, line) for line in lines]
+        assert named, running.stderr
+        assert all(named), running.stderr
+        assert all(int(match[2]) >= 1 for match in named if match)
+        assert any(match[1] == ("died" if sent == signal.SIGKILL else "stalled") for match in named if match)
+        assert "Traceback (most recent call last)" not in "".join(lines)
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun(tiny_folder: Path, tmp_path: Path) -> None:
+    with job(tmp_path, 2, [*LONG, "--model", str(tiny_folder), "--speculation", "paired"]) as running:
+        running.wait_for_tokens()
+        running.torchrun.send_signal(signal.SIGTERM)
+        assert running.seconds_until_gone() < GONE_WITHIN_S
+        assert running.torchrun.returncode != 0
+
+
+def spoil(folder: Path, name: str, row: int, column: int, value: float) -> None:
+    """Overwrite one weight."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][row, column] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+# What is spoilt, and where it is first seen: layer 2's down_proj is split by columns over the ranks of a group, the LM
+# head by rows over all ranks.
+FAULTS = {
+    "nan-in-down": ("model.layers.2.mlp.down_proj.weight", (3, 90), torch.nan, "layer 2"),
+    "inf-in-down": ("model.layers.2.mlp.down_proj.weight", (3, 90), torch.inf, "layer 2"),
+    "nan-in-lm-head": ("lm_head.weight", (300, 5), torch.nan, "the LM head"),
+}
+
+
+def spoilt_copy(tiny_folder: Path, tmp_path: Path, fault: str) -> tuple[Path, str]:
+    """A folder with one bad weight, and the place that the message must name."""
+    name, place, value, where = FAULTS[fault]
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "spoilt"))
+    spoil(folder, name, *place, value)
+    return folder, where
+
+
+def bad_numbers(rank: int, where: str, step: int) -> str:
+    return f"alspec: exit 4: NaN or Inf in the logits: first seen on rank {rank}, {where}, step {step};"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("mode", ["off", "simulated"])
+def test_bad_numbers_alone(
+    tiny_folder: Path, tmp_path: Path, fault: str, mode: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, where = spoilt_copy(tiny_folder, tmp_path, fault)
+    code = main([*LONG, "--model", str(folder), "--speculation", mode])
+    captured = capfd.readouterr()
+    assert code == 4
+    assert captured.out == ""
+    assert captured.err.startswith(bad_numbers(0, where, 0))
+    assert captured.err.count("\n") == 1
+
+
+def test_overflow_of_fp16(tiny_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A weight beyond fp16 is Inf there, and the advice of the message, fp32, helps."""
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "spoilt"))
+    spoil(folder, "model.layers.4.mlp.down_proj.weight", 1, 1, 70_000.0)
+    flags = [*LONG[:2], "--max-new-tokens", "4", "--ignore-eos", "--transport", "gloo", "--model", str(folder)]
+    assert main([*flags, "--dtype", "fp16"]) == 4
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(bad_numbers(0, "layer 4", 0))
+    assert "--dtype fp32" in captured.err
+    assert main([*flags, "--dtype", "fp32"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "mode", "rank"), [("nan-in-down", "off", 1), ("inf-in-down", "paired", 0), ("nan-in-lm-head", "off", 1)]
+)
+def test_bad_numbers_on_two_ranks(tiny_folder: Path, tmp_path: Path, fault: str, mode: str, rank: int) -> None:
+    """Under tensor parallelism the bad weight is rank 1's; both ranks of a pair have it, and the first is named."""
+    folder, where = spoilt_copy(tiny_folder, tmp_path, fault)
+    with job(tmp_path, 2, [*LONG, "--model", str(folder), "--speculation", mode]) as running:
+        running.torchrun.wait(timeout=90)
+        # The last rank to leave may also report (exit 5) that the first one has left.
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: exit 4")]
+        assert lines, running.stderr
+        assert all(line.startswith(bad_numbers(rank, where, 0)) for line in lines)
+        assert running.stdout == ""
+
+
+def test_no_token_after_bad_numbers(tiny_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A token whose embedding is bad spoils the step that reads it: what came before is printed, nothing after."""
+    flags = [*LONG, "--speculation", "off"]
+    flags[flags.index("100000")] = "12"
+    assert main([*flags, "--model", str(tiny_folder), "--json", str(tmp_path / "run.json")]) == 0
+    whole = capfd.readouterr().out
+    token_ids = json.loads((tmp_path / "run.json").read_text())["requests"][0]["token_ids"]
+    step, token_id = next(
+        (index, token) for index, token in enumerate(token_ids) if index >= 3 and token not in token_ids[:index]
+    )
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "spoilt"))
+    spoil(folder, "model.embed_tokens.weight", token_id, 0, torch.nan)
+    assert main([*flags, "--model", str(folder)]) == 4
+    captured = capfd.readouterr()
+    assert captured.out
+    assert whole.startswith(captured.out)
+    assert captured.err.startswith(bad_numbers(0, "layer 0", step + 1))

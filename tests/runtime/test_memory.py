@@ -1,0 +1,128 @@
+"""The memory plan against real tensors, and what does not fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from alspec.errors import DoesNotFitError
+from alspec.models.config import LlamaConfig
+from alspec.models.llama import LlamaWeights, Shard, random_weights
+from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.memory import available_bytes, check_fits, plan_memory
+from alspec.runtime.prefill import CHUNK_TOKENS
+
+CPU = torch.device("cpu")
+GIB = 2**30
+MODEL = LlamaConfig(
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=3,
+    num_qo_heads=8,
+    num_kv_heads=4,
+    head_dim=10,
+    vocab_size=301,
+)
+
+
+def num_bytes(weights: LlamaWeights) -> int:
+    """Bytes of all tensors, those that share memory once."""
+    layers = [tensor for layer in weights.layers for tensor in vars(layer).values()]
+    tensors: list[Tensor] = [weights.embedding, *layers, weights.final_norm, weights.lm_head]
+    whole = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors if len(tensor)
+    }
+    # random_weights shares one tensor of ones between the two norms of a layer; a checkpoint has two.
+    shared = sum(layer.input_norm is layer.post_norm for layer in weights.layers)
+    return sum(whole.values()) + shared * weights.final_norm.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("vocab_size", [300, 301, 5])
+@pytest.mark.parametrize(("tp_size", "num_groups"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+def test_weights(tp_size: int, num_groups: int, vocab_size: int, tied: bool, dtype: torch.dtype) -> None:
+    config = MODEL.model_copy(update={"vocab_size": vocab_size, "tie_word_embeddings": tied})
+    world_size = tp_size * num_groups
+    for rank in range(world_size):
+        shard = Shard(rank % tp_size, tp_size, rank, world_size)
+        plan = plan_memory(config, shard, dtype, 1, 1)
+        assert plan.weights_bytes == num_bytes(random_weights(config, shard, dtype, CPU))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_cache(tp_size: int) -> None:
+    plan = plan_memory(MODEL, Shard(0, tp_size, 0, tp_size), torch.bfloat16, 3, 200)
+    cache = KVCache(MODEL.num_layers, 3, MODEL.num_kv_heads // tp_size, 200, MODEL.head_dim, torch.bfloat16, CPU)
+    assert plan.cache_bytes == cache.num_bytes
+    assert plan.total_bytes == plan.weights_bytes + plan.cache_bytes + plan.buffer_bytes
+
+
+def test_buffers_hold_one_chunk_and_the_logits() -> None:
+    """At least the residual and the widest activation of a chunk in flight, and the gathered logits."""
+    for tokens in (10, CHUNK_TOKENS, 10 * CHUNK_TOKENS):
+        plan = plan_memory(MODEL, Shard(), torch.float32, 2, tokens)
+        chunk = min(tokens, CHUNK_TOKENS)
+        least = 4 * chunk * (MODEL.hidden_size + 2 * MODEL.intermediate_size) + 4 * 2 * MODEL.vocab_size
+        assert least < plan.buffer_bytes < 20 * least
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(200, 50_000), st.floats(0.0, 1.0))
+def test_largest_context_that_fits(batch_size: int, max_context: int, share: float) -> None:
+    """What the message offers does fit, and 64 tokens more do not."""
+
+    def total(context: int) -> int:
+        return plan_memory(MODEL, Shard(), torch.float32, batch_size, context).total_bytes
+
+    available = int(share * (total(max_context) - 1))
+    with pytest.raises(DoesNotFitError) as caught:
+        check_fits(MODEL, Shard(), torch.float32, batch_size, max_context, available)
+    offered = re.search(r"the largest context that fits is (\d+) tokens", str(caught.value))
+    if offered is None:
+        assert "no context fits; use more ranks" in str(caught.value)
+        assert total(64) > available
+        return
+    context = int(offered[1])
+    assert context % 64 == 0
+    plan = check_fits(MODEL, Shard(), torch.float32, batch_size, context, available)
+    assert plan.total_bytes <= available
+    assert total(context + 64) > available or context + 64 >= max_context
+
+
+def test_message_names_need_and_have() -> None:
+    config = LlamaConfig.from_shape("llama-3.1-8b")
+    plan = plan_memory(config, Shard(), torch.bfloat16, 4, 131072)
+    with pytest.raises(DoesNotFitError) as caught:
+        check_fits(config, Shard(), torch.bfloat16, 4, 131072, 40 * GIB)
+    assert caught.value.exit_code == 3
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"needs {plan.total_bytes / GIB:.2f} GiB" in message
+    assert f"cache {plan.cache_bytes / GIB:.2f} for 4 x 131072 tokens" in message
+    assert "has 40.00 GiB" in message
+
+
+def test_llama_8b_by_the_published_numbers() -> None:
+    """8.03e9 parameters in bf16, and 128 KiB of keys and values a token."""
+    plan = plan_memory(LlamaConfig.from_shape("llama-3.1-8b"), Shard(), torch.bfloat16, 1, 1024)
+    assert plan.weights_bytes == 2 * 8_030_261_248
+    assert plan.cache_bytes == 1024 * 128 * 1024
+
+
+def test_exact_fit_is_a_fit() -> None:
+    plan = plan_memory(MODEL, Shard(), torch.float32, 1, 512)
+    assert check_fits(MODEL, Shard(), torch.float32, 1, 512, plan.total_bytes) == plan
+    with pytest.raises(DoesNotFitError):
+        check_fits(MODEL, Shard(), torch.float32, 1, 512, plan.total_bytes - 1)
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    alone, shared = available_bytes(CPU, 1), available_bytes(CPU, 4)
+    assert shared > 2**20
+    assert alone == pytest.approx(4 * shared, rel=0.2)
