@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PROMPT ?= Once upon a time, in a village by the sea, there lived an old fisherman who
+PROMPT ?= It was a cold evening in December when the stranger knocked at the door of the inn.
 NPROC ?= 2
 
 .PHONY: generate test lint ci clean
@@ -10,7 +10,7 @@ NPROC ?= 2
 # OMP_NUM_THREADS only keeps torchrun from warning; the ranks of a host share its cores.
 generate: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/generate.py \
-		--speculation paired --temperature 0.7 --top-p 0.9 --prompt "$(PROMPT)"
+		--speculation paired --temperature 0.8 --top-p 0.9 --seed 4 --prompt "$(PROMPT)"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest

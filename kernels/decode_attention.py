@@ -8,10 +8,10 @@ from torch import Tensor
 from .attention import decode_attention, predictor_attention, verify_attention
 from .lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
 
-__all__ = ["DecodeAttention"]
+__all__ = ["PROGRAMS_PER_SM", "DecodeAttention"]
 
-# Resident programs on one SM, by what their tiles take of its shared memory and registers.
-PROGRAMS_PER_SM = 3
+# Two programs on an SM keep enough bytes in flight; a third costs more in partials to merge than it hides (measured).
+PROGRAMS_PER_SM = 2
 
 
 class DecodeAttention:

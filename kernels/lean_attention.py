@@ -127,53 +127,61 @@ def _merge_slots(
     D: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Merge slots `[first_slot, first_slot + num_slots)`, `MERGE` at a time, in slot order; none gives (-inf, 0, 0).
+    """Merge slots `[first_slot, first_slot + num_slots)` in slot order; none gives (-inf, 0, 0).
 
         o = sum_s 2^(m_s - m) o_s,   l = sum_s 2^(m_s - m) l_s,   m = max_s m_s
+
+    The loads of `MERGE` slots are issued together: their latency, not the arithmetic, is what this costs.
 
     Returns:
         m [GROUP_PAD], l [GROUP_PAD], o [GROUP_PAD, D] (not normalised).
     """
-    splits = tl.arange(0, MERGE)
     rows = tl.arange(0, GROUP_PAD)
-    channels = tl.arange(0, D)
+    at_row = first_slot.to(tl.int64) * GROUP + rows
+    at_value = at_row[:, None] * D + tl.arange(0, D)[None, :]
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, D], tl.float32)
-    for start in tl.range(0, num_slots, MERGE, num_stages=4):
-        inside = ((start + splits) < num_slots)[:, None] & (rows < GROUP)[None, :]
-        at = (first_slot + start + splits).to(tl.int64)[:, None] * GROUP + rows[None, :]
-        # .cg: another SM wrote these, and L1 may hold older ones.
-        m_s = tl.load(ml_ptr + at * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        l_s = tl.load(ml_ptr + at * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
-        o_at = at[:, :, None] * D + channels[None, None, :]
-        o_s = tl.load(acc_ptr + o_at, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
-        new_max = tl.maximum(row_max, tl.max(m_s, 0))
+    for start in tl.range(0, num_slots, MERGE):
+        maxima, sums, values = (), (), ()
+        new_max = row_max
+        for i in tl.static_range(MERGE):
+            inside = (rows < GROUP) & (start + i < num_slots)
+            at = (start + i) * GROUP
+            # .cg: another SM wrote these, and L1 may hold older ones.
+            m_s = tl.load(ml_ptr + (at_row + at) * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            l_s = tl.load(ml_ptr + (at_row + at) * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
+            o_s = tl.load(acc_ptr + at_value + at * D, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+            maxima, sums, values = maxima + (m_s,), sums + (l_s,), values + (o_s,)  # noqa: RUF005 (Triton has no *)
+            new_max = tl.maximum(new_max, m_s)
         # Rows of padding stay at -inf; 0 avoids -inf - -inf there.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(m_s - base[None, :])
         alpha = tl.exp2(row_max - base)
-        row_sum = row_sum * alpha + tl.sum(weight * l_s, 0)
-        acc = acc * alpha[:, None] + tl.sum(weight[:, :, None] * o_s, 0)
+        row_sum = row_sum * alpha
+        acc = acc * alpha[:, None]
+        for i in tl.static_range(MERGE):
+            weight = tl.exp2(maxima[i] - base)
+            row_sum += weight * sums[i]
+            acc += weight[:, None] * values[i]
         row_max = new_max
     return row_max, row_sum, acc
 
 
 @triton.jit
-def _rest_start(program, programs, total_spec, total_rest):
+def _rest_start(program, programs, total_spec, total_rest, MIN_RUN: tl.constexpr):
     """First tile of a program's run over the rest; grows with `program`, from 0 to `total_rest`.
 
-    Programs that took a speculative tile get as many fewer of the rest.
+    Programs that took a speculative tile get as many fewer of the rest. With less than `MIN_RUN` tiles for each
+    program, those without a speculative one take runs of about that many: one more partial costs as much as a tile.
     """
     total = total_spec + total_rest
     taken = (total_spec // programs) * program + tl.minimum(program, total_spec % programs)
     even = program * total // programs - taken
-    # With a tile or less for each program, those without a speculative one take the rest.
-    single = program - total_spec
     plain = program * total_rest // programs
-    start = tl.where(
-        total <= programs, single, tl.where(total // programs >= tl.cdiv(total_spec, programs), even, plain)
-    )
+    active = tl.maximum(tl.cdiv(total_rest, MIN_RUN), 1)
+    short = tl.minimum(tl.maximum(program - total_spec, 0), active) * total_rest // active
+    is_short = total_spec + active <= programs
+    start = tl.where(is_short, short, tl.where(total // programs >= tl.cdiv(total_spec, programs), even, plain))
     return tl.minimum(tl.maximum(start, 0), total_rest)
 
 
@@ -291,6 +299,7 @@ def _lean_decode_kernel(
     D: tl.constexpr,
     B_PAD: tl.constexpr,
     PROGRAMS_PAD: tl.constexpr,
+    MIN_RUN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE: tl.constexpr,
@@ -311,8 +320,8 @@ def _lean_decode_kernel(
     num_outputs = num_requests * HKV
     # Where the runs begin that are not empty: run r is the one that holds tile t if r + 1 of them begin at or before t.
     all_programs = tl.arange(0, PROGRAMS_PAD)
-    starts = _rest_start(all_programs, programs, total_spec, total_rest)
-    ends = _rest_start(all_programs + 1, programs, total_spec, total_rest)
+    starts = _rest_start(all_programs, programs, total_spec, total_rest, MIN_RUN)
+    ends = _rest_start(all_programs + 1, programs, total_spec, total_rest, MIN_RUN)
     starts = tl.where((all_programs < programs) & (ends > starts), starts, 0x7FFFFFFF)
 
     rows = tl.arange(0, ROWS)
@@ -320,8 +329,8 @@ def _lean_decode_kernel(
     q_mask = (rows < GROUP)[:, None] & (channels < head_dim)[None, :]
 
     # First the speculative tiles, dealt out one by one, then this program's run of the rest.
-    tile = _rest_start(program, programs, total_spec, total_rest)
-    last = _rest_start(program + 1, programs, total_spec, total_rest)
+    tile = _rest_start(program, programs, total_spec, total_rest, MIN_RUN)
+    last = _rest_start(program + 1, programs, total_spec, total_rest, MIN_RUN)
     my_run = tl.sum((starts <= tile).to(tl.int32), 0) - 1
     spec_tile = program
     while (spec_tile < total_spec) | (tile < last):
@@ -454,6 +463,8 @@ def lean_decode_attention(
     part: Part = "all",
     num_warps: int = 4,
     num_stages: int | None = None,
+    min_run: int = 2,
+    merge: int = 8,
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` cached tokens, in one launch.
 
@@ -522,7 +533,8 @@ def lean_decode_attention(
         PROGRAMS_PAD=triton.next_power_of_2(workspace.num_programs),
         BLOCK_N=BLOCK_N,
         STAGES=num_stages,
-        MERGE=max(1, 4096 // (group_pad * width)),
+        MIN_RUN=min_run,
+        MERGE=merge,
         SPEC=spec is not None,
         PART={"all": 0, "predictor": 1, "rest": 2}[part],
         FLAG=spec is not None and spec.flag is not None,

@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from alspec.errors import AlspecError, UserError, report
+from alspec.kernels.decode_attention import PROGRAMS_PER_SM
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.cli import Parser
@@ -224,15 +225,17 @@ def main(argv: list[str] | None = None) -> int:
         parser = Parser(prog="bench_kernels", description="Kernels against PyTorch.", allow_abbrev=False)
         parser.add_argument("--contexts", default=CONTEXTS, help="tokens in the cache")
         parser.add_argument("--rows", type=Path, help="append one JSON line for each measurement to this file")
-        parser.add_argument("--programs-per-sm", type=int, default=3, help="size of the fixed grid")
+        parser.add_argument("--programs-per-sm", type=int, default=PROGRAMS_PER_SM, help="size of the fixed grid")
         parser.add_argument("--num-warps", type=int, default=4)
         parser.add_argument("--num-stages", type=int, default=3)
+        parser.add_argument("--min-run", type=int, default=2, help="tiles below which runs are not split further")
+        parser.add_argument("--merge", type=int, default=8, help="partials whose loads are issued together")
         args = parser.parse_args(argv)
         if not torch.cuda.is_available():
             raise UserError("bench_kernels: needs a CUDA GPU, found none")
         results = Results(args.rows)
         contexts = [int(item.removesuffix("k")) * 1024 for item in args.contexts.split(",")]
-        options = {"num_warps": args.num_warps, "num_stages": args.num_stages}
+        options = {name: getattr(args, name) for name in ("num_warps", "num_stages", "min_run", "merge")}
         bench_decode(results, contexts, args.programs_per_sm, options)
         results.show()
     except AlspecError as error:

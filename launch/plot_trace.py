@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -25,22 +26,38 @@ COLORS = {
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Draw a timeline of sender and receiver from a trace of generate.py.")
-    parser.add_argument("trace", type=Path, help="file written by generate.py --trace")
+    parser.add_argument("trace", type=Path, help="file written by generate.py --trace, plain or .gz")
     parser.add_argument("picture", type=Path, help="PNG or SVG to write")
     parser.add_argument("--step", type=int, required=True, help="decode step to draw")
     parser.add_argument("--layers", default="0:4", help="first:last layer (the last one is not drawn)")
     parser.add_argument("--title", default="", help="what was run, and where")
     args = parser.parse_args()
     first, last = (int(part) for part in args.layers.split(":"))
-    events = json.loads(args.trace.read_text(encoding="utf-8"))["traceEvents"]
+    data = args.trace.read_bytes()
+    trace = json.loads(gzip.decompress(data) if args.trace.suffix == ".gz" else data)
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     chosen = [
-        event
-        for event in events
-        if event["ph"] == "X" and event["args"]["step"] == args.step and first <= event["args"]["layer"] < last
+        event for event in events if event["args"]["step"] == args.step and first <= event["args"]["layer"] < last
     ]
     if not chosen:
         parser.error(f"{args.trace} has no operation of step {args.step}, layers {args.layers}")
     _draw(chosen, args.picture, args.title)
+    print(overlap(events))
+
+
+def overlap(events: list[dict[str, Any]]) -> str:
+    """In how many layers of all steps the receiver began post-attention before the full attention had ended."""
+    ends: dict[tuple[int, int], float] = {}
+    begins: dict[tuple[int, int], float] = {}
+    for event in events:
+        key = (event["args"]["step"], event["args"]["layer"])
+        if event["name"] == "full_attention":
+            ends[key] = max(ends.get(key, 0.0), event["ts"] + event["dur"])
+        elif event["name"] == "post_attention":
+            begins[key] = min(begins.get(key, float("inf")), event["ts"])
+    both = ends.keys() & begins.keys()
+    early = sum(begins[key] < ends[key] for key in both)
+    return f"post-attention began before the full attention had ended in {early} of {len(both)} layers"
 
 
 def _draw(events: list[dict[str, Any]], picture: Path, title: str) -> None:

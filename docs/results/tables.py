@@ -1,4 +1,4 @@
-"""Turn the measured rows beside this file into the tables of README.md: `python docs/results/tables.py`."""
+"""Make tables of the measured rows beside this file, here and in the README: `python docs/results/tables.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Rewrite docs/results/README.md."""
+    """Rewrite docs/results/README.md, and the tables of the project's README between their markers."""
+    project = HERE.parents[1] / "README.md"
+    text = project.read_text(encoding="utf-8")
+    for name, lines in (("quality", short_quality()), ("decode", short_decode())):
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{lines}\n{end}{rest.partition(end)[2]}"
+    project.write_text(text, encoding="utf-8")
     parts = [
         "# Measured rows and their tables",
         "One JSON line for each measured value, written by the command that it names."
@@ -106,6 +113,39 @@ def decode(rows: list[dict[str, Any]]) -> str:
         )
     head = ["bench", "heads", "head_dim", "context", "impl", "us p20 / p50 / p80", "TB/s", "of stream", "against SDPA"]
     return "\n\n".join(["## Decode attention", where(rows[0]), table(head, lines)])
+
+
+def short_quality() -> str:
+    """One line for each lambda: hit rate on text, bits per byte at the longest context, recall."""
+    rows = read("quality.jsonl")
+    longest = max(row["case"]["context"] for row in rows)
+    head = ["lambda", "hit rate on text", f"bits per byte, {longest} tokens"]
+    head += [f"fact recalled from {longest} tokens", "UUID recalled among 75 pairs"]
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        case = row["case"]
+        line = lines.setdefault(case["threshold"], [f"{float(case['threshold']):g}"])
+        if case["measure"] != "bits per byte":
+            line.append(f"{row['value']:.0%}")
+        elif case["context"] == longest:
+            line += [f"{row['hit_rate']:.0%}", f"{row['value']:.4f}"]
+    return "\n".join([table(head, list(lines.values())), "", where(rows[0])])
+
+
+def short_decode() -> str:
+    """Medians of the 8B shape's decode attention over contexts."""
+    rows = [row for row in read("decode_attention.jsonl") if label(row)[:2] == ("32/8", "128")]
+    contexts = list(dict.fromkeys(label(row)[2] for row in rows))
+    names = {
+        "torch.sdpa": "torch SDPA",
+        "decode_attention": "lean decode",
+        "speculative_decode": "with guess and verdict",
+    }
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        name = names.get(row["impl"]) or names[row["bench"]]
+        lines.setdefault(name, [name]).append(f"{row['us']['p50']:.1f}")
+    return "\n".join([table(["us", *contexts], list(lines.values())), "", where(rows[0])])
 
 
 def label(row: dict[str, Any]) -> tuple[str, str, str]:

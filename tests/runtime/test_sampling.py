@@ -79,19 +79,20 @@ def draw(
 
 def kept_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) -> np.ndarray:
     """The distribution after both cuts, by a loop over the tokens from the most likely one."""
-    scaled = logits.double().numpy() / temperature
-    weights = np.exp(scaled - scaled.max())
+    scaled: np.ndarray = logits.double().numpy() / temperature
+    weights: np.ndarray = np.exp(scaled - scaled.max())
     order = sorted(range(len(weights)), key=lambda token: (-scaled[token], token))
     order = order[: top_k or None]
     total = weights[order].sum()
-    kept = np.zeros_like(weights)
+    kept: np.ndarray = np.zeros_like(weights)
     reached = 0.0
     for token in order:
         if reached >= top_p:
             break
         kept[token] = weights[token]
         reached += weights[token] / total
-    return kept / kept.sum()
+    kept /= kept.sum()
+    return kept
 
 
 CUTS = [
