@@ -17,10 +17,11 @@ from alspec.runtime.memory import plan_memory
 __all__ = ["print_plan", "step_costs"]
 
 GIB = 2**30
-# Measured on H200s (NVLink, CUDA 13.0); they set the scale of a prediction, not of a claim.
+# Measured on H200s (NVLink, CUDA 13.0) with separate kernels in one CUDA graph. They set the scale of a prediction for
+# a captured step; a step launched from the host takes longer.
 STREAM_BYTES_PER_S = 4.3e12
-LAYER_OVERHEAD_US = 10.0  # time per layer beyond bytes, collectives included
-ALONE_OVERHEAD_US = 6.0  # the same with one rank in the group: no collectives
+LAYER_OVERHEAD_US = 13.0  # time per layer beyond bytes with tensor parallelism
+ALONE_OVERHEAD_US = 12.0  # the same with one rank in the group
 HOP_US = 2.4  # one-way put and flag to the paired GPU
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -61,7 +62,7 @@ def print_plan(config: GenerateConfig) -> None:
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.max_position_embeddings
     table = Table(
-        title=f"{context} tokens, {config.dtype or model.dtype}; predicted at {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, "
+        title=f"{context} tokens, {config.dtype or model.dtype}; captured step, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, "
         f"paired at a hit rate of {PREDICTED_HIT_RATE:.2f}"
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token"):

@@ -1,0 +1,136 @@
+"""`launch/evaluate.py`, `launch/bench_kernels.py` and `launch/plot_trace.py` as commands."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alspec.launch import bench_kernels, evaluate, plot_trace
+from alspec.runtime.timeline import write_trace
+
+TEXT = (
+    "The old man walked slowly down the road to the village. He had lived there when he was young, before the mill was "
+    "closed and the river changed its course. Nobody knew him now. The houses stood where they had always stood, with "
+    "their small windows and doors, and smoke rose from the chimney of the inn. He stopped at the bridge. "
+) * 12
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl.xz"
+    path.write_bytes(lzma.compress("".join(json.dumps({"text": TEXT[i::2]}) + "\n" for i in (0, 1)).encode()))
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    records = tmp_path / "records.jsonl.gz"
+    pairs = [[f"key-{i}", f"value-{i}"] for i in range(5)]
+    case = {"ordered_kv_records": pairs, "key": "key-3", "value": "value-3"}
+    records.write_bytes(gzip.compress((json.dumps(case) + "\n").encode()))
+    flags = [
+        "--contexts",
+        "128,512",
+        "--windows",
+        "1",
+        "--thresholds",
+        "0,inf",
+        "--recall",
+        "1",
+        "--records",
+        str(records),
+    ]
+    assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows), "--transport", "gloo"]) == 0
+    found = rows_of(rows)
+    cases = [(row["case"]["measure"], row["case"]["context"], row["case"]["threshold"]) for row in found]
+    assert [case[0] for case in cases] == ["bits per byte", "bits per byte", "recall", "record recall"] * 2
+    assert {case[2] for case in cases} == {"0.0", "inf"}
+    by_case = dict(zip(cases, found, strict=True))
+    assert by_case["recall", 512, "0.0"]["value"] == 1.0
+    assert by_case["recall", 512, "inf"]["value"] == 0.0
+    assert by_case["bits per byte", 512, "0.0"]["hit_rate"] == 0.0
+    assert by_case["bits per byte", 512, "inf"]["hit_rate"] == 1.0
+    # At 128 tokens sink and window are everything: the guess is exact.
+    values = [by_case["bits per byte", 128, threshold]["value"] for threshold in ("0.0", "inf")]
+    assert values[0] == pytest.approx(values[1])
+    assert 0.5 < values[0] < 4.0
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model to which every token is equally likely spends log2(vocabulary) bits on each."""
+    monkeypatch.setattr("alspec.models.llama.Llama.lm_head", lambda self, x: torch.zeros(x.shape[0], 4096))
+    rows = tmp_path / "rows.jsonl"
+    flags = ["--contexts", "256", "--windows", "1", "--thresholds", "0", "--rows", str(rows), "--transport", "gloo"]
+    assert evaluate.main(["--text", str(text), *flags]) == 0
+    bytes_per_token = math.log2(4096) / rows_of(rows)[0]["value"]
+    assert 2.5 < bytes_per_token < 5.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--contexts", "8q"], "--contexts: expected lengths such as 1k,8k or 4096, found '8q'"),
+        (["--contexts", "16k"], "16384 is beyond the model's 8192 positions"),
+        (["--thresholds", "0,-1"], "--thresholds: expected numbers >= 0 or inf, found '-1'"),
+        (["--windows", "100", "--contexts", "1k"], "100 windows of 1024 tokens needed"),
+        (
+            ["--records", "nowhere.jsonl.gz", "--contexts", "64", "--windows", "1"],
+            "--records: cannot read nowhere.jsonl.gz",
+        ),
+        (["--text", "nowhere.txt"], "--text: cannot read nowhere.txt: No such file or directory"),
+        (["--kv-cache", "turbo4"], "turbo4 is not available yet"),
+        (["--windos", "3"], "unknown flag --windos; the nearest valid name is --windows"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_mistakes(text: Path, flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(["--text", str(text), *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("alspec: exit 2: ")
+    assert err.count("\n") == 1
+    assert expected in err
+
+
+def test_broken_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.jsonl.xz"
+    path.write_bytes(b"not xz")
+    assert evaluate.main(["--text", str(path)]) == 2
+    assert f"{path}: broken" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_kernels.main([]) == 2
+    assert capsys.readouterr().err == "alspec: exit 2: bench_kernels: needs a CUDA GPU, found none\n"
+
+
+def test_plot_trace_draws_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(op: str, layer: int, start: float, end: float) -> dict[str, Any]:
+        return {"op": op, "layer": layer, "step": 1, "start_us": start, "end_us": end}
+
+    ranks = [
+        [row("full_attention", 0, 0.0, 10.0), row("full_attention", 1, 30.0, 40.0)],
+        [row("post_attention", 0, 4.0, 8.0), row("post_attention", 1, 41.0, 45.0)],
+    ]
+    write_trace(tmp_path / "trace.json", ranks)
+    picture = tmp_path / "picture.png"
+    argv = ["plot_trace", str(tmp_path / "trace.json"), str(picture), "--step", "1", "--layers", "0:2"]
+    monkeypatch.setattr("sys.argv", argv)
+    plot_trace.main()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "in 1 of 2 layers" in capsys.readouterr().out

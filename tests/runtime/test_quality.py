@@ -1,0 +1,62 @@
+"""Scoring a text in one pass gives what decoding it step by step with `simulated` speculation gives."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from alspec.config import SamplingConfig, SpeculationConfig
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime.engine import Engine
+from alspec.runtime.quality import score_text
+
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    torch.set_num_threads(1)
+    engine = Engine.from_pretrained(
+        DEMO_CHECKPOINT, dtype="fp32", transport="gloo", speculation=SpeculationConfig(mode="simulated")
+    )
+    engine.load(1, 1024)
+    return engine
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.2, math.inf])
+@pytest.mark.parametrize("prompt_len", [5, 300, 337, 700])
+def test_one_pass_equals_decoding_step_by_step(engine: Engine, prompt_len: int, threshold: float) -> None:
+    assert engine.tokenizer is not None
+    assert engine.transport is not None
+    words = ["lantern", "river", "the", "of", "captain", "was", "and", "is", "48213", "stood", "old", "harbour", "."]
+    text = " ".join(random.Random(prompt_len).choices(words, k=prompt_len))
+    prompt = engine.tokenizer.encode(text)[:prompt_len]
+    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    engine.program.threshold = threshold
+    generation = engine.start_generation([prompt], sampling)
+    tokens = [token.token_id for token in engine.run(generation, sampling)]
+
+    score = score_text(engine.model, engine.transport, prompt + tokens, threshold, 128, first_speculated=prompt_len)
+
+    decoded = torch.stack(generation.hits)[:, :, 0].T
+    assert torch.equal(score.hits[:, prompt_len : prompt_len + NEW_TOKENS - 1], decoded)
+    assert not score.hits[:, :prompt_len].any()
+    assert score.predicted[prompt_len - 1 :].tolist() == tokens
+    assert score.nll.shape == (prompt_len + NEW_TOKENS - 1,)
+    if prompt_len == 700 and threshold == 0.1:
+        assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
+
+
+def test_likelihood_is_that_of_transformers(engine: Engine) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert engine.transport is not None
+    ids = torch.randint(6, 4096, (200,), generator=torch.Generator().manual_seed(1))
+    oracle = transformers.LlamaForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32)
+    with torch.no_grad():
+        logits = oracle(ids[None]).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
+    score = score_text(engine.model, engine.transport, ids.tolist(), 0.0, 128)
+    torch.testing.assert_close(score.nll, expected, rtol=1e-4, atol=1e-4)
