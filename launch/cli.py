@@ -6,7 +6,7 @@ import argparse
 import difflib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -50,14 +50,23 @@ def _flag(path: tuple[str, ...], field: FieldInfo) -> str:
 
 def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None:
     for path, field in _leaves(schema):
-        options: dict[str, Any] = {"dest": ".".join(path), "default": argparse.SUPPRESS, "help": field.description}
+        default = "" if field.default in (None, (), False) else f" (default: {field.default})"
+        text = f"{field.description}{default}".replace("%", "%%")
+        options: dict[str, Any] = {"dest": ".".join(path), "default": argparse.SUPPRESS, "help": text}
         if field.annotation is bool:
             options["action"] = "store_true"
         elif field.default == ():
             options |= {"action": "append", "metavar": "TEXT"}
         else:
-            options["metavar"] = path[-1].upper()
+            options["metavar"] = "|".join(_choices(field.annotation)) or path[-1].upper()
         parser.add_argument(_flag(path, field), **options)
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The values of a Literal, also inside an optional; none for other types."""
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
 def parse(

@@ -43,7 +43,7 @@ class StepResult:
     """What a step leaves: logits, and each request's verdict in each layer (None where nothing was speculated)."""
 
     logits: Tensor  # [B, V] fp32, the same bits on every rank
-    hits: Tensor | None  # [L, B] bool on the host
+    hits: Tensor | None  # [L, B] bool on the host; False for a request that has ended
     layer_sums: Tensor  # [L] fp32 on the device: not finite where this rank's activations were not
 
 
@@ -112,7 +112,7 @@ class StepProgram:
         x = self._agree(x, partial)
         with self._operation("lm_head", self._model.num_layers):
             logits = gather_logits(self._model, self._transport, x)
-        hits = torch.stack(self._hits).cpu() if self._hits else None
+        hits = torch.stack(self._hits).cpu() & state.live if self._hits else None
         return StepResult(logits, hits, layer_sums)
 
     def _skip_compute(self) -> bool:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from alspec.models.checkpoint import verify_checksums
 from alspec.models.demo.blend import blend
 from alspec.models.demo.data import Codec, recall_prompts
 from alspec.models.demo.network import DemoLlama, Shape, attend_full, export, layer_forward, load, rms_norm
@@ -172,3 +173,7 @@ def test_export_round_trip_and_blend(tmp_path: Path):
         assert torch.equal(a.bfloat16(), b.bfloat16())
     half = blend(first, second, 0.25)
     assert torch.allclose(half.wq, 0.75 * first.wq + 0.25 * second.wq, atol=1e-6)
+
+
+def test_checksums_are_those_of_the_files():
+    verify_checksums(FOLDER)
