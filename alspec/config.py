@@ -14,7 +14,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from .errors import UserError
 from .predictor import CHUNK_SIZES
 
-__all__ = ["EngineConfig", "GenerateConfig", "SamplingConfig", "SpeculationConfig", "load_yaml", "validate"]
+__all__ = [
+    "EngineConfig",
+    "GenerateConfig",
+    "SamplingConfig",
+    "SpeculationConfig",
+    "check_fields",
+    "load_yaml",
+    "validate",
+]
 
 SpeculationMode = Literal["auto", "off", "paired", "colocated", "simulated"]
 KVCacheCodec = Literal["bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant3", "turboquant2"]
@@ -149,10 +157,6 @@ class GenerateConfig(EngineConfig, SamplingConfig):
             raise ValueError("chat needs a text prompt: prompt_ids are used as they are")
         return self
 
-    def part(self, schema: type[_SchemaT]) -> _SchemaT:
-        """The fields of this configuration that `schema` (one of its bases) declares."""
-        return schema.model_construct(**{name: getattr(self, name) for name in schema.model_fields})
-
 
 def validate(
     schema: type[_SchemaT],
@@ -178,6 +182,19 @@ def validate(
     message = first["msg"].removeprefix("Value error, ")
     where, found = (f"{spell(path)}: ", f", found {first['input']!r}") if path else ("", "")
     raise UserError(f"{source}: {where}{message}{found}")
+
+
+def check_fields(schema: type[BaseModel], values: dict[str, Any], source: str) -> None:
+    """As `validate`, but each field for itself: what excludes or needs each other is judged with the flags.
+
+    Raises:
+        UserError: unknown key, wrong type or value.
+    """
+    try:
+        schema.model_validate(values)
+    except ValidationError as error:
+        if error.errors()[0]["loc"]:
+            validate(schema, values, source)
 
 
 def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:

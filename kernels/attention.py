@@ -1,11 +1,10 @@
-"""Attention over the uncompressed cache: prefill, decode, and speculative decode in three launches.
+"""Attention over the uncompressed cache in PyTorch operators: prefill on every device, decode on CPU tensors.
 
-Where the paired rank's memory cannot be addressed, one speculative decode is made of separate launches: the partial
-over sink and window (`predictor_attention`), which is sent away, then the rest, the merge and the verdict's sums
-(`verify_attention`).
+A speculative decode is the partial over sink and window (`predictor_attention`), which may be sent away, then the
+rest, the merge and the verdict's sums (`verify_attention`). On CUDA tensors the lean kernel does both; see
+`decode_attention.py`.
 
 Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, n tokens. `lse` is base 2.
-`seq_lens` is on the host: these launchers slice the cache by it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ def decode_attention(
     Oracle: `decode_attention_ref`.
 
     Args:
-        q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.  seq_lens: [B] integers on the host.
+        q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.
+        seq_lens: [B] integers; read on the host, because the cache is sliced by them.
     Returns:
         o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
     """

@@ -21,7 +21,7 @@ from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.decode_attention import PROGRAMS_PER_SM
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
-from alspec.launch.cli import Parser
+from alspec.launch.cli import Parser, check_writable, parse_tokens
 from alspec.runtime.stats import commit, percentile, stream_bandwidth, versions
 
 __all__ = ["main"]
@@ -233,8 +233,9 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if not torch.cuda.is_available():
             raise UserError("bench_kernels: needs a CUDA GPU, found none")
+        check_writable("flags: --rows", args.rows)
         results = Results(args.rows)
-        contexts = [int(item.removesuffix("k")) * 1024 for item in args.contexts.split(",")]
+        contexts = parse_tokens("--contexts", args.contexts)
         options = {name: getattr(args, name) for name in ("num_warps", "num_stages", "min_run", "merge")}
         bench_decode(results, contexts, args.programs_per_sm, options)
         results.show()

@@ -12,10 +12,10 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from alspec.config import load_yaml, validate
+from alspec.config import check_fields, load_yaml, validate
 from alspec.errors import UserError
 
-__all__ = ["Parser", "parse", "print_config"]
+__all__ = ["Parser", "check_writable", "parse", "parse_tokens", "print_config"]
 
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 
@@ -86,7 +86,7 @@ def parse(
     values: dict[str, Any] = {}
     if args.config is not None:
         values = load_yaml(args.config)
-        validate(schema, values, f"config: {args.config}")
+        check_fields(schema, values, f"config: {args.config}")
     flags = {path: _flag(path, field) for path, field in _leaves(schema)}
     for path in flags:
         if hasattr(args, ".".join(path)):
@@ -98,6 +98,40 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for part in path[:-1]:
         values = values.setdefault(part, {})
     values[path[-1]] = value
+
+
+def parse_tokens(flag: str, text: str) -> list[int]:
+    """Token counts such as `1k,8k` or `4096`; k is 1024.
+
+    Raises:
+        UserError: anything else, or less than 2.
+    """
+    counts = []
+    for item in text.lower().split(","):
+        digits, scale = item.strip().removesuffix("k"), 1024 if item.strip().endswith("k") else 1
+        if not digits.isdigit() or int(digits) * scale < 2:
+            raise UserError(f"flags: {flag}: expected lengths such as 1k,8k or 4096, found {item!r}")
+        counts.append(int(digits) * scale)
+    return counts
+
+
+def check_writable(name: str, path: Path | None) -> None:
+    """Find out before the work whether its result can be stored; leaves no file behind.
+
+    Raises:
+        UserError: names the file.
+    """
+    if path is None:
+        return
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"
+        ) from None
 
 
 def print_config(config: BaseModel) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from typing import Any
 
@@ -13,10 +15,9 @@ from rich.style import Style
 from rich.table import Table
 
 from alspec.runtime.generation import Generation, Token
+from alspec.runtime.memory import GIB
 
-__all__ = ["Printer", "print_panel"]
-
-GIB = 2**30
+__all__ = ["Printer", "print_panel", "use_utf8"]
 
 
 class Printer:
@@ -30,6 +31,13 @@ class Printer:
 
     def show(self, token: Token) -> None:
         """Print what this token adds."""
+        try:
+            self._show(token)
+        except BrokenPipeError:
+            # The reader left (`| head`): go on without one, so that the other ranks end as they should.
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+    def _show(self, token: Token) -> None:
         if self._is_batch:
             self._flush_finished()
         elif self._color and token.hit_rate is not None:
@@ -52,6 +60,12 @@ class Printer:
             line = {"request": self._next, "text": request.text, "finish_reason": request.finish_reason}
             print(json.dumps(line, ensure_ascii=False))
             self._next += 1
+
+
+def use_utf8() -> None:
+    """Write UTF-8 whatever the locale says: generated text is not limited to it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 
 
 def _shade(hit_rate: float) -> Style:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from alspec.config import EngineConfig
 from alspec.errors import AlspecError, UserError, report
-from alspec.launch.cli import Parser, parse
+from alspec.launch.cli import Parser, check_writable, parse, parse_tokens
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.demo.data import RecallPrompt, recall_prompts
 from alspec.runtime.engine import Engine
@@ -60,7 +60,10 @@ def main(argv: list[str] | None = None) -> int:
         config, args = parse(parser, EngineConfig, argv)
         speculation = config.speculation.model_copy(update={"mode": "simulated"})
         engine = Engine(config.model_copy(update={"speculation": speculation}))
-        contexts = [_tokens(item) for item in args.contexts.split(",")]
+        contexts = parse_tokens("--contexts", args.contexts)
+        if args.windows < 1 or args.recall < 0:
+            raise UserError("flags: expected --windows >= 1 and --recall >= 0")
+        check_writable("flags: --rows", args.rows)
         thresholds = [_threshold(item) for item in args.thresholds.split(",")]
         text = _read_text(args.text)
         return run_guarded(engine.heartbeat, lambda: _evaluate(engine, args, contexts, thresholds, text))
@@ -68,14 +71,6 @@ def main(argv: list[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return report(error)
-
-
-def _tokens(item: str) -> int:
-    number = item.strip().lower()
-    scale = 1024 if number.endswith("k") else 1
-    if not number.removesuffix("k").isdigit() or int(number.removesuffix("k")) * scale < 2:
-        raise UserError(f"flags: --contexts: expected lengths such as 1k,8k or 4096, found {item!r}")
-    return int(number.removesuffix("k")) * scale
 
 
 def _threshold(item: str) -> float:

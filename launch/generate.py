@@ -13,12 +13,13 @@ import torch
 from alspec.config import GenerateConfig
 from alspec.errors import AlspecError, report
 from alspec.launch.cli import Parser, parse, print_config
-from alspec.launch.display import Printer, print_panel
+from alspec.launch.display import Printer, print_panel, use_utf8
 from alspec.launch.plan import print_plan
 from alspec.launch.prompts import read_prompts
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.generation import Generation
+from alspec.runtime.placement import Placement
 from alspec.runtime.stats import step_bytes, stream_bandwidth, summarize, versions
 from alspec.runtime.timeline import write_trace
 
@@ -32,12 +33,13 @@ def main(argv: list[str] | None = None) -> int:
         parser = Parser(prog="generate", description="Generate text with a Llama model.", allow_abbrev=False)
         parser.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
         config, args = parse(parser, GenerateConfig, argv)
-        if args.print_config:
-            print_config(config)
+        debug = debug or config.debug
+        if args.print_config or args.plan:
+            # Once, not by every rank of torchrun.
+            if Placement.from_environment().rank == 0:
+                (print_config if args.print_config else print_plan)(config)
             return 0
-        if args.plan:
-            print_plan(config)
-            return 0
+        use_utf8()
         engine = Engine(config, trace=config.trace is not None)
         return run_guarded(engine.heartbeat, lambda: _generate(config, engine))
     except AlspecError as error:
@@ -52,6 +54,9 @@ def _generate(config: GenerateConfig, engine: Engine) -> int:
     max_context = engine.check_prompts(prompts, config.max_new_tokens)
     if is_first and engine.notice:
         print(f"alspec: {engine.notice}", file=sys.stderr)
+    if is_first and config.color and (is_batch or engine.mode == "off"):
+        why = "a batch is printed as JSON" if is_batch else "nothing is speculated"
+        print(f"alspec: --color shades nothing: {why}", file=sys.stderr)
     engine.load(len(prompts), max_context)
     generation = engine.start_generation(prompts, config)
     printer = Printer(generation, is_batch, config.color) if is_first else None

@@ -11,12 +11,12 @@ from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
+from alspec.runtime.engine import refuse_unavailable
 from alspec.runtime.kv_cache import KVCache
-from alspec.runtime.memory import plan_memory
+from alspec.runtime.memory import DTYPES, GIB, plan_memory
 
 __all__ = ["print_plan", "step_costs"]
 
-GIB = 2**30
 # Measured on H200s (NVLink, CUDA 13.0) with separate kernels in one CUDA graph. They set the scale of a prediction for
 # a captured step; a step launched from the host takes longer.
 STREAM_BYTES_PER_S = 4.3e12
@@ -24,7 +24,6 @@ LAYER_OVERHEAD_US = 13.0  # time per layer beyond bytes with tensor parallelism
 ALONE_OVERHEAD_US = 12.0  # the same with one rank in the group
 HOP_US = 2.4  # one-way put and flag to the paired GPU
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def step_costs(config: LlamaConfig, world_size: int, num_groups: int, dtype: torch.dtype, context: int) -> StepCosts:
@@ -54,7 +53,12 @@ def step_costs(config: LlamaConfig, world_size: int, num_groups: int, dtype: tor
 
 
 def print_plan(config: GenerateConfig) -> None:
-    """A table over world sizes and modes on stdout."""
+    """A table over world sizes and modes on stdout.
+
+    Raises:
+        UserError: unknown shape, broken folder, or a configuration that is not available yet.
+    """
+    refuse_unavailable(config)
     if config.random_weights is not None:
         model = LlamaConfig.from_shape(config.random_weights)
     else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from alspec.config import GenerateConfig
 from alspec.errors import UserError
+from alspec.launch.cli import check_writable
 from alspec.runtime.engine import Engine, broadcast_text
 
 __all__ = ["read_prompts"]
@@ -23,8 +24,8 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]
     message: dict[str, Any] = {}
     if engine.placement.rank == 0:
         try:
-            _check_writable("json", config.json_file)
-            _check_writable("trace", config.trace)
+            check_writable("json", config.json_file)
+            check_writable("trace", config.trace)
             message = {"ids": [_encode(prompt, config, engine) for prompt in _read(config)]}
         except UserError as error:
             message = {"error": str(error)}
@@ -32,21 +33,6 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]
     if "error" in message:
         raise UserError(message["error"])
     return message["ids"], config.prompt_file is not None and config.prompt_file.suffix == ".jsonl"
-
-
-def _check_writable(name: str, path: Path | None) -> None:
-    """Find out before generating whether the result can be stored; leaves no file behind."""
-    if path is None:
-        return
-    is_new = not path.exists()
-    try:
-        path.open("a").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise UserError(
-            f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"
-        ) from None
 
 
 def _read(config: GenerateConfig) -> list[str | list[int]]:
@@ -62,10 +48,21 @@ def _read(config: GenerateConfig) -> list[str | list[int]]:
     elif sys.stdin is None or sys.stdin.isatty():
         raise UserError("prompt: none given; use --prompt TEXT, --prompt-file F, --prompt-ids 1,2,3 or standard input")
     else:
-        text = sys.stdin.read()
+        text = _read_stdin()
     if not text.strip():
         raise UserError("prompt: expected a text, found an empty one; use --prompt TEXT or standard input")
     return [text]
+
+
+def _read_stdin() -> str:
+    """Standard input as UTF-8, whatever the locale says."""
+    binary = getattr(sys.stdin, "buffer", None)
+    if binary is None:  # replaced by text, as in a notebook
+        return sys.stdin.read()
+    try:
+        return str(binary.read().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompt: standard input is not UTF-8 at byte {error.start}; give UTF-8 text") from None
 
 
 def _read_file(path: Path) -> str:

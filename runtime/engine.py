@@ -22,10 +22,10 @@ from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
 from ..models.llama import Llama, load_weights, random_weights
 from ..models.tokenizer import Tokenizer
-from .faults import Heartbeat
+from .faults import LOADING, Heartbeat
 from .generation import Generation, IdDecoder, Request, Token
 from .kv_cache import KVCache
-from .memory import MemoryPlan, available_bytes, check_fits
+from .memory import DTYPES, MemoryPlan, available_bytes, check_fits
 from .placement import Placement, choose_device, choose_mode
 from .prefill import prefill
 from .sampling import sample
@@ -33,9 +33,7 @@ from .step import DecodeState, StepProgram
 from .timeline import Timeline
 from .transport import Transport, connect_store
 
-__all__ = ["Engine"]
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+__all__ = ["Engine", "broadcast_text", "refuse_unavailable"]
 
 
 class Engine:
@@ -47,9 +45,14 @@ class Engine:
         UserError: flags, checkpoint, tokenizer, or a world size the model does not divide by.
     """
 
+    # Set by `load`.
+    model: Llama
+    cache: KVCache
+    program: StepProgram
+
     def __init__(self, config: EngineConfig, trace: bool = False) -> None:
         self.config = config
-        _refuse_unavailable(config)
+        refuse_unavailable(config)
         environment = Placement.from_environment()
         self.checkpoint: Checkpoint | None = None
         self.tokenizer: Tokenizer | None = None
@@ -62,7 +65,7 @@ class Engine:
         self.device, self.backend, self.notice = choose_device(config, self.placement)
         stored = self.model_config.dtype if self.device.type == "cuda" else "fp32"
         self.dtype_name = config.dtype or stored
-        self.dtype = _DTYPES[self.dtype_name]
+        self.dtype = DTYPES[self.dtype_name]
         self.store = connect_store(self.placement) if self.placement.world_size > 1 else None
         self.heartbeat = Heartbeat(self.placement)
         self.timeline = Timeline(self.device, trace)
@@ -112,9 +115,18 @@ class Engine:
         Raises:
             DoesNotFitError: before anything is allocated.
         """
+        config, placement = self.model_config, self.placement
+        held = 0 if self.memory is None else self.memory.weights_bytes + self.cache.num_bytes
+        available = available_bytes(self.device, placement.local_world_size) + held
+        memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available)
+        if self.memory is not None:
+            # The old cache goes before the new one comes.
+            del self.cache, self.program
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self.memory = memory
         if self.transport is None:
-            self._load_model(batch_size, max_context)
-        config = self.model_config
+            self._load_model()
         kv_heads = config.num_kv_heads // self.placement.tp_size
         self.cache = KVCache(
             config.num_layers, batch_size, kv_heads, max_context, config.head_dim, self.dtype, self.device
@@ -144,10 +156,11 @@ class Engine:
             )
         )
 
-    def _load_model(self, batch_size: int, max_context: int) -> None:
+    def _load_model(self) -> None:
         config, placement = self.model_config, self.placement
-        available = available_bytes(self.device, placement.local_world_size)
-        self.memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available)
+        self._check_agreement()
+        self.heartbeat.mark(0, LOADING, -1)
+        self.heartbeat.start()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif placement.local_world_size > 1:
@@ -158,8 +171,19 @@ class Engine:
         else:
             weights = random_weights(config, placement.shard, self.dtype, self.device)
         self.transport = Transport(placement, self.device, self.backend, self.store)
-        self.heartbeat.start()
         self.model = Llama(config, weights, self.transport.all_reduce)
+
+    def _check_agreement(self) -> None:
+        """Ranks on different hosts choose for themselves; what they chose must be the same everywhere."""
+        if self.store is None:
+            return
+        choice = f"{self.backend} {self.mode} {self.dtype_name}"
+        for rank, other in enumerate(_exchange(self.store, self.placement, "choice", choice)):
+            if other != choice:
+                raise UserError(
+                    f"ranks disagree on transport, mode and dtype: rank {self.placement.rank} has {choice}, "
+                    f"rank {rank} has {other}; give --transport and --dtype, and the same flags everywhere"
+                )
 
     def _connected(self) -> Transport:
         assert self.transport is not None, "load comes first"
@@ -279,8 +303,7 @@ class Engine:
         """Rows of every rank, on every rank."""
         if self.store is None:
             return [rows]
-        self.store.set(f"alspec/rows/{self.placement.rank}", json.dumps(rows))
-        return [json.loads(self.store.get(f"alspec/rows/{rank}")) for rank in range(self.placement.world_size)]
+        return [json.loads(text) for text in _exchange(self.store, self.placement, "rows", json.dumps(rows))]
 
     def close(self) -> None:
         """Leave in order: all ranks meet, then the heartbeat says goodbye, then the process groups end."""
@@ -301,7 +324,20 @@ def broadcast_text(store: dist.Store | None, rank: int, key: str, text: str | No
     return str(store.get(key).decode())
 
 
-def _refuse_unavailable(config: EngineConfig) -> None:
+def _exchange(store: dist.Store, placement: Placement, key: str, text: str) -> list[str]:
+    """Every rank's text, in rank order."""
+    store.set(f"alspec/{key}/{placement.rank}", text)
+    return [store.get(f"alspec/{key}/{rank}").decode() for rank in range(placement.world_size)]
+
+
+def refuse_unavailable(config: EngineConfig) -> None:
+    """Name what the schema knows and the runtime does not have yet.
+
+    Raises:
+        UserError: codec, softmax, graph mode or placement that is not available.
+    """
+    if config.speculation.mode == "colocated":
+        raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
     if config.kv_cache != "bf16":
         raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16")
     if config.softmax != "exact":

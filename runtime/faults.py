@@ -19,18 +19,22 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
-from ..errors import AlspecError, RankFailureError, report
+from ..errors import AlspecError, DoesNotFitError, RankFailureError, report
 from .placement import Placement
 from .transport import connect_store
 
-__all__ = ["Heartbeat", "run_guarded"]
+__all__ = ["LOADING", "Heartbeat", "run_guarded"]
 
 PERIOD_S = 0.5
 STALL_LIMIT_S = 4.0
 # After torchrun's SIGTERM a peer that misses this much is the one that failed.
 TERMINATED_LIMIT_S = 2.0
+# While weights are read, a rank may be busy in one long call.
+LOADING = "load"
+LOAD_LIMIT_S = 60.0
 
 
 class Heartbeat:
@@ -59,8 +63,11 @@ class Heartbeat:
         wakeup_write.setblocking(False)
         self._wakeup_write = wakeup_write
         # The handler may never run while the main thread is blocked; the byte on the socket reaches the watcher.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.set_wakeup_fd(wakeup_write.fileno(), warn_on_full_buffer=False)
+        # Python allows handlers in the main thread only; elsewhere SIGTERM keeps the program's own.
+        self._handles_signals = threading.current_thread() is threading.main_thread()
+        if self._handles_signals:
+            self._old_handler = signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.set_wakeup_fd(wakeup_write.fileno(), warn_on_full_buffer=False)
         self._beat()
         self._store.wait([self._key(rank) for rank in range(self._placement.world_size)])
         self._thread = threading.Thread(target=self._watch, name="alspec-heartbeat", daemon=True)
@@ -76,6 +83,11 @@ class Heartbeat:
             return
         self._stopped.set()
         self._thread.join()
+        if self._handles_signals:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, self._old_handler)
+        self._wakeup.close()
+        self._wakeup_write.close()
         with contextlib.suppress(dist.DistError, RuntimeError):
             self._beat(done=True)
 
@@ -116,8 +128,10 @@ class Heartbeat:
             "counter": self._counter,
             "step": step,
             "op": operation if layer < 0 else f"{operation}, layer {layer}",
+            "patience_s": LOAD_LIMIT_S if operation == LOADING else 0.0,
             "pid": os.getpid(),
-            "host": socket.gethostname(),
+            "born": _born(os.getpid()),
+            "host": _host(),
             "done": done,
             "cause": self._cause,
         }
@@ -159,29 +173,53 @@ class Heartbeat:
                 # It may have left because of another rank: its last beat says so.
                 cause = json.loads(self._store.get(self._key(rank)))["cause"]
                 return cause or f"rank {rank} died at {where}; see its own output above for the cause"
-            if now - since > limit_s:
+            if now - since > max(limit_s, beat["patience_s"]):
                 _kill_stalled(beat)
                 return f"rank {rank} stalled at {where}: {state}, no heartbeat for {now - since:.1f} s"
         return ""
 
 
+def _host() -> str:
+    """This boot and PID namespace: where they are equal, a process id means the same process."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
+            return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"  # unknown: equal to nobody's
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third (state) on."""
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+        return stat.read().rpartition(")")[2].split()
+
+
+def _born(pid: int) -> str:
+    """Start time of a process, in clock ticks since boot: tells it from a later one with the same id."""
+    try:
+        return _stat(pid)[19]
+    except OSError:
+        return ""
+
+
 def _process_state(beat: dict[str, Any]) -> str:
     """`dead`, `stopped` or `running` for a process of this host, `silent` for one of another."""
-    if beat["host"] != socket.gethostname():
+    if beat["host"] != _host():
         return "silent"
     try:
-        with open(f"/proc/{beat['pid']}/stat", encoding="ascii", errors="replace") as stat:
-            letter = stat.read().rpartition(")")[2].split()[0]
+        letter = _stat(beat["pid"])[0]
     except (FileNotFoundError, ProcessLookupError):
         return "dead"
     except OSError:
         return "silent"
+    if _born(beat["pid"]) != beat["born"]:
+        return "dead"
     return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(letter, "running")
 
 
 def _kill_stalled(beat: dict[str, Any]) -> None:
     """A stopped process ignores torchrun's SIGTERM for 30 s; kill it, so that the job ends now."""
-    if beat["host"] == socket.gethostname():
+    if beat["host"] == _host() and beat["born"] == _born(beat["pid"]):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(beat["pid"], signal.SIGKILL)
 
@@ -196,7 +234,11 @@ def run_guarded(heartbeat: Heartbeat, work: Callable[[], int]) -> int:
         AlspecError: with one rank, as it came.
     """
     try:
-        return work()
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            line = str(error).splitlines()[0]
+            raise DoesNotFitError(f"out of memory: {line} Lower --max-context, or use more ranks") from error
     except AlspecError as error:
         if not heartbeat.watching:
             raise

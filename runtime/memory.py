@@ -13,9 +13,10 @@ from ..models.llama import Shard
 from .kv_cache import KVCache
 from .prefill import CHUNK_TOKENS
 
-__all__ = ["MemoryPlan", "available_bytes", "check_fits", "plan_memory"]
+__all__ = ["DTYPES", "GIB", "MemoryPlan", "available_bytes", "check_fits", "plan_memory"]
 
 GIB = 2**30
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)

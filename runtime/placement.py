@@ -81,10 +81,8 @@ def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[s
     Returns:
         The mode in force, and its number of groups.
     Raises:
-        UserError: a mode that is not available, an odd world for `paired`, or a model that its groups do not divide.
+        UserError: an odd world for `paired`, or a model that its groups do not divide.
     """
-    if requested == "colocated":
-        raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
     if requested == "auto":
         paired = (
             world_size % 2 == 0 and world_size not in config.valid_tp_sizes and world_size // 2 in config.valid_tp_sizes

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import UserError
 from .placement import Placement
 
 __all__ = ["PairMessage", "Transport", "connect_store"]
@@ -19,6 +20,10 @@ TIMEOUT = timedelta(seconds=600)
 
 def connect_store(placement: Placement) -> dist.TCPStore:
     """Connect to the job's key-value store, which torchrun's agent hosts (rank 0 does where it does not)."""
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise UserError(
+            f"WORLD_SIZE is {placement.world_size}, but MASTER_ADDR and MASTER_PORT are missing; use torchrun"
+        )
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -143,8 +148,6 @@ class Transport:
         self.synchronize()
 
     def close(self) -> None:
-        """Leave the process groups, after all ranks have arrived here."""
+        """Leave the process groups; all ranks have met at a barrier before."""
         if self.placement.world_size > 1 and dist.is_initialized():
-            self.flush()
-            self.barrier()
             dist.destroy_process_group()

@@ -139,7 +139,7 @@ def short_decode() -> str:
     names = {
         "torch.sdpa": "torch SDPA",
         "decode_attention": "lean decode",
-        "speculative_decode": "with guess and verdict",
+        "speculative_decode": "with guess and verdict, one launch",
     }
     lines: dict[str, list[str]] = {}
     for row in rows:

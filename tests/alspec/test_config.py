@@ -182,15 +182,6 @@ def test_configuration_is_frozen() -> None:
             schema().__setattr__(next(iter(schema.model_fields)), None)
 
 
-def test_part_is_the_base_fields() -> None:
-    config = GenerateConfig(prompt="x", temperature=0.5, kv_cache="turbo4")
-    assert config.part(SamplingConfig) == SamplingConfig(temperature=0.5)
-    assert config.part(EngineConfig) == EngineConfig(kv_cache="turbo4")
-
-
-# YAML.
-
-
 def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
     return path

@@ -432,3 +432,29 @@ def test_every_flag_with_a_value_has_a_bad_one_here() -> None:
         name for name, field in GenerateConfig.model_fields.items() if field.annotation is bool
     }
     assert set(GenerateConfig.model_fields) - free_text_or_switch <= covered
+
+
+def test_stdin_that_is_not_utf8(refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 ")))
+    assert refused("--model", checkpoint) == "prompt: standard input is not UTF-8 at byte 3; give UTF-8 text"
+
+
+def test_plan_refuses_what_is_not_available(refused: Refused) -> None:
+    assert "turbo4 is not available yet" in refused("--plan", "--kv-cache", "turbo4")
+
+
+def test_a_file_may_need_a_flag(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+    """`system` alone is refused, and so is it from a file; with --chat the next mistake is reported."""
+    path = tmp_path / "config.yaml"
+    path.write_text("system: be brief\n")
+    assert "system needs chat" in refused("--config", path, "--model", checkpoint, "--prompt", "a")
+    assert "system needs chat" not in refused(
+        "--config", path, "--model", checkpoint, "--chat", "--prompt", "a", "--transport", "symm"
+    )
+
+
+def test_world_without_torchrun(refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert "use torchrun" in refused("--model", checkpoint, "--prompt", "a", "--transport", "gloo")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from alspec.config import EngineConfig
+from alspec.config import EngineConfig, SpeculationConfig
 from alspec.errors import UserError
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Shard
+from alspec.runtime.engine import refuse_unavailable
 from alspec.runtime.placement import Placement, choose_device, choose_mode
 
 
@@ -113,7 +114,7 @@ def test_model_must_divide(mode: str, world_size: int) -> None:
 
 def test_colocated_is_not_available() -> None:
     with pytest.raises(UserError, match="colocated is not available yet"):
-        choose_mode("colocated", model(), 2)
+        refuse_unavailable(EngineConfig(speculation=SpeculationConfig(mode="colocated")))
 
 
 @pytest.fixture
