@@ -72,6 +72,7 @@ class Engine:
         self.memory: MemoryPlan | None = None
         self.transport: Transport | None = None
         self._step = 0
+        self._is_warm = self.device.type != "cuda"
 
     @classmethod
     def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> Engine:
@@ -141,8 +142,9 @@ class Engine:
             speculation.chunk_size,
             self._operation,
         )
-        if self.device.type == "cuda":
+        if not self._is_warm:
             self._warm_up()
+            self._is_warm = True
 
     def _warm_up(self) -> None:
         """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches."""
@@ -191,7 +193,9 @@ class Engine:
 
     @contextmanager
     def _operation(self, name: str, layer: int) -> Iterator[None]:
-        self.heartbeat.mark(self._step, name, layer)
+        # Until the kernels are compiled, the heartbeat is as patient as while loading.
+        if self._is_warm:
+            self.heartbeat.mark(self._step, name, layer)
         with self.timeline.span(name, layer):
             yield
 
