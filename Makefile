@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= It was a cold evening in December when the stranger knocked at the door of the inn.
 NPROC ?= 2
+SEED ?= 4
 
 .PHONY: generate test lint ci clean
 
-# OMP_NUM_THREADS only keeps torchrun from warning; the ranks of a host share its cores.
+# The seed is one of six looked at; `make generate SEED=7` gives another text. OMP_NUM_THREADS only keeps torchrun from
+# warning; the ranks of a host share its cores.
 generate: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/generate.py \
-		--speculation paired --temperature 0.8 --top-p 0.9 --seed 4 --prompt "$(PROMPT)"
+		--speculation paired --temperature 0.8 --top-p 0.9 --seed $(SEED) --prompt "$(PROMPT)"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest
