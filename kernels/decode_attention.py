@@ -8,10 +8,7 @@ from torch import Tensor
 from .attention import decode_attention, predictor_attention, verify_attention
 from .lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
 
-__all__ = ["PROGRAMS_PER_SM", "DecodeAttention"]
-
-# Two programs on an SM keep enough bytes in flight; a third costs more in partials to merge than it hides (measured).
-PROGRAMS_PER_SM = 2
+__all__ = ["DecodeAttention"]
 
 
 class DecodeAttention:
@@ -39,12 +36,12 @@ class DecodeAttention:
             return
         shape = (batch_size, num_qo_heads, head_dim)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._workspace = LeanWorkspace.allocate(
-            batch_size, num_qo_heads, num_kv_heads, head_dim, device, PROGRAMS_PER_SM * sms, chunk_size
-        )
+        self._workspace = LeanWorkspace.allocate(batch_size, num_qo_heads, num_kv_heads, head_dim, device, sms)
         self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
         self._lse = torch.empty(shape[:2], device=device)
-        self._speculation = Speculation(chunk_size, self._spec_out, torch.empty(batch_size, 2, device=device))
+        self._speculation = Speculation(
+            chunk_size, self._spec_out, torch.empty(batch_size, num_kv_heads, 2, device=device)
+        )
 
     def full(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> Tensor:
         """`A` without speculation.
@@ -76,7 +73,7 @@ class DecodeAttention:
                 q, k_cache, v_cache, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale
             )
         self._launch(q, k_cache, v_cache, seq_lens, self._speculation, "rest")
-        return self._out, self._speculation.sums
+        return self._out, self._speculation.sums.sum(1)
 
     def _launch(
         self,

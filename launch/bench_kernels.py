@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import math
 import shlex
@@ -18,17 +20,19 @@ from rich.table import Table
 from torch import Tensor
 
 from alspec.errors import AlspecError, UserError, report
-from alspec.kernels.decode_attention import PROGRAMS_PER_SM
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.cli import Parser, check_writable, parse_tokens
+from alspec.launch.spec_ready import spec_ready_us
 from alspec.runtime.stats import commit, percentile, stream_bandwidth, versions
 
 __all__ = ["main"]
 
 # Buffers of one measurement rotate through this much memory, ten times the L2, so that every launch reads DRAM.
 COLD_BYTES = 600 * 2**20
-REPLAYS = 15
+WARMUP_MS = 20  # of replays, so that the clocks have settled
+REPLAYS = 25
+CHUNK_SIZE = 128
 SHAPES = ((32, 8, 128), (8, 2, 128), (32, 8, 64))
 CONTEXTS = "1k,2k,4k,8k,16k,32k,64k,128k,256k"
 TOLERANCE = 1e-2  # relative RMS of a bf16 output against fp64
@@ -47,7 +51,7 @@ class Case:
     def draw(cls, seq_lens: list[int], num_qo_heads: int, num_kv_heads: int, head_dim: int) -> Case:
         """Fresh random inputs."""
         batch, capacity = len(seq_lens), max(seq_lens)
-        copies = max(3, min(128, COLD_BYTES // (4 * batch * num_kv_heads * capacity * head_dim)))
+        copies = max(8, min(128, COLD_BYTES // (4 * batch * num_kv_heads * capacity * head_dim)))
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(copies, batch, *shape, dtype=torch.bfloat16, device="cuda")
@@ -66,30 +70,21 @@ class Case:
         return int(self.seq_lens.sum()) * heads * head_dim * 2 * self.k.itemsize
 
 
-def lean(case: Case, num_programs: int, chunk_size: int = 0, **options: int) -> Callable[[int], tuple[Tensor, ...]]:
+def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]:
     """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
-    device = case.q.device
-    workspace = LeanWorkspace.allocate(batch, hq, case.k.shape[2], dim, device, num_programs, chunk_size)
+    device, hkv = case.q.device, case.k.shape[2]
+    num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+    workspace = LeanWorkspace.allocate(batch, hq, hkv, dim, device, num_programs)
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     speculation = None
     if chunk_size:
-        sums = torch.full((batch, 2), math.nan, device=device)
+        sums = torch.full((batch, hkv, 2), math.nan, device=device)
         speculation = Speculation(chunk_size, torch.full_like(out, math.nan), sums)
 
     def run(i: int) -> tuple[Tensor, ...]:
         lean_decode_attention(
-            case.q[i],
-            case.k[i],
-            case.v[i],
-            case.seq_lens,
-            dim**-0.5,
-            workspace,
-            out,
-            lse,
-            speculation,
-            "all",
-            **options,
+            case.q[i], case.k[i], case.v[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation
         )
         return (out,) if speculation is None else (out, speculation.spec_out, speculation.sums)
 
@@ -112,6 +107,18 @@ def sdpa(case: Case) -> Callable[[int], tuple[Tensor, ...]]:
     return run
 
 
+def flashinfer(case: Case) -> Callable[[int], tuple[Tensor, ...]] | None:
+    """FlashInfer's decode of one request on copy `i`, with tensor cores; None where it is not installed."""
+    if case.q.shape[1] != 1 or importlib.util.find_spec("flashinfer") is None:
+        return None
+    decode = importlib.import_module("flashinfer").single_decode_with_kv_cache
+
+    def run(i: int) -> tuple[Tensor, ...]:
+        return (decode(case.q[i, 0], case.k[i, 0], case.v[i, 0], kv_layout="HND", use_tensor_cores=True)[None],)
+
+    return run
+
+
 def check(case: Case, run: Callable[[int], tuple[Tensor, ...]], chunk_size: int = 0) -> None:
     """Compare the last copy's result with the fp64 oracle."""
     i = case.q.shape[0] - 1
@@ -120,6 +127,7 @@ def check(case: Case, run: Callable[[int], tuple[Tensor, ...]], chunk_size: int 
     found = run(i)
     if chunk_size:
         spec_out, full_out, sums = speculative_decode_attention_ref(*args, chunk_size, scale)
+        found = (*found[:2], found[2].sum(1))
         wanted: tuple[Tensor, ...] = (full_out, spec_out, sums)
     else:
         wanted = (decode_attention_ref(*args, scale)[0],)
@@ -138,17 +146,20 @@ def time_us(run: Callable[[int], Any], copies: int) -> dict[str, float]:
     with torch.cuda.graph(graph):
         for i in range(copies):
             run(i)
-    graph.replay()
-    samples = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    for _ in range(2 + int(WARMUP_MS / max(_replay_us(graph) / 1e3, 0.05))):
         graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / copies)
+    samples = [_replay_us(graph) / copies for _ in range(REPLAYS)]
     del graph
     return {f"p{int(100 * share)}": percentile(samples, share) for share in (0.2, 0.5, 0.8)}
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
 
 
 class Results:
@@ -161,15 +172,17 @@ class Results:
         for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "against sdpa"):
             self._table.add_column(name)
 
-    def add(self, bench: str, impl: str, case: dict[str, Any], us: dict[str, float], size: int, base: float) -> None:
-        """One implementation on one case; `base` is SDPA's median."""
+    def add(
+        self, bench: str, impl: str, case: dict[str, Any], us: dict[str, float], size: int, base: float | None = None
+    ) -> None:
+        """One implementation on one case that must read `size` bytes; `base` is SDPA's median."""
         rate = size / us["p50"] * 1e6
         label = " ".join(f"{key}={value}" for key, value in case.items())
         cells = (
             f"{us['p50']:.1f}",
             f"{rate / 1e12:.2f}",
             f"{100 * rate / self.stream:.0f} %",
-            f"{base / us['p50']:.2f}x",
+            f"{base / us['p50']:.2f}x" if base else "-",
         )
         self._table.add_row(bench, label, impl, *cells)
         if self._rows is None:
@@ -195,28 +208,52 @@ class Results:
         Console(width=170).print(self._table)
 
 
-def bench_decode(results: Results, contexts: list[int], programs_per_sm: int, options: dict[str, int]) -> None:
-    """Plain and speculative decode against SDPA: batch 1 at every context, then a ragged batch."""
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
+def bench_decode(results: Results, contexts: list[int]) -> None:
+    """Plain and speculative decode against SDPA and FlashInfer: batch 1 at every context, then a ragged batch."""
     generator = torch.Generator().manual_seed(11)
     ragged = torch.randint(1024, 65536, (8,), generator=generator).tolist()
     for hq, hkv, dim in SHAPES:
         for seq_lens in [*([n] for n in contexts), ragged]:
             case = Case.draw(seq_lens, hq, hkv, dim)
-            copies = case.q.shape[0]
-            label = {
-                "heads": f"{hq}/{hkv}",
-                "head_dim": dim,
-                "context": seq_lens[0] if len(seq_lens) == 1 else "ragged 8",
-            }
-            base = time_us(sdpa(case), copies)
-            results.add("decode_attention", "torch.sdpa", label, base, case.num_bytes, base["p50"])
-            for bench, chunk_size in (("decode_attention", 0), ("speculative_decode", 128)):
-                run = lean(case, programs_per_sm * sms, chunk_size, **options)
+            label: dict[str, Any] = {"heads": f"{hq}/{hkv}", "head_dim": dim}
+            label["context"] = seq_lens[0] if len(seq_lens) == 1 else "ragged 8"
+            runs = (
+                ("decode_attention", "torch.sdpa", sdpa(case), 0),
+                ("decode_attention", "flashinfer", flashinfer(case), 0),
+                ("decode_attention", "alspec.lean_decode_attention", lean(case), 0),
+                ("speculative_decode", "alspec.lean_decode_attention", lean(case, CHUNK_SIZE), CHUNK_SIZE),
+            )
+            base = None
+            for bench, impl, run, chunk_size in runs:
+                if run is None:
+                    continue
                 check(case, run, chunk_size)
-                us = time_us(run, copies)
-                results.add(bench, "alspec.lean_decode_attention", label | options, us, case.num_bytes, base["p50"])
+                us = time_us(run, case.q.shape[0])
+                base = base or us["p50"]
+                results.add(bench, impl, label, us, case.num_bytes, base)
+            del case, runs, run
+
+
+def bench_ready(results: Results, contexts: list[int]) -> None:
+    """Time until `A~` can be used, by the same GPU and, where there is one, by a second."""
+    places = ["this GPU"]
+    if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1):
+        # Copies both ways make PyTorch open each GPU's memory to the other.
+        torch.zeros(1, device="cuda:0").to("cuda:1").to("cuda:0")
+        places.append("second GPU, acknowledged")
+    for hq, hkv, dim in SHAPES[:2]:
+        for context in contexts:
+            case = Case.draw([context], hq, hkv, dim)
+            for place in places:
+                for chunk_size in (128, 256, 512):
+                    label = {"heads": f"{hq}/{hkv}", "head_dim": dim, "context": context, "chunk_size": chunk_size}
+                    us = spec_ready_us(case.q[0], case.k[0], case.v[0], case.seq_lens, chunk_size, place != places[0])
+                    size = min(context, 2 * chunk_size) * hkv * dim * 2 * case.k.itemsize
+                    results.add("spec_ready", "alspec.lean_decode_attention", label | {"seen_by": place}, us, size)
             del case
+
+
+BENCHES = {"decode": bench_decode, "ready": bench_ready}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -225,19 +262,16 @@ def main(argv: list[str] | None = None) -> int:
         parser = Parser(prog="bench_kernels", description="Kernels against PyTorch.", allow_abbrev=False)
         parser.add_argument("--contexts", default=CONTEXTS, help="tokens in the cache")
         parser.add_argument("--rows", type=Path, help="append one JSON line for each measurement to this file")
-        parser.add_argument("--programs-per-sm", type=int, default=PROGRAMS_PER_SM, help="size of the fixed grid")
-        parser.add_argument("--num-warps", type=int, default=4)
-        parser.add_argument("--num-stages", type=int, default=3)
-        parser.add_argument("--min-run", type=int, default=2, help="tiles below which runs are not split further")
-        parser.add_argument("--merge", type=int, default=8, help="partials whose loads are issued together")
+        parser.add_argument("--bench", choices=sorted(BENCHES), help="only this one")
         args = parser.parse_args(argv)
         if not torch.cuda.is_available():
             raise UserError("bench_kernels: needs a CUDA GPU, found none")
         check_writable("flags: --rows", args.rows)
         results = Results(args.rows)
         contexts = parse_tokens("--contexts", args.contexts)
-        options = {name: getattr(args, name) for name in ("num_warps", "num_stages", "min_run", "merge")}
-        bench_decode(results, contexts, args.programs_per_sm, options)
+        for name, bench in BENCHES.items():
+            if args.bench in (None, name):
+                bench(results, contexts)
         results.show()
     except AlspecError as error:
         return report(error)

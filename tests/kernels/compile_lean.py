@@ -14,19 +14,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from alspec.kernels import lean_attention
+from alspec.kernels import lean_kernel
 
 HALF = {"q_ptr", "k_ptr", "v_ptr"}
-INTEGER = {"seq_lens_ptr", "counters_ptr", "spec_flag_ptr", "epoch_ptr"}
+INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr"}
 SPECULATION = {"spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"}
 
 
 def usage(capability: int, group: int, head_dim: int, spec: bool) -> dict[str, int]:
     """Registers and spilled bytes of one variant, as `lean_decode_attention` launches it."""
-    kernel = lean_attention._lean_decode_kernel
+    kernel = lean_kernel.lean_decode_kernel
     constants = {
-        "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "B_PAD": 1, "PROGRAMS_PAD": 512,
-        "MIN_RUN": 2, "BLOCK_N": 64, "STAGES": 3, "MERGE": 8, "SPEC": spec, "PART": 0, "FLAG": spec,
+        "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
+        "B_PAD": 1,
+        "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability >= 90 else 2, "MERGE": 16,
+        "SPEC": spec, "PART": 0,
+        "FLAG": spec, "PDL": capability >= 90,
     }  # fmt: skip
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -36,13 +39,13 @@ def usage(capability: int, group: int, head_dim: int, spec: bool) -> dict[str, i
         elif name.endswith("_ptr"):
             signature[name] = "*bf16" if name in HALF else "*i32" if name in INTEGER else "*fp32"
             attributes[(index,)] = [["tt.divisibility", 16]]
-        elif name in ("capacity", "head_dim", "chunk_size"):
+        elif name in ("capacity", "chunk_size"):
             signature[name], attributes[(index,)] = "i32", [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name == "qk_scale" else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3})
+    compiled = triton.compile(source, target=target, options={"num_warps": 4})
     return ptxas(compiled.asm["ptx"])
 
 
