@@ -40,7 +40,7 @@ class DecodeAttention:
         self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
         self._lse = torch.empty(shape[:2], device=device)
         self._speculation = Speculation(
-            chunk_size, self._spec_out, torch.empty(batch_size, num_kv_heads, 2, device=device)
+            chunk_size, self._spec_out, torch.empty(batch_size, num_qo_heads, 2, device=device)
         )
 
     def full(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> Tensor:

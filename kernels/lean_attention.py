@@ -81,7 +81,7 @@ class Speculation:
 
     chunk_size: int  # S, a multiple of 64
     spec_out: Tensor  # [B, Hq, D]; may be the paired rank's memory
-    sums: Tensor  # [B, Hkv, 2] fp32: dist2, norm2 of each KV head's rows
+    sums: Tensor  # [B, Hq, 2] fp32: dist2, norm2 of each query head; the verdict is about their sums
     flag: Tensor | None = None  # [B, Hkv] int32, released per head with the epoch's value
     epoch: Tensor | None = None  # [1] int32
 

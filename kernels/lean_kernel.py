@@ -15,7 +15,7 @@ PREDICTOR = tl.constexpr(1)
 REST = tl.constexpr(2)
 
 WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this many tokens, whatever BLOCK_N is
-GUESS_OVERHEAD = tl.constexpr(2)  # what sending a guess away costs its program, in tiles
+GUESS_OVERHEAD = tl.constexpr(6)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
 # One SM takes in 50 bytes a clock: beyond WIDE partials of an output (50 KB), groups of FAN are merged side by side.
 WIDE = tl.constexpr(24)
 FAN = tl.constexpr(8)
@@ -244,7 +244,7 @@ def _finish(
     MERGE: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """The last arriver of an output: merge everything, write it, and with `A~` this head's sums for the verdict."""
+    """The last arriver of an output: merge everything, write it, and with `A~` the verdict's sums of each row."""
     rows = tl.arange(0, GROUP_PAD)
     at, mask = _output_at(output, GROUP_PAD, GROUP, D, HEAD_DIM)
     if SPEC:
@@ -255,10 +255,6 @@ def _finish(
             o_ptr, lse_ptr, slot, stride, count, spec_lse, tl.full([GROUP_PAD], 1.0, tl.float32), spec_o,
             GROUP, GROUP_PAD, D, MERGE,
         )  # fmt: skip
-        full = tl.where(mask, o, 0.0)
-        delta = spec_o - full
-        tl.store(sums_ptr + output * 2, tl.sum(delta * delta))
-        tl.store(sums_ptr + output * 2 + 1, tl.sum(full * full))
     else:
         none_max, none_sum, none_o = _no_partial(GROUP_PAD, D)
         o, lse = _merge_partials(
@@ -266,6 +262,13 @@ def _finish(
         )
     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(out_lse_ptr + output * GROUP + rows, lse, mask=rows < GROUP)
+    if SPEC:
+        # A sum for each row: one over all of them costs a microsecond, and whoever decides adds up heads anyway.
+        full = tl.where(mask, o, 0.0)
+        delta = spec_o - full
+        sums_at = sums_ptr + (output * GROUP + rows) * 2
+        tl.store(sums_at, tl.sum(delta * delta, 1), mask=rows < GROUP)
+        tl.store(sums_at + 1, tl.sum(full * full, 1), mask=rows < GROUP)
 
 
 @triton.jit
@@ -279,7 +282,7 @@ def lean_decode_kernel(
     spec_out_ptr,  # [B, Hkv * GROUP, head_dim], may lie in the paired rank's memory
     spec_flag_ptr,  # [B, Hkv] int32 beside spec_out: the epoch, once that head's A~ is there
     epoch_ptr,  # [1] int32
-    sums_ptr,  # [B, Hkv, 2] fp32: dist2, norm2
+    sums_ptr,  # [B, Hkv * GROUP, 2] fp32: dist2, norm2
     o_partial_ptr,  # [G + 2 B Hkv, GROUP, D] fp32 partials: of runs, then A~ of each head
     lse_partial_ptr,  # [G + 2 B Hkv, GROUP] fp32
     counters_ptr,  # [B Hkv] int32 and
@@ -311,6 +314,8 @@ def lean_decode_kernel(
     program = tl.program_id(0)
     requests = tl.arange(0, B_PAD)
     seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)
+    if FLAG:
+        epoch = tl.load(epoch_ptr)  # here, where its latency is that of seq_lens
     sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
     rest_tiles = tl.cdiv(window - sink, BLOCK_N) * HKV
     rest_end = tl.cumsum(rest_tiles, 0)
@@ -369,7 +374,7 @@ def lean_decode_kernel(
                 tl.store(spec_out_ptr + at, tl.trans(o).to(spec_out_ptr.dtype.element_ty), mask=exists)
                 if FLAG:
                     tl.debug_barrier()
-                    tl.atomic_xchg(spec_flag_ptr + output, tl.load(epoch_ptr), sem="release", scope="sys")
+                    tl.atomic_xchg(spec_flag_ptr + output, epoch, sem="release", scope="sys")
                 slot = spec_slot
         _store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, ROWS, GROUP, D)
         arrives = True

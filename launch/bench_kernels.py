@@ -79,7 +79,7 @@ def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     speculation = None
     if chunk_size:
-        sums = torch.full((batch, hkv, 2), math.nan, device=device)
+        sums = torch.full((batch, hq, 2), math.nan, device=device)
         speculation = Speculation(chunk_size, torch.full_like(out, math.nan), sums)
 
     def run(i: int) -> tuple[Tensor, ...]:

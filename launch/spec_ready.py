@@ -27,7 +27,7 @@ def _stamp(time_ptr):
     tl.store(time_ptr, globaltimer())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["epoch"])
 def _wait_and_copy(
     flag_ptr,  # [count] int32
     epoch,
@@ -85,7 +85,7 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     spec_out = torch.zeros(q.shape, dtype=q.dtype, device=there)
     flag = torch.zeros(heads, dtype=torch.int32, device=there)
     epoch = torch.zeros(1, dtype=torch.int32, device=here)
-    speculation = Speculation(chunk_size, spec_out, torch.empty(batch, k.shape[1], 2, device=here), flag, epoch)
+    speculation = Speculation(chunk_size, spec_out, torch.empty(batch, hq, 2, device=here), flag, epoch)
     copy, ack = torch.zeros_like(spec_out), torch.zeros(1, dtype=torch.int32, device=here)
     times = torch.zeros(3, dtype=torch.int64, device=here)
     far_time = torch.zeros(1, dtype=torch.int64, device=there)
@@ -93,6 +93,15 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     main, waiting = torch.cuda.Stream(here), torch.cuda.Stream(there)
     acknowledged = torch.cuda.Stream(here)
     nothing = torch.zeros(2, dtype=torch.int32, device=here)
+    with torch.cuda.device(here):
+        # Compiled and loaded before anything spins, for loading a kernel waits for the device. Epoch 0 is there.
+        flush.fill_(1)
+        torch.cuda._sleep(1)
+        lean_decode_attention(q, k, v, seq_lens, dim**-0.5, workspace, out, lse, speculation)
+        _stamp[(1,)](times)
+        _await(ack, 0, 1, nothing, nothing[1:], times[1:], times[2:].view(torch.int32))
+    with torch.cuda.device(there):
+        _await(flag, 0, heads, spec_out, copy, far_time, ack)
     samples = []
     for repetition in range(1, REPETITIONS + 1):
         times.zero_()
@@ -100,17 +109,11 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
         copy.zero_()
         _synchronize(here, there)
         with torch.cuda.device(there), torch.cuda.stream(waiting):
-            _wait_and_copy[(1,)](
-                flag, repetition, heads, spec_out, copy, spec_out.numel(), far_time if peer else times[1:], ack,
-                DEADLINE_NS, triton.next_power_of_2(heads), 1024, num_warps=4,
-            )  # fmt: skip
+            _await(flag, repetition, heads, spec_out, copy, far_time if peer else times[1:], ack)
         with torch.cuda.device(here):
             if peer:
                 with torch.cuda.stream(acknowledged):
-                    _wait_and_copy[(1,)](
-                        ack, repetition, 1, nothing, nothing[1:], 0, times[1:], times[2:].view(torch.int32),
-                        DEADLINE_NS, 1, 16, num_warps=1,
-                    )  # fmt: skip
+                    _await(ack, repetition, 1, nothing, nothing[1:], times[1:], times[2:].view(torch.int32))
             with torch.cuda.stream(main):
                 flush.fill_(repetition % 7)
                 torch.cuda._sleep(HEAD_START_CYCLES)
@@ -123,6 +126,13 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
         samples.append((seen - start) / 1e3)
     samples = samples[5:]
     return {f"p{int(100 * share)}": percentile(samples, share) for share in (0.2, 0.5, 0.8)}
+
+
+def _await(flag: Tensor, epoch: int, count: int, source: Tensor, copy: Tensor, time: Tensor, ack: Tensor) -> None:
+    size = source.numel() if copy.numel() == source.numel() else 0
+    _wait_and_copy[(1,)](
+        flag, epoch, count, source, copy, size, time, ack, DEADLINE_NS, triton.next_power_of_2(count), 1024, num_warps=4
+    )
 
 
 def _synchronize(here: torch.device, there: torch.device) -> None:

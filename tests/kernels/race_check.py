@@ -1,4 +1,4 @@
-"""A few launches for `compute-sanitizer --tool racecheck python tests/kernels/race_check.py` (and memcheck, synccheck)."""
+"""Launches for `compute-sanitizer --tool racecheck python tests/kernels/race_check.py` (and memcheck, synccheck)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
         workspace = LeanWorkspace.allocate(batch, 4 * heads, heads, dim, device, num_programs)
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
         flag, epoch = (torch.ones(shape, dtype=torch.int32, device=device) for shape in ((batch, heads), (1,)))
-        sums = torch.empty(batch, heads, 2, device=device)
+        sums = torch.empty(batch, 4 * heads, 2, device=device)
         speculation = Speculation(128, torch.empty_like(q), sums, flag, epoch)
         expected = decode_attention_ref(q, k, v, seq_lens, dim**-0.5)[0]
         for spec, parts in ((None, ("all",)), (speculation, ("all",)), (speculation, ("predictor", "rest"))):

@@ -86,7 +86,7 @@ class Launch:
             launch.speculation = Speculation(
                 chunk_size,
                 spec_out=torch.empty_like(q),
-                sums=torch.empty(batch, num_kv_heads, 2, device=device),
+                sums=torch.empty(batch, q.shape[1], 2, device=device),
                 flag=torch.zeros(batch, num_kv_heads, dtype=torch.int32, device=device),
                 epoch=torch.tensor([7], dtype=torch.int32, device=device),
             )
