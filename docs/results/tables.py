@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
 
 
 def main() -> None:
@@ -24,6 +25,7 @@ def main() -> None:
         " `python docs/results/tables.py` makes the tables from them.",
         quality(read("quality.jsonl")),
         decode(read("decode_attention.jsonl")),
+        ready(read("ready.jsonl")),
     ]
     (HERE / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
@@ -40,10 +42,12 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def where(row: dict[str, Any]) -> str:
-    """Hardware, versions and command of a row."""
+def where(*rows: dict[str, Any]) -> str:
+    """Hardware, versions and commands of rows."""
+    row = rows[0]
     gpu = f"{row['num_gpus']} x {row['gpu']}" if row["gpu"] else "CPU"
-    return f"{gpu}, torch {row['versions']['torch']}, `{row['command']}`"
+    commands = dict.fromkeys(f"`{row['command']}`" for row in rows)
+    return f"{gpu}, torch {row['versions']['torch']}, {', '.join(commands)}"
 
 
 def quality(rows: list[dict[str, Any]]) -> str:
@@ -92,27 +96,65 @@ def quality(rows: list[dict[str, Any]]) -> str:
 
 
 def decode(rows: list[dict[str, Any]]) -> str:
-    """Decode attention against SDPA: one line for each case, medians."""
+    """Decode attention, one table for each shape: rivals, ours, ours with guess and verdict."""
     if not rows:
         return ""
-    base = {label(row): row["us"]["p50"] for row in rows if row["impl"] == "torch.sdpa"}
-    lines = []
+    parts = ["## Decode attention", "Microseconds, p50 or p20 / p50 / p80. " + where(*rows)]
+    head = ["context", "torch SDPA", "FlashInfer", "lean decode", "TB/s", "of stream", "against SDPA"]
+    head += ["with guess and verdict", "its cost"]
+    for shape, contexts in by_shape(rows).items():
+        lines = []
+        for context, found in contexts.items():
+            ours, spec, sdpa = (found[name] for name in ("lean decode", "with guess and verdict", "torch SDPA"))
+            p50, rate = ours["us"]["p50"], ours["bytes"] / ours["us"]["p50"] / 1e6
+            line = [context, f"{sdpa['us']['p50']:.1f}"]
+            line += [f"{found['FlashInfer']['us']['p50']:.1f}" if "FlashInfer" in found else "", spread(ours)]
+            line += [f"{rate:.2f}", f"{rate / ours['stream_tb_s']:.0%}", f"{sdpa['us']['p50'] / p50:.2f}x"]
+            lines.append([*line, spread(spec), f"{spec['us']['p50'] / p50 - 1:+.1%}"])
+        parts += [f"### {shape}", table(head, lines)]
+    return "\n\n".join(parts)
+
+
+def spread(row: dict[str, Any]) -> str:
+    """p20 / p50 / p80 of a row."""
+    return " / ".join(f"{row['us'][name]:.1f}" for name in ("p20", "p50", "p80"))
+
+
+def by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Decode rows by shape, context (ascending, batches last) and what was measured; of repeated ones the first."""
+    names = {"torch.sdpa": "torch SDPA", "flashinfer": "FlashInfer"}
+    shapes: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for row in rows:
-        us = row["us"]
-        rate = row["bytes"] / us["p50"] / 1e6
-        lines.append(
-            [
-                row["bench"],
-                *label(row),
-                row["impl"],
-                f"{us['p20']:.1f} / {us['p50']:.1f} / {us['p80']:.1f}",
-                f"{rate:.2f}",
-                f"{rate / row['stream_tb_s']:.0%}",
-                f"{base[label(row)] / us['p50']:.2f}x",
-            ]
-        )
-    head = ["bench", "heads", "head_dim", "context", "impl", "us p20 / p50 / p80", "TB/s", "of stream", "against SDPA"]
-    return "\n\n".join(["## Decode attention", where(rows[0]), table(head, lines)])
+        case = row["case"]
+        ours = "lean decode" if row["bench"] == "decode_attention" else "with guess and verdict"
+        contexts = shapes.setdefault(f"{case['heads']} heads of {case['head_dim']}", {})
+        contexts.setdefault(str(case["context"]), {}).setdefault(names.get(row["impl"], ours), row)
+    return {
+        shape: dict(sorted(contexts.items(), key=lambda item: int(item[0]) if item[0].isdigit() else 10**9))
+        for shape, contexts in shapes.items()
+    }
+
+
+def ready(rows: list[dict[str, Any]]) -> str:
+    """Time until the guess can be used, over contexts."""
+    if not rows:
+        return ""
+    columns = list(dict.fromkeys((row["case"]["seen_by"], row["case"]["chunk_size"]) for row in rows))
+    parts = [
+        "## Time to the guess",
+        "From the end of the kernel before speculative decode until a waiting kernel has seen every head's flag, p50 in"
+        " microseconds, cold L2, for chunk sizes S. On the second GPU (flags and `A~` in its memory) the waiting kernel"
+        " answers, and the time ends when the first GPU has the answer: it holds the way back. " + where(*rows),
+    ]
+    for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
+        lines: dict[int, list[str]] = {}
+        for row in rows:
+            if row["case"]["heads"] == shape:
+                line = lines.setdefault(row["case"]["context"], [str(row["case"]["context"])])
+                line.append(f"{row['us']['p50']:.1f}")
+        head = ["context", *(f"{place}, S = {chunk_size}" for place, chunk_size in columns)]
+        parts += [f"### {shape} heads of {rows[0]['case']['head_dim']}", table(head, list(lines.values()))]
+    return "\n\n".join(parts)
 
 
 def short_quality() -> str:
@@ -133,25 +175,18 @@ def short_quality() -> str:
 
 
 def short_decode() -> str:
-    """Medians of the 8B shape's decode attention over contexts."""
-    rows = [row for row in read("decode_attention.jsonl") if label(row)[:2] == ("32/8", "128")]
-    contexts = list(dict.fromkeys(label(row)[2] for row in rows))
-    names = {
-        "torch.sdpa": "torch SDPA",
-        "decode_attention": "lean decode",
-        "speculative_decode": "with guess and verdict, one launch",
-    }
-    lines: dict[str, list[str]] = {}
-    for row in rows:
-        name = names.get(row["impl"]) or names[row["bench"]]
-        lines.setdefault(name, [name]).append(f"{row['us']['p50']:.1f}")
-    return "\n".join([table(["us", *contexts], list(lines.values())), "", where(rows[0])])
-
-
-def label(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Heads, head_dim and context of a decode row."""
-    case = row["case"]
-    return case["heads"], str(case["head_dim"]), str(case["context"])
+    """Medians of the 8B shape's decode attention over contexts, whole and as one rank of four has it."""
+    shapes = by_shape(read("decode_attention.jsonl"))
+    parts = []
+    for shape in ("32/8 heads of 128", "8/2 heads of 128"):
+        contexts = {context: found for context, found in shapes[shape].items() if context in SHORT_CONTEXTS}
+        names = ("torch SDPA", "FlashInfer", "lean decode", "with guess and verdict")
+        lines = [
+            [name, *(f"{found[name]['us']['p50']:.1f}" if name in found else "" for found in contexts.values())]
+            for name in names
+        ]
+        parts += [table([f"{shape}, us", *contexts], lines), ""]
+    return "\n".join([*parts, where(*read("decode_attention.jsonl"))])
 
 
 if __name__ == "__main__":
