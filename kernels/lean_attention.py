@@ -186,7 +186,8 @@ def _settings(device: torch.device, row_bytes: int) -> tuple[int, int, bool]:
     if properties.major >= 10:
         block_n = max(16, block_n // 2)  # there the larger tile spills registers; compiled, never measured
     # Beside the tiles: q with each of them, and room for reductions and transposes.
-    room = properties.shared_memory_per_block_optin - 16384
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the stub
+    room = shared_memory - 16384
     while block_n > 16 and room < 2 * (2 * block_n + 16) * row_bytes:
         block_n //= 2
     return block_n, max(1, min(3, room // ((2 * block_n + 16) * row_bytes))), properties.major >= 9
