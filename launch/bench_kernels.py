@@ -173,7 +173,14 @@ class Results:
             self._table.add_column(name)
 
     def add(
-        self, bench: str, impl: str, case: dict[str, Any], us: dict[str, float], size: int, base: float | None = None
+        self,
+        bench: str,
+        impl: str,
+        case: dict[str, Any],
+        us: dict[str, float],
+        size: int,
+        base: float | None = None,
+        num_gpus: int = 1,
     ) -> None:
         """One implementation on one case that must read `size` bytes; `base` is SDPA's median."""
         rate = size / us["p50"] * 1e6
@@ -195,7 +202,7 @@ class Results:
             "bytes": size,
             "stream_tb_s": round(self.stream / 1e12, 3),
             "gpu": torch.cuda.get_device_name(),
-            "num_gpus": 1,
+            "num_gpus": num_gpus,
             "versions": versions(),
             "commit": commit(),
             "command": shlex.join(["launch/bench_kernels.py", *sys.argv[1:]]),
@@ -244,12 +251,13 @@ def bench_ready(results: Results, contexts: list[int]) -> None:
     for hq, hkv, dim in SHAPES[:2]:
         for context in contexts:
             case = Case.draw([context], hq, hkv, dim)
-            for place in places:
+            for num_gpus, place in enumerate(places, start=1):
                 for chunk_size in (128, 256, 512):
                     label = {"heads": f"{hq}/{hkv}", "head_dim": dim, "context": context, "chunk_size": chunk_size}
-                    us = spec_ready_us(case.q[0], case.k[0], case.v[0], case.seq_lens, chunk_size, place != places[0])
+                    us = spec_ready_us(case.q[0], case.k[0], case.v[0], case.seq_lens, chunk_size, num_gpus > 1)
                     size = min(context, 2 * chunk_size) * hkv * dim * 2 * case.k.itemsize
-                    results.add("spec_ready", "alspec.lean_decode_attention", label | {"seen_by": place}, us, size)
+                    label["seen_by"] = place
+                    results.add("spec_ready", "alspec.lean_decode_attention", label, us, size, num_gpus=num_gpus)
             del case
 
 

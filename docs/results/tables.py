@@ -45,7 +45,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def where(*rows: dict[str, Any]) -> str:
     """Hardware, versions and commands of rows."""
     row = rows[0]
-    gpu = f"{row['num_gpus']} x {row['gpu']}" if row["gpu"] else "CPU"
+    gpu = f"{max(row['num_gpus'] for row in rows)} x {row['gpu']}" if row["gpu"] else "CPU"
     commands = dict.fromkeys(f"`{row['command']}`" for row in rows)
     return f"{gpu}, torch {row['versions']['torch']}, {', '.join(commands)}"
 
