@@ -12,9 +12,16 @@ from torch import Tensor
 
 __all__ = [
     "apply_rope_ref",
+    "collect_logits_ref",
     "decode_attention_ref",
+    "embed_norm_ref",
+    "gate_up_silu_ref",
+    "lm_head_ref",
     "merge_partials_ref",
     "prefill_attention_ref",
+    "push_partial_ref",
+    "qkv_rope_append_ref",
+    "reduce_norm_ref",
     "rms_norm_ref",
     "silu_mul_ref",
     "speculative_decode_attention_ref",
@@ -110,3 +117,70 @@ def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> T
         for i in range(num_queries)
     ]
     return torch.stack(rows)
+
+
+def _normalised(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`(x_norm W^T) / sqrt(sum(square_sums) / K + eps)`, [B, rows] fp64."""
+    rms = torch.sqrt(square_sums.double().sum(1, keepdim=True) / x_norm.shape[1] + eps)
+    return x_norm.double() @ weight.double().T / rms
+
+
+def embed_norm_ref(
+    token_ids: Tensor, seq_lens: Tensor, table: Tensor, gamma: Tensor, inv_freq: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Embedding and RoPE angles of the new tokens.
+
+    Returns:
+        x, x_norm: [B, hidden] fp64.  square_sum: [B] fp64, over the hidden size.  rope: [B, 2, D/2] fp64.
+    """
+    x = table[token_ids].double()
+    angle = (seq_lens.double() - 1)[:, None] * inv_freq.double()
+    return x, x * gamma.double(), x.pow(2).sum(1), torch.stack([angle.cos(), angle.sin()], dim=1)
+
+
+def qkv_rope_append_ref(
+    x_norm: Tensor, square_sums: Tensor, weight: Tensor, rope: Tensor, num_kv_heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, Hq, D], and the new k and v [B, Hkv, D], all fp64; rope [B, 2, D/2] is cosine and sine."""
+    head_dim = 2 * rope.shape[2]
+    heads = _normalised(x_norm, square_sums, weight, eps).unflatten(1, (-1, head_dim))
+    cos, sin = rope.double()[:, 0, None], rope.double()[:, 1, None]
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    num_qo_heads = heads.shape[1] - 2 * num_kv_heads
+    return (
+        turned[:, :num_qo_heads],
+        turned[:, num_qo_heads : num_qo_heads + num_kv_heads],
+        heads[:, num_qo_heads + num_kv_heads :],
+    )
+
+
+def gate_up_silu_ref(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`silu(gate) * up` of the normalised input, weight [2 I, K] with gate first -> [B, I] fp64."""
+    return silu_mul_ref(_normalised(x_norm, square_sums, weight, eps))
+
+
+def push_partial_ref(x: Tensor, weight: Tensor) -> Tensor:
+    """One rank's partial sums `x W^T`: [B, hidden] fp64."""
+    return x.double() @ weight.double().T
+
+
+def reduce_norm_ref(partials: Tensor, x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the partials [T, B, hidden] of all ranks into the stream.
+
+    Returns:
+        x, x * gamma: [B, hidden] fp64.  square_sum: [B] fp64.
+    """
+    x = x.double() + partials.double().sum(0)
+    return x, x * gamma.double(), x.pow(2).sum(1)
+
+
+def lm_head_ref(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Logits of the vocabulary rows in `weight`: [B, rows] fp64."""
+    return _normalised(x_norm, square_sums, weight, eps)
+
+
+def collect_logits_ref(shards: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Logits [B, V] and the first of the most likely tokens [B] from the shards [world, B, rows] of all ranks."""
+    logits = shards.movedim(0, 1).flatten(1)[:, :vocab_size]
+    return logits, (logits == logits.amax(1, keepdim=True)).int().argmax(1)

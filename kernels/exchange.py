@@ -1,0 +1,52 @@
+"""Where a rank's partial results go, and where it finds those of the others."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Exchange", "LogitExchange", "launch_options"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Partial sums of one tensor-parallel group.
+
+    With `peers`, they travel as words (see words.py): every rank's `words` has a slot for each all-reduce of a step, so
+    that nothing is written twice before it was read. Without, they lie in `partial`, summed up by a collective in
+    between where there is more than one rank.
+    """
+
+    partial: Tensor  # [B, hidden] fp32
+    epoch: Tensor  # [1] int32: number of the step, counted by its last kernel
+    fault: Tensor  # [1] int32: 0, or the step's first fault
+    tp_rank: int = 0
+    tp_size: int = 1
+    rank: int = 0  # in the job: what a fault is reported under
+    words: Tensor | None = None  # [slots, B, T, hidden] int64, this rank's
+    peers: Tensor | None = None  # [T] int64: address of each rank's words, on the device
+
+
+@dataclass(frozen=True)
+class LogitExchange:
+    """Logits of the vocabulary shards of all ranks; `peers` as in `Exchange`."""
+
+    shard: Tensor  # [B, rows] fp32: this rank's, where nothing is pushed; rows = ceil(V / world)
+    epoch: Tensor
+    fault: Tensor
+    rank: int = 0
+    world_size: int = 1
+    words: Tensor | None = None  # [B, world, rows] int64
+    peers: Tensor | None = None  # [world] int64
+
+
+@functools.cache
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Programmatic dependent launch, where the device has it (compute capability 9.0)."""
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).major < 9:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}

@@ -1,0 +1,424 @@
+"""Decode projections: skinny matrix-vector products that read each weight once, for 1 to 8 requests.
+
+One program holds a tile of whole weight rows in registers, loaded before it waits for the kernel ahead of it
+(programmatic dependent launch): the stream of weights does not stop at kernel boundaries. Then come the activations,
+the products and the epilogue: RoPE and cache append, SiLU, or the push of partial sums to the group.
+
+The input of a normalised projection is `x * gamma` in the weights' dtype; the factor `1 / rms(x)` is applied to the
+product, from the sums of squares that the kernel ahead left.
+
+Shapes: B requests, K inputs, Hq and Hkv this rank's query and KV heads, D head_dim, I intermediate size of this rank,
+T ranks of the group, S sums of squares of each request, N cache capacity.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .exchange import Exchange, LogitExchange, launch_options
+from .words import BAD_NUMBERS, fault_code, pack_words
+
+__all__ = ["MAX_BATCH", "gate_up_silu", "lm_head", "push_partial", "qkv_rope_append"]
+
+MAX_BATCH = 8  # requests; each more is one more pass over the tile in registers
+TILE_BYTES = 32768  # of weights in the registers of one program
+
+
+@triton.jit
+def _weights(w_ptr, rows, num_rows, K: tl.constexpr, KP: tl.constexpr, MASKED: tl.constexpr):
+    """Tile [rows, KP] of a [num_rows, K] matrix; read once in a step, so it may leave the cache first."""
+    k = tl.arange(0, KP)
+    at = w_ptr + rows[:, None].to(tl.int64) * K + k[None, :]
+    if MASKED:
+        inside = (rows < num_rows)[:, None] & (k < K)[None, :]
+        return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    if KP != K:
+        return tl.load(at, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def _inputs(x_ptr, request, K: tl.constexpr, KP: tl.constexpr):
+    """One request's activations [KP] fp32."""
+    k = tl.arange(0, KP)
+    if KP != K:
+        return tl.load(x_ptr + request * K + k, mask=k < K, other=0.0).to(tl.float32)
+    return tl.load(x_ptr + request * K + k).to(tl.float32)
+
+
+@triton.jit
+def _dot(w, x):
+    return tl.sum(w.to(tl.float32) * x[None, :], 1)
+
+
+@triton.jit
+def _dot_pairs(w, x, PAIRS: tl.constexpr):
+    """Products of the even and of the odd rows of a tile, with one reduction for both."""
+    return tl.split(tl.reshape(_dot(w, x), [PAIRS, 2]))
+
+
+@triton.jit
+def _rstd(squares_ptr, request, eps, K: tl.constexpr, S: tl.constexpr, SP: tl.constexpr):
+    """`1 / sqrt(mean(x^2) + eps)` of one request."""
+    s = tl.arange(0, SP)
+    squares = tl.load(squares_ptr + request * S + s, mask=s < S, other=0.0)
+    return tl.rsqrt(tl.sum(squares, 0) / K + eps)
+
+
+@triton.jit
+def _qkv_rope_append_kernel(
+    x_ptr,  # [B, K]
+    squares_ptr,  # [B, S] fp32
+    w_ptr,  # [(Hq + 2 Hkv) D, K]
+    rope_ptr,  # [B, 2, D / 2] fp32: cosine, sine at the new token's position
+    seq_lens_ptr,  # [B] int32, with the new token
+    q_ptr,  # [B, Hq, D]
+    k_ptr,  # [B, Hkv, N, D]
+    v_ptr,
+    gate_ptr,  # [1] int32 or None
+    capacity,
+    eps,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    B: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Channel pairs (c, c + D/2) of one head; grid [(Hq + 2 Hkv) D / (2 PAIRS)]."""
+    if PDL:
+        gdc_launch_dependents()
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(0) // (HALF // PAIRS)
+    channels = tl.program_id(0) % (HALF // PAIRS) * PAIRS + tl.arange(0, PAIRS)
+    row = tl.arange(0, 2 * PAIRS)
+    first_row = head * D + tl.program_id(0) % (HALF // PAIRS) * PAIRS
+    w = _weights(w_ptr, first_row + row // 2 + row % 2 * HALF, 0, K, KP, False)
+    if PDL:
+        gdc_wait()
+    if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
+        if tl.load(gate_ptr) == 0:
+            return
+    for request in tl.static_range(B):
+        x = _inputs(x_ptr, request, K, KP)
+        rstd = _rstd(squares_ptr, request, eps, K, S, SP)
+        first, second = _dot_pairs(w, x, PAIRS)
+        first *= rstd
+        second *= rstd
+        if head < HQ + HKV:
+            cos = tl.load(rope_ptr + request * D + channels)
+            sin = tl.load(rope_ptr + request * D + HALF + channels)
+            turned = first * cos - second * sin
+            second = second * cos + first * sin
+            first = turned
+        if head < HQ:
+            q_at = q_ptr + (request * HQ + head) * D + channels
+            tl.store(q_at, first.to(q_ptr.dtype.element_ty))
+            tl.store(q_at + HALF, second.to(q_ptr.dtype.element_ty))
+        else:
+            position = tl.load(seq_lens_ptr + request) - 1
+            kv_head = (head - HQ) % HKV
+            at = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
+            if head < HQ + HKV:
+                tl.store(k_ptr + at, first.to(k_ptr.dtype.element_ty))
+                tl.store(k_ptr + at + HALF, second.to(k_ptr.dtype.element_ty))
+            else:
+                tl.store(v_ptr + at, first.to(v_ptr.dtype.element_ty))
+                tl.store(v_ptr + at + HALF, second.to(v_ptr.dtype.element_ty))
+
+
+def qkv_rope_append(
+    x_norm: Tensor,
+    square_sums: Tensor,
+    weight: Tensor,
+    rope: Tensor,
+    seq_lens: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
+) -> None:
+    """RMSNorm's factor, QKV projection, RoPE, and the new key and value into the cache. Oracle: `qkv_rope_append_ref`.
+
+        y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
+
+    Args:
+        x_norm: [B, K] in weight's dtype, `x * gamma`.  square_sums: [B, S] fp32.  weight: [(Hq + 2 Hkv) D, K].
+        rope: [B, 2, D/2] fp32, cosine and sine.  seq_lens: [B] int32 with the new token.  q: [B, Hq, D], written.
+        k_cache, v_cache: [B, Hkv, N, D], one position of each request written.  gate: [1] int32; 0 skips everything.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, num_inputs = x_norm.shape
+    num_kv_heads, capacity, head_dim = k_cache.shape[1:]
+    num_heads = weight.shape[0] // head_dim
+    width = triton.next_power_of_2(num_inputs)
+    pairs = _rows_in_tile(head_dim // 2, width, weight.itemsize, 2)
+    _qkv_rope_append_kernel[(num_heads * head_dim // (2 * pairs),)](
+        x_norm,
+        square_sums,
+        weight,
+        rope,
+        seq_lens,
+        q,
+        k_cache,
+        v_cache,
+        gate,
+        capacity,
+        eps,
+        K=num_inputs,
+        KP=width,
+        S=square_sums.shape[1],
+        SP=triton.next_power_of_2(square_sums.shape[1]),
+        B=batch_size,
+        HQ=num_heads - 2 * num_kv_heads,
+        HKV=num_kv_heads,
+        D=head_dim,
+        PAIRS=pairs,
+        num_warps=_num_warps(2 * pairs, width),
+        **launch_options(x_norm.device),
+    )
+
+
+@triton.jit
+def _gate_up_silu_kernel(
+    x_ptr,  # [B, K]
+    squares_ptr,  # [B, S] fp32
+    w_ptr,  # [2 I, K], gate first
+    out_ptr,  # [B, I]
+    gate_ptr,  # [1] int32 or None
+    eps,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    B: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows of gate and the same of up; grid [I / ROWS]."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.arange(0, 2 * ROWS)
+    w = _weights(w_ptr, tl.program_id(0) * ROWS + row // 2 + row % 2 * I, 0, K, KP, False)
+    if PDL:
+        gdc_wait()
+    if gate_ptr is not None:  # noqa: SIM102
+        if tl.load(gate_ptr) == 0:
+            return
+    for request in tl.static_range(B):
+        x = _inputs(x_ptr, request, K, KP)
+        rstd = _rstd(squares_ptr, request, eps, K, S, SP)
+        gate, up = _dot_pairs(w, x, ROWS)
+        gate *= rstd
+        out = gate / (1.0 + tl.exp(-gate)) * (up * rstd)
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        tl.store(out_ptr + request * I + rows, out.to(out_ptr.dtype.element_ty))
+
+
+def gate_up_silu(
+    x_norm: Tensor,
+    square_sums: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
+) -> None:
+    """`silu(gate) * up` of the normalised input. Oracle: `gate_up_silu_ref`.
+
+    Args:
+        x_norm, square_sums, gate: as `qkv_rope_append`.  weight: [2 I, K], gate first.  out: [B, I], written.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, num_inputs = x_norm.shape
+    width = triton.next_power_of_2(num_inputs)
+    rows = _rows_in_tile(out.shape[1], width, weight.itemsize, 2)
+    _gate_up_silu_kernel[(out.shape[1] // rows,)](
+        x_norm,
+        square_sums,
+        weight,
+        out,
+        gate,
+        eps,
+        K=num_inputs,
+        KP=width,
+        S=square_sums.shape[1],
+        SP=triton.next_power_of_2(square_sums.shape[1]),
+        B=batch_size,
+        I=out.shape[1],
+        ROWS=rows,
+        num_warps=_num_warps(2 * rows, width),
+        **launch_options(x_norm.device),
+    )
+
+
+@triton.jit(do_not_specialize=["slot", "rank", "code"])
+def _push_partial_kernel(
+    x_ptr,  # [B, K]
+    squares_ptr,  # [B, S] fp32, or None: the input is not normalised
+    w_ptr,  # [num_rows, K]
+    out_ptr,  # [B, out_width] fp32: where nothing is pushed
+    peers_ptr,  # [PEERS] int64: address of each peer's words [slots, B, SOURCES, out_width]
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    gate_ptr,  # [1] int32 or None
+    slot,
+    rank,
+    code,
+    num_rows,
+    out_width,
+    eps,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    B: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    PEERS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    PUSH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows of the product, to every peer; grid [num_rows / ROWS]."""
+    if PDL:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    w = _weights(w_ptr, rows, num_rows, K, KP, MASKED)
+    # The epoch stands during the whole step, so it may be read before the wait.
+    epoch = tl.load(epoch_ptr)
+    bases = ()
+    for peer in tl.static_range(PEERS):
+        bases = bases + (tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)),)  # noqa: RUF005 (Triton has no *)
+    if PDL:
+        gdc_wait()
+    if gate_ptr is not None:  # noqa: SIM102
+        if tl.load(gate_ptr) == 0:
+            return
+    fault = tl.load(fault_ptr)
+    exists = rows < num_rows
+    for request in tl.static_range(B):
+        y = _dot(w, _inputs(x_ptr, request, K, KP))
+        if squares_ptr is not None:
+            y *= _rstd(squares_ptr, request, eps, K, S, SP)
+        if PUSH:
+            words = pack_words(y, epoch)
+            at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
+            for peer in tl.static_range(PEERS):
+                tl.store(bases[peer] + at, words, mask=exists)
+        else:
+            tl.store(out_ptr + request * out_width + rows, y, mask=exists)
+        # Not finite: y - y is NaN. Only the first fault of a step is kept.
+        is_bad = ((y - y) != 0.0) & exists & (fault == 0)
+        tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
+
+
+def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, slot: int, gate: Tensor | None = None) -> None:
+    """Row-parallel projection: this rank's partial sums, to every rank of the group. Oracle: `push_partial_ref`.
+
+        partial = x W^T, fp32
+
+    With peers, the sums go into the words of `slot` in every rank's memory, without one into `exchange.partial`; either
+    way `reduce_norm` adds them up. A sum that is not finite is noted in the fault word.
+
+    Args:
+        x: [B, K].  weight: [hidden, K], this rank's columns.  gate: [1] int32; 0 skips everything.
+    Capture: graph-safe; allocates nothing.
+    """
+    _push(
+        x, None, weight, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, gate, slot,
+        exchange.tp_rank, fault_code(BAD_NUMBERS, slot, exchange.rank), exchange.tp_size, 0.0,
+    )  # fmt: skip
+
+
+def lm_head(
+    x_norm: Tensor, square_sums: Tensor, weight: Tensor, exchange: LogitExchange, eps: float, slot: int
+) -> None:
+    """This rank's rows of the vocabulary, to every rank of the job. Oracle: `lm_head_ref`.
+
+    Args:
+        x_norm, square_sums: as `qkv_rope_append`.  weight: [rows of the shard, K].  slot: for the fault word only.
+    Capture: graph-safe; allocates nothing.
+    """
+    if weight.shape[0] == 0:  # the last shards of a small vocabulary can be empty
+        return
+    local = exchange.shard
+    code = fault_code(BAD_NUMBERS, slot, exchange.rank)
+    _push(
+        x_norm, square_sums, weight, local, exchange.peers, exchange.epoch, exchange.fault, None, 0,
+        exchange.rank, code, exchange.world_size, eps,
+    )  # fmt: skip
+
+
+def _push(
+    x: Tensor,
+    square_sums: Tensor | None,
+    weight: Tensor,
+    local: Tensor,
+    peers: Tensor | None,
+    epoch: Tensor,
+    fault: Tensor,
+    gate: Tensor | None,
+    slot: int,
+    rank: int,
+    code: int,
+    num_sources: int,
+    eps: float,
+) -> None:
+    batch_size, num_inputs = x.shape
+    num_rows, width = weight.shape[0], triton.next_power_of_2(num_inputs)
+    rows = _rows_in_tile(num_rows if square_sums is None else 0, width, weight.itemsize, 1)
+    num_squares = 1 if square_sums is None else square_sums.shape[1]
+    _push_partial_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        square_sums,
+        weight,
+        local,
+        peers,
+        epoch,
+        fault,
+        gate,
+        slot,
+        rank,
+        code,
+        num_rows,
+        local.shape[1],
+        eps,
+        K=num_inputs,
+        KP=width,
+        S=num_squares,
+        SP=triton.next_power_of_2(num_squares),
+        B=batch_size,
+        ROWS=rows,
+        MASKED=num_rows % rows != 0,
+        PEERS=0 if peers is None else peers.shape[0],
+        SOURCES=num_sources,
+        PUSH=peers is not None,
+        num_warps=_num_warps(rows, width),
+        **launch_options(x.device),
+    )
+
+
+def _rows_in_tile(num_rows: int, width: int, itemsize: int, matrices: int) -> int:
+    """Rows of each of `matrices` in one program's tile: a power of two that divides `num_rows` (0: any does)."""
+    rows = max(1, TILE_BYTES // (width * itemsize * matrices))
+    return min(rows, num_rows & -num_rows) if num_rows else rows
+
+
+def _num_warps(rows: int, width: int) -> int:
+    """Threads that hold 64 weights each."""
+    return max(1, min(8, rows * width // 2048))
+
+
+def supports(batch_size: int, dtype: torch.dtype) -> bool:
+    """Whether the decode projections take this batch and dtype."""
+    return batch_size <= MAX_BATCH and dtype in (torch.bfloat16, torch.float16, torch.float32)

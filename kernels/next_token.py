@@ -1,0 +1,180 @@
+"""The end of a decode step: logits of all shards, the most likely token, and what the host is told."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+from .exchange import LogitExchange, launch_options
+from .words import BAD_NUMBERS, INTERPRETED, LATE_WORD, await_words, fault_code
+
+__all__ = ["RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
+
+BLOCK = 1024  # logits of one program
+RING_STEPS = 16  # steps the host may lag behind
+RING_HEADER = 2  # int64 before the tokens of a step: the device's clock in ns, the fault word
+
+
+def num_candidates(vocab_size: int) -> int:
+    """C: programs that each leave their most likely token."""
+    return triton.cdiv(vocab_size, BLOCK)
+
+
+@triton.jit(do_not_specialize=["patience_ns", "late_code", "bad_code"])
+def _collect_logits_kernel(
+    words_ptr,  # [B, world, rows] int64
+    gathered_ptr,  # [world, B, rows] fp32, where there are no words
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    logits_ptr,  # [B, V] fp32
+    best_ptr,  # [B, C] fp32
+    best_token_ptr,  # [B, C] int32
+    patience_ns,
+    late_code,
+    bad_code,
+    rows,
+    vocab_size,
+    WORLD: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid [C, B]."""
+    if PDL:
+        gdc_launch_dependents()
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    request, num_requests = tl.program_id(1), tl.num_programs(1)
+    inside = tokens < vocab_size
+    source = tokens // rows
+    epoch = tl.load(epoch_ptr)
+    if PDL:
+        gdc_wait()
+    if WORDS:
+        at = words_ptr + request.to(tl.int64) * WORLD * rows + tokens
+        logits = await_words(at, inside, epoch, patience_ns, fault_ptr, late_code + source)
+    else:
+        at = (source * num_requests + request).to(tl.int64) * rows + tokens - source * rows
+        logits = tl.load(gathered_ptr + at, mask=inside, other=0.0)
+    tl.store(logits_ptr + request.to(tl.int64) * vocab_size + tokens, logits, mask=inside)
+    is_bad = ((logits - logits) != 0.0) & inside & (tl.load(fault_ptr) == 0)
+    tl.store(fault_ptr + tl.zeros_like(tokens), bad_code + source, mask=is_bad)
+    logits = tl.where(inside, logits, float("-inf"))
+    best = tl.max(logits, 0)
+    at_best = request * tl.num_programs(0) + tl.program_id(0)
+    tl.store(best_ptr + at_best, best)
+    tl.store(best_token_ptr + at_best, tl.min(tl.where(logits == best, tokens, 0x7FFFFFFF), 0))
+
+
+def collect_logits(
+    exchange: LogitExchange,
+    gathered: Tensor,
+    patience_ns: int,
+    slot: int,
+    logits: Tensor,
+    best: Tensor,
+    best_token: Tensor,
+) -> None:
+    """Logits of the whole vocabulary on this rank, and the most likely token of each block of 1024.
+
+    With words, waits for those of all ranks, at most `patience_ns`. Logits that are not finite go into the fault word.
+    Oracle: `collect_logits_ref`.
+
+    Args:
+        gathered: [world, B, rows] fp32, used where there are no words.  slot: for the fault word only.
+        Written: logits [B, V] fp32, best [B, C] fp32, best_token [B, C] int32.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, vocab_size = logits.shape
+    _collect_logits_kernel[(num_candidates(vocab_size), batch_size)](
+        exchange.words, gathered, exchange.epoch, exchange.fault, logits, best, best_token, patience_ns,
+        fault_code(LATE_WORD, slot, 0), fault_code(BAD_NUMBERS, slot, 0), exchange.shard.shape[1], vocab_size,
+        WORLD=exchange.world_size, WORDS=exchange.words is not None, BLOCK=BLOCK, num_warps=8,
+        **launch_options(logits.device),
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_step_kernel(
+    best_ptr,  # [B, C] fp32
+    best_token_ptr,  # [B, C] int32
+    sampled_ptr,  # [B] int64, or None: take the most likely token
+    token_ids_ptr,  # [B] int64
+    seq_lens_ptr,  # [B] int32
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    ring_ptr,  # [RING_STEPS, RING_HEADER + B] int64, pinned host memory
+    stamps_ptr,  # [RING_STEPS] int32, pinned host memory
+    num_candidates,
+    capacity,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    RING_STEPS: tl.constexpr,
+    RING_HEADER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    epoch = tl.load(epoch_ptr)
+    place = epoch % RING_STEPS
+    row = ring_ptr + place * (RING_HEADER + B)
+    candidates = tl.arange(0, C)
+    for request in tl.static_range(B):
+        if sampled_ptr is not None:
+            token = tl.load(sampled_ptr + request)
+        else:
+            at = request * num_candidates + candidates
+            exist = candidates < num_candidates
+            best = tl.load(best_ptr + at, mask=exist, other=float("-inf"))
+            tokens = tl.load(best_token_ptr + at, mask=exist, other=0x7FFFFFFF)
+            token = tl.min(tl.where(best == tl.max(best, 0), tokens, 0x7FFFFFFF), 0).to(tl.int64)
+        # Logits that are all NaN choose nobody; the fault word says so, and the table must not be read outside.
+        token = tl.where(token == 0x7FFFFFFF, 0, token)
+        tl.store(token_ids_ptr + request, token)
+        tl.store(row + RING_HEADER + request, token)
+        seq_len = tl.load(seq_lens_ptr + request)
+        tl.store(seq_lens_ptr + request, tl.minimum(seq_len + 1, capacity))
+    tl.store(row + 1, tl.load(fault_ptr).to(tl.int64))
+    tl.store(epoch_ptr, epoch + 1)
+    if INTERPRETED:
+        tl.store(stamps_ptr + place, epoch)
+    else:
+        tl.store(row, globaltimer())
+        # All threads' stores, then the stamp: whoever sees it sees them.
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
+            "=r,l,r", [(stamps_ptr + place).to(tl.int64), epoch], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+def finish_step(
+    best: Tensor,
+    best_token: Tensor,
+    sampled: Tensor | None,
+    token_ids: Tensor,
+    seq_lens: Tensor,
+    capacity: int,
+    exchange: LogitExchange,
+    ring: Tensor,
+    stamps: Tensor,
+) -> None:
+    """The step's last kernel: the next token of each request, into the state of the next step and to the host.
+
+    Args:
+        best, best_token: of `collect_logits`.  sampled: [B] int64, chosen otherwise; None takes the most likely token,
+            the first of equals.  token_ids: [B] int64 and seq_lens: [B] int32, the state, advanced; lengths stop at
+            `capacity`.  ring: [RING_STEPS, RING_HEADER + B] int64 and stamps: [RING_STEPS] int32, in pinned host
+            memory: the step's row is complete once its stamp is the step's epoch.
+    Oracle: `finish_step_ref`.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, candidates = best.shape
+    _finish_step_kernel[(1,)](
+        best, best_token, sampled, token_ids, seq_lens, exchange.epoch, exchange.fault, ring, stamps, candidates,
+        capacity, C=triton.next_power_of_2(candidates), B=batch_size, RING_STEPS=RING_STEPS, RING_HEADER=RING_HEADER,
+        num_warps=1, **launch_options(best.device),
+    )  # fmt: skip

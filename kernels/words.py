@@ -1,0 +1,94 @@
+"""Self-flagging words: an fp32 value and the step's epoch in one 8-byte store, so that data and flag arrive together.
+
+A rank pushes words into its peers' memory with plain stores: no fence, no separate flag, no memset between steps. The
+reader polls until the upper half is the epoch it expects. Every wait has a deadline; on expiry it notes who is missing
+in the fault word and goes on, so that no kernel hangs, and waits after a fault do not wait at all.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+__all__ = ["BAD_NUMBERS", "INTERPRETED", "LATE_WORD", "await_words", "fault_code", "pack_words", "split_fault"]
+
+# Triton's interpreter knows no inline assembly: there, everything that is read has been written before.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+# Kinds of fault: kind << 28 | slot << 8 | rank, the first of a step.
+BAD_NUMBERS = 1
+LATE_WORD = 2
+
+
+def fault_code(kind: int, slot: int, rank: int) -> int:
+    """The fault word of this kind: in which slot (2 layer: attention output, 2 layer + 1: MLP output), and whose."""
+    assert 0 <= slot < 2**20, slot
+    assert 0 <= rank < 2**8, rank
+    return kind << 28 | slot << 8 | rank
+
+
+def split_fault(code: int) -> tuple[int, int, int]:
+    """kind, slot and rank of a fault word."""
+    return code >> 28, code >> 8 & 0xFFFFF, code & 0xFF
+
+
+@triton.jit
+def pack_words(value, epoch):
+    """fp32 values under the epoch, as int64."""
+    return (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+
+
+# $0: the value.  $1, $2: a word read before, lower and upper half.  $3: its address.  $4: epoch.  $5: nanoseconds to
+# wait.  $6: fault word.  $7: what to write there.
+_AWAIT = tl.constexpr("""
+{
+    .reg .pred late, early;
+    .reg .u64 begin, now;
+    .reg .u32 flag;
+    mov.u32 $0, $1;
+    mov.u32 flag, $2;
+    setp.eq.u32 early, flag, $4;
+    @early bra DONE;
+    mov.u64 begin, %globaltimer;
+AGAIN:
+    ld.volatile.global.v2.u32 {$0, flag}, [$3];
+    setp.eq.u32 early, flag, $4;
+    @early bra DONE;
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, begin;
+    setp.ge.u64 late, now, $5;
+    @!late bra AGAIN;
+    st.volatile.global.u32 [$6], $7;
+DONE:
+}
+""")
+
+
+@triton.jit
+def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code):
+    """Values of the words at `ptr` once they carry `epoch`; after `patience_ns` the fault word gets `code`.
+
+    Args:
+        ptr: tensor of pointers to int64.  mask: whose words exist; the others count as -0.0, which adds nothing.
+        code: as `ptr`, int32.
+    Returns:
+        fp32, as `ptr`.
+    """
+    # All loads leave together; only words that are not here yet are polled one by one.
+    none = (epoch.to(tl.int64) << 32) | 0x80000000
+    word = tl.load(ptr, mask=mask, other=none, volatile=True)
+    value = word.to(tl.int32)
+    flag = (word >> 32).to(tl.int32)
+    if INTERPRETED:
+        value = tl.where(flag == epoch, value, 0x7FC00000)
+    else:
+        # A fault in this step: its waits are over.
+        fault = tl.load(fault_ptr, volatile=True)
+        patience = tl.where(fault == 0, patience_ns, 0).to(tl.int64)
+        value = tl.inline_asm_elementwise(
+            _AWAIT, "=&r,r,r,l,r,l,l,r", [value, flag, ptr.to(tl.int64), epoch, patience, fault_ptr.to(tl.int64), code],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return value.to(tl.float32, bitcast=True)

@@ -1,0 +1,163 @@
+"""One decode step of Llama as data flow over the fused decode kernels: what a captured graph consists of.
+
+The same weights as `Llama`, which does prefill; here every operation is one launch, in place on buffers that stay
+where they are. Seven launches make a layer: QKV with RoPE and append, attention, o, all-reduce with residual and norm,
+gate and up with SiLU, down, all-reduce with residual and norm.
+
+Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..kernels.exchange import Exchange, LogitExchange
+from ..kernels.gemv import gate_up_silu, lm_head, push_partial, qkv_rope_append
+from ..kernels.lean_attention import LeanWorkspace, lean_decode_attention
+from ..kernels.next_token import collect_logits, num_candidates
+from ..kernels.residual import embed_norm, num_square_sums, reduce_norm
+from .config import LlamaConfig
+from .llama import LlamaWeights
+
+__all__ = ["DecodeBuffers", "Decoder"]
+
+# Longest waits of a kernel for its peers. The first one of a step also covers a peer whose host is late (a full pipe,
+# a debugger, ...), which the heartbeat judges.
+STEP_PATIENCE_NS = 600 * 10**9
+PATIENCE_NS = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """Activations of a step on one rank."""
+
+    token_ids: Tensor  # [B] int64: newest token of each request
+    seq_lens: Tensor  # [B] int32, with that token
+    rope: Tensor  # [B, 2, D / 2] fp32
+    x: Tensor  # [B, hidden] fp32
+    x_norm: Tensor  # [B, hidden]: x * gamma of the next RMSNorm
+    square_sums: Tensor  # [B, S] fp32
+    q: Tensor  # [B, Hq, D]
+    attn_out: Tensor  # [B, Hq, D]
+    lse: Tensor  # [B, Hq] fp32
+    mlp: Tensor  # [B, I / T]
+    logits: Tensor  # [B, V] fp32
+    best: Tensor  # [B, C] fp32
+    best_token: Tensor  # [B, C] int32
+
+    @classmethod
+    def allocate(
+        cls, config: LlamaConfig, tp_size: int, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> DecodeBuffers:
+        """Buffers of one rank of `tp_size`."""
+
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(batch_size, *shape, dtype=dtype, device=device)
+
+        heads, candidates = config.num_qo_heads // tp_size, num_candidates(config.vocab_size)
+        return cls(
+            token_ids=new(dtype=torch.int64),
+            seq_lens=new(dtype=torch.int32) + 1,
+            rope=new(2, config.head_dim // 2),
+            x=new(config.hidden_size),
+            x_norm=new(config.hidden_size, dtype=dtype),
+            square_sums=new(num_square_sums(config.hidden_size)),
+            q=new(heads, config.head_dim, dtype=dtype),
+            attn_out=new(heads, config.head_dim, dtype=dtype),
+            lse=new(heads),
+            mlp=new(config.intermediate_size // tp_size, dtype=dtype),
+            logits=new(config.vocab_size),
+            best=new(candidates),
+            best_token=new(candidates, dtype=torch.int32),
+        )
+
+
+class Decoder:
+    """Launches the operations of a step, in order, on the current stream.
+
+    Args:
+        k_cache, v_cache: [L, B, Hkv, N, D].  all_reduce: sums `exchange.partial` over the group where no words travel.
+        all_gather: [B, rows] of each rank -> [world, B, rows], likewise.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: LlamaWeights,
+        inv_freq: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        buffers: DecodeBuffers,
+        exchange: Exchange,
+        logit_exchange: LogitExchange,
+        all_reduce: Callable[[Tensor], Tensor],
+        all_gather: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.config = config
+        self.buffers = buffers
+        self._weights = weights
+        self._inv_freq = inv_freq
+        self._k, self._v = k_cache, v_cache
+        self._exchange, self._logit_exchange = exchange, logit_exchange
+        self._all_reduce, self._all_gather = all_reduce, all_gather
+        batch_size, num_heads, head_dim = buffers.q.shape
+        device = buffers.q.device
+        programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self._workspace = LeanWorkspace.allocate(batch_size, num_heads, k_cache.shape[2], head_dim, device, programs)
+        layers = weights.layers
+        # The norm that follows each all-reduce: after attention this layer's second, after the MLP the next layer's.
+        self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
+        self._gammas.append((layers[-1].post_norm, weights.final_norm))
+
+    def embed(self) -> None:
+        """Token embeddings into the residual stream."""
+        at = self.buffers
+        embed_norm(
+            at.token_ids, at.seq_lens, self._weights.embedding, self._weights.layers[0].input_norm, self._inv_freq,
+            at.x, at.x_norm, at.square_sums, at.rope,
+        )  # fmt: skip
+
+    def pre_attention(self, layer: int) -> None:
+        """QKV, RoPE, append. The all-reduce before it belongs to `post_attention` here."""
+        at = self.buffers
+        qkv_rope_append(
+            at.x_norm, at.square_sums, self._weights.layers[layer].qkv, at.rope, at.seq_lens, at.q,
+            self._k[layer], self._v[layer], self.config.rms_norm_eps,
+        )  # fmt: skip
+
+    def attention(self, layer: int) -> None:
+        """Attention over the cache."""
+        at = self.buffers
+        lean_decode_attention(
+            at.q, self._k[layer], self._v[layer], at.seq_lens, self.config.head_dim**-0.5, self._workspace,
+            at.attn_out, at.lse,
+        )  # fmt: skip
+
+    def post_attention(self, layer: int) -> None:
+        """o, all-reduce, MLP, all-reduce."""
+        at, weights = self.buffers, self._weights.layers[layer]
+        self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, self._gammas[layer][0])
+        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps)
+        self._row_parallel(2 * layer + 1, at.mlp, weights.down, self._gammas[layer][1])
+
+    def _row_parallel(self, slot: int, act: Tensor, weight: Tensor, gamma: Tensor) -> None:
+        at, exchange = self.buffers, self._exchange
+        push_partial(act, weight, exchange, slot)
+        if exchange.words is None:
+            self._all_reduce(exchange.partial)
+        patience = PATIENCE_NS if slot else STEP_PATIENCE_NS
+        reduce_norm(exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums)
+
+    def logits(self) -> None:
+        """LM head over the vocabulary shards of all ranks, and the most likely tokens."""
+        at, exchange, slot = self.buffers, self._logit_exchange, 2 * self.config.num_layers
+        lm_head(at.x_norm, at.square_sums, self._weights.lm_head, exchange, self.config.rms_norm_eps, slot)
+        gathered = exchange.shard if exchange.words is not None else self._all_gather(exchange.shard)
+        # One rank to a group, several to the job: the logits are the first words that travel.
+        patience = PATIENCE_NS if self._exchange.words is not None else STEP_PATIENCE_NS
+        collect_logits(exchange, gathered, patience, slot, at.logits, at.best, at.best_token)

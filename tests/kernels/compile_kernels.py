@@ -1,0 +1,123 @@
+"""Compile the decode kernels for one GPU architecture without a GPU and print what ptxas says of each as JSON.
+
+Started by test_compile.py in a process of its own, because the tests import the kernels for the interpreter.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from alspec.kernels import gemv, lean_kernel, next_token, residual
+
+HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
+INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
+WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr"}
+SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64"}
+DIVISIBLE = {"capacity", "chunk_size"}
+
+
+def compile_for(capability: int, kernel: Any, num_warps: int, constants: dict[str, Any], **types: str) -> Any:
+    """One variant, with pointers and sizes aligned as the launchers' are; `types` overrules what names say."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in types:
+            signature[name] = types[name]
+        elif name.endswith("_ptr"):
+            kind = "bf16" if name in HALF else "i32" if name in INTEGER else "i64" if name in WIDE else "fp32"
+            signature[name] = "*" + kind
+        else:
+            signature[name] = SCALARS.get(name, "i32")
+        if name not in constants and (name.endswith("_ptr") or name in DIVISIBLE):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+
+
+def lean(capability: int, group: int, head_dim: int, spec: bool) -> Any:
+    """The attention kernel as `lean_decode_attention` launches it."""
+    constants = {
+        "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
+        "B_PAD": 1,
+        "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability >= 90 else 2, "MERGE": 16,
+        "SPEC": spec, "PART": 0,
+        "FLAG": spec, "PDL": capability >= 90,
+    }  # fmt: skip
+    if not spec:
+        constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
+    return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants)
+
+
+def decode_step(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
+    """The other kernels of a step, for the 8B shape on one rank of `tp_size`."""
+    hidden, heads, kv_heads, mlp, vocab = 4096, 32 // tp_size, 8 // tp_size, 14336 // tp_size, 128256
+    pdl = {"PDL": capability >= 90}
+    squares = {"S": 128, "SP": 128}
+    stream = {"K": hidden, "KP": hidden, "B": batch_size, "gate_ptr": None} | squares | pdl
+
+    def push(inputs: int, num_rows: int, **more: Any) -> Any:
+        width = triton.next_power_of_2(inputs)
+        rows = gemv._rows_in_tile(num_rows, width, 2, 1)
+        constants = {
+            "K": inputs, "KP": width, "B": batch_size, "ROWS": rows, "MASKED": False, "PEERS": tp_size,
+            "SOURCES": tp_size, "PUSH": True, "gate_ptr": None,
+        } | squares | pdl | more  # fmt: skip
+        return compile_for(capability, gemv._push_partial_kernel, gemv._num_warps(rows, width), constants)
+
+    pairs = gemv._rows_in_tile(64, hidden, 2, 2)
+    qkv = stream | {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
+    gate_up = stream | {"I": mlp, "ROWS": gemv._rows_in_tile(mlp, hidden, 2, 2)}
+    reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32, "gate_ptr": None} | pdl
+    collect = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
+    finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "sampled_ptr": None} | pdl
+    return {
+        "qkv": compile_for(capability, gemv._qkv_rope_append_kernel, 8, qkv),
+        "o": push(hidden // tp_size, hidden, squares_ptr=None),
+        "gate_up": compile_for(capability, gemv._gate_up_silu_kernel, 8, gate_up, out_ptr="*bf16"),
+        "down": push(mlp, hidden, squares_ptr=None),
+        "lm_head": push(hidden, vocab // tp_size),
+        "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
+        "collect_logits": compile_for(capability, next_token._collect_logits_kernel, 8, collect),
+        "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
+    }
+
+
+def ptxas(ptx: str) -> dict[str, int]:
+    """Assemble PTX once more, for its report."""
+    arch = re.search(r"\.target (\w+)", ptx)[1]
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tool = next(path for path in (folder / "ptxas-blackwell", folder / "ptxas") if path.exists() and _knows(path, arch))
+    with tempfile.TemporaryDirectory() as work:
+        Path(work, "k.ptx").write_text(ptx)
+        command = [tool, "-v", f"--gpu-name={arch}", f"{work}/k.ptx", "-o", f"{work}/k.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+        "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", report)),
+    }
+
+
+def _knows(tool: Path, arch: str) -> bool:
+    return arch in subprocess.run([tool, "--help"], capture_output=True, text=True, check=False).stdout
+
+
+def main(capability: int) -> None:
+    """Compile everything and print the report."""
+    compiled = {f"lean, spec {spec}": lean(capability, 4, 128, spec) for spec in (False, True)}
+    for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
+        kernels = decode_step(capability, tp_size, batch_size)
+        compiled |= {f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()}
+    print(json.dumps({name: ptxas(kernel.asm["ptx"]) for name, kernel in compiled.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
