@@ -88,9 +88,17 @@ def print_panel(summary: dict[str, Any]) -> None:
             print(f"{name}: {value}", file=sys.stderr)
 
 
+def _mode(summary: dict[str, Any]) -> list[str]:
+    """What is in force."""
+    parts = [summary["mode"], f"{summary['world_size']} rank(s) on {summary['device']}", summary["dtype"]]
+    if summary["transport"] is not None:
+        parts.append(summary["transport"])
+    return [*parts, "captured graph"] if summary["cuda_graph"] else parts
+
+
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
-        ("mode", f"{summary['mode']}, {summary['world_size']} rank(s) on {summary['device']}, {summary['dtype']}"),
+        ("mode", ", ".join(_mode(summary))),
         ("prompt tokens", " ".join(map(str, summary["prompt_tokens"]))),
         ("new tokens", " ".join(map(str, summary["new_tokens"]))),
         ("TTFT", f"{summary['ttft_ms']:.1f} ms"),

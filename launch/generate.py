@@ -52,12 +52,12 @@ def _generate(config: GenerateConfig, engine: Engine) -> int:
     prompts, is_batch = read_prompts(config, engine)
     is_first = engine.placement.rank == 0
     max_context = engine.check_prompts(prompts, config.max_new_tokens)
-    if is_first and engine.notice:
-        print(f"alspec: {engine.notice}", file=sys.stderr)
     if is_first and config.color and (is_batch or engine.mode == "off"):
         why = "a batch is printed as JSON" if is_batch else "nothing is speculated"
         print(f"alspec: --color shades nothing: {why}", file=sys.stderr)
     engine.load(len(prompts), max_context)
+    for notice in engine.notices if is_first else []:
+        print(f"alspec: {notice}", file=sys.stderr)
     generation = engine.start_generation(prompts, config)
     printer = Printer(generation, is_batch, config.color) if is_first else None
     for token in engine.run(generation, config):
@@ -101,7 +101,8 @@ def _summary(engine: Engine, generation: Generation) -> dict[str, Any]:
         "chunk_size": engine.config.speculation.chunk_size,
         "world_size": engine.placement.world_size,
         "tp_size": engine.placement.tp_size,
-        "transport": engine.backend if engine.placement.world_size > 1 else None,
+        "transport": engine.transport_name if engine.placement.world_size > 1 else None,
+        "cuda_graph": engine.uses_graph,
         "device": torch.cuda.get_device_name(engine.device) if cuda else "CPU",
         "dtype": engine.dtype_name,
         "gb_per_s": gb_per_s,

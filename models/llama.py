@@ -149,7 +149,7 @@ class Llama:
         self.config = config
         self.weights = weights
         self._all_reduce = all_reduce
-        self._inv_freq = config.inv_freq().to(weights.embedding.device)
+        self.inv_freq = config.inv_freq().to(weights.embedding.device)
         self.sm_scale = config.head_dim**-0.5
 
     @property
@@ -182,7 +182,7 @@ class Llama:
         num_kv_heads = weights.qkv.shape[0] // head_dim // (group + 2)
         heads = qkv.view(x.shape[0], -1, head_dim)
         q, k, v = heads.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-        cos, sin = rope_cos_sin(positions, self._inv_freq)
+        cos, sin = rope_cos_sin(positions, self.inv_freq)
         return x, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
     def post_attention(self, layer: int, x: Tensor, attn_out: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..config import EngineConfig, SamplingConfig, validate
-from ..errors import BadNumbersError, UserError
+from ..errors import BadNumbersError, RankFailureError, UserError
+from ..kernels.gemv import MAX_BATCH
+from ..kernels.words import BAD_NUMBERS, split_fault
 from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
@@ -28,8 +30,10 @@ from .kv_cache import KVCache
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits
 from .placement import Placement, choose_device, choose_mode
 from .prefill import prefill
+from .replay import DecodeLoop
 from .sampling import sample
 from .step import DecodeState, StepProgram
+from .symmetric import symmetric_fault
 from .timeline import Timeline
 from .transport import Transport, connect_store
 
@@ -48,6 +52,8 @@ class Engine:
     # Set by `load`.
     model: Llama
     cache: KVCache
+    # One of these two decodes: the fused kernels, or operation by operation from the host.
+    loop: DecodeLoop | None = None
     program: StepProgram
 
     def __init__(self, config: EngineConfig, trace: bool = False) -> None:
@@ -62,7 +68,10 @@ class Engine:
             self._open(config.model or DEMO_CHECKPOINT)
         self.mode, num_groups = choose_mode(config.speculation.mode, self.model_config, environment.world_size)
         self.placement = replace(environment, num_groups=num_groups)
-        self.device, self.backend, self.notice = choose_device(config, self.placement)
+        self.device, self.backend, notice = choose_device(config, self.placement)
+        self.notices = [notice] if notice else []
+        self._uses_symm = self._wants_symm()
+        self._wants_graph = self._check_graph(trace)
         stored = self.model_config.dtype if self.device.type == "cuda" else "fp32"
         self.dtype_name = config.dtype or stored
         self.dtype = DTYPES[self.dtype_name]
@@ -86,9 +95,47 @@ class Engine:
         self.checkpoint = Checkpoint.open(folder, self.model_config)
         self.tokenizer = Tokenizer.from_folder(folder, self.model_config)
 
+    @property
+    def transport_name(self) -> str:
+        """How this rank's results reach the others while decoding."""
+        return "symm" if self._uses_symm else self.backend
+
+    @property
+    def uses_graph(self) -> bool:
+        """Decode steps are replays of a captured graph."""
+        return self.loop is not None and self._wants_graph
+
+    def _wants_symm(self) -> bool:
+        """Whether to try symmetric memory; `_load_model` finds out whether it works."""
+        has_decoder = self.device.type == "cuda" and self.mode == "off"
+        if self.config.transport == "symm" and not has_decoder:
+            raise UserError(
+                f"transport: symm is not available yet with speculation {self.mode}; "
+                "use --speculation off, or --transport nccl"
+            )
+        several = self.placement.world_size > 1
+        return has_decoder and several and self.config.transport in ("auto", "symm")
+
+    def _check_graph(self, trace: bool) -> bool:
+        """Whether steps are captured, where the fused kernels decode at all."""
+        if self.config.cuda_graph == "on":
+            if self.device.type != "cuda":
+                raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
+            if self.mode != "off":
+                raise UserError(f"cuda_graph: on is not available yet with speculation {self.mode}; use auto or off")
+            if trace:
+                raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
+        if trace and self.device.type == "cuda" and self.mode == "off":
+            self.notices.append("operations are launched one by one, because --trace times each of them")
+        return self.config.cuda_graph != "off" and not trace
+
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """The cache room that these prompts need; refuses what the model or `max_context` has no room for."""
         config = self.model_config
+        if self.config.cuda_graph == "on" and len(prompts) > MAX_BATCH:
+            raise UserError(
+                f"cuda_graph: on serves up to {MAX_BATCH} requests, found {len(prompts)}; use auto, or fewer prompts"
+            )
         for index, ids in enumerate(prompts):
             if not ids:
                 raise UserError(f"prompt {index}: expected at least one token, found none")
@@ -121,8 +168,9 @@ class Engine:
         available = available_bytes(self.device, placement.local_world_size) + held
         memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available)
         if self.memory is not None:
-            # The old cache goes before the new one comes.
-            del self.cache, self.program
+            # The old cache goes before the new one comes, and a graph before what it refers to.
+            self._release()
+            del self.cache
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         self.memory = memory
@@ -132,16 +180,21 @@ class Engine:
         self.cache = KVCache(
             config.num_layers, batch_size, kv_heads, max_context, config.head_dim, self.dtype, self.device
         )
-        speculation = self.config.speculation
-        self.program = StepProgram(
-            self.model,
-            self.cache,
-            self._connected(),
-            self.mode,
-            speculation.threshold,
-            speculation.chunk_size,
-            self._operation,
-        )
+        if self.device.type == "cuda" and self.mode == "off" and batch_size <= MAX_BATCH:
+            self.loop = DecodeLoop.build(
+                self.model, self.cache, self._connected(), self._uses_symm, self._wants_graph, self._operation
+            )
+        else:
+            speculation = self.config.speculation
+            self.program = StepProgram(
+                self.model,
+                self.cache,
+                self._connected(),
+                self.mode,
+                speculation.threshold,
+                speculation.chunk_size,
+                self._operation,
+            )
         if not self._is_warm:
             self._warm_up()
             self._is_warm = True
@@ -150,6 +203,8 @@ class Engine:
         """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches."""
         batch_size = self.cache.batch_size
         prefill(self.model, self.cache, self._connected(), 0, [0], self._operation)
+        if self.loop is not None:
+            return  # `prepare` warms it up, for the sampling asked for
         self.program.run(
             DecodeState(
                 token_ids=torch.zeros(batch_size, dtype=torch.int64, device=self.device),
@@ -157,6 +212,11 @@ class Engine:
                 live=torch.ones(batch_size, dtype=torch.bool),
             )
         )
+
+    def _release(self) -> None:
+        if self.loop is not None:
+            self.loop.release()
+            self.loop = None
 
     def _load_model(self) -> None:
         config, placement = self.model_config, self.placement
@@ -173,13 +233,20 @@ class Engine:
         else:
             weights = random_weights(config, placement.shard, self.dtype, self.device)
         self.transport = Transport(placement, self.device, self.backend, self.store)
+        if self._uses_symm:
+            reason = symmetric_fault(self.transport)
+            if reason and self.config.transport == "symm":
+                raise UserError(f"transport: symm does not work here: {reason}; use auto or nccl")
+            if reason:
+                self._uses_symm = False
+                self.notices.append(f"decoding over nccl: no symmetric memory ({reason})")
         self.model = Llama(config, weights, self.transport.all_reduce)
 
     def _check_agreement(self) -> None:
         """Ranks on different hosts choose for themselves; what they chose must be the same everywhere."""
         if self.store is None:
             return
-        choice = f"{self.backend} {self.mode} {self.dtype_name}"
+        choice = f"{self.transport_name} {self.mode} {self.dtype_name}"
         for rank, other in enumerate(_exchange(self.store, self.placement, "choice", choice)):
             if other != choice:
                 raise UserError(
@@ -217,6 +284,9 @@ class Engine:
         """
         requests = generation.requests
         transport = self._connected()
+        if self.loop is not None:
+            self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
+            self.loop.prepare(sampling)
         transport.barrier()
         self.timeline.start()
         started = time.perf_counter()
@@ -229,6 +299,12 @@ class Engine:
         tokens = self._choose(logits, layer_sums, requests, sampling)
         generation.prefill_us = (time.perf_counter() - started) * 1e6
         yield from self._push(requests, tokens, None)
+        steps = self._launched_steps if self.loop is None else self._looped_steps
+        yield from steps(generation, tokens, sampling)
+
+    def _launched_steps(self, generation: Generation, tokens: list[int], sampling: SamplingConfig) -> Iterator[Token]:
+        """Decode operation by operation, with tokens and verdicts on the host at each step."""
+        requests = generation.requests
         while any(request.live for request in requests):
             self._step += 1
             self.timeline.step = self._step
@@ -247,6 +323,46 @@ class Engine:
             if result.hits is not None:
                 generation.hits.append(result.hits)
             yield from self._push(requests, tokens, result.hits)
+
+    def _looped_steps(self, generation: Generation, tokens: list[int], sampling: SamplingConfig) -> Iterator[Token]:
+        """Decode with the fused kernels: the devices go on by themselves, the host reads tokens as they come."""
+        assert self.loop is not None
+        requests = generation.requests
+        started = time.perf_counter()
+        last_clock_ns = 0
+        self.loop.begin(tokens, [request.seq_len for request in requests])
+        while any(request.live for request in requests):
+            self._step += 1
+            self.timeline.step = self._step
+            self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
+            record = self.loop.step(remaining=sampling.max_new_tokens - self._step)
+            if record.fault:
+                self._raise_fault(record.fault)
+            # The first step's time is the host's: before it no step has left the device's clock.
+            first_us = (time.perf_counter() - started) * 1e6
+            generation.step_us.append((record.clock_ns - last_clock_ns) / 1e3 if last_clock_ns else first_us)
+            last_clock_ns = record.clock_ns
+            yield from self._push(requests, record.token_ids, None)
+
+    def _raise_fault(self, code: int) -> NoReturn:
+        """A kernel met bad numbers, or waited for a rank in vain."""
+        kind, _, late_rank = split_fault(code)
+        if kind != BAD_NUMBERS:
+            where = self._operation_of(code)
+            raise RankFailureError(f"rank {late_rank} stalled at step {self._step}, operation {where}: no data came")
+        # NaN spreads to every rank within the step: all come here and learn where it began.
+        codes = self._connected().all_gather_world(torch.tensor([code], device=self.device)).flatten().tolist()
+        first = min(codes)
+        raise BadNumbersError(
+            f"NaN or Inf: first seen on rank {split_fault(first)[2]}, {self._operation_of(first)}, step {self._step}; "
+            "check the weights (--verify-checksums) or use --dtype fp32"
+        )
+
+    def _operation_of(self, code: int) -> str:
+        slot = split_fault(code)[1]
+        if slot == 2 * self.model_config.num_layers:
+            return "the LM head"
+        return f"{('attention', 'MLP')[slot % 2]} output, layer {slot // 2}"
 
     def stream(self, prompt: str, sampling: SamplingConfig | None = None) -> Iterator[Token]:
         """Generate from one text prompt, loading the model on first use."""
@@ -314,6 +430,8 @@ class Engine:
         if self.transport is not None:
             self.transport.flush()
             self.transport.barrier()
+            # Graphs first, then symmetric buffers, then process groups: NCCL waits for graphs that refer to it.
+            self._release()
             self.heartbeat.stop()
             self.transport.close()
 
@@ -338,7 +456,7 @@ def refuse_unavailable(config: EngineConfig) -> None:
     """Name what the schema knows and the runtime does not have yet.
 
     Raises:
-        UserError: codec, softmax, graph mode or placement that is not available.
+        UserError: codec, softmax or placement that is not available.
     """
     if config.speculation.mode == "colocated":
         raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
@@ -346,5 +464,3 @@ def refuse_unavailable(config: EngineConfig) -> None:
         raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16")
     if config.softmax != "exact":
         raise UserError(f"softmax: {config.softmax} is not available yet; use exact")
-    if config.cuda_graph == "on":
-        raise UserError("cuda_graph: on is not available yet; use auto or off")

@@ -106,15 +106,13 @@ def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.dev
     Returns:
         device, backend (`nccl` or `gloo`), and a sentence on a choice the user may not expect ('' if there is none).
     Raises:
-        UserError: a transport that is not available, or NCCL without a GPU for each local rank.
+        UserError: NCCL or symmetric memory without a GPU for each local rank.
     """
-    if config.transport == "symm":
-        raise UserError("transport: symm is not available yet; use auto, nccl or gloo")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.transport == "nccl" and gpus < placement.local_world_size:
+    if config.transport in ("nccl", "symm") and gpus < placement.local_world_size:
         raise UserError(
-            f"transport: nccl needs one GPU for each rank, found {gpus} for {placement.local_world_size} ranks; "
-            "start fewer ranks or use --transport gloo (CPU)"
+            f"transport: {config.transport} needs one GPU for each rank, found {gpus} for "
+            f"{placement.local_world_size} ranks; start fewer ranks or use --transport gloo (CPU)"
         )
     if config.transport == "gloo" or gpus < placement.local_world_size:
         notice = ""

@@ -118,6 +118,10 @@ class Transport:
         dist.all_gather(list(out.unbind()), tensor.contiguous())
         return out
 
+    def agree(self, flag: bool) -> bool:
+        """Whether `flag` is set on every rank of the job."""
+        return bool(self.all_gather_world(torch.tensor([flag], device=self.device)).all())
+
     def send(self, tensor: Tensor) -> None:
         """Send to the paired rank without waiting for it; `flush` before the buffers are needed to be free."""
         tensor = tensor.contiguous()

@@ -1,0 +1,197 @@
+"""Decode steps without the host: one captured graph for a step, replayed; the host launches ahead and reads tokens.
+
+The graph serves every length. Its last kernel writes the chosen tokens, the device's clock and the fault word into a
+ring in pinned host memory, where the host polls: no call into CUDA waits for anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..config import SamplingConfig
+from ..kernels.exchange import Exchange, LogitExchange
+from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
+from ..models.decoder import DecodeBuffers, Decoder
+from ..models.llama import Llama
+from .kv_cache import KVCache
+from .sampling import sample
+from .step import OperationHook
+from .symmetric import exchanges
+from .transport import Transport
+
+__all__ = ["DecodeLoop", "StepRecord"]
+
+# Steps in flight: the next is on its way while the host reads the last one. Every rank launches the same number, for it
+# depends on the tokens alone.
+DEPTH = 2
+POLL_S = 20e-6
+CHECK_S = 0.5  # how often a waiting host asks the driver whether the device still works
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step told the host."""
+
+    token_ids: list[int]
+    clock_ns: int  # of the device, at the end of the step
+    fault: int  # 0, or see kernels/words.py
+
+
+class DecodeLoop:
+    """The steps of one batch on one rank, captured or launched one by one: the same kernels either way."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        exchange: Exchange,
+        logit_exchange: LogitExchange,
+        capacity: int,
+        use_graph: bool,
+        operation: OperationHook,
+    ) -> None:
+        self._decoder = decoder
+        self._exchange, self._logit_exchange = exchange, logit_exchange
+        self._capacity = capacity
+        self._use_graph = use_graph
+        self._operation = operation
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._sampling: tuple[float, int, float, int] | None = None
+        batch_size, self._device = decoder.buffers.token_ids.shape[0], decoder.buffers.token_ids.device
+        self._is_cuda = self._device.type == "cuda"
+        self._ring = torch.zeros(RING_STEPS, RING_HEADER + batch_size, dtype=torch.int64, pin_memory=self._is_cuda)
+        self._stamps = torch.zeros(RING_STEPS, dtype=torch.int32, pin_memory=self._is_cuda)
+        # Plain views: the device writes behind PyTorch's back.
+        self._ring_view, self._stamps_view = self._ring.numpy(), self._stamps.numpy()
+        self._requests = torch.arange(batch_size, device=self._device)
+        self._launched = self._taken = int(exchange.epoch) - 1
+
+    @classmethod
+    def build(
+        cls,
+        model: Llama,
+        cache: KVCache,
+        transport: Transport,
+        use_symm: bool,
+        use_graph: bool,
+        operation: OperationHook,
+    ) -> DecodeLoop:
+        """The loop of one model and cache, with its buffers; every rank calls it."""
+        config, batch_size = model.config, cache.batch_size
+        exchange, logit_exchange = exchanges(
+            transport, use_symm, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size
+        )
+        decoder = Decoder(
+            config,
+            model.weights,
+            model.inv_freq,
+            cache.k,
+            cache.v,
+            DecodeBuffers.allocate(config, transport.placement.tp_size, batch_size, cache.k.dtype, transport.device),
+            exchange,
+            logit_exchange,
+            transport.all_reduce,
+            transport.all_gather_world,
+        )
+        return cls(decoder, exchange, logit_exchange, cache.max_context, use_graph, operation)
+
+    def prepare(self, sampling: SamplingConfig) -> None:
+        """Compile and capture for this way of sampling; every rank calls it. Overwrites the start of the cache."""
+        key = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+        if key == self._sampling:
+            return
+        self.release()
+        self._sampling = key
+        self.begin([0] * self._requests.shape[0], [1] * self._requests.shape[0])
+        for _ in range(2):
+            self._issue(_no_operation)
+            self._launched += 1
+        self._taken = self._launched
+        if self._use_graph:
+            torch.cuda.synchronize(self._device)
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads (the heartbeat, NCCL's watchdog) may call CUDA meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._issue(_no_operation)
+
+    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
+        """Set the state: the newest token of each request, and lengths with it."""
+        at = self._decoder.buffers
+        at.token_ids.copy_(torch.tensor(token_ids))
+        at.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
+        self._exchange.fault.zero_()
+        # What was launched ahead and not read belongs to the text before.
+        self._taken = self._launched
+
+    def step(self, remaining: int) -> StepRecord:
+        """The next step's result, with more steps in flight behind it, at most `remaining` with this one."""
+        while self._launched < self._taken + min(DEPTH, remaining):
+            if self._graph is not None:
+                self._graph.replay()
+            else:
+                self._issue(self._operation)
+            self._launched += 1
+        self._taken += 1
+        place = self._taken % RING_STEPS
+        self._await_stamp(place)
+        clock_ns, fault, *token_ids = self._ring_view[place].tolist()
+        return StepRecord(token_ids, clock_ns, fault)
+
+    def _await_stamp(self, place: int) -> None:
+        next_check = time.monotonic() + CHECK_S
+        while self._stamps_view[place] != self._taken:
+            if time.monotonic() > next_check:
+                # A device that failed never stamps: this raises what happened.
+                torch.cuda.current_stream(self._device).query()
+                next_check = time.monotonic() + CHECK_S
+            time.sleep(POLL_S)
+
+    def release(self) -> None:
+        """Give the graph back; before the buffers and process groups that it refers to."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._device)
+            self._graph.reset()
+            self._graph = None
+
+    def _issue(self, operation: OperationHook) -> None:
+        """Launch every operation of one step, in order."""
+        decoder, at = self._decoder, self._decoder.buffers
+        with operation("embed", 0):
+            decoder.embed()
+        parts: list[tuple[str, Callable[[int], None]]] = [
+            ("pre_attention", decoder.pre_attention),
+            ("attention", decoder.attention),
+            ("post_attention", decoder.post_attention),
+        ]
+        num_layers = decoder.config.num_layers
+        for layer in range(num_layers):
+            for name, launch in parts:
+                with operation(name, layer):
+                    launch(layer)
+        with operation("lm_head", num_layers):
+            decoder.logits()
+            assert self._sampling is not None, "prepare comes first"
+            temperature, top_k, top_p, seed = self._sampling
+            sampled = None
+            if temperature > 0:
+                positions = at.seq_lens.long()
+                sampled = sample(at.logits, temperature, top_k, top_p, seed, self._requests, positions)
+            finish_step(
+                at.best, at.best_token, sampled, at.token_ids, at.seq_lens, self._capacity, self._logit_exchange,
+                self._ring, self._stamps,
+            )  # fmt: skip
+
+
+class _NoOperation:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _no_operation(name: str, layer: int) -> _NoOperation:
+    return _NoOperation()

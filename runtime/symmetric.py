@@ -1,0 +1,137 @@
+"""Symmetric memory: buffers of one rank that the kernels of every other rank write through peer pointers.
+
+Within one host whose GPUs reach each other. NVLink multicast is never used.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+from ..kernels.exchange import Exchange, LogitExchange
+from ..kernels.gemv import push_partial
+from ..kernels.residual import new_stream, reduce_norm
+from .placement import Placement
+from .transport import Transport
+
+__all__ = ["exchanges", "symmetric_fault"]
+
+# A group's first push must arrive within this time of the self-test.
+TEST_PATIENCE_NS = 20 * 10**9
+
+
+def exchanges(
+    transport: Transport, use_symm: bool, num_slots: int, batch_size: int, hidden_size: int, vocab_size: int
+) -> tuple[Exchange, LogitExchange]:
+    """Buffers for the partial sums of a step with `num_slots` all-reduces, and for its logits.
+
+    Every rank calls it with the same arguments. With `use_symm`, partial sums and logits travel as words through peer
+    pointers; without, they are left to collectives.
+    """
+    placement, device = transport.placement, transport.device
+    tp_size, world_size = placement.tp_size, placement.world_size
+    rows = -(-vocab_size // world_size)
+    epoch = torch.ones(1, dtype=torch.int32, device=device)
+    fault = torch.zeros(1, dtype=torch.int32, device=device)
+    exchange = Exchange(
+        partial=torch.zeros(batch_size, hidden_size, device=device),
+        epoch=epoch,
+        fault=fault,
+        tp_rank=placement.tp_rank,
+        tp_size=tp_size,
+        rank=placement.rank,
+    )
+    shard = torch.zeros(batch_size, rows, device=device)
+    logit_exchange = LogitExchange(shard, epoch, fault, placement.rank, world_size)
+    if not use_symm or world_size == 1:
+        return exchange, logit_exchange
+    sizes = (num_slots * batch_size * tp_size * hidden_size, batch_size * world_size * rows)
+    memory, addresses = _allocate(sum(sizes), transport)
+    words, logit_words = memory.split(sizes)
+    logit_peers = torch.tensor([address + 8 * sizes[0] for address in addresses], device=device)
+    first = placement.group * tp_size
+    group_peers = torch.tensor(addresses[first : first + tp_size], device=device)
+    if tp_size > 1:
+        exchange = Exchange(
+            exchange.partial, epoch, fault, placement.tp_rank, tp_size, placement.rank,
+            words.view(num_slots, batch_size, tp_size, hidden_size), group_peers,
+        )  # fmt: skip
+    logit_exchange = LogitExchange(
+        shard, epoch, fault, placement.rank, world_size, logit_words.view(batch_size, world_size, rows), logit_peers
+    )
+    return exchange, logit_exchange
+
+
+def _allocate(num_words: int, transport: Transport) -> tuple[Tensor, list[int]]:
+    """Zeroed words of this rank, and the address of every rank's; all ranks of the job call it together."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    memory = symm_mem.empty(num_words, dtype=torch.int64, device=transport.device)
+    handle = symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
+    memory.zero_()
+    transport.barrier()
+    addresses = [
+        int(handle.get_buffer(rank, (num_words,), torch.int64).data_ptr()) for rank in range(handle.world_size)
+    ]
+    return memory, addresses
+
+
+def symmetric_fault(transport: Transport) -> str:
+    """Why this job cannot use symmetric memory; '' if it can. The same answer on every rank.
+
+    Looks at the hosts and links first, then compares an all-reduce over words with NCCL's, bit for bit, on values whose
+    sums are exact: -0.0, subnormal numbers, large ones, and integers.
+    """
+    placement, device = transport.placement, transport.device
+    if placement.world_size == 1:
+        return ""
+    reason = _unreachable(placement, device)
+    if not transport.agree(not reason):
+        return reason or "another rank cannot reach its peers"
+    try:
+        wrong = _differs_from_nccl(transport)
+    except RuntimeError as error:
+        wrong = f"symmetric memory failed: {str(error).splitlines()[0]}"
+    return "" if transport.agree(not wrong) else wrong or "another rank's self-test failed"
+
+
+def _unreachable(placement: Placement, device: torch.device) -> str:
+    if placement.local_world_size != placement.world_size:
+        return "ranks on several hosts"
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1"
+    others = [index for index in range(placement.local_world_size) if index != device.index]
+    blocked = [index for index in others if not torch.cuda.can_device_access_peer(device, index)]
+    return f"GPU {device.index} cannot reach GPU {blocked[0]}" if blocked else ""
+
+
+def _differs_from_nccl(transport: Transport) -> str:
+    placement, device = transport.placement, transport.device
+    hidden, rank = 256, placement.tp_rank
+    exchange, _ = exchanges(transport, True, 1, 1, hidden, placement.world_size)
+    if exchange.words is None:
+        return ""
+    values = torch.full((hidden,), -0.0, device=device)
+    values[:64] = 1e-41 * (rank + 1)
+    values[64 + rank : 128 : placement.tp_size] = 3e38 * (-1) ** rank
+    generator = torch.Generator(device).manual_seed(rank)
+    values[128:192] = torch.randint(-1000, 1000, (64,), generator=generator, device=device).float()
+    # One column of values, the others -0.0: the sum of a row is its value, sign of zero included.
+    weight = torch.full((hidden, 16), -0.0, device=device)
+    weight[:, 0] = values
+    x, x_norm, square_sums = new_stream(1, hidden, torch.float32, device)
+    x.fill_(-0.0)
+    push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
+    reduce_norm(exchange, 0, TEST_PATIENCE_NS, x, values, x_norm, square_sums)
+    expected = transport.all_reduce(values.clone())
+    transport.synchronize()
+    if int(exchange.fault):
+        return "a word did not arrive"
+    different = x[0].view(torch.int32) != expected.view(torch.int32)
+    if bool(different.any()):
+        at = int(different.int().argmax())
+        return f"wrong sum: {float(x[0, at])!r} for {float(expected[at])!r}"
+    return ""

@@ -1,0 +1,122 @@
+"""The loop over the fused kernels (here launched in the interpreter) against the step program, token for token."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from alspec.config import SamplingConfig
+from alspec.kernels.words import BAD_NUMBERS, split_fault
+from alspec.models.checkpoint import Checkpoint
+from alspec.models.config import LlamaConfig
+from alspec.models.llama import Llama, load_weights
+from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.placement import Placement
+from alspec.runtime.prefill import prefill
+from alspec.runtime.replay import DecodeLoop
+from alspec.runtime.sampling import sample
+from alspec.runtime.step import DecodeState, StepProgram
+from alspec.runtime.transport import Transport
+
+CPU = torch.device("cpu")
+CAPACITY = 48
+PROMPTS = [[7, 30, 200, 5, 5, 91], [11] * 20]
+GREEDY = SamplingConfig(max_new_tokens=5)
+SAMPLED = SamplingConfig(max_new_tokens=5, temperature=0.9, top_k=50, top_p=0.95, seed=3)
+
+
+class Setting:
+    """A model with a filled cache; `loop` and `tokens` continue the same prompts."""
+
+    def __init__(self, folder: Path) -> None:
+        config = LlamaConfig.from_folder(folder)
+        weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
+        self.transport = Transport(Placement(), CPU, "gloo", None)
+        self.model = Llama(config, weights, self.transport.all_reduce)
+        shape = (config.num_layers, len(PROMPTS), config.num_kv_heads, CAPACITY, config.head_dim)
+        self.cache = KVCache(*shape, torch.float32, CPU)
+
+    def prefill(self) -> list[int]:
+        """Fill the cache; returns the first new token of each request."""
+        logits = [
+            prefill(self.model, self.cache, self.transport, request, ids, _no_operation)[0]
+            for request, ids in enumerate(PROMPTS)
+        ]
+        return torch.cat(logits).argmax(1).tolist()
+
+    def loop(self) -> DecodeLoop:
+        return DecodeLoop.build(self.model, self.cache, self.transport, False, False, _no_operation)
+
+    def tokens(self, sampling: SamplingConfig) -> list[list[int]]:
+        """The reference: each step's tokens, by the step program and `sample`."""
+        token_ids = self.prefill()
+        program = StepProgram(self.model, self.cache, self.transport, "off", 0.1, 128, _no_operation)
+        steps = []
+        for step in range(1, sampling.max_new_tokens):
+            seq_lens = torch.tensor([len(ids) + step for ids in PROMPTS], dtype=torch.int32)
+            state = DecodeState(torch.tensor(token_ids), seq_lens, torch.ones(len(PROMPTS), dtype=torch.bool))
+            token_ids = sample(
+                program.run(state).logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed,
+                torch.arange(len(PROMPTS)), seq_lens.long(),
+            ).tolist()  # fmt: skip
+            steps.append(token_ids)
+        return steps
+
+
+def _no_operation(name: str, layer: int) -> nullcontext[None]:
+    return nullcontext()
+
+
+@pytest.fixture(scope="module")
+def setting(tiny_folder: Path) -> Setting:
+    return Setting(tiny_folder)
+
+
+def _run(loop: DecodeLoop, first: list[int], sampling: SamplingConfig) -> list[list[int]]:
+    loop.begin(first, [len(ids) + 1 for ids in PROMPTS])
+    records = [loop.step(sampling.max_new_tokens - step) for step in range(1, sampling.max_new_tokens)]
+    assert [record.fault for record in records] == [0] * len(records)
+    return [record.token_ids for record in records]
+
+
+def test_greedy_and_sampled_tokens_are_those_of_the_step_program(setting: Setting) -> None:
+    loop = setting.loop()
+    for sampling in (GREEDY, SAMPLED):
+        expected = setting.tokens(sampling)
+        loop.prepare(sampling)
+        assert _run(loop, setting.prefill(), sampling) == expected
+    assert setting.tokens(GREEDY) != setting.tokens(SAMPLED)
+
+
+def test_a_text_left_early_leaves_nothing_behind(setting: Setting) -> None:
+    expected = setting.tokens(GREEDY)
+    loop = setting.loop()
+    loop.prepare(GREEDY)
+    loop.begin([1, 2], [9, 9])
+    loop.step(remaining=5)
+    assert _run(loop, setting.prefill(), GREEDY) == expected
+
+
+def test_steps_stop_at_the_end_of_the_cache(setting: Setting) -> None:
+    loop = setting.loop()
+    loop.prepare(GREEDY)
+    before = setting.cache.k[:, :, :, : CAPACITY - 1].clone()
+    loop.begin([1, 2], [CAPACITY, CAPACITY])
+    for _ in range(3):
+        assert loop.step(remaining=1).fault == 0
+    assert torch.equal(setting.cache.k[:, :, :, : CAPACITY - 1], before)
+
+
+def test_bad_weights_name_operation_and_rank(tiny_folder: Path) -> None:
+    setting = Setting(tiny_folder)
+    loop = setting.loop()
+    loop.prepare(GREEDY)
+    setting.model.weights.layers[3].down[17, 5] = torch.nan
+    loop.begin(setting.prefill(), [len(ids) + 1 for ids in PROMPTS])
+    assert split_fault(loop.step(remaining=1).fault) == (BAD_NUMBERS, 2 * 3 + 1, 0)
+    setting.model.weights.layers[3].down[17, 5] = 0.0
+    # The next text begins without it.
+    assert _run(loop, setting.prefill(), GREEDY)
