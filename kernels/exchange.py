@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
-__all__ = ["Exchange", "LogitExchange", "launch_options"]
+__all__ = ["Exchange", "LogitExchange"]
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,3 @@ class LogitExchange:
     world_size: int = 1
     words: Tensor | None = None  # [B, world, rows] int64
     peers: Tensor | None = None  # [world] int64
-
-
-@functools.cache
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Programmatic dependent launch, where the device has it (compute capability 9.0)."""
-    if device.type != "cuda" or torch.cuda.get_device_properties(device).major < 9:
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}

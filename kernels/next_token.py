@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from .exchange import LogitExchange, launch_options
+from .exchange import LogitExchange
+from .launch import launch_options, prefer_l1
 from .words import BAD_NUMBERS, INTERPRETED, LATE_WORD, await_words, fault_code
 
 __all__ = ["RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
@@ -58,7 +59,7 @@ def _collect_logits_kernel(
         at = (source * num_requests + request).to(tl.int64) * rows + tokens - source * rows
         logits = tl.load(gathered_ptr + at, mask=inside, other=0.0)
     tl.store(logits_ptr + request.to(tl.int64) * vocab_size + tokens, logits, mask=inside)
-    is_bad = ((logits - logits) != 0.0) & inside & (tl.load(fault_ptr) == 0)
+    is_bad = (~(tl.abs(logits) < float("inf"))) & inside & (tl.load(fault_ptr) == 0)
     tl.store(fault_ptr + tl.zeros_like(tokens), bad_code + source, mask=is_bad)
     logits = tl.where(inside, logits, float("-inf"))
     best = tl.max(logits, 0)
@@ -87,12 +88,13 @@ def collect_logits(
     Capture: graph-safe; allocates nothing.
     """
     batch_size, vocab_size = logits.shape
-    _collect_logits_kernel[(num_candidates(vocab_size), batch_size)](
+    compiled = _collect_logits_kernel[(num_candidates(vocab_size), batch_size)](
         exchange.words, gathered, exchange.epoch, exchange.fault, logits, best, best_token, patience_ns,
         fault_code(LATE_WORD, slot, 0), fault_code(BAD_NUMBERS, slot, 0), exchange.shard.shape[1], vocab_size,
         WORLD=exchange.world_size, WORDS=exchange.words is not None, BLOCK=BLOCK, num_warps=8,
         **launch_options(logits.device),
     )  # fmt: skip
+    prefer_l1(compiled)
 
 
 @triton.jit
@@ -173,8 +175,9 @@ def finish_step(
     Capture: graph-safe; allocates nothing.
     """
     batch_size, candidates = best.shape
-    _finish_step_kernel[(1,)](
+    compiled = _finish_step_kernel[(1,)](
         best, best_token, sampled, token_ids, seq_lens, exchange.epoch, exchange.fault, ring, stamps, candidates,
         capacity, C=triton.next_power_of_2(candidates), B=batch_size, RING_STEPS=RING_STEPS, RING_HEADER=RING_HEADER,
         num_warps=1, **launch_options(best.device),
     )  # fmt: skip
+    prefer_l1(compiled)

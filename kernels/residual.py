@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .exchange import Exchange, launch_options
+from .exchange import Exchange
+from .launch import launch_options, prefer_l1
 from .words import LATE_WORD, await_words, fault_code
 
 __all__ = ["embed_norm", "num_square_sums", "reduce_norm"]
@@ -89,11 +90,12 @@ def embed_norm(
     """
     batch_size, hidden = x.shape
     half = inv_freq.shape[0]
-    _embed_norm_kernel[(num_square_sums(hidden), batch_size)](
+    compiled = _embed_norm_kernel[(num_square_sums(hidden), batch_size)](
         token_ids, seq_lens, table, gamma, inv_freq, x, x_norm, square_sums, rope,
         HIDDEN=hidden, HALF=half, HALF_PAD=triton.next_power_of_2(half), BLOCK=BLOCK,
         PDL=launch_options(x.device)["PDL"], num_warps=1,
     )  # fmt: skip
+    prefer_l1(compiled)
 
 
 @triton.jit(do_not_specialize=["slot", "patience_ns", "code"])
@@ -168,12 +170,13 @@ def reduce_norm(
     """
     batch_size, hidden = x.shape
     tp_size = exchange.tp_size
-    _reduce_norm_kernel[(num_square_sums(hidden), batch_size)](
+    compiled = _reduce_norm_kernel[(num_square_sums(hidden), batch_size)](
         exchange.words, exchange.partial, exchange.epoch, exchange.fault, x, gamma, x_norm, square_sums, gate,
         slot, patience_ns, fault_code(LATE_WORD, slot, exchange.rank - exchange.tp_rank),
         HIDDEN=hidden, T=tp_size, T_PAD=triton.next_power_of_2(tp_size), WORDS=exchange.words is not None, BLOCK=BLOCK,
         num_warps=max(1, min(4, triton.next_power_of_2(tp_size))), **launch_options(x.device),
     )  # fmt: skip
+    prefer_l1(compiled)
 
 
 def new_stream(batch_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

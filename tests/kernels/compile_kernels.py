@@ -71,18 +71,20 @@ def decode_step(capability: int, tp_size: int, batch_size: int) -> dict[str, Any
             "K": inputs, "KP": width, "B": batch_size, "ROWS": rows, "MASKED": False, "PEERS": tp_size,
             "SOURCES": tp_size, "PUSH": True, "gate_ptr": None,
         } | squares | pdl | more  # fmt: skip
-        return compile_for(capability, gemv._push_partial_kernel, gemv._num_warps(rows, width), constants)
+        return compile_for(capability, gemv._push_partial_kernel, gemv._num_warps(rows, width, 2), constants)
 
     pairs = gemv._rows_in_tile(64, hidden, 2, 2)
     qkv = stream | {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
-    gate_up = stream | {"I": mlp, "ROWS": gemv._rows_in_tile(mlp, hidden, 2, 2)}
+    rows = gemv._rows_in_tile(mlp, hidden, 2, 2)
+    gate_up = stream | {"I": mlp, "ROWS": rows}
+    warps = gemv._num_warps(2 * rows, hidden, 2)
     reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32, "gate_ptr": None} | pdl
     collect = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
     finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "sampled_ptr": None} | pdl
     return {
-        "qkv": compile_for(capability, gemv._qkv_rope_append_kernel, 8, qkv),
+        "qkv": compile_for(capability, gemv._qkv_rope_append_kernel, gemv._num_warps(2 * pairs, hidden, 2), qkv),
         "o": push(hidden // tp_size, hidden, squares_ptr=None),
-        "gate_up": compile_for(capability, gemv._gate_up_silu_kernel, 8, gate_up, out_ptr="*bf16"),
+        "gate_up": compile_for(capability, gemv._gate_up_silu_kernel, warps, gate_up, out_ptr="*bf16"),
         "down": push(mlp, hidden, squares_ptr=None),
         "lm_head": push(hidden, vocab // tp_size),
         "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
