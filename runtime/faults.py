@@ -40,11 +40,13 @@ LOAD_LIMIT_S = 60.0
 class Heartbeat:
     """Publishes this rank's beat, watches the others', and exits with code 5 when one is lost.
 
-    Use `mark` before each operation; `stop` before the process ends well.
+    Use `mark` before each operation; `stop` before the process ends well. `patience_s` is how long the others bear
+    with a rank that does not beat, where that is more than a few seconds.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, patience_s: float = 0.0) -> None:
         self._placement = placement
+        self._patience_s = patience_s
         self._progress = (0, "start", -1)
         self._stopped = threading.Event()
         self._reporting = threading.Lock()
@@ -73,9 +75,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, name="alspec-heartbeat", daemon=True)
         self._thread.start()
 
-    def mark(self, step: int, operation: str, layer: int) -> None:
-        """Note what this rank is doing now."""
+    def mark(self, step: int, operation: str, layer: int, publish: bool = False) -> None:
+        """Note what this rank is doing now; the others learn of it with the next beat, or at once with `publish`."""
         self._progress = (step, operation, layer)
+        if publish and self.watching:
+            self._beat()
 
     def stop(self) -> None:
         """Say goodbye, so that the others do not take this rank for dead."""
@@ -128,7 +132,7 @@ class Heartbeat:
             "counter": self._counter,
             "step": step,
             "op": operation if layer < 0 else f"{operation}, layer {layer}",
-            "patience_s": LOAD_LIMIT_S if operation == LOADING else 0.0,
+            "patience_s": LOAD_LIMIT_S if operation == LOADING else self._patience_s,
             "pid": os.getpid(),
             "born": _born(os.getpid()),
             "host": _host(),

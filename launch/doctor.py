@@ -1,0 +1,101 @@
+"""Check an installation: `python launch/doctor.py`, or `torchrun --standalone --nproc-per-node 4 launch/doctor.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from alspec.errors import AlspecError, RankFailureError, UserError, report
+
+# A torch or Triton that cannot be imported is an answer as well.
+try:
+    from rich.console import Console
+    from rich.text import Text
+
+    from alspec.launch.cli import Parser, check_writable
+    from alspec.runtime.checkup import Check, run_checks
+    from alspec.runtime.diagnostics import CHECKS
+    from alspec.runtime.faults import Heartbeat, run_guarded
+    from alspec.runtime.placement import Placement
+except (ImportError, OSError) as error:
+    sys.exit(report(UserError(f"doctor: cannot import what alspec needs: {error}; install alspec again with pip")))
+
+__all__ = ["main"]
+
+EPILOG = (
+    "Alone it looks at every GPU of this host; under torchrun, one rank for each GPU, also at what connects them. "
+    "exit code: 0 nothing failed, 2 the setup is at fault, 5 a rank failed or stalled."
+)
+COLORS = {"fail": "red", "pass": "green", "skip": "yellow"}  # what one rank says speaks for all in this order
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+    try:
+        parser = Parser(prog="doctor", description="Check an installation.", epilog=EPILOG, allow_abbrev=False)
+        parser.add_argument("--transport", choices=["auto", "nccl", "gloo"], default="auto", help="as in generate")
+        parser.add_argument("--deadline", type=float, default=60.0, help="seconds for one check (default: 60)")
+        parser.add_argument("--json", type=Path, help="write the outcomes on all ranks to this file")
+        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        args = parser.parse_args(argv)
+        if not 0 < args.deadline < float("inf"):
+            raise UserError(f"flags: --deadline: expected seconds > 0, found {args.deadline:g}")
+        check_writable("flags: --json", args.json)
+        return _examine(args)
+    except AlspecError as error:
+        if debug:
+            traceback.print_exc()
+        return report(error)
+
+
+def _examine(args: argparse.Namespace) -> int:
+    placement = Placement.from_environment()
+    # A rank may be busy for long in one call that lets no other thread run, such as CUDA's start.
+    heartbeat = Heartbeat(placement, patience_s=args.deadline)
+    outcomes = run_checks(placement, args.transport, args.deadline, heartbeat, args.debug)
+    width = max(map(len, CHECKS))
+    return run_guarded(heartbeat, lambda: _print(outcomes, args.json, placement.rank == 0, width))
+
+
+def _print(outcomes: Iterable[list[Check]], json_file: Path | None, is_first: bool, width: int) -> int:
+    """A line for each check as it comes, from rank 0; every rank returns the same exit code."""
+    console = Console(highlight=False)
+    checks: list[Check] = []
+    rows = []
+    for by_rank in outcomes:
+        checks += by_rank
+        rows += [asdict(check) | {"rank": rank} for rank, check in enumerate(by_rank)]
+        if not is_first:
+            continue
+        status, text = _line(by_rank)
+        console.print(
+            Text.assemble(f"{by_rank[0].name:<{width}}  ", (status, COLORS[status]), f"  {text}"), soft_wrap=True
+        )
+        sys.stdout.flush()
+        if json_file is not None:
+            # Again after each check: a stall in the next one ends the process.
+            json_file.write_text(json.dumps({"world_size": len(by_rank), "checks": rows}, indent=1), encoding="utf-8")
+    failed = [check for check in checks if check.status == "fail"]
+    if not failed:
+        return 0
+    kind = UserError if any(check.exit_code == UserError.exit_code for check in failed) else RankFailureError
+    names = ", ".join(dict.fromkeys(check.name for check in failed))
+    return report(kind(f"doctor: failed: {names}; the table says what to do"))
+
+
+def _line(by_rank: list[Check]) -> tuple[str, str]:
+    """Status and text of a check: those of the first rank that failed, else passed."""
+    order = list(COLORS)
+    rank, first = min(enumerate(by_rank), key=lambda item: order.index(item[1].status))
+    found = first.found if len({check.found for check in by_rank}) == 1 else f"rank {rank}: {first.found}"
+    return first.status, f"{found}; {first.advice}" if first.status == "fail" else found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
