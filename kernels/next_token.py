@@ -20,7 +20,7 @@ RING_HEADER = 2  # int64 before the tokens of a step: the device's clock in ns, 
 
 def num_candidates(vocab_size: int) -> int:
     """C: programs that each leave their most likely token."""
-    return triton.cdiv(vocab_size, BLOCK)
+    return int(triton.cdiv(vocab_size, BLOCK))
 
 
 @triton.jit(do_not_specialize=["patience_ns", "late_code", "bad_code"])

@@ -23,7 +23,7 @@ BLOCK = 32  # channels of one program: 128 programs for a hidden size of 4096, e
 
 def num_square_sums(hidden_size: int) -> int:
     """S: partial sums of `x^2` for each request."""
-    return triton.cdiv(hidden_size, BLOCK)
+    return int(triton.cdiv(hidden_size, BLOCK))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -286,7 +286,8 @@ class Engine:
         transport = self._connected()
         if self.loop is not None:
             self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
-            self.loop.prepare(sampling)
+            self._step = 0
+            self._check_fault(self.loop.prepare(sampling))
         transport.barrier()
         self.timeline.start()
         started = time.perf_counter()
@@ -336,16 +337,17 @@ class Engine:
             self.timeline.step = self._step
             self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
             record = self.loop.step(remaining=sampling.max_new_tokens - self._step)
-            if record.fault:
-                self._raise_fault(record.fault)
+            self._check_fault(record.fault)
             # The first step's time is the host's: before it no step has left the device's clock.
             first_us = (time.perf_counter() - started) * 1e6
             generation.step_us.append((record.clock_ns - last_clock_ns) / 1e3 if last_clock_ns else first_us)
             last_clock_ns = record.clock_ns
             yield from self._push(requests, record.token_ids, None)
 
-    def _raise_fault(self, code: int) -> NoReturn:
-        """A kernel met bad numbers, or waited for a rank in vain."""
+    def _check_fault(self, code: int) -> None:
+        """Raise what a kernel noted: bad numbers, or a rank that it waited for in vain."""
+        if not code:
+            return
         kind, _, late_rank = split_fault(code)
         if kind != BAD_NUMBERS:
             where = self._operation_of(code)

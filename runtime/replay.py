@@ -98,11 +98,15 @@ class DecodeLoop:
         )
         return cls(decoder, exchange, logit_exchange, cache.max_context, use_graph, operation)
 
-    def prepare(self, sampling: SamplingConfig) -> None:
-        """Compile and capture for this way of sampling; every rank calls it. Overwrites the start of the cache."""
+    def prepare(self, sampling: SamplingConfig) -> int:
+        """Compile and capture for this way of sampling; every rank calls it. Overwrites the start of the cache.
+
+        Returns:
+            The fault word of the steps that it tried: 0, or see kernels/words.py.
+        """
         key = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
         if key == self._sampling:
-            return
+            return 0
         self.release()
         self._sampling = key
         self.begin([0] * self._requests.shape[0], [1] * self._requests.shape[0])
@@ -110,12 +114,13 @@ class DecodeLoop:
             self._issue(_no_operation)
             self._launched += 1
         self._taken = self._launched
-        if self._use_graph:
-            torch.cuda.synchronize(self._device)
+        fault = int(self._exchange.fault)
+        if self._use_graph and not fault:
             self._graph = torch.cuda.CUDAGraph()
             # Other threads (the heartbeat, NCCL's watchdog) may call CUDA meanwhile.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._issue(_no_operation)
+        return fault
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """Set the state: the newest token of each request, and lengths with it."""

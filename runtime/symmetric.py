@@ -70,6 +70,7 @@ def _allocate(num_words: int, transport: Transport) -> tuple[Tensor, list[int]]:
     """Zeroed words of this rank, and the address of every rank's; all ranks of the job call it together."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symm_mem.empty(num_words, dtype=torch.int64, device=transport.device)
+    assert dist.group.WORLD is not None
     handle = symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
     memory.zero_()
     transport.barrier()

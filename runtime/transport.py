@@ -62,6 +62,8 @@ class Transport:
         if placement.world_size == 1:
             return
         assert store is not None
+        # NVLink multicast stays off: a program that breaks while using it can take the host's GPUs with it.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         # The messages of a pair are meant to keep their order; NCCL warns that they do.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group(

@@ -1,4 +1,4 @@
-"""Modes and world sizes agree on real GPUs over NCCL, on the demo checkpoint in fp32."""
+"""Modes, world sizes, transports and captured graphs agree on real GPUs, on the demo checkpoint in fp32."""
 
 import json
 import os
@@ -17,13 +17,24 @@ from alspec.models.tokenizer import Tokenizer
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 PROMPT_LENS = (40, 256, 319, 320, 1500)
 THRESHOLDS = ("0", "0.05", "0.1", "0.25", "inf")
-# (name, mode, world size, GPUs): jobs of one wave run side by side.
+# (name, mode, world size, GPUs, transport, captured graph): jobs of one wave run side by side.
 WAVES = [
-    [("off1", "off", 1, "0"), ("simulated1", "simulated", 1, "1"), ("off2", "off", 2, "2,3")],
-    [("simulated2", "simulated", 2, "0,1"), ("paired2", "paired", 2, "2,3")],
-    [("off4", "off", 4, "0,1,2,3")],
-    [("paired4", "paired", 4, "0,1,2,3")],
+    [
+        ("off1", "off", 1, "0", "auto", "on"),
+        ("simulated1", "simulated", 1, "1", "nccl", "auto"),
+        ("off2", "off", 2, "2,3", "symm", "on"),
+    ],
+    [
+        ("launched1", "off", 1, "0", "auto", "off"),
+        ("simulated2", "simulated", 2, "1,2", "nccl", "auto"),
+    ],
+    [("nccl2", "off", 2, "0,1", "nccl", "on"), ("paired2", "paired", 2, "2,3", "nccl", "auto")],
+    [("off4", "off", 4, "0,1,2,3", "symm", "on")],
+    [("nccl4", "off", 4, "0,1,2,3", "nccl", "on")],
+    [("launched4", "off", 4, "0,1,2,3", "symm", "off")],
+    [("paired4", "paired", 4, "0,1,2,3", "nccl", "auto")],
 ]
+OFF = [job[0] for wave in WAVES for job in wave if job[1] == "off"]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,9 +60,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     found = {}
     for wave in WAVES:
         jobs = []
-        for name, mode, world_size, gpus in wave:
+        for name, mode, world_size, gpus, transport, graph in wave:
             cases = {
-                "engine": {"speculation": {"mode": mode}, "dtype": "fp32", "transport": "nccl"},
+                "engine": {
+                    "speculation": {"mode": mode},
+                    "dtype": "fp32",
+                    "transport": transport,
+                    "cuda_graph": graph,
+                },
+                "sampled": mode == "off",
                 "batches": _batches(),
                 "thresholds": THRESHOLDS if mode != "off" else ["0.1"],
                 "max_new_tokens": 24,
@@ -74,14 +91,20 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     return found
 
 
-def test_every_job_ran_on_gpus_over_nccl(results: dict[str, list[dict]]) -> None:
-    assert {row["device"] for rows in results.values() for row in rows} == {"cuda"}
-    assert {row["transport"] for rows in results.values() for row in rows} == {"nccl"}
+def test_every_job_ran_as_asked(results: dict[str, list[dict]]) -> None:
+    for name, _, world_size, _, transport, graph in [job for wave in WAVES for job in wave]:
+        rows = results[name]
+        assert {row["device"] for row in rows} == {"cuda"}
+        if world_size > 1:
+            assert {row["transport"] for row in rows} == {transport}
+        assert {row["cuda_graph"] for row in rows} == {graph == "on"}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_off_gives_the_same_tokens_at_every_world_size(results: dict[str, list[dict]], world_size: int) -> None:
-    assert [row["tokens"] for row in results[f"off{world_size}"]] == [row["tokens"] for row in results["off1"]]
+@pytest.mark.parametrize("name", OFF)
+def test_off_gives_the_same_tokens_however_it_runs(results: dict[str, list[dict]], name: str) -> None:
+    """World sizes 1, 2 and 4, over words and NCCL, captured at a short length and replayed, or launched one by one."""
+    assert [row["tokens"] for row in results[name]] == [row["tokens"] for row in results["off1"]]
+    assert [row["sampled"] for row in results[name]] == [row["sampled"] for row in results["off1"]]
 
 
 @pytest.mark.parametrize(("paired", "simulated"), [("paired2", "simulated1"), ("paired4", "simulated2")])

@@ -14,14 +14,19 @@ def main() -> int:
     results = []
     engine = Engine(validate(EngineConfig, cases["engine"], "worker"))
     sampling = SamplingConfig(max_new_tokens=cases["max_new_tokens"], ignore_eos=True)
+    warm = SamplingConfig(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
 
     def work() -> int:
         for batch in cases["batches"]:
             engine.load(len(batch), max(map(len, batch)) + sampling.max_new_tokens)
             for threshold in cases["thresholds"]:
-                engine.program.threshold = float(threshold)
+                if engine.loop is None:
+                    engine.program.threshold = float(threshold)
                 generation = engine.start_generation(batch, sampling)
                 for _ in engine.run(generation, sampling):
+                    pass
+                sampled = engine.start_generation(batch, warm) if cases["sampled"] else None
+                for _ in engine.run(sampled, warm) if sampled else ():
                     pass
                 results.append(
                     {
@@ -29,8 +34,10 @@ def main() -> int:
                         "prompt_lens": [len(ids) for ids in batch],
                         "tokens": [request.token_ids for request in generation.requests],
                         "hits": [hits.int().tolist() for hits in generation.hits],
+                        "sampled": [request.token_ids for request in sampled.requests] if sampled else [],
                         "device": engine.device.type,
-                        "transport": engine.backend,
+                        "transport": engine.transport_name,
+                        "cuda_graph": engine.uses_graph,
                     }
                 )
         return 0

@@ -287,14 +287,17 @@ def test_text_prompt_for_random_weights(refused: Refused) -> None:
         (("--kv-cache", "turboquant3"), "kv_cache: turboquant3", "use bf16"),
         (("--kv-cache", "turboquant2"), "kv_cache: turboquant2", "use bf16"),
         (("--softmax", "sas"), "softmax: sas", "use exact"),
-        (("--transport", "symm"), "transport: symm", "use auto, nccl or gloo"),
-        (("--cuda-graph", "on"), "cuda_graph: on", "use auto or off"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
 def test_not_available_yet(flags: tuple[str, ...], name: str, remedy: str, refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint, "--prompt", "a", *flags)
     assert message == f"{name} is not available yet; {remedy}"
+
+
+def test_captured_steps_need_a_gpu(refused: Refused, checkpoint: Path) -> None:
+    message = refused("--model", checkpoint, "--prompt", "a", "--transport", "gloo", "--cuda-graph", "on")
+    assert message == "cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off"
 
 
 def test_nccl_without_gpus(refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
