@@ -41,7 +41,7 @@ def pack_words(value, epoch):
 
 
 # $0: the value.  $1, $2: a word read before, lower and upper half.  $3: its address.  $4: epoch.  $5: nanoseconds to
-# wait.  $6: fault word.  $7: what to write there.
+# wait; with 0 the fault word stands.  $6: fault word.  $7: what to write there.
 _AWAIT = tl.constexpr("""
 {
     .reg .pred late, early;
@@ -60,7 +60,8 @@ AGAIN:
     sub.u64 now, now, begin;
     setp.ge.u64 late, now, $5;
     @!late bra AGAIN;
-    st.volatile.global.u32 [$6], $7;
+    setp.ne.u64 late, $5, 0;
+    @late st.volatile.global.u32 [$6], $7;
 DONE:
 }
 """)

@@ -241,6 +241,10 @@ def test_a_missing_rank_is_named_after_the_deadline() -> None:
     squares = torch.empty(1, num_square_sums(64), device=device)
     reduce_norm(ranks[0], 1, 10**7, x, gamma, torch.empty_like(x), squares)
     assert split_fault(int(ranks[0].fault)) == (LATE_WORD, 1, 3)
+    # After a fault nothing is waited for, and the first fault stands.
+    ranks[0].fault.fill_(77)
+    reduce_norm(ranks[0], 1, 600 * 10**9, x, gamma, torch.empty_like(x), squares)
+    assert int(ranks[0].fault) == 77
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
