@@ -17,6 +17,7 @@ from .predictor import CHUNK_SIZES
 __all__ = [
     "EngineConfig",
     "GenerateConfig",
+    "LatencyConfig",
     "SamplingConfig",
     "SpeculationConfig",
     "check_fields",
@@ -156,6 +157,24 @@ class GenerateConfig(EngineConfig, SamplingConfig):
         if self.chat and self.prompt_ids is not None:
             raise ValueError("chat needs a text prompt: prompt_ids are used as they are")
         return self
+
+
+class LatencyConfig(EngineConfig):
+    """Everything `launch/latency.py` can be told."""
+
+    contexts: str | None = Field(
+        default=None, description="tokens in the cache; default: 1k,8k,32k,128k as far as the model's positions go"
+    )
+    modes: str = Field(default="off", description="speculation modes to measure, in place of --speculation")
+    batch: int = Field(default=1, ge=1, description="requests, all of the same length")
+    steps: int = Field(default=100, ge=1, description="decode steps to measure at each context")
+    rows: Path | None = Field(default=None, description="append one JSON line for each context to this file")
+    json_file: Path | None = Field(default=None, alias="json", description="write every sample of every rank here")
+    plot: Path | None = Field(default=None, description="picture of ms/token against context to write")
+    trace: Path | None = Field(
+        default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
+    )
+    debug: bool = Field(default=False, description="show the traceback of an error")
 
 
 def validate(

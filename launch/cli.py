@@ -127,7 +127,7 @@ def check_writable(name: str, path: Path | None) -> None:
     try:
         path.open("a").close()
         if is_new:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another rank may have been faster
     except OSError as error:
         raise UserError(
             f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"

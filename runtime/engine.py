@@ -30,7 +30,7 @@ from .kv_cache import KVCache
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits
 from .placement import Placement, choose_device, choose_mode
 from .prefill import prefill
-from .replay import DecodeLoop
+from .replay import DecodeLoop, StepRecord
 from .sampling import sample
 from .step import DecodeState, StepProgram
 from .symmetric import symmetric_fault
@@ -285,9 +285,7 @@ class Engine:
         requests = generation.requests
         transport = self._connected()
         if self.loop is not None:
-            self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
-            self._step = 0
-            self._check_fault(self.loop.prepare(sampling))
+            self.prepare(sampling)
         transport.barrier()
         self.timeline.start()
         started = time.perf_counter()
@@ -327,22 +325,46 @@ class Engine:
 
     def _looped_steps(self, generation: Generation, tokens: list[int], sampling: SamplingConfig) -> Iterator[Token]:
         """Decode with the fused kernels: the devices go on by themselves, the host reads tokens as they come."""
-        assert self.loop is not None
         requests = generation.requests
+        if not any(request.live for request in requests):
+            return
         started = time.perf_counter()
         last_clock_ns = 0
-        self.loop.begin(tokens, [request.seq_len for request in requests])
-        while any(request.live for request in requests):
-            self._step += 1
-            self.timeline.step = self._step
-            self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
-            record = self.loop.step(remaining=sampling.max_new_tokens - self._step)
-            self._check_fault(record.fault)
+        for record in self.decode(tokens, [request.seq_len for request in requests], sampling.max_new_tokens - 1):
             # The first step's time is the host's: before it no step has left the device's clock.
             first_us = (time.perf_counter() - started) * 1e6
             generation.step_us.append((record.clock_ns - last_clock_ns) / 1e3 if last_clock_ns else first_us)
             last_clock_ns = record.clock_ns
             yield from self._push(requests, record.token_ids, None)
+            if not any(request.live for request in requests):
+                return
+
+    def prepare(self, sampling: SamplingConfig) -> None:
+        """Compile and capture the `loop` for this way of sampling; overwrites the start of the cache.
+
+        Raises:
+            BadNumbersError, RankFailureError: as `decode`.
+        """
+        assert self.loop is not None
+        self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
+        self._step = 0
+        self._check_fault(self.loop.prepare(sampling))
+
+    def decode(self, token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
+        """Steps of the prepared `loop` after what the cache holds; lengths count the newest tokens, `token_ids`.
+
+        Raises:
+            BadNumbersError: NaN or Inf in a step.
+            RankFailureError: a step waited for a rank in vain.
+        """
+        assert self.loop is not None
+        self.loop.begin(token_ids, seq_lens)
+        for self._step in range(1, num_steps + 1):
+            self.timeline.step = self._step
+            self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
+            record = self.loop.step(remaining=num_steps - self._step + 1)
+            self._check_fault(record.fault)
+            yield record
 
     def _check_fault(self, code: int) -> None:
         """Raise what a kernel noted: bad numbers, or a rank that it waited for in vain."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import subprocess
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
@@ -18,6 +20,10 @@ from .kv_cache import KVCache
 from .memory import plan_memory
 
 __all__ = ["commit", "percentile", "step_bytes", "stream_bandwidth", "summarize", "versions"]
+
+# An idle GPU needs some milliseconds of work before its clocks are those of a busy one.
+STREAM_WARMUP_S = 0.02
+STREAM_COPIES = 9
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -43,20 +49,28 @@ def stream_bandwidth(device: torch.device) -> float:
     size = min(2**30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 2**26
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = []
-    for _ in range(5):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            target.copy_(source)
-            end.record()
-            torch.cuda.synchronize(device)
-            seconds.append(start.elapsed_time(end) / 1e3)
-        else:
-            started = time.perf_counter()
-            target.copy_(source)
-            seconds.append(time.perf_counter() - started)
-    return float(2 * size / min(seconds))
+    warm_s = 0.0
+    while warm_s < STREAM_WARMUP_S:
+        warm_s += sum(_copy_seconds(source, target))
+    return 2 * size / min(_copy_seconds(source, target))
+
+
+def _copy_seconds(source: Tensor, target: Tensor) -> list[float]:
+    """Time of each of some copies in a row, without a pause in which the device could slow down."""
+    if source.device.type == "cuda":
+        with torch.cuda.device(source.device):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(STREAM_COPIES + 1)]
+            events[0].record()
+            for event in events[1:]:
+                target.copy_(source)
+                event.record()
+            torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
+    moments = [time.perf_counter()]
+    for _ in range(STREAM_COPIES):
+        target.copy_(source)
+        moments.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(moments)]
 
 
 def summarize(generation: Generation) -> dict[str, Any]:

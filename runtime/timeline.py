@@ -68,21 +68,28 @@ class Timeline:
 
 
 def write_trace(path: Path, rows_by_rank: list[list[dict[str, Any]]]) -> None:
-    """Write a trace that Perfetto and chrome://tracing open: a process for each rank, a slice for each operation."""
+    """Write a trace that Perfetto and chrome://tracing open: a process for each rank, a slice for each operation.
+
+    Operations of a rank that overlap lie in lanes below each other. What a row holds besides `op`, `start_us` and
+    `end_us` becomes the slice's arguments.
+    """
     events: list[dict[str, Any]] = []
     for rank, rows in enumerate(rows_by_rank):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        lane_ends: list[float] = []
         for row in rows:
+            lane = next((lane for lane, end in enumerate(lane_ends) if end <= row["start_us"]), len(lane_ends))
+            lane_ends[lane : lane + 1] = [row["end_us"]]
             events.append(
                 {
                     "ph": "X",
                     "name": row["op"],
                     "cat": "decode",
                     "pid": rank,
-                    "tid": 0,
+                    "tid": lane,
                     "ts": row["start_us"],
                     "dur": row["end_us"] - row["start_us"],
-                    "args": {"layer": row["layer"], "step": row["step"]},
+                    "args": {name: value for name, value in row.items() if name not in ("op", "start_us", "end_us")},
                 }
             )
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -1,5 +1,6 @@
 """The tables that people read are those of the measured rows."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,46 @@ def test_tables_are_those_of_the_rows(tmp_path: Path) -> None:
     subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
     for name in ("README.md", "docs/results/README.md"):
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), f"run docs/results/tables.py: {name} is old"
+
+
+def test_tables_of_decode_steps(tmp_path: Path) -> None:
+    """A line for each configuration, a column for each context; the README has captured steps of the 8B shape alone."""
+    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
+    shutil.copy(ROOT / "README.md", tmp_path)
+
+    def row(shape: str, world: int, context: int, tokens_per_s: float, cuda_graph: bool = True) -> str:
+        transport = "symm" if world > 1 else None
+        case = {"shape": shape, "world": world, "mode": "off", "transport": transport, "cuda_graph": cuda_graph}
+        case |= {"dtype": "bf16", "batch": 1, "context": context, "kv_cache": "bf16"}
+        rest = {
+            "gpu": "NVIDIA H200",
+            "num_gpus": world,
+            "versions": {"torch": "2.11.0"},
+            "command": "launch/latency.py",
+        }
+        return json.dumps({"case": case, "tokens_per_s": tokens_per_s, "share_of_limit": 0.875} | rest)
+
+    rows = [
+        row("llama-3.1-8b", 1, 8192, 100.0),
+        row("llama-3.1-8b", 1, 1024, 250.4),
+        row("llama-3.1-8b", 1, 8192, 240.0),  # measured again
+        row("llama-3.1-8b", 4, 1024, 800.0),
+        row("llama-3.1-8b", 4, 1024, 90.0, cuda_graph=False),
+        row("llama-3.1-70b", 4, 1024, 100.0),
+    ]
+    (tmp_path / "docs" / "results" / "decode_step.jsonl").write_text("\n".join(rows) + "\n")
+    for _ in range(2):
+        subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
+        short = (tmp_path / "README.md").read_text().split("<!-- decode_step -->")[1].split("<!-- /decode_step -->")[0]
+        assert [line for line in short.splitlines() if line.startswith("|")] == [
+            "| GPUs | mode | transport | dtype | 1024 | 8192 |",
+            "| --- | --- | --- | --- | --- | --- |",
+            "| 1 | off |  | bf16 | 250 (88%) | 240 (88%) |",
+            "| 4 | off | symm | bf16 | 800 (88%) |  |",
+        ]
+    long = (tmp_path / "docs" / "results" / "README.md").read_text()
+    assert "| llama-3.1-8b | 4 | off | symm | one by one | bf16 | 1 | 90 (88%) |  |" in long
+    assert "| llama-3.1-70b | 4 | off | symm | captured | bf16 | 1 | 100 (88%) |  |" in long
 
 
 def test_the_readme_names_files_that_exist() -> None:

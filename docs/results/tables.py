@@ -14,7 +14,13 @@ def main() -> None:
     """Rewrite docs/results/README.md, and the tables of the project's README between their markers."""
     project = HERE.parents[1] / "README.md"
     text = project.read_text(encoding="utf-8")
-    for name, lines in (("quality", short_quality()), ("decode", short_decode())):
+    for name, lines in (
+        ("quality", short_quality()),
+        ("decode", short_decode()),
+        ("decode_step", short_steps()),
+    ):
+        if not lines:
+            continue
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n{lines}\n{end}{rest.partition(end)[2]}"
@@ -24,6 +30,7 @@ def main() -> None:
         "One JSON line for each measured value, written by the command that it names."
         " `python docs/results/tables.py` makes the tables from them.",
         quality(read("quality.jsonl")),
+        steps(read("decode_step.jsonl")),
         decode(read("decode_attention.jsonl")),
         ready(read("ready.jsonl")),
     ]
@@ -115,6 +122,33 @@ def decode(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def steps(rows: list[dict[str, Any]]) -> str:
+    """Whole decode steps: a line for each configuration, a column for each context; of repeated rows the last."""
+    if not rows:
+        return ""
+    contexts = sorted({row["case"]["context"] for row in rows})
+    lines: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        case = row["case"]
+        key = (case["shape"], str(case["world"]), case["mode"], case["transport"] or "")
+        key += ("captured" if case["cuda_graph"] else "one by one", case["dtype"], str(case["batch"]))
+        lines.setdefault(key, {})[case["context"]] = row
+    head = ["shape", "GPUs", "mode", "transport", "launches", "dtype", "batch", *map(str, contexts)]
+    cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in lines.items()]
+    parts = [
+        "## Decode steps",
+        "Tokens/s at the median step (share of the limit: a rank's bytes at the stream bandwidth of the run), over the"
+        " tokens in the cache, which holds random numbers. " + where(*rows),
+        table(head, cells),
+    ]
+    return "\n\n".join(parts)
+
+
+def rate(row: dict[str, Any] | None) -> str:
+    """Tokens/s and share of the limit."""
+    return f"{row['tokens_per_s']:.0f} ({row['share_of_limit']:.0%})" if row else ""
+
+
 def spread(row: dict[str, Any]) -> str:
     """p20 / p50 / p80 of a row."""
     return " / ".join(f"{row['us'][name]:.1f}" for name in ("p20", "p50", "p80"))
@@ -187,6 +221,28 @@ def short_decode() -> str:
         ]
         parts += [table([f"{shape}, us", *contexts], lines), ""]
     return "\n".join([*parts, where(*read("decode_attention.jsonl"))])
+
+
+def short_steps() -> str:
+    """Captured steps of the 8B shape with one request, a line for each number of GPUs; empty where none is measured."""
+    rows = [
+        row
+        for row in read("decode_step.jsonl")
+        if row["case"]["shape"] == "llama-3.1-8b" and row["case"]["batch"] == 1 and row["case"]["cuda_graph"]
+    ]
+    if not rows:
+        return ""
+    contexts = sorted({row["case"]["context"] for row in rows})
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    for row in rows:
+        case = row["case"]
+        line = lines.setdefault((str(case["world"]), case["mode"], case["transport"] or "", case["dtype"]), {})
+        line[case["context"]] = rate(row)
+    head = ["GPUs", "mode", "transport", "dtype", *map(str, contexts)]
+    cells = [[*key, *(line.get(context, "") for context in contexts)] for key, line in lines.items()]
+    intro = "Whole decode steps of an 8B model, one request, over the tokens in its cache: tokens/s and, in brackets,"
+    intro += " the share of what the bytes alone would allow at the rate of a copy in the same run."
+    return "\n".join([intro, "", table(head, cells), "", where(*rows)])
 
 
 if __name__ == "__main__":

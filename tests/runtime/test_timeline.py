@@ -83,3 +83,13 @@ def test_trace_file(tmp_path: Path) -> None:
         (1, "post_attention", 11.0, 3.0),
     ]
     assert all(event["args"] == {"layer": 0, "step": 1} and event["tid"] == 0 for event in slices)
+
+
+def test_operations_that_overlap_lie_in_lanes(tmp_path: Path) -> None:
+    spans = [("a", 0.0, 10.0), ("b", 9.0, 30.0), ("c", 10.0, 12.0), ("d", 11.0, 13.0), ("e", 12.0, 20.0)]
+    rows = [{"op": name, "step": 1, "start_us": start, "end_us": end} for name, start, end in spans]
+    write_trace(tmp_path / "trace.json", [rows])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert [(event["name"], event["tid"]) for event in slices] == [("a", 0), ("b", 1), ("c", 0), ("d", 2), ("e", 0)]
+    assert all(event["args"] == {"step": 1} for event in slices)

@@ -1,0 +1,182 @@
+"""Profile latency per token: `python launch/latency.py --random-weights llama-3.1-8b --contexts 8k,128k`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import shlex
+import sys
+import traceback
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from alspec.config import LatencyConfig, SpeculationMode
+from alspec.errors import AlspecError, UserError, report
+from alspec.kernels.gemv import MAX_BATCH
+from alspec.launch.cli import Parser, check_writable, parse, parse_tokens, print_config
+from alspec.launch.plot_latency import draw
+from alspec.runtime.engine import Engine
+from alspec.runtime.faults import run_guarded
+from alspec.runtime.placement import Placement
+from alspec.runtime.profile import Profile, kernel_rows, measure, prepare, room, stream_limit
+from alspec.runtime.stats import commit, versions
+from alspec.runtime.timeline import write_trace
+
+__all__ = ["main"]
+
+CONTEXTS = "1k,8k,32k,128k"
+EPILOG = (
+    "A step's time is that of the rank that takes longest for it: on GPUs by the device's clock, over a cache of random"
+    " numbers; on the CPU by the host's, after prompts of random tokens. --trace profiles some more steps after the"
+    " measured ones, and slows those down."
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+    try:
+        parser = Parser(prog="latency", description="Latency per token.", epilog=EPILOG, allow_abbrev=False)
+        config, args = parse(parser, LatencyConfig, argv)
+        debug = debug or config.debug
+        if args.print_config:
+            if Placement.from_environment().rank == 0:
+                print_config(config)
+            return 0
+        _check(config)
+        speculation = config.speculation.model_copy(update={"mode": "off"})
+        engine = Engine(config.model_copy(update={"speculation": speculation}))
+        contexts = _contexts(config, engine)
+        command = shlex.join(["launch/latency.py", *(sys.argv[1:] if argv is None else argv)])
+        return run_guarded(engine.heartbeat, lambda: _sweep(config, engine, contexts, command))
+    except AlspecError as error:
+        if debug:
+            traceback.print_exc()
+        return report(error)
+
+
+def _check(config: LatencyConfig) -> None:
+    """What can be wrong before the model is looked at."""
+    known = get_args(SpeculationMode)
+    for mode in map(str.strip, config.modes.split(",")):
+        if mode not in known:
+            nearest = difflib.get_close_matches(mode, known, n=1, cutoff=0.0)[0]
+            raise UserError(f"flags: --modes: unknown mode {mode!r}; the nearest valid name is {nearest!r}")
+        if mode != "off":
+            raise UserError(f"flags: --modes: {mode} is not available yet; use off")
+    if config.speculation.mode not in ("auto", "off"):
+        raise UserError("flags: --speculation: latency measures --modes; leave --speculation out")
+    if config.batch > MAX_BATCH:
+        raise UserError(f"flags: --batch: a captured step serves up to {MAX_BATCH} requests, found {config.batch}")
+    if config.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("flags: --plot: needs matplotlib; pip install 'alspec[plot]'")
+    for name in ("rows", "json_file", "plot", "trace"):
+        check_writable(f"flags: --{name.removesuffix('_file')}", getattr(config, name))
+
+
+def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
+    limit = engine.model_config.max_position_embeddings
+    if config.contexts is None:
+        contexts = [context for context in parse_tokens("--contexts", CONTEXTS) if context <= limit] or [limit]
+    else:
+        contexts = sorted(set(parse_tokens("--contexts", config.contexts)))
+    if contexts[-1] > limit:
+        raise UserError(f"flags: --contexts: {contexts[-1]} is beyond the model's {limit} positions")
+    needed = room(contexts[-1], config.steps)
+    if config.max_context is not None and config.max_context < needed:
+        raise UserError(
+            f"flags: --max-context: {contexts[-1]} tokens and the steps after them need {needed}, "
+            f"found {config.max_context}; leave it out, or lower --contexts or --steps"
+        )
+    return contexts
+
+
+def _sweep(config: LatencyConfig, engine: Engine, contexts: list[int], command: str) -> int:
+    engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
+    is_first = engine.placement.rank == 0
+    for notice in engine.notices if is_first else []:
+        print(f"alspec: {notice}", file=sys.stderr)
+    prepare(engine)
+    stream = stream_limit(engine)
+    # The timeline holds what was launched one by one since the last context began.
+    engine.timeline.enabled = config.trace is not None and engine.loop is None
+    profiles, rows = [], []
+    for context in contexts:
+        profiles.append(measure(engine, context, config.steps))
+        rows.append(_row(config, engine, profiles[-1], stream, command))
+        if is_first and config.rows is not None:
+            with config.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    if is_first:
+        Console(width=130).print(_table(rows, profiles))
+        if config.json_file is not None:
+            samples = [{"context": profile.context, "step_us": profile.step_us} for profile in profiles]
+            everything = {"rows": rows, "samples": samples, "config": config.model_dump(mode="json", by_alias=True)}
+            config.json_file.write_text(json.dumps(everything), encoding="utf-8")
+        if config.plot is not None:
+            draw(config.plot, rows, _title(rows[0]))
+    if config.trace is not None:
+        own = engine.timeline.rows() if engine.loop is None else kernel_rows(engine, contexts[-1])
+        rows_by_rank = engine.gather_rows(own)
+        if is_first:
+            write_trace(config.trace, rows_by_rank)
+    engine.close()
+    return 0
+
+
+def _row(config: LatencyConfig, engine: Engine, profile: Profile, stream: float, command: str) -> dict[str, Any]:
+    placement, cuda = engine.placement, engine.device.type == "cuda"
+    ranks = placement.world_size
+    return {
+        "bench": "decode_step",
+        "impl": f"alspec.{engine.mode}",
+        "case": {
+            "shape": config.random_weights or (config.model.absolute().name if config.model else "demo"),
+            "world": ranks,
+            "mode": engine.mode,
+            "transport": engine.transport_name if ranks > 1 else None,
+            "cuda_graph": engine.uses_graph,
+            "dtype": engine.dtype_name,
+            "batch": profile.batch_size,
+            "context": profile.context,
+            "kv_cache": config.kv_cache,
+        },
+        "us": {name: round(profile.us[name], 3) for name in ("p20", "p50", "p80", "p99")},
+        "bytes": profile.read_bytes,
+        "stream_tb_s": round(stream / 1e12, 3),
+        "tokens_per_s": round(profile.tokens_per_s, 2),
+        "share_of_limit": round(profile.bytes_per_s / stream, 4),
+        "gpu": torch.cuda.get_device_name(engine.device) if cuda else None,
+        "num_gpus": ranks if cuda else 0,
+        "versions": versions(),
+        "commit": commit(),
+        "command": command if ranks == 1 else f"torchrun --nproc-per-node {placement.local_world_size} {command}",
+    }
+
+
+def _title(row: dict[str, Any]) -> str:
+    case = row["case"]
+    where = f"{row['num_gpus']} x {row['gpu']}" if row["gpu"] else f"{case['world']} rank(s) on CPU"
+    parts = [case["shape"], where, case["dtype"], f"batch {case['batch']}", case["transport"]]
+    return ", ".join([part for part in parts if part] + (["captured graph"] if case["cuda_graph"] else []))
+
+
+def _table(rows: list[dict[str, Any]], profiles: list[Profile]) -> Table:
+    filled = "the cache holds random numbers" if rows[0]["gpu"] else "after prompts of random tokens"
+    caption = f"limit: bytes at {1e3 * rows[0]['stream_tb_s']:.0f} GB/s, a copy's rate; {filled}"
+    table = Table(title=_title(rows[0]), caption=caption)
+    for name in ("context", "mode", "ms/token p50", "p20", "p80", "p99", "tokens/s", "MB a rank", "GB/s", "of limit"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for row, profile in zip(rows, profiles, strict=True):
+        times = [f"{row['us'][name] / 1e3:.3f}" for name in ("p50", "p20", "p80", "p99")]
+        rates = [f"{profile.tokens_per_s:.1f}", f"{profile.read_bytes / 1e6:.1f}", f"{profile.bytes_per_s / 1e9:.0f}"]
+        table.add_row(str(profile.context), row["case"]["mode"], *times, *rates, f"{row['share_of_limit']:.1%}")
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

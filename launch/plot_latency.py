@@ -1,0 +1,33 @@
+"""Draw ms/token against context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["draw"]
+
+
+def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
+    """Rows of one sweep (bench `decode_step`): median, p20 to p80, and what the bytes alone would take."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    contexts = [row["case"]["context"] for row in rows]
+    p20, p50, p80 = ([row["us"][name] / 1e3 for row in rows] for name in ("p20", "p50", "p80"))
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    axes.fill_between(contexts, p20, p80, alpha=0.3, label="p20 to p80")
+    axes.plot(contexts, p50, marker="o", label=f"{rows[0]['case']['mode']}, p50")
+    limit = [row["bytes"] / row["stream_tb_s"] / 1e9 for row in rows]
+    axes.plot(contexts, limit, color="gray", linestyle="--", label=f"bytes at {rows[0]['stream_tb_s']:.2f} TB/s")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{context // 1024}k" if context % 1024 == 0 else str(context) for context in contexts])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens in the cache")
+    axes.set_ylabel("ms/token")
+    axes.set_title(title, fontsize=9)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=130, bbox_inches="tight")
+    plt.close(figure)

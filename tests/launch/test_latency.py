@@ -1,0 +1,269 @@
+"""The latency profiler end to end: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from alspec.launch import latency
+from alspec.launch.plot_latency import draw
+from alspec.models.config import LlamaConfig
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.llama import Shard
+from alspec.runtime.engine import Engine
+from alspec.runtime.profile import TRACE_STEPS, WARMUP_STEPS
+from alspec.runtime.stats import percentile, step_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS_GPU = torch.cuda.is_available()
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+COLUMNS = "context mode ms/token p50 p20 p80 p99 tokens/s MB a rank GB/s of limit"
+SMALL = ("--contexts", "24,16", "--steps", 3)
+
+Profile = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def profile(capsys: pytest.CaptureFixture[str]) -> Profile:
+    """`profile("--flag", ...)`: the command line in this process; returns exit code, stdout and stderr."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = latency.main([str(arg) for arg in argv])
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def cells(out: str) -> list[list[str]]:
+    """Texts of the table's rows, the header first."""
+    lines = [re.split(r" *[\u2502\u2503] *", line)[1:-1] for line in out.splitlines()]
+    return [line for line in lines if line]
+
+
+def outputs(folder: Path) -> list[object]:
+    """Flags for everything that can be written."""
+    return ["--rows", folder / "rows.jsonl", "--json", folder / "out.json", "--trace", folder / "trace.json"]
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def slices(folder: Path) -> list[dict[str, Any]]:
+    """Operations in the trace."""
+    events = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    return [event for event in events if event["ph"] == "X"]
+
+
+def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
+    flags = ("--model", checkpoint, "--transport", "gloo", "--batch", 2, *SMALL)
+    code, out, err = profile(*flags, *outputs(tmp_path))
+    assert (code, err) == (0, "")
+    header, *lines = cells(out)
+    assert " ".join(header) == COLUMNS
+    assert [line[:2] for line in lines] == [["16", "off"], ["24", "off"]]
+    assert "1 rank(s) on CPU, fp32, batch 2" in out
+    assert "after prompts of random tokens" in out
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["rows"] == read_rows(tmp_path)
+    assert written["config"]["contexts"] == "24,16"
+    for line, row, sample in zip(lines, written["rows"], written["samples"], strict=True):
+        context = int(line[0])
+        assert (row["bench"], row["impl"]) == ("decode_step", "alspec.off")
+        assert row["case"] == {
+            "shape": checkpoint.name,
+            "world": 1,
+            "mode": "off",
+            "transport": None,
+            "cuda_graph": False,
+            "dtype": "fp32",
+            "batch": 2,
+            "context": context,
+            "kv_cache": "bf16",
+        }
+        assert sample["context"] == context
+        (samples,) = sample["step_us"]
+        assert len(samples) == 3
+        assert row["us"] == pytest.approx(
+            {f"p{share}": percentile(samples, share / 100) for share in (20, 50, 80, 99)}, abs=1e-3
+        )
+        config = LlamaConfig.from_folder(checkpoint)
+        read = step_bytes(config, Shard(0, 1, 0, 1), torch.float32, [context + WARMUP_STEPS + 1] * 2)
+        assert row["bytes"] == read
+        assert row["tokens_per_s"] == pytest.approx(2e6 / row["us"]["p50"], abs=0.01)
+        assert 0 < row["share_of_limit"] < 1
+        assert (row["gpu"], row["num_gpus"]) == (None, 0)
+        assert row["command"].startswith(f"launch/latency.py --model {checkpoint}")
+        assert [float(text) for text in line[2:6]] == pytest.approx(
+            [row["us"][name] / 1e3 for name in ("p50", "p20", "p80", "p99")], abs=1e-3
+        )
+    steps = {event["args"]["step"] for event in slices(tmp_path)}
+    assert steps == set(range(WARMUP_STEPS + 4)), "of the last context alone; step 0 is the prompt"
+
+
+def test_rows_are_appended_and_nothing_else_is_written(
+    profile: Profile, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", 16, "--steps", 1, "--rows", "rows.jsonl")
+    assert [profile(*flags)[0] for _ in range(2)] == [0, 0]
+    assert len(read_rows(tmp_path)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_default_contexts_are_those_the_model_has(checkpoint: Path) -> None:
+    """The tiny checkpoint has 1024 positions, exactly the first."""
+    engine = Engine.from_pretrained(checkpoint, transport="gloo")
+    for longest, expected in ((1024, [1024]), (9000, [1024, 8192]), (500, [500]), (10**6, [1024, 8192, 32768, 131072])):
+        engine.model_config = engine.model_config.model_copy(update={"max_position_embeddings": longest})
+        assert latency._contexts(latency.LatencyConfig(), engine) == expected
+
+
+def test_print_config(profile: Profile, tmp_path: Path) -> None:
+    code, out, _ = profile("--contexts", "1k", "--json", "a.json", "--print-config")
+    shown = yaml.safe_load(out)
+    assert (code, shown["contexts"], shown["json"], shown["steps"]) == (0, "1k", "a.json", 100)
+    (tmp_path / "config.yaml").write_text(out, encoding="utf-8")
+    assert profile("--config", tmp_path / "config.yaml", "--print-config") == (0, out, "")
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_plot(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
+    flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", "16,32", "--steps", 2)
+    assert profile(*flags, "--plot", tmp_path / "plot.png")[0] == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_plot_of_one_context(tmp_path: Path) -> None:
+    row = {"case": {"context": 1000, "mode": "off"}, "us": {"p20": 1.0, "p50": 2.0, "p80": 3.0}, "bytes": 10**9}
+    draw(tmp_path / "plot.svg", [row | {"stream_tb_s": 4.0}], "one context")
+    assert "one context" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
+
+
+MISTAKES = [
+    (("--modes", "paired"), "flags: --modes: paired is not available yet; use off"),
+    (("--modes", "off,colocated"), "flags: --modes: colocated is not available yet; use off"),
+    (("--modes", "pared"), "flags: --modes: unknown mode 'pared'; the nearest valid name is 'paired'"),
+    (("--speculation", "paired"), "flags: --speculation: latency measures --modes; leave --speculation out"),
+    (("--batch", 9), "flags: --batch: a captured step serves up to 8 requests, found 9"),
+    (("--batch", 0), "flags: --batch: Input should be greater than or equal to 1, found '0'"),
+    (("--steps", 0), "flags: --steps: Input should be greater than or equal to 1, found '0'"),
+    (("--contexts", "1025"), "flags: --contexts: 1025 is beyond the model's 1024 positions"),
+    (("--contexts", "1k,x"), "flags: --contexts: expected lengths such as 1k,8k or 4096, found 'x'"),
+    (
+        ("--contexts", "64", "--max-context", 173),
+        "flags: --max-context: 64 tokens and the steps after them need 174, found 173; leave it out, or lower "
+        "--contexts or --steps",
+    ),
+    (("--contxts", "64"), "flags: unknown flag --contxts; the nearest valid name is --contexts"),
+    (("--kv-cache", "turbo4"), "kv_cache: turbo4 is not available yet; use bf16"),
+    (("--cuda-graph", "on"), "cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off"),
+    *(
+        (
+            (flag, "no/such/folder/file"),
+            f"flags: {flag}: cannot write no/such/folder/file: No such file or directory; "
+            "give a file in a folder that exists and is writable",
+        )
+        for flag in ("--rows", "--json", "--trace")
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES, ids=[" ".join(map(str, flags)) for flags, _ in MISTAKES])
+def test_mistakes(
+    flags: tuple[object, ...],
+    message: str,
+    profile: Profile,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line and exit 2, before any memory is taken."""
+
+    def no_memory(*args: object) -> None:
+        raise AssertionError("memory was taken before the mistake was found")
+
+    monkeypatch.setattr(Engine, "load", no_memory)
+    found = profile("--model", checkpoint, "--transport", "gloo", *flags)
+    assert found == (2, "", f"alspec: exit 2: {message}\n")
+
+
+def test_plot_without_matplotlib(profile: Profile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    expected = "alspec: exit 2: flags: --plot: needs matplotlib; pip install 'alspec[plot]'\n"
+    assert profile("--plot", tmp_path / "plot.png") == (2, "", expected)
+
+
+def test_what_does_not_fit(profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alspec.runtime.engine.available_bytes", lambda device, ranks: 600_000)
+    code, out, err = profile("--model", checkpoint, "--transport", "gloo", "--contexts", "1k")
+    assert (code, out) == (3, "")
+    assert err.startswith("alspec: exit 3: does not fit: a rank needs ")
+
+
+@pytest.mark.slow
+def test_two_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    """Each rank's samples are written, its operations are in the trace, and rank 0 alone prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "launch" / "latency.py"), "--model", str(checkpoint), "--transport", "gloo"]
+    done = subprocess.run(
+        [*command, *map(str, (*SMALL, *outputs(tmp_path)))],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line[0] for line in cells(done.stdout)] == ["context", "16", "24"]
+    rows = read_rows(tmp_path)
+    written = json.loads((tmp_path / "out.json").read_text())
+    for row, sample in zip(rows, written["samples"], strict=True):
+        assert (row["case"]["world"], row["case"]["transport"]) == (2, "gloo")
+        assert row["command"].startswith("torchrun --nproc-per-node 2 launch/latency.py --model")
+        first, second = sample["step_us"]
+        assert len(first) == len(second) == 3
+        assert first != second
+        slowest = [max(times) for times in zip(first, second, strict=True)]
+        assert row["us"]["p50"] == pytest.approx(percentile(slowest, 0.5), abs=1e-3)
+    assert len(rows) == 2
+    assert {event["pid"] for event in slices(tmp_path)} == {0, 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
+def test_captured_steps(profile: Profile, tmp_path: Path) -> None:
+    """The demo checkpoint, replayed: times of the device's clock, and the kernels inside the replays."""
+    flags = ("--contexts", "256,4k", "--steps", 20, "--cuda-graph", "on")
+    code, out, err = profile(*flags, *outputs(tmp_path))
+    assert (code, err) == (0, "")
+    assert "captured graph" in out
+    assert "the cache holds random numbers" in out
+    rows = read_rows(tmp_path)
+    assert [row["case"]["context"] for row in rows] == [256, 4096]
+    for row in rows:
+        assert row["case"]["cuda_graph"]
+        assert row["num_gpus"] == 1
+        assert 20 < row["us"]["p20"] <= row["us"]["p50"] <= row["us"]["p80"] < 20_000
+        assert 0 < row["share_of_limit"] < 1
+        assert row["stream_tb_s"] > 0.1
+    kernels = slices(tmp_path)
+    num_layers = LlamaConfig.from_folder(DEMO_CHECKPOINT).num_layers
+    for step in range(1, TRACE_STEPS + 1):
+        names = [event["name"] for event in kernels if event["args"]["step"] == step]
+        assert sum("finish_step" in name for name in names) == 1
+        assert len(names) >= 3 * num_layers
+    assert {event["args"]["step"] for event in kernels} == set(range(1, TRACE_STEPS + 1))
+    assert all(-1e3 < event["ts"] < 1e6 for event in kernels)

@@ -1,0 +1,199 @@
+"""What the latency profiler makes of clocks and of the profiler's export, and the loop it drives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.config import SamplingConfig
+from alspec.errors import BadNumbersError
+from alspec.models.llama import Shard
+from alspec.runtime.engine import Engine
+from alspec.runtime.placement import Placement
+from alspec.runtime.profile import WARMUP_STEPS, Profile, fill, measure, prepare, room, step_kernels, stream_limit
+from alspec.runtime.replay import DecodeLoop, StepRecord
+from alspec.runtime.stats import step_bytes
+
+CPU = torch.device("cpu")
+
+
+class FakeTransport:
+    """The other rank takes what `other` says; barriers are counted."""
+
+    def __init__(self, other: list[float]) -> None:
+        self.other = other
+        self.barriers = 0
+
+    def barrier(self) -> None:
+        self.barriers += 1
+
+    def all_gather_world(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.tensor(self.other, dtype=tensor.dtype).view_as(tensor)])
+
+
+class FakeEngine:
+    """Steps whose clock advances by `step_us`, each warm-up step by much more."""
+
+    def __init__(self, step_us: list[int], other: list[float], config: Any, batch_size: int) -> None:
+        self.loop = object()
+        self.transport = FakeTransport(other)
+        self.cache = SimpleNamespace(batch_size=batch_size)
+        self.model_config, self.dtype, self.device = config, torch.bfloat16, CPU
+        self.placement = Placement(0, 2, 0, 2)
+        self.started: list[tuple[list[int], list[int], int]] = []
+        self._step_us = [90_000] * WARMUP_STEPS + step_us
+
+    def decode(self, token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
+        assert self.transport.barriers == 1
+        self.started.append((token_ids, seq_lens, num_steps))
+        clock_ns = 7_000_000_000_000_000_000
+        for step_us in self._step_us[:num_steps]:
+            clock_ns += 1000 * step_us
+            yield StepRecord(token_ids, clock_ns, 0)
+
+
+@pytest.fixture
+def engine(tiny_folder: Path) -> Engine:
+    return Engine.from_pretrained(tiny_folder, transport="gloo", speculation={"mode": "off"})
+
+
+def interpreted(engine: Engine, batch_size: int, capacity: int) -> None:
+    """Load, and give the engine the fused kernels' loop that GPUs have."""
+    engine.load(batch_size, capacity)
+    assert engine.transport is not None
+    operation = lambda name, layer: nullcontext()  # noqa: E731
+    engine.loop = DecodeLoop.build(engine.model, engine.cache, engine.transport, False, False, operation)
+
+
+def test_a_step_takes_as_long_as_on_its_slowest_rank(engine: Engine) -> None:
+    fake: Any = FakeEngine([10, 20, 30, 40], [15.0, 15.0, 15.0, 50.0], engine.model_config, batch_size=3)
+    profile = measure(fake, 100, 4)
+    assert profile.step_us == [[10, 20, 30, 40], [15, 15, 15, 50]]
+    assert profile.slowest_us == [15, 20, 30, 50]
+    assert profile.us == pytest.approx({"p20": 18, "p50": 25, "p80": 38, "p99": 49.4})
+    assert profile.tokens_per_s == pytest.approx(3 / 25e-6)
+    # Measured steps read 110 to 113 tokens of each request.
+    assert profile.read_bytes == step_bytes(engine.model_config, Shard(0, 2, 0, 2), torch.bfloat16, [112] * 3)
+    assert profile.bytes_per_s == pytest.approx(profile.read_bytes / 25e-6)
+    assert fake.started == [([1] * 3, [100] * 3, WARMUP_STEPS + 4)]
+
+
+def test_one_step() -> None:
+    assert Profile(64, 1, [[8.0]], 1000).us == {"p20": 8, "p50": 8, "p80": 8, "p99": 8}
+
+
+def test_prompted_steps_are_those_of_the_same_lengths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the loop: the first warm-up step reads `context` tokens, and the last one fits."""
+    engine.load(2, room(24, 3))
+    prepare(engine)
+    lengths = []
+    run = engine.program.run
+    monkeypatch.setattr(engine.program, "run", lambda state: (lengths.append(state.seq_lens.tolist()), run(state))[1])
+    profile = measure(engine, 24, 3)
+    assert lengths == [[24 + step] * 2 for step in range(WARMUP_STEPS + 3)]
+    assert [len(times) for times in profile.step_us] == [3]
+    assert all(us > 0 for us in profile.slowest_us)
+
+
+def test_the_loop_is_prepared_and_its_lengths_end_inside_the_cache(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alspec.runtime.profile.WARMUP_STEPS", 2)
+    interpreted(engine, 1, room(20, 2))
+    prepare(engine)
+    assert 0.9 < float(engine.cache.k.float().std()) < 1.1
+    profile = measure(engine, 20, 2)
+    assert [len(times) for times in profile.step_us] == [2]
+    assert engine.loop is not None
+    # The next step would read what is one token longer than the last measured one.
+    assert engine.loop._decoder.buffers.seq_lens.tolist() == [room(20, 2)]
+
+
+def test_bad_numbers_end_the_measurement(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alspec.runtime.profile.WARMUP_STEPS", 2)
+    interpreted(engine, 1, room(20, 2))
+    prepare(engine)
+    engine.cache.v[2] = torch.nan
+    with pytest.raises(BadNumbersError, match="rank 0, attention output, layer 2, step 1;"):
+        measure(engine, 20, 2)
+
+
+def test_generation_over_the_loop_is_that_without_it(engine: Engine) -> None:
+    """Token for token, and it ends where the request has ended, not where it could."""
+
+    def run(*stop: str) -> list[int]:
+        sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True, stop=stop)
+        generation = engine.start_generation([[7, 30, 200, 5, 5, 91]], sampling)
+        for _ in engine.run(generation, sampling):
+            pass
+        made = generation.requests[0].token_ids
+        assert len(generation.step_us) == len(made) - 1
+        return made
+
+    engine.load(1, 16)
+    expected = run()
+    assert len(expected) == 4
+    interpreted(engine, 1, 16)
+    assert run() == expected
+    assert engine.tokenizer is not None
+    assert run(engine.tokenizer.decode(expected[:2])) == expected[:2]
+    assert run(engine.tokenizer.decode(expected[:1])) == expected[:1]
+
+
+def test_filled_cache(engine: Engine) -> None:
+    engine.load(2, 64)
+    fill(engine.cache, seed=0)
+    k, v = engine.cache.k.clone(), engine.cache.v.clone()
+    assert abs(float(k.mean())) < 0.02
+    assert 0.98 < float(k.std()) < 1.02
+    assert len({float(layer.flatten()[0]) for layer in (*k, *v)}) == 2 * engine.model_config.num_layers
+    fill(engine.cache, seed=0)
+    assert torch.equal(engine.cache.k, k)
+    fill(engine.cache, seed=1)
+    assert not torch.equal(engine.cache.v, v)
+
+
+def test_limit_is_the_fastest_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alspec.runtime.profile.stream_bandwidth", lambda device: 3e9)
+    for other, fastest in ((2e9, 3e9), (4e9, 4e9)):
+        fake: Any = SimpleNamespace(device=CPU, transport=FakeTransport([other]))
+        assert stream_limit(fake) == fastest
+
+
+def kernel(name: str, start_us: float, duration_us: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start_us, "dur": duration_us}
+
+
+def test_kernels_of_whole_steps() -> None:
+    """What comes before the first step's end is left out; a step may begin before the one before it has ended."""
+    base = 1_790_857_026_000_000_000
+    events = [
+        kernel("ncclAllGather", 1.0, 5.0),
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 30.0, "dur": 4.0},
+        kernel("attention", 10.0, 10.0),
+        kernel("_finish_step_kernel", 19.0, 2.0),
+        kernel("_finish_step_kernel", 39.0, 2.5),
+        kernel("attention", 20.125, 19.0),
+        {"ph": "M", "name": "process_name"},
+        kernel("attention", 41.0, 3.0),
+    ]
+    zero_ns, kernels = step_kernels({"traceEvents": events, "baseTimeNanoseconds": base})
+    assert zero_ns == base + 21_000
+    assert kernels == [
+        ("attention", 1, base + 20_125, base + 39_125),
+        ("_finish_step_kernel", 1, base + 39_000, base + 41_500),
+        ("attention", 2, base + 41_000, base + 44_000),
+    ]
+
+
+def test_no_kernels() -> None:
+    zero_ns, kernels = step_kernels({"traceEvents": [kernel("attention", 10.0, 10.0)]})
+    assert kernels == []
+    assert zero_ns > 10**18
