@@ -2,7 +2,8 @@
 
 One program holds a tile of whole weight rows in registers, loaded before it waits for the kernel ahead of it
 (programmatic dependent launch): the stream of weights does not stop at kernel boundaries. Then come the activations,
-the products and the epilogue: RoPE and cache append, SiLU, or the push of partial sums to the group.
+the products and the epilogue: RoPE and cache append, SiLU, or the push of partial sums to the group. With a gate, the
+tile is loaded that early only if the gate looks open: a group that does not compute leaves the memory to others.
 
 The input of a normalised projection is `x * gamma` in the weights' dtype; the factor `1 / rms(x)` is applied to the
 product, from the sums of squares that the kernel ahead left.
@@ -26,6 +27,20 @@ __all__ = ["MAX_BATCH", "gate_up_silu", "lm_head", "push_partial", "qkv_rope_app
 
 MAX_BATCH = 8  # requests; each more is one more pass over the tile in registers
 TILE_BYTES = 16384  # of weights in the registers of one program; a longer row is one tile
+
+
+@triton.jit
+def _opens(gate_ptr, PDL: tl.constexpr):
+    """Whether weights are worth reading. A gate that looks closed may be about to open: then wait for its value.
+
+    Warps may see different values. They part only until each of them has waited; nothing they share lies in between.
+    """
+    is_open = tl.load(gate_ptr, volatile=True) != 0
+    if PDL:  # noqa: SIM102 (one is of the compiler, the other of the program)
+        if not is_open:
+            gdc_wait()
+            is_open = tl.load(gate_ptr, volatile=True) != 0
+    return is_open
 
 
 @triton.jit
@@ -101,11 +116,14 @@ def _qkv_rope_append_kernel(
     channels = tl.program_id(0) % (HALF // PAIRS) * PAIRS + tl.arange(0, PAIRS)
     row = tl.arange(0, 2 * PAIRS)
     first_row = head * D + tl.program_id(0) % (HALF // PAIRS) * PAIRS
+    if gate_ptr is not None:  # noqa: SIM102
+        if not _opens(gate_ptr, PDL):
+            return
     w = _weights(w_ptr, first_row + row // 2 + row % 2 * HALF, 0, K, KP, False)
     if PDL:
         gdc_wait()
-    if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
-        if tl.load(gate_ptr) == 0:
+    if gate_ptr is not None:  # noqa: SIM102
+        if tl.load(gate_ptr, volatile=True) == 0:
             return
     for request in tl.static_range(B):
         x = _inputs(x_ptr, request, K, KP)
@@ -210,11 +228,14 @@ def _gate_up_silu_kernel(
     if PDL:
         gdc_launch_dependents()
     row = tl.arange(0, 2 * ROWS)
+    if gate_ptr is not None:  # noqa: SIM102
+        if not _opens(gate_ptr, PDL):
+            return
     w = _weights(w_ptr, tl.program_id(0) * ROWS + row // 2 + row % 2 * I, 0, K, KP, False)
     if PDL:
         gdc_wait()
     if gate_ptr is not None:  # noqa: SIM102
-        if tl.load(gate_ptr) == 0:
+        if tl.load(gate_ptr, volatile=True) == 0:
             return
     for request in tl.static_range(B):
         x = _inputs(x_ptr, request, K, KP)
@@ -295,6 +316,9 @@ def _push_partial_kernel(
     if PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if gate_ptr is not None:  # noqa: SIM102
+        if not _opens(gate_ptr, PDL):
+            return
     w = _weights(w_ptr, rows, num_rows, K, KP, MASKED)
     # The epoch stands during the whole step, so it may be read before the wait.
     epoch = tl.load(epoch_ptr)
@@ -304,7 +328,7 @@ def _push_partial_kernel(
     if PDL:
         gdc_wait()
     if gate_ptr is not None:  # noqa: SIM102
-        if tl.load(gate_ptr) == 0:
+        if tl.load(gate_ptr, volatile=True) == 0:
             return
     fault = tl.load(fault_ptr)
     exists = rows < num_rows

@@ -97,6 +97,7 @@ def lean_decode_attention(
     lse: Tensor,
     speculation: Speculation | None = None,
     part: Part = "all",
+    gate: Tensor | None = None,
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` cached tokens, in one launch.
 
@@ -111,6 +112,7 @@ def lean_decode_attention(
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         part: with speculation, `predictor` writes `A~` only (and `A` where sink and window are everything), and `rest`,
             launched next on the same workspace, the others.
+        gate: [1] int32; 0 skips everything.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on it is a programmatic dependent launch, which
@@ -148,6 +150,7 @@ def lean_decode_attention(
         workspace.lse,
         workspace.counters,
         workspace.group_counters,
+        gate,
         batch_size,
         capacity,
         sm_scale * math.log2(math.e),

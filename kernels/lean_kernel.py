@@ -287,6 +287,7 @@ def lean_decode_kernel(
     lse_partial_ptr,  # [G + 2 B Hkv, GROUP] fp32
     counters_ptr,  # [B Hkv] int32 and
     group_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at groups of partials; all 0 between launches
+    gate_ptr,  # [1] int32 or None
     num_requests,
     capacity,
     qk_scale,
@@ -311,6 +312,9 @@ def lean_decode_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
+        if tl.load(gate_ptr) == 0:
+            return
     program = tl.program_id(0)
     requests = tl.arange(0, B_PAD)
     seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)

@@ -108,12 +108,16 @@ def _finish_step_kernel(
     fault_ptr,  # [1] int32
     ring_ptr,  # [RING_STEPS, RING_HEADER + B] int64, pinned host memory
     stamps_ptr,  # [RING_STEPS] int32, pinned host memory
+    hits_ptr,  # [num_hits] int32, or None
+    hits_ring_ptr,  # [RING_STEPS, num_hits] int32, pinned host memory
+    num_hits,
     num_candidates,
     capacity,
     C: tl.constexpr,
     B: tl.constexpr,
     RING_STEPS: tl.constexpr,
     RING_HEADER: tl.constexpr,
+    HITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program."""
@@ -139,6 +143,10 @@ def _finish_step_kernel(
         tl.store(row + RING_HEADER + request, token)
         seq_len = tl.load(seq_lens_ptr + request)
         tl.store(seq_lens_ptr + request, tl.minimum(seq_len + 1, capacity))
+    if hits_ptr is not None:
+        hit = tl.arange(0, HITS)
+        hits = tl.load(hits_ptr + hit, mask=hit < num_hits)
+        tl.store(hits_ring_ptr + place * num_hits + hit, hits, mask=hit < num_hits)
     tl.store(row + 1, tl.load(fault_ptr).to(tl.int64))
     tl.store(epoch_ptr, epoch + 1)
     if INTERPRETED:
@@ -163,6 +171,8 @@ def finish_step(
     exchange: LogitExchange,
     ring: Tensor,
     stamps: Tensor,
+    hits: Tensor | None = None,
+    hits_ring: Tensor | None = None,
 ) -> None:
     """The step's last kernel: the next token of each request, into the state of the next step and to the host.
 
@@ -171,13 +181,16 @@ def finish_step(
             the first of equals.  token_ids: [B] int64 and seq_lens: [B] int32, the state, advanced; lengths stop at
             `capacity`.  ring: [RING_STEPS, RING_HEADER + B] int64 and stamps: [RING_STEPS] int32, in pinned host
             memory: the step's row is complete once its stamp is the step's epoch.
+        hits: [L, B] int32, verdicts of a pair, copied to hits_ring: [RING_STEPS, L, B] int32, in pinned host memory.
     Oracle: `finish_step_ref`.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, candidates = best.shape
+    num_hits = 1 if hits is None else hits.numel()
     compiled = _finish_step_kernel[(1,)](
-        best, best_token, sampled, token_ids, seq_lens, exchange.epoch, exchange.fault, ring, stamps, candidates,
-        capacity, C=triton.next_power_of_2(candidates), B=batch_size, RING_STEPS=RING_STEPS, RING_HEADER=RING_HEADER,
-        num_warps=1, **launch_options(best.device),
+        best, best_token, sampled, token_ids, seq_lens, exchange.epoch, exchange.fault, ring, stamps, hits,
+        hits_ring, num_hits, candidates, capacity, C=triton.next_power_of_2(candidates), B=batch_size,
+        RING_STEPS=RING_STEPS, RING_HEADER=RING_HEADER, HITS=triton.next_power_of_2(num_hits), num_warps=1,
+        **launch_options(best.device),
     )  # fmt: skip
     prefer_l1(compiled)

@@ -10,9 +10,12 @@ import math
 import torch
 from torch import Tensor
 
+from ..verdict import accepts, combine_sums, layer_verdict
+
 __all__ = [
     "apply_rope_ref",
     "collect_logits_ref",
+    "decide_ref",
     "decode_attention_ref",
     "embed_norm_ref",
     "gate_up_silu_ref",
@@ -184,3 +187,9 @@ def collect_logits_ref(shards: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]
     """Logits [B, V] and the first of the most likely tokens [B] from the shards [world, B, rows] of all ranks."""
     logits = shards.movedim(0, 1).flatten(1)[:, :vocab_size]
     return logits, (logits == logits.amax(1, keepdim=True)).int().argmax(1)
+
+
+def decide_ref(rank_sums: Tensor, live: Tensor, threshold: float) -> tuple[Tensor, bool]:
+    """Hits [B] bool of the live requests, and the layer's verdict, from the sums [T, B, Hq, 2] of a group's ranks."""
+    accepted = accepts(combine_sums(rank_sums.sum(2)), threshold)
+    return accepted & live.bool(), bool(layer_verdict(accepted, live.bool()))

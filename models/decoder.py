@@ -18,13 +18,15 @@ from torch import Tensor
 
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.gemv import gate_up_silu, lm_head, push_partial, qkv_rope_append
+from ..kernels.handover import decide, receive_handover, receive_stream, send_handover, send_stream, take_turn
 from ..kernels.lean_attention import LeanWorkspace, lean_decode_attention
+from ..kernels.mailbox import Handover
 from ..kernels.next_token import collect_logits, num_candidates
 from ..kernels.residual import embed_norm, num_square_sums, reduce_norm
 from .config import LlamaConfig
 from .llama import LlamaWeights
 
-__all__ = ["DecodeBuffers", "Decoder"]
+__all__ = ["DecodeBuffers", "Decoder", "Pairing"]
 
 # Longest waits of a kernel for its peers. The first one of a step also covers a peer whose host is late (a full pipe,
 # a debugger, ...), which the heartbeat judges.
@@ -77,8 +79,28 @@ class DecodeBuffers:
         )
 
 
+@dataclass(frozen=True)
+class Pairing:
+    """What a rank of two paired groups needs beside the rest."""
+
+    handover: Handover
+    threshold: float
+    chunk_size: int
+    sums: Tensor  # [B, Hq, 2] fp32
+    hits: Tensor  # [L, B] int32: this step's verdicts, on every rank
+    live: Tensor  # [B] int32: who is still generating
+    forced: Tensor | None = None  # [L] int32: verdicts that do not look at the sums, for profiling
+
+    @property
+    def gate(self) -> Tensor:
+        """[1] int32, this group's priority: 0 skips pre- and post-attention."""
+        return self.handover.priority[:1]
+
+
 class Decoder:
     """Launches the operations of a step, in order, on the current stream.
+
+    With `pairing`, the ranks of two groups launch the same list; priorities on the devices decide what each skips.
 
     Args:
         k_cache, v_cache: [L, B, Hkv, N, D].  all_reduce: sums `exchange.partial` over the group where no words travel.
@@ -97,8 +119,11 @@ class Decoder:
         logit_exchange: LogitExchange,
         all_reduce: Callable[[Tensor], Tensor],
         all_gather: Callable[[Tensor], Tensor],
+        pairing: Pairing | None = None,
     ) -> None:
         self.config = config
+        self.pairing = pairing
+        self._gate = None if pairing is None else pairing.gate
         self.buffers = buffers
         self._weights = weights
         self._inv_freq = inv_freq
@@ -127,31 +152,66 @@ class Decoder:
         at = self.buffers
         qkv_rope_append(
             at.x_norm, at.square_sums, self._weights.layers[layer].qkv, at.rope, at.seq_lens, at.q,
-            self._k[layer], self._v[layer], self.config.rms_norm_eps,
+            self._k[layer], self._v[layer], self.config.rms_norm_eps, self._gate,
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
         """Attention over the cache."""
+        if self.pairing is not None:
+            self._paired_attention(layer, self.pairing)
+            return
         at = self.buffers
         lean_decode_attention(
             at.q, self._k[layer], self._v[layer], at.seq_lens, self.config.head_dim**-0.5, self._workspace,
             at.attn_out, at.lse,
         )  # fmt: skip
 
+    def _paired_attention(self, layer: int, pairing: Pairing) -> None:
+        """The sender hands over, attends and decides; the receiver takes the guess. Neither waits for the other's end.
+
+        Source: Attention-Level Speculation, Algorithm 2.
+        """
+        at, handover = self.buffers, pairing.handover
+        cache = (self._k[layer], self._v[layer], at.seq_lens)
+        take_turn(handover, layer, pairing.hits, self._patience(layer))
+        send_handover(handover, layer, at.x, *cache)
+        speculation = handover.speculation(layer, pairing.chunk_size, pairing.sums)
+        lean_decode_attention(
+            at.q, *cache, self.config.head_dim**-0.5, self._workspace, at.attn_out, at.lse, speculation,
+            gate=handover.sends,
+        )  # fmt: skip
+        decide(
+            handover, layer, pairing.sums, pairing.live, pairing.threshold, pairing.hits, self._patience(layer),
+            pairing.forced,
+        )  # fmt: skip
+        receive_handover(handover, layer, at.x, *cache, at.attn_out, self._patience(layer))
+
+    def _patience(self, layer: int) -> int:
+        return PATIENCE_NS if layer else STEP_PATIENCE_NS
+
+    def finish_layers(self) -> None:
+        """After the last layer: the right x in both groups."""
+        if self.pairing is None:
+            return
+        at, handover = self.buffers, self.pairing.handover
+        take_turn(handover, self.config.num_layers, self.pairing.hits, PATIENCE_NS)
+        send_stream(handover, at.x)
+        receive_stream(handover, at.x, self._weights.final_norm, at.x_norm, at.square_sums, PATIENCE_NS)
+
     def post_attention(self, layer: int) -> None:
         """o, all-reduce, MLP, all-reduce."""
         at, weights = self.buffers, self._weights.layers[layer]
         self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, self._gammas[layer][0])
-        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps)
+        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, self._gate)
         self._row_parallel(2 * layer + 1, at.mlp, weights.down, self._gammas[layer][1])
 
     def _row_parallel(self, slot: int, act: Tensor, weight: Tensor, gamma: Tensor) -> None:
         at, exchange = self.buffers, self._exchange
-        push_partial(act, weight, exchange, slot)
+        push_partial(act, weight, exchange, slot, self._gate)
         if exchange.words is None:
             self._all_reduce(exchange.partial)
         patience = PATIENCE_NS if slot else STEP_PATIENCE_NS
-        reduce_norm(exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums)
+        reduce_norm(exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, self._gate)
 
     def logits(self) -> None:
         """LM head over the vocabulary shards of all ranks, and the most likely tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -98,7 +98,7 @@ class Engine:
     @property
     def transport_name(self) -> str:
         """How this rank's results reach the others while decoding."""
-        return "symm" if self._uses_symm else self.backend
+        return "symm" if self._uses_symm and self.loop is not None else self.backend
 
     @property
     def uses_graph(self) -> bool:
@@ -107,11 +107,11 @@ class Engine:
 
     def _wants_symm(self) -> bool:
         """Whether to try symmetric memory; `_load_model` finds out whether it works."""
-        has_decoder = self.device.type == "cuda" and self.mode == "off"
+        has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")
         if self.config.transport == "symm" and not has_decoder:
             raise UserError(
                 f"transport: symm is not available yet with speculation {self.mode}; "
-                "use --speculation off, or --transport nccl"
+                "use --speculation off or paired, or --transport nccl"
             )
         several = self.placement.world_size > 1
         return has_decoder and several and self.config.transport in ("auto", "symm")
@@ -121,11 +121,13 @@ class Engine:
         if self.config.cuda_graph == "on":
             if self.device.type != "cuda":
                 raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
-            if self.mode != "off":
+            if self.mode not in ("off", "paired"):
                 raise UserError(f"cuda_graph: on is not available yet with speculation {self.mode}; use auto or off")
+            if self.mode == "paired" and self.config.transport == "nccl":
+                raise UserError("cuda_graph: on with speculation paired needs transport symm; use auto or symm")
             if trace:
                 raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
-        if trace and self.device.type == "cuda" and self.mode == "off":
+        if trace and self.device.type == "cuda" and self.mode in ("off", "paired"):
             self.notices.append("operations are launched one by one, because --trace times each of them")
         return self.config.cuda_graph != "off" and not trace
 
@@ -180,9 +182,17 @@ class Engine:
         self.cache = KVCache(
             config.num_layers, batch_size, kv_heads, max_context, config.head_dim, self.dtype, self.device
         )
-        if self.device.type == "cuda" and self.mode == "off" and batch_size <= MAX_BATCH:
+        is_paired = self.mode == "paired"
+        can_loop = self.device.type == "cuda" and (self.mode == "off" or (is_paired and self._uses_symm))
+        if can_loop and batch_size <= MAX_BATCH:
             self.loop = DecodeLoop.build(
-                self.model, self.cache, self._connected(), self._uses_symm, self._wants_graph, self._operation
+                self.model,
+                self.cache,
+                self._connected(),
+                self._uses_symm,
+                self._wants_graph,
+                self._operation,
+                self.config.speculation if is_paired else None,
             )
         else:
             speculation = self.config.speculation
@@ -237,6 +247,8 @@ class Engine:
             reason = symmetric_fault(self.transport)
             if reason and self.config.transport == "symm":
                 raise UserError(f"transport: symm does not work here: {reason}; use auto or nccl")
+            if reason and self.mode == "paired" and self.config.cuda_graph == "on":
+                raise UserError(f"cuda_graph: on with speculation paired needs symmetric memory: {reason}; use auto")
             if reason:
                 self._uses_symm = False
                 self.notices.append(f"decoding over nccl: no symmetric memory ({reason})")
@@ -246,7 +258,7 @@ class Engine:
         """Ranks on different hosts choose for themselves; what they chose must be the same everywhere."""
         if self.store is None:
             return
-        choice = f"{self.transport_name} {self.mode} {self.dtype_name}"
+        choice = f"{'symm' if self._uses_symm else self.backend} {self.mode} {self.dtype_name}"
         for rank, other in enumerate(_exchange(self.store, self.placement, "choice", choice)):
             if other != choice:
                 raise UserError(
@@ -330,13 +342,20 @@ class Engine:
             return
         started = time.perf_counter()
         last_clock_ns = 0
-        for record in self.decode(tokens, [request.seq_len for request in requests], sampling.max_new_tokens - 1):
+
+        def live() -> list[bool]:
+            return [request.live for request in requests]
+
+        seq_lens = [request.seq_len for request in requests]
+        for record in self.decode(tokens, seq_lens, sampling.max_new_tokens - 1, live):
             # The first step's time is the host's: before it no step has left the device's clock.
             first_us = (time.perf_counter() - started) * 1e6
             generation.step_us.append((record.clock_ns - last_clock_ns) / 1e3 if last_clock_ns else first_us)
             last_clock_ns = record.clock_ns
-            yield from self._push(requests, record.token_ids, None)
-            if not any(request.live for request in requests):
+            if record.hits is not None:
+                generation.hits.append(record.hits)
+            yield from self._push(requests, record.token_ids, record.hits)
+            if not any(live()):
                 return
 
     def prepare(self, sampling: SamplingConfig) -> None:
@@ -350,9 +369,13 @@ class Engine:
         self._step = 0
         self._check_fault(self.loop.prepare(sampling))
 
-    def decode(self, token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
+    def decode(
+        self, token_ids: list[int], seq_lens: list[int], num_steps: int, live: Callable[[], list[bool]] | None = None
+    ) -> Iterator[StepRecord]:
         """Steps of the prepared `loop` after what the cache holds; lengths count the newest tokens, `token_ids`.
 
+        Args:
+            live: who is still generating, asked before each step; without it, all are.
         Raises:
             BadNumbersError: NaN or Inf in a step.
             RankFailureError: a step waited for a rank in vain.
@@ -362,7 +385,7 @@ class Engine:
         for self._step in range(1, num_steps + 1):
             self.timeline.step = self._step
             self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
-            record = self.loop.step(remaining=num_steps - self._step + 1)
+            record = self.loop.step(num_steps - self._step + 1, live() if live else None)
             self._check_fault(record.fault)
             yield record
 
@@ -374,8 +397,11 @@ class Engine:
         if kind != BAD_NUMBERS:
             where = self._operation_of(code)
             raise RankFailureError(f"rank {late_rank} stalled at step {self._step}, operation {where}: no data came")
-        # NaN spreads to every rank within the step: all come here and learn where it began.
-        codes = self._connected().all_gather_world(torch.tensor([code], device=self.device)).flatten().tolist()
+        codes = [code]
+        if self.mode == "off":
+            # NaN spreads to every rank within the step: all come here and learn where it began.
+            own = torch.tensor([code], device=self.device)
+            codes = self._connected().all_gather_world(own).flatten().tolist()
         first = min(codes)
         raise BadNumbersError(
             f"NaN or Inf: first seen on rank {split_fault(first)[2]}, {self._operation_of(first)}, step {self._step}; "

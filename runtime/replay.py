@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from ..config import SamplingConfig
+from ..config import SamplingConfig, SpeculationConfig
 from ..kernels.exchange import Exchange, LogitExchange
+from ..kernels.mailbox import PairShape
 from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
-from ..models.decoder import DecodeBuffers, Decoder
+from ..models.decoder import DecodeBuffers, Decoder, Pairing
 from ..models.llama import Llama
 from .kv_cache import KVCache
 from .sampling import sample
@@ -37,6 +39,7 @@ class StepRecord:
     """What one step told the host."""
 
     token_ids: list[int]
+    hits: Tensor | None  # [L, B] bool: verdicts of a pair
     clock_ns: int  # of the device, at the end of the step
     fault: int  # 0, or see kernels/words.py
 
@@ -66,6 +69,10 @@ class DecodeLoop:
         self._stamps = torch.zeros(RING_STEPS, dtype=torch.int32, pin_memory=self._is_cuda)
         # Plain views: the device writes behind PyTorch's back.
         self._ring_view, self._stamps_view = self._ring.numpy(), self._stamps.numpy()
+        self._hits_ring: Tensor | None = None
+        if decoder.pairing is not None:
+            shape = (RING_STEPS, *decoder.pairing.hits.shape)
+            self._hits_ring = torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda)
         self._requests = torch.arange(batch_size, device=self._device)
         self._launched = self._taken = int(exchange.epoch) - 1
 
@@ -78,25 +85,55 @@ class DecodeLoop:
         use_symm: bool,
         use_graph: bool,
         operation: OperationHook,
+        speculation: SpeculationConfig | None = None,
     ) -> DecodeLoop:
-        """The loop of one model and cache, with its buffers; every rank calls it."""
+        """The loop of one model and cache, with its buffers; every rank calls it.
+
+        Args:
+            speculation: given for two paired groups, which need symmetric memory.
+        """
         config, batch_size = model.config, cache.batch_size
-        exchange, logit_exchange = exchanges(
-            transport, use_symm, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size
+        tp_size = transport.placement.tp_size
+        num_heads = config.num_qo_heads // tp_size
+        shape = PairShape(
+            config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.k.shape[2], config.head_dim
         )
+        exchange, logit_exchange, handover = exchanges(
+            transport, use_symm, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
+            shape if speculation else None,
+        )  # fmt: skip
+        pairing = None
+        if speculation is not None:
+            assert handover is not None
+            pairing = Pairing(
+                handover=handover,
+                threshold=speculation.threshold,
+                chunk_size=speculation.chunk_size,
+                sums=torch.zeros(batch_size, num_heads, 2, device=transport.device),
+                hits=torch.zeros(config.num_layers, batch_size, dtype=torch.int32, device=transport.device),
+                live=torch.ones(batch_size, dtype=torch.int32, device=transport.device),
+            )
         decoder = Decoder(
             config,
             model.weights,
             model.inv_freq,
             cache.k,
             cache.v,
-            DecodeBuffers.allocate(config, transport.placement.tp_size, batch_size, cache.k.dtype, transport.device),
+            DecodeBuffers.allocate(config, tp_size, batch_size, cache.k.dtype, transport.device),
             exchange,
             logit_exchange,
             transport.all_reduce,
             transport.all_gather_world,
+            pairing,
         )
         return cls(decoder, exchange, logit_exchange, cache.max_context, use_graph, operation)
+
+    def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
+        """Change how a pair's guesses are judged; the next `prepare` captures again. See `Pairing`."""
+        pairing = self._decoder.pairing
+        assert pairing is not None, "nothing is speculated"
+        self._decoder.pairing = replace(pairing, threshold=threshold, forced=forced)
+        self._sampling = None
 
     def prepare(self, sampling: SamplingConfig) -> int:
         """Compile and capture for this way of sampling; every rank calls it. Overwrites the start of the cache.
@@ -131,9 +168,18 @@ class DecodeLoop:
         # What was launched ahead and not read belongs to the text before.
         self._taken = self._launched
 
-    def step(self, remaining: int) -> StepRecord:
-        """The next step's result, with more steps in flight behind it, at most `remaining` with this one."""
-        while self._launched < self._taken + min(DEPTH, remaining):
+    def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
+        """The next step's result, with more steps in flight behind it, at most `remaining` with this one.
+
+        Args:
+            live: who is still generating; only a pair's verdicts ask. Where it may change, steps wait for the host.
+        """
+        depth = min(DEPTH, remaining)
+        pairing = self._decoder.pairing
+        if pairing is not None and live is not None and len(live) > 1:
+            depth = 1
+            pairing.live.copy_(torch.tensor(live, dtype=torch.int32))
+        while self._launched < self._taken + depth:
             if self._graph is not None:
                 self._graph.replay()
             else:
@@ -143,7 +189,8 @@ class DecodeLoop:
         place = self._taken % RING_STEPS
         self._await_stamp(place)
         clock_ns, fault, *token_ids = self._ring_view[place].tolist()
-        return StepRecord(token_ids, clock_ns, fault)
+        hits = None if self._hits_ring is None else self._hits_ring[place].bool()
+        return StepRecord(token_ids, hits, clock_ns, fault)
 
     def _await_stamp(self, place: int) -> None:
         next_check = time.monotonic() + CHECK_S
@@ -176,6 +223,9 @@ class DecodeLoop:
             for name, launch in parts:
                 with operation(name, layer):
                     launch(layer)
+        if decoder.pairing is not None:
+            with operation("agree", num_layers):
+                decoder.finish_layers()
         with operation("lm_head", num_layers):
             decoder.logits()
             assert self._sampling is not None, "prepare comes first"
@@ -186,7 +236,7 @@ class DecodeLoop:
                 sampled = sample(at.logits, temperature, top_k, top_p, seed, self._requests, positions)
             finish_step(
                 at.best, at.best_token, sampled, at.token_ids, at.seq_lens, self._capacity, self._logit_exchange,
-                self._ring, self._stamps,
+                self._ring, self._stamps, None if decoder.pairing is None else decoder.pairing.hits, self._hits_ring,
             )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Within one host whose GPUs reach each other. NVLink multicast is never used.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.gemv import push_partial
+from ..kernels.mailbox import Handover, PairShape
 from ..kernels.residual import new_stream, reduce_norm
 from .placement import Placement
 from .transport import Transport
@@ -25,59 +27,78 @@ TEST_PATIENCE_NS = 20 * 10**9
 
 
 def exchanges(
-    transport: Transport, use_symm: bool, num_slots: int, batch_size: int, hidden_size: int, vocab_size: int
-) -> tuple[Exchange, LogitExchange]:
-    """Buffers for the partial sums of a step with `num_slots` all-reduces, and for its logits.
+    transport: Transport,
+    use_symm: bool,
+    num_slots: int,
+    batch_size: int,
+    hidden_size: int,
+    vocab_size: int,
+    pair: PairShape | None = None,
+) -> tuple[Exchange, LogitExchange, Handover | None]:
+    """Buffers for the partial sums of a step with `num_slots` all-reduces, for its logits, and for a pair's handovers.
 
     Every rank calls it with the same arguments. With `use_symm`, partial sums and logits travel as words through peer
-    pointers; without, they are left to collectives.
+    pointers; without, they are left to collectives. A pair needs `use_symm`.
     """
     placement, device = transport.placement, transport.device
     tp_size, world_size = placement.tp_size, placement.world_size
     rows = -(-vocab_size // world_size)
-    epoch = torch.ones(1, dtype=torch.int32, device=device)
-    fault = torch.zeros(1, dtype=torch.int32, device=device)
     exchange = Exchange(
         partial=torch.zeros(batch_size, hidden_size, device=device),
-        epoch=epoch,
-        fault=fault,
+        epoch=torch.ones(1, dtype=torch.int32, device=device),
+        fault=torch.zeros(1, dtype=torch.int32, device=device),
         tp_rank=placement.tp_rank,
         tp_size=tp_size,
         rank=placement.rank,
     )
     shard = torch.zeros(batch_size, rows, device=device)
-    logit_exchange = LogitExchange(shard, epoch, fault, placement.rank, world_size)
+    logit_exchange = LogitExchange(shard, exchange.epoch, exchange.fault, placement.rank, world_size)
     if not use_symm or world_size == 1:
-        return exchange, logit_exchange
-    sizes = (num_slots * batch_size * tp_size * hidden_size, batch_size * world_size * rows)
-    memory, addresses = _allocate(sum(sizes), transport)
-    words, logit_words = memory.split(sizes)
-    logit_peers = torch.tensor([address + 8 * sizes[0] for address in addresses], device=device)
-    first = placement.group * tp_size
-    group_peers = torch.tensor(addresses[first : first + tp_size], device=device)
+        assert pair is None
+        return exchange, logit_exchange, None
+    sizes = [
+        num_slots * batch_size * tp_size * hidden_size if tp_size > 1 else 0,
+        -(-batch_size * world_size * rows // 2) * 2,  # so that what follows is aligned to 16 bytes
+        sum(pair.part_words()) if pair else 0,
+    ]
+    memory, addresses, paired_memory = _allocate(sum(sizes), transport)
+    words, logit_words, mailbox = memory.split(sizes)
+
+    def peers(first: int, count: int, offset: int) -> Tensor:
+        return torch.tensor([address + 8 * offset for address in addresses[first : first + count]], device=device)
+
+    group = placement.group * tp_size
     if tp_size > 1:
-        exchange = Exchange(
-            exchange.partial, epoch, fault, placement.tp_rank, tp_size, placement.rank,
-            words.view(num_slots, batch_size, tp_size, hidden_size), group_peers,
-        )  # fmt: skip
-    logit_exchange = LogitExchange(
-        shard, epoch, fault, placement.rank, world_size, logit_words.view(batch_size, world_size, rows), logit_peers
-    )
-    return exchange, logit_exchange
+        words = words.view(num_slots, batch_size, tp_size, hidden_size)
+        exchange = replace(exchange, words=words, peers=peers(group, tp_size, 0))
+    logit_words = logit_words[: batch_size * world_size * rows].view(batch_size, world_size, rows)
+    logit_exchange = replace(logit_exchange, words=logit_words, peers=peers(0, world_size, sizes[0]))
+    if pair is None:
+        return exchange, logit_exchange, None
+    assert paired_memory is not None
+    begin = sizes[0] + sizes[1]
+    handover = Handover.build(
+        pair, exchange, placement.group, placement.paired_rank, mailbox, paired_memory[begin:],
+        [address + 8 * begin for address in addresses[group : group + tp_size]],
+    )  # fmt: skip
+    return exchange, logit_exchange, handover
 
 
-def _allocate(num_words: int, transport: Transport) -> tuple[Tensor, list[int]]:
-    """Zeroed words of this rank, and the address of every rank's; all ranks of the job call it together."""
+def _allocate(num_words: int, transport: Transport) -> tuple[Tensor, list[int], Tensor | None]:
+    """Zeroed words of this rank, the address of every rank's, and the paired rank's, if there is one, as a tensor.
+
+    All ranks of the job call it together.
+    """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     memory = symm_mem.empty(num_words, dtype=torch.int64, device=transport.device)
     assert dist.group.WORLD is not None
     handle = symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
     memory.zero_()
     transport.barrier()
-    addresses = [
-        int(handle.get_buffer(rank, (num_words,), torch.int64).data_ptr()) for rank in range(handle.world_size)
-    ]
-    return memory, addresses
+    buffers = [handle.get_buffer(rank, (num_words,), torch.int64) for rank in range(handle.world_size)]
+    placement = transport.placement
+    paired = buffers[placement.paired_rank] if placement.num_groups == 2 else None
+    return memory, [int(buffer.data_ptr()) for buffer in buffers], paired
 
 
 def symmetric_fault(transport: Transport) -> str:
@@ -110,14 +131,22 @@ def _unreachable(placement: Placement, device: torch.device) -> str:
 
 
 def _differs_from_nccl(transport: Transport) -> str:
-    placement, device = transport.placement, transport.device
-    hidden, rank = 256, placement.tp_rank
-    exchange, _ = exchanges(transport, True, 1, 1, hidden, placement.world_size)
-    if exchange.words is None:
-        return ""
+    device, rank, world_size = transport.device, transport.placement.rank, transport.placement.world_size
+    hidden = 256
+    memory, addresses, _ = _allocate(world_size * hidden, transport)
+    exchange = Exchange(
+        partial=torch.zeros(1, hidden, device=device),
+        epoch=torch.ones(1, dtype=torch.int32, device=device),
+        fault=torch.zeros(1, dtype=torch.int32, device=device),
+        tp_rank=rank,
+        tp_size=world_size,
+        rank=rank,
+        words=memory.view(1, 1, world_size, hidden),
+        peers=torch.tensor(addresses, device=device),
+    )
     values = torch.full((hidden,), -0.0, device=device)
     values[:64] = 1e-41 * (rank + 1)
-    values[64 + rank : 128 : placement.tp_size] = 3e38 * (-1) ** rank
+    values[64 + rank : 128 : world_size] = 3e38 * (-1) ** rank
     generator = torch.Generator(device).manual_seed(rank)
     values[128:192] = torch.randint(-1000, 1000, (64,), generator=generator, device=device).float()
     # One column of values, the others -0.0: the sum of a row is its value, sign of zero included.
@@ -127,12 +156,12 @@ def _differs_from_nccl(transport: Transport) -> str:
     x.fill_(-0.0)
     push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
     reduce_norm(exchange, 0, TEST_PATIENCE_NS, x, values, x_norm, square_sums)
-    expected = transport.all_reduce(values.clone())
+    dist.all_reduce(values)
     transport.synchronize()
     if int(exchange.fault):
         return "a word did not arrive"
-    different = x[0].view(torch.int32) != expected.view(torch.int32)
+    different = x[0].view(torch.int32) != values.view(torch.int32)
     if bool(different.any()):
         at = int(different.int().argmax())
-        return f"wrong sum: {float(x[0, at])!r} for {float(expected[at])!r}"
+        return f"wrong sum: {float(x[0, at])!r} for {float(values[at])!r}"
     return ""

@@ -28,11 +28,12 @@ WAVES = [
         ("launched1", "off", 1, "0", "auto", "off"),
         ("simulated2", "simulated", 2, "1,2", "nccl", "auto"),
     ],
-    [("nccl2", "off", 2, "0,1", "nccl", "on"), ("paired2", "paired", 2, "2,3", "nccl", "auto")],
+    [("nccl2", "off", 2, "0,1", "nccl", "on"), ("paired2", "paired", 2, "2,3", "symm", "on")],
+    [("eager2", "paired", 2, "0,1", "nccl", "off"), ("launched2", "paired", 2, "2,3", "symm", "off")],
     [("off4", "off", 4, "0,1,2,3", "symm", "on")],
     [("nccl4", "off", 4, "0,1,2,3", "nccl", "on")],
     [("launched4", "off", 4, "0,1,2,3", "symm", "off")],
-    [("paired4", "paired", 4, "0,1,2,3", "nccl", "auto")],
+    [("paired4", "paired", 4, "0,1,2,3", "symm", "on")],
 ]
 OFF = [job[0] for wave in WAVES for job in wave if job[1] == "off"]
 
@@ -107,7 +108,10 @@ def test_off_gives_the_same_tokens_however_it_runs(results: dict[str, list[dict]
     assert [row["sampled"] for row in results[name]] == [row["sampled"] for row in results["off1"]]
 
 
-@pytest.mark.parametrize(("paired", "simulated"), [("paired2", "simulated1"), ("paired4", "simulated2")])
+@pytest.mark.parametrize(
+    ("paired", "simulated"),
+    [("paired2", "simulated1"), ("paired4", "simulated2"), ("eager2", "simulated1"), ("launched2", "simulated1")],
+)
 def test_paired_equals_simulated(results: dict[str, list[dict]], paired: str, simulated: str) -> None:
     assert len(results[paired]) == len(results[simulated]) == (len(PROMPT_LENS) + 1) * len(THRESHOLDS)
     for ours, reference in zip(results[paired], results[simulated], strict=True):

@@ -22,6 +22,8 @@ def main() -> int:
             for threshold in cases["thresholds"]:
                 if engine.loop is None:
                     engine.program.threshold = float(threshold)
+                elif engine.mode == "paired":
+                    engine.loop.speculate(float(threshold))
                 generation = engine.start_generation(batch, sampling)
                 for _ in engine.run(generation, sampling):
                     pass

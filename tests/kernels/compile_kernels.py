@@ -15,12 +15,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from alspec.kernels import gemv, lean_kernel, next_token, residual
+from alspec.kernels import gemv, handover, lean_kernel, next_token, residual
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
-WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr"}
-SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64"}
+INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "flags_ptr", "live_ptr", "forced_ptr"}
+WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "inbox_ptr"}
+SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64", "threshold2": "fp32"}
 DIVISIBLE = {"capacity", "chunk_size"}
 
 
@@ -43,7 +44,7 @@ def compile_for(capability: int, kernel: Any, num_warps: int, constants: dict[st
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
 
 
-def lean(capability: int, group: int, head_dim: int, spec: bool) -> Any:
+def lean(capability: int, group: int, head_dim: int, spec: bool, gate: bool = False) -> Any:
     """The attention kernel as `lean_decode_attention` launches it."""
     constants = {
         "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
@@ -52,25 +53,28 @@ def lean(capability: int, group: int, head_dim: int, spec: bool) -> Any:
         "SPEC": spec, "PART": 0,
         "FLAG": spec, "PDL": capability >= 90,
     }  # fmt: skip
+    if not gate:
+        constants["gate_ptr"] = None
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
     return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants)
 
 
-def decode_step(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
+def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
     """The other kernels of a step, for the 8B shape on one rank of `tp_size`."""
+    gates: dict[str, Any] = {} if gate else {"gate_ptr": None}
     hidden, heads, kv_heads, mlp, vocab = 4096, 32 // tp_size, 8 // tp_size, 14336 // tp_size, 128256
     pdl = {"PDL": capability >= 90}
     squares = {"S": 128, "SP": 128}
-    stream = {"K": hidden, "KP": hidden, "B": batch_size, "gate_ptr": None} | squares | pdl
+    stream = {"K": hidden, "KP": hidden, "B": batch_size} | gates | squares | pdl
 
     def push(inputs: int, num_rows: int, **more: Any) -> Any:
         width = triton.next_power_of_2(inputs)
         rows = gemv._rows_in_tile(num_rows, width, 2, 1)
         constants = {
             "K": inputs, "KP": width, "B": batch_size, "ROWS": rows, "MASKED": False, "PEERS": tp_size,
-            "SOURCES": tp_size, "PUSH": True, "gate_ptr": None,
-        } | squares | pdl | more  # fmt: skip
+            "SOURCES": tp_size, "PUSH": True,
+        } | gates | squares | pdl | more  # fmt: skip
         return compile_for(capability, gemv._push_partial_kernel, gemv._num_warps(rows, width, 2), constants)
 
     pairs = gemv._rows_in_tile(64, hidden, 2, 2)
@@ -78,9 +82,10 @@ def decode_step(capability: int, tp_size: int, batch_size: int) -> dict[str, Any
     rows = gemv._rows_in_tile(mlp, hidden, 2, 2)
     gate_up = stream | {"I": mlp, "ROWS": rows}
     warps = gemv._num_warps(2 * rows, hidden, 2)
-    reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32, "gate_ptr": None} | pdl
+    reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | gates | pdl
     collect = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
-    finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "sampled_ptr": None} | pdl
+    finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
+    finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
     return {
         "qkv": compile_for(capability, gemv._qkv_rope_append_kernel, gemv._num_warps(2 * pairs, hidden, 2), qkv),
         "o": push(hidden // tp_size, hidden, squares_ptr=None),
@@ -90,6 +95,35 @@ def decode_step(capability: int, tp_size: int, batch_size: int) -> dict[str, Any
         "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
         "collect_logits": compile_for(capability, next_token._collect_logits_kernel, 8, collect),
         "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
+    }
+
+
+def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
+    """The kernels between paired ranks, for the same shape."""
+    pdl = {"PDL": capability >= 90}
+    hidden, heads, kv_heads = 4096, 32 // tp_size, 8 // tp_size
+    batch_pad = triton.next_power_of_2(batch_size)
+    turn = {"B": batch_size, "P": triton.next_power_of_2(batch_size + 1)} | pdl
+    message = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": handover.BLOCK} | pdl
+    only_x = message | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"])
+    receive = message | {"GROUP": 4, "OUT_PAD": 512}
+    stream = {"HIDDEN": hidden, "BLOCK": 32} | pdl
+    decide = {
+        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "HQ": heads, "HQ_PAD": heads, "T": tp_size,
+        "T_PAD": tp_size,
+    } | pdl  # fmt: skip
+
+    def compiled(kernel: Any, constants: dict[str, Any], **types: str) -> Any:
+        return compile_for(capability, kernel, 1, constants, x_ptr="*fp32", **types)
+
+    return {
+        "take_turn": compiled(handover._take_turn_kernel, turn),
+        "send_handover": compiled(handover._send_kernel, message),
+        "send_stream": compiled(handover._send_kernel, only_x),
+        "receive_handover": compiled(handover._receive_handover_kernel, receive, attn_out_ptr="*bf16"),
+        "receive_stream": compiled(handover._receive_stream_kernel, stream),
+        "decide": compiled(handover._decide_kernel, decide | {"forced_ptr": None}),
+        "decide, forced": compiled(handover._decide_kernel, decide),
     }
 
 
@@ -115,8 +149,12 @@ def _knows(tool: Path, arch: str) -> bool:
 def main(capability: int) -> None:
     """Compile everything and print the report."""
     compiled = {f"lean, spec {spec}": lean(capability, 4, 128, spec) for spec in (False, True)}
+    compiled["lean, gated"] = lean(capability, 4, 128, True, True)
     for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
         kernels = decode_step(capability, tp_size, batch_size)
+        gated = decode_step(capability, tp_size, batch_size, True)
+        kernels |= {f"{name}, gated": gated[name] for name in ("qkv", "o", "gate_up", "down", "reduce_norm")}
+        kernels |= pair(capability, tp_size, batch_size)
         compiled |= {f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()}
     print(json.dumps({name: ptxas(kernel.asm["ptx"]) for name, kernel in compiled.items()}, indent=1))
 

@@ -16,5 +16,5 @@ def test_decode_kernels_do_not_spill(capability: int) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 2 + 3 * 8
+    assert len(found) == 3 + 3 * (8 + 5 + 7)
     assert {name: usage["spills"] for name, usage in found.items() if usage["spills"]} == {}

@@ -218,6 +218,26 @@ def test_gate_of_zero_skips_everything(device: torch.device) -> None:
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("gate", [1, 2])
+def test_an_open_gate_changes_no_bit(device: torch.device, gate: int) -> None:
+    batch, hidden = 2, 96
+    opened = torch.tensor([gate], dtype=torch.int32, device=device)
+    x_norm, squares = stream(device, torch.float32, batch, hidden)
+    weight = normal(device, torch.float32, 96, hidden)
+    rope, seq_lens = torch.rand(batch, 2, 8, device=device), torch.ones(batch, dtype=torch.int32, device=device)
+    found = []
+    for pointer in (None, opened):
+        exchange = exchanges(device, batch, hidden, 1, 1, 3)[0]
+        out, q = nan(device, torch.float32, batch, hidden // 2), nan(device, torch.float32, batch, 2, 16)
+        k, v = (nan(device, torch.float32, batch, 2, 1, 16) for _ in range(2))
+        qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, k, v, EPS, pointer)
+        gate_up_silu(x_norm, squares, weight, out, EPS, pointer)
+        push_partial(x_norm, weight, exchange, 0, pointer)
+        found.append((q, k, v, out, exchange.words))
+    assert all(torch.equal(plain, gated) for plain, gated in zip(*found, strict=True))
+    assert not any(each.isnan().any() for each in found[1][:4])
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_bad_numbers_name_slot_and_rank(device: torch.device, bad: float) -> None:
     ranks = exchanges(device, 1, 64, 4, 2, 3)

@@ -1,0 +1,448 @@
+"""Paired decoding on the devices: who sends in a layer, the handover, the verdict, and the stream at the step's end.
+
+Both groups replay one static list of launches. Every rank keeps the two priorities of alspec/priority.py, its own
+group's first; before a layer they are
+
+    (2, 0), (0, 2)  at layer 0: the sender, the receiver
+    (2, 1)          the sender whose guess was rejected
+    (0, 1)          the sender whose guess was accepted, the receiver from now on
+    (1, 2)          the receiver, whose verdict is still under way
+
+and a layer is, with each kernel gated by the word in brackets,
+
+    pre-attention [own], take_turn, send_handover [sends], lean_decode_attention [sends], decide [sends],
+    receive_handover [receives], post-attention [own]
+
+A rank's words go to the rank of the same place in the other group (see mailbox.py).
+
+Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
+group, S sums of squares of each request, M = hidden + 2 Hkv D words of a request's handover.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .launch import launch_options, prefer_l1
+from .mailbox import Handover
+from .residual import BLOCK as STREAM_BLOCK
+from .residual import _write_stream, num_square_sums
+from .words import LATE_WORD, await_flag, await_words, fault_code, pack_words
+
+__all__ = [
+    "decide",
+    "receive_handover",
+    "receive_stream",
+    "send_handover",
+    "send_stream",
+    "take_turn",
+]
+
+BLOCK = 64  # words of one program of a handover
+
+
+@triton.jit(do_not_specialize=["layer", "num_layers", "patience_ns", "code"])
+def _take_turn_kernel(
+    verdicts_ptr,  # [L, B + 1] int64
+    priority_ptr,  # [2] int32
+    sends_ptr,  # [1] int32
+    receives_ptr,  # [1] int32
+    hits_ptr,  # [L, B] int32
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    layer,
+    num_layers,
+    patience_ns,
+    code,
+    B: tl.constexpr,
+    P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program. No launch may overlap it in part: all after it wait for the gates that it writes."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    own = tl.load(priority_ptr)
+    other = tl.load(priority_ptr + 1)
+    if (layer > 0) & (own == 1) & (other == 2):
+        epoch = tl.load(epoch_ptr)
+        place = tl.arange(0, P)
+        at = verdicts_ptr + (layer - 1) * (B + 1) + place
+        words = await_words(at, place <= B, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
+        tl.store(hits_ptr + (layer - 1) * B + place, (words == 1.0).to(tl.int32), mask=place < B)
+        accepted = tl.sum(((place == B) & (words == 1.0)).to(tl.int32), 0)
+        other = tl.where(accepted == 1, 0, 2)
+    sends = own > other
+    tl.store(sends_ptr, sends.to(tl.int32))
+    tl.store(receives_ptr, 1 - sends.to(tl.int32))
+    # The handover: sender 2, receiver 1. After the last one both groups hold the right x.
+    receiver = tl.where(layer == num_layers, 0, 1)
+    tl.store(priority_ptr, tl.where(sends, 2, receiver))
+    tl.store(priority_ptr + 1, tl.where(sends, receiver, 2))
+
+
+def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) -> None:
+    """Whether this group sends or receives in a layer: sets `sends`, `receives` and the priorities of the handover.
+
+    The receiver of the layer before waits for its verdict, at most `patience_ns`; a late one counts as rejected. With
+    `layer = L`, after the last layer, the gates are those of the stream's handover, and the priorities the next step's.
+    Rules: `alspec.priority`.
+
+    Args:
+        hits: [L, B] int32; what the paired rank found in the layer before is written.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape, exchange = handover.shape, handover.exchange
+    compiled = _take_turn_kernel[(1,)](
+        handover.own.verdicts, handover.priority, handover.sends, handover.receives, hits, exchange.epoch,
+        exchange.fault, layer, shape.num_layers, patience_ns, handover.late(max(layer - 1, 0)),
+        B=shape.batch_size, P=triton.next_power_of_2(shape.batch_size + 1), num_warps=1,
+        **launch_options(hits.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit
+def _newest(j, request, seq_lens_ptr, capacity, HKV: tl.constexpr, D: tl.constexpr):
+    """Where channel `j` of the newest token's HKV x D lies in a cache [B, HKV, capacity, D]."""
+    position = tl.load(seq_lens_ptr + request) - 1
+    return ((request * HKV + j // D).to(tl.int64) * capacity + position) * D + j % D
+
+
+@triton.jit(do_not_specialize=["slot"])
+def _send_kernel(
+    x_ptr,  # [B, HIDDEN] fp32
+    k_ptr,  # [B, HKV, N, D], or None: only x
+    v_ptr,
+    seq_lens_ptr,  # [B] int32, with the new token
+    inbox_ptr,  # [L + 1, B, M] int64, the paired rank's
+    epoch_ptr,  # [1] int32
+    gate_ptr,  # [1] int32
+    slot,
+    capacity,
+    message_words,
+    HIDDEN: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK words of one request; grid [words / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+    request = tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    epoch = tl.load(epoch_ptr)
+    if PDL:
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    exist = place < HIDDEN
+    value = tl.load(x_ptr + request * HIDDEN + place, mask=exist, other=0.0)
+    if k_ptr is not None:
+        j = place - HIDDEN
+        is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
+        exist = place < HIDDEN + 2 * HKV * D
+        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
+        value = tl.where(is_k, tl.load(k_ptr + at, mask=is_k, other=0.0).to(tl.float32), value)
+        value = tl.where(is_v, tl.load(v_ptr + at, mask=is_v, other=0.0).to(tl.float32), value)
+    to = inbox_ptr + (slot * tl.num_programs(1) + request).to(tl.int64) * message_words + place
+    tl.store(to, pack_words(value, epoch), mask=exist)
+
+
+def send_handover(
+    handover: Handover, layer: int, x: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor
+) -> None:
+    """The sender's x and the newest token's k and v, to the paired rank. Gated by `sends`.
+
+    Args:
+        x: [B, hidden] fp32.  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] int32 with the new token.
+    Capture: graph-safe; allocates nothing.
+    """
+    _send(handover, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2])
+
+
+def send_stream(handover: Handover, x: Tensor) -> None:
+    """The sender's x after the last layer, to the paired rank. Gated by `sends`; x: [B, hidden] fp32.
+
+    Capture: graph-safe; allocates nothing.
+    """
+    _send(handover, handover.shape.num_layers, x, None, None, None, 0)
+
+
+def _send(
+    handover: Handover,
+    slot: int,
+    x: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    seq_lens: Tensor | None,
+    capacity: int,
+) -> None:
+    shape = handover.shape
+    num_words = shape.hidden_size if k_cache is None else shape.message_words
+    compiled = _send_kernel[(triton.cdiv(num_words, BLOCK), shape.batch_size)](
+        x, k_cache, v_cache, seq_lens, handover.paired.inbox, handover.exchange.epoch, handover.sends, slot, capacity,
+        shape.message_words, HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK,
+        num_warps=1, **launch_options(x.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit(do_not_specialize=["layer", "patience_ns", "code"])
+def _receive_handover_kernel(
+    x_ptr,  # [B, HIDDEN] fp32
+    k_ptr,  # [B, HKV, N, D]
+    v_ptr,
+    seq_lens_ptr,  # [B] int32, with the new token
+    attn_out_ptr,  # [B, HKV GROUP, D]
+    inbox_ptr,  # [L + 1, B, M] int64
+    spec_out_ptr,  # [L, B, HKV GROUP, D] fp32
+    flags_ptr,  # [L, flag_stride] int32
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    gate_ptr,  # [1] int32
+    layer,
+    patience_ns,
+    code,
+    capacity,
+    flag_stride,
+    HIDDEN: tl.constexpr,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    OUT_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One KV head's `A~`, or BLOCK words of one request; grid [HKV + M / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+    request = tl.program_id(1)
+    epoch = tl.load(epoch_ptr)
+    if PDL:
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    slot = layer * tl.num_programs(1) + request
+    if tl.program_id(0) < HKV:
+        head = tl.program_id(0)
+        await_flag(flags_ptr + layer * flag_stride + request * HKV + head, epoch, patience_ns, fault_ptr, code)
+        c = tl.arange(0, OUT_PAD)
+        inside = c < GROUP * D
+        source = (slot * HKV + head).to(tl.int64) * (GROUP * D) + c
+        # .cg: the paired rank wrote it, and L1 may hold older bytes.
+        spec_out = tl.load(spec_out_ptr + source, mask=inside, cache_modifier=".cg")
+        out = attn_out_ptr + (request * HKV + head) * (GROUP * D) + c
+        tl.store(out, spec_out.to(attn_out_ptr.dtype.element_ty), mask=inside)
+    else:
+        place = (tl.program_id(0) - HKV) * BLOCK + tl.arange(0, BLOCK)
+        exist = place < HIDDEN + 2 * HKV * D
+        words = inbox_ptr + slot.to(tl.int64) * (HIDDEN + 2 * HKV * D) + place
+        value = await_words(words, exist, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
+        tl.store(x_ptr + request * HIDDEN + place, value, mask=place < HIDDEN)
+        j = place - HIDDEN
+        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
+        tl.store(k_ptr + at, value.to(k_ptr.dtype.element_ty), mask=(j >= 0) & (j < HKV * D))
+        tl.store(v_ptr + at, value.to(v_ptr.dtype.element_ty), mask=(j >= HKV * D) & exist)
+
+
+def receive_handover(
+    handover: Handover,
+    layer: int,
+    x: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    attn_out: Tensor,
+    patience_ns: int,
+) -> None:
+    """What the paired rank hands over: x, k and v as `send_handover` sent them, and `A~`. Gated by `receives`.
+
+    Waits for each of them, at most `patience_ns`. Launched after the sender's kernels of the layer, which are closed on
+    a rank that receives, so that nothing stands between `A~` and the post-attention.
+
+    Args:
+        x: [B, hidden] fp32, written.  k_cache, v_cache: [B, Hkv, N, D], the newest token written.
+        seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape, exchange, own = handover.shape, handover.exchange, handover.own
+    group = shape.num_qo_heads // shape.num_kv_heads
+    compiled = _receive_handover_kernel[(shape.num_kv_heads + triton.cdiv(shape.message_words, BLOCK), x.shape[0])](
+        x, k_cache, v_cache, seq_lens, attn_out, own.inbox, own.spec_out, own.flags, exchange.epoch, exchange.fault,
+        handover.receives, layer, patience_ns, handover.late(layer), k_cache.shape[2], shape.flag_stride,
+        HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, GROUP=group, D=shape.head_dim,
+        OUT_PAD=triton.next_power_of_2(group * shape.head_dim), BLOCK=BLOCK, num_warps=1, **launch_options(x.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit(do_not_specialize=["patience_ns", "code"])
+def _receive_stream_kernel(
+    inbox_ptr,  # [B, M] int64: slot L
+    x_ptr,  # [B, HIDDEN] fp32
+    gamma_ptr,  # [HIDDEN]
+    x_norm_ptr,  # [B, HIDDEN]
+    squares_ptr,  # [B, S] fp32
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    gate_ptr,  # [1] int32
+    patience_ns,
+    code,
+    message_words,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK channels of one request; grid [HIDDEN / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+    request = tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < HIDDEN
+    gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    epoch = tl.load(epoch_ptr)
+    if PDL:
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    words = inbox_ptr + request.to(tl.int64) * message_words + channels
+    x = await_words(words, inside, epoch, patience_ns, fault_ptr, code + tl.zeros_like(channels))
+    x = tl.where(inside, x, 0.0)
+    _write_stream(
+        x, request * HIDDEN + channels, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request
+    )  # fmt: skip
+
+
+def receive_stream(
+    handover: Handover, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor, patience_ns: int
+) -> None:
+    """The sender's x after the last layer, and what the norm before the LM head needs. Gated by `receives`.
+
+    Args: as `reduce_norm`; x is overwritten.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape, exchange = handover.shape, handover.exchange
+    compiled = _receive_stream_kernel[(num_square_sums(shape.hidden_size), shape.batch_size)](
+        handover.own.inbox[-1], x, gamma, x_norm, square_sums, exchange.epoch, exchange.fault, handover.receives,
+        patience_ns, handover.late(shape.num_layers), shape.message_words, HIDDEN=shape.hidden_size,
+        BLOCK=STREAM_BLOCK, num_warps=1, **launch_options(x.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit(do_not_specialize=["layer", "rank", "patience_ns", "code"])
+def _decide_kernel(
+    sums_ptr,  # [B, HQ, 2] fp32
+    live_ptr,  # [B] int32
+    forced_ptr,  # [L] int32, or None
+    hits_ptr,  # [L, B] int32
+    words_ptr,  # [L, T, B, 2] int64: sums of the group's ranks
+    peers_ptr,  # [T] int64: address of each rank's
+    verdicts_ptr,  # [L, B + 1] int64, the paired rank's
+    priority_ptr,  # [2] int32
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    gate_ptr,  # [1] int32
+    layer,
+    rank,
+    patience_ns,
+    code,
+    threshold2,
+    ALWAYS: tl.constexpr,
+    B: tl.constexpr,
+    B_PAD: tl.constexpr,
+    HQ: tl.constexpr,
+    HQ_PAD: tl.constexpr,
+    T: tl.constexpr,
+    T_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    epoch = tl.load(epoch_ptr)
+    # Two sums of each request, side by side.
+    place = tl.arange(0, 2 * B_PAD)
+    heads = tl.arange(0, HQ_PAD)
+    exist = place < 2 * B
+    at = sums_ptr + ((place // 2)[:, None] * HQ + heads[None, :]) * 2 + (place % 2)[:, None]
+    total = tl.sum(tl.load(at, mask=exist[:, None] & (heads < HQ)[None, :], other=0.0), 1)
+    if T > 1:
+        word = pack_words(total, epoch)
+        for peer in tl.static_range(T):
+            base = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
+            tl.store(base + (layer * T + rank) * (2 * B) + place, word, mask=exist)
+        ranks = tl.arange(0, T_PAD)
+        codes = (code + ranks)[:, None] + tl.zeros([T_PAD, 2 * B_PAD], tl.int32)
+        words = words_ptr + (layer * T + ranks)[:, None] * (2 * B) + place[None, :]
+        values = await_words(words, (ranks < T)[:, None] & exist[None, :], epoch, patience_ns, fault_ptr, codes)
+        # In rank order: all ranks reach the same bits, and the same verdict.
+        total = tl.sum(tl.where((ranks == 0)[:, None], values, 0.0), 0)
+        for source in tl.static_range(1, T):
+            total += tl.sum(tl.where((ranks == source)[:, None], values, 0.0), 0)
+    dist2, norm2 = tl.split(tl.reshape(total, [B_PAD, 2]))
+    accepted = (dist2 < norm2 * threshold2) | ALWAYS
+    if forced_ptr is not None:
+        forced = tl.load(forced_ptr + layer)
+        accepted = (accepted & (forced < 0)) | (forced == 1)
+    requests = tl.arange(0, B_PAD)
+    is_live = tl.load(live_ptr + requests, mask=requests < B, other=0) != 0
+    hits = (accepted & is_live).to(tl.int32)
+    verdict = tl.sum((is_live & ~accepted).to(tl.int32), 0) == 0
+    # First to whoever waits for it.
+    to = verdicts_ptr + layer * (B + 1)
+    tl.store(to + B, pack_words(verdict.to(tl.float32), epoch))
+    tl.store(to + requests, pack_words(hits.to(tl.float32), epoch), mask=requests < B)
+    tl.store(hits_ptr + layer * B + requests, hits, mask=requests < B)
+    tl.store(priority_ptr, tl.where(verdict, 0, 2))
+    tl.store(priority_ptr + 1, 1)
+
+
+def decide(
+    handover: Handover,
+    layer: int,
+    sums: Tensor,
+    live: Tensor,
+    threshold: float,
+    hits: Tensor,
+    patience_ns: int,
+    forced: Tensor | None = None,
+) -> None:
+    """The sender's verdict on what it handed over, to the paired rank and into its own priority. Gated by `sends`.
+
+    A request accepts if `dist2 < threshold^2 norm2` over all heads of the group, whose ranks exchange their sums; the
+    layer does if every live request accepts. Rules: `alspec.verdict`. Oracle: `decide_ref`.
+
+    Args:
+        sums: [B, Hq, 2] fp32, of `lean_decode_attention`.  live: [B] int32, the same on every rank of the job.
+        threshold: lambda >= 0, fixed at capture.  hits: [L, B] int32, this layer written; 0 for a request that is not
+        live.  forced: [L] int32, the same on every rank: 1 accepts, 0 rejects, -1 leaves it to the sums.
+    Raises:
+        ValueError: `threshold` is negative or NaN.
+    Capture: graph-safe; allocates nothing.
+    """
+    if not threshold >= 0:
+        raise ValueError(f"threshold: expected a number >= 0, found {threshold}")
+    shape, exchange = handover.shape, handover.exchange
+    always = math.isinf(threshold)
+    threshold2 = 0.0 if always else float(torch.tensor(threshold * threshold, dtype=torch.float32))
+    compiled = _decide_kernel[(1,)](
+        sums, live, forced, hits, handover.own.sums, handover.sums_peers, handover.paired.verdicts, handover.priority,
+        exchange.epoch, exchange.fault, handover.sends, layer, exchange.tp_rank, patience_ns,
+        fault_code(LATE_WORD, 2 * layer, exchange.rank - exchange.tp_rank), threshold2, ALWAYS=always,
+        B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), HQ=shape.num_qo_heads,
+        HQ_PAD=triton.next_power_of_2(shape.num_qo_heads), T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size),
+        num_warps=1, **launch_options(sums.device),
+    )  # fmt: skip
+    prefer_l1(compiled)

@@ -1,0 +1,141 @@
+"""Where a rank finds what its paired rank hands over, and where it puts what it hands over itself.
+
+Each layer has slots of its own and all words and flags carry the epoch, so that nothing is reset, and nothing is
+overwritten before the step's logits have told every rank that it was read.
+
+Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, T ranks of a group,
+M = hidden + 2 Hkv D words of a request's handover.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .exchange import Exchange
+from .lean_attention import Speculation
+from .words import LATE_WORD, fault_code
+
+__all__ = ["Handover", "Mailbox", "PairShape"]
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """What the sizes of a mailbox follow from; the same on every rank."""
+
+    num_layers: int
+    batch_size: int
+    tp_size: int
+    hidden_size: int
+    num_qo_heads: int  # of one rank
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def message_words(self) -> int:
+        """M."""
+        return self.hidden_size + 2 * self.num_kv_heads * self.head_dim
+
+    def part_words(self) -> tuple[int, ...]:
+        """Words (8 bytes) of each part of a `Mailbox`, in its order: every part begins at a multiple of 16 bytes."""
+        layers, batch = self.num_layers, self.batch_size
+        sizes = (
+            (layers + 1) * batch * self.message_words,
+            layers * (batch + 1),
+            layers * self.tp_size * batch * 2,
+            layers * batch * self.num_qo_heads * self.head_dim / 2,
+            layers * self.flag_stride / 2,
+        )
+        return tuple(-(-math.ceil(size) // 2) * 2 for size in sizes)
+
+    @property
+    def flag_stride(self) -> int:
+        """Flags of a layer, filled up to 16 bytes: compiled kernels rely on it."""
+        return -(-self.batch_size * self.num_kv_heads // 4) * 4
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """Memory of one rank that its paired rank and its own group write; all 0 before the first step."""
+
+    inbox: Tensor  # [L + 1, B, M] int64: x, k and v; in slot L only x
+    verdicts: Tensor  # [L, B + 1] int64: each request's hit, then the layer's verdict
+    sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads
+    spec_out: Tensor  # [L, B, Hq, D] fp32: A~
+    flags: Tensor  # [L, B Hkv, filled up] int32: the epoch, once that head's A~ is there
+
+    @classmethod
+    def view(cls, memory: Tensor, shape: PairShape) -> Mailbox:
+        """A mailbox in `sum(shape.part_words())` words: memory [words] int64."""
+        layers, batch = shape.num_layers, shape.batch_size
+        inbox, verdicts, sums, spec_out, flags = memory.split(shape.part_words())
+
+        def cut(part: Tensor, *sizes: int) -> Tensor:
+            return part[: math.prod(sizes)].view(sizes)
+
+        return cls(
+            inbox=cut(inbox, layers + 1, batch, shape.message_words),
+            verdicts=cut(verdicts, layers, batch + 1),
+            sums=cut(sums, layers, shape.tp_size, batch, 2),
+            spec_out=cut(spec_out.view(torch.float32), layers, batch, shape.num_qo_heads, shape.head_dim),
+            flags=cut(flags.view(torch.int32), layers, shape.flag_stride),
+        )
+
+
+@dataclass(frozen=True)
+class Handover:
+    """One rank's side of a pair. `exchange` is that of its group: its epoch, its fault word, its ranks."""
+
+    shape: PairShape
+    exchange: Exchange
+    paired_rank: int  # in the job
+    own: Mailbox
+    paired: Mailbox  # the paired rank's memory
+    sums_peers: Tensor  # [T] int64: address of each rank's `sums`, on the device
+    priority: Tensor  # [2] int32: own group's, the other's
+    sends: Tensor  # [1] int32
+    receives: Tensor  # [1] int32
+
+    @classmethod
+    def build(
+        cls,
+        shape: PairShape,
+        exchange: Exchange,
+        group: int,
+        paired_rank: int,
+        memory: Tensor,
+        paired_memory: Tensor,
+        group_addresses: Sequence[int],
+    ) -> Handover:
+        """Both mailboxes in storages of `sum(shape.part_words())` int64; group 0 is the first sender.
+
+        Args:
+            group_addresses: of the storage of each rank of the own group, in rank order.
+        """
+        device = memory.device
+        begin = 8 * sum(shape.part_words()[:2])
+        return cls(
+            shape=shape,
+            exchange=exchange,
+            paired_rank=paired_rank,
+            own=Mailbox.view(memory, shape),
+            paired=Mailbox.view(paired_memory, shape),
+            sums_peers=torch.tensor([address + begin for address in group_addresses], device=device),
+            priority=torch.tensor([2, 0] if group == 0 else [0, 2], dtype=torch.int32, device=device),
+            sends=torch.zeros(1, dtype=torch.int32, device=device),
+            receives=torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+    def speculation(self, layer: int, chunk_size: int, sums: Tensor) -> Speculation:
+        """For the attention of a layer: `A~` and its flags go to the paired rank."""
+        batch, num_kv_heads = self.shape.batch_size, self.shape.num_kv_heads
+        flags = self.paired.flags[layer, : batch * num_kv_heads].view(batch, num_kv_heads)
+        return Speculation(chunk_size, self.paired.spec_out[layer], sums, flags, self.exchange.epoch)
+
+    def late(self, layer: int) -> int:
+        """The fault of a paired rank that is late in this layer."""
+        return fault_code(LATE_WORD, 2 * layer, self.paired_rank)

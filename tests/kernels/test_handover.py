@@ -1,0 +1,401 @@
+"""The kernels between two groups, with all ranks in one process, each kernel after those whose words it waits for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.kernels.exchange import Exchange
+from alspec.kernels.handover import (
+    decide,
+    receive_handover,
+    receive_stream,
+    send_handover,
+    send_stream,
+    take_turn,
+)
+from alspec.kernels.lean_attention import LeanWorkspace, lean_decode_attention
+from alspec.kernels.mailbox import Handover, Mailbox, PairShape
+from alspec.kernels.reference import decide_ref, reduce_norm_ref, speculative_decode_attention_ref
+from alspec.kernels.residual import num_square_sums
+from alspec.kernels.words import LATE_WORD, split_fault
+from alspec.priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender, skips_compute
+
+Check = Callable[[Tensor, Tensor, torch.dtype], None]
+PATIENCE_NS = 10**8
+
+
+def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[Handover]]:
+    """The handovers of every rank: [group][tp_rank]."""
+    size, tp_size = sum(shape.part_words()), shape.tp_size
+    memories = [[torch.zeros(size, dtype=torch.int64, device=device) for _ in range(tp_size)] for _ in range(2)]
+    return [
+        [
+            Handover.build(
+                shape,
+                Exchange(
+                    partial=nan(device, torch.float32, 1, 1),
+                    epoch=torch.tensor([epoch], dtype=torch.int32, device=device),
+                    fault=torch.zeros(1, dtype=torch.int32, device=device),
+                    tp_rank=tp_rank,
+                    tp_size=tp_size,
+                    rank=group * tp_size + tp_rank,
+                ),
+                group,
+                (1 - group) * tp_size + tp_rank,
+                memories[group][tp_rank],
+                memories[1 - group][tp_rank],
+                [memory.data_ptr() for memory in memories[group]],
+            )
+            for tp_rank in range(tp_size)
+        ]
+        for group in range(2)
+    ]
+
+
+def copied(mailbox: Mailbox) -> list[Tensor]:
+    return [getattr(mailbox, field.name).clone() for field in fields(mailbox)]
+
+
+def view(handovers: tuple[Handover, Handover]) -> list[list[int]]:
+    """Priorities of groups 0 and 1 as either group knows them."""
+    return [handovers[0].priority.tolist(), handovers[1].priority.tolist()[::-1]]
+
+
+def assert_knows(handover: Handover, group: int, priority: Priority) -> None:
+    assert handover.priority.tolist() == [priority[group], priority[1 - group]]
+
+
+def sums_for(device: torch.device, accept: list[bool], num_heads: int) -> Tensor:
+    """[B, Hq, 2] sums of requests that accept, or do not, at a threshold of 0.5."""
+    sums = torch.rand(len(accept), num_heads, 2) + 1
+    sums[..., 0] *= torch.tensor([0.1 if each else 10.0 for each in accept])[:, None]
+    return sums.to(device)
+
+
+@pytest.mark.parametrize(("batch", "num_layers", "steps", "seed"), [(1, 1, 9, 0), (1, 7, 6, 1), (3, 33, 4, 2)])
+@pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.9, 1.0])
+def test_roles_follow_the_rules_over_many_layers_and_steps(
+    device: torch.device, batch: int, num_layers: int, steps: int, seed: int, hit_rate: float
+) -> None:
+    rng = random.Random(seed)
+    shape = PairShape(num_layers, batch, 1, 32, 2, 1, 16)
+    (first,), (second,) = pairs(device, shape, 1)
+    ranks = (first, second)
+    live = torch.ones(batch, dtype=torch.int32, device=device)
+    source = sender(INITIAL_PRIORITY)
+    for _ in range(steps):
+        hits = [torch.full((num_layers, batch), -1, dtype=torch.int32, device=device) for _ in ranks]
+        expected_hits = []
+        priority = (2, 0) if source == 0 else (0, 2)
+        for layer in range(num_layers):
+            source = sender(priority)
+            # The receiver of the layer before does not know the verdict yet; its gate is the same either way.
+            for group, rank in enumerate(ranks):
+                assert (int(rank.priority[0]) == 0) == skips_compute(priority, group)
+                take_turn(rank, layer, hits[group], PATIENCE_NS)
+            priority = after_handover(priority)
+            for group, rank in enumerate(ranks):
+                assert_knows(rank, group, priority)
+                assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == source else (0, 1))
+            accept = [rng.random() < hit_rate for _ in range(batch)]
+            expected_hits.append(accept)
+            for group, rank in enumerate(ranks):
+                decide(rank, layer, sums_for(device, accept, 2), live, 0.5, hits[group], PATIENCE_NS)
+            handed, priority = priority, after_verdict(priority, all(accept))
+            for group, rank in enumerate(ranks):
+                assert_knows(rank, group, priority if group == source else handed)
+        source = sender(priority)
+        for group, rank in enumerate(ranks):
+            take_turn(rank, num_layers, hits[group], PATIENCE_NS)
+            assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == source else (0, 1))
+            assert_knows(rank, group, (2, 0) if source == 0 else (0, 2))
+            assert hits[group].bool().tolist() == expected_hits
+            assert int(rank.exchange.fault) == 0
+            rank.exchange.epoch.add_(1)
+
+
+@dataclass
+class State:
+    """What a rank's step works on."""
+
+    x: Tensor
+    k: Tensor
+    v: Tensor
+    attn_out: Tensor
+
+
+SHAPES = [
+    pytest.param(PairShape(3, 1, 1, 64, 4, 2, 16), 5, id="one request"),
+    pytest.param(PairShape(2, 2, 1, 200, 8, 1, 48), 9, id="odd head_dim"),
+    pytest.param(PairShape(2, 3, 1, 97, 9, 3, 20), 70, id="odd hidden size"),
+]
+
+
+def drawn(device: torch.device, shape: PairShape, capacity: int, dtype: torch.dtype) -> State:
+    cache = (shape.batch_size, shape.num_kv_heads, capacity, shape.head_dim)
+    k, v = (torch.randn(cache).to(dtype).to(device) for _ in range(2))
+    out = nan(device, dtype, shape.batch_size, shape.num_qo_heads, shape.head_dim)
+    return State(torch.randn(shape.batch_size, shape.hidden_size).to(device), k, v, out)
+
+
+def copy(state: State) -> State:
+    return State(*(getattr(state, field.name).clone() for field in fields(state)))
+
+
+def same(found: State, expected: State) -> bool:
+    return all(
+        torch.allclose(getattr(found, field.name), getattr(expected, field.name), rtol=0, atol=0, equal_nan=True)
+        for field in fields(found)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "capacity"), SHAPES)
+def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, shape: PairShape, capacity: int) -> None:
+    epoch, layer = 6, shape.num_layers - 1
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    seq_lens = torch.randint(1, capacity + 1, (shape.batch_size,), dtype=torch.int32, device=device)
+    mine, theirs = (drawn(device, shape, capacity, dtype) for _ in range(2))
+    mine.x[0, :4] = torch.tensor([torch.inf, -0.0, 1e-41, -torch.inf])
+    before, boxes = copy(theirs), copied(source.own)
+    source.sends.fill_(1)
+    target.receives.fill_(1)
+    send_handover(source, layer, mine.x, mine.k, mine.v, seq_lens)
+    # A~ as the attention kernel leaves it; of a dtype's values, for the interpreter truncates where a GPU rounds.
+    speculation = source.speculation(layer, 64, nan(device, torch.float32, 1))
+    assert speculation.spec_out.data_ptr() == target.own.spec_out[layer].data_ptr()
+    speculation.spec_out.copy_(torch.randn_like(speculation.spec_out).to(dtype))
+    speculation.flag.fill_(epoch)
+    receive_handover(target, layer, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, PATIENCE_NS)
+    assert torch.equal(theirs.x.view(torch.int32), mine.x.view(torch.int32))
+    written = torch.arange(capacity, device=device) == (seq_lens - 1)[:, None]
+    for found, sent, old in ((theirs.k, mine.k, before.k), (theirs.v, mine.v, before.v)):
+        expected = torch.where(written[:, None, :, None], sent, old)
+        assert torch.equal(found, expected)
+    assert torch.equal(theirs.attn_out, speculation.spec_out.to(dtype))
+    assert int(target.exchange.fault) == 0
+    # Nothing came to the sender, and only this layer's slot was written.
+    assert all(torch.equal(now, then) for now, then in zip(copied(source.own), boxes, strict=True))
+    assert not target.own.inbox[:layer].any()
+    assert not target.own.inbox[-1].any()
+    assert ((target.own.inbox[layer] >> 32) == epoch).all()
+
+
+@pytest.mark.parametrize(("shape", "capacity"), SHAPES)
+def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capacity: int) -> None:
+    ((source,), (target,)) = pairs(device, shape, 3)
+    state = drawn(device, shape, capacity, torch.float32)
+    before = copy(state)
+    seq_lens = torch.ones(shape.batch_size, dtype=torch.int32, device=device)
+    for rank in (source, target):
+        rank.own.inbox.fill_(3 << 32)
+        rank.own.flags.fill_(3)
+    boxes = copied(source.own), copied(target.own)
+    send_handover(source, 0, state.x, state.k, state.v, seq_lens)
+    send_stream(source, state.x)
+    receive_handover(target, 0, state.x, state.k, state.v, seq_lens, state.attn_out, 0)
+    x_norm, squares = state.x.clone(), nan(device, torch.float32, shape.batch_size, num_square_sums(shape.hidden_size))
+    receive_stream(target, state.x, state.x[0].clone(), x_norm, squares, 0)
+    hits = torch.full((shape.num_layers, shape.batch_size), -1, dtype=torch.int32, device=device)
+    sums = torch.ones(shape.batch_size, shape.num_qo_heads, 2, device=device)
+    decide(source, 0, sums, torch.ones_like(seq_lens), 0.1, hits, 0)
+    assert same(state, before)
+    assert torch.equal(x_norm, before.x)
+    assert squares.isnan().all()
+    assert (hits == -1).all()
+    assert view((source, target)) == [[2, 0], [2, 0]]
+    for rank, box in zip((source, target), boxes, strict=True):
+        assert all(torch.equal(now, then) for now, then in zip(copied(rank.own), box, strict=True))
+
+
+@pytest.mark.parametrize("stale", [5, 7, 0, -6])
+def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, stale: int) -> None:
+    if device.type == "cuda":
+        pytest.skip("waits for its deadline there: see the test below")
+    shape, capacity, epoch = PairShape(2, 2, 1, 64, 4, 2, 16), 5, 6
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    source.exchange.epoch.fill_(stale)
+    source.sends.fill_(1)
+    target.receives.fill_(1)
+    mine, theirs = (drawn(device, shape, capacity, torch.float32) for _ in range(2))
+    seq_lens = torch.full((2,), 3, dtype=torch.int32, device=device)
+    live = torch.ones_like(seq_lens)
+    hits = torch.full((2, 2), -1, dtype=torch.int32, device=device)
+    send_handover(source, 0, mine.x, mine.k, mine.v, seq_lens)
+    send_stream(source, mine.x)
+    decide(source, 0, sums_for(device, [True, True], 4), live, 0.5, hits, 0)
+    target.own.flags.fill_(stale)
+    receive_handover(target, 0, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, 0)
+    assert theirs.x.isnan().all()
+    x, x_norm = theirs.x.clone().zero_(), theirs.x.clone()
+    receive_stream(target, x, theirs.x[0].clone(), x_norm, nan(device, torch.float32, 2, num_square_sums(64)), 0)
+    assert x.isnan().all()
+    target.priority.copy_(torch.tensor([1, 2]))
+    take_turn(target, 1, hits, 0)
+    assert target.priority.tolist() == [1, 2], "an accepted verdict of another step was taken"
+    assert int(target.receives) == 1
+    assert (hits[0] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
+    device = torch.device("cuda")
+    shape = PairShape(4, 1, 1, 64, 4, 2, 16)
+    seq_lens = torch.ones(1, dtype=torch.int32, device=device)
+    hits = torch.zeros(4, 1, dtype=torch.int32, device=device)
+    for missing in ("verdict", "words", "flags", "stream"):
+        _, (target,) = pairs(device, shape, 6)
+        state = drawn(device, shape, 5, torch.bfloat16)
+        target.receives.fill_(1)
+        target.own.flags.fill_(5 if missing == "flags" else 6)
+        target.own.inbox.fill_((5 if missing in ("words", "stream") else 6) << 32)
+        target.own.verdicts.fill_(5 << 32)
+        if missing == "verdict":
+            target.priority.copy_(torch.tensor([1, 2]))
+            take_turn(target, 3, hits, 10**7)
+        elif missing == "stream":
+            squares = nan(device, torch.float32, 1, num_square_sums(64))
+            receive_stream(target, state.x, state.x[0].clone(), state.x.clone(), squares, 10**7)
+        else:
+            receive_handover(target, 2, state.x, state.k, state.v, seq_lens, state.attn_out, 10**7)
+        late_slot = 2 * (4 if missing == "stream" else 2)
+        assert split_fault(int(target.exchange.fault)) == (LATE_WORD, late_slot, 0), missing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("batch", "hidden"), [(1, 64), (3, 97)])
+def test_the_stream_reaches_the_other_group(
+    device: torch.device, dtype: torch.dtype, batch: int, hidden: int, check: Check
+) -> None:
+    ((source,), (target,)) = pairs(device, PairShape(2, batch, 1, hidden, 3, 1, 20), 6)
+    source.sends.fill_(1)
+    target.receives.fill_(1)
+    sent, gamma = torch.randn(batch, hidden).to(device), torch.randn(hidden).to(dtype).to(device)
+    x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
+    squares = nan(device, torch.float32, batch, num_square_sums(hidden))
+    send_stream(source, sent)
+    receive_stream(target, x, gamma, x_norm, squares, PATIENCE_NS)
+    assert torch.equal(x, sent)
+    _, expected, square_sum = reduce_norm_ref(torch.zeros_like(sent)[None], sent, gamma)
+    check(x_norm, expected, dtype)
+    check(squares.sum(1), square_sum, torch.float32)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("threshold", [0.0, 0.1, float("inf"), 1e25])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, threshold: float, batch: int) -> None:
+    num_layers, num_heads = 8, 3
+    shape = PairShape(num_layers, batch, tp_size, 32, num_heads, 1, 16)
+    sources, targets = pairs(device, shape, 4)
+    generator = torch.Generator().manual_seed(batch * tp_size)
+    verdicts = set()
+    for layer in range(num_layers):
+        rank_sums = torch.rand(tp_size, batch, num_heads, 2, generator=generator).to(device) + 0.5
+        low, high = [(-1, -0.5), (0.5, 1), (-0.5, 0.5)][layer % 3]
+        rank_sums[..., 0] *= 0.01 * 10 ** torch.empty(batch, 1).uniform_(low, high, generator=generator).to(device)
+        if layer == 4:
+            rank_sums[-1, 0, 1, :] = torch.nan
+        if layer == 6:
+            rank_sums.zero_()
+        live = torch.ones(batch, dtype=torch.int32, device=device)
+        if layer % 2 and layer > 2:
+            live[layer % batch] = 0
+        hits, verdict = decide_ref(rank_sums, live, threshold)
+        verdicts.add(verdict)
+        found = [torch.full((num_layers, batch), -1, dtype=torch.int32, device=device) for _ in sources]
+        told = [each.clone() for each in found]
+        for rank in sources:
+            rank.priority.copy_(torch.tensor([2, 1]))
+            rank.sends.fill_(1)
+        # The interpreter cannot wait: the first round only pushes the sums of all ranks.
+        for _ in range(1 if tp_size == 1 else 2):
+            for rank, sums, at in zip(sources, rank_sums, found, strict=True):
+                rank.exchange.fault.fill_(1 if device.type == "cuda" else 0)  # waits are over at once
+                decide(rank, layer, sums.contiguous(), live, threshold, at, PATIENCE_NS)
+        for rank, at in zip(sources, found, strict=True):
+            assert torch.equal(at[layer].bool(), hits)
+            assert (at[torch.arange(num_layers) != layer] == -1).all()
+            assert rank.priority.tolist() == [0 if verdict else 2, 1]
+        for rank, at in zip(targets, told, strict=True):
+            rank.priority.copy_(torch.tensor([1, 2]))
+            take_turn(rank, layer + 1, at, PATIENCE_NS)
+            assert torch.equal(at[layer].bool(), hits)
+            assert int(rank.sends) == int(verdict)
+            assert int(rank.receives) == int(not verdict)
+            assert int(rank.exchange.fault) == 0
+    if threshold == 0.1:
+        assert verdicts == {True, False}
+
+
+def test_forced_verdicts(device: torch.device) -> None:
+    ((rank,), _) = pairs(device, PairShape(4, 2, 1, 32, 2, 1, 16), 4)
+    forced = torch.tensor([1, 0, -1, -1], dtype=torch.int32, device=device)
+    live = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    hits = torch.full((4, 2), -1, dtype=torch.int32, device=device)
+    rank.sends.fill_(1)
+    own = []
+    for layer, accept in enumerate((False, True, True, False)):
+        decide(rank, layer, sums_for(device, [accept, False], 2), live, 0.5, hits, PATIENCE_NS, forced)
+        own.append(int(rank.priority[0]))
+    assert own == [0, 2, 0, 2]
+    assert hits.tolist() == [[1, 0], [0, 0], [1, 0], [0, 0]]
+    with pytest.raises(ValueError, match="threshold"):
+        decide(rank, 0, sums_for(device, [True, True], 2), live, -0.1, hits, PATIENCE_NS)
+
+
+def test_attention_puts_the_guess_into_the_paired_rank_unless_its_gate_is_closed(
+    device: torch.device, check: Check
+) -> None:
+    shape, capacity, epoch, chunk = PairShape(2, 2, 1, 64, 4, 2, 16), 400, 6, 64
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    state = drawn(device, shape, capacity, torch.float32)
+    seq_lens = torch.tensor([400, 331], dtype=torch.int32, device=device)
+    q = torch.randn(2, 4, 16).to(device)
+    sums, lse = nan(device, torch.float32, 2, 4, 2), nan(device, torch.float32, 2, 4)
+    workspace = LeanWorkspace.allocate(2, 4, 2, 16, device, 5)
+    speculation = source.speculation(1, chunk, sums)
+
+    def attend() -> None:
+        lean_decode_attention(
+            q, state.k, state.v, seq_lens, 0.25, workspace, state.attn_out, lse, speculation, gate=source.sends
+        )
+
+    boxes = copied(target.own)
+    attend()
+    assert all(torch.equal(now, then) for now, then in zip(copied(target.own), boxes, strict=True))
+    assert state.attn_out.isnan().all()
+    assert sums.isnan().all()
+    source.sends.fill_(1)
+    attend()
+    spec_out, full_out, expected = speculative_decode_attention_ref(q, state.k, state.v, seq_lens, chunk, 0.25)
+    check(state.attn_out, full_out, torch.float32)
+    check(sums.sum(1), expected, torch.float32)
+    target.receives.fill_(1)
+    send_handover(source, 1, state.x, state.k, state.v, seq_lens)
+    theirs = drawn(device, shape, capacity, torch.float32)
+    receive_handover(target, 1, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, PATIENCE_NS)
+    check(theirs.attn_out, spec_out, torch.float32)
+
+
+def test_mailboxes_keep_apart_and_aligned(device: torch.device) -> None:
+    shape = PairShape(3, 3, 2, 97, 9, 3, 20)
+    memory = torch.zeros(sum(shape.part_words()), dtype=torch.int64, device=device)
+    mailbox = Mailbox.view(memory, shape)
+    for number, field in enumerate(fields(mailbox)):
+        part = getattr(mailbox, field.name)
+        assert (part.data_ptr() - memory.data_ptr()) % 16 == 0
+        assert not part.any(), f"{field.name} overlaps another part"
+        part.fill_(number + 1)
+    assert all(flags.data_ptr() % 16 == 0 for flags in mailbox.flags)
