@@ -33,7 +33,7 @@ from .launch import launch_options, prefer_l1
 from .mailbox import Handover
 from .residual import BLOCK as STREAM_BLOCK
 from .residual import _write_stream, num_square_sums
-from .words import LATE_WORD, await_flag, await_words, fault_code, pack_words
+from .words import INTERPRETED, LATE_WORD, await_flag, await_words, fault_code, pack_words
 
 __all__ = [
     "decide",
@@ -233,12 +233,15 @@ def _receive_handover_kernel(
     slot = layer * tl.num_programs(1) + request
     if tl.program_id(0) < HKV:
         head = tl.program_id(0)
-        await_flag(flags_ptr + layer * flag_stride + request * HKV + head, epoch, patience_ns, fault_ptr, code)
+        flag_at = flags_ptr + layer * flag_stride + request * HKV + head
+        flag = await_flag(flag_at, epoch, patience_ns, fault_ptr, code)
         c = tl.arange(0, OUT_PAD)
         inside = c < GROUP * D
         source = (slot * HKV + head).to(tl.int64) * (GROUP * D) + c
         # .cg: the paired rank wrote it, and L1 may hold older bytes.
         spec_out = tl.load(spec_out_ptr + source, mask=inside, cache_modifier=".cg")
+        if INTERPRETED:
+            spec_out = tl.where(flag == epoch, spec_out, float("nan"))
         out = attn_out_ptr + (request * HKV + head) * (GROUP * D) + c
         tl.store(out, spec_out.to(attn_out_ptr.dtype.element_ty), mask=inside)
     else:
