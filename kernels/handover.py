@@ -247,11 +247,11 @@ def _receive_handover_kernel(
     else:
         place = (tl.program_id(0) - HKV) * BLOCK + tl.arange(0, BLOCK)
         exist = place < HIDDEN + 2 * HKV * D
+        j = place - HIDDEN
+        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
         words = inbox_ptr + slot.to(tl.int64) * (HIDDEN + 2 * HKV * D) + place
         value = await_words(words, exist, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
         tl.store(x_ptr + request * HIDDEN + place, value, mask=place < HIDDEN)
-        j = place - HIDDEN
-        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
         tl.store(k_ptr + at, value.to(k_ptr.dtype.element_ty), mask=(j >= 0) & (j < HKV * D))
         tl.store(v_ptr + at, value.to(v_ptr.dtype.element_ty), mask=(j >= HKV * D) & exist)
 
