@@ -33,7 +33,7 @@ from .launch import launch_options, prefer_l1
 from .mailbox import Handover
 from .residual import BLOCK as STREAM_BLOCK
 from .residual import _write_stream, num_square_sums
-from .words import LATE_WORD, await_flag, await_words, fault_code, pack_words
+from .words import INTERPRETED, LATE_WORD, await_flag, await_words, fault_code, pack_words
 
 __all__ = [
     "decide",
@@ -233,22 +233,25 @@ def _receive_handover_kernel(
     slot = layer * tl.num_programs(1) + request
     if tl.program_id(0) < HKV:
         head = tl.program_id(0)
-        await_flag(flags_ptr + layer * flag_stride + request * HKV + head, epoch, patience_ns, fault_ptr, code)
+        flag_at = flags_ptr + layer * flag_stride + request * HKV + head
+        flag = await_flag(flag_at, epoch, patience_ns, fault_ptr, code)
         c = tl.arange(0, OUT_PAD)
         inside = c < GROUP * D
         source = (slot * HKV + head).to(tl.int64) * (GROUP * D) + c
         # .cg: the paired rank wrote it, and L1 may hold older bytes.
         spec_out = tl.load(spec_out_ptr + source, mask=inside, cache_modifier=".cg")
+        if INTERPRETED:
+            spec_out = tl.where(flag == epoch, spec_out, float("nan"))
         out = attn_out_ptr + (request * HKV + head) * (GROUP * D) + c
         tl.store(out, spec_out.to(attn_out_ptr.dtype.element_ty), mask=inside)
     else:
         place = (tl.program_id(0) - HKV) * BLOCK + tl.arange(0, BLOCK)
         exist = place < HIDDEN + 2 * HKV * D
+        j = place - HIDDEN
+        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
         words = inbox_ptr + slot.to(tl.int64) * (HIDDEN + 2 * HKV * D) + place
         value = await_words(words, exist, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
         tl.store(x_ptr + request * HIDDEN + place, value, mask=place < HIDDEN)
-        j = place - HIDDEN
-        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
         tl.store(k_ptr + at, value.to(k_ptr.dtype.element_ty), mask=(j >= 0) & (j < HKV * D))
         tl.store(v_ptr + at, value.to(v_ptr.dtype.element_ty), mask=(j >= HKV * D) & exist)
 
