@@ -54,7 +54,7 @@ def pack_words(value, epoch):
 _AWAIT = tl.constexpr("""
 {
     .reg .pred late, early;
-    .reg .u64 begin, now;
+    .reg .u64 begin, now, word;
     .reg .u32 flag;
     mov.u32 $0, $1;
     mov.u32 flag, $2;
@@ -62,7 +62,8 @@ _AWAIT = tl.constexpr("""
     @early bra DONE;
     mov.u64 begin, %globaltimer;
 AGAIN:
-    ld.volatile.global.v2.u32 {$0, flag}, [$3];
+    ld.relaxed.sys.global.b64 word, [$3];
+    mov.b64 {$0, flag}, word;
     setp.eq.u32 early, flag, $4;
     @early bra DONE;
     mov.u64 now, %globaltimer;
