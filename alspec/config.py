@@ -165,7 +165,12 @@ class LatencyConfig(EngineConfig):
     contexts: str | None = Field(
         default=None, description="tokens in the cache; default: 1k,8k,32k,128k as far as the model's positions go"
     )
-    modes: str = Field(default="off", description="speculation modes to measure, in place of --speculation")
+    modes: str = Field(
+        default="off", description="speculation modes to measure, such as off,paired; in place of --speculation"
+    )
+    hit_rates: str = Field(
+        default="real", description="of paired: real verdicts, or forced ones for profiling, such as real,0.5,0.875,1"
+    )
     batch: int = Field(default=1, ge=1, description="requests, all of the same length")
     steps: int = Field(default=100, ge=1, description="decode steps to measure at each context")
     rows: Path | None = Field(default=None, description="append one JSON line for each context to this file")

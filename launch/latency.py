@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib.util
 import json
+import math
 import shlex
 import sys
 import traceback
@@ -22,13 +24,14 @@ from alspec.launch.plot_latency import draw
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.placement import Placement
-from alspec.runtime.profile import Profile, kernel_rows, measure, prepare, room, stream_limit
+from alspec.runtime.profile import Profile, forced_verdicts, kernel_rows, measure, prepare, room, stream_limit
 from alspec.runtime.stats import commit, versions
 from alspec.runtime.timeline import write_trace
 
 __all__ = ["main"]
 
 CONTEXTS = "1k,8k,32k,128k"
+Measured = tuple[dict[str, Any], Profile]  # a row, and what it was made from
 EPILOG = (
     "A step's time is that of the rank that takes longest for it: on GPUs by the device's clock, over a cache of random"
     " numbers; on the CPU by the host's, after prompts of random tokens. --trace profiles some more steps after the"
@@ -48,26 +51,49 @@ def main(argv: list[str] | None = None) -> int:
                 print_config(config)
             return 0
         _check(config)
-        speculation = config.speculation.model_copy(update={"mode": "off"})
-        engine = Engine(config.model_copy(update={"speculation": speculation}))
-        contexts = _contexts(config, engine)
+        rates = _hit_rates(config.hit_rates)
         command = shlex.join(["launch/latency.py", *(sys.argv[1:] if argv is None else argv)])
-        return run_guarded(engine.heartbeat, lambda: _sweep(config, engine, contexts, command))
+        found: list[Measured] = []
+        for mode in _modes(config):
+            found += _measure_mode(config, mode, rates, command)
+            _release()
+        if Placement.from_environment().rank == 0:
+            _write(config, found)
+        return 0
     except AlspecError as error:
         if debug:
             traceback.print_exc()
         return report(error)
 
 
+def _modes(config: LatencyConfig) -> list[str]:
+    return list(dict.fromkeys(map(str.strip, config.modes.split(","))))
+
+
+def _hit_rates(text: str) -> list[float | None]:
+    """`real,0.5` -> [None, 0.5]."""
+    rates: list[float | None] = []
+    for item in map(str.strip, text.split(",")):
+        try:
+            rates.append(None if item == "real" else float(item))
+        except ValueError:
+            rates.append(math.nan)
+        if rates[-1] is not None and not 0 <= rates[-1] <= 1:
+            raise UserError(f"flags: --hit-rates: expected real or numbers from 0 to 1, found {item!r}")
+    return rates
+
+
 def _check(config: LatencyConfig) -> None:
     """What can be wrong before the model is looked at."""
     known = get_args(SpeculationMode)
-    for mode in map(str.strip, config.modes.split(",")):
+    for mode in _modes(config):
         if mode not in known:
             nearest = difflib.get_close_matches(mode, known, n=1, cutoff=0.0)[0]
             raise UserError(f"flags: --modes: unknown mode {mode!r}; the nearest valid name is {nearest!r}")
-        if mode != "off":
-            raise UserError(f"flags: --modes: {mode} is not available yet; use off")
+        if mode not in ("off", "paired"):
+            raise UserError(f"flags: --modes: {mode} is not available yet; use off or paired")
+    if config.trace is not None and len(_modes(config)) > 1:
+        raise UserError("flags: --trace: one mode at a time; give one to --modes")
     if config.speculation.mode not in ("auto", "off"):
         raise UserError("flags: --speculation: latency measures --modes; leave --speculation out")
     if config.batch > MAX_BATCH:
@@ -95,40 +121,83 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
     return contexts
 
 
-def _sweep(config: LatencyConfig, engine: Engine, contexts: list[int], command: str) -> int:
+def _measure_mode(config: LatencyConfig, mode: str, rates: list[float | None], command: str) -> list[Measured]:
+    """One engine for one mode."""
+    speculation = config.speculation.model_copy(update={"mode": mode})
+    engine = Engine(config.model_copy(update={"speculation": speculation}))
+    contexts = _contexts(config, engine)
+    found: list[Measured] = []
+
+    def sweep() -> int:
+        found.extend(_sweep(config, engine, contexts, rates if mode == "paired" else [None], command))
+        return 0
+
+    run_guarded(engine.heartbeat, sweep)
+    return found
+
+
+def _release() -> None:
+    """Give back what the last mode's engine held, for the next one's."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _sweep(
+    config: LatencyConfig, engine: Engine, contexts: list[int], rates: list[float | None], command: str
+) -> list[Measured]:
     engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     is_first = engine.placement.rank == 0
     for notice in engine.notices if is_first else []:
         print(f"alspec: {notice}", file=sys.stderr)
-    prepare(engine)
-    stream = stream_limit(engine)
+    if engine.loop is None and rates != [None]:
+        raise UserError("flags: --hit-rates: forced verdicts need the fused kernels: GPUs that reach each other")
     # The timeline holds what was launched one by one since the last context began.
     engine.timeline.enabled = config.trace is not None and engine.loop is None
-    profiles, rows = [], []
-    for context in contexts:
-        profiles.append(measure(engine, context, config.steps))
-        rows.append(_row(config, engine, profiles[-1], stream, command))
-        if is_first and config.rows is not None:
-            with config.rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-    if is_first:
-        Console(width=130).print(_table(rows, profiles))
-        if config.json_file is not None:
-            samples = [{"context": profile.context, "step_us": profile.step_us} for profile in profiles]
-            everything = {"rows": rows, "samples": samples, "config": config.model_dump(mode="json", by_alias=True)}
-            config.json_file.write_text(json.dumps(everything), encoding="utf-8")
-        if config.plot is not None:
-            draw(config.plot, rows, _title(rows[0]))
+    found = []
+    for rate in rates:
+        if engine.loop is not None and engine.mode == "paired":
+            engine.loop.speculate(config.speculation.threshold, _forced(engine, rate))
+        prepare(engine)
+        stream = stream_limit(engine)
+        for context in contexts:
+            profile = measure(engine, context, config.steps)
+            row = _row(config, engine, profile, rate, stream, command)
+            found.append((row, profile))
+            if is_first and config.rows is not None:
+                with config.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
     if config.trace is not None:
         own = engine.timeline.rows() if engine.loop is None else kernel_rows(engine, contexts[-1])
         rows_by_rank = engine.gather_rows(own)
         if is_first:
             write_trace(config.trace, rows_by_rank)
     engine.close()
-    return 0
+    return found
 
 
-def _row(config: LatencyConfig, engine: Engine, profile: Profile, stream: float, command: str) -> dict[str, Any]:
+def _forced(engine: Engine, rate: float | None) -> torch.Tensor | None:
+    if rate is None:
+        return None
+    verdicts = forced_verdicts(engine.model_config.num_layers, rate)
+    return torch.tensor(verdicts, dtype=torch.int32, device=engine.device)
+
+
+def _write(config: LatencyConfig, found: list[Measured]) -> None:
+    """Table, samples and picture, from rank 0."""
+    rows = [row for row, _ in found]
+    Console(width=130).print(_table(found))
+    if config.json_file is not None:
+        samples = [{"case": row["case"], "step_us": profile.step_us} for row, profile in found]
+        everything = {"rows": rows, "samples": samples, "config": config.model_dump(mode="json", by_alias=True)}
+        config.json_file.write_text(json.dumps(everything), encoding="utf-8")
+    if config.plot is not None:
+        draw(config.plot, rows, _title(rows[0]))
+
+
+def _row(
+    config: LatencyConfig, engine: Engine, profile: Profile, rate: float | None, stream: float, command: str
+) -> dict[str, Any]:
     placement, cuda = engine.placement, engine.device.type == "cuda"
     ranks = placement.world_size
     return {
@@ -144,6 +213,8 @@ def _row(config: LatencyConfig, engine: Engine, profile: Profile, stream: float,
             "batch": profile.batch_size,
             "context": profile.context,
             "kv_cache": config.kv_cache,
+            "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
+            "forced": rate is not None,
         },
         "us": {name: round(profile.us[name], 3) for name in ("p20", "p50", "p80", "p99")},
         "bytes": profile.read_bytes,
@@ -165,16 +236,31 @@ def _title(row: dict[str, Any]) -> str:
     return ", ".join([part for part in parts if part] + (["captured graph"] if case["cuda_graph"] else []))
 
 
-def _table(rows: list[dict[str, Any]], profiles: list[Profile]) -> Table:
+def _table(found: list[Measured]) -> Table:
+    rows = [row for row, _ in found]
     filled = "the cache holds random numbers" if rows[0]["gpu"] else "after prompts of random tokens"
     caption = f"limit: bytes at {1e3 * rows[0]['stream_tb_s']:.0f} GB/s, a copy's rate; {filled}"
     table = Table(title=_title(rows[0]), caption=caption)
-    for name in ("context", "mode", "ms/token p50", "p20", "p80", "p99", "tokens/s", "MB a rank", "GB/s", "of limit"):
+    for name in (
+        "context",
+        "mode",
+        "hits",
+        "ms/token p50",
+        "p20",
+        "p80",
+        "p99",
+        "tokens/s",
+        "MB a rank",
+        "GB/s",
+        "of limit",
+    ):
         table.add_column(name, justify="left" if name == "mode" else "right")
-    for row, profile in zip(rows, profiles, strict=True):
+    for row, profile in found:
         times = [f"{row['us'][name] / 1e3:.3f}" for name in ("p50", "p20", "p80", "p99")]
         rates = [f"{profile.tokens_per_s:.1f}", f"{profile.read_bytes / 1e6:.1f}", f"{profile.bytes_per_s / 1e9:.0f}"]
-        table.add_row(str(profile.context), row["case"]["mode"], *times, *rates, f"{row['share_of_limit']:.1%}")
+        mode, forced = row["case"]["mode"], " forced" if row["case"]["forced"] else ""
+        hits = "-" if profile.hit_rate is None else f"{profile.hit_rate:.1%}{forced}"
+        table.add_row(str(profile.context), mode, hits, *times, *rates, f"{row['share_of_limit']:.1%}")
     return table
 
 

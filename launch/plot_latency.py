@@ -15,13 +15,20 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    contexts = [row["case"]["context"] for row in rows]
-    p20, p50, p80 = ([row["us"][name] / 1e3 for row in rows] for name in ("p20", "p50", "p80"))
     figure, axes = plt.subplots(figsize=(7, 4.2))
-    axes.fill_between(contexts, p20, p80, alpha=0.3, label="p20 to p80")
-    axes.plot(contexts, p50, marker="o", label=f"{rows[0]['case']['mode']}, p50")
-    limit = [row["bytes"] / row["stream_tb_s"] / 1e9 for row in rows]
-    axes.plot(contexts, limit, color="gray", linestyle="--", label=f"bytes at {rows[0]['stream_tb_s']:.2f} TB/s")
+    for label in dict.fromkeys(map(_label, rows)):
+        line = [row for row in rows if _label(row) == label]
+        contexts = [row["case"]["context"] for row in line]
+        p20, p50, p80 = ([row["us"][name] / 1e3 for row in line] for name in ("p20", "p50", "p80"))
+        axes.fill_between(contexts, p20, p80, alpha=0.3)
+        axes.plot(contexts, p50, marker="o", label=f"{label}, p50 (band: p20 to p80)")
+    mode = rows[0]["case"]["mode"]
+    line = [row for row in rows if _label(row) == _label(rows[0])]
+    contexts = [row["case"]["context"] for row in line]
+    limit = [row["bytes"] / row["stream_tb_s"] / 1e9 for row in line]
+    axes.plot(
+        contexts, limit, color="gray", linestyle="--", label=f"bytes of {mode} at {rows[0]['stream_tb_s']:.2f} TB/s"
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{context // 1024}k" if context % 1024 == 0 else str(context) for context in contexts])
     axes.set_ylim(bottom=0)
@@ -31,3 +38,11 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
     axes.legend(frameon=False)
     figure.savefig(picture, dpi=130, bbox_inches="tight")
     plt.close(figure)
+
+
+def _label(row: dict[str, Any]) -> str:
+    """`off`, or `paired, 88 % hits (forced)`."""
+    case = row["case"]
+    if case["hit_rate"] is None:
+        return str(case["mode"])
+    return f"{case['mode']}, {case['hit_rate']:.0%} hits{' (forced)' if case['forced'] else ''}"

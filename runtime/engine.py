@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -40,6 +41,9 @@ from .transport import Transport, connect_store
 __all__ = ["Engine", "broadcast_text", "refuse_unavailable"]
 
 
+_JOBS = itertools.count()
+
+
 class Engine:
     """A model on this rank's device, ready to generate.
 
@@ -75,8 +79,11 @@ class Engine:
         stored = self.model_config.dtype if self.device.type == "cuda" else "fp32"
         self.dtype_name = config.dtype or stored
         self.dtype = DTYPES[self.dtype_name]
-        self.store = connect_store(self.placement) if self.placement.world_size > 1 else None
-        self.heartbeat = Heartbeat(self.placement)
+        # Engines of one process, one after the other, have keys of their own; ranks create them in the same order.
+        job = f"alspec-{next(_JOBS)}"
+        several = self.placement.world_size > 1
+        self.store = dist.PrefixStore(job, connect_store(self.placement)) if several else None
+        self.heartbeat = Heartbeat(self.placement, job=job)
         self.timeline = Timeline(self.device, trace)
         self.memory: MemoryPlan | None = None
         self.transport: Transport | None = None

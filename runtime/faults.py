@@ -44,8 +44,9 @@ class Heartbeat:
     with a rank that does not beat, where that is more than a few seconds.
     """
 
-    def __init__(self, placement: Placement, patience_s: float = 0.0) -> None:
+    def __init__(self, placement: Placement, patience_s: float = 0.0, job: str = "alspec") -> None:
         self._placement = placement
+        self._job = job  # tells the beats of engines that follow each other in one process apart
         self._patience_s = patience_s
         self._progress = (0, "start", -1)
         self._stopped = threading.Event()
@@ -60,7 +61,7 @@ class Heartbeat:
         if self._placement.world_size == 1:
             return
         # A client of its own: the main thread may block inside a call on the other one.
-        self._store = connect_store(self._placement)
+        self._store = dist.PrefixStore(self._job, connect_store(self._placement))
         self._wakeup, wakeup_write = socket.socketpair()
         wakeup_write.setblocking(False)
         self._wakeup_write = wakeup_write
@@ -123,7 +124,7 @@ class Heartbeat:
             os._exit(error.exit_code)
 
     def _key(self, rank: int) -> str:
-        return f"alspec/beat/{rank}"
+        return f"beat/{rank}"
 
     def _beat(self, done: bool = False) -> None:
         self._counter += 1

@@ -24,6 +24,7 @@ __all__ = [
     "WARMUP_STEPS",
     "Profile",
     "fill",
+    "forced_verdicts",
     "kernel_rows",
     "measure",
     "prepare",
@@ -47,6 +48,7 @@ class Profile:
     context: int
     batch_size: int
     step_us: list[list[float]]  # [world][steps]
+    hit_rate: float | None  # accepted verdicts; None without speculation
     read_bytes: int  # by this rank in a step of mean length
 
     @property
@@ -90,6 +92,13 @@ def fill(cache: KVCache, seed: int) -> None:
         layer.normal_(generator=generator)
 
 
+def forced_verdicts(num_layers: int, hit_rate: float) -> list[int]:
+    """Verdicts of a step's layers that accept this share of them, as evenly spread as can be: 1 accepts, 0 rejects."""
+    # As in the latency model: L r may fall short of a whole number by a few ulp.
+    hits = [int(layer * hit_rate + 1e-9) for layer in range(num_layers + 1)]
+    return [after - before for before, after in itertools.pairwise(hits)]
+
+
 def measure(engine: Engine, context: int, num_steps: int) -> Profile:
     """Time `num_steps` greedy steps after a warm-up; every rank calls it.
 
@@ -104,12 +113,14 @@ def measure(engine: Engine, context: int, num_steps: int) -> Profile:
         # Time of a step: from the end of the one before to its own, on the device's clock.
         records = list(_steps(engine, context, WARMUP_STEPS + num_steps))[WARMUP_STEPS - 1 :]
         own_us = [(after.clock_ns - before.clock_ns) / 1e3 for before, after in itertools.pairwise(records)]
+        hits = [record.hits for record in records[1:] if record.hits is not None]
     else:
-        own_us = _prompted_us(engine, context, num_steps)
+        own_us, hits = _prompted(engine, context, num_steps)
     gathered = transport.all_gather_world(torch.tensor(own_us, dtype=torch.float64, device=engine.device))
     seq_lens = [context + WARMUP_STEPS + num_steps // 2] * batch_size
     read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens)
-    return Profile(context, batch_size, gathered.tolist(), read)
+    hit_rate = float(torch.stack(hits).float().mean()) if hits else None
+    return Profile(context, batch_size, gathered.tolist(), hit_rate, read)
 
 
 def _transport(engine: Engine) -> Transport:
@@ -122,7 +133,7 @@ def _steps(engine: Engine, context: int, num_steps: int) -> Iterable[StepRecord]
     return engine.decode([TOKEN_ID] * batch_size, [context] * batch_size, num_steps)
 
 
-def _prompted_us(engine: Engine, context: int, num_steps: int) -> list[float]:
+def _prompted(engine: Engine, context: int, num_steps: int) -> tuple[list[float], list[torch.Tensor]]:
     """Steps launched from the host, on its clock, after a prompt of random tokens; the first step reads `context`."""
     generator = torch.Generator().manual_seed(0)
     vocab_size, batch_size = engine.model_config.vocab_size, engine.cache.batch_size
@@ -131,7 +142,7 @@ def _prompted_us(engine: Engine, context: int, num_steps: int) -> list[float]:
     generation = engine.start_generation(prompts, sampling)
     for _ in engine.run(generation, sampling):
         pass
-    return generation.step_us[WARMUP_STEPS:]
+    return generation.step_us[WARMUP_STEPS:], generation.hits[WARMUP_STEPS:]
 
 
 def stream_limit(engine: Engine) -> float:

@@ -28,7 +28,7 @@ from alspec.runtime.stats import percentile, step_bytes
 ROOT = Path(__file__).resolve().parents[2]
 HAS_GPU = torch.cuda.is_available()
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-COLUMNS = "context mode ms/token p50 p20 p80 p99 tokens/s MB a rank GB/s of limit"
+COLUMNS = "context mode hits ms/token p50 p20 p80 p99 tokens/s MB a rank GB/s of limit"
 SMALL = ("--contexts", "24,16", "--steps", 3)
 
 Profile = Callable[..., tuple[int, str, str]]
@@ -92,8 +92,10 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
             "batch": 2,
             "context": context,
             "kv_cache": "bf16",
+            "hit_rate": None,
+            "forced": False,
         }
-        assert sample["context"] == context
+        assert sample["case"] == row["case"]
         (samples,) = sample["step_us"]
         assert len(samples) == 3
         assert row["us"] == pytest.approx(
@@ -106,7 +108,7 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
         assert 0 < row["share_of_limit"] < 1
         assert (row["gpu"], row["num_gpus"]) == (None, 0)
         assert row["command"].startswith(f"launch/latency.py --model {checkpoint}")
-        assert [float(text) for text in line[2:6]] == pytest.approx(
+        assert [float(text) for text in line[3:7]] == pytest.approx(
             [row["us"][name] / 1e3 for name in ("p50", "p20", "p80", "p99")], abs=1e-3
         )
     steps = {event["args"]["step"] for event in slices(tmp_path)}
@@ -154,8 +156,10 @@ def test_plot_of_one_context(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    (("--modes", "paired"), "flags: --modes: paired is not available yet; use off"),
-    (("--modes", "off,colocated"), "flags: --modes: colocated is not available yet; use off"),
+    (("--modes", "off,colocated"), "flags: --modes: colocated is not available yet; use off or paired"),
+    (("--hit-rates", "real,1.5"), "flags: --hit-rates: expected real or numbers from 0 to 1, found '1.5'"),
+    (("--hit-rates", "half"), "flags: --hit-rates: expected real or numbers from 0 to 1, found 'half'"),
+    (("--modes", "off,paired", "--trace", "t.json"), "flags: --trace: one mode at a time; give one to --modes"),
     (("--modes", "pared"), "flags: --modes: unknown mode 'pared'; the nearest valid name is 'paired'"),
     (("--speculation", "paired"), "flags: --speculation: latency measures --modes; leave --speculation out"),
     (("--batch", 9), "flags: --batch: a captured step serves up to 8 requests, found 9"),

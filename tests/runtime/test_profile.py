@@ -17,7 +17,17 @@ from alspec.errors import BadNumbersError
 from alspec.models.llama import Shard
 from alspec.runtime.engine import Engine
 from alspec.runtime.placement import Placement
-from alspec.runtime.profile import WARMUP_STEPS, Profile, fill, measure, prepare, room, step_kernels, stream_limit
+from alspec.runtime.profile import (
+    WARMUP_STEPS,
+    Profile,
+    fill,
+    forced_verdicts,
+    measure,
+    prepare,
+    room,
+    step_kernels,
+    stream_limit,
+)
 from alspec.runtime.replay import DecodeLoop, StepRecord
 from alspec.runtime.stats import step_bytes
 
@@ -86,7 +96,7 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank(engine: Engine) -> None:
 
 
 def test_one_step() -> None:
-    assert Profile(64, 1, [[8.0]], 1000).us == {"p20": 8, "p50": 8, "p80": 8, "p99": 8}
+    assert Profile(64, 1, [[8.0]], None, 1000).us == {"p20": 8, "p50": 8, "p80": 8, "p99": 8}
 
 
 def test_prompted_steps_are_those_of_the_same_lengths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +207,13 @@ def test_no_kernels() -> None:
     zero_ns, kernels = step_kernels({"traceEvents": [kernel("attention", 10.0, 10.0)]})
     assert kernels == []
     assert zero_ns > 10**18
+
+
+@pytest.mark.parametrize("num_layers", [1, 22, 32, 80])
+@pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.65, 0.875, 1.0])
+def test_forced_verdicts_have_the_rate_and_are_spread(num_layers: int, hit_rate: float) -> None:
+    verdicts = forced_verdicts(num_layers, hit_rate)
+    assert len(verdicts) == num_layers
+    assert set(verdicts) <= {0, 1}
+    for count in range(num_layers + 1):
+        assert abs(sum(verdicts[:count]) - count * hit_rate) < 1
