@@ -150,7 +150,11 @@ def test_plot(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 def test_plot_of_one_context(tmp_path: Path) -> None:
-    row = {"case": {"context": 1000, "mode": "off"}, "us": {"p20": 1.0, "p50": 2.0, "p80": 3.0}, "bytes": 10**9}
+    row = {
+        "case": {"context": 1000, "mode": "off", "hit_rate": None, "forced": False},
+        "us": {"p20": 1.0, "p50": 2.0, "p80": 3.0},
+        "bytes": 10**9,
+    }
     draw(tmp_path / "plot.svg", [row | {"stream_tb_s": 4.0}], "one context")
     assert "one context" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
 
@@ -244,6 +248,35 @@ def test_two_ranks(checkpoint: Path, tmp_path: Path) -> None:
         assert row["us"]["p50"] == pytest.approx(percentile(slowest, 0.5), abs=1e-3)
     assert len(rows) == 2
     assert {event["pid"] for event in slices(tmp_path)} == {0, 1}
+
+
+@pytest.mark.slow
+def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "launch" / "latency.py"), "--model", str(checkpoint), "--transport", "gloo"]
+    flags = ["--contexts", "300", "--steps", 3, "--modes", "off,paired", "--threshold", "inf"]
+    done = subprocess.run(
+        [*command, *map(str, [*flags, "--rows", tmp_path / "rows.jsonl", "--json", tmp_path / "out.json"])],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line[:3] for line in cells(done.stdout)[1:]] == [["300", "off", "-"], ["300", "paired", "100.0%"]]
+    cases = [row["case"] for row in read_rows(tmp_path)]
+    assert [(case["mode"], case["hit_rate"], case["forced"]) for case in cases] == [
+        ("off", None, False),
+        ("paired", 1.0, False),
+    ]
+
+
+def test_pairs_need_two_ranks(profile: Profile, checkpoint: Path) -> None:
+    flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", 16, "--modes", "paired", "--hit-rates", 0.5)
+    code, _, err = profile(*flags)
+    assert code == 2
+    assert "paired needs an even number of ranks" in err
 
 
 @pytest.mark.gpu

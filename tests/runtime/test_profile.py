@@ -66,7 +66,7 @@ class FakeEngine:
         clock_ns = 7_000_000_000_000_000_000
         for step_us in self._step_us[:num_steps]:
             clock_ns += 1000 * step_us
-            yield StepRecord(token_ids, clock_ns, 0)
+            yield StepRecord(token_ids, None, clock_ns, 0)
 
 
 @pytest.fixture
