@@ -34,71 +34,119 @@ def _token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _attend_tiles(
-    q_ptr,  # [ROWS, D] pointers
-    q_mask,
-    k_head_ptr,  # [N, HEAD_DIM] of one (request, KV head)
-    v_head_ptr,
-    begin,  # tokens [begin, end) in `tiles` tiles
-    end,
-    tiles,
-    begin2,  # then tokens [begin2, end2), up to `all_tiles`
-    end2,
-    all_tiles,
-    qk_scale,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Online softmax over two ranges of tokens, tile by tile.
-
-    Products are transposed: the rows are tokens, then channels, for a Hopper matrix instruction has 64 of them; the few
-    query heads, padded to 16, are its columns.
-
-    Returns:
-        o [D, ROWS], normalised, and lse [ROWS], base 2.
-    """
-    channels = tl.arange(0, D)
-    offsets = tl.arange(0, BLOCK_N)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_N, ROWS], tl.float32)  # of each token's place in its tile: one reduction, at the end
-    acc = tl.zeros([D, ROWS], tl.float32)
-    for i in tl.range(0, all_tiles, num_stages=STAGES):
-        is_first = i < tiles
-        limit = tl.where(is_first, end, end2)
-        tokens = tl.where(is_first, begin + i * BLOCK_N, begin2 + (i - tiles) * BLOCK_N) + offsets
-        # Loaded with every tile (the offset is 0), so that q's latency is that of the first tile's, not before it.
-        q = tl.load(q_ptr + (i >> 30) * 128, mask=q_mask, other=0.0)
-        # Past the end the last token is read again: cheaper than a mask, and what lies there, NaN perhaps, stays out.
-        at = tl.minimum(tokens, limit - 1)[:, None] * HEAD_DIM + channels[None, :]
-        if D == HEAD_DIM:
-            k = tl.load(k_head_ptr + at, eviction_policy="evict_first")
-            v = tl.load(v_head_ptr + at, eviction_policy="evict_first")
-        else:
-            inside = (channels < HEAD_DIM)[None, :]
-            k = tl.load(k_head_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
-            v = tl.load(v_head_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
-        s = tl.dot(k, tl.trans(q), input_precision="ieee") * qk_scale
-        s = tl.where((tokens < limit)[:, None], s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, 0))
-        p = tl.exp2(s - new_max[None, :])
-        alpha = tl.exp2(row_max - new_max)
-        row_sum = row_sum * alpha[None, :] + p
-        acc = acc * alpha[None, :] + tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
-        row_max = new_max
-    row_sum = tl.sum(row_sum, 0)
-    return acc * (1.0 / row_sum)[None, :], row_max + tl.log2(row_sum)
-
-
-@triton.jit
 def _store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
     """Write the `GROUP` real rows of a partial, o [D, ROWS], into its slot."""
     rows = tl.arange(0, ROWS)
     real = rows < GROUP
     tl.store(o_ptr + (slot * GROUP + rows)[None, :] * D + tl.arange(0, D)[:, None], o, mask=real[None, :])
     tl.store(lse_ptr + slot * GROUP + rows, lse, mask=real)
+
+
+@triton.jit
+def _no_tokens(BLOCK_N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """The online softmax of nothing: maximum, sums of the places of a tile, o."""
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    return row_max, tl.zeros([BLOCK_N, ROWS], tl.float32), tl.zeros([D, ROWS], tl.float32)
+
+
+@triton.jit
+def _normalise(row_max, row_sum, acc):
+    """The end of an online softmax: o [D, ROWS] and lse [ROWS], base 2."""
+    row_sum = tl.sum(row_sum, 0)
+    return acc * (1.0 / row_sum)[None, :], row_max + tl.log2(row_sum)
+
+
+@triton.jit
+def _attend_run(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    output,  # (request, KV head) of the first tile
+    begin,  # its tokens begin here and, tile by tile, go on to `end`
+    end,
+    begin2,  # then tokens [begin2, end2): of the same output if `is_guess`, else of each output that follows
+    end2,
+    is_guess,
+    tile,  # of the flattened rest
+    count,  # tiles
+    seq_lens,
+    rest_end,
+    o_ptr,  # partials
+    lse_ptr,
+    capacity,
+    chunk_size,
+    qk_scale,
+    program,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    B_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPEC: tl.constexpr,
+):
+    """Online softmax over `count` tiles in one loop, whose loads run ahead from one output into the next.
+
+    Products are transposed: the rows are tokens, then channels, for a Hopper matrix instruction has 64 of them; the few
+    query heads, padded to 16, are its columns.
+
+    Returns:
+        o [D, ROWS], normalised, and lse [ROWS], base 2, of the last output. The partials of those before are stored.
+    """
+    channels = tl.arange(0, D)
+    offsets = tl.arange(0, BLOCK_N)
+    q_at, exists = _output_at(0, ROWS, GROUP, D, HEAD_DIM)
+    row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
+    slot, token, limit = program + output, begin - BLOCK_N, end + 0
+    for i in tl.range(0, count, num_stages=STAGES):
+        # Where the tile is: carried from the one before, not computed from its number, so that it costs no division.
+        token += BLOCK_N
+        if B_PAD == 1:
+            crosses = token >= limit
+            token = tl.where(crosses, begin2, token)
+            limit = tl.where(crosses, end2, limit)
+            output += (crosses & (not is_guess)).to(tl.int32)
+        else:
+            if token >= limit:
+                token, limit = begin2 + 0, end2 + 0
+                if not is_guess:
+                    request, before = _locate(tile + i, rest_end)
+                    token, limit, _, rest = _rest_of(request, seq_lens, chunk_size, B_PAD, BLOCK_N, SPEC)
+                    output = request * HKV + (tile + i - before) // tl.maximum(rest, 1)
+        left = limit - token
+        # Loaded with every tile, so that q's latency is that of the first tile's, not before it.
+        q = tl.load(q_ptr + output * (GROUP * HEAD_DIM) + q_at, mask=exists, other=0.0)
+        # Past the end the last token is read again: cheaper than a mask, and what lies there, NaN perhaps, stays out.
+        rows = tl.minimum(offsets, left - 1).to(tl.int64)[:, None] * HEAD_DIM
+        base = output.to(tl.int64) * (capacity * HEAD_DIM) + token * HEAD_DIM
+        k_at = (k_ptr + base + channels)[None, :] + rows
+        v_at = (v_ptr + base + channels)[None, :] + rows
+        if D == HEAD_DIM:
+            k = tl.load(k_at, eviction_policy="evict_first")
+            v = tl.load(v_at, eviction_policy="evict_first")
+        else:
+            inside = (channels < HEAD_DIM)[None, :]
+            k = tl.load(k_at, mask=inside, other=0.0, eviction_policy="evict_first")
+            v = tl.load(v_at, mask=inside, other=0.0, eviction_policy="evict_first")
+        if program + output != slot:
+            o, lse = _normalise(row_max, row_sum, acc)
+            _store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS, GROUP, D)
+            row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
+            # A zero unknown to the compiler: with constants alone it splits the branch, and Blackwell spills registers.
+            row_sum += (slot >> 31).to(tl.float32)
+        slot = program + output  # not `output` itself: a value that comes two tiles later stops the pipeliner
+        s = tl.dot(k, tl.trans(q), input_precision="ieee") * qk_scale
+        s = tl.where((offsets < left)[:, None], s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 0))
+        p = tl.exp2(s - new_max[None, :])
+        alpha = tl.exp2(row_max - new_max)
+        row_sum = row_sum * alpha[None, :] + p
+        acc = acc * alpha[None, :] + tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
+        row_max = new_max
+    o, lse = _normalise(row_max, row_sum, acc)
+    return o, lse, slot
 
 
 @triton.jit
@@ -217,6 +265,14 @@ def _locate(tile, tiles_end):
 
 
 @triton.jit
+def _rest_of(request, seq_lens, chunk_size, B_PAD: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
+    """Sink, window, length of a request and the tiles of each of its heads; seq_lens: [B_PAD]."""
+    seq_len = tl.sum(tl.where(tl.arange(0, B_PAD) == request, seq_lens, 0), 0)
+    sink, window = _token_ranges(seq_len, chunk_size, SPEC)
+    return sink, window, seq_len, tl.cdiv(window - sink, BLOCK_N)
+
+
+@triton.jit
 def _output_at(output, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Offsets [ROWS, D] of one output's rows in `out` and the like, and which of them exist."""
     rows = tl.arange(0, ROWS)
@@ -332,9 +388,9 @@ def lean_decode_kernel(
     tile = _run_start(program, leaders, lead_run, followers, run, longer)
     last = _run_start(program + 1, leaders, lead_run, followers, run, longer)
     if PART == PREDICTOR:
-        tile = last
+        tile = last + 0
 
-    # First the guess of a head, then this program's run of the rest.
+    # First the guess of a head, sent and merged before this program's run of the rest begins.
     guess = program
     while (guess < num_guesses) | (tile < last):
         is_guess = guess < num_guesses
@@ -342,75 +398,83 @@ def lean_decode_kernel(
         if SPEC:
             request = tl.where(is_guess, guess // HKV, request)
             before = tl.max(tl.where(requests < request, rest_end, 0), 0)
-        seq_len = tl.sum(tl.where(requests == request, seq_lens, 0), 0)
-        sink_r, window_r = _token_ranges(seq_len, chunk_size, SPEC)
-        rest_r = tl.cdiv(window_r - sink_r, BLOCK_N)
+        sink_r, window_r, seq_len, rest_r = _rest_of(request, seq_lens, chunk_size, B_PAD, BLOCK_N, SPEC)
         head = (tile - before) // tl.maximum(rest_r, 1)
         if SPEC:
             head = tl.where(is_guess, guess % HKV, head)
         output = request * HKV + head
-        place = tile - before - head * rest_r
-        count = tl.minimum(rest_r - place, last - tile)
-        begin, end, tiles, all_tiles = sink_r + place * BLOCK_N, window_r, count, count
-        if SPEC:
-            begin = tl.where(is_guess, 0, begin)
-            end = tl.where(is_guess, sink_r, end)
-            tiles = tl.where(is_guess, tl.cdiv(sink_r, BLOCK_N), tiles)
-            all_tiles = tl.where(is_guess, tiles + tl.cdiv(seq_len - window_r, BLOCK_N), all_tiles)
-
-        cache = output.to(tl.int64) * capacity * HEAD_DIM
-        at, exists = _output_at(output, ROWS, GROUP, D, HEAD_DIM)
-        o, lse = _attend_tiles(
-            q_ptr + at, exists, k_ptr + cache, v_ptr + cache, begin, end, tiles, window_r, seq_len, all_tiles, qk_scale,
-            ROWS, D, HEAD_DIM, BLOCK_N, STAGES,
-        )  # fmt: skip
-
-        # An output's rest is one range of tiles; the runs that meet it use consecutive slots.
         head_tile = before + head * rest_r
-        first_run = _run_of(head_tile, leaders, lead_run, run, longer)
-        last_run = _run_of(head_tile + rest_r - 1, leaders, lead_run, run, longer)
-        runs = tl.where(rest_r > 0, last_run - first_run + 1, 0)
-        spec_slot = PROGRAMS + num_outputs + output
-        first_slot = first_run + output
-        slot = program + output
+        begin, end, begin2, end2 = sink_r + (tile - head_tile) * BLOCK_N, window_r, sink_r, window_r
+        count = last - tile
+        if SPEC:
+            begin, end = tl.where(is_guess, 0, begin), tl.where(is_guess, sink_r, end)
+            begin2, end2 = tl.where(is_guess, window_r, begin2), tl.where(is_guess, seq_len, end2)
+            guess_tiles = tl.cdiv(sink_r, BLOCK_N) + tl.cdiv(seq_len - window_r, BLOCK_N)
+            count = tl.where(is_guess, guess_tiles, count)
+        o, lse, slot = _attend_run(
+            q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_guess, tile, count, seq_lens, rest_end,
+            o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
+            HKV, GROUP, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC,
+        )  # fmt: skip
+        current = slot - program
         if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
             if is_guess:
+                at, exists = _output_at(current, ROWS, GROUP, D, HEAD_DIM)
                 tl.store(spec_out_ptr + at, tl.trans(o).to(spec_out_ptr.dtype.element_ty), mask=exists)
                 if FLAG:
                     tl.debug_barrier()
-                    tl.atomic_xchg(spec_flag_ptr + output, epoch, sem="release", scope="sys")
-                slot = spec_slot
+                    tl.atomic_xchg(spec_flag_ptr + current, epoch, sem="release", scope="sys")
+                slot = PROGRAMS + num_outputs + current
         _store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, ROWS, GROUP, D)
-        arrives = True
-        if (runs > WIDE) and (not is_guess):
-            # Many partials are merged in two levels: the groups of the first side by side, on many SMs.
-            place = slot - first_slot
-            group_slot = slot - place % FAN
-            members = tl.minimum(runs - place + place % FAN, FAN)
-            arrives = _arrive(group_counters_ptr + group_slot, members)
+
+        # Then a ticket for each output that has a partial of this program.
+        while output <= current:
+            # An output's rest is one range of tiles; the runs that meet it use consecutive slots.
+            first_run = _run_of(head_tile, leaders, lead_run, run, longer)
+            last_run = _run_of(head_tile + rest_r - 1, leaders, lead_run, run, longer)
+            runs = tl.where(rest_r > 0, last_run - first_run + 1, 0)
+            first_slot = first_run + output
+            arrives = True
+            if (runs > WIDE) and (not is_guess):
+                # Many partials are merged in two levels: the groups of the first side by side, on many SMs.
+                place = program - first_run
+                group_slot = program + output - place % FAN
+                members = tl.minimum(runs - place + place % FAN, FAN)
+                arrives = _arrive(group_counters_ptr + group_slot, members)
+                if arrives:
+                    none_max, none_sum, none_o = _no_partial(GROUP_PAD, D)
+                    group_o, group_lse = _merge_partials(
+                        o_partial_ptr, lse_partial_ptr, group_slot, 1, members, none_max, none_sum, none_o,
+                        GROUP, GROUP_PAD, D, MERGE,
+                    )  # fmt: skip
+                    # Into the slot of the group's first member, once every thread has read that.
+                    tl.debug_barrier()
+                    _store_partial(
+                        tl.trans(group_o), group_lse, o_partial_ptr, lse_partial_ptr, group_slot, GROUP_PAD, GROUP, D
+                    )
             if arrives:
-                none_max, none_sum, none_o = _no_partial(GROUP_PAD, D)
-                group_o, group_lse = _merge_partials(
-                    o_partial_ptr, lse_partial_ptr, group_slot, 1, members, none_max, none_sum, none_o,
-                    GROUP, GROUP_PAD, D, MERGE,
-                )  # fmt: skip
-                # Into the slot of the group's first member, once every thread has read that.
-                tl.debug_barrier()
-                _store_partial(
-                    tl.trans(group_o), group_lse, o_partial_ptr, lse_partial_ptr, group_slot, GROUP_PAD, GROUP, D
-                )
-        if arrives:
-            stride = tl.where(runs > WIDE, FAN, 1)
-            contributors = tl.cdiv(runs, stride)
-            if PART == PREDICTOR:
-                is_last = rest_r == 0
-                tl.debug_barrier()
+                stride = tl.where(runs > WIDE, FAN, 1)
+                contributors = tl.cdiv(runs, stride)
+                if PART == PREDICTOR:
+                    is_last = rest_r == 0
+                    tl.debug_barrier()
+                else:
+                    is_last = _arrive(counters_ptr + output, contributors + (1 if SPEC and PART == ALL else 0))
+                if is_last:
+                    _finish(
+                        o_partial_ptr, lse_partial_ptr, first_slot, stride, contributors,
+                        PROGRAMS + num_outputs + output, output,
+                        out_ptr, lse_ptr, sums_ptr, GROUP, GROUP_PAD, D, HEAD_DIM, MERGE, SPEC,
+                    )  # fmt: skip
+            head_tile += rest_r
+            if B_PAD == 1:
+                output += 1
             else:
-                is_last = _arrive(counters_ptr + output, contributors + (1 if SPEC and PART == ALL else 0))
-            if is_last:
-                _finish(
-                    o_partial_ptr, lse_partial_ptr, first_slot, stride, contributors, spec_slot, output,
-                    out_ptr, lse_ptr, sums_ptr, GROUP, GROUP_PAD, D, HEAD_DIM, MERGE, SPEC,
-                )  # fmt: skip
-        tile += tl.where(is_guess, 0, count)
+                if output < current:
+                    request, before = _locate(head_tile, rest_end)
+                    _, _, _, rest_r = _rest_of(request, seq_lens, chunk_size, B_PAD, BLOCK_N, SPEC)
+                    output = request * HKV + (head_tile - before) // tl.maximum(rest_r, 1)
+                else:
+                    output += 1
+        tile = tl.where(is_guess, tile, last) if SPEC else last + 0
         guess += PROGRAMS

@@ -1,8 +1,9 @@
-"""Compile the decode kernels for one GPU architecture without a GPU and print what ptxas says of each as JSON.
+"""Compile the decode kernels for one GPU architecture without a GPU and print what is in each as JSON.
 
 Started by test_compile.py in a process of its own, because the tests import the kernels for the interpreter.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -44,11 +45,11 @@ def compile_for(capability: int, kernel: Any, num_warps: int, constants: dict[st
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
 
 
-def lean(capability: int, group: int, head_dim: int, spec: bool, gate: bool = False) -> Any:
+def lean(capability: int, group: int, head_dim: int, batch_size: int, spec: bool, gate: bool = False) -> Any:
     """The attention kernel as `lean_decode_attention` launches it."""
     constants = {
         "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
-        "B_PAD": 1,
+        "B_PAD": batch_size,
         "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability >= 90 else 2, "MERGE": 16,
         "SPEC": spec, "PART": 0,
         "FLAG": spec, "PDL": capability >= 90,
@@ -127,18 +128,19 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     }
 
 
-def ptxas(ptx: str) -> dict[str, int]:
-    """Assemble PTX once more, for its report."""
+def report(ptx: str) -> dict[str, int]:
+    """Assemble PTX once more, for registers and spilled bytes; and count its copies that go on in the background."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     tool = next(path for path in (folder / "ptxas-blackwell", folder / "ptxas") if path.exists() and _knows(path, arch))
     with tempfile.TemporaryDirectory() as work:
         Path(work, "k.ptx").write_text(ptx)
         command = [tool, "-v", f"--gpu-name={arch}", f"{work}/k.ptx", "-o", f"{work}/k.cubin"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
-        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
-        "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", report)),
+        "registers": int(re.search(r"Used (\d+) registers", told)[1]),
+        "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", told)),
+        "async_copies": ptx.count("cp.async.cg.shared.global"),
     }
 
 
@@ -148,15 +150,16 @@ def _knows(tool: Path, arch: str) -> bool:
 
 def main(capability: int) -> None:
     """Compile everything and print the report."""
-    compiled = {f"lean, spec {spec}": lean(capability, 4, 128, spec) for spec in (False, True)}
-    compiled["lean, gated"] = lean(capability, 4, 128, True, True)
+    variants = itertools.product((1, 8), (False, True))
+    compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in variants}
+    compiled["lean, gated"] = lean(capability, 4, 128, 1, True, True)
     for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
         kernels = decode_step(capability, tp_size, batch_size)
         gated = decode_step(capability, tp_size, batch_size, True)
         kernels |= {f"{name}, gated": gated[name] for name in ("qkv", "o", "gate_up", "down", "reduce_norm")}
         kernels |= pair(capability, tp_size, batch_size)
         compiled |= {f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()}
-    print(json.dumps({name: ptxas(kernel.asm["ptx"]) for name, kernel in compiled.items()}, indent=1))
+    print(json.dumps({name: report(kernel.asm["ptx"]) for name, kernel in compiled.items()}, indent=1))
 
 
 if __name__ == "__main__":

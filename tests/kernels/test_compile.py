@@ -1,4 +1,4 @@
-"""The decode kernels compile for Ampere, Hopper and Blackwell, and keep everything in registers."""
+"""The decode kernels compile for Ampere, Hopper and Blackwell, keep everything in registers and load ahead."""
 
 import json
 import os
@@ -10,11 +10,14 @@ import pytest
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_decode_kernels_do_not_spill(capability: int) -> None:
+def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", str(Path(__file__).with_name("compile_kernels.py")), str(capability)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 3 + 3 * (8 + 5 + 7)
+    assert len(found) == 5 + 3 * (8 + 5 + 7)
     assert {name: usage["spills"] for name, usage in found.items() if usage["spills"]} == {}
+    # A copy by every thread is 2 KB; a loop that does not load ahead has those of one tile (K, V and q) and no more.
+    of_one_tile = 18 if capability >= 100 else 34
+    assert all(usage["async_copies"] > of_one_tile for name, usage in found.items() if name.startswith("lean"))
