@@ -162,7 +162,7 @@ def lean_decode_attention(
         D=width,
         HEAD_DIM=head_dim,
         PROGRAMS=workspace.num_programs,
-        B_PAD=triton.next_power_of_2(batch_size),
+        B_PAD=_padded(batch_size),
         BLOCK_N=block_n,
         STAGES=num_stages,
         MERGE=max(1, min(16, MERGE_REGISTERS * 32 * NUM_WARPS // (group_pad * width))),
@@ -173,6 +173,15 @@ def lean_decode_attention(
         num_warps=NUM_WARPS,
         **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def _padded(batch_size: int) -> int:
+    """Requests the kernel sums over.
+
+    Where a whole warp takes part, a sum of integers is one instruction, whose result the compiler knows to be the same
+    in every thread: loops bounded by it keep their addresses in uniform registers, a fifth fewer instructions a tile.
+    """
+    return 1 if batch_size == 1 else max(32, triton.next_power_of_2(batch_size))
 
 
 @functools.cache

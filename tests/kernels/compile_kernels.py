@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from alspec.kernels import gemv, handover, lean_kernel, next_token, residual
+from alspec.kernels import gemv, handover, lean_attention, lean_kernel, next_token, residual
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
@@ -49,7 +49,7 @@ def lean(capability: int, group: int, head_dim: int, batch_size: int, spec: bool
     """The attention kernel as `lean_decode_attention` launches it."""
     constants = {
         "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
-        "B_PAD": batch_size,
+        "B_PAD": lean_attention._padded(batch_size),
         "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability >= 90 else 2, "MERGE": 16,
         "SPEC": spec, "PART": 0,
         "FLAG": spec, "PDL": capability >= 90,
