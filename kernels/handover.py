@@ -405,8 +405,10 @@ def _decide_kernel(
     verdict = tl.sum((is_live & ~accepted).to(tl.int32), 0) == 0
     # First to whoever waits for it.
     to = verdicts_ptr + layer * (B + 1)
-    tl.store(to + B, pack_words(verdict.to(tl.float32), epoch))
-    tl.store(to + requests, pack_words(hits.to(tl.float32), epoch), mask=requests < B)
+    tl.store(to + B, pack_words(tl.where(verdict, 1.0, 0.0), epoch))
+    # A choice of floats: ptxas of CUDA 12.8 drops the conversion where the integers are such a choice.
+    told = tl.where(accepted & is_live, 1.0, 0.0)
+    tl.store(to + requests, pack_words(told, epoch), mask=requests < B)
     tl.store(hits_ptr + layer * B + requests, hits, mask=requests < B)
     tl.store(priority_ptr, tl.where(verdict, 0, 2))
     tl.store(priority_ptr + 1, 1)
