@@ -220,7 +220,8 @@ def _row(
         "bytes": profile.read_bytes,
         "stream_tb_s": round(stream / 1e12, 3),
         "tokens_per_s": round(profile.tokens_per_s, 2),
-        "share_of_limit": round(profile.bytes_per_s / stream, 4),
+        # A pair skips part of what is counted here.
+        "share_of_limit": round(profile.bytes_per_s / stream, 4) if engine.mode == "off" else None,
         "gpu": torch.cuda.get_device_name(engine.device) if cuda else None,
         "num_gpus": ranks if cuda else 0,
         "versions": versions(),
@@ -257,10 +258,12 @@ def _table(found: list[Measured]) -> Table:
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row, profile in found:
         times = [f"{row['us'][name] / 1e3:.3f}" for name in ("p50", "p20", "p80", "p99")]
-        rates = [f"{profile.tokens_per_s:.1f}", f"{profile.read_bytes / 1e6:.1f}", f"{profile.bytes_per_s / 1e9:.0f}"]
+        rates = [f"{profile.tokens_per_s:.1f}", f"{profile.read_bytes / 1e6:.1f}"]
+        share = row["share_of_limit"]
+        rates += ["-", "-"] if share is None else [f"{profile.bytes_per_s / 1e9:.0f}", f"{share:.1%}"]
         mode, forced = row["case"]["mode"], " forced" if row["case"]["forced"] else ""
         hits = "-" if profile.hit_rate is None else f"{profile.hit_rate:.1%}{forced}"
-        table.add_row(str(profile.context), mode, hits, *times, *rates, f"{row['share_of_limit']:.1%}")
+        table.add_row(str(profile.context), mode, hits, *times, *rates)
     return table
 
 

@@ -20,8 +20,8 @@ __all__ = ["print_plan", "step_costs"]
 # Measured on H200s (NVLink, CUDA 13.0) with separate kernels in one CUDA graph. They set the scale of a prediction for
 # a captured step; a step launched from the host takes longer.
 STREAM_BYTES_PER_S = 4.3e12
-LAYER_OVERHEAD_US = 13.0  # time per layer beyond bytes with tensor parallelism
-ALONE_OVERHEAD_US = 12.0  # the same with one rank in the group
+LAYER_OVERHEAD_US = 14.0  # time per layer beyond bytes with tensor parallelism
+ALONE_OVERHEAD_US = 9.0  # the same with one rank in the group
 HOP_US = 2.4  # one-way put and flag to the paired GPU
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
 

@@ -110,8 +110,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The revision measured, where the code stands in a git checkout."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
+    """The revision measured, where the code stands in a git checkout; `-dirty` where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=False)
     except OSError:

@@ -130,11 +130,11 @@ def steps(rows: list[dict[str, Any]]) -> str:
     lines: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for row in rows:
         case = row["case"]
-        key = (case["shape"], str(case["world"]), case["mode"], case["transport"] or "")
+        key = (case["shape"], str(case["world"]), case["mode"], hits(row), case["transport"] or "")
         key += ("captured" if case["cuda_graph"] else "one by one", case["dtype"], str(case["batch"]))
         lines.setdefault(key, {})[case["context"]] = row
-    head = ["shape", "GPUs", "mode", "transport", "launches", "dtype", "batch", *map(str, contexts)]
-    cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in lines.items()]
+    head = ["shape", "GPUs", "mode", "hits", "transport", "launches", "dtype", "batch", *map(str, contexts)]
+    cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in sorted(lines.items())]
     parts = [
         "## Decode steps",
         "Tokens/s at the median step (share of the limit: a rank's bytes at the stream bandwidth of the run), over the"
@@ -144,9 +144,20 @@ def steps(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def hits(row: dict[str, Any]) -> str:
+    """Hit rate of a pair, and whether it was forced."""
+    case = row["case"]
+    if case["hit_rate"] is None:
+        return ""
+    return f"{case['hit_rate']:.0%}{' forced' if case['forced'] else ''}"
+
+
 def rate(row: dict[str, Any] | None) -> str:
-    """Tokens/s and share of the limit."""
-    return f"{row['tokens_per_s']:.0f} ({row['share_of_limit']:.0%})" if row else ""
+    """Tokens/s and, where nothing is skipped, share of the limit."""
+    if row is None:
+        return ""
+    share = row["share_of_limit"]
+    return f"{row['tokens_per_s']:.0f}" + ("" if share is None else f" ({share:.0%})")
 
 
 def spread(row: dict[str, Any]) -> str:
@@ -224,7 +235,7 @@ def short_decode() -> str:
 
 
 def short_steps() -> str:
-    """Captured steps of the 8B shape with one request, a line for each number of GPUs; empty where none is measured."""
+    """Captured steps of the 8B shape with one request: tensor parallelism, then pairs; empty where none is measured."""
     rows = [
         row
         for row in read("decode_step.jsonl")
@@ -232,17 +243,33 @@ def short_steps() -> str:
     ]
     if not rows:
         return ""
+    plain = {
+        (row["case"]["world"], row["case"]["transport"], row["case"]["context"]): row
+        for row in rows
+        if row["case"]["mode"] == "off"
+    }
     contexts = sorted({row["case"]["context"] for row in rows})
-    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    lines = [
+        [str(world), transport or "", *(rate(plain.get((world, transport, context))) for context in contexts)]
+        for world, transport in sorted({key[:2] for key in plain}, key=str)
+    ]
+    pairs: dict[tuple[int, str], dict[int, str]] = {}
     for row in rows:
         case = row["case"]
-        line = lines.setdefault((str(case["world"]), case["mode"], case["transport"] or "", case["dtype"]), {})
-        line[case["context"]] = rate(row)
-    head = ["GPUs", "mode", "transport", "dtype", *map(str, contexts)]
-    cells = [[*key, *(line.get(context, "") for context in contexts)] for key, line in lines.items()]
-    intro = "Whole decode steps of an 8B model, one request, over the tokens in its cache: tokens/s and, in brackets,"
-    intro += " the share of what the bytes alone would allow at the rate of a copy in the same run."
-    return "\n".join([intro, "", table(head, cells), "", where(*rows)])
+        if case["mode"] == "paired":
+            base = plain[case["world"], case["transport"], case["context"]]
+            ratio = base["us"]["p50"] / row["us"]["p50"]
+            found = pairs.setdefault((case["world"], hits(row)), {})
+            found[case["context"]] = f"{row['tokens_per_s']:.0f} ({ratio:.2f}x)"
+    paired = [
+        [f"{world // 2} + {world // 2}", label, *(found.get(context, "") for context in contexts)]
+        for (world, label), found in sorted(pairs.items(), key=lambda item: item[0][0])
+    ]
+    head = list(map(str, contexts))
+    tables = [table(["GPUs, off", "transport", *head], lines)]
+    if paired:
+        tables.append(table(["GPUs, paired", "hits", *head], paired))
+    return "\n".join(["\n\n".join(tables), "", where(*rows)])
 
 
 if __name__ == "__main__":
