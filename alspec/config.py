@@ -85,8 +85,12 @@ class EngineConfig(_Schema):
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
     kv_cache: KVCacheCodec = Field(default="bf16", description="cache codec; bf16: not quantised, stored as --dtype")
     softmax: Literal["exact", "sas"] = Field(default="exact", description="softmax of the decode kernels")
-    transport: Transport = Field(default="auto", description="auto: nccl on GPUs, gloo on CPU")
-    cuda_graph: Literal["auto", "on", "off"] = Field(default="auto", description="replay a captured decode step")
+    transport: Transport = Field(
+        default="auto", description="auto: symm (peer memory) where the GPUs reach each other, else nccl; gloo on CPU"
+    )
+    cuda_graph: Literal["auto", "on", "off"] = Field(
+        default="auto", description="replay a captured decode step; auto: on GPUs, for up to 8 requests"
+    )
     dtype: Literal["bf16", "fp16", "fp32"] | None = Field(
         default=None, description="weights and cache; default: the checkpoint's on GPUs, fp32 on CPU"
     )

@@ -50,9 +50,10 @@ def plan_memory(config: LlamaConfig, shard: Shard, dtype: torch.dtype, batch_siz
     tokens = min(CHUNK_TOKENS, max_context)
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * (2 * qkv_rows + 4 * intermediate))
     logits = 3 * 4 * batch_size * config.vocab_size
-    # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and the logits.
-    words = 8 * batch_size * (2 * config.num_layers * tp_size * hidden + config.vocab_size) if tp_size > 1 else 0
-    return MemoryPlan(weights, token * batch_size * max_context, activations + logits + words)
+    # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits.
+    words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0
+    words += config.vocab_size if shard.vocab_shards > 1 else 0
+    return MemoryPlan(weights, token * batch_size * max_context, activations + logits + 8 * batch_size * words)
 
 
 def available_bytes(device: torch.device, local_world_size: int) -> int:

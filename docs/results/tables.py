@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+SHORT_HIT_RATES = (0.0, 0.625, 1.0)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
 
 
@@ -256,7 +257,7 @@ def short_steps() -> str:
     pairs: dict[tuple[int, str], dict[int, str]] = {}
     for row in rows:
         case = row["case"]
-        if case["mode"] == "paired":
+        if case["mode"] == "paired" and case["hit_rate"] in SHORT_HIT_RATES:
             base = plain[case["world"], case["transport"], case["context"]]
             ratio = base["us"]["p50"] / row["us"]["p50"]
             found = pairs.setdefault((case["world"], hits(row)), {})
