@@ -24,7 +24,7 @@ from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decod
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.cli import Parser, check_writable, parse_tokens
 from alspec.launch.spec_ready import spec_ready_us
-from alspec.runtime.stats import commit, percentile, stream_bandwidth, versions
+from alspec.runtime.stats import percentile, provenance, stream_bandwidth
 
 __all__ = ["main"]
 
@@ -201,11 +201,7 @@ class Results:
             "us": {name: round(value, 3) for name, value in us.items()},
             "bytes": size,
             "stream_tb_s": round(self.stream / 1e12, 3),
-            "gpu": torch.cuda.get_device_name(),
-            "num_gpus": num_gpus,
-            "versions": versions(),
-            "commit": commit(),
-            "command": shlex.join(["launch/bench_kernels.py", *sys.argv[1:]]),
+            **provenance(num_gpus, shlex.join(["launch/bench_kernels.py", *sys.argv[1:]])),
         }
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -27,7 +27,7 @@ from alspec.models.demo.data import RecallPrompt, recall_prompts
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.quality import score_text
-from alspec.runtime.stats import commit, versions
+from alspec.runtime.stats import provenance
 
 __all__ = ["main"]
 
@@ -227,11 +227,7 @@ def _report(
         "unit": measure,
         "hit_rate": mean,
         "hit_rate_per_layer": [round(rate, 4) for rate in quality.hit_rates],
-        "gpu": torch.cuda.get_device_name(engine.device) if cuda else None,
-        "num_gpus": engine.placement.world_size if cuda else 0,
-        "versions": versions(),
-        "commit": commit(),
-        "command": shlex.join(["launch/evaluate.py", *sys.argv[1:]]),
+        **provenance(engine.placement.world_size if cuda else 0, shlex.join(["launch/evaluate.py", *sys.argv[1:]])),
     }
     with args.rows.open("a", encoding="utf-8") as rows:
         rows.write(json.dumps(row) + "\n")

@@ -25,7 +25,7 @@ from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.placement import Placement
 from alspec.runtime.profile import Profile, forced_verdicts, kernel_rows, measure, prepare, room, stream_limit
-from alspec.runtime.stats import commit, versions
+from alspec.runtime.stats import provenance
 from alspec.runtime.timeline import write_trace
 
 __all__ = ["main"]
@@ -198,8 +198,9 @@ def _write(config: LatencyConfig, found: list[Measured]) -> None:
 def _row(
     config: LatencyConfig, engine: Engine, profile: Profile, rate: float | None, stream: float, command: str
 ) -> dict[str, Any]:
-    placement, cuda = engine.placement, engine.device.type == "cuda"
-    ranks = placement.world_size
+    ranks = engine.placement.world_size
+    if ranks > 1:
+        command = f"torchrun --nproc-per-node {engine.placement.local_world_size} {command}"
     return {
         "bench": "decode_step",
         "impl": f"alspec.{engine.mode}",
@@ -222,11 +223,7 @@ def _row(
         "tokens_per_s": round(profile.tokens_per_s, 2),
         # A pair skips part of what is counted here.
         "share_of_limit": round(profile.bytes_per_s / stream, 4) if engine.mode == "off" else None,
-        "gpu": torch.cuda.get_device_name(engine.device) if cuda else None,
-        "num_gpus": ranks if cuda else 0,
-        "versions": versions(),
-        "commit": commit(),
-        "command": command if ranks == 1 else f"torchrun --nproc-per-node {placement.local_world_size} {command}",
+        **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }
 
 

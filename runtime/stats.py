@@ -19,7 +19,7 @@ from .generation import Generation
 from .kv_cache import KVCache
 from .memory import plan_memory
 
-__all__ = ["commit", "percentile", "step_bytes", "stream_bandwidth", "summarize", "versions"]
+__all__ = ["percentile", "provenance", "step_bytes", "stream_bandwidth", "summarize", "versions"]
 
 # An idle GPU needs some milliseconds of work before its clocks are those of a busy one.
 STREAM_WARMUP_S = 0.02
@@ -117,3 +117,14 @@ def commit() -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
+
+
+def provenance(num_gpus: int, command: str) -> dict[str, Any]:
+    """The end of every measured row: where, with what and how it was made; on this rank's GPU, if it used any."""
+    return {
+        "gpu": torch.cuda.get_device_name() if num_gpus else None,
+        "num_gpus": num_gpus,
+        "versions": versions(),
+        "commit": commit(),
+        "command": command,
+    }
