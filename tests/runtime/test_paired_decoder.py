@@ -1,0 +1,134 @@
+"""Steps of two paired groups over the fused kernels, both ranks in one process, against the simulated step program.
+
+The interpreter cannot wait, so in each layer the rank that sends goes first; who that is, the devices' priorities say.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.kernels.exchange import Exchange, LogitExchange
+from alspec.kernels.mailbox import Handover, PairShape
+from alspec.models.checkpoint import Checkpoint
+from alspec.models.config import LlamaConfig
+from alspec.models.decoder import DecodeBuffers, Decoder, Pairing
+from alspec.models.llama import Llama, load_weights
+from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.placement import Placement
+from alspec.runtime.prefill import prefill
+from alspec.runtime.step import DecodeState, StepProgram
+from alspec.runtime.transport import Transport
+
+CPU = torch.device("cpu")
+S = 128
+PROMPT = torch.randint(256, (341,), generator=torch.Generator().manual_seed(2)).tolist()
+STEPS = 3
+
+
+def _no_operation(name: str, layer: int) -> nullcontext[None]:
+    return nullcontext()
+
+
+class Pair:
+    """Two ranks with the same model, each with its own cache and memory."""
+
+    def __init__(self, model: Llama, threshold: float) -> None:
+        config, self.model = model.config, model
+        transport = Transport(Placement(), CPU, "gloo", None)
+        shape = PairShape(
+            config.num_layers, 1, 1, config.hidden_size, config.num_qo_heads, config.num_kv_heads, config.head_dim
+        )
+        memories = [torch.zeros(sum(shape.part_words()), dtype=torch.int64) for _ in range(2)]
+        self.epoch = torch.ones(1, dtype=torch.int32)
+        self.ranks = []
+        for group in range(2):
+            cache = new_cache(config)
+            prefill(model, cache, transport, 0, PROMPT, _no_operation)
+            exchange = Exchange(torch.zeros(1, config.hidden_size), self.epoch, torch.zeros(1, dtype=torch.int32))
+            own, paired = memories[group], memories[1 - group]
+            handover = Handover.build(shape, exchange, group, 1 - group, own, paired, [own.data_ptr()])
+            pairing = Pairing(
+                handover=handover,
+                threshold=threshold,
+                chunk_size=S,
+                sums=torch.full((1, config.num_qo_heads, 2), torch.nan),
+                hits=torch.full((config.num_layers, 1), -1, dtype=torch.int32),
+                live=torch.ones(1, dtype=torch.int32),
+            )
+            logit_exchange = LogitExchange(torch.zeros(1, config.vocab_size), self.epoch, exchange.fault)
+            buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
+            self.ranks.append(
+                Decoder(
+                    config, model.weights, model.inv_freq, cache.k, cache.v, buffers, exchange, logit_exchange,
+                    transport.all_reduce, transport.all_gather_world, pairing,
+                )
+            )  # fmt: skip
+
+    def in_order(self) -> list[Decoder]:
+        """The rank that will send, then the other."""
+        return sorted(self.ranks, key=lambda rank: -self._rank_of(rank))
+
+    def _rank_of(self, rank: Decoder) -> int:
+        assert rank.pairing is not None
+        own, other = rank.pairing.handover.priority.tolist()
+        # A receiver that waits for its verdict stands at (1, 2); the old sender's own priority says how it ended.
+        return {(2, 0): 3, (2, 1): 3, (1, 2): 2, (0, 1): 1, (0, 2): 0}[own, other]
+
+    def step(self, token_id: int, seq_len: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Logits [1, V] and hits [L, 1] on both ranks."""
+        for rank in self.ranks:
+            rank.buffers.token_ids.fill_(token_id)
+            rank.buffers.seq_lens.fill_(seq_len)
+            rank.embed()
+        for layer in range(self.model.num_layers):
+            for rank in self.ranks:
+                rank.pre_attention(layer)
+            for rank in self.in_order():
+                rank.attention(layer)
+            for rank in self.ranks:
+                rank.post_attention(layer)
+        for rank in self.in_order():
+            rank.finish_layers()
+        for rank in self.ranks:
+            rank.logits()
+        self.epoch += 1
+        hits = [rank.pairing.hits.bool() for rank in self.ranks if rank.pairing is not None]
+        return [rank.buffers.logits for rank in self.ranks], hits
+
+
+def new_cache(config: LlamaConfig) -> KVCache:
+    return KVCache(config.num_layers, 1, config.num_kv_heads, len(PROMPT) + STEPS, config.head_dim, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.35, math.inf])
+def test_both_ranks_leave_what_one_group_would(tiny_folder: Path, threshold: float) -> None:
+    config = LlamaConfig.from_folder(tiny_folder)
+    weights = load_weights(Checkpoint.open(tiny_folder, config), config, Placement().shard, torch.float32, CPU)
+    transport = Transport(Placement(), CPU, "gloo", None)
+    model = Llama(config, weights, transport.all_reduce)
+    cache = new_cache(config)
+    prefill(model, cache, transport, 0, PROMPT, _no_operation)
+    program = StepProgram(model, cache, transport, "simulated", threshold, S, _no_operation)
+    pair = Pair(model, threshold)
+    token_id, verdicts = 5, set()
+    for step in range(1, STEPS + 1):
+        seq_len = len(PROMPT) + step
+        state = DecodeState(
+            torch.tensor([token_id]), torch.tensor([seq_len], dtype=torch.int32), torch.ones(1, dtype=torch.bool)
+        )
+        expected = program.run(state)
+        assert expected.hits is not None
+        logits, hits = pair.step(token_id, seq_len)
+        for found, found_hits in zip(logits, hits, strict=True):
+            assert torch.equal(found_hits, expected.hits)
+            assert (found - expected.logits).norm() < 1e-4 * expected.logits.norm()
+        assert torch.equal(*logits)
+        verdicts |= set(expected.hits.flatten().tolist())
+        token_id = int(expected.logits.argmax())
+    assert verdicts == {0.0: {False}, math.inf: {True}}.get(threshold, {False, True})
