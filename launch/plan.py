@@ -21,7 +21,7 @@ __all__ = ["print_plan", "step_costs"]
 # a captured step; a step launched from the host takes longer.
 STREAM_BYTES_PER_S = 4.3e12
 LAYER_OVERHEAD_US = 14.0  # time per layer beyond bytes with tensor parallelism
-ALONE_OVERHEAD_US = 9.0  # the same with one rank in the group
+ALONE_OVERHEAD_US = 10.0  # the same with one rank in the group
 HOP_US = 2.4  # one-way put and flag to the paired GPU
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
 
