@@ -1,7 +1,7 @@
 """Decode projections: skinny matrix-vector products that read each weight once, for 1 to 8 requests.
 
-One program holds a tile of whole weight rows in registers, loaded before it waits for the kernel ahead of it
-(programmatic dependent launch): the stream of weights does not stop at kernel boundaries. Then come the activations,
+One program holds a tile of whole weight rows in registers, its first one loaded before it waits for the kernel ahead of
+it (programmatic dependent launch): the stream of weights does not stop at kernel boundaries. Then come the activations,
 the products and the epilogue: RoPE and cache append, SiLU, or the push of partial sums to the group. With a gate, the
 tile is loaded that early only if the gate looks open: a group that does not compute leaves the memory to others.
 
@@ -14,6 +14,9 @@ T ranks of the group, S sums of squares of each request, N cache capacity.
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,6 +30,10 @@ __all__ = ["MAX_BATCH", "gate_up_silu", "lm_head", "push_partial", "qkv_rope_app
 
 MAX_BATCH = 8  # requests; each more is one more pass over the tile in registers
 TILE_BYTES = 16384  # of weights in the registers of one program; a longer row is one tile
+# Programs that take several tiles, each loaded while the one before is in use. Where a gate can close, few programs
+# make a closed launch cheap: one for each tile of gate and up takes 37 us to do nothing (8B shape, one H200). Elsewhere
+# this was faster for the row-parallel projections alone.
+PROGRAMS_PER_SM = 4
 
 
 @triton.jit
@@ -85,46 +92,15 @@ def _rstd(squares_ptr, request, eps, K: tl.constexpr, S: tl.constexpr, SP: tl.co
 
 
 @triton.jit
-def _qkv_rope_append_kernel(
-    x_ptr,  # [B, K]
-    squares_ptr,  # [B, S] fp32
-    w_ptr,  # [(Hq + 2 Hkv) D, K]
-    rope_ptr,  # [B, 2, D / 2] fp32: cosine, sine at the new token's position
-    seq_lens_ptr,  # [B] int32, with the new token
-    q_ptr,  # [B, Hq, D]
-    k_ptr,  # [B, Hkv, N, D]
-    v_ptr,
-    gate_ptr,  # [1] int32 or None
-    capacity,
-    eps,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    S: tl.constexpr,
-    SP: tl.constexpr,
-    B: tl.constexpr,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Channel pairs (c, c + D/2) of one head; grid [(Hq + 2 Hkv) D / (2 PAIRS)]."""
-    if PDL:
-        gdc_launch_dependents()
+def _qkv_tile(
+    w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, capacity, eps,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, HQ: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Products of one tile, turned and stored."""
     HALF: tl.constexpr = D // 2
-    head = tl.program_id(0) // (HALF // PAIRS)
-    channels = tl.program_id(0) % (HALF // PAIRS) * PAIRS + tl.arange(0, PAIRS)
-    row = tl.arange(0, 2 * PAIRS)
-    first_row = head * D + tl.program_id(0) % (HALF // PAIRS) * PAIRS
-    if gate_ptr is not None:  # noqa: SIM102
-        if not _opens(gate_ptr, PDL):
-            return
-    w = _weights(w_ptr, first_row + row // 2 + row % 2 * HALF, 0, K, KP, False)
-    if PDL:
-        gdc_wait()
-    if gate_ptr is not None:  # noqa: SIM102
-        if tl.load(gate_ptr, volatile=True) == 0:
-            return
+    head = tile // (HALF // PAIRS)
+    channels = tile % (HALF // PAIRS) * PAIRS + tl.arange(0, PAIRS)
     for request in tl.static_range(B):
         x = _inputs(x_ptr, request, K, KP)
         rstd = _rstd(squares_ptr, request, eps, K, S, SP)
@@ -151,6 +127,65 @@ def _qkv_rope_append_kernel(
             else:
                 tl.store(v_ptr + at, first.to(v_ptr.dtype.element_ty))
                 tl.store(v_ptr + at + HALF, second.to(v_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _qkv_rope_append_kernel(
+    x_ptr,  # [B, K]
+    squares_ptr,  # [B, S] fp32
+    w_ptr,  # [(Hq + 2 Hkv) D, K]
+    rope_ptr,  # [B, 2, D / 2] fp32: cosine, sine at the new token's position
+    seq_lens_ptr,  # [B] int32, with the new token
+    q_ptr,  # [B, Hq, D]
+    k_ptr,  # [B, Hkv, N, D]
+    v_ptr,
+    gate_ptr,  # [1] int32 or None
+    capacity,
+    eps,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    B: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LOOP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles of channel pairs (c, c + D/2) of one head, every `num_programs`-th."""
+    if PDL:
+        gdc_launch_dependents()
+    TILES: tl.constexpr = D // 2 // PAIRS  # of one head
+    row = tl.arange(0, 2 * PAIRS)
+    row = row // 2 + row % 2 * (D // 2)
+    tile = tl.program_id(0)
+    if gate_ptr is not None:  # noqa: SIM102
+        if not _opens(gate_ptr, PDL):
+            return
+    w = _weights(w_ptr, tile // TILES * D + tile % TILES * PAIRS + row, 0, K, KP, False)
+    if PDL:
+        gdc_wait()
+    if gate_ptr is not None:  # noqa: SIM102
+        if tl.load(gate_ptr, volatile=True) == 0:
+            return
+    if LOOP:
+        while tile < (HQ + 2 * HKV) * TILES:
+            following = tile + tl.num_programs(0)
+            rows = following // TILES * D + following % TILES * PAIRS + row
+            w_next = _weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
+            _qkv_tile(
+                w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, capacity, eps,
+                K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+            )  # fmt: skip
+            tile = following
+            w = w_next
+    else:
+        _qkv_tile(
+            w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, capacity, eps,
+            K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+        )  # fmt: skip
 
 
 def qkv_rope_append(
@@ -180,7 +215,9 @@ def qkv_rope_append(
     num_heads = weight.shape[0] // head_dim
     width = triton.next_power_of_2(num_inputs)
     pairs = _rows_in_tile(head_dim // 2, width, weight.itemsize, 2)
-    compiled = _qkv_rope_append_kernel[(num_heads * head_dim // (2 * pairs),)](
+    num_tiles = num_heads * head_dim // (2 * pairs)
+    num_programs = _num_programs(num_tiles, PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
+    compiled = _qkv_rope_append_kernel[(num_programs,)](
         x_norm,
         square_sums,
         weight,
@@ -201,10 +238,29 @@ def qkv_rope_append(
         HKV=num_kv_heads,
         D=head_dim,
         PAIRS=pairs,
+        LOOP=num_programs < num_tiles,
         num_warps=_num_warps(2 * pairs, width, weight.itemsize),
         **launch_options(x_norm.device),
     )
     prefer_l1(compiled)
+
+
+@triton.jit
+def _gate_up_tile(
+    w, tile, x_ptr, squares_ptr, out_ptr, eps,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Products of one tile, through SiLU, stored."""
+    for request in tl.static_range(B):
+        x = _inputs(x_ptr, request, K, KP)
+        rstd = _rstd(squares_ptr, request, eps, K, S, SP)
+        gate, up = _dot_pairs(w, x, ROWS)
+        gate *= rstd
+        out = gate / (1.0 + tl.exp(-gate)) * (up * rstd)
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        tl.store(out_ptr + request * I + rows, out.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -222,29 +278,34 @@ def _gate_up_silu_kernel(
     B: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
+    LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows of gate and the same of up; grid [I / ROWS]."""
+    """Tiles of ROWS rows of gate and the same of up, every `num_programs`-th."""
     if PDL:
         gdc_launch_dependents()
     row = tl.arange(0, 2 * ROWS)
+    row = row // 2 + row % 2 * I
+    tile = tl.program_id(0)
     if gate_ptr is not None:  # noqa: SIM102
         if not _opens(gate_ptr, PDL):
             return
-    w = _weights(w_ptr, tl.program_id(0) * ROWS + row // 2 + row % 2 * I, 0, K, KP, False)
+    w = _weights(w_ptr, tile * ROWS + row, 0, K, KP, False)
     if PDL:
         gdc_wait()
     if gate_ptr is not None:  # noqa: SIM102
         if tl.load(gate_ptr, volatile=True) == 0:
             return
-    for request in tl.static_range(B):
-        x = _inputs(x_ptr, request, K, KP)
-        rstd = _rstd(squares_ptr, request, eps, K, S, SP)
-        gate, up = _dot_pairs(w, x, ROWS)
-        gate *= rstd
-        out = gate / (1.0 + tl.exp(-gate)) * (up * rstd)
-        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        tl.store(out_ptr + request * I + rows, out.to(out_ptr.dtype.element_ty))
+    if LOOP:
+        while tile * ROWS < I:
+            following = tile + tl.num_programs(0)
+            # Rows past the end of gate count as past the end of all.
+            w_next = _weights(w_ptr, following * ROWS + row, tl.where(following * ROWS < I, 2 * I, 0), K, KP, True)
+            _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
+            tile = following
+            w = w_next
+    else:
+        _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
 
 
 def gate_up_silu(
@@ -264,7 +325,9 @@ def gate_up_silu(
     batch_size, num_inputs = x_norm.shape
     width = triton.next_power_of_2(num_inputs)
     rows = _rows_in_tile(out.shape[1], width, weight.itemsize, 2)
-    compiled = _gate_up_silu_kernel[(out.shape[1] // rows,)](
+    num_tiles = out.shape[1] // rows
+    num_programs = _num_programs(num_tiles, 4 * PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
+    compiled = _gate_up_silu_kernel[(num_programs,)](
         x_norm,
         square_sums,
         weight,
@@ -278,10 +341,35 @@ def gate_up_silu(
         B=batch_size,
         I=out.shape[1],
         ROWS=rows,
+        LOOP=num_programs < num_tiles,
         num_warps=_num_warps(2 * rows, width, weight.itemsize),
         **launch_options(x_norm.device),
     )
     prefer_l1(compiled)
+
+
+@triton.jit
+def _push_tile(
+    w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, num_rows, out_width, eps,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, PEERS: tl.constexpr,
+    SOURCES: tl.constexpr, PUSH: tl.constexpr,
+):  # fmt: skip
+    """Products of one tile, to every peer."""
+    exists = rows < num_rows
+    for request in tl.static_range(B):
+        y = _dot(w, _inputs(x_ptr, request, K, KP))
+        if squares_ptr is not None:
+            y *= _rstd(squares_ptr, request, eps, K, S, SP)
+        if PUSH:
+            words = pack_words(y, epoch)
+            at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
+            for peer in tl.static_range(PEERS):
+                tl.store(bases[peer] + at, words, mask=exists)
+        else:
+            tl.store(out_ptr + request * out_width + rows, y, mask=exists)
+        # NaN compares with nothing. Only the first fault of a step is kept.
+        is_bad = (~(tl.abs(y) < float("inf"))) & exists & (fault == 0)
+        tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
 
 
 @triton.jit(do_not_specialize=["slot", "rank", "code"])
@@ -310,9 +398,10 @@ def _push_partial_kernel(
     PEERS: tl.constexpr,
     SOURCES: tl.constexpr,
     PUSH: tl.constexpr,
+    LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows of the product, to every peer; grid [num_rows / ROWS]."""
+    """Tiles of ROWS rows of the product, every `num_programs`-th, to every peer."""
     if PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -331,21 +420,22 @@ def _push_partial_kernel(
         if tl.load(gate_ptr, volatile=True) == 0:
             return
     fault = tl.load(fault_ptr)
-    exists = rows < num_rows
-    for request in tl.static_range(B):
-        y = _dot(w, _inputs(x_ptr, request, K, KP))
-        if squares_ptr is not None:
-            y *= _rstd(squares_ptr, request, eps, K, S, SP)
-        if PUSH:
-            words = pack_words(y, epoch)
-            at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
-            for peer in tl.static_range(PEERS):
-                tl.store(bases[peer] + at, words, mask=exists)
-        else:
-            tl.store(out_ptr + request * out_width + rows, y, mask=exists)
-        # NaN compares with nothing. Only the first fault of a step is kept.
-        is_bad = (~(tl.abs(y) < float("inf"))) & exists & (fault == 0)
-        tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
+    if LOOP:
+        first = tl.program_id(0) * ROWS
+        while first < num_rows:
+            following = first + tl.num_programs(0) * ROWS
+            w_next = _weights(w_ptr, following + tl.arange(0, ROWS), num_rows, K, KP, True)
+            _push_tile(
+                w, first + tl.arange(0, ROWS), x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank,
+                code, num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+            )  # fmt: skip
+            first = following
+            w = w_next
+    else:
+        _push_tile(
+            w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, num_rows, out_width,
+            eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+        )  # fmt: skip
 
 
 def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, slot: int, gate: Tensor | None = None) -> None:
@@ -404,7 +494,10 @@ def _push(
     num_rows, width = weight.shape[0], triton.next_power_of_2(num_inputs)
     rows = _rows_in_tile(num_rows if square_sums is None else 0, width, weight.itemsize, 1)
     num_squares = 1 if square_sums is None else square_sums.shape[1]
-    compiled = _push_partial_kernel[(triton.cdiv(num_rows, rows),)](
+    num_tiles, num_warps = triton.cdiv(num_rows, rows), _num_warps(rows, width, weight.itemsize)
+    loops = gate is not None or (square_sums is None and num_warps <= 4)
+    num_programs = _num_programs(num_tiles, PROGRAMS_PER_SM if loops else 0, x.device)
+    compiled = _push_partial_kernel[(num_programs,)](
         x,
         square_sums,
         weight,
@@ -429,7 +522,8 @@ def _push(
         PEERS=0 if peers is None else peers.shape[0],
         SOURCES=num_sources,
         PUSH=peers is not None,
-        num_warps=_num_warps(rows, width, weight.itemsize),
+        LOOP=num_programs < num_tiles,
+        num_warps=num_warps,
         **launch_options(x.device),
     )
     prefer_l1(compiled)
@@ -439,6 +533,21 @@ def _rows_in_tile(num_rows: int, width: int, itemsize: int, matrices: int) -> in
     """Rows of each of `matrices` in one program's tile: a power of two that divides `num_rows` (0: any does)."""
     rows = max(1, TILE_BYTES // (width * itemsize * matrices))
     return min(rows, num_rows & -num_rows) if num_rows else rows
+
+
+def _num_programs(num_tiles: int, per_sm: int, device: torch.device) -> int:
+    """Programs of equal shares of the tiles, about `per_sm` on each SM; with 0 one for each tile."""
+    if not per_sm:
+        return num_tiles
+    at_once = per_sm * _num_sms(device)
+    return triton.cdiv(num_tiles, max(1, round(num_tiles / at_once)))
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _num_warps(rows: int, width: int, itemsize: int) -> int:

@@ -10,8 +10,10 @@ group's first; before a layer they are
 
 and a layer is, with each kernel gated by the word in brackets,
 
-    pre-attention [own], take_turn, send_handover [sends], lean_decode_attention [sends], decide [sends],
-    receive_handover [receives], post-attention [own]
+    pre-attention [gate 2], take_turn, send_handover [sends], lean_decode_attention [sends], decide [sends],
+    receive_handover [receives], o and its all-reduce [gate 0], MLP and its all-reduce [gate 1]
+
+The gates are open while the own priority is not 0, and close early for a receiver that learns of its rejection.
 
 A rank's words go to the rank of the same place in the other group (see mailbox.py).
 
@@ -37,6 +39,7 @@ from .words import INTERPRETED, LATE_WORD, await_flag, await_words, fault_code, 
 
 __all__ = [
     "decide",
+    "meet",
     "receive_handover",
     "receive_stream",
     "send_handover",
@@ -47,12 +50,54 @@ __all__ = [
 BLOCK = 64  # words of one program of a handover
 
 
+@triton.jit(do_not_specialize=["rank", "patience_ns", "code"])
+def _meet_kernel(
+    meeting_ptr,  # [WORLD] int64
+    peers_ptr,  # [WORLD] int64: address of each rank's
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    rank,
+    patience_ns,
+    code,
+    WORLD: tl.constexpr,
+    PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    epoch = tl.load(epoch_ptr)
+    ranks = tl.arange(0, PAD)
+    address = tl.load(peers_ptr + ranks, mask=ranks < WORLD, other=0) + 8 * rank
+    word = pack_words(tl.zeros([PAD], tl.float32), epoch)
+    tl.store(address.to(tl.pointer_type(tl.int64)), word, mask=ranks < WORLD)
+    await_words(meeting_ptr + ranks, ranks < WORLD, epoch, patience_ns, fault_ptr, code + ranks)
+
+
+def meet(handover: Handover, patience_ns: int) -> None:
+    """All ranks of the job begin a step together, after at most `patience_ns`.
+
+    A rank whose host is late is waited for here and nowhere else: after this, the devices go on by themselves.
+
+    Capture: graph-safe; allocates nothing.
+    """
+    exchange, world_size = handover.exchange, handover.meeting.shape[0]
+    compiled = _meet_kernel[(1,)](
+        handover.meeting, handover.meeting_peers, exchange.epoch, exchange.fault, exchange.rank, patience_ns,
+        fault_code(LATE_WORD, 2 * handover.shape.num_layers + 1, 0), WORLD=world_size,
+        PAD=triton.next_power_of_2(world_size), num_warps=1, **launch_options(exchange.epoch.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
 @triton.jit(do_not_specialize=["layer", "num_layers", "patience_ns", "code"])
 def _take_turn_kernel(
     verdicts_ptr,  # [L, B + 1] int64
     priority_ptr,  # [2] int32
     sends_ptr,  # [1] int32
     receives_ptr,  # [1] int32
+    gates_ptr,  # [3, 4] int32
     hits_ptr,  # [L, B] int32
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
@@ -83,12 +128,17 @@ def _take_turn_kernel(
     tl.store(receives_ptr, 1 - sends.to(tl.int32))
     # The handover: sender 2, receiver 1. After the last one both groups hold the right x.
     receiver = tl.where(layer == num_layers, 0, 1)
-    tl.store(priority_ptr, tl.where(sends, 2, receiver))
+    mine = tl.where(sends, 2, receiver)
+    tl.store(priority_ptr, mine)
     tl.store(priority_ptr + 1, tl.where(sends, receiver, 2))
+    is_open = (mine != 0).to(tl.int32)
+    tl.store(gates_ptr, is_open)
+    # The next step's first pre-attention; within a step that gate follows from the others.
+    tl.store(gates_ptr + 8, is_open, mask=layer == num_layers)
 
 
 def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) -> None:
-    """Whether this group sends or receives in a layer: sets `sends`, `receives` and the priorities of the handover.
+    """Whether this group sends or receives in a layer: sets `sends`, `receives`, gates and priorities of the handover.
 
     The receiver of the layer before waits for its verdict, at most `patience_ns`; a late one counts as rejected. With
     `layer = L`, after the last layer, the gates are those of the stream's handover, and the priorities the next step's.
@@ -100,8 +150,8 @@ def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) ->
     """
     shape, exchange = handover.shape, handover.exchange
     compiled = _take_turn_kernel[(1,)](
-        handover.own.verdicts, handover.priority, handover.sends, handover.receives, hits, exchange.epoch,
-        exchange.fault, layer, shape.num_layers, patience_ns, handover.late(max(layer - 1, 0)),
+        handover.own.verdicts, handover.priority, handover.sends, handover.receives, handover.gates, hits,
+        exchange.epoch, exchange.fault, layer, shape.num_layers, patience_ns, handover.late(max(layer - 1, 0)),
         B=shape.batch_size, P=triton.next_power_of_2(shape.batch_size + 1), num_warps=1,
         **launch_options(hits.device),
     )  # fmt: skip
@@ -382,6 +432,7 @@ def _decide_kernel(
     peers_ptr,  # [T] int64: address of each rank's
     verdicts_ptr,  # [L, B + 1] int64, the paired rank's
     priority_ptr,  # [2] int32
+    gates_ptr,  # [3, 4] int32
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     gate_ptr,  # [1] int32
@@ -436,6 +487,7 @@ def _decide_kernel(
     tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
     tl.store(priority_ptr, tl.where(verdict, 0, 2))
     tl.store(priority_ptr + 1, 1)
+    tl.store(gates_ptr, tl.where(verdict, 0, 1))
 
 
 def decide(
@@ -465,7 +517,7 @@ def decide(
     shape, exchange = handover.shape, handover.exchange
     compiled = _decide_kernel[(1,)](
         sums, live, forced, hits, handover.own.sums, handover.sums_peers, handover.paired.verdicts, handover.priority,
-        exchange.epoch, exchange.fault, handover.sends, layer, exchange.tp_rank, patience_ns,
+        handover.gates, exchange.epoch, exchange.fault, handover.sends, layer, exchange.tp_rank, patience_ns,
         fault_code(LATE_WORD, 2 * layer, exchange.rank - exchange.tp_rank), threshold2, ALWAYS=always,
         B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), HQ=shape.num_qo_heads,
         HQ_PAD=triton.next_power_of_2(shape.num_qo_heads), T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size),

@@ -99,6 +99,11 @@ class Handover:
     priority: Tensor  # [2] int32: own group's, the other's
     sends: Tensor  # [1] int32
     receives: Tensor  # [1] int32
+    # [3, 4] int32, the first of each four: whether this group computes the o projection; the MLP; the next layer's
+    # pre-attention. The later gates close where the verdict comes while a receiver computes on a rejected guess.
+    gates: Tensor
+    meeting: Tensor  # [world] int64: written by each rank of the job as its step begins
+    meeting_peers: Tensor  # [world] int64: address of each rank's `meeting`
 
     @classmethod
     def build(
@@ -110,11 +115,14 @@ class Handover:
         memory: Tensor,
         paired_memory: Tensor,
         group_addresses: Sequence[int],
+        meeting: Tensor,
+        meeting_addresses: Sequence[int],
     ) -> Handover:
         """Both mailboxes in storages of `sum(shape.part_words())` int64; group 0 is the first sender.
 
         Args:
             group_addresses: of the storage of each rank of the own group, in rank order.
+            meeting: [world] int64.  meeting_addresses: of every rank's, in rank order.
         """
         device = memory.device
         begin = 8 * sum(shape.part_words()[:2])
@@ -128,6 +136,9 @@ class Handover:
             priority=torch.tensor([2, 0] if group == 0 else [0, 2], dtype=torch.int32, device=device),
             sends=torch.zeros(1, dtype=torch.int32, device=device),
             receives=torch.zeros(1, dtype=torch.int32, device=device),
+            gates=torch.full((3, 4), int(group == 0), dtype=torch.int32, device=device),
+            meeting=meeting,
+            meeting_peers=torch.tensor(list(meeting_addresses), device=device),
         )
 
     def speculation(self, layer: int, chunk_size: int, sums: Tensor) -> Speculation:
@@ -135,6 +146,14 @@ class Handover:
         batch, num_kv_heads = self.shape.batch_size, self.shape.num_kv_heads
         flags = self.paired.flags[layer, : batch * num_kv_heads].view(batch, num_kv_heads)
         return Speculation(chunk_size, self.paired.spec_out[layer], sums, flags, self.exchange.epoch)
+
+    def gate(self, part: int) -> Tensor:
+        """[1] int32: of `gates`; aligned, as compiled kernels rely on."""
+        return self.gates[part, :1]
+
+    def verdict(self, layer: int) -> Tensor:
+        """[1] int64: the word with which the paired rank's group judges what it handed over in this layer."""
+        return self.own.verdicts[layer, -1:]
 
     def late(self, layer: int) -> int:
         """The fault of a paired rank that is late in this layer."""

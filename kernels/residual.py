@@ -98,7 +98,7 @@ def embed_norm(
     prefer_l1(compiled)
 
 
-@triton.jit(do_not_specialize=["slot", "patience_ns", "code"])
+@triton.jit(do_not_specialize=["slot", "patience_ns", "code"], do_not_specialize_on_alignment=["verdict_ptr"])
 def _reduce_norm_kernel(
     words_ptr,  # [slots, B, T, hidden] int64
     partial_ptr,  # [B, hidden] fp32, where there are no words
@@ -109,6 +109,8 @@ def _reduce_norm_kernel(
     x_norm_ptr,  # [B, hidden]
     squares_ptr,  # [B, S] fp32
     gate_ptr,  # [1] int32 or None
+    next_gate_ptr,  # [1] int32 or None
+    verdict_ptr,  # [1] int64 or None
     slot,
     patience_ns,
     code,
@@ -129,8 +131,14 @@ def _reduce_norm_kernel(
     epoch = tl.load(epoch_ptr)
     if PDL:
         gdc_wait()
-    if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
-        if tl.load(gate_ptr) == 0:
+    rejected = epoch.to(tl.int64) << 32  # a verdict's word: 0.0 under the epoch
+    if gate_ptr is not None:
+        is_open = tl.load(gate_ptr) != 0
+        if next_gate_ptr is not None:
+            goes_on = is_open & (tl.load(verdict_ptr, volatile=True) != rejected)
+            is_first = (tl.program_id(0) == 0) & (request == 0)
+            tl.store(next_gate_ptr, goes_on.to(tl.int32), mask=is_first)
+        if not is_open:
             return
     at = request * HIDDEN + channels
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
@@ -140,7 +148,13 @@ def _reduce_norm_kernel(
         exist = (ranks < T)[:, None] & inside[None, :]
         ptr = base + ranks[:, None] * HIDDEN + channels[None, :]
         codes = (code + ranks)[:, None] + tl.zeros([T_PAD, BLOCK], tl.int32)
-        x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes), 0)
+        if verdict_ptr is None:
+            x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes), 0)
+        else:
+            # Ranks of a rejected group stop one by one: who waits for one that stopped stops too.
+            end_ptr = tl.zeros_like(codes).to(tl.int64) + verdict_ptr.to(tl.int64)
+            end = tl.zeros_like(end_ptr) + rejected
+            x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes, end_ptr, end), 0)
     else:
         x += tl.load(partial_ptr + at, mask=inside, other=0.0)
     _write_stream(x, at, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
@@ -155,6 +169,8 @@ def reduce_norm(
     x_norm: Tensor,
     square_sums: Tensor,
     gate: Tensor | None = None,
+    next_gate: Tensor | None = None,
+    verdict: Tensor | None = None,
 ) -> None:
     """All-reduce, residual, and what the next RMSNorm needs. Oracle: `reduce_norm_ref`.
 
@@ -166,13 +182,15 @@ def reduce_norm(
     Args:
         slot: as given to `push_partial`.  x: [B, hidden] fp32, in place.  gamma: [hidden].  Written: x_norm [B, hidden]
         in gamma's dtype, square_sums [B, S] fp32.  gate: [1] int32; 0 skips everything.
+        next_gate: [1] int32, written for the kernels that follow: open if `gate` is, and if `verdict`, [1] int64, is no
+        word of this step that rejects. A rejection also ends the waits: what was computed is worth nothing.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, hidden = x.shape
     tp_size = exchange.tp_size
     compiled = _reduce_norm_kernel[(num_square_sums(hidden), batch_size)](
         exchange.words, exchange.partial, exchange.epoch, exchange.fault, x, gamma, x_norm, square_sums, gate,
-        slot, patience_ns, fault_code(LATE_WORD, slot, exchange.rank - exchange.tp_rank),
+        next_gate, verdict, slot, patience_ns, fault_code(LATE_WORD, slot, exchange.rank - exchange.tp_rank),
         HIDDEN=hidden, T=tp_size, T_PAD=triton.next_power_of_2(tp_size), WORDS=exchange.words is not None, BLOCK=BLOCK,
         num_warps=max(1, min(4, triton.next_power_of_2(tp_size))), **launch_options(x.device),
     )  # fmt: skip

@@ -51,7 +51,7 @@ def pack_words(value, epoch):
 
 # $0: the value.  $1, $2: a word read before, lower and upper half.  $3: its address.  $4: epoch.  $5: nanoseconds to
 # wait; with 0 the fault word stands.  $6: fault word.  $7: what to write there.
-_AWAIT = tl.constexpr("""
+_POLL = """
 {
     .reg .pred late, early;
     .reg .u64 begin, now, word;
@@ -66,6 +66,7 @@ AGAIN:
     mov.b64 {$0, flag}, word;
     setp.eq.u32 early, flag, $4;
     @early bra DONE;
+    ENDED
     mov.u64 now, %globaltimer;
     sub.u64 now, now, begin;
     setp.ge.u64 late, now, $5;
@@ -74,16 +75,21 @@ AGAIN:
     @late st.volatile.global.u32 [$6], $7;
 DONE:
 }
-""")
+"""
+_AWAIT = tl.constexpr(_POLL.replace("ENDED", ""))
+# $8, $9: a word, and the value with which it ends the wait.
+_AWAIT_OR_END = tl.constexpr(
+    _POLL.replace("ENDED", "ld.relaxed.sys.global.b64 word, [$8]; setp.eq.u64 early, word, $9; @early bra DONE;")
+)
 
 
 @triton.jit
-def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code):
+def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code, end_ptr=None, end=None):
     """Values of the words at `ptr` once they carry `epoch`; after `patience_ns` the fault word gets `code`.
 
     Args:
         ptr: tensor of pointers to int64.  mask: whose words exist; the others count as -0.0, which adds nothing.
-        code: as `ptr`, int32.
+        code: as `ptr`, int32.  end_ptr, end: a word, and the value of it that ends all waits; values may be old then.
     Returns:
         fp32, as `ptr`.
     """
@@ -98,10 +104,21 @@ def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code):
         # A fault in this step: its waits are over.
         fault = tl.load(fault_ptr, volatile=True)
         patience = tl.where(fault == 0, patience_ns, 0).to(tl.int64)
-        value = tl.inline_asm_elementwise(
-            _AWAIT, "=&r,r,r,l,r,l,l,r", [value, flag, ptr.to(tl.int64), epoch, patience, fault_ptr.to(tl.int64), code],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        if end_ptr is None:
+            value = tl.inline_asm_elementwise(
+                _AWAIT, "=&r,r,r,l,r,l,l,r",
+                [value, flag, ptr.to(tl.int64), epoch, patience, fault_ptr.to(tl.int64), code],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            value = tl.inline_asm_elementwise(
+                _AWAIT_OR_END, "=&r,r,r,l,r,l,l,r,l,l",
+                [
+                    value, flag, ptr.to(tl.int64), epoch, patience, fault_ptr.to(tl.int64), code,
+                    end_ptr.to(tl.int64), end,
+                ],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
     return value.to(tl.float32, bitcast=True)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.gemv import gate_up_silu, lm_head, push_partial, qkv_rope_append
-from ..kernels.handover import decide, receive_handover, receive_stream, send_handover, send_stream, take_turn
+from ..kernels.handover import decide, meet, receive_handover, receive_stream, send_handover, send_stream, take_turn
 from ..kernels.lean_attention import LeanWorkspace, lean_decode_attention
 from ..kernels.mailbox import Handover
 from ..kernels.next_token import collect_logits, num_candidates
@@ -28,8 +28,8 @@ from .llama import LlamaWeights
 
 __all__ = ["DecodeBuffers", "Decoder", "Pairing"]
 
-# Longest waits of a kernel for its peers. The first one of a step also covers a peer whose host is late (a full pipe,
-# a debugger, ...), which the heartbeat judges.
+# Longest waits of a kernel for its peers. The first one of a step, a pair's meeting or the first all-reduce, also
+# covers a peer whose host is late (a full pipe, a debugger, ...), which the heartbeat judges.
 STEP_PATIENCE_NS = 600 * 10**9
 PATIENCE_NS = 5 * 10**9
 
@@ -91,11 +91,6 @@ class Pairing:
     live: Tensor  # [B] int32: who is still generating
     forced: Tensor | None = None  # [L] int32: verdicts that do not look at the sums, for profiling
 
-    @property
-    def gate(self) -> Tensor:
-        """[1] int32, this group's priority: 0 skips pre- and post-attention."""
-        return self.handover.priority[:1]
-
 
 class Decoder:
     """Launches the operations of a step, in order, on the current stream.
@@ -123,7 +118,6 @@ class Decoder:
     ) -> None:
         self.config = config
         self.pairing = pairing
-        self._gate = None if pairing is None else pairing.gate
         self.buffers = buffers
         self._weights = weights
         self._inv_freq = inv_freq
@@ -140,19 +134,24 @@ class Decoder:
         self._gammas.append((layers[-1].post_norm, weights.final_norm))
 
     def embed(self) -> None:
-        """Token embeddings into the residual stream."""
+        """Token embeddings into the residual stream; paired groups meet first."""
         at = self.buffers
         embed_norm(
             at.token_ids, at.seq_lens, self._weights.embedding, self._weights.layers[0].input_norm, self._inv_freq,
             at.x, at.x_norm, at.square_sums, at.rope,
         )  # fmt: skip
+        if self.pairing is not None:
+            meet(self.pairing.handover, STEP_PATIENCE_NS)
+
+    def _gate(self, part: int) -> Tensor | None:
+        return None if self.pairing is None else self.pairing.handover.gate(part)
 
     def pre_attention(self, layer: int) -> None:
         """QKV, RoPE, append. The all-reduce before it belongs to `post_attention` here."""
         at = self.buffers
         qkv_rope_append(
             at.x_norm, at.square_sums, self._weights.layers[layer].qkv, at.rope, at.seq_lens, at.q,
-            self._k[layer], self._v[layer], self.config.rms_norm_eps, self._gate,
+            self._k[layer], self._v[layer], self.config.rms_norm_eps, self._gate(2),
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
@@ -173,7 +172,7 @@ class Decoder:
         """
         at, handover = self.buffers, pairing.handover
         cache = (self._k[layer], self._v[layer], at.seq_lens)
-        take_turn(handover, layer, pairing.hits, self._patience(layer))
+        take_turn(handover, layer, pairing.hits, PATIENCE_NS)
         send_handover(handover, layer, at.x, *cache)
         speculation = handover.speculation(layer, pairing.chunk_size, pairing.sums)
         lean_decode_attention(
@@ -181,13 +180,10 @@ class Decoder:
             gate=handover.sends,
         )  # fmt: skip
         decide(
-            handover, layer, pairing.sums, pairing.live, pairing.threshold, pairing.hits, self._patience(layer),
+            handover, layer, pairing.sums, pairing.live, pairing.threshold, pairing.hits, PATIENCE_NS,
             pairing.forced,
         )  # fmt: skip
-        receive_handover(handover, layer, at.x, *cache, at.attn_out, self._patience(layer))
-
-    def _patience(self, layer: int) -> int:
-        return PATIENCE_NS if layer else STEP_PATIENCE_NS
+        receive_handover(handover, layer, at.x, *cache, at.attn_out, PATIENCE_NS)
 
     def finish_layers(self) -> None:
         """After the last layer: the right x in both groups."""
@@ -202,22 +198,25 @@ class Decoder:
         """o, all-reduce, MLP, all-reduce."""
         at, weights = self.buffers, self._weights.layers[layer]
         self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, self._gammas[layer][0])
-        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, self._gate)
+        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, self._gate(1))
         self._row_parallel(2 * layer + 1, at.mlp, weights.down, self._gammas[layer][1])
 
     def _row_parallel(self, slot: int, act: Tensor, weight: Tensor, gamma: Tensor) -> None:
-        at, exchange = self.buffers, self._exchange
-        push_partial(act, weight, exchange, slot, self._gate)
+        """Product of a layer's first (o) or second (down) row-parallel weight, summed over the group."""
+        at, exchange, half = self.buffers, self._exchange, slot % 2
+        push_partial(act, weight, exchange, slot, self._gate(half))
         if exchange.words is None:
             self._all_reduce(exchange.partial)
-        patience = PATIENCE_NS if slot else STEP_PATIENCE_NS
-        reduce_norm(exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, self._gate)
+        patience = STEP_PATIENCE_NS if slot == 0 and self.pairing is None else PATIENCE_NS
+        verdict = None if self.pairing is None else self.pairing.handover.verdict(slot // 2)
+        reduce_norm(
+            exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, self._gate(half), self._gate(half + 1),
+            verdict,
+        )  # fmt: skip
 
     def logits(self) -> None:
         """LM head over the vocabulary shards of all ranks, and the most likely tokens."""
         at, exchange, slot = self.buffers, self._logit_exchange, 2 * self.config.num_layers
         lm_head(at.x_norm, at.square_sums, self._weights.lm_head, exchange, self.config.rms_norm_eps, slot)
         gathered = exchange.shard if exchange.words is not None else self._all_gather(exchange.shard)
-        # One rank to a group, several to the job: the logits are the first words that travel.
-        patience = PATIENCE_NS if self._exchange.words is not None else STEP_PATIENCE_NS
-        collect_logits(exchange, gathered, patience, slot, at.logits, at.best, at.best_token)
+        collect_logits(exchange, gathered, PATIENCE_NS, slot, at.logits, at.best, at.best_token)

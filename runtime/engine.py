@@ -419,6 +419,8 @@ class Engine:
         slot = split_fault(code)[1]
         if slot == 2 * self.model_config.num_layers:
             return "the LM head"
+        if slot == 2 * self.model_config.num_layers + 1:
+            return "the start of a step"
         return f"{('attention', 'MLP')[slot % 2]} output, layer {slot // 2}"
 
     def stream(self, prompt: str, sampling: SamplingConfig | None = None) -> Iterator[Token]:

@@ -60,9 +60,10 @@ def exchanges(
         num_slots * batch_size * tp_size * hidden_size if tp_size > 1 else 0,
         -(-batch_size * world_size * rows // 2) * 2,  # so that what follows is aligned to 16 bytes
         sum(pair.part_words()) if pair else 0,
+        world_size if pair else 0,
     ]
     memory, addresses, paired_memory = _allocate(sum(sizes), transport)
-    words, logit_words, mailbox = memory.split(sizes)
+    words, logit_words, mailbox, meeting = memory.split(sizes)
 
     def peers(first: int, count: int, offset: int) -> Tensor:
         return torch.tensor([address + 8 * offset for address in addresses[first : first + count]], device=device)
@@ -76,10 +77,11 @@ def exchanges(
     if pair is None:
         return exchange, logit_exchange, None
     assert paired_memory is not None
-    begin = sizes[0] + sizes[1]
+    begin, end = sum(sizes[:2]), sum(sizes[:3])
     handover = Handover.build(
-        pair, exchange, placement.group, placement.paired_rank, mailbox, paired_memory[begin:],
+        pair, exchange, placement.group, placement.paired_rank, mailbox, paired_memory[begin:end],
         [address + 8 * begin for address in addresses[group : group + tp_size]],
+        meeting, [address + 8 * end for address in addresses],
     )  # fmt: skip
     return exchange, logit_exchange, handover
 

@@ -20,8 +20,10 @@ from alspec.kernels import gemv, handover, lean_attention, lean_kernel, next_tok
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
-INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "flags_ptr", "live_ptr", "forced_ptr"}
-WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "inbox_ptr"}
+INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "flags_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
+INTEGER |= {"next_gate_ptr"}
+WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
+WIDE |= {"meeting_ptr"}
 SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64", "threshold2": "fp32"}
 DIVISIBLE = {"capacity", "chunk_size"}
 
@@ -64,6 +66,7 @@ def lean(capability: int, group: int, head_dim: int, batch_size: int, spec: bool
 def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
     """The other kernels of a step, for the 8B shape on one rank of `tp_size`."""
     gates: dict[str, Any] = {} if gate else {"gate_ptr": None}
+    both = gates if gate else gates | {"next_gate_ptr": None, "verdict_ptr": None}
     hidden, heads, kv_heads, mlp, vocab = 4096, 32 // tp_size, 8 // tp_size, 14336 // tp_size, 128256
     pdl = {"PDL": capability >= 90}
     squares = {"S": 128, "SP": 128}
@@ -79,20 +82,20 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         return compile_for(capability, gemv._push_partial_kernel, gemv._num_warps(rows, width, 2), constants)
 
     pairs = gemv._rows_in_tile(64, hidden, 2, 2)
-    qkv = stream | {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
+    qkv = stream | {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs, "LOOP": gate}
     rows = gemv._rows_in_tile(mlp, hidden, 2, 2)
-    gate_up = stream | {"I": mlp, "ROWS": rows}
+    gate_up = stream | {"I": mlp, "ROWS": rows, "LOOP": gate}
     warps = gemv._num_warps(2 * rows, hidden, 2)
-    reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | gates | pdl
+    reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | both | pdl
     collect = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
     finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
     finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
     return {
         "qkv": compile_for(capability, gemv._qkv_rope_append_kernel, gemv._num_warps(2 * pairs, hidden, 2), qkv),
-        "o": push(hidden // tp_size, hidden, squares_ptr=None),
+        "o": push(hidden // tp_size, hidden, squares_ptr=None, LOOP=True),
         "gate_up": compile_for(capability, gemv._gate_up_silu_kernel, warps, gate_up, out_ptr="*bf16"),
-        "down": push(mlp, hidden, squares_ptr=None),
-        "lm_head": push(hidden, vocab // tp_size),
+        "down": push(mlp, hidden, squares_ptr=None, LOOP=gate or tp_size > 1),
+        "lm_head": push(hidden, vocab // tp_size, LOOP=False),
         "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
         "collect_logits": compile_for(capability, next_token._collect_logits_kernel, 8, collect),
         "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
@@ -118,6 +121,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         return compile_for(capability, kernel, 1, constants, x_ptr="*fp32", **types)
 
     return {
+        "meet": compiled(handover._meet_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
         "take_turn": compiled(handover._take_turn_kernel, turn),
         "send_handover": compiled(handover._send_kernel, message),
         "send_stream": compiled(handover._send_kernel, only_x),

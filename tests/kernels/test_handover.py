@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from alspec.kernels.exchange import Exchange
 from alspec.kernels.gemv import gate_up_silu, push_partial, qkv_rope_append
 from alspec.kernels.handover import (
     decide,
+    meet,
     receive_handover,
     receive_stream,
     send_handover,
@@ -39,6 +40,7 @@ def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[Hando
     """The handovers of every rank: [group][tp_rank]."""
     size, tp_size = sum(shape.part_words()), shape.tp_size
     memories = [[torch.zeros(size, dtype=torch.int64, device=device) for _ in range(tp_size)] for _ in range(2)]
+    meetings = torch.zeros(2 * tp_size, 2 * tp_size, dtype=torch.int64, device=device)
     return [
         [
             Handover.build(
@@ -56,6 +58,8 @@ def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[Hando
                 memories[group][tp_rank],
                 memories[1 - group][tp_rank],
                 [memory.data_ptr() for memory in memories[group]],
+                meetings[group * tp_size + tp_rank],
+                [meeting.data_ptr() for meeting in meetings],
             )
             for tp_rank in range(tp_size)
         ]
@@ -103,11 +107,14 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
             # The receiver of the layer before does not know the verdict yet; its gate is the same either way.
             for group, rank in enumerate(ranks):
                 assert (int(rank.priority[0]) == 0) == skips_compute(priority, group)
+                if layer == 0:
+                    assert int(rank.gate(2)) == (not skips_compute(priority, group))
                 take_turn(rank, layer, hits[group], PATIENCE_NS)
             priority = after_handover(priority)
             for group, rank in enumerate(ranks):
                 assert_knows(rank, group, priority)
                 assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == source else (0, 1))
+                assert int(rank.gate(0)) == 1
             accept = [rng.random() < hit_rate for _ in range(batch)]
             expected_hits.append(accept)
             for group, rank in enumerate(ranks):
@@ -115,6 +122,7 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
             handed, priority = priority, after_verdict(priority, all(accept))
             for group, rank in enumerate(ranks):
                 assert_knows(rank, group, priority if group == source else handed)
+                assert int(rank.gate(0)) == (group != source or not all(accept))
         source = sender(priority)
         for group, rank in enumerate(ranks):
             take_turn(rank, num_layers, hits[group], PATIENCE_NS)
@@ -123,6 +131,78 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
             assert hits[group].bool().tolist() == expected_hits
             assert int(rank.exchange.fault) == 0
             rank.exchange.epoch.add_(1)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def test_all_ranks_meet(device: torch.device, tp_size: int) -> None:
+    shape, epoch = PairShape(2, 1, tp_size, 32, 2, 1, 16), 7
+    ranks = [rank for group in pairs(device, shape, epoch) for rank in group]
+    for rank in ranks:
+        # Nobody waits here: in one process, one after the other, the first ones would wait in vain.
+        rank.exchange.fault.fill_(1)
+        meet(rank, PATIENCE_NS)
+    for rank in ranks:
+        assert (rank.meeting >> 32).tolist() == [epoch] * len(ranks)
+        rank.exchange.fault.zero_()
+        meet(rank, PATIENCE_NS)
+        assert int(rank.exchange.fault) == 0
+
+
+@pytest.mark.parametrize(
+    ("gate", "word", "goes_on"),
+    [
+        pytest.param(1, None, 1, id="no verdict yet"),
+        pytest.param(1, (0.0, 0), 0, id="rejected"),
+        pytest.param(1, (1.0, 0), 1, id="accepted"),
+        pytest.param(2, (0.0, -1), 1, id="rejected in another step"),
+        pytest.param(0, (1.0, 0), 0, id="closed"),
+    ],
+)
+def test_a_rejection_closes_what_follows(
+    device: torch.device, gate: int, word: tuple[float, int] | None, goes_on: int
+) -> None:
+    shape, epoch, layer = PairShape(3, 2, 1, 96, 2, 1, 16), 5, 1
+    rank = pairs(device, shape, epoch)[1][0]
+    if word is not None:
+        bits = int(torch.tensor(word[0]).view(torch.int32))
+        rank.own.verdicts[layer, -1] = bits | (epoch + word[1]) << 32
+    rank.gates.copy_(torch.tensor([[gate], [7], [7]]))
+    x, squares = torch.ones(2, 96, device=device), torch.zeros(2, num_square_sums(96), device=device)
+    x_norm, gamma = nan(device, torch.float32, 2, 96), torch.ones(96, device=device)
+    rank.exchange.partial.fill_(1.0)
+    reduce_norm(
+        rank.exchange, 2 * layer, PATIENCE_NS, x, gamma, x_norm, squares, rank.gate(0), rank.gate(1),
+        rank.verdict(layer),
+    )  # fmt: skip
+    assert rank.gates[:, 0].tolist() == [gate, goes_on, 7]
+    assert (x == (2 if gate else 1)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_rejection_ends_the_wait_for_a_rank_that_stopped() -> None:
+    device, epoch = torch.device("cuda"), 3
+    rank = pairs(device, PairShape(2, 1, 2, 64, 2, 1, 16), epoch)[1][0]
+    exchange = replace(rank.exchange, words=torch.zeros(4, 1, 2, 64, dtype=torch.int64, device=device))
+    rank.own.verdicts[0, -1] = epoch << 32
+    x, gamma = torch.ones(1, 64, device=device), torch.ones(64, device=device)
+    squares = torch.zeros(1, num_square_sums(64), device=device)
+
+    def reduce() -> None:
+        verdict = rank.verdict(0)
+        reduce_norm(exchange, 0, 5 * 10**9, x, gamma, torch.ones_like(x), squares, rank.gate(0), rank.gate(1), verdict)
+
+    rank.gates.zero_()
+    reduce()  # compiles; closed
+    rank.gates.fill_(1)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    reduce()
+    end.record()
+    torch.cuda.synchronize()
+    assert begin.elapsed_time(end) < 1000
+    assert int(exchange.fault) == 0
+    assert rank.gates[:, 0].tolist() == [1, 0, 1]
 
 
 @dataclass

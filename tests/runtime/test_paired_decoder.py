@@ -45,6 +45,7 @@ class Pair:
             config.num_layers, 1, 1, config.hidden_size, config.num_qo_heads, config.num_kv_heads, config.head_dim
         )
         memories = [torch.zeros(sum(shape.part_words()), dtype=torch.int64) for _ in range(2)]
+        meetings = torch.zeros(2, 2, dtype=torch.int64)
         self.epoch = torch.ones(1, dtype=torch.int32)
         self.ranks = []
         for group in range(2):
@@ -52,7 +53,10 @@ class Pair:
             prefill(model, cache, transport, 0, PROMPT, _no_operation)
             exchange = Exchange(torch.zeros(1, config.hidden_size), self.epoch, torch.zeros(1, dtype=torch.int32))
             own, paired = memories[group], memories[1 - group]
-            handover = Handover.build(shape, exchange, group, 1 - group, own, paired, [own.data_ptr()])
+            handover = Handover.build(
+                shape, exchange, group, 1 - group, own, paired, [own.data_ptr()],
+                meetings[group], [meeting.data_ptr() for meeting in meetings],
+            )  # fmt: skip
             pairing = Pairing(
                 handover=handover,
                 threshold=threshold,
