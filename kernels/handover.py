@@ -167,7 +167,16 @@ def _newest(j, request, seq_lens_ptr, capacity, HKV: tl.constexpr, D: tl.constex
 
 @triton.jit
 def _message(
-    place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr
+    place,
+    request,
+    x_ptr,
+    k_ptr,
+    v_ptr,
+    seq_lens_ptr,
+    capacity,
+    HIDDEN: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
 ):
     """Values of a request's handover at `place`, x and then the newest k and v, fp32; and which of them exist."""
     exist = place < HIDDEN

@@ -108,11 +108,15 @@ class Swap:
         """The gates of a layer, or with L of what follows the last one."""
         return Gates(*(word[:1] for word in self.gate_words[:, layer]))
 
+    @property
+    def own_sums(self) -> Tensor:
+        """[B, Hq, 2] of `sums`: this rank's."""
+        return self.sums[self.group * self.shape.tp_size + self.aside.tp_rank]
+
     def speculation(self, chunk_size: int) -> Speculation:
         """For the attention of a layer: `A~` and its sums go into what is swapped."""
-        shape, exchange = self.shape, self.aside
-        spec_out = self.box_parts(self.group)[0].view(shape.batch_size, shape.num_qo_heads, shape.head_dim)
-        return Speculation(chunk_size, spec_out, self.sums[self.group * shape.tp_size + exchange.tp_rank])
+        spec_out = self.box_parts(self.group)[0]
+        return Speculation(chunk_size, spec_out.view(*self.own_sums.shape[:2], self.shape.head_dim), self.own_sums)
 
     def box_parts(self, group: int) -> tuple[Tensor, Tensor]:
         """A group's `A~` [B, Hq D], and x, k and v [B, M]."""
@@ -362,9 +366,7 @@ def _settle_kernel(
     tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
 
 
-def settle(
-    swap: Swap, layer: int, live: Tensor, threshold: float, hits: Tensor, forced: Tensor | None = None
-) -> None:
+def settle(swap: Swap, layer: int, live: Tensor, threshold: float, hits: Tensor, forced: Tensor | None = None) -> None:
     """The verdict on a layer's guess from `swap.sums` of all ranks, on every rank: this layer's `redoes`, and who sends
     and receives in the next. Ungated.
 
