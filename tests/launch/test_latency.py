@@ -22,7 +22,8 @@ from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.runtime.engine import Engine
-from alspec.runtime.profile import TRACE_STEPS, WARMUP_STEPS
+from alspec.runtime.kernel_trace import TRACE_STEPS
+from alspec.runtime.profile import WARMUP_STEPS
 from alspec.runtime.stats import percentile, step_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +92,7 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
             "dtype": "fp32",
             "batch": 2,
             "context": context,
+            "text": None,
             "kv_cache": "bf16",
             "hit_rate": None,
             "forced": False,
@@ -299,8 +301,10 @@ def test_captured_steps(profile: Profile, tmp_path: Path) -> None:
     kernels = slices(tmp_path)
     num_layers = LlamaConfig.from_folder(DEMO_CHECKPOINT).num_layers
     for step in range(1, TRACE_STEPS + 1):
-        names = [event["name"] for event in kernels if event["args"]["step"] == step]
+        names = [event["args"]["kernel"] for event in kernels if event["args"]["step"] == step]
         assert sum("finish_step" in name for name in names) == 1
         assert len(names) >= 3 * num_layers
+        layers = {event["args"]["layer"] for event in kernels if event["name"] == "attention"}
+        assert layers == set(range(num_layers))
     assert {event["args"]["step"] for event in kernels} == set(range(1, TRACE_STEPS + 1))
     assert all(-1e3 < event["ts"] < 1e6 for event in kernels)
