@@ -198,11 +198,12 @@ def _trace(
         rows_by_rank = label(rows_by_rank, verdicts)
     write_trace(config.trace, rows_by_rank)
     if verdicts:
-        _append(config, parts_rows(row, layer_parts(rows_by_rank, verdicts)))
+        parts = layer_parts(rows_by_rank, verdicts)
+        _append(config, parts_rows(row, parts, engine.model_config.num_layers))
 
 
-def parts_rows(row: dict[str, Any], parts: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """A row of bench `decode_parts` for each part of the steps that the `decode_step` row was measured on."""
+def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: int) -> list[dict[str, Any]]:
+    """A row of bench `decode_parts` for each part of traced steps like those of the `decode_step` row."""
     kept = {name: value for name, value in row.items() if name not in ("us", "bytes", "tokens_per_s", "share_of_limit")}
     return [
         kept
@@ -210,6 +211,8 @@ def parts_rows(row: dict[str, Any], parts: dict[str, list[float]]) -> list[dict[
             "bench": "decode_parts",
             "case": row["case"] | {"part": name},
             "us": {f"p{share}": round(percentile(samples, share / 100), 3) for share in (20, 50, 80)},
+            "untraced_us": row["us"]["p50"],
+            "num_layers": num_layers,
         }
         for name, samples in parts.items()
         if samples

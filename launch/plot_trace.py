@@ -110,7 +110,7 @@ def _draw(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     for (rank, layer, op), bar in widest.items():
         if op in ("attention", "full_attention", "post_attention"):
             middle = (bar["begin"] + bar["end"]) / 2 - zero
-            axes.text(middle, rank, layer, ha="center", va="center", fontsize=7)
+            axes.text(middle, rank, str(layer), ha="center", va="center", fontsize=7)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("microseconds; the number in a bar is the layer")

@@ -124,7 +124,7 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
         own = []
         for step_rows in by_step.values():
             places = _places([row["kernel"] for row in step_rows], is_pair=bool(verdicts))
-            own += [{"op": op, "layer": layer} | row for row, (op, layer) in zip(step_rows, places, strict=True)]
+            own += [dict(op=op, layer=layer, **row) for row, (op, layer) in zip(step_rows, places, strict=True)]
         labelled.append(own)
     if verdicts:
         senders = _senders(labelled, verdicts)
