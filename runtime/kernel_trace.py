@@ -77,6 +77,7 @@ def kernel_rows(engine: Engine, context: int, token_ids: list[int]) -> tuple[lis
     rows = [
         {"kernel": name, "step": step, "start_us": (start - zero_ns) / 1e3, "end_us": (end - zero_ns) / 1e3}
         for name, step, start, end in kernels
+        if step <= TRACE_STEPS
     ]
     return rows, [record.hits.all(1).int().tolist() for record in records[1:] if record.hits is not None]
 

@@ -127,6 +127,39 @@ def test_rows_are_appended_and_nothing_else_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+def test_steps_after_a_text(
+    profile: Profile, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts are the text, over and over, from a place of its own for each request; rows name the file."""
+    (tmp_path / "text.txt").write_text("The quick brown fox. ", encoding="utf-8")
+    prompts = []
+    start = Engine.start_generation
+    monkeypatch.setattr(Engine, "start_generation", lambda *args: (prompts.append(args[1]), start(*args))[1])
+    flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", "12,60", "--steps", 2, "--batch", 2)
+    code, out, err = profile(*flags, "--prompt-file", tmp_path / "text.txt", "--rows", tmp_path / "rows.jsonl")
+    assert (code, err) == (0, "")
+    assert "after prompts from text.txt" in out
+    assert [row["case"]["text"] for row in read_rows(tmp_path)] == ["text.txt"] * 2
+    tokenizer = Engine.from_pretrained(checkpoint, transport="gloo").tokenizer
+    assert tokenizer is not None
+    text = "The quick brown fox. "
+    for context, (first, second) in zip((12, 60), prompts, strict=True):
+        assert len(first) == len(second) == context - 1
+        assert tokenizer.decode(first).removeprefix("<begin>") == (text * 3)[: context - 2]
+        assert tokenizer.decode(second).removeprefix("<begin>") == (text * 4)[10 : context + 8]
+
+
+def test_rows_of_parts() -> None:
+    row = {"bench": "decode_step", "case": {"context": 64}, "us": {"p50": 7.0}, "bytes": 3, "tokens_per_s": 1.0}
+    row |= {"share_of_limit": None, "gpu": "one", "command": "latency"}
+    parts = {"layer": [3.0, 1.0, 2.0], "fixed": [5.0], "attention": []}
+    case = {"context": 64, "part": "layer"}
+    rest = {"gpu": "one", "command": "latency", "untraced_us": 7.0, "num_layers": 32}
+    found = latency.parts_rows(row, parts, 32)
+    assert found[0] == {"bench": "decode_parts", "case": case, "us": {"p20": 1.4, "p50": 2.0, "p80": 2.6}} | rest
+    assert [(one["case"]["part"], one["us"]["p50"]) for one in found] == [("layer", 2.0), ("fixed", 5.0)]
+
+
 def test_default_contexts_are_those_the_model_has(checkpoint: Path) -> None:
     """The tiny checkpoint has 1024 positions, exactly the first."""
     engine = Engine.from_pretrained(checkpoint, transport="gloo")
@@ -167,6 +200,10 @@ MISTAKES = [
     (("--hit-rates", "half"), "flags: --hit-rates: expected real or numbers from 0 to 1, found 'half'"),
     (("--modes", "off,paired", "--trace", "t.json"), "flags: --trace: one mode at a time; give one to --modes"),
     (("--modes", "pared"), "flags: --modes: unknown mode 'pared'; the nearest valid name is 'paired'"),
+    (
+        ("--prompt-file", "no/such/file"),
+        "prompt_file: cannot read no/such/file: No such file or directory; give an existing text file",
+    ),
     (("--speculation", "paired"), "flags: --speculation: latency measures --modes; leave --speculation out"),
     (("--batch", 9), "flags: --batch: a captured step serves up to 8 requests, found 9"),
     (("--batch", 0), "flags: --batch: Input should be greater than or equal to 1, found '0'"),
@@ -256,7 +293,9 @@ def test_two_ranks(checkpoint: Path, tmp_path: Path) -> None:
 def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "launch" / "latency.py"), "--model", str(checkpoint), "--transport", "gloo"]
+    (tmp_path / "text.txt").write_text("The quick brown fox. ", encoding="utf-8")
     flags = ["--contexts", "300", "--steps", 3, "--modes", "off,paired", "--threshold", "inf"]
+    flags += ["--prompt-file", tmp_path / "text.txt"]
     done = subprocess.run(
         [*command, *map(str, [*flags, "--rows", tmp_path / "rows.jsonl", "--json", tmp_path / "out.json"])],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -268,6 +307,7 @@ def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert [line[:3] for line in cells(done.stdout)[1:]] == [["300", "off", "-"], ["300", "paired", "100.0%"]]
     cases = [row["case"] for row in read_rows(tmp_path)]
+    assert {case["text"] for case in cases} == {"text.txt"}
     assert [(case["mode"], case["hit_rate"], case["forced"]) for case in cases] == [
         ("off", None, False),
         ("paired", 1.0, False),
