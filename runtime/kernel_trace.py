@@ -28,6 +28,7 @@ STEP_END = "finish_step"
 # the one before it.
 OPERATIONS = {
     "embed_norm": "embed",
+    "meet_kernel": "embed",
     "qkv_rope_append": "pre_attention",
     "take_turn": "handover",
     "send_kernel": "handover",
