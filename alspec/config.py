@@ -175,6 +175,10 @@ class LatencyConfig(EngineConfig):
     hit_rates: str = Field(
         default="real", description="of paired: real verdicts, or forced ones for profiling, such as real,0.5,0.875,1"
     )
+    prompt_file: Path | None = Field(
+        default=None,
+        description="text to read into the cache, repeated or cut to each context; default: random numbers or tokens",
+    )
     batch: int = Field(default=1, ge=1, description="requests, all of the same length")
     steps: int = Field(default=100, ge=1, description="decode steps to measure at each context")
     rows: Path | None = Field(default=None, description="append one JSON line for each context to this file")

@@ -22,8 +22,10 @@ from torch import Tensor
 from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
+from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.cli import Parser, check_writable, parse_tokens
 from alspec.launch.spec_ready import spec_ready_us
+from alspec.runtime.placement import Placement
 from alspec.runtime.stats import percentile, provenance, stream_bandwidth
 
 __all__ = ["main"]
@@ -166,10 +168,16 @@ class Results:
     """Rows on their way to the file, and the table."""
 
     def __init__(self, rows: Path | None) -> None:
-        self._rows = rows
+        placement = Placement.from_environment()
+        several = placement.world_size > 1
+        # Ranks of a job measure together; the first one writes.
+        self._is_first = placement.rank == 0
+        self._rows = rows if self._is_first else None
+        torchrun = f"torchrun --nproc-per-node {placement.local_world_size} " if several else ""
+        self._command = torchrun + shlex.join(["launch/bench_kernels.py", *sys.argv[1:]])
         self.stream = stream_bandwidth(torch.device("cuda"))
         self._table = Table(title=f"stream {self.stream / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}")
-        for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "against sdpa"):
+        for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "speed-up"):
             self._table.add_column(name)
 
     def add(
@@ -182,7 +190,7 @@ class Results:
         base: float | None = None,
         num_gpus: int = 1,
     ) -> None:
-        """One implementation on one case that must read `size` bytes; `base` is SDPA's median."""
+        """One implementation on one case that must read `size` bytes; `base` is the first rival's median."""
         rate = size / us["p50"] * 1e6
         label = " ".join(f"{key}={value}" for key, value in case.items())
         cells = (
@@ -201,14 +209,15 @@ class Results:
             "us": {name: round(value, 3) for name, value in us.items()},
             "bytes": size,
             "stream_tb_s": round(self.stream / 1e12, 3),
-            **provenance(num_gpus, shlex.join(["launch/bench_kernels.py", *sys.argv[1:]])),
+            **provenance(num_gpus, self._command),
         }
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def show(self) -> None:
         """The table on stdout."""
-        Console(width=170).print(self._table)
+        if self._is_first:
+            Console(width=170).print(self._table)
 
 
 def bench_decode(results: Results, contexts: list[int]) -> None:
@@ -257,7 +266,19 @@ def bench_ready(results: Results, contexts: list[int]) -> None:
             del case
 
 
-BENCHES = {"decode": bench_decode, "ready": bench_ready}
+def bench_allreduce(results: Results, contexts: list[int]) -> None:
+    """The step's all-reduce alone, on every rank of a torchrun job; a context does not matter."""
+    transport = connect()
+    for batch_size in BATCHES:
+        case, times = measure(transport, batch_size)
+        for impl, us in times.items():
+            base = times["nccl"]["p50"]
+            results.add("allreduce_rmsnorm", impl, case, us, 4 * batch_size * HIDDEN, base, case["world"])
+    transport.barrier()
+    transport.close()
+
+
+BENCHES = {"decode": bench_decode, "ready": bench_ready, "allreduce": bench_allreduce}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -271,11 +292,14 @@ def main(argv: list[str] | None = None) -> int:
         if not torch.cuda.is_available():
             raise UserError("bench_kernels: needs a CUDA GPU, found none")
         check_writable("flags: --rows", args.rows)
+        placement = Placement.from_environment()
+        if (placement.world_size > 1) != (args.bench == "allreduce"):
+            raise UserError("bench_kernels: torchrun is for --bench allreduce, and for that alone")
+        torch.cuda.set_device(placement.local_rank)
         results = Results(args.rows)
         contexts = parse_tokens("--contexts", args.contexts)
-        for name, bench in BENCHES.items():
-            if args.bench in (None, name):
-                bench(results, contexts)
+        for name in [args.bench] if args.bench else ["decode", "ready"]:
+            BENCHES[name](results, contexts)
         results.show()
     except AlspecError as error:
         return report(error)

@@ -21,11 +21,13 @@ from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.gemv import MAX_BATCH
 from alspec.launch.cli import Parser, check_writable, parse, parse_tokens, print_config
 from alspec.launch.plot_latency import draw
+from alspec.launch.prompts import read_text_ids
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
+from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
 from alspec.runtime.placement import Placement
-from alspec.runtime.profile import Profile, forced_verdicts, kernel_rows, measure, prepare, room, stream_limit
-from alspec.runtime.stats import provenance
+from alspec.runtime.profile import Profile, first_tokens, forced_verdicts, measure, prepare, room, stream_limit
+from alspec.runtime.stats import percentile, provenance
 from alspec.runtime.timeline import write_trace
 
 __all__ = ["main"]
@@ -34,8 +36,9 @@ CONTEXTS = "1k,8k,32k,128k"
 Measured = tuple[dict[str, Any], Profile]  # a row, and what it was made from
 EPILOG = (
     "A step's time is that of the rank that takes longest for it: on GPUs by the device's clock, over a cache of random"
-    " numbers; on the CPU by the host's, after prompts of random tokens. --trace profiles some more steps after the"
-    " measured ones, and slows those down."
+    " numbers; on the CPU by the host's, after prompts of random tokens. Verdicts on random numbers mean nothing:"
+    " --prompt-file gives a text to make them on. --trace profiles some more steps after the measured ones, and slows"
+    " those down; for a pair it also writes rows of what a layer's parts take there (bench decode_parts)."
 )
 
 
@@ -126,10 +129,11 @@ def _measure_mode(config: LatencyConfig, mode: str, rates: list[float | None], c
     speculation = config.speculation.model_copy(update={"mode": mode})
     engine = Engine(config.model_copy(update={"speculation": speculation}))
     contexts = _contexts(config, engine)
+    text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
     found: list[Measured] = []
 
     def sweep() -> int:
-        found.extend(_sweep(config, engine, contexts, rates if mode == "paired" else [None], command))
+        found.extend(_sweep(config, engine, contexts, rates if mode == "paired" else [None], text_ids, command))
         return 0
 
     run_guarded(engine.heartbeat, sweep)
@@ -144,7 +148,12 @@ def _release() -> None:
 
 
 def _sweep(
-    config: LatencyConfig, engine: Engine, contexts: list[int], rates: list[float | None], command: str
+    config: LatencyConfig,
+    engine: Engine,
+    contexts: list[int],
+    rates: list[float | None],
+    text_ids: list[int] | None,
+    command: str,
 ) -> list[Measured]:
     engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     is_first = engine.placement.rank == 0
@@ -161,19 +170,59 @@ def _sweep(
         prepare(engine)
         stream = stream_limit(engine)
         for context in contexts:
-            profile = measure(engine, context, config.steps)
+            profile = measure(engine, context, config.steps, text_ids)
             row = _row(config, engine, profile, rate, stream, command)
             found.append((row, profile))
-            if is_first and config.rows is not None:
-                with config.rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+            if is_first:
+                _append(config, [row])
     if config.trace is not None:
-        own = engine.timeline.rows() if engine.loop is None else kernel_rows(engine, contexts[-1])
-        rows_by_rank = engine.gather_rows(own)
-        if is_first:
-            write_trace(config.trace, rows_by_rank)
+        _trace(config, engine, contexts[-1], text_ids, found[-1][0])
     engine.close()
     return found
+
+
+def _trace(
+    config: LatencyConfig, engine: Engine, context: int, text_ids: list[int] | None, row: dict[str, Any]
+) -> None:
+    """Write the trace of some steps like those of `row`, and a pair's rows of what is in them."""
+    assert config.trace is not None
+    verdicts: list[list[int]] = []
+    if engine.loop is None:
+        own = engine.timeline.rows()
+    else:
+        own, verdicts = kernel_rows(engine, context, first_tokens(engine, context, text_ids))
+    rows_by_rank = engine.gather_rows(own)
+    if engine.placement.rank != 0:
+        return
+    if engine.loop is not None:
+        rows_by_rank = label(rows_by_rank, verdicts)
+    write_trace(config.trace, rows_by_rank)
+    if verdicts:
+        parts = layer_parts(rows_by_rank, verdicts)
+        _append(config, parts_rows(row, parts, engine.model_config.num_layers))
+
+
+def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: int) -> list[dict[str, Any]]:
+    """A row of bench `decode_parts` for each part of traced steps like those of the `decode_step` row."""
+    kept = {name: value for name, value in row.items() if name not in ("us", "bytes", "tokens_per_s", "share_of_limit")}
+    return [
+        kept
+        | {
+            "bench": "decode_parts",
+            "case": row["case"] | {"part": name},
+            "us": {f"p{share}": round(percentile(samples, share / 100), 3) for share in (20, 50, 80)},
+            "untraced_us": row["us"]["p50"],
+            "num_layers": num_layers,
+        }
+        for name, samples in parts.items()
+        if samples
+    ]
+
+
+def _append(config: LatencyConfig, rows: list[dict[str, Any]]) -> None:
+    if config.rows is not None:
+        with config.rows.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def _forced(engine: Engine, rate: float | None) -> torch.Tensor | None:
@@ -213,6 +262,7 @@ def _row(
             "dtype": engine.dtype_name,
             "batch": profile.batch_size,
             "context": profile.context,
+            "text": None if config.prompt_file is None else config.prompt_file.name,
             "kv_cache": config.kv_cache,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
             "forced": rate is not None,
@@ -237,6 +287,8 @@ def _title(row: dict[str, Any]) -> str:
 def _table(found: list[Measured]) -> Table:
     rows = [row for row, _ in found]
     filled = "the cache holds random numbers" if rows[0]["gpu"] else "after prompts of random tokens"
+    if rows[0]["case"]["text"] is not None:
+        filled = f"after prompts from {rows[0]['case']['text']}"
     caption = f"limit: bytes at {1e3 * rows[0]['stream_tb_s']:.0f} GB/s, a copy's rate; {filled}"
     table = Table(title=_title(rows[0]), caption=caption)
     for name in (

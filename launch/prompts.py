@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from alspec.config import GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.cli import check_writable
 from alspec.runtime.engine import Engine, broadcast_text
 
-__all__ = ["read_prompts"]
+__all__ = ["read_prompts", "read_text_ids"]
+
+_T = TypeVar("_T")
 
 
 def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]], bool]:
@@ -21,18 +24,47 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]
     Raises:
         UserError: no usable prompt, or an output file that cannot be written; on every rank alike.
     """
+
+    def read() -> list[list[int]]:
+        check_writable("json", config.json_file)
+        check_writable("trace", config.trace)
+        return [_encode(prompt, config, engine) for prompt in _read(config)]
+
+    ids = _from_first_rank(engine, read)
+    return ids, config.prompt_file is not None and config.prompt_file.suffix == ".jsonl"
+
+
+def read_text_ids(path: Path, engine: Engine) -> list[int]:
+    """Token ids of a text file, the beginning-of-text token first where the tokenizer has one.
+
+    Raises:
+        UserError: an unreadable or empty file, or a model without a tokenizer; on every rank alike.
+    """
+
+    def read() -> list[int]:
+        if engine.tokenizer is None:
+            raise UserError("prompt_file: random weights have no tokenizer; leave it out, or use --model")
+        text = _read_file(path)
+        if not text.strip():
+            raise UserError(f"prompt_file: {path} is empty; give a text file")
+        return engine.tokenizer.encode(text)
+
+    return _from_first_rank(engine, read)
+
+
+def _from_first_rank(engine: Engine, read: Callable[[], _T]) -> _T:
+    """What rank 0 reads, on every rank; its `UserError` likewise."""
     message: dict[str, Any] = {}
     if engine.placement.rank == 0:
         try:
-            check_writable("json", config.json_file)
-            check_writable("trace", config.trace)
-            message = {"ids": [_encode(prompt, config, engine) for prompt in _read(config)]}
+            message = {"found": read()}
         except UserError as error:
             message = {"error": str(error)}
     message = json.loads(broadcast_text(engine.store, engine.placement.rank, "alspec/prompts", json.dumps(message)))
     if "error" in message:
         raise UserError(message["error"])
-    return message["ids"], config.prompt_file is not None and config.prompt_file.suffix == ".jsonl"
+    found: _T = message["found"]
+    return found
 
 
 def _read(config: GenerateConfig) -> list[str | list[int]]:

@@ -1,22 +1,16 @@
-"""Latency per token at a given context: decode steps timed on every rank, and the kernels inside them."""
+"""Latency per token at a given context: decode steps timed on every rank."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..config import SamplingConfig
 from .engine import Engine
-from .faults import LOADING
+from .generation import Generation
 from .kv_cache import KVCache
-from .replay import StepRecord
 from .stats import percentile, step_bytes, stream_bandwidth
 from .transport import Transport
 
@@ -24,21 +18,18 @@ __all__ = [
     "WARMUP_STEPS",
     "Profile",
     "fill",
+    "first_tokens",
     "forced_verdicts",
-    "kernel_rows",
     "measure",
     "prepare",
+    "prompts_of",
     "room",
-    "step_kernels",
     "stream_limit",
 ]
 
 WARMUP_STEPS = 10
-TRACE_STEPS = 3
 TOKEN_ID = 1  # the newest token of every request, where the cache is not a prompt's
 PERCENTILES = (20, 50, 80, 99)
-# Part of the name of a step's last kernel.
-STEP_END = "finish_step"
 
 
 @dataclass(frozen=True)
@@ -99,23 +90,28 @@ def forced_verdicts(num_layers: int, hit_rate: float) -> list[int]:
     return [after - before for before, after in itertools.pairwise(hits)]
 
 
-def measure(engine: Engine, context: int, num_steps: int) -> Profile:
+def measure(engine: Engine, context: int, num_steps: int, text_ids: list[int] | None = None) -> Profile:
     """Time `num_steps` greedy steps after a warm-up; every rank calls it.
 
     The warm-up begins at `context` tokens, so the measured steps read `context + WARMUP_STEPS` tokens and more.
 
+    Args:
+        text_ids: what the prompts consist of, see `prompts_of`; without it the `loop` reads what is in the cache, and
+            launched steps follow prompts of random tokens.
     Raises:
         BadNumbersError, RankFailureError: as in generation.
     """
     transport, batch_size = _transport(engine), engine.cache.batch_size
     transport.barrier()
     if engine.loop is not None:
+        token_ids = first_tokens(engine, context, text_ids)
         # Time of a step: from the end of the one before to its own, on the device's clock.
-        records = list(_steps(engine, context, WARMUP_STEPS + num_steps))[WARMUP_STEPS - 1 :]
+        steps = engine.decode(token_ids, [context] * batch_size, WARMUP_STEPS + num_steps)
+        records = list(steps)[WARMUP_STEPS - 1 :]
         own_us = [(after.clock_ns - before.clock_ns) / 1e3 for before, after in itertools.pairwise(records)]
         hits = [record.hits for record in records[1:] if record.hits is not None]
     else:
-        own_us, hits = _prompted(engine, context, num_steps)
+        own_us, hits = _launched(engine, context, num_steps, text_ids)
     gathered = transport.all_gather_world(torch.tensor(own_us, dtype=torch.float64, device=engine.device))
     seq_lens = [context + WARMUP_STEPS + num_steps // 2] * batch_size
     read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens)
@@ -123,25 +119,55 @@ def measure(engine: Engine, context: int, num_steps: int) -> Profile:
     return Profile(context, batch_size, gathered.tolist(), hit_rate, read)
 
 
+def prompts_of(text_ids: list[int], batch_size: int, num_tokens: int) -> list[list[int]]:
+    """A prompt of `num_tokens` for each request: `text_ids` over and over, each request from another place on.
+
+    The first token, a text's beginning, begins every prompt and is not repeated.
+    """
+    first, *rest = text_ids
+    if not rest:
+        return [[first] * num_tokens] * batch_size
+    starts = [len(rest) * request // batch_size for request in range(batch_size)]
+    return [[first, *itertools.islice(itertools.cycle(rest), start, start + num_tokens - 1)] for start in starts]
+
+
+def first_tokens(engine: Engine, context: int, text_ids: list[int] | None) -> list[int]:
+    """The newest token of each request, from which `engine.decode` goes on with `context` tokens.
+
+    With a text, the prompts before it are read into the cache.
+    """
+    batch_size = engine.cache.batch_size
+    if text_ids is None:
+        return [TOKEN_ID] * batch_size
+    prompts = prompts_of(text_ids, batch_size, context - 1)
+    return [request.token_ids[0] for request in _generate(engine, prompts, 1).requests]
+
+
 def _transport(engine: Engine) -> Transport:
     assert engine.transport is not None, "load comes first"
     return engine.transport
 
 
-def _steps(engine: Engine, context: int, num_steps: int) -> Iterable[StepRecord]:
-    batch_size = engine.cache.batch_size
-    return engine.decode([TOKEN_ID] * batch_size, [context] * batch_size, num_steps)
-
-
-def _prompted(engine: Engine, context: int, num_steps: int) -> tuple[list[float], list[torch.Tensor]]:
-    """Steps launched from the host, on its clock, after a prompt of random tokens; the first step reads `context`."""
-    generator = torch.Generator().manual_seed(0)
-    vocab_size, batch_size = engine.model_config.vocab_size, engine.cache.batch_size
-    prompts = torch.randint(vocab_size, (batch_size, context - 1), generator=generator).tolist()
-    sampling = SamplingConfig(max_new_tokens=1 + WARMUP_STEPS + num_steps, ignore_eos=True)
+def _generate(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Generation:
+    sampling = SamplingConfig(max_new_tokens=num_tokens, ignore_eos=True)
     generation = engine.start_generation(prompts, sampling)
     for _ in engine.run(generation, sampling):
         pass
+    return generation
+
+
+def _launched(
+    engine: Engine, context: int, num_steps: int, text_ids: list[int] | None
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Steps launched from the host, on its clock, after prompts; the first step reads `context` tokens."""
+    batch_size = engine.cache.batch_size
+    if text_ids is None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (batch_size, context - 1)
+        prompts = torch.randint(engine.model_config.vocab_size, shape, generator=generator).tolist()
+    else:
+        prompts = prompts_of(text_ids, batch_size, context - 1)
+    generation = _generate(engine, prompts, 1 + WARMUP_STEPS + num_steps)
     return generation.step_us[WARMUP_STEPS:], generation.hits[WARMUP_STEPS:]
 
 
@@ -151,57 +177,3 @@ def stream_limit(engine: Engine) -> float:
     transport.barrier()
     own = torch.tensor(stream_bandwidth(engine.device), dtype=torch.float64, device=engine.device)
     return float(transport.all_gather_world(own).max())
-
-
-def kernel_rows(engine: Engine, context: int) -> list[dict[str, Any]]:
-    """Rows for `write_trace` of every kernel in some steps of `loop`; every rank calls it.
-
-    Time zero is the end of the step before them. On one host the profiler's timestamps are of one clock, and zero is
-    that end on the first rank to reach it. On several hosts clocks may differ, and zero is each rank's own such end:
-    a step ends everywhere once the last rank's logits have arrived.
-    """
-    transport, placement = _transport(engine), engine.placement
-    # Starting to profile may hold up the heartbeat's thread.
-    engine.heartbeat.mark(0, LOADING, -1, publish=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        # A rank may take long to start, and kernels wait only so long for each other.
-        transport.barrier()
-        for _ in _steps(engine, context, TRACE_STEPS + 1):
-            pass
-        transport.synchronize()
-        engine.heartbeat.mark(0, LOADING, -1, publish=True)
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        exported = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))
-    zero_ns, kernels = step_kernels(exported)
-    zeros = transport.all_gather_world(torch.tensor(zero_ns, device=engine.device))
-    if placement.local_world_size == placement.world_size:
-        zero_ns = int(zeros.min())
-    return [
-        {"op": name, "step": step, "start_us": (start - zero_ns) / 1e3, "end_us": (end - zero_ns) / 1e3}
-        for name, step, start, end in kernels
-    ]
-
-
-def step_kernels(exported: dict[str, Any]) -> tuple[int, list[tuple[str, int, int, int]]]:
-    """Kernels of whole steps in a trace that the profiler exported.
-
-    Returns:
-        The first step's end, in ns since the epoch, and each later kernel: name, step from 1 on, start and end in ns.
-        Without a step's end in the trace: a time after all others, and no kernels.
-    """
-    base_ns = int(exported.get("baseTimeNanoseconds", 0))
-    spans = sorted(
-        (base_ns + round(event["ts"] * 1e3), round(event["dur"] * 1e3), event["name"])
-        for event in exported["traceEvents"]
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    )
-    zero_ns, step = torch.iinfo(torch.int64).max, 0
-    kernels = []
-    for start_ns, duration_ns, name in spans:
-        if step:
-            kernels.append((name, step, start_ns, start_ns + duration_ns))
-        if STEP_END in name:
-            step += 1
-            zero_ns = min(zero_ns, start_ns + duration_ns)
-    return zero_ns, kernels

@@ -32,7 +32,9 @@ def test_tables_of_decode_steps(tmp_path: Path) -> None:
             "versions": {"torch": "2.11.0"},
             "command": "launch/latency.py",
         }
-        return json.dumps({"case": case, "tokens_per_s": tokens_per_s, "share_of_limit": 0.875} | rest)
+        return json.dumps(
+            {"bench": "decode_step", "case": case, "tokens_per_s": tokens_per_s, "share_of_limit": 0.875} | rest
+        )
 
     rows = [
         row("llama-3.1-8b", 1, 8192, 100.0),
@@ -53,8 +55,56 @@ def test_tables_of_decode_steps(tmp_path: Path) -> None:
             "| 4 | symm | 800 (88%) |  |",
         ]
     long = (tmp_path / "docs" / "results" / "README.md").read_text()
-    assert "| llama-3.1-8b | 4 | off |  | symm | one by one | bf16 | 1 | 90 (88%) |  |" in long
-    assert "| llama-3.1-70b | 4 | off |  | symm | captured | bf16 | 1 | 100 (88%) |  |" in long
+    assert "| llama-3.1-8b | 4 | off |  | symm | one by one | bf16 | 1 | random numbers | 90 (88%) |  |" in long
+    assert "| llama-3.1-70b | 4 | off |  | symm | captured | bf16 | 1 | random numbers | 100 (88%) |  |" in long
+
+
+def test_tables_of_pairs_and_all_reduces(tmp_path: Path) -> None:
+    """A pair beside `off` on the same GPUs and beside the latency model; all-reduces, a column for each."""
+    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    rest = {"gpu": "NVIDIA H200", "num_gpus": 2, "versions": {"torch": "2.11.0"}, "command": "launch/latency.py"}
+
+    def row(mode: str, p50: float, hit_rate: float | None = None, text: str | None = None, part: str = "") -> str:
+        case = {"shape": "llama-3.1-8b", "world": 2, "mode": mode, "transport": "symm", "cuda_graph": True}
+        case |= {"dtype": "bf16", "batch": 1, "context": 8192, "kv_cache": "bf16", "hit_rate": hit_rate}
+        case |= {"forced": False, "text": text}
+        shown = {"us": {"p50": p50}, "tokens_per_s": 1e6 / p50, "share_of_limit": None}
+        bench = {"bench": "decode_step"}
+        if part:
+            case["part"] = part
+            bench = {"bench": "decode_parts", "untraced_us": 1000.0, "num_layers": 10}
+        return json.dumps(bench | {"case": case} | shown | rest)
+
+    parts = {"attention": 70.0, "sender": 80.0, "receiver": 20.0, "layer": 40.0, "fixed": 50.0, "step": 1100.0}
+    rows = [
+        row("off", 1200.0),
+        row("paired", 1050.0, 0.5),
+        row("paired", 900.0, 0.5, "book.txt"),
+        row("off", 990.0, text="book.txt"),
+        *(row("paired", p50, 0.5, part=part) for part, p50 in parts.items()),
+    ]
+    (tmp_path / "docs" / "results" / "decode_step.jsonl").write_text("\n".join(rows) + "\n")
+    sums = [
+        {"bench": "allreduce_rmsnorm", "impl": impl, "case": {"world": 4, "batch": batch}, "bytes": 16384 * batch}
+        | {"us": {"p20": p50 - 1, "p50": p50, "p80": p50 + 1}}
+        | rest
+        for batch in (4, 1)
+        for impl, p50 in (("nccl", 20.0), ("alspec", 2.0 + batch))
+    ]
+    (tmp_path / "docs" / "results" / "allreduce.jsonl").write_text("\n".join(map(json.dumps, sums)) + "\n")
+    subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
+    long = (tmp_path / "docs" / "results" / "README.md").read_text().splitlines()
+    # 5 accepted layers of max(80, 20 + 40) and 5 rejected ones of 80 + 40, and 50.
+    begin = "| llama-3.1-8b | 1 + 1 | 1 |"
+    assert f"{begin} random numbers | 8192 | 50% | 1.050 | 1.200 | 1.14x | 1.050 | +0.0% | +10.0% |" in long
+    assert f"{begin} book.txt | 8192 | 50% | 0.900 | 0.990 | 1.10x |  |  |  |" in long
+    parts_line = "| llama-3.1-8b | 2 | 8192 | random numbers | 50% | 70.0 | 80.0 | 20.0 | 40.0 | 50.0 | 1100.0 |"
+    assert parts_line in long
+    assert long[long.index("| GPUs | batch | KB | nccl | alspec |") + 2 :][:2] == [
+        "| 4 | 1 | 16 | 19.0 / 20.0 / 21.0 | 2.0 / 3.0 / 4.0 |",
+        "| 4 | 4 | 64 | 19.0 / 20.0 / 21.0 | 5.0 / 6.0 / 7.0 |",
+    ]
 
 
 def test_the_readme_names_files_that_exist() -> None:

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from alspec.latency_model import StepCosts, speculative_step_us
+
 HERE = Path(__file__).resolve().parent
+PARTS = "decode_parts"
 SHORT_HIT_RATES = (0.0, 0.625, 1.0)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
 
@@ -32,16 +35,19 @@ def main() -> None:
         " `python docs/results/tables.py` makes the tables from them.",
         quality(read("quality.jsonl")),
         steps(read("decode_step.jsonl")),
+        against_off(read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
+        allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         decode(read("decode_attention.jsonl")),
         ready(read("ready.jsonl")),
     ]
     (HERE / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
-def read(name: str) -> list[dict[str, Any]]:
-    """All rows of one file, oldest first; none if there is no such file."""
+def read(name: str, bench: str | None = None) -> list[dict[str, Any]]:
+    """Rows of one file, oldest first: of one bench, or all but the parts of steps. None if there is no such file."""
     path = HERE / name
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [row for row in map(json.loads, lines) if (row["bench"] == bench if bench else row["bench"] != PARTS)]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -133,16 +139,113 @@ def steps(rows: list[dict[str, Any]]) -> str:
         case = row["case"]
         key = (case["shape"], str(case["world"]), case["mode"], hits(row), case["transport"] or "")
         key += ("captured" if case["cuda_graph"] else "one by one", case["dtype"], str(case["batch"]))
+        key += (case.get("text") or "random numbers",)
         lines.setdefault(key, {})[case["context"]] = row
-    head = ["shape", "GPUs", "mode", "hits", "transport", "launches", "dtype", "batch", *map(str, contexts)]
+    head = ["shape", "GPUs", "mode", "hits", "transport", "launches", "dtype", "batch", "cache", *map(str, contexts)]
     cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in sorted(lines.items())]
     parts = [
         "## Decode steps",
         "Tokens/s at the median step (share of the limit: a rank's bytes at the stream bandwidth of the run), over the"
-        " tokens in the cache, which holds random numbers. " + where(*rows),
+        " tokens in the cache. " + where(*rows),
         table(head, cells),
     ]
     return "\n\n".join(parts)
+
+
+def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
+    """Pairs beside tensor parallelism on the same GPUs, and beside what the latency model makes of measured parts."""
+    plain = {_setting(row): row for row in rows if row["case"]["mode"] == "off"}
+    measured: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in parts:
+        measured.setdefault(_setting(row), {})[row["case"]["part"]] = row
+    lines = {}
+    for row in rows:
+        base = plain.get(_setting(row))
+        if row["case"]["mode"] != "paired" or base is None:
+            continue
+        case = row["case"]
+        p50, off = row["us"]["p50"] / 1e3, base["us"]["p50"] / 1e3
+        line = [case["shape"], f"{case['world'] // 2} + {case['world'] // 2}", str(case["batch"])]
+        line += [case.get("text") or "random numbers", str(case["context"]), hits(row)]
+        cells = [f"{p50:.3f}", f"{off:.3f}", f"{off / p50:.2f}x", "", "", ""]
+        found = measured.get(_setting(row))
+        # Of several requests the layer's verdict is another rate than the requests'.
+        if found and case["batch"] == 1:
+            predicted = predicted_us(found, case["hit_rate"]) / 1e3
+            slower = found["step"]["us"]["p50"] / found["step"]["untraced_us"] - 1
+            cells[3:] = [f"{predicted:.3f}", f"{p50 / predicted - 1:+.1%}", f"{slower:+.1%}"]
+        lines[tuple(line)] = line + cells
+    if not lines:
+        return ""
+    head = ["shape", "GPUs", "batch", "cache", "context", "hits", "paired, ms", "off, ms", "against off"]
+    head += ["model, ms", "measured against model", "steps slower while traced"]
+    text = [
+        "Medians. The model (`alspec/latency_model.py`) is given the parts of a layer below, which are medians over the"
+        " kernels of some traced steps, each counted from when the kernel before it had ended."
+    ]
+    names = ("attention", "sender", "receiver", "layer", "fixed", "step")
+    cells = [
+        [
+            *(str(found["step"]["case"][name]) for name in ("shape", "world", "context")),
+            found["step"]["case"].get("text") or "random numbers",
+            hits(found["step"]),
+            *(f"{found[name]['us']['p50']:.1f}" for name in names),
+        ]
+        for found in measured.values()
+    ]
+    tables = [table(head, list(lines.values()))]
+    if cells:
+        tables += [
+            "Parts of traced steps, in microseconds:",
+            table(["shape", "GPUs", "context", "cache", "hits", *names], cells),
+        ]
+    return "\n\n".join(["## Pairs against tensor parallelism", *text, *tables])
+
+
+def predicted_us(parts: dict[str, dict[str, Any]], hit_rate: float) -> float:
+    """The latency model's step from rows of `decode_parts`."""
+    p50 = {name: row["us"]["p50"] for name, row in parts.items()}
+    costs = StepCosts(
+        num_layers=parts["layer"]["num_layers"],
+        fixed_us=p50["fixed"],
+        layer_us=p50["layer"],
+        attention_us=p50["attention"],
+        sender_us=p50["sender"],
+        receiver_us=p50["receiver"],
+    )
+    return speculative_step_us(costs, hit_rate)
+
+
+def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What steps of different modes and hit rates must share to be compared."""
+    case = row["case"]
+    names = ("shape", "world", "transport", "cuda_graph", "dtype", "batch", "context", "kv_cache")
+    return (*(case[name] for name in names), case.get("text"))
+
+
+def allreduce(rows: list[dict[str, Any]]) -> str:
+    """The step's all-reduce alone, beside NCCL's and PyTorch's."""
+    if not rows:
+        return ""
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    lines: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        case = row["case"]
+        lines.setdefault((case["world"], case["batch"]), {})[row["impl"]] = row
+    cells = [
+        [str(world), str(batch), f"{next(iter(found.values()))['bytes'] // 1024}"]
+        + [spread(found[impl]) if impl in found else "" for impl in impls]
+        for (world, batch), found in sorted(lines.items())
+    ]
+    return "\n\n".join(
+        [
+            "## All-reduce alone",
+            "p20 / p50 / p80 in microseconds of one all-reduce inside a CUDA graph of many, on the slowest rank. Ours"
+            " also adds the residual and leaves what the next norm needs, in two dependent launches, a push and a"
+            " reduction; two launches that do nothing stand beside it. " + where(*rows),
+            table(["GPUs", "batch", "KB", *impls], cells),
+        ]
+    )
 
 
 def hits(row: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
-"""One job over captured steps with something wrong on rank 1; torchrun starts it, the test reads what it says."""
+"""One job over captured steps, all well or with something wrong on a rank; torchrun starts it, the test reads it."""
 
 import json
+import os
 import random
 import sys
 import time
@@ -15,56 +16,98 @@ from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 
 LOST_SLOT = 5
+PROMPT = [random.Random(3).randrange(6, 4000) for _ in range(300)]
+CAPACITY = 400
 
 
 def main() -> int:
-    case = sys.argv[1]
+    mode, case = sys.argv[1:]
     try:
-        engine = Engine(validate(EngineConfig, {"speculation": {"mode": "off"}, "dtype": "fp32"}, "worker"))
-        return run_guarded(engine.heartbeat, lambda: work(case, engine))
+        engine = Engine(validate(EngineConfig, {"speculation": {"mode": mode}, "dtype": "fp32"}, "worker"))
+        return run_guarded(engine.heartbeat, lambda: WORK[case](engine))
     except AlspecError as error:
         return report(error)
 
 
-def work(case: str, engine: Engine) -> int:
-    prompt = [random.Random(3).randrange(6, 4000) for _ in range(300)]
-    sampling = SamplingConfig(max_new_tokens=40, ignore_eos=True)
-    is_second = engine.placement.rank == 1
-    if case == "lost" and is_second:
-        decoder.push_partial = _lose
-    engine.load(1, 400)
-    loop = engine.loop
+def delay(engine: Engine) -> int:
+    """The same generation with no slow host, then with each rank's in turn."""
+    engine.load(1, CAPACITY)
+    loop, sampling = engine.loop, SamplingConfig(max_new_tokens=20, ignore_eos=True)
     assert loop is not None
-    if case == "delay" and is_second:
-        loop.step = _late(loop.step)
-    generation = engine.start_generation([prompt], sampling)
-    for token in engine.run(generation, sampling):
-        if engine.placement.rank == 0:
-            print(f"token {token.token_id}", flush=True)
-        if case == "nan" and is_second:  # after prefill, which reads the same weights
-            engine.model.weights.layers[3].down[17, 5] = torch.nan
+    step = loop.step
+    results = []
+    for slow in (None, *range(engine.placement.world_size)):
+        loop.step = _late(step) if engine.placement.rank == slow else step
+        generation = engine.start_generation([PROMPT], sampling)
+        started = time.monotonic()
+        for _ in engine.run(generation, sampling):
+            pass
+        hits = [step_hits.int().tolist() for step_hits in generation.hits]
+        seconds = time.monotonic() - started
+        results.append({"tokens": generation.requests[0].token_ids, "hits": hits, "seconds": seconds})
     if engine.placement.rank == 0:
-        print(json.dumps({"tokens": generation.requests[0].token_ids, "graph": engine.uses_graph}), flush=True)
+        print(json.dumps({"results": results, "graph": engine.uses_graph}), flush=True)
     engine.close()
     return 0
-
-
-def _lose(act, weight, exchange, slot, gate=None):
-    """Every push but one."""
-    if slot != LOST_SLOT:
-        gemv.push_partial(act, weight, exchange, slot, gate)
 
 
 def _late(step):
     """A rank whose host is slow at random."""
     pauses = random.Random(1)
 
-    def late_step(remaining):
-        time.sleep(pauses.choice([0.0, 0.05, 0.2]))
-        return step(remaining)
+    def late_step(*args):
+        time.sleep(pauses.choice([0.0, 0.03, 0.1]))
+        return step(*args)
 
     return late_step
 
+
+def lost(engine: Engine) -> int:
+    """Rank 1 never sends one of its partial sums."""
+    if engine.placement.rank == 1:
+        decoder.push_partial = _lose
+    return _generate(engine)
+
+
+def _lose(act, weight, exchange, slot, *rest):
+    """Every push but one."""
+    if slot != LOST_SLOT:
+        gemv.push_partial(act, weight, exchange, slot, *rest)
+
+
+def nan(engine: Engine) -> int:
+    """A weight of rank 1 goes bad after prefill, which reads the same ones."""
+    return _generate(engine, spoils=engine.placement.rank == 1)
+
+
+def _generate(engine: Engine, spoils: bool = False) -> int:
+    sampling = SamplingConfig(max_new_tokens=40, ignore_eos=True)
+    engine.load(1, CAPACITY)
+    for token in engine.run(engine.start_generation([PROMPT], sampling), sampling):
+        if engine.placement.rank == 0:
+            print(f"token {token.token_id}", flush=True)
+        if spoils:
+            engine.model.weights.layers[3].down[17, 5] = torch.nan
+    engine.close()
+    return 0
+
+
+def endless(engine: Engine) -> int:
+    """Steps without end, at the cache's last position once it is full; each rank tells its process."""
+    engine.load(1, CAPACITY)
+    sampling = SamplingConfig(max_new_tokens=1, ignore_eos=True)
+    generation = engine.start_generation([PROMPT], sampling)
+    for _ in engine.run(generation, sampling):
+        pass
+    assert engine.uses_graph
+    for count, _ in enumerate(engine.decode(generation.requests[0].token_ids, [len(PROMPT) + 1], 10**9)):
+        if count == 50:
+            sys.stdout.write(f"{json.dumps({'rank': engine.placement.rank, 'pid': os.getpid()})}\n")
+            sys.stdout.flush()
+    return 0
+
+
+WORK = {"delay": delay, "lost": lost, "nan": nan, "endless": endless}
 
 if __name__ == "__main__":
     sys.exit(main())

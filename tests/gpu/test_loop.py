@@ -1,10 +1,14 @@
-"""Captured steps on several GPUs when a rank is late, loses a word or computes NaN, and when jobs start and stop."""
+"""Captured steps on several GPUs when a rank dies, stops, is late, loses a word or computes NaN, and jobs in a row."""
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,19 @@ import torch
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 REPOSITORY = Path(__file__).parents[2]
-CYCLES = 20
+WORKER = str(Path(__file__).with_name("loop_worker.py"))
+CYCLES = 4
+GONE_WITHIN_S = 10.0
+# Mode, ranks, GPUs, the rank that is lost and how. Jobs of one wave run side by side, two on each GPU.
+LOSSES = [
+    [
+        ("off", 2, "0,1", 1, signal.SIGKILL),
+        ("paired", 2, "0,1", 0, signal.SIGSTOP),
+        ("off", 2, "2,3", 0, signal.SIGSTOP),
+        ("paired", 2, "2,3", 1, signal.SIGKILL),
+    ],
+    [("off", 4, "0,1,2,3", 3, signal.SIGKILL), ("paired", 4, "0,1,2,3", 2, signal.SIGSTOP)],
+]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,65 +38,110 @@ pytestmark = [
 ]
 
 
-def start(*command: str, gpus: str = "0,1") -> subprocess.Popen[str]:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*torchrun, *command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@contextmanager
+def jobs(*commands: tuple[int, str, list[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """torchrun for each (ranks, GPUs, program with its arguments), all at once; none outlives the block."""
+    started = []
+    try:
+        for world_size, gpus, command in commands:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc-per-node", str(world_size), *command]
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
+            pipe = subprocess.PIPE
+            started.append(subprocess.Popen(torchrun, env=environment, stdout=pipe, stderr=pipe, text=True))
+        yield started
+    finally:
+        for job in started:
+            if job.poll() is None:
+                job.terminate()  # torchrun ends its ranks
+                job.communicate(timeout=60)
 
 
-def run(case: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the worker."""
-    job = start(str(Path(__file__).with_name("loop_worker.py")), case)
+def outcome(job: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
     out, error = job.communicate(timeout=120)
     return job.returncode, out, error
 
 
-def test_a_slow_host_changes_nothing_but_time() -> None:
-    results = []
-    for case in ("plain", "delay"):
-        code, out, error = run(case)
-        assert code == 0, error[-2000:]
-        results.append(json.loads(out.strip().splitlines()[-1]))
-    assert results[0]["graph"]
-    assert results[0] == results[1]
+@pytest.mark.parametrize("wave", LOSSES, ids=["2-ranks", "4-ranks"])
+def test_a_lost_rank_ends_the_job_and_is_named(wave: list[tuple[str, int, str, int, signal.Signals]]) -> None:
+    """`kill -9` and `kill -STOP` in the middle of captured steps."""
+    if any(len(gpus.split(",")) > 2 for _, _, gpus, *_ in wave) and NUM_GPUS < 4:
+        pytest.skip(f"needs 4 GPUs, found {NUM_GPUS}")
+    if NUM_GPUS < 4:
+        wave = [(mode, ranks, "0,1", lost, sent) for mode, ranks, _, lost, sent in wave]
+    with jobs(*((ranks, gpus, [WORKER, mode, "endless"]) for mode, ranks, gpus, *_ in wave)) as running:
+        pids = []
+        for job, (_, ranks, *_) in zip(running, wave, strict=True):
+            assert job.stdout is not None
+            told = [json.loads(line) for line in (job.stdout.readline() for _ in range(ranks)) if line]
+            assert len(told) == ranks, outcome(job)[2][-2000:]
+            pids.append({line["rank"]: line["pid"] for line in told})
+        time.sleep(1.5)  # for a heartbeat that tells of a step
+        for job, own, (mode, ranks, _, lost, sent) in zip(running, pids, wave, strict=True):
+            where = f"{mode} {ranks} {sent.name}"
+            assert job.poll() is None, where
+            os.kill(own[lost], sent)
+            started = time.monotonic()
+            code, _, error = outcome(job)
+            assert time.monotonic() - started < GONE_WITHIN_S, where
+            assert code != 0, where
+            lines = [line for line in error.splitlines() if line.startswith("alspec: exit")]
+            pattern = rf"alspec: exit 5: rank {lost} (died|stalled) at step (\d+), operation \w+"
+            named = [re.match(pattern, line) for line in lines]
+            assert named, (where, error[-2000:])
+            assert all(named), (where, lines)
+            assert all(int(match[2]) >= 1 for match in named if match), (where, lines)
 
 
-def test_a_word_that_never_comes_names_rank_and_operation() -> None:
+@pytest.mark.parametrize("places", [[("off", "0,1"), ("paired", "2,3")], [("paired", "0,1,2,3")]], ids=["2", "4"])
+def test_a_slow_host_changes_nothing_but_time(places: list[tuple[str, str]]) -> None:
+    """Each rank in turn, under tensor parallelism and in a pair."""
+    if NUM_GPUS < 4:
+        pytest.skip(f"needs 4 GPUs, found {NUM_GPUS}")
+    with jobs(*((len(gpus.split(",")), gpus, [WORKER, mode, "delay"]) for mode, gpus in places)) as running:
+        for job, (mode, gpus) in zip(running, places, strict=True):
+            code, out, error = outcome(job)
+            assert code == 0, error[-2000:]
+            told = json.loads(out.strip().splitlines()[-1])
+            assert told["graph"]
+            plain, *late = told["results"]
+            assert len(late) == len(gpus.split(","))
+            assert len(plain["tokens"]) == 20
+            assert len(plain["hits"]) == (19 if mode == "paired" else 0)
+            for rank, result in enumerate(late):
+                assert result["tokens"] == plain["tokens"], (mode, rank)
+                assert result["hits"] == plain["hits"], (mode, rank)
+                assert result["seconds"] > plain["seconds"] + 0.2, (mode, rank)
+
+
+def test_words_that_never_come_and_bad_numbers_name_rank_and_operation() -> None:
     started = time.monotonic()
-    code, out, error = run("lost")
-    assert code != 0
-    assert "alspec: exit 5: rank 1 stalled at step 0, operation MLP output, layer 2" in error, error[-2000:]
-    assert "token" not in out
-    assert time.monotonic() - started < 60
-
-
-def test_nan_names_rank_and_layer() -> None:
-    code, out, error = run("nan")
-    assert code != 0
-    assert "alspec: exit 4: NaN or Inf: first seen on rank 1, MLP output, layer 3, step 1" in error, error[-2000:]
-    assert out.count("token") == 1, "only the prompt's token may be printed"
+    other = "2,3" if NUM_GPUS >= 4 else "0,1"
+    with jobs((2, "0,1", [WORKER, "off", "lost"]), (2, other, [WORKER, "off", "nan"])) as (lost, spoilt):
+        code, out, error = outcome(lost)
+        assert code != 0
+        assert "alspec: exit 5: rank 1 stalled at step 0, operation MLP output, layer 2" in error, error[-2000:]
+        assert "token" not in out
+        assert time.monotonic() - started < 60
+        code, out, error = outcome(spoilt)
+        assert code != 0
+        assert "alspec: exit 4: NaN or Inf: first seen on rank 1, MLP output, layer 3, step 1" in error, error[-2000:]
+        assert out.count("token") == 1, "only the prompt's token may be printed"
 
 
 def test_jobs_start_and_stop() -> None:
     """`CYCLES` jobs, two at a time where there are GPUs for it: exit 0, soon after the last token."""
     places = ["0,1", "2,3"][: NUM_GPUS // 2]
-    command = (
-        str(REPOSITORY / "launch" / "generate.py"),
-        "--speculation",
-        "off",
-        "--prompt",
-        "The",
-        "--max-new-tokens",
-    )
+    command = [str(REPOSITORY / "launch" / "generate.py"), "--speculation", "off", "--cuda-graph", "on"]
+    command += ["--prompt", "The", "--max-new-tokens", "30"]
     for _ in range(CYCLES // len(places)):
-        jobs = [start(*command, "30", "--cuda-graph", "on", gpus=gpus) for gpus in places]
-        for job in jobs:
-            assert job.stdout is not None
-            job.stdout.read()  # ends with the text
-            ended = time.monotonic()
-            _, error = job.communicate(timeout=60)
-            assert job.returncode == 0, error[-2000:]
-            assert "captured graph" in error
-            assert time.monotonic() - ended < 5
+        with jobs(*((2, gpus, command) for gpus in places)) as running:
+            for job in running:
+                assert job.stdout is not None
+                job.stdout.read()  # ends with the text
+                ended = time.monotonic()
+                code, _, error = outcome(job)
+                assert code == 0, error[-2000:]
+                assert "captured graph" in error
+                assert time.monotonic() - ended < 5

@@ -134,3 +134,55 @@ def test_plot_trace_draws_and_counts(
     plot_trace.main()
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "in 1 of 2 layers" in capsys.readouterr().out
+
+
+def test_plot_trace_of_captured_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Closed kernels are no work, and one that was launched early began only when it was ready."""
+
+    def row(op: str, layer: int, times: tuple[float, float, float], is_open: bool = True) -> dict[str, Any]:
+        """Times: start, ready, end."""
+        kernel = "_finish_step_kernel" if op == "lm_head" else f"_{op}_kernel"
+        moments = {"start_us": times[0], "ready_us": times[1], "end_us": times[2]}
+        return {"op": op, "kernel": kernel, "layer": layer, "step": 1, "open": is_open} | moments
+
+    ranks = [
+        [
+            row("full_attention", 0, (0, 0, 10)),
+            row("post_attention", 0, (5, 10, 11), is_open=False),
+            row("full_attention", 1, (11, 11, 12), is_open=False),
+            row("post_attention", 1, (11, 29, 33)),
+            row("full_attention", 2, (33, 33, 40)),
+            row("lm_head", 3, (40, 40, 44)),
+        ],
+        [
+            row("full_attention", 0, (0, 0, 3), is_open=False),
+            row("post_attention", 0, (2, 6, 9)),
+            row("full_attention", 1, (9, 9, 25)),
+            row("post_attention", 1, (24, 25, 26), is_open=False),
+            row("post_attention", 2, (30, 39, 42)),
+            row("lm_head", 3, (41, 42, 45.5)),
+        ],
+    ]
+    write_trace(tmp_path / "trace.json", ranks)
+    picture = tmp_path / "picture.svg"
+    argv = ["plot_trace", str(tmp_path / "trace.json"), str(picture), "--step", "1", "--layers", "0:3"]
+    monkeypatch.setattr("sys.argv", argv)
+    drawn = []
+    draw = plot_trace._draw
+    monkeypatch.setattr(plot_trace, "_draw", lambda bars, *rest: (drawn.extend(bars), draw(bars, *rest)))
+    plot_trace.main()
+    spans = [(bar["rank"], bar["op"][:4], bar["layer"], bar["begin"], bar["end"]) for bar in drawn]
+    assert sorted(spans) == [
+        (0, "full", 0, 0, 10),
+        (0, "full", 2, 33, 40),
+        (0, "post", 1, 29, 33),
+        (1, "full", 1, 9, 25),
+        (1, "post", 0, 6, 9),
+        (1, "post", 2, 39, 42),
+    ]
+    assert "handover" not in picture.read_text()
+    out = capsys.readouterr().out
+    assert "in 2 of 3 layers" in out
+    assert "within 1.5 us on all ranks" in out

@@ -22,7 +22,8 @@ from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.runtime.engine import Engine
-from alspec.runtime.profile import TRACE_STEPS, WARMUP_STEPS
+from alspec.runtime.kernel_trace import TRACE_STEPS
+from alspec.runtime.profile import WARMUP_STEPS
 from alspec.runtime.stats import percentile, step_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +92,7 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
             "dtype": "fp32",
             "batch": 2,
             "context": context,
+            "text": None,
             "kv_cache": "bf16",
             "hit_rate": None,
             "forced": False,
@@ -123,6 +125,39 @@ def test_rows_are_appended_and_nothing_else_is_written(
     assert [profile(*flags)[0] for _ in range(2)] == [0, 0]
     assert len(read_rows(tmp_path)) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_steps_after_a_text(
+    profile: Profile, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts are the text, over and over, from a place of its own for each request; rows name the file."""
+    (tmp_path / "text.txt").write_text("The quick brown fox. ", encoding="utf-8")
+    prompts = []
+    start = Engine.start_generation
+    monkeypatch.setattr(Engine, "start_generation", lambda *args: (prompts.append(args[1]), start(*args))[1])
+    flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", "12,60", "--steps", 2, "--batch", 2)
+    code, out, err = profile(*flags, "--prompt-file", tmp_path / "text.txt", "--rows", tmp_path / "rows.jsonl")
+    assert (code, err) == (0, "")
+    assert "after prompts from text.txt" in out
+    assert [row["case"]["text"] for row in read_rows(tmp_path)] == ["text.txt"] * 2
+    tokenizer = Engine.from_pretrained(checkpoint, transport="gloo").tokenizer
+    assert tokenizer is not None
+    text = "The quick brown fox. "
+    for context, (first, second) in zip((12, 60), prompts, strict=True):
+        assert len(first) == len(second) == context - 1
+        assert tokenizer.decode(first).removeprefix("<begin>") == (text * 3)[: context - 2]
+        assert tokenizer.decode(second).removeprefix("<begin>") == (text * 4)[10 : context + 8]
+
+
+def test_rows_of_parts() -> None:
+    row = {"bench": "decode_step", "case": {"context": 64}, "us": {"p50": 7.0}, "bytes": 3, "tokens_per_s": 1.0}
+    row |= {"share_of_limit": None, "gpu": "one", "command": "latency"}
+    parts = {"layer": [3.0, 1.0, 2.0], "fixed": [5.0], "attention": []}
+    case = {"context": 64, "part": "layer"}
+    rest = {"gpu": "one", "command": "latency", "untraced_us": 7.0, "num_layers": 32}
+    found = latency.parts_rows(row, parts, 32)
+    assert found[0] == {"bench": "decode_parts", "case": case, "us": {"p20": 1.4, "p50": 2.0, "p80": 2.6}} | rest
+    assert [(one["case"]["part"], one["us"]["p50"]) for one in found] == [("layer", 2.0), ("fixed", 5.0)]
 
 
 def test_default_contexts_are_those_the_model_has(checkpoint: Path) -> None:
@@ -165,6 +200,10 @@ MISTAKES = [
     (("--hit-rates", "half"), "flags: --hit-rates: expected real or numbers from 0 to 1, found 'half'"),
     (("--modes", "off,paired", "--trace", "t.json"), "flags: --trace: one mode at a time; give one to --modes"),
     (("--modes", "pared"), "flags: --modes: unknown mode 'pared'; the nearest valid name is 'paired'"),
+    (
+        ("--prompt-file", "no/such/file"),
+        "prompt_file: cannot read no/such/file: No such file or directory; give an existing text file",
+    ),
     (("--speculation", "paired"), "flags: --speculation: latency measures --modes; leave --speculation out"),
     (("--batch", 9), "flags: --batch: a captured step serves up to 8 requests, found 9"),
     (("--batch", 0), "flags: --batch: Input should be greater than or equal to 1, found '0'"),
@@ -254,7 +293,9 @@ def test_two_ranks(checkpoint: Path, tmp_path: Path) -> None:
 def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "launch" / "latency.py"), "--model", str(checkpoint), "--transport", "gloo"]
+    (tmp_path / "text.txt").write_text("The quick brown fox. ", encoding="utf-8")
     flags = ["--contexts", "300", "--steps", 3, "--modes", "off,paired", "--threshold", "inf"]
+    flags += ["--prompt-file", tmp_path / "text.txt"]
     done = subprocess.run(
         [*command, *map(str, [*flags, "--rows", tmp_path / "rows.jsonl", "--json", tmp_path / "out.json"])],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -266,6 +307,7 @@ def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert [line[:3] for line in cells(done.stdout)[1:]] == [["300", "off", "-"], ["300", "paired", "100.0%"]]
     cases = [row["case"] for row in read_rows(tmp_path)]
+    assert {case["text"] for case in cases} == {"text.txt"}
     assert [(case["mode"], case["hit_rate"], case["forced"]) for case in cases] == [
         ("off", None, False),
         ("paired", 1.0, False),
@@ -299,8 +341,10 @@ def test_captured_steps(profile: Profile, tmp_path: Path) -> None:
     kernels = slices(tmp_path)
     num_layers = LlamaConfig.from_folder(DEMO_CHECKPOINT).num_layers
     for step in range(1, TRACE_STEPS + 1):
-        names = [event["name"] for event in kernels if event["args"]["step"] == step]
+        names = [event["args"]["kernel"] for event in kernels if event["args"]["step"] == step]
         assert sum("finish_step" in name for name in names) == 1
         assert len(names) >= 3 * num_layers
+        layers = {event["args"]["layer"] for event in kernels if event["name"] == "attention"}
+        assert layers == set(range(num_layers))
     assert {event["args"]["step"] for event in kernels} == set(range(1, TRACE_STEPS + 1))
     assert all(-1e3 < event["ts"] < 1e6 for event in kernels)

@@ -24,8 +24,8 @@ from alspec.runtime.profile import (
     forced_verdicts,
     measure,
     prepare,
+    prompts_of,
     room,
-    step_kernels,
     stream_limit,
 )
 from alspec.runtime.replay import DecodeLoop, StepRecord
@@ -177,38 +177,6 @@ def test_limit_is_the_fastest_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stream_limit(fake) == fastest
 
 
-def kernel(name: str, start_us: float, duration_us: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": start_us, "dur": duration_us}
-
-
-def test_kernels_of_whole_steps() -> None:
-    """What comes before the first step's end is left out; a step may begin before the one before it has ended."""
-    base = 1_790_857_026_000_000_000
-    events = [
-        kernel("ncclAllGather", 1.0, 5.0),
-        {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 30.0, "dur": 4.0},
-        kernel("attention", 10.0, 10.0),
-        kernel("_finish_step_kernel", 19.0, 2.0),
-        kernel("_finish_step_kernel", 39.0, 2.5),
-        kernel("attention", 20.125, 19.0),
-        {"ph": "M", "name": "process_name"},
-        kernel("attention", 41.0, 3.0),
-    ]
-    zero_ns, kernels = step_kernels({"traceEvents": events, "baseTimeNanoseconds": base})
-    assert zero_ns == base + 21_000
-    assert kernels == [
-        ("attention", 1, base + 20_125, base + 39_125),
-        ("_finish_step_kernel", 1, base + 39_000, base + 41_500),
-        ("attention", 2, base + 41_000, base + 44_000),
-    ]
-
-
-def test_no_kernels() -> None:
-    zero_ns, kernels = step_kernels({"traceEvents": [kernel("attention", 10.0, 10.0)]})
-    assert kernels == []
-    assert zero_ns > 10**18
-
-
 @pytest.mark.parametrize("num_layers", [1, 22, 32, 80])
 @pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.65, 0.875, 1.0])
 def test_forced_verdicts_have_the_rate_and_are_spread(num_layers: int, hit_rate: float) -> None:
@@ -217,3 +185,42 @@ def test_forced_verdicts_have_the_rate_and_are_spread(num_layers: int, hit_rate:
     assert set(verdicts) <= {0, 1}
     for count in range(num_layers + 1):
         assert abs(sum(verdicts[:count]) - count * hit_rate) < 1
+
+
+@pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 3), (1, 11), (2, 5), (3, 26)])
+def test_prompts_repeat_or_cut_a_text(batch_size: int, num_tokens: int) -> None:
+    """Each is a stretch of the text, over and over, from a place of its own."""
+    prompts = prompts_of([96, *range(10)], batch_size, num_tokens)
+    assert [len(ids) for ids in prompts] == [num_tokens] * batch_size
+    for request, (first, *rest) in enumerate(prompts):
+        assert first == 96
+        assert rest == [(10 * request // batch_size + at) % 10 for at in range(num_tokens - 1)]
+    assert prompts_of([7], 2, 3) == [[7, 7, 7]] * 2
+
+
+def test_steps_after_a_text_are_those_of_its_generation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loop: the text is read into the cache, and the timed steps give the tokens that generation gives."""
+    monkeypatch.setattr("alspec.runtime.profile.WARMUP_STEPS", 2)
+    text_ids = [5, 30, 200, 7, 7, 91]
+    interpreted(engine, 2, room(9, 2))
+    prepare(engine)
+    sampling = SamplingConfig(max_new_tokens=5, ignore_eos=True)
+    generation = engine.start_generation(prompts_of(text_ids, 2, 8), sampling)
+    for _ in engine.run(generation, sampling):
+        pass
+    assert len(set(map(tuple, (request.token_ids for request in generation.requests)))) == 2
+    fill(engine.cache, seed=3)
+    made = []
+    decode = engine.decode
+
+    def recording(token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
+        made.append(token_ids)
+        assert seq_lens == [9, 9]
+        for record in decode(token_ids, seq_lens, num_steps):
+            made.append(record.token_ids)
+            yield record
+
+    monkeypatch.setattr(engine, "decode", recording)
+    profile = measure(engine, 9, 2, text_ids)
+    assert [len(times) for times in profile.step_us] == [2]
+    assert list(map(list, zip(*made, strict=True))) == [request.token_ids for request in generation.requests]
