@@ -130,8 +130,6 @@ class Engine:
                 raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
             if self.mode not in ("off", "paired"):
                 raise UserError(f"cuda_graph: on is not available yet with speculation {self.mode}; use auto or off")
-            if self.mode == "paired" and self.config.transport == "nccl":
-                raise UserError("cuda_graph: on with speculation paired needs transport symm; use auto or symm")
             if trace:
                 raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
         if trace and self.device.type == "cuda" and self.mode in ("off", "paired"):
@@ -190,8 +188,7 @@ class Engine:
             config.num_layers, batch_size, kv_heads, max_context, config.head_dim, self.dtype, self.device
         )
         is_paired = self.mode == "paired"
-        can_loop = self.device.type == "cuda" and (self.mode == "off" or (is_paired and self._uses_symm))
-        if can_loop and batch_size <= MAX_BATCH:
+        if self.device.type == "cuda" and self.mode in ("off", "paired") and batch_size <= MAX_BATCH:
             self.loop = DecodeLoop.build(
                 self.model,
                 self.cache,
@@ -254,8 +251,6 @@ class Engine:
             reason = symmetric_fault(self.transport)
             if reason and self.config.transport == "symm":
                 raise UserError(f"transport: symm does not work here: {reason}; use auto or nccl")
-            if reason and self.mode == "paired" and self.config.cuda_graph == "on":
-                raise UserError(f"cuda_graph: on with speculation paired needs symmetric memory: {reason}; use auto")
             if reason:
                 self._uses_symm = False
                 self.notices.append(f"decoding over nccl: no symmetric memory ({reason})")

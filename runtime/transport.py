@@ -135,14 +135,10 @@ class Transport:
         """
         if self._swap_calls is None:
             placement, tp_size = self.placement, self.placement.tp_size
-            options = None
-            if self.device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options.config.max_ctas = max_ctas
             # Every rank takes part in creating every group, in the same order.
-            pairs = [dist.new_group([tp_rank, tp_rank + tp_size], pg_options=options) for tp_rank in range(tp_size)]
+            pairs = [self._small_group([tp_rank, tp_rank + tp_size], max_ctas) for tp_rank in range(tp_size)]
             firsts = (0, tp_size) if tp_size > 1 else ()
-            groups = [dist.new_group(list(range(first, first + tp_size)), pg_options=options) for first in firsts]
+            groups = [self._small_group(list(range(first, first + tp_size)), max_ctas) for first in firsts]
             pair, group = pairs[placement.tp_rank], groups[placement.group] if groups else None
 
             def swap_aside(box: Tensor) -> None:
@@ -162,6 +158,14 @@ class Transport:
             swap_sums(torch.zeros(placement.world_size, 1, device=self.device))
             self.synchronize()
         return self._swap_calls
+
+    def _small_group(self, ranks: list[int], max_ctas: int) -> dist.ProcessGroup:
+        """A group whose collectives take few thread blocks."""
+        options = None
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = max_ctas
+        return dist.new_group(ranks, pg_options=options)
 
     def agree(self, flag: bool) -> bool:
         """Whether `flag` is set on every rank of the job."""
