@@ -28,11 +28,13 @@ from torch import Tensor
 __all__ = [
     "BLOCK",
     "INT8_MAX",
+    "MIN_SCALE",
     "SELECTORS",
     "compress",
     "dequantize",
     "fake_quantize",
     "head_priority",
+    "int8_scale",
     "quantize_int8",
     "reconstruct",
     "select_bits",
@@ -41,12 +43,19 @@ __all__ = [
 
 BLOCK = 64
 INT8_MAX = 119
+MIN_SCALE = 2.0**-126  # smallest normal fp32: a scale that values of zero leave
 SELECTORS = ("gap_std", "entropy", "min_max", "variation")
 
 
 def to_int8(x: Tensor, scale: Tensor) -> Tensor:
     """`clamp(rint(x / scale), -119, 119)`: half to even, after a division in fp32; scale [..] for x [.., n, D]."""
     return torch.round(x.float() / scale[..., None, None]).clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+
+
+def int8_scale(x: Tensor) -> Tensor:
+    """`max|x| / 119` of [.., n, D]: [..] fp32."""
+    # On CUDA, division by a number of the host is a multiplication by its reciprocal: other bits.
+    return x.float().abs().amax((-2, -1)) / torch.full((), INT8_MAX, dtype=torch.float32, device=x.device)
 
 
 def quantize_int8(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -58,7 +67,7 @@ def quantize_int8(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
         q1: [.., n, D] int8 in [-119, 119].  scale: [.., ceil(n / block)] fp32; 1 where a block is zero.
     """
     blocks = _blocks(x.float(), block)
-    scale = blocks.abs().amax((-2, -1)) / INT8_MAX
+    scale = int8_scale(blocks)
     scale = torch.where(scale == 0, 1.0, scale)
     return to_int8(blocks, scale).flatten(-3, -2)[..., : x.shape[-2], :], scale
 
@@ -135,7 +144,7 @@ def select_bits(priority: Tensor, num_low: int) -> Tensor:
 
 def _priority(x: Tensor, selector: str) -> Tensor:
     if selector == "entropy":
-        codes = to_int8(x, x.abs().amax((1, 2)).clamp(min=torch.finfo(x.dtype).tiny) / INT8_MAX).long() + INT8_MAX
+        codes = to_int8(x, int8_scale(x).clamp(min=MIN_SCALE)).long() + INT8_MAX
         counts = torch.zeros(x.shape[0], 2 * INT8_MAX + 1, device=x.device)
         counts.scatter_add_(1, codes.flatten(1), torch.ones_like(x).flatten(1))
         shares = counts / counts.sum(1, keepdim=True)
