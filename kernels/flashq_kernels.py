@@ -23,6 +23,7 @@ __all__ = ["flashq_restore", "flashq_store", "turbo_append"]
 
 TOKENS = tl.constexpr(BLOCK)
 NUM_WARPS = 4
+STORE_WARPS = 8  # with fewer, a block of 128 channels spills
 
 
 @triton.jit
@@ -253,7 +254,7 @@ def flashq_store(
     _store_kernel[(triton.cdiv(num_tokens, BLOCK), num_heads)](
         k, v, layer.words, layer.offset, layer.bits, layer.scales, layer.tail_scale, k8, v8, k_scale, v_scale, *strides,
         k8.stride(0), k_scale.stride(0), num_tokens, request, start // BLOCK, layer.num_blocks, H=num_heads,
-        D=head_dim, num_warps=NUM_WARPS,
+        D=head_dim, num_warps=STORE_WARPS,
     )  # fmt: skip
     rest = num_tokens % BLOCK
     if rest:
