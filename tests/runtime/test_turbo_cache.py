@@ -174,7 +174,7 @@ def test_decode_attention(codec: str) -> None:
     cache.append(1, new_k, new_v, lengths)
     q = torch.randn(B, 2 * H, D, generator=torch.Generator().manual_seed(8))
     keys, values = flashq_dequantize(cache.layer(1), lengths, torch.float64)
-    attention = DecodeAttention(B, 2 * H, H, D, 128, D**-0.5, CPU)
+    attention = DecodeAttention(cache.layer(1), 2 * H, 128, D**-0.5, CPU)
     expected, _ = decode_attention_ref(q, keys, values, lengths, D**-0.5)
     assert error(attention.full(q, cache.layer(1), lengths), expected) < 2e-6
     spec, full, sums = speculative_decode_attention_ref(q, keys, values, lengths, 128, D**-0.5)
@@ -197,4 +197,8 @@ def test_what_a_codec_refuses() -> None:
     check_codec("turbo4", MODEL, 8)
     with pytest.raises(UserError, match=r"kv_cache: turbo2 needs a head_dim of 64 or 128, the model has 96"):
         check_codec("turbo2", MODEL.model_copy(update={"head_dim": 96}), 1)
+    with pytest.raises(
+        UserError, match=r"kv_cache: turbo4 takes up to 8 query heads for each KV head, the model has 16"
+    ):
+        check_codec("turbo4", MODEL.model_copy(update={"num_kv_heads": 2}), 1)
     check_codec("bf16", MODEL.model_copy(update={"head_dim": 96}), 8)
