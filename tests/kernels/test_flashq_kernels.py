@@ -19,9 +19,21 @@ from alspec.kernels.flashq_reference import (
     turbo_append_ref,
 )
 
+HAS_CUDA = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 by_head_dim = pytest.mark.parametrize("head_dim", [64, 128])
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="interpreted only where there is no GPU")),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")]),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the kernels run: in the interpreter, or compiled."""
+    return torch.device(request.param)
 
 
 def noisy_layer(batch_size: int, bits: list[int], head_dim: int, num_blocks: int, device: torch.device) -> TurboLayer:
@@ -176,7 +188,7 @@ def test_extreme_values(value: float, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
 @by_head_dim
 def test_real_sizes_and_a_captured_append(head_dim: int) -> None:
     """8 heads and 8192 + 1000 tokens in two chunks; then 130 appends as replays of one graph."""
