@@ -1,14 +1,47 @@
-"""Decode attention of one rank, plain or as guess and verification: PyTorch on CPU tensors, the lean kernel on CUDA."""
+"""Decode attention of one rank, plain or as guess and verification, over the cache of any codec.
+
+On CPU tensors it is PyTorch, over dequantised tensors where the cache is quantised; on CUDA one kernel for each codec.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .attention import decode_attention, predictor_attention, verify_attention
+from .flashq_layout import TurboLayer
+from .flashq_reference import flashq_dequantize
 from .lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
+from .turbo_attention import turbo_decode_attention, turbo_settings
 
-__all__ = ["DecodeAttention"]
+__all__ = ["CacheLayer", "DecodeAttention", "KVLayer"]
+
+
+class KVLayer(NamedTuple):
+    """The uncompressed cache of one layer."""
+
+    k: Tensor  # [B, Hkv, N, D]
+    v: Tensor  # [B, Hkv, N, D]
+
+    @property
+    def batch_size(self) -> int:
+        """Requests B."""
+        return self.k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels D of a head."""
+        return self.k.shape[3]
+
+
+CacheLayer = KVLayer | TurboLayer
 
 
 class DecodeAttention:
@@ -16,74 +49,79 @@ class DecodeAttention:
 
     A speculative layer calls `predict`, may send the result away, and calls `verify` next with the same arguments.
 
+    Args:
+        layer: any of the cache that is read.
+
     Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity.
     """
 
     def __init__(
-        self,
-        batch_size: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        chunk_size: int,
-        sm_scale: float,
-        device: torch.device,
+        self, layer: CacheLayer, num_qo_heads: int, chunk_size: int, sm_scale: float, device: torch.device
     ) -> None:
         self._chunk_size = chunk_size
         self._sm_scale = sm_scale
         self._is_cuda = device.type == "cuda"
         if not self._is_cuda:
             return
-        shape = (batch_size, num_qo_heads, head_dim)
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._workspace = LeanWorkspace.allocate(batch_size, num_qo_heads, num_kv_heads, head_dim, device, sms)
+        shape = (layer.batch_size, num_qo_heads, layer.head_dim)
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+        if isinstance(layer, TurboLayer):
+            programs = turbo_settings(device).num_programs
+        self._workspace = LeanWorkspace.allocate(
+            layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, programs
+        )
         self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
         self._lse = torch.empty(shape[:2], device=device)
         self._speculation = Speculation(
-            chunk_size, self._spec_out, torch.empty(batch_size, num_qo_heads, 2, device=device)
+            chunk_size, self._spec_out, torch.empty(layer.batch_size, num_qo_heads, 2, device=device)
         )
 
-    def full(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> Tensor:
+    def full(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
         """`A` without speculation.
 
         Args:
-            q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.  seq_lens: [B] int32; all on the device.
+            q: [B, Hq, D].  layer: of the cache.  seq_lens: [B] int32; all on the device.
         Returns:
             [B, Hq, D] fp32; on CUDA the same buffer every time.
         """
         if not self._is_cuda:
-            return decode_attention(q, k_cache, v_cache, seq_lens, self._sm_scale)[0]
-        self._launch(q, k_cache, v_cache, seq_lens, None)
+            return decode_attention(q, *_readable(layer, seq_lens), seq_lens, self._sm_scale)[0]
+        self._launch(q, layer, seq_lens, None)
         return self._out
 
-    def predict(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> Tensor:
+    def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
         """`A~` over sink and window; arguments and result as `full`."""
         if not self._is_cuda:
+            self._read = _readable(layer, seq_lens)
             self._spec_out, self._spec_lse = predictor_attention(
-                q, k_cache, v_cache, seq_lens, self._chunk_size, self._sm_scale
+                q, *self._read, seq_lens, self._chunk_size, self._sm_scale
             )
         else:
-            self._launch(q, k_cache, v_cache, seq_lens, self._speculation, "predictor")
+            self._launch(q, layer, seq_lens, self._speculation, "predictor")
         return self._spec_out
 
-    def verify(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+    def verify(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         """Complete the last `A~` to `A`: full_out as `full`, and its sums [B, 2] fp32 (dist2, norm2)."""
         if not self._is_cuda:
             return verify_attention(
-                q, k_cache, v_cache, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale
+                q, *self._read, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale
             )
-        self._launch(q, k_cache, v_cache, seq_lens, self._speculation, "rest")
+        self._launch(q, layer, seq_lens, self._speculation, "rest")
         return self._out, self._speculation.sums.sum(1)
 
     def _launch(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        seq_lens: Tensor,
-        speculation: Speculation | None,
-        part: Part = "all",
+        self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part = "all"
     ) -> None:
-        lean_decode_attention(
-            q, k_cache, v_cache, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
-        )
+        if isinstance(layer, TurboLayer):
+            turbo_decode_attention(
+                q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
+            )
+        else:
+            lean_decode_attention(
+                q, *layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
+            )
+
+
+def _readable(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, Hkv, N, D] to index by position."""
+    return layer if isinstance(layer, KVLayer) else flashq_dequantize(layer, seq_lens)

@@ -281,11 +281,8 @@ def test_text_prompt_for_random_weights(refused: Refused) -> None:
     ("flags", "name", "remedy"),
     [
         (("--speculation", "colocated"), "speculation: colocated", "use off, paired or simulated"),
-        (("--kv-cache", "turbo4"), "kv_cache: turbo4", "use bf16"),
-        (("--kv-cache", "turbo2"), "kv_cache: turbo2", "use bf16"),
-        (("--kv-cache", "turbo-mixed"), "kv_cache: turbo-mixed", "use bf16"),
-        (("--kv-cache", "turboquant3"), "kv_cache: turboquant3", "use bf16"),
-        (("--kv-cache", "turboquant2"), "kv_cache: turboquant2", "use bf16"),
+        (("--kv-cache", "turboquant3"), "kv_cache: turboquant3", "use bf16, turbo4, turbo2, turbo-mixed"),
+        (("--kv-cache", "turboquant2"), "kv_cache: turboquant2", "use bf16, turbo4, turbo2, turbo-mixed"),
         (("--softmax", "sas"), "softmax: sas", "use exact"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
@@ -443,7 +440,7 @@ def test_stdin_that_is_not_utf8(refused: Refused, checkpoint: Path, monkeypatch:
 
 
 def test_plan_refuses_what_is_not_available(refused: Refused) -> None:
-    assert "turbo4 is not available yet" in refused("--plan", "--kv-cache", "turbo4")
+    assert "turboquant3 is not available yet" in refused("--plan", "--kv-cache", "turboquant3")
 
 
 def test_a_file_may_need_a_flag(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
