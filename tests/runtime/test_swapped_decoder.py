@@ -104,6 +104,7 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_tokens_and_hits_are_those_of_one_group(tiny_folder: Path, tmp_path: Path, world_size: int) -> None:
     cases = list(CASES.values())
