@@ -129,7 +129,8 @@ def turbo_prefill_attention_ref(
     """Causal attention of the newest tokens over K and V as their INT8 stage stands for them; q as it is.
 
     Args:
-        q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k8, v8: [Hkv, n, D] int8.  k_scale, v_scale: [Hkv, ceil(n / 64)].
+        q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k8, v8: [Hkv, n, D] int8.
+        k_scale, v_scale: [Hkv, ceil(n / 64)], one for each 64 tokens.
     Returns:
         o: [n_q, Hq, D] fp64.  lse: [n_q, Hq] fp64, base 2.
     """
@@ -141,8 +142,9 @@ def turbo_prefill_attention_ref(
     # Rows are (query, query head) of one KV head.
     rows = q.double().unflatten(1, (k8.shape[0], -1)).permute(1, 0, 2, 3)
     scores = torch.einsum("hqgd,hnd->hqgn", rows, k) * sm_scale
-    age = torch.arange(num_tokens, device=q.device) - torch.arange(num_tokens - num_queries, num_tokens, device=q.device)[:, None]
-    scores.masked_fill_((age > 0)[None, :, None], -math.inf)
+    tokens = torch.arange(num_tokens, device=q.device)
+    later = tokens > tokens[num_tokens - num_queries :, None]
+    scores = scores.masked_fill(later[None, :, None], -math.inf)
     out = torch.einsum("hqgn,hnd->qhgd", torch.softmax(scores, -1), v).flatten(1, 2)
     return out, (torch.logsumexp(scores, -1) * LOG2E).permute(1, 0, 2).flatten(1)
 

@@ -2,11 +2,11 @@
 
     S = s_Q s_K (q8 k8^T),   P = 2^(S - m),   o = P V / sum P,   lse = m + log2 sum P
 
-Queries are quantised in the kernel, each query token and head with a scale of its own (symmetric, to 127: the 119 of keys
-and values keeps their second stage within INT8, and queries have none), with `sm_scale log2 e` in that scale. Scores are
-INT8 matrix products. P stays fp16, and so does V, widened once before: on Hopper the product of two INT8 operands needs V
-transposed and sums that leave the matrix unit with every scale of 64 tokens, which costs what the faster product gains,
-and INT8 P loses what lies below 1/254 of a row's largest weight, most of the mass of a long flat row.
+Queries are quantised in the kernel, each query token and head with a scale of its own (symmetric, to 127: the 119 of
+keys and values keeps their second stage within INT8, and queries have none), with `sm_scale log2 e` in that scale.
+Scores are INT8 matrix products. P stays fp16, and so does V, widened once before. On Hopper the product of two INT8
+operands needs V transposed, and sums that leave the matrix unit with every scale of 64 tokens, for a second rescaling
+in registers; and INT8 P loses what lies below 1/254 of a row's largest weight: of a long flat row most of the mass.
 
 Source: TurboAttention, Algorithm 1. **(corrected)**: the softmax scale is applied, `alpha = 2^(m_old - m_new)` is
 multiplied and always exact, with either softmax; blocks of K and V are written by whoever compresses them, not here.
@@ -188,7 +188,8 @@ def turbo_prefill_attention(
     """Causal attention of the newest tokens over the INT8 stage of a cache that ends with them.
 
     Queries lose up to 1/254 of their row's largest channel, P and V 2^-11 of themselves; with `softmax="sas"` weights
-    change by 1.02e-4 and up to `DROPPED_MASS` of a row is dropped (`alspec/sas.py`). Oracle: `turbo_prefill_attention_ref`.
+    change by 1.02e-4 and up to `DROPPED_MASS` of a row is dropped (`alspec/sas.py`).
+    Oracle: `turbo_prefill_attention_ref`.
 
     Args:
         q: [n_q, Hq, D] bf16, fp16 or fp32, contiguous, the last `n_q` of `n` tokens; D 64 or 128.
@@ -250,9 +251,8 @@ def _check(q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, 
         raise ValueError(f"q: expected 1 to {num_tokens} tokens, found {num_queries}")
     for name, values in (("k8", k8), ("v8", v8)):
         if values.dtype != torch.int8 or values.shape != (num_kv_heads, num_tokens, head_dim):
-            raise ValueError(
-                f"{name}: expected {[num_kv_heads, num_tokens, head_dim]} int8, found {list(values.shape)} {values.dtype}"
-            )
+            shape = [num_kv_heads, num_tokens, head_dim]
+            raise ValueError(f"{name}: expected {shape} int8, found {list(values.shape)} {values.dtype}")
         if values.stride()[1:] != (head_dim, 1) or values.stride(0) % head_dim:
             raise ValueError(f"{name}: expected contiguous rows, found strides {values.stride()}")
         if num_kv_heads * values.stride(0) >= 2**31 * head_dim or num_tokens * head_dim >= 2**31:

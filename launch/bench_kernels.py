@@ -184,7 +184,7 @@ class Results:
         num_gpus: int = 1,
         flops: int = 0,
     ) -> None:
-        """One implementation on one case that must move `size` bytes; `base` is SDPA's median; flops where they count."""
+        """One implementation on a case that must move `size` bytes; `base` is SDPA's median; `flops` if they count."""
         rate = size / us["p50"] * 1e6
         tflop_s = flops / us["p50"] / 1e6
         label = " ".join(f"{key}={value}" for key, value in case.items())
@@ -266,7 +266,8 @@ def bench_prefill(results: Results, _: list[int]) -> None:
     """INT8 prefill attention, with either softmax, against SDPA: its cases are its own."""
     for num_queries, num_tokens in PREFILL_CASES:
         case = PrefillCase.draw(num_queries, num_tokens)
-        label = {"heads": "32/8", "head_dim": 128, "tokens": num_queries, "context": num_tokens}
+        heads, dim = f"{case.q.shape[1]}/{case.k.shape[0]}", case.q.shape[2]
+        label = {"heads": heads, "head_dim": dim, "tokens": num_queries, "context": num_tokens}
         base = None
         for impl, run in prefill_runs(case).items():
             check_prefill(case, run)

@@ -1,10 +1,10 @@
 """INT8 prefill attention against the fp64 oracle over the dequantised keys and values: interpreted on CPU, or compiled.
 
-What may differ follows from the steps of quantisation, `a = sm_scale s_K s_Q`, with s_Q = max|q| / 127 of a row:
-- q rounds by up to s_Q / 2 in each channel, s_Q / sqrt(12) in the mean: a score by `sm_scale |k| s_Q / sqrt(12)`, delta.
+What may differ follows from the steps of quantisation, with s_Q = max|q| / 127 of a row:
+- q rounds by up to s_Q / 2 in each channel, s_Q / sqrt(12) in the mean: a score by delta = sm_scale |k| s_Q / sqrt(12).
   A sum of independent values then differs by delta of its size (weights change by delta each, their signs at random).
 - P and V round to fp16: 2^-11 / sqrt(12) * about 1.4 each, in the mean; taken as 4e-4 together.
-- half a unit of the integer score, `a / 2` nats, for each block of 64 tokens.
+- half a unit of the integer score, sm_scale s_K s_Q / 2 nats, for each block of 64 tokens.
 - o rounds to q's dtype.
 """
 
@@ -114,7 +114,7 @@ class Case:
         assert worst < 6 * tolerance, f"lse differs by {worst:.2e} nats"
 
 
-SHAPES = [(1, 1), (1, 2), (1, 64), (1, 200), (63, 63), (65, 65), (130, 200), (5, 129), (100, 257), (257, 257), (70, 400)]
+SHAPES = [(1, 1), (1, 64), (1, 200), (65, 65), (130, 200), (5, 129), (257, 257), (70, 400)]
 
 
 @by_softmax
@@ -170,17 +170,15 @@ def test_outliers(device: torch.device) -> None:
     case.v_scale[:, 2] *= 100
     case.q[..., 3] *= 100
     out, lse = turbo_prefill_attention(*case.args())
-    expected, expected_lse = turbo_prefill_attention_ref(*case.args())
+    _, expected_lse = turbo_prefill_attention_ref(*case.args())
     assert out.isfinite().all()
     # A score is wrong by half of s_Q in every channel at most.
     s_q = case.q.abs().amax(2) / 127
     norm1 = float((case.k8.double().abs().sum(2) * case._blocks(case.k_scale)[:, 0]).amax())
     bound = case.sm_scale * s_q.double() / 2 * norm1 + 1e-3
     assert ((lse.double() - expected_lse).abs() / math.log2(math.e) < bound).all()
-    assert float(out.abs().max()) <= 1.001 * float((case.v8.double().abs().amax(2) * case._blocks(case.v_scale)[:, 0]).max())
-    quiet = torch.arange(160, 260) < 64
-    assert not quiet.any()
-    assert expected.isfinite().all()
+    largest_value = (case.v8.double().abs().amax(2) * case._blocks(case.v_scale)[:, 0]).max()
+    assert float(out.abs().max()) <= 1.001 * float(largest_value)
 
 
 @by_softmax
@@ -239,9 +237,10 @@ def test_chunks_are_the_whole(device: torch.device) -> None:
 )
 def test_wrong_arguments(change: dict[str, Tensor], name: str) -> None:
     cache = torch.zeros(2, 8, 64, dtype=torch.int8)
-    good = {"q": torch.zeros(4, 4, 64), "k8": cache, "v8": cache, "k_scale": torch.ones(2, 1), "v_scale": torch.ones(2, 1)}
+    scale = torch.ones(2, 1)
+    good = {"q": torch.zeros(4, 4, 64), "k8": cache, "v8": cache, "k_scale": scale, "v_scale": scale, "sm_scale": 1.0}
     with pytest.raises(ValueError, match=name):
-        turbo_prefill_attention(**{"sm_scale": 1.0, **good, **change})
+        turbo_prefill_attention(**{**good, **change})  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
