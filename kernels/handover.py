@@ -165,6 +165,45 @@ def _newest(j, request, seq_lens_ptr, capacity, HKV: tl.constexpr, D: tl.constex
     return ((request * HKV + j // D).to(tl.int64) * capacity + position) * D + j % D
 
 
+@triton.jit
+def _message(
+    place,
+    request,
+    x_ptr,
+    k_ptr,
+    v_ptr,
+    seq_lens_ptr,
+    capacity,
+    HIDDEN: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Values of a request's handover at `place`, x and then the newest k and v, fp32; and which of them exist."""
+    exist = place < HIDDEN
+    value = tl.load(x_ptr + request * HIDDEN + place, mask=exist, other=0.0)
+    if k_ptr is not None:
+        j = place - HIDDEN
+        is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
+        exist = place < HIDDEN + 2 * HKV * D
+        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
+        value = tl.where(is_k, tl.load(k_ptr + at, mask=is_k, other=0.0).to(tl.float32), value)
+        value = tl.where(is_v, tl.load(v_ptr + at, mask=is_v, other=0.0).to(tl.float32), value)
+    return value, exist
+
+
+@triton.jit
+def _store_message(
+    value, place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity,
+    HIDDEN: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Take over what `_message` read."""
+    j = place - HIDDEN
+    at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
+    tl.store(x_ptr + request * HIDDEN + place, value, mask=place < HIDDEN)
+    tl.store(k_ptr + at, value.to(k_ptr.dtype.element_ty), mask=(j >= 0) & (j < HKV * D))
+    tl.store(v_ptr + at, value.to(v_ptr.dtype.element_ty), mask=(j >= HKV * D) & (j < 2 * HKV * D))
+
+
 @triton.jit(do_not_specialize=["slot"])
 def _send_kernel(
     x_ptr,  # [B, HIDDEN] fp32
@@ -193,15 +232,7 @@ def _send_kernel(
         gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
-    exist = place < HIDDEN
-    value = tl.load(x_ptr + request * HIDDEN + place, mask=exist, other=0.0)
-    if k_ptr is not None:
-        j = place - HIDDEN
-        is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
-        exist = place < HIDDEN + 2 * HKV * D
-        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
-        value = tl.where(is_k, tl.load(k_ptr + at, mask=is_k, other=0.0).to(tl.float32), value)
-        value = tl.where(is_v, tl.load(v_ptr + at, mask=is_v, other=0.0).to(tl.float32), value)
+    value, exist = _message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
     to = inbox_ptr + (slot * tl.num_programs(1) + request).to(tl.int64) * message_words + place
     tl.store(to, pack_words(value, epoch), mask=exist)
 
@@ -297,13 +328,9 @@ def _receive_handover_kernel(
     else:
         place = (tl.program_id(0) - HKV) * BLOCK + tl.arange(0, BLOCK)
         exist = place < HIDDEN + 2 * HKV * D
-        j = place - HIDDEN
-        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
         words = inbox_ptr + slot.to(tl.int64) * (HIDDEN + 2 * HKV * D) + place
         value = await_words(words, exist, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
-        tl.store(x_ptr + request * HIDDEN + place, value, mask=place < HIDDEN)
-        tl.store(k_ptr + at, value.to(k_ptr.dtype.element_ty), mask=(j >= 0) & (j < HKV * D))
-        tl.store(v_ptr + at, value.to(v_ptr.dtype.element_ty), mask=(j >= HKV * D) & exist)
+        _store_message(value, place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
 
 
 def receive_handover(
@@ -391,6 +418,19 @@ def receive_stream(
     prefer_l1(compiled)
 
 
+@triton.jit
+def _judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr):
+    """Live requests that accept [B_PAD], and the layer's verdict; total: [2 B_PAD], each request's dist2 and norm2."""
+    dist2, norm2 = tl.split(tl.reshape(total, [B_PAD, 2]))
+    accepted = (dist2 < norm2 * threshold2) | ALWAYS
+    if forced_ptr is not None:
+        forced = tl.load(forced_ptr + layer)
+        accepted = (accepted & (forced < 0)) | (forced == 1)
+    requests = tl.arange(0, B_PAD)
+    is_live = tl.load(live_ptr + requests, mask=requests < B, other=0) != 0
+    return accepted & is_live, tl.sum((is_live & ~accepted).to(tl.int32), 0) == 0
+
+
 @triton.jit(do_not_specialize=["layer", "rank", "patience_ns", "code"])
 def _decide_kernel(
     sums_ptr,  # [B, HQ, 2] fp32
@@ -445,22 +485,15 @@ def _decide_kernel(
         total = tl.sum(tl.where((ranks == 0)[:, None], values, 0.0), 0)
         for source in tl.static_range(1, T):
             total += tl.sum(tl.where((ranks == source)[:, None], values, 0.0), 0)
-    dist2, norm2 = tl.split(tl.reshape(total, [B_PAD, 2]))
-    accepted = (dist2 < norm2 * threshold2) | ALWAYS
-    if forced_ptr is not None:
-        forced = tl.load(forced_ptr + layer)
-        accepted = (accepted & (forced < 0)) | (forced == 1)
+    accepted, verdict = _judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
     requests = tl.arange(0, B_PAD)
-    is_live = tl.load(live_ptr + requests, mask=requests < B, other=0) != 0
-    hits = (accepted & is_live).to(tl.int32)
-    verdict = tl.sum((is_live & ~accepted).to(tl.int32), 0) == 0
     # First to whoever waits for it.
     to = verdicts_ptr + layer * (B + 1)
     tl.store(to + B, pack_words(tl.where(verdict, 1.0, 0.0), epoch))
     # A choice of floats: ptxas of CUDA 12.8 drops the conversion where the integers are such a choice.
-    told = tl.where(accepted & is_live, 1.0, 0.0)
+    told = tl.where(accepted, 1.0, 0.0)
     tl.store(to + requests, pack_words(told, epoch), mask=requests < B)
-    tl.store(hits_ptr + layer * B + requests, hits, mask=requests < B)
+    tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
     tl.store(priority_ptr, tl.where(verdict, 0, 2))
     tl.store(priority_ptr + 1, 1)
     tl.store(gates_ptr, tl.where(verdict, 0, 1))
@@ -489,11 +522,8 @@ def decide(
         ValueError: `threshold` is negative or NaN.
     Capture: graph-safe; allocates nothing.
     """
-    if not threshold >= 0:
-        raise ValueError(f"threshold: expected a number >= 0, found {threshold}")
+    threshold2, always = squared(threshold)
     shape, exchange = handover.shape, handover.exchange
-    always = math.isinf(threshold)
-    threshold2 = 0.0 if always else float(torch.tensor(threshold * threshold, dtype=torch.float32))
     compiled = _decide_kernel[(1,)](
         sums, live, forced, hits, handover.own.sums, handover.sums_peers, handover.paired.verdicts, handover.priority,
         handover.gates, exchange.epoch, exchange.fault, handover.sends, layer, exchange.tp_rank, patience_ns,
@@ -503,3 +533,15 @@ def decide(
         num_warps=1, **launch_options(sums.device),
     )  # fmt: skip
     prefer_l1(compiled)
+
+
+def squared(threshold: float) -> tuple[float, bool]:
+    """threshold^2 as the kernels compare with it, and whether every guess is accepted.
+
+    Raises:
+        ValueError: `threshold` is negative or NaN.
+    """
+    if not threshold >= 0:
+        raise ValueError(f"threshold: expected a number >= 0, found {threshold}")
+    always = math.isinf(threshold)
+    return 0.0 if always else float(torch.tensor(threshold * threshold, dtype=torch.float32)), always

@@ -160,7 +160,12 @@ def _sweep(
     for notice in engine.notices if is_first else []:
         print(f"alspec: {notice}", file=sys.stderr)
     if engine.loop is None and rates != [None]:
-        raise UserError("flags: --hit-rates: forced verdicts need the fused kernels: GPUs that reach each other")
+        raise UserError("flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs")
+    if config.trace is not None and engine.mode == "paired" and engine.loop and engine.transport_name != "symm":
+        raise UserError(
+            "flags: --trace: a pair's branches over nccl overlap, and their kernels have no layer of their own here; "
+            "generate.py --trace shows the operations"
+        )
     # The timeline holds what was launched one by one since the last context began.
     engine.timeline.enabled = config.trace is not None and engine.loop is None
     found = []

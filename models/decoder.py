@@ -9,8 +9,8 @@ Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -19,14 +19,21 @@ from torch import Tensor
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.gemv import gate_up_silu, lm_head, push_partial, qkv_rope_append
 from ..kernels.handover import decide, meet, receive_handover, receive_stream, send_handover, send_stream, take_turn
-from ..kernels.lean_attention import LeanWorkspace, lean_decode_attention
+from ..kernels.lean_attention import LeanWorkspace, Part, lean_decode_attention
 from ..kernels.mailbox import Handover
 from ..kernels.next_token import collect_logits, num_candidates
 from ..kernels.residual import embed_norm, num_square_sums, reduce_norm
+from ..kernels.swap import Swap, pack_handover, pack_stream, settle, unpack_handover, unpack_stream
 from .config import LlamaConfig
 from .llama import LlamaWeights
 
-__all__ = ["DecodeBuffers", "Decoder", "Pairing"]
+__all__ = ["SPARE_SMS", "DecodeBuffers", "Decoder", "Operation", "Pairing"]
+
+Operation = tuple[str, int, Callable[[int], None]]  # name, layer, and what launches it in that layer
+
+# Left free by the attention of a pair that talks by collectives, for the kernels of those beside it: attention takes
+# nearly all shared memory of each SM that it runs on.
+SPARE_SMS = 4
 
 # Longest waits of a kernel for its peers. The first one of a step, a pair's meeting or the first all-reduce, also
 # covers a peer whose host is late (a full pipe, a debugger, ...), which the heartbeat judges.
@@ -83,19 +90,29 @@ class DecodeBuffers:
 class Pairing:
     """What a rank of two paired groups needs beside the rest."""
 
-    handover: Handover
+    handover: Handover | Swap  # how it reaches the other group: words in its memory, or collectives
     threshold: float
     chunk_size: int
-    sums: Tensor  # [B, Hq, 2] fp32
+    sums: Tensor  # [B, Hq, 2] fp32; of a `Swap`, its own
     hits: Tensor  # [L, B] int32: this step's verdicts, on every rank
     live: Tensor  # [B] int32: who is still generating
     forced: Tensor | None = None  # [L] int32: verdicts that do not look at the sums, for profiling
 
 
-class Decoder:
-    """Launches the operations of a step, in order, on the current stream.
+@dataclass(frozen=True)
+class Branch:
+    """Where a layer's post-attention, and the pre-attention after it, sum up over the group; and what opens them."""
 
-    With `pairing`, the ranks of two groups launch the same list; priorities on the devices decide what each skips.
+    exchange: Exchange
+    all_reduce: Callable[[Tensor], Tensor]  # of `exchange.partial`, where no words travel
+    gates: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)  # o; MLP; pre-attention
+    verdict: Tensor | None = None  # [1] int64: the word whose rejection closes each gate for the next, or None
+
+
+class Decoder:
+    """Launches the operations of a step, in order, on the current stream and what forks off it.
+
+    With `pairing`, the ranks of two groups launch the same list; words on the devices decide what each skips.
 
     Args:
         k_cache, v_cache: [L, B, Hkv, N, D].  all_reduce: sums `exchange.partial` over the group where no words travel.
@@ -127,51 +144,81 @@ class Decoder:
         batch_size, num_heads, head_dim = buffers.q.shape
         device = buffers.q.device
         programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        if device.type == "cuda" and pairing is not None and isinstance(pairing.handover, Swap):
+            programs -= SPARE_SMS
         self._workspace = LeanWorkspace.allocate(batch_size, num_heads, k_cache.shape[2], head_dim, device, programs)
         layers = weights.layers
         # The norm that follows each all-reduce: after attention this layer's second, after the MLP the next layer's.
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, weights.final_norm))
 
+    def operations(self) -> Iterator[Operation]:
+        """Between `embed` and `logits`, in order. Each is to be launched before the next is asked for: it may belong on
+        another stream, which is the current one meanwhile."""
+        num_layers, pairing = self.config.num_layers, self.pairing
+        swaps = pairing is not None and isinstance(pairing.handover, Swap)
+        if swaps:
+            yield "pre_attention", 0, self.pre_attention
+        for layer in range(num_layers):
+            if swaps:
+                yield from self._swapped_layer(layer)
+            else:
+                yield "pre_attention", layer, self.pre_attention
+                yield "attention", layer, self.attention
+                yield "post_attention", layer, self.post_attention
+        if pairing is not None:
+            yield "agree", num_layers, lambda _: self.finish_layers()
+
     def embed(self) -> None:
-        """Token embeddings into the residual stream; paired groups meet first."""
+        """Token embeddings into the residual stream; groups paired by words meet first."""
         at = self.buffers
         embed_norm(
             at.token_ids, at.seq_lens, self._weights.embedding, self._weights.layers[0].input_norm, self._inv_freq,
             at.x, at.x_norm, at.square_sums, at.rope,
         )  # fmt: skip
-        if self.pairing is not None:
+        if self.pairing is not None and isinstance(self.pairing.handover, Handover):
             meet(self.pairing.handover, STEP_PATIENCE_NS)
 
-    def _gate(self, part: int) -> Tensor | None:
-        return None if self.pairing is None else self.pairing.handover.gate(part)
+    def _branch(self, layer: int) -> Branch:
+        """The only one, except between the fork and the join of a `Swap`."""
+        main = Branch(self._exchange, self._all_reduce)
+        if self.pairing is None:
+            return main
+        handover = self.pairing.handover
+        if isinstance(handover, Swap):
+            # Both groups begin a step with the right x, and the one that sends first goes on with it.
+            return replace(main, gates=(handover.gates(layer).sends,) * 3)
+        gates = (handover.gate(0), handover.gate(1), handover.gate(2))
+        return replace(main, gates=gates, verdict=handover.verdict(layer))
 
-    def pre_attention(self, layer: int) -> None:
+    def pre_attention(self, layer: int, branch: Branch | None = None) -> None:
         """QKV, RoPE, append. The all-reduce before it belongs to `post_attention` here."""
-        at = self.buffers
+        at, branch = self.buffers, branch or self._branch(layer)
         qkv_rope_append(
             at.x_norm, at.square_sums, self._weights.layers[layer].qkv, at.rope, at.seq_lens, at.q,
-            self._k[layer], self._v[layer], self.config.rms_norm_eps, self._gate(2),
+            self._k[layer], self._v[layer], self.config.rms_norm_eps, branch.gates[2],
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
         """Attention over the cache."""
         if self.pairing is not None:
-            self._paired_attention(layer, self.pairing)
+            assert isinstance(self.pairing.handover, Handover)
+            self._paired_attention(layer, self.pairing, self.pairing.handover)
             return
         at = self.buffers
         lean_decode_attention(
-            at.q, self._k[layer], self._v[layer], at.seq_lens, self.config.head_dim**-0.5, self._workspace,
-            at.attn_out, at.lse,
+            at.q, *self._cache(layer), self.config.head_dim**-0.5, self._workspace, at.attn_out, at.lse,
         )  # fmt: skip
 
-    def _paired_attention(self, layer: int, pairing: Pairing) -> None:
+    def _cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self._k[layer], self._v[layer], self.buffers.seq_lens
+
+    def _paired_attention(self, layer: int, pairing: Pairing, handover: Handover) -> None:
         """The sender hands over, attends and decides; the receiver takes the guess. Neither waits for the other's end.
 
         Source: Attention-Level Speculation, Algorithm 2.
         """
-        at, handover = self.buffers, pairing.handover
-        cache = (self._k[layer], self._v[layer], at.seq_lens)
+        at, cache = self.buffers, self._cache(layer)
         take_turn(handover, layer, pairing.hits, PATIENCE_NS)
         send_handover(handover, layer, at.x, *cache)
         speculation = handover.speculation(layer, pairing.chunk_size, pairing.sums)
@@ -185,33 +232,96 @@ class Decoder:
         )  # fmt: skip
         receive_handover(handover, layer, at.x, *cache, at.attn_out, PATIENCE_NS)
 
+    def _swapped_layer(self, layer: int) -> Iterator[Operation]:
+        """The same by collectives, from attention to the next pre-attention: what a receiver does on one stream, beside
+        what a sender does on the other. Every rank launches both, and skips what is not its own.
+
+        Source: Attention-Level Speculation, Algorithm 2.
+        """
+        swap = self._swap
+        yield "predictor", layer, self._guess
+        with swap.beside():
+            yield "receive", layer, self._receive
+        yield "full_attention", layer, self._verify
+        yield "redo", layer, self._redo
+        swap.join()
+
+    @property
+    def _swap(self) -> Swap:
+        assert self.pairing is not None
+        assert isinstance(self.pairing.handover, Swap)
+        return self.pairing.handover
+
+    def _guess(self, layer: int) -> None:
+        """The sender's `A~`, with all that its receiver needs."""
+        self._swapped_attention(layer, "predictor")
+        pack_handover(self._swap, layer, self.buffers.x, *self._cache(layer))
+
+    def _receive(self, layer: int) -> None:
+        """The receiver goes on with the guess."""
+        at, swap = self.buffers, self._swap
+        swap.calls.swap_aside(swap.boxes)
+        unpack_handover(swap, layer, at.x, *self._cache(layer), at.attn_out)
+        self._go_on(layer, Branch(swap.aside, swap.calls.all_reduce_aside, (swap.gates(layer).receives,) * 3))
+
+    def _verify(self, layer: int) -> None:
+        """The sender attends to the rest; all ranks judge."""
+        assert self.pairing is not None
+        swap, pairing = self._swap, self.pairing
+        self._swapped_attention(layer, "rest")
+        swap.calls.swap_sums(swap.sums)
+        settle(swap, layer, pairing.live, pairing.threshold, pairing.hits, pairing.forced)
+
+    def _redo(self, layer: int) -> None:
+        """The sender goes on itself, if its guess was rejected."""
+        self._go_on(layer, Branch(self._exchange, self._all_reduce, (self._swap.gates(layer).redoes,) * 3))
+
+    def _go_on(self, layer: int, branch: Branch) -> None:
+        self.post_attention(layer, branch)
+        if layer + 1 < self.config.num_layers:
+            self.pre_attention(layer + 1, branch)
+
+    def _swapped_attention(self, layer: int, part: Part) -> None:
+        assert self.pairing is not None
+        at, swap = self.buffers, self._swap
+        lean_decode_attention(
+            at.q, *self._cache(layer), self.config.head_dim**-0.5, self._workspace, at.attn_out, at.lse,
+            swap.speculation(self.pairing.chunk_size), part, swap.gates(layer).sends,
+        )  # fmt: skip
+
     def finish_layers(self) -> None:
         """After the last layer: the right x in both groups."""
         if self.pairing is None:
             return
-        at, handover = self.buffers, self.pairing.handover
+        at, handover, gamma = self.buffers, self.pairing.handover, self._weights.final_norm
+        if isinstance(handover, Swap):
+            pack_stream(handover, at.x)
+            handover.calls.swap_aside(handover.streams)
+            unpack_stream(handover, at.x, gamma, at.x_norm, at.square_sums)
+            handover.next_step()
+            return
         take_turn(handover, self.config.num_layers, self.pairing.hits, PATIENCE_NS)
         send_stream(handover, at.x)
-        receive_stream(handover, at.x, self._weights.final_norm, at.x_norm, at.square_sums, PATIENCE_NS)
+        receive_stream(handover, at.x, gamma, at.x_norm, at.square_sums, PATIENCE_NS)
 
-    def post_attention(self, layer: int) -> None:
+    def post_attention(self, layer: int, branch: Branch | None = None) -> None:
         """o, all-reduce, MLP, all-reduce."""
-        at, weights = self.buffers, self._weights.layers[layer]
-        self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, self._gammas[layer][0])
-        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, self._gate(1))
-        self._row_parallel(2 * layer + 1, at.mlp, weights.down, self._gammas[layer][1])
+        at, weights, branch = self.buffers, self._weights.layers[layer], branch or self._branch(layer)
+        self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, self._gammas[layer][0], branch)
+        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, branch.gates[1])
+        self._row_parallel(2 * layer + 1, at.mlp, weights.down, self._gammas[layer][1], branch)
 
-    def _row_parallel(self, slot: int, act: Tensor, weight: Tensor, gamma: Tensor) -> None:
+    def _row_parallel(self, slot: int, act: Tensor, weight: Tensor, gamma: Tensor, branch: Branch) -> None:
         """Product of a layer's first (o) or second (down) row-parallel weight, summed over the group."""
-        at, exchange, half = self.buffers, self._exchange, slot % 2
-        push_partial(act, weight, exchange, slot, self._gate(half))
+        at, exchange, half = self.buffers, branch.exchange, slot % 2
+        push_partial(act, weight, exchange, slot, branch.gates[half])
         if exchange.words is None:
-            self._all_reduce(exchange.partial)
+            branch.all_reduce(exchange.partial)
         patience = STEP_PATIENCE_NS if slot == 0 and self.pairing is None else PATIENCE_NS
-        verdict = None if self.pairing is None else self.pairing.handover.verdict(slot // 2)
+        next_gate = None if branch.verdict is None else branch.gates[half + 1]
         reduce_norm(
-            exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, self._gate(half), self._gate(half + 1),
-            verdict,
+            exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, branch.gates[half], next_gate,
+            branch.verdict,
         )  # fmt: skip
 
     def logits(self) -> None:

@@ -140,8 +140,6 @@ class Engine:
                 raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
             if not self._has_decoder:
                 raise UserError(f"cuda_graph: on is not available yet with {self._decoder_gap()}; use auto or off")
-            if self.mode == "paired" and self.config.transport == "nccl":
-                raise UserError("cuda_graph: on with speculation paired needs transport symm; use auto or symm")
             if trace:
                 raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
         if trace and self._has_decoder:
@@ -202,8 +200,7 @@ class Engine:
             self._load_model()
         self.cache = new_cache(codec, config, placement.tp_size, batch_size, max_context, self.dtype, self.device)
         is_paired = self.mode == "paired"
-        can_loop = self._has_decoder and (not is_paired or self._uses_symm)
-        if can_loop and batch_size <= MAX_BATCH:
+        if self._has_decoder and batch_size <= MAX_BATCH:
             assert isinstance(self.cache, KVCache)
             self.loop = DecodeLoop.build(
                 self.model,
@@ -267,8 +264,6 @@ class Engine:
             reason = symmetric_fault(self.transport)
             if reason and self.config.transport == "symm":
                 raise UserError(f"transport: symm does not work here: {reason}; use auto or nccl")
-            if reason and self.mode == "paired" and self.config.cuda_graph == "on":
-                raise UserError(f"cuda_graph: on with speculation paired needs symmetric memory: {reason}; use auto")
             if reason:
                 self._uses_symm = False
                 self.notices.append(f"decoding over nccl: no symmetric memory ({reason})")

@@ -7,7 +7,6 @@ ring in pinned host memory, where the host polls: no call into CUDA waits for an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from ..config import SamplingConfig, SpeculationConfig
 from ..kernels.exchange import Exchange, LogitExchange
-from ..kernels.mailbox import PairShape
+from ..kernels.mailbox import Handover, PairShape
 from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
-from ..models.decoder import DecodeBuffers, Decoder, Pairing
+from ..kernels.swap import Swap
+from ..models.decoder import SPARE_SMS, DecodeBuffers, Decoder, Pairing
 from ..models.llama import Llama
 from .kv_cache import KVCache
 from .sampling import sample
@@ -90,7 +90,7 @@ class DecodeLoop:
         """The loop of one model and cache, with its buffers; every rank calls it.
 
         Args:
-            speculation: given for two paired groups, which need symmetric memory.
+            speculation: given for two paired groups.
         """
         config, batch_size = model.config, cache.batch_size
         tp_size = transport.placement.tp_size
@@ -98,18 +98,24 @@ class DecodeLoop:
         shape = PairShape(
             config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.k.shape[2], config.head_dim
         )
-        exchange, logit_exchange, handover = exchanges(
+        exchange, logit_exchange, words = exchanges(
             transport, use_symm, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
-            shape if speculation else None,
+            shape if speculation and use_symm else None,
         )  # fmt: skip
         pairing = None
         if speculation is not None:
-            assert handover is not None
+            handover: Handover | Swap
+            if words is not None:
+                handover = words
+                sums = torch.zeros(batch_size, num_heads, 2, device=transport.device)
+            else:
+                handover = Swap.allocate(shape, exchange, transport.placement.group, transport.swap_calls(SPARE_SMS))
+                sums = handover.own_sums
             pairing = Pairing(
                 handover=handover,
                 threshold=speculation.threshold,
                 chunk_size=speculation.chunk_size,
-                sums=torch.zeros(batch_size, num_heads, 2, device=transport.device),
+                sums=sums,
                 hits=torch.zeros(config.num_layers, batch_size, dtype=torch.int32, device=transport.device),
                 live=torch.ones(batch_size, dtype=torch.int32, device=transport.device),
             )
@@ -213,20 +219,10 @@ class DecodeLoop:
         decoder, at = self._decoder, self._decoder.buffers
         with operation("embed", 0):
             decoder.embed()
-        parts: list[tuple[str, Callable[[int], None]]] = [
-            ("pre_attention", decoder.pre_attention),
-            ("attention", decoder.attention),
-            ("post_attention", decoder.post_attention),
-        ]
-        num_layers = decoder.config.num_layers
-        for layer in range(num_layers):
-            for name, launch in parts:
-                with operation(name, layer):
-                    launch(layer)
-        if decoder.pairing is not None:
-            with operation("agree", num_layers):
-                decoder.finish_layers()
-        with operation("lm_head", num_layers):
+        for name, layer, launch in decoder.operations():
+            with operation(name, layer):
+                launch(layer)
+        with operation("lm_head", decoder.config.num_layers):
             decoder.logits()
             assert self._sampling is not None, "prepare comes first"
             temperature, top_k, top_p, seed = self._sampling

@@ -10,12 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UserError
+from ..kernels.swap import SwapCalls
 from .placement import Placement
 
 __all__ = ["PairMessage", "Transport", "connect_store"]
 
 # Longer than any healthy wait; the heartbeat ends a job with a dead rank long before.
 TIMEOUT = timedelta(seconds=600)
+
+# Renamed in PyTorch 2.13.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def connect_store(placement: Placement) -> dist.TCPStore:
@@ -59,6 +63,7 @@ class Transport:
         self.placement = placement
         self.device = device
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._swap_calls: SwapCalls | None = None
         if placement.world_size == 1:
             return
         assert store is not None
@@ -119,6 +124,48 @@ class Transport:
         out = tensor.new_empty(self.placement.world_size, *tensor.shape)
         dist.all_gather(list(out.unbind()), tensor.contiguous())
         return out
+
+    def swap_calls(self, max_ctas: int) -> SwapCalls:
+        """What a pair talks with while its steps are captured, connected; every rank of the job calls it.
+
+        All of them run on the stream that is current: a collective that nobody waits for has none of its own.
+
+        Args:
+            max_ctas: thread blocks (each takes an SM) that a collective beside attention may have.
+        """
+        if self._swap_calls is None:
+            placement, tp_size = self.placement, self.placement.tp_size
+            # Every rank takes part in creating every group, in the same order.
+            pairs = [self._small_group([tp_rank, tp_rank + tp_size], max_ctas) for tp_rank in range(tp_size)]
+            firsts = (0, tp_size) if tp_size > 1 else ()
+            groups = [self._small_group(list(range(first, first + tp_size)), max_ctas) for first in firsts]
+            pair, group = pairs[placement.tp_rank], groups[placement.group] if groups else None
+
+            def swap_aside(box: Tensor) -> None:
+                _gather(box.view(-1), box[placement.group].view(-1), group=pair)
+
+            def all_reduce_aside(tensor: Tensor) -> Tensor:
+                if group is not None:
+                    dist.all_reduce(tensor, group=group)
+                return tensor
+
+            def swap_sums(sums: Tensor) -> None:
+                _gather(sums.view(-1), sums[placement.rank].view(-1))
+
+            self._swap_calls = SwapCalls(swap_aside, all_reduce_aside, swap_sums)
+            swap_aside(torch.zeros(2, 1, device=self.device))
+            all_reduce_aside(torch.zeros(1, device=self.device))
+            swap_sums(torch.zeros(placement.world_size, 1, device=self.device))
+            self.synchronize()
+        return self._swap_calls
+
+    def _small_group(self, ranks: list[int], max_ctas: int) -> dist.ProcessGroup:
+        """A group whose collectives take few thread blocks."""
+        options = None
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = max_ctas
+        return dist.new_group(ranks, pg_options=options)
 
     def agree(self, flag: bool) -> bool:
         """Whether `flag` is set on every rank of the job."""

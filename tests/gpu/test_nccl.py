@@ -34,6 +34,7 @@ RUNS: dict[int, list[tuple[str, str, str, str, tuple[str, ...]]]] = {
         ("nccl2", "off", "nccl", "on", ("0.1",)),
         ("paired2", "paired", "symm", "on", THRESHOLDS),
         ("launched2", "paired", "symm", "off", ("0.1",)),
+        ("swapped2", "paired", "nccl", "on", THRESHOLDS),
         ("eager2", "paired", "nccl", "off", ("0.1",)),
         ("simulated2", "simulated", "nccl", "auto", ("0.1",)),
     ],
@@ -42,11 +43,12 @@ RUNS: dict[int, list[tuple[str, str, str, str, tuple[str, ...]]]] = {
         ("nccl4", "off", "nccl", "on", ("0.1",)),
         ("launched4", "off", "symm", "off", ("0.1",)),
         ("paired4", "paired", "symm", "on", THRESHOLDS),
+        ("swapped4", "paired", "nccl", "on", THRESHOLDS),
     ],
 }
 # Jobs of one wave run side by side: ranks -> GPUs.
 WAVES = [{1: "2", 2: "0,1"}, {4: "0,1,2,3"}]
-WITH_LONG = ("simulated1", "paired2", "paired4")
+WITH_LONG = ("simulated1", "paired2", "paired4", "swapped2", "swapped4")
 OFF = [run[0] for runs in RUNS.values() for run in runs if run[1] == "off"]
 
 pytestmark = [
@@ -136,7 +138,7 @@ def test_off_gives_the_same_tokens_however_it_runs(results: dict[str, list[dict]
     assert all(len(tokens) == 12 for row in results[name] for tokens in row["sampled"])
 
 
-@pytest.mark.parametrize("name", ["paired2", "paired4", "launched2", "eager2", "simulated2"])
+@pytest.mark.parametrize("name", ["paired2", "paired4", "swapped2", "swapped4", "launched2", "eager2", "simulated2"])
 def test_paired_equals_simulated(results: dict[str, list[dict]], name: str) -> None:
     """Tokens and hit maps are those of the reference semantics on one GPU, however many ranks a group has."""
     reference = {(row["threshold"], tuple(row["prompt_lens"])): row for row in short(results["simulated1"])}
@@ -146,7 +148,7 @@ def test_paired_equals_simulated(results: dict[str, list[dict]], name: str) -> N
         assert row["hits"] == reference[where]["hits"], where
 
 
-@pytest.mark.parametrize("name", ["paired2", "paired4"])
+@pytest.mark.parametrize("name", ["paired2", "paired4", "swapped2", "swapped4"])
 def test_thousands_of_role_swaps(
     results: dict[str, list[dict]], name: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -169,6 +171,6 @@ def test_both_verdicts_occurred(results: dict[str, list[dict]]) -> None:
 
 
 def test_threshold_zero_gives_the_tokens_of_off(results: dict[str, list[dict]]) -> None:
-    for name in ("simulated1", "paired2", "paired4"):
+    for name in ("simulated1", "paired2", "paired4", "swapped2", "swapped4"):
         tokens = [row["tokens"] for row in results[name] if row["threshold"] == "0"]
         assert tokens == [row["tokens"] for row in results["off1"]]

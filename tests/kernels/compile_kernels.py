@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from alspec.kernels import flashq_kernels, gemv, handover, lean_attention, lean_kernel, next_token, residual
+from alspec.kernels import flashq_kernels, gemv, handover, lean_attention, lean_kernel, next_token, residual, swap
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
@@ -47,15 +47,19 @@ def compile_for(capability: int, kernel: Any, num_warps: int, constants: dict[st
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
 
 
-def lean(capability: int, group: int, head_dim: int, batch_size: int, spec: bool, gate: bool = False) -> Any:
+def lean(
+    capability: int, group: int, head_dim: int, batch_size: int, spec: bool, gate: bool = False, part: str = "all"
+) -> Any:
     """The attention kernel as `lean_decode_attention` launches it."""
     constants = {
         "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
         "B_PAD": lean_attention._padded(batch_size),
         "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability >= 90 else 2, "MERGE": 16,
-        "SPEC": spec, "PART": 0,
-        "FLAG": spec, "PDL": capability >= 90,
+        "SPEC": spec, "PART": lean_attention.PARTS[part],
+        "FLAG": spec and part == "all", "PDL": capability >= 90 and part != "predictor",
     }  # fmt: skip
+    if part != "all":
+        constants |= dict.fromkeys(["spec_flag_ptr", "epoch_ptr"])
     if not gate:
         constants["gate_ptr"] = None
     if not spec:
@@ -112,6 +116,11 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     only_x = message | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"])
     receive = message | {"GROUP": 4, "OUT_PAD": 512}
     stream = {"HIDDEN": hidden, "BLOCK": 32} | pdl
+    packed = message | {"BLOCK": swap.BLOCK}
+    settle = {
+        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "HQ": heads, "HQ_PAD": heads, "T": tp_size,
+    } | pdl  # fmt: skip
+    gates = dict.fromkeys(["redoes_ptr", "next_sends_ptr", "next_receives_ptr"], "*i32")
     decide = {
         "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "HQ": heads, "HQ_PAD": heads, "T": tp_size,
         "T_PAD": tp_size,
@@ -129,6 +138,16 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "receive_stream": compiled(handover._receive_stream_kernel, stream),
         "decide": compiled(handover._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(handover._decide_kernel, decide),
+        "pack_handover": compiled(swap._pack_kernel, packed, out_ptr="*fp32"),
+        "pack_stream": compiled(
+            swap._pack_kernel,
+            packed | {"PDL": False} | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
+            out_ptr="*fp32",
+        ),
+        "unpack_handover": compiled(swap._unpack_handover_kernel, packed | {"OUT": heads * 128}, attn_out_ptr="*bf16"),
+        "unpack_stream": compiled(swap._unpack_stream_kernel, stream),
+        "settle": compiled(swap._settle_kernel, settle | {"forced_ptr": None}, **gates),
+        "settle, forced": compiled(swap._settle_kernel, settle, **gates),
     }
 
 
@@ -175,7 +194,8 @@ def main(capability: int) -> None:
     """Compile everything and print the report."""
     variants = itertools.product((1, 8), (False, True))
     compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in variants}
-    compiled["lean, gated"] = lean(capability, 4, 128, 1, True, True)
+    for part in ("all", "predictor", "rest"):
+        compiled[f"lean, gated, {part}"] = lean(capability, 4, 128, 1, True, True, part)
     compiled |= quantised_cache(capability)
     for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
         kernels = decode_step(capability, tp_size, batch_size)

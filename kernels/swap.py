@@ -1,0 +1,390 @@
+"""Paired decoding where no rank can write into another's memory: boxes that a collective swaps, and gates.
+
+A collective cannot be skipped on one rank. So paired ranks always send each other a box, whoever has something to say,
+and the sums of all ranks go to all: every rank comes to every verdict by itself, and knows who sends in the next layer.
+
+    sends, receives  of layer 0 as the last step ended; swapped after each accepted guess
+    redoes           a sender whose guess was rejected: it computes what its receiver did in vain
+
+A layer is, with each kernel gated by the word in brackets, two branches between a fork and a join:
+
+    lean_decode_attention, predictor [sends], pack_handover [sends]
+      beside:  swap of the boxes, unpack_handover [receives], post-attention and next pre-attention [receives]
+      here:    lean_decode_attention, rest [sends], sums of all ranks, settle, post- and next pre-attention [redoes]
+
+On no rank are both branches open, so they work on the same activations. Each layer has gate words of its own: one
+branch reads them while the other sets those of the next layer.
+
+Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
+group, S sums of squares of each request, M = hidden + 2 Hkv D values of a request's handover without `A~`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .exchange import Exchange
+from .handover import _judge, _message, _store_message, squared
+from .launch import launch_options, prefer_l1
+from .lean_attention import Speculation
+from .mailbox import PairShape
+from .residual import BLOCK as STREAM_BLOCK
+from .residual import _write_stream, num_square_sums
+
+__all__ = ["Gates", "Swap", "SwapCalls", "pack_handover", "pack_stream", "settle", "unpack_handover", "unpack_stream"]
+
+BLOCK = 128  # values of one program
+
+
+@dataclass(frozen=True)
+class SwapCalls:
+    """Calls that all ranks make in the same order, on the current stream. Those of the branch beside the main one have
+    communicators of their own."""
+
+    swap_aside: Callable[[Tensor], None]  # [2, ...]: each group's part, to the other group
+    all_reduce_aside: Callable[[Tensor], Tensor]  # sum over the group
+    swap_sums: Callable[[Tensor], None]  # [world, ...]: each rank's part, to all
+
+
+@dataclass(frozen=True)
+class Gates:
+    """A layer's words, each [1] int32."""
+
+    sends: Tensor
+    receives: Tensor
+    redoes: Tensor
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One rank's side of a pair that talks by collectives."""
+
+    shape: PairShape
+    group: int
+    boxes: Tensor  # [2, B Hq D + B M, filled up] fp32: the handovers of both groups; A~ first
+    streams: Tensor  # [2, B, hidden] fp32: x after the last layer
+    sums: Tensor  # [2 T, B, Hq, 2] fp32: dist2 and norm2 of each query head, of all ranks
+    gate_words: Tensor  # [3, L + 1, 4] int32: sends, receives, redoes; the first of 4 counts, for their alignment
+    aside: Exchange  # partial sums of the branch beside the main one
+    calls: SwapCalls
+    stream: torch.cuda.Stream | None  # of that branch
+
+    @classmethod
+    def allocate(cls, shape: PairShape, exchange: Exchange, group: int, calls: SwapCalls) -> Swap:
+        """Buffers beside those of `exchange`, the group's; group 0 is the first sender."""
+        device, batch = exchange.partial.device, shape.batch_size
+        size = batch * (shape.num_qo_heads * shape.head_dim + shape.message_words)
+
+        def new(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        gate_words = new(3, shape.num_layers + 1, 4, dtype=torch.int32)
+        gate_words[group, 0, 0] = 1
+        return cls(
+            shape=shape,
+            group=group,
+            boxes=new(2, -(-size // 4) * 4),
+            streams=new(2, batch, shape.hidden_size),
+            sums=new(2 * shape.tp_size, batch, shape.num_qo_heads, 2),
+            gate_words=gate_words,
+            aside=Exchange(
+                new(batch, shape.hidden_size), exchange.epoch, exchange.fault, exchange.tp_rank, exchange.tp_size,
+                exchange.rank,
+            ),
+            calls=calls,
+            # Of high priority: what is ready there begins before more of the main branch does.
+            stream=torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None,
+        )  # fmt: skip
+
+    def gates(self, layer: int) -> Gates:
+        """The gates of a layer, or with L of what follows the last one."""
+        return Gates(*(word[:1] for word in self.gate_words[:, layer]))
+
+    @property
+    def own_sums(self) -> Tensor:
+        """[B, Hq, 2] of `sums`: this rank's."""
+        return self.sums[self.group * self.shape.tp_size + self.aside.tp_rank]
+
+    def speculation(self, chunk_size: int) -> Speculation:
+        """For the attention of a layer: `A~` and its sums go into what is swapped."""
+        spec_out = self.box_parts(self.group)[0]
+        return Speculation(chunk_size, spec_out.view(*self.own_sums.shape[:2], self.shape.head_dim), self.own_sums)
+
+    def box_parts(self, group: int) -> tuple[Tensor, Tensor]:
+        """A group's `A~` [B, Hq D], and x, k and v [B, M]."""
+        shape = self.shape
+        sizes = [shape.batch_size * shape.num_qo_heads * shape.head_dim, shape.batch_size * shape.message_words]
+        spec_out, message = self.boxes[group, : sum(sizes)].split(sizes)
+        return spec_out.view(shape.batch_size, -1), message.view(shape.batch_size, -1)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is launched inside runs after what came before, and beside what comes until `join`."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """What comes runs after both branches.
+
+        Its first launch must not be a programmatic dependent one: that waits for one kernel, not for two.
+        """
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def next_step(self) -> None:
+        """After the last layer: the next step begins as this one ends."""
+        self.gate_words[:, 0].copy_(self.gate_words[:, -1])
+
+
+@triton.jit
+def _pack_kernel(
+    x_ptr,  # [B, HIDDEN] fp32
+    k_ptr,  # [B, HKV, N, D], or None: only x
+    v_ptr,
+    seq_lens_ptr,  # [B] int32, with the new token
+    out_ptr,  # [B, num_values] fp32
+    gate_ptr,  # [1] int32
+    capacity,
+    num_values,
+    HIDDEN: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK values of one request; grid [num_values / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    request = tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value, exist = _message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
+    tl.store(out_ptr + request * num_values + place, value, mask=exist)
+
+
+def pack_handover(swap: Swap, layer: int, x: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> None:
+    """The sender's x and the newest token's k and v, into its box beside `A~`. Gated by `sends`.
+
+    Args:
+        x: [B, hidden] fp32.  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] int32 with the new token.
+    Capture: graph-safe; allocates nothing.
+    """
+    message = swap.box_parts(swap.group)[1]
+    _pack(swap, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message, launch_options(x.device)["PDL"])
+
+
+def pack_stream(swap: Swap, x: Tensor) -> None:
+    """The sender's x after the last layer, for the swap. Gated by `sends`; x: [B, hidden] fp32.
+
+    Capture: graph-safe; allocates nothing. Not a dependent launch: the first one after a join.
+    """
+    _pack(swap, swap.shape.num_layers, x, None, None, None, 0, swap.streams[swap.group], False)
+
+
+def _pack(
+    swap: Swap,
+    layer: int,
+    x: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    seq_lens: Tensor | None,
+    capacity: int,
+    out: Tensor,
+    is_dependent: bool,
+) -> None:
+    shape, num_values = swap.shape, out.shape[1]
+    compiled = _pack_kernel[(triton.cdiv(num_values, BLOCK), shape.batch_size)](
+        x, k_cache, v_cache, seq_lens, out, swap.gates(layer).sends, capacity, num_values, HIDDEN=shape.hidden_size,
+        HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK, num_warps=1,
+        **(launch_options(x.device) if is_dependent else {"PDL": False}),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit
+def _unpack_handover_kernel(
+    spec_out_ptr,  # [B, OUT] fp32, OUT = Hq D
+    message_ptr,  # [B, M] fp32
+    x_ptr,  # [B, HIDDEN] fp32
+    k_ptr,  # [B, HKV, N, D]
+    v_ptr,
+    seq_lens_ptr,  # [B] int32, with the new token
+    attn_out_ptr,  # [B, OUT]
+    gate_ptr,  # [1] int32
+    capacity,
+    HIDDEN: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK values of one request, of `A~` or of the rest; grid [OUT / BLOCK + M / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    request = tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) < tl.cdiv(OUT, BLOCK):
+        spec_out = tl.load(spec_out_ptr + request * OUT + place, mask=place < OUT, other=0.0)
+        tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=place < OUT)
+    else:
+        place -= tl.cdiv(OUT, BLOCK) * BLOCK
+        M: tl.constexpr = HIDDEN + 2 * HKV * D
+        value = tl.load(message_ptr + request * M + place, mask=place < M, other=0.0)
+        _store_message(value, place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
+
+
+def unpack_handover(
+    swap: Swap,
+    layer: int,
+    x: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    attn_out: Tensor,
+) -> None:
+    """What the paired rank handed over: x, k, v and `A~`, from its box. Gated by `receives`.
+
+    Args:
+        x: [B, hidden] fp32, written.  k_cache, v_cache: [B, Hkv, N, D], the newest token written.
+        seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape = swap.shape
+    spec_out, message = swap.box_parts(1 - swap.group)
+    blocks = triton.cdiv(spec_out.shape[1], BLOCK) + triton.cdiv(message.shape[1], BLOCK)
+    compiled = _unpack_handover_kernel[(blocks, shape.batch_size)](
+        spec_out, message, x, k_cache, v_cache, seq_lens, attn_out, swap.gates(layer).receives, k_cache.shape[2],
+        HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, OUT=spec_out.shape[1], BLOCK=BLOCK,
+        num_warps=1, **launch_options(x.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit
+def _unpack_stream_kernel(
+    stream_ptr,  # [B, HIDDEN] fp32
+    x_ptr,  # [B, HIDDEN] fp32
+    gamma_ptr,  # [HIDDEN]
+    x_norm_ptr,  # [B, HIDDEN]
+    squares_ptr,  # [B, S] fp32
+    gate_ptr,  # [1] int32
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK channels of one request; grid [HIDDEN / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+    request = tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < HIDDEN
+    gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    at = request * HIDDEN + channels
+    x = tl.load(stream_ptr + at, mask=inside, other=0.0)
+    _write_stream(x, at, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
+
+
+def unpack_stream(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor) -> None:
+    """The sender's x after the last layer, and what the norm before the LM head needs. Gated by `receives`.
+
+    Args: as `reduce_norm`; x is overwritten.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape = swap.shape
+    compiled = _unpack_stream_kernel[(num_square_sums(shape.hidden_size), shape.batch_size)](
+        swap.streams[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).receives,
+        HIDDEN=shape.hidden_size, BLOCK=STREAM_BLOCK, num_warps=1, **launch_options(x.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit(do_not_specialize=["layer", "group"])
+def _settle_kernel(
+    sums_ptr,  # [2 T, B, HQ, 2] fp32
+    live_ptr,  # [B] int32
+    forced_ptr,  # [L] int32, or None
+    hits_ptr,  # [L, B] int32
+    sends_ptr,  # [1] int32, of this layer
+    redoes_ptr,  # [1] int32, of this layer
+    next_sends_ptr,  # [1] int32, of the next
+    next_receives_ptr,  # [1] int32
+    layer,
+    group,
+    threshold2,
+    ALWAYS: tl.constexpr,
+    B: tl.constexpr,
+    B_PAD: tl.constexpr,
+    HQ: tl.constexpr,
+    HQ_PAD: tl.constexpr,
+    T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sends = tl.load(sends_ptr)
+    first_rank = tl.where(sends == 1, group, 1 - group) * T
+    # Two sums of each request, side by side.
+    place = tl.arange(0, 2 * B_PAD)
+    heads = tl.arange(0, HQ_PAD)
+    exist = (place < 2 * B)[:, None] & (heads < HQ)[None, :]
+    at = ((place // 2)[:, None] * HQ + heads[None, :]) * 2 + (place % 2)[:, None]
+    total = tl.zeros([2 * B_PAD], tl.float32)
+    # In rank order: all ranks of the job reach the same bits, and the same verdict.
+    for tp_rank in tl.static_range(T):
+        of_rank = sums_ptr + (first_rank + tp_rank) * (B * HQ * 2)
+        total += tl.sum(tl.load(of_rank + at, mask=exist, other=0.0), 1)
+    accepted, verdict = _judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
+    requests = tl.arange(0, B_PAD)
+    next_sends = tl.where(verdict, 1 - sends, sends)
+    tl.store(redoes_ptr, tl.where(verdict, 0, sends))
+    tl.store(next_sends_ptr, next_sends)
+    tl.store(next_receives_ptr, 1 - next_sends)
+    tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
+
+
+def settle(swap: Swap, layer: int, live: Tensor, threshold: float, hits: Tensor, forced: Tensor | None = None) -> None:
+    """The verdict on a layer's guess from `swap.sums` of all ranks, on every rank: this layer's `redoes`, and who sends
+    and receives in the next. Ungated.
+
+    Rules: `alspec.verdict`, `alspec.priority`. Oracle: `decide_ref`.
+
+    Args:
+        live: [B] int32, the same on every rank of the job.  threshold: lambda >= 0, fixed at capture.
+        hits: [L, B] int32, this layer written.  forced: [L] int32, as `decide`.
+    Raises:
+        ValueError: `threshold` is negative or NaN.
+    Capture: graph-safe; allocates nothing.
+    """
+    threshold2, always = squared(threshold)
+    shape, gates, following = swap.shape, swap.gates(layer), swap.gates(layer + 1)
+    compiled = _settle_kernel[(1,)](
+        swap.sums, live, forced, hits, gates.sends, gates.redoes, following.sends, following.receives, layer,
+        swap.group, threshold2, ALWAYS=always, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
+        HQ=shape.num_qo_heads, HQ_PAD=triton.next_power_of_2(shape.num_qo_heads), T=shape.tp_size, num_warps=1,
+        **launch_options(live.device),
+    )  # fmt: skip
+    prefer_l1(compiled)

@@ -1,0 +1,206 @@
+"""The kernels of a pair that swaps boxes, with all ranks in one process; what a collective does, the tests copy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.kernels.exchange import Exchange
+from alspec.kernels.mailbox import PairShape
+from alspec.kernels.reference import decide_ref, reduce_norm_ref
+from alspec.kernels.residual import num_square_sums
+from alspec.kernels.swap import Swap, SwapCalls, pack_handover, pack_stream, settle, unpack_handover, unpack_stream
+from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender
+
+Check = Callable[[Tensor, Tensor, torch.dtype], None]
+
+SHAPES = [
+    pytest.param(PairShape(3, 1, 1, 64, 4, 2, 16), 5, id="one request"),
+    pytest.param(PairShape(2, 2, 1, 200, 8, 1, 48), 9, id="odd head_dim"),
+    pytest.param(PairShape(2, 3, 1, 97, 9, 3, 20), 70, id="odd hidden size"),
+]
+
+
+def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def no_call(tensor: Tensor) -> Tensor:
+    raise AssertionError("the tests exchange what the ranks would")
+
+
+def swaps(device: torch.device, shape: PairShape) -> list[list[Swap]]:
+    """Those of every rank: [group][tp_rank], with NaN in all that is swapped."""
+    found: list[list[Swap]] = []
+    for group in range(2):
+        found.append([])
+        for tp_rank in range(shape.tp_size):
+            exchange = Exchange(
+                partial=nan(device, torch.float32, shape.batch_size, shape.hidden_size),
+                epoch=torch.ones(1, dtype=torch.int32, device=device),
+                fault=torch.zeros(1, dtype=torch.int32, device=device),
+                tp_rank=tp_rank,
+                tp_size=shape.tp_size,
+                rank=group * shape.tp_size + tp_rank,
+            )
+            swap = Swap.allocate(shape, exchange, group, SwapCalls(no_call, no_call, no_call))
+            for buffer in (swap.boxes, swap.streams, swap.sums):
+                buffer.fill_(torch.nan)
+            found[-1].append(swap)
+    return found
+
+
+def open_gates(source: Swap, target: Swap, layer: int) -> None:
+    for swap in (source, target):
+        swap.gate_words.zero_()
+    source.gates(layer).sends.fill_(1)
+    target.gates(layer).receives.fill_(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "capacity"), SHAPES)
+def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, shape: PairShape, capacity: int) -> None:
+    layer, batch = shape.num_layers - 1, shape.batch_size
+    (source,), (target,) = swaps(device, shape)
+    open_gates(source, target, layer)
+    cache = (batch, shape.num_kv_heads, capacity, shape.head_dim)
+    seq_lens = torch.randint(1, capacity + 1, (batch,), dtype=torch.int32, device=device)
+    x = torch.randn(batch, shape.hidden_size, device=device)
+    x[0, :4] = torch.tensor([torch.inf, -0.0, 1e-41, -torch.inf])
+    k, v, old_k, old_v = (torch.randn(cache, device=device).to(dtype) for _ in range(4))
+    # Of a dtype's values, for the interpreter truncates where a GPU rounds.
+    speculation = source.speculation(64)
+    speculation.spec_out.copy_(torch.randn_like(speculation.spec_out).to(dtype))
+    pack_handover(source, layer, x, k, v, seq_lens)
+    target.boxes[source.group].copy_(source.boxes[source.group])
+
+    new_k, new_v = old_k.clone(), old_v.clone()
+    new_x = nan(device, torch.float32, *x.shape)
+    attn_out = nan(device, dtype, batch, shape.num_qo_heads, shape.head_dim)
+    unpack_handover(target, layer, new_x, new_k, new_v, seq_lens, attn_out)
+    assert torch.equal(new_x.view(torch.int32), x.view(torch.int32))
+    is_newest = (torch.arange(capacity, device=device) == (seq_lens - 1)[:, None])[:, None, :, None]
+    for found, sent, old in ((new_k, k, old_k), (new_v, v, old_v)):
+        assert torch.equal(found, torch.where(is_newest, sent, old))
+    assert torch.equal(attn_out, speculation.spec_out.to(dtype))
+    assert source.boxes[1 - source.group].isnan().all(), "the sender wrote into the other group's box"
+
+
+@pytest.mark.parametrize(("shape", "capacity"), SHAPES)
+def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capacity: int) -> None:
+    (source,), (target,) = swaps(device, shape)
+    seq_lens = torch.ones(shape.batch_size, dtype=torch.int32, device=device)
+    x = torch.randn(shape.batch_size, shape.hidden_size, device=device)
+    k, v = torch.randn(2, shape.batch_size, shape.num_kv_heads, capacity, shape.head_dim, device=device)
+    written = [x, k, v, torch.randn(shape.batch_size, shape.num_qo_heads, shape.head_dim, device=device), x.clone()]
+    written.append(torch.randn(shape.batch_size, num_square_sums(shape.hidden_size), device=device))
+    before = [tensor.clone() for tensor in written]
+    for swap in (source, target):
+        swap.gate_words.zero_()
+        # Every other gate is open.
+        swap.gate_words[:, :, 1:] = 1
+        swap.gates(1).sends.fill_(1)
+        swap.gates(1).receives.fill_(1)
+    pack_handover(source, 0, x, k, v, seq_lens)
+    pack_stream(source, x)
+    unpack_handover(target, 0, x, k, v, seq_lens, written[3])
+    unpack_stream(target, x, x[0].clone(), written[4], written[5])
+    assert all(torch.equal(now, then) for now, then in zip(written, before, strict=True))
+    assert source.boxes.isnan().all()
+    assert source.streams.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("batch", "hidden"), [(1, 64), (3, 97)])
+def test_the_stream_reaches_the_other_group(
+    device: torch.device, dtype: torch.dtype, batch: int, hidden: int, check: Check
+) -> None:
+    (target,), (source,) = swaps(device, PairShape(2, batch, 1, hidden, 3, 1, 20))
+    open_gates(source, target, 2)
+    sent, gamma = torch.randn(batch, hidden, device=device), torch.randn(hidden, device=device).to(dtype)
+    x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
+    squares = nan(device, torch.float32, batch, num_square_sums(hidden))
+    pack_stream(source, sent)
+    target.streams[source.group].copy_(source.streams[source.group])
+    unpack_stream(target, x, gamma, x_norm, squares)
+    assert torch.equal(x, sent)
+    _, expected, square_sum = reduce_norm_ref(torch.zeros_like(sent)[None], sent, gamma)
+    check(x_norm, expected, dtype)
+    check(squares.sum(1), square_sum, torch.float32)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+@pytest.mark.parametrize("threshold", [0.0, 0.1, float("inf"), 1e25])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, threshold: float, batch: int) -> None:
+    """Of the sending group's sums, whichever it is; those of the other are anything."""
+    shape = PairShape(8, batch, tp_size, 32, 3, 1, 16)
+    ranks = [swap for group in swaps(device, shape) for swap in group]
+    generator = torch.Generator().manual_seed(batch * tp_size)
+    verdicts = set()
+    for layer in range(shape.num_layers):
+        rank_sums = torch.rand(tp_size, batch, 3, 2, generator=generator) + 0.5
+        low, high = [(-1, -0.5), (0.5, 1), (-0.5, 0.5)][layer % 3]
+        near = torch.rand(tp_size, batch, 3, generator=generator) * (high - low) + low
+        rank_sums[..., 0] = rank_sums[..., 1] * min(threshold, 1.0) ** 2 * (1 + near)
+        live = (torch.rand(batch, generator=generator) < 0.7).int()
+        rank_sums = rank_sums.to(device)
+        accepted, verdict = decide_ref(rank_sums, live.to(device), threshold)
+        group = layer % 2
+        for rank in ranks:
+            rank.gate_words.zero_()
+            word = rank.gates(layer).sends if rank.group == group else rank.gates(layer).receives
+            word.fill_(1)
+            rank.sums.fill_(torch.nan)
+            rank.sums[group * tp_size : (group + 1) * tp_size] = rank_sums
+            hits = torch.full((shape.num_layers, batch), -1, dtype=torch.int32, device=device)
+            settle(rank, layer, live.to(device), threshold, hits)
+            assert torch.equal(hits[layer].bool(), accepted)
+            assert (hits[torch.arange(shape.num_layers) != layer] == -1).all()
+            sends_next = (rank.group == group) != verdict
+            found = rank.gates(layer + 1)
+            assert (int(found.sends), int(found.receives)) == (int(sends_next), int(not sends_next))
+            assert int(rank.gates(layer).redoes) == int(rank.group == group and not verdict)
+        verdicts.add(verdict)
+    assert verdicts == {True} if threshold > 1 else False in verdicts
+    assert True in verdicts or threshold == 0
+
+
+@pytest.mark.parametrize("threshold", [-0.1, float("nan")])
+def test_a_threshold_that_is_no_number_from_zero_on(device: torch.device, threshold: float) -> None:
+    (source,), _ = swaps(device, PairShape(1, 1, 1, 32, 2, 1, 16))
+    with pytest.raises(ValueError, match="threshold"):
+        settle(source, 0, torch.ones(1), threshold, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize(("num_layers", "steps", "seed"), [(1, 9, 0), (7, 6, 1)])
+@pytest.mark.parametrize("hit_rate", [0.0, 0.5, 1.0])
+def test_roles_follow_the_rules_over_many_layers_and_steps(
+    device: torch.device, num_layers: int, steps: int, seed: int, hit_rate: float
+) -> None:
+    """Forced verdicts; exactly one of the two branches' gates is open on a rank that goes on, on the others none."""
+    rng = random.Random(seed)
+    ranks = [swap for (swap,) in swaps(device, PairShape(num_layers, 1, 1, 32, 2, 1, 16))]
+    live, hits = (torch.ones(shape, dtype=torch.int32, device=device) for shape in ((1,), (num_layers, 1)))
+    source = sender(INITIAL_PRIORITY)
+    for _ in range(steps):
+        priority = (2, 0) if source == 0 else (0, 2)
+        forced = [int(rng.random() < hit_rate) for _ in range(num_layers)]
+        for layer, verdict in enumerate(forced):
+            source = sender(priority)
+            priority = after_verdict(after_handover(priority), bool(verdict))
+            for rank in ranks:
+                settle(rank, layer, live, 0.5, hits, torch.tensor(forced, dtype=torch.int32, device=device))
+                words = rank.gates(layer)
+                assert (int(words.sends), int(words.receives)) == ((1, 0) if rank.group == source else (0, 1))
+                assert int(words.redoes) == int(rank.group == source and not verdict)
+        assert hits.flatten().tolist() == forced
+        source = sender(priority)
+        for rank in ranks:
+            assert int(rank.gates(num_layers).sends) == int(rank.group == source)
+            rank.next_step()
+            assert int(rank.gates(0).sends) == int(rank.group == source)

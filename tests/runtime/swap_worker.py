@@ -1,0 +1,78 @@
+"""One rank of two paired groups whose fused steps talk by collectives; started with torchrun's variables.
+
+Run as `swap_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json with the tokens and hits of each
+step of each case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alspec.config import SamplingConfig, SpeculationConfig
+from alspec.models.checkpoint import Checkpoint
+from alspec.models.config import LlamaConfig
+from alspec.models.llama import Llama, load_weights
+from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.placement import Placement
+from alspec.runtime.prefill import prefill
+from alspec.runtime.replay import DecodeLoop
+from alspec.runtime.transport import Transport, connect_store
+
+CPU = torch.device("cpu")
+
+
+def no_operation(name: str, layer: int) -> nullcontext[None]:
+    return nullcontext()
+
+
+def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> list[dict[str, Any]]:
+    config, prompts = model.config, case["prompts"]
+    kv_heads = config.num_kv_heads // transport.placement.tp_size
+    capacity = max(map(len, prompts)) + max(sum(threshold["steps"] for threshold in case["thresholds"]), 2)
+    cache = KVCache(config.num_layers, len(prompts), kv_heads, capacity, config.head_dim, torch.float32, CPU)
+    speculation = SpeculationConfig(mode="paired", chunk_size=128)
+    loop = DecodeLoop.build(model, cache, transport, False, False, no_operation, speculation)
+    found = []
+    for threshold in case["thresholds"]:
+        loop.speculate(float(threshold["value"]))
+        fault = loop.prepare(SamplingConfig())
+        tokens = [
+            int(prefill(model, cache, transport, request, ids, no_operation)[0].argmax())
+            for request, ids in enumerate(prompts)
+        ]
+        loop.begin(tokens, [len(ids) + 1 for ids in prompts])
+        for step in range(threshold["steps"]):
+            live = [step < limit for limit in case["live_steps"]]
+            record = loop.step(threshold["steps"] - step, live)
+            assert record.hits is not None
+            found.append(
+                {"tokens": record.token_ids, "hits": record.hits.int().tolist(), "fault": record.fault | fault}
+            )
+    return found
+
+
+def main(folder: Path) -> None:
+    spec = json.loads((folder / "spec.json").read_text())
+    torch.set_num_threads(1)
+    environment = Placement.from_environment()
+    placement = Placement(environment.rank, environment.world_size, num_groups=2)
+    transport = Transport(placement, CPU, "gloo", connect_store(placement))
+    config = LlamaConfig.from_folder(Path(spec["model"]))
+    weights = load_weights(Checkpoint.open(Path(spec["model"]), config), config, placement.shard, torch.float32, CPU)
+    model = Llama(config, weights, transport.all_reduce)
+    results = [run_case(model, transport, case) for case in spec["cases"]]
+    (folder / f"rank{placement.rank}.json").write_text(json.dumps(results))
+    transport.barrier()
+    transport.close()
+
+
+if __name__ == "__main__":
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    main(Path(sys.argv[1]))

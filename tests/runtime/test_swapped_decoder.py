@@ -1,0 +1,114 @@
+"""Fused steps of two paired groups that talk by collectives, over Gloo, against the simulated step program."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alspec.models.checkpoint import Checkpoint
+from alspec.models.config import LlamaConfig
+from alspec.models.llama import Llama, load_weights
+from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.placement import Placement
+from alspec.runtime.prefill import prefill
+from alspec.runtime.step import DecodeState, StepProgram
+from alspec.runtime.transport import Transport
+
+CPU = torch.device("cpu")
+S = 128
+GENERATOR = torch.Generator().manual_seed(2)
+
+
+def no_operation(name: str, layer: int) -> nullcontext[None]:
+    return nullcontext()
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(256, (length,), generator=GENERATOR).tolist()
+
+
+# A step has 6 layers, and the groups begin a threshold as they ended the one before. In the batch the requests end at
+# other steps, and one is too short to leave tokens out.
+CASES: dict[str, dict[str, Any]] = {
+    "one request": {
+        "prompts": [prompt(341)],
+        "live_steps": [9],
+        "thresholds": [{"value": "0.35", "steps": 3}, {"value": "inf", "steps": 1}, {"value": "0", "steps": 1}],
+    },
+    "ragged batch": {
+        "prompts": [prompt(350), prompt(70), prompt(333)],
+        "live_steps": [1, 9, 2],
+        "thresholds": [{"value": "0.4", "steps": 3}],
+    },
+}
+
+
+def run_ranks(folder: Path, model: Path, world_size: int, cases: list[dict[str, Any]]) -> list[Any]:
+    """What each rank recorded."""
+    (folder / "spec.json").write_text(json.dumps({"model": str(model), "cases": cases}))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world_size)}
+    command = [sys.executable, str(Path(__file__).with_name("swap_worker.py")), str(folder)]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(world_size)
+    ]
+    try:
+        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(rank.returncode for rank in ranks), "\n".join(errors)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
+    """The reference: each step's tokens and hits, in one process."""
+    config = LlamaConfig.from_folder(folder)
+    weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
+    transport = Transport(Placement(), CPU, "gloo", None)
+    model = Llama(config, weights, transport.all_reduce)
+    prompts = case["prompts"]
+    shape = (config.num_layers, len(prompts), config.num_kv_heads, max(map(len, prompts)) + 9, config.head_dim)
+    cache = KVCache(*shape, torch.float32, CPU)
+    found = []
+    for threshold in case["thresholds"]:
+        program = StepProgram(model, cache, transport, "simulated", float(threshold["value"]), S, no_operation)
+        tokens = [
+            int(prefill(model, cache, transport, request, ids, no_operation)[0].argmax())
+            for request, ids in enumerate(prompts)
+        ]
+        for step in range(threshold["steps"]):
+            result = program.run(
+                DecodeState(
+                    torch.tensor(tokens),
+                    torch.tensor([len(ids) + 1 + step for ids in prompts], dtype=torch.int32),
+                    torch.tensor([step < limit for limit in case["live_steps"]]),
+                )
+            )
+            assert result.hits is not None
+            tokens = result.logits.argmax(1).tolist()
+            found.append({"tokens": tokens, "hits": result.hits.int().tolist(), "fault": 0})
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tokens_and_hits_are_those_of_one_group(tiny_folder: Path, tmp_path: Path, world_size: int) -> None:
+    cases = list(CASES.values())
+    expected = [simulated(tiny_folder, case) for case in cases]
+    for found in run_ranks(tmp_path, tiny_folder, world_size, cases):
+        assert found == expected
+    for steps in expected:
+        assert {hit for step in steps[:3] for layer in step["hits"] for hit in layer} == {0, 1}
