@@ -23,6 +23,7 @@ from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
+from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.cli import Parser, check_writable, parse_tokens
 from alspec.launch.spec_ready import spec_ready_us
 from alspec.runtime.placement import Placement
@@ -177,7 +178,7 @@ class Results:
         self._command = torchrun + shlex.join(["launch/bench_kernels.py", *sys.argv[1:]])
         self.stream = stream_bandwidth(torch.device("cuda"))
         self._table = Table(title=f"stream {self.stream / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}")
-        for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "speed-up"):
+        for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "TFLOP/s", "speed-up"):
             self._table.add_column(name)
 
     def add(
@@ -189,14 +190,17 @@ class Results:
         size: int,
         base: float | None = None,
         num_gpus: int = 1,
+        flops: int = 0,
     ) -> None:
-        """One implementation on one case that must read `size` bytes; `base` is the first rival's median."""
+        """One implementation on a case that must move `size` bytes; `base` is the first rival's median."""
         rate = size / us["p50"] * 1e6
+        tflop_s = flops / us["p50"] / 1e6
         label = " ".join(f"{key}={value}" for key, value in case.items())
         cells = (
             f"{us['p50']:.1f}",
             f"{rate / 1e12:.2f}",
             f"{100 * rate / self.stream:.0f} %",
+            f"{tflop_s:.0f}" if flops else "-",
             f"{base / us['p50']:.2f}x" if base else "-",
         )
         self._table.add_row(bench, label, impl, *cells)
@@ -209,6 +213,7 @@ class Results:
             "us": {name: round(value, 3) for name, value in us.items()},
             "bytes": size,
             "stream_tb_s": round(self.stream / 1e12, 3),
+            **({"tflop_s": round(tflop_s, 1)} if flops else {}),
             **provenance(num_gpus, self._command),
         }
         with self._rows.open("a", encoding="utf-8") as file:
@@ -278,14 +283,34 @@ def bench_allreduce(results: Results, contexts: list[int]) -> None:
     transport.close()
 
 
-BENCHES = {"decode": bench_decode, "ready": bench_ready, "allreduce": bench_allreduce}
+def bench_prefill(results: Results, _: list[int]) -> None:
+    """INT8 prefill attention, with either softmax, against SDPA: its cases are its own."""
+    for num_queries, num_tokens in PREFILL_CASES:
+        case = PrefillCase.draw(num_queries, num_tokens)
+        heads, dim = f"{case.q.shape[1]}/{case.k.shape[0]}", case.q.shape[2]
+        label = {"heads": heads, "head_dim": dim, "tokens": num_queries, "context": num_tokens}
+        base = None
+        for impl, run in prefill_runs(case).items():
+            check_prefill(case, run)
+            us = time_us(run, 1)
+            base = base or us["p50"]
+            results.add("prefill_attention", impl, label, us, case.num_bytes, base, flops=case.flops)
+        del case, run
+
+
+BENCHES = {
+    "decode": bench_decode,
+    "ready": bench_ready,
+    "allreduce": bench_allreduce,
+    "prefill": bench_prefill,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         parser = Parser(prog="bench_kernels", description="Kernels against PyTorch.", allow_abbrev=False)
-        parser.add_argument("--contexts", default=CONTEXTS, help="tokens in the cache")
+        parser.add_argument("--contexts", default=CONTEXTS, help="tokens in the cache, of decode and ready")
         parser.add_argument("--rows", type=Path, help="append one JSON line for each measurement to this file")
         parser.add_argument("--bench", choices=sorted(BENCHES), help="only this one")
         args = parser.parse_args(argv)
