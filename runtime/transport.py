@@ -165,7 +165,8 @@ class Transport:
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options.config.max_ctas = max_ctas
-        return dist.new_group(ranks, pg_options=options)
+        group: dist.ProcessGroup = dist.new_group(ranks, pg_options=options)
+        return group
 
     def agree(self, flag: bool) -> bool:
         """Whether `flag` is set on every rank of the job."""
