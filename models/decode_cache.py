@@ -50,7 +50,7 @@ def decode_cache(
 
     Args:
         layers: all of one codec.  seq_lens: [B] int32 on the device, with the newest token.
-        num_qo_heads: of this rank.  dtype: of keys and values before a codec takes them.  spare_sms: left to other work while attention runs.
+        num_qo_heads: of this rank.  dtype: of keys and values before a codec takes them.
     """
     plain = [layer for layer in layers if isinstance(layer, KVLayer)]
     if plain:
