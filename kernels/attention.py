@@ -22,11 +22,11 @@ from .flashq import dequantize
 
 __all__ = [
     "decode_attention",
+    "dequantized_prefill_attention",
     "merge_partials",
     "predictor_attention",
     "predictor_attention_all",
     "prefill_attention",
-    "turbo_prefill_attention",
     "verify_attention",
 ]
 
@@ -145,7 +145,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tenso
     return out[0].transpose(0, 1)
 
 
-def turbo_prefill_attention(
+def dequantized_prefill_attention(
     q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, sm_scale: float
 ) -> Tensor:
     """`prefill_attention` over INT8 keys and values, dequantised to q's dtype.

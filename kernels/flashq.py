@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .flashq_layout import BLOCK
+
 __all__ = [
     "BLOCK",
     "INT8_MAX",
@@ -41,7 +43,6 @@ __all__ = [
     "to_int8",
 ]
 
-BLOCK = 64
 INT8_MAX = 119
 MIN_SCALE = 2.0**-126  # smallest normal fp32: a scale that values of zero leave
 SELECTORS = ("gap_std", "entropy", "min_max", "variation")

@@ -540,7 +540,7 @@ def _num_programs(num_tiles: int, per_sm: int, device: torch.device) -> int:
     if not per_sm:
         return num_tiles
     at_once = per_sm * _num_sms(device)
-    return triton.cdiv(num_tiles, max(1, round(num_tiles / at_once)))
+    return -(-num_tiles // max(1, round(num_tiles / at_once)))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -17,15 +17,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..kernels.decode_attention import CacheLayer
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.gemv import gate_up_silu, lm_head, push_partial, qkv_rope_append
 from ..kernels.handover import decide, meet, receive_handover, receive_stream, send_handover, send_stream, take_turn
-from ..kernels.lean_attention import LeanWorkspace, Part, lean_decode_attention
+from ..kernels.lean_attention import Part
 from ..kernels.mailbox import Handover
 from ..kernels.next_token import collect_logits, num_candidates
 from ..kernels.residual import embed_norm, num_square_sums, reduce_norm
 from ..kernels.swap import Swap, pack_handover, pack_stream, settle, unpack_handover, unpack_stream
 from .config import LlamaConfig
+from .decode_cache import decode_cache
 from .llama import LlamaWeights
 
 __all__ = ["SPARE_SMS", "DecodeBuffers", "Decoder", "Operation", "Pairing"]
@@ -116,7 +118,8 @@ class Decoder:
     With `pairing`, the ranks of two groups launch the same list; words on the devices decide what each skips.
 
     Args:
-        k_cache, v_cache: [L, B, Hkv, N, D].  all_reduce: sums `exchange.partial` over the group where no words travel.
+        cache_layers: the cache of each layer, of any codec.
+        all_reduce: sums `exchange.partial` over the group where no words travel.
         all_gather: [B, rows] of each rank -> [world, B, rows], likewise.
     """
 
@@ -125,8 +128,7 @@ class Decoder:
         config: LlamaConfig,
         weights: LlamaWeights,
         inv_freq: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache_layers: Sequence[CacheLayer],
         buffers: DecodeBuffers,
         exchange: Exchange,
         logit_exchange: LogitExchange,
@@ -139,15 +141,12 @@ class Decoder:
         self.buffers = buffers
         self._weights = weights
         self._inv_freq = inv_freq
-        self._k, self._v = k_cache, v_cache
         self._exchange, self._logit_exchange = exchange, logit_exchange
         self._all_reduce, self._all_gather = all_reduce, all_gather
-        batch_size, num_heads, head_dim = buffers.q.shape
-        device = buffers.q.device
-        programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        if device.type == "cuda" and pairing is not None and isinstance(pairing.handover, Swap):
-            programs -= SPARE_SMS
-        self._workspace = LeanWorkspace.allocate(batch_size, num_heads, k_cache.shape[2], head_dim, device, programs)
+        swaps = pairing is not None and isinstance(pairing.handover, Swap)
+        self._cache = decode_cache(
+            cache_layers, buffers.seq_lens, buffers.q.shape[1], buffers.q.dtype, SPARE_SMS if swaps else 0
+        )
         layers = weights.layers
         # The norm that follows each all-reduce: after attention this layer's second, after the MLP the next layer's.
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
@@ -195,9 +194,10 @@ class Decoder:
     def pre_attention(self, layer: int, branch: Branch | None = None) -> None:
         """QKV, RoPE, append. The all-reduce before it belongs to `post_attention` here."""
         at, branch = self.buffers, branch or self._branch(layer)
+        k, v, lengths = self._cache.newest(layer)
         qkv_rope_append(
-            at.x_norm, at.square_sums, self._weights.layers[layer].qkv, at.rope, at.seq_lens, at.q,
-            self._k[layer], self._v[layer], self.config.rms_norm_eps, branch.gates[2],
+            at.x_norm, at.square_sums, self._weights.layers[layer].qkv, at.rope, lengths, at.q, k, v,
+            self.config.rms_norm_eps, branch.gates[2],
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
@@ -206,32 +206,26 @@ class Decoder:
             assert isinstance(self.pairing.handover, Handover)
             self._paired_attention(layer, self.pairing, self.pairing.handover)
             return
-        at = self.buffers
-        lean_decode_attention(
-            at.q, *self._cache(layer), self.config.head_dim**-0.5, self._workspace, at.attn_out, at.lse,
-        )  # fmt: skip
-
-    def _cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self._k[layer], self._v[layer], self.buffers.seq_lens
+        self._cache.append(layer)
+        self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse)
 
     def _paired_attention(self, layer: int, pairing: Pairing, handover: Handover) -> None:
         """The sender hands over, attends and decides; the receiver takes the guess. Neither waits for the other's end.
 
         Source: Attention-Level Speculation, Algorithm 2.
         """
-        at, cache = self.buffers, self._cache(layer)
+        at, cache = self.buffers, self._cache
         take_turn(handover, layer, pairing.hits, PATIENCE_NS)
-        send_handover(handover, layer, at.x, *cache)
+        send_handover(handover, layer, at.x, *cache.newest(layer))
+        cache.append(layer, handover.sends)
         speculation = handover.speculation(layer, pairing.chunk_size, pairing.sums)
-        lean_decode_attention(
-            at.q, *cache, self.config.head_dim**-0.5, self._workspace, at.attn_out, at.lse, speculation,
-            gate=handover.sends,
-        )  # fmt: skip
+        cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=handover.sends)
         decide(
             handover, layer, pairing.sums, pairing.live, pairing.threshold, pairing.hits, PATIENCE_NS,
             pairing.forced,
         )  # fmt: skip
-        receive_handover(handover, layer, at.x, *cache, at.attn_out, PATIENCE_NS)
+        receive_handover(handover, layer, at.x, *cache.newest(layer), at.attn_out, PATIENCE_NS)
+        cache.append(layer, handover.receives)
 
     def _swapped_layer(self, layer: int) -> Iterator[Operation]:
         """The same by collectives, from attention to the next pre-attention: what a receiver does on one stream, beside
@@ -263,21 +257,21 @@ class Decoder:
 
     def _guess(self, layer: int) -> None:
         """The sender's `A~`, with all that its receiver needs."""
+        pack_handover(self._swap, layer, self.buffers.x, *self._cache.newest(layer))
+        self._cache.append(layer, self._swap.gates(layer).sends)
         self._swapped_attention(layer, "predictor")
-        pack_handover(self._swap, layer, self.buffers.x, *self._cache(layer))
 
     def _swapped_attention(self, layer: int, part: Part) -> None:
         assert self.pairing is not None
         at, swap = self.buffers, self._swap
-        lean_decode_attention(
-            at.q, *self._cache(layer), self.config.head_dim**-0.5, self._workspace, at.attn_out, at.lse,
-            swap.speculation(self.pairing.chunk_size), part, swap.gates(layer).sends,
-        )  # fmt: skip
+        speculation = swap.speculation(self.pairing.chunk_size)
+        self._cache.attend(layer, at.q, at.attn_out, at.lse, speculation, part, swap.gates(layer).sends)
 
     def _receive(self, layer: int) -> None:
         at, swap = self.buffers, self._swap
         swap.calls.swap_aside(swap.boxes)
-        unpack_handover(swap, layer, at.x, *self._cache(layer), at.attn_out)
+        unpack_handover(swap, layer, at.x, *self._cache.newest(layer), at.attn_out)
+        self._cache.append(layer, swap.gates(layer).receives)
 
     def _settle(self, layer: int) -> None:
         assert self.pairing is not None

@@ -28,7 +28,6 @@ from ..models.tokenizer import Tokenizer
 from .codecs import Cache, check_codec, new_cache
 from .faults import LOADING, Heartbeat
 from .generation import Generation, IdDecoder, Request, Token
-from .kv_cache import KVCache
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits
 from .placement import Placement, choose_device, choose_mode
 from .prefill import prefill
@@ -78,7 +77,7 @@ class Engine:
         self.device, self.backend, notice = choose_device(config, self.placement)
         self.notices = [notice] if notice else []
         # The fused kernels of a whole step: those steps can be captured, and their results travel in symmetric memory.
-        self._has_decoder = self.device.type == "cuda" and self._decoder_gap() is None
+        self._has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")
         self._uses_symm = self._wants_symm()
         self._wants_graph = self._check_graph(trace)
         stored = self.model_config.dtype if self.device.type == "cuda" else "fp32"
@@ -117,18 +116,12 @@ class Engine:
         """Decode steps are replays of a captured graph."""
         return self.loop is not None and self._wants_graph
 
-    def _decoder_gap(self) -> str | None:
-        """The setting that the fused kernels of a whole step do not have yet."""
-        if self.mode not in ("off", "paired"):
-            return f"speculation {self.mode}"
-        return None if self.config.kv_cache == "bf16" else f"kv_cache {self.config.kv_cache}"
-
     def _wants_symm(self) -> bool:
         """Whether to try symmetric memory; `_load_model` finds out whether it works."""
         if self.config.transport == "symm" and not self._has_decoder:
             raise UserError(
-                f"transport: symm is not available yet with {self._decoder_gap()}; "
-                "use --speculation off or paired and --kv-cache bf16, or --transport nccl"
+                f"transport: symm is not available with speculation {self.mode}; "
+                "use --speculation off or paired, or --transport nccl"
             )
         several = self.placement.world_size > 1
         return self._has_decoder and several and self.config.transport in ("auto", "symm")
@@ -139,15 +132,11 @@ class Engine:
             if self.device.type != "cuda":
                 raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
             if not self._has_decoder:
-                raise UserError(f"cuda_graph: on is not available yet with {self._decoder_gap()}; use auto or off")
+                raise UserError(f"cuda_graph: on is not available with speculation {self.mode}; use auto or off")
             if trace:
                 raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
         if trace and self._has_decoder:
             self.notices.append("operations are launched one by one, because --trace times each of them")
-        if self.device.type == "cuda" and self.mode in ("off", "paired") and self.config.kv_cache != "bf16":
-            self.notices.append(
-                f"operations are launched one by one: a captured step does not read kv_cache {self.config.kv_cache} yet"
-            )
         return self.config.cuda_graph != "off" and not trace
 
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
@@ -201,7 +190,6 @@ class Engine:
         self.cache = new_cache(codec, config, placement.tp_size, batch_size, max_context, self.dtype, self.device)
         is_paired = self.mode == "paired"
         if self._has_decoder and batch_size <= MAX_BATCH:
-            assert isinstance(self.cache, KVCache)
             self.loop = DecodeLoop.build(
                 self.model,
                 self.cache,

@@ -19,7 +19,7 @@ from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
 from ..kernels.swap import Swap
 from ..models.decoder import SPARE_SMS, DecodeBuffers, Decoder, Pairing
 from ..models.llama import Llama
-from .kv_cache import KVCache
+from .codecs import Cache
 from .sampling import sample
 from .step import OperationHook
 from .symmetric import exchanges
@@ -80,7 +80,7 @@ class DecodeLoop:
     def build(
         cls,
         model: Llama,
-        cache: KVCache,
+        cache: Cache,
         transport: Transport,
         use_symm: bool,
         use_graph: bool,
@@ -96,7 +96,7 @@ class DecodeLoop:
         tp_size = transport.placement.tp_size
         num_heads = config.num_qo_heads // tp_size
         shape = PairShape(
-            config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.k.shape[2], config.head_dim
+            config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim
         )
         exchange, logit_exchange, words = exchanges(
             transport, use_symm, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
@@ -123,9 +123,8 @@ class DecodeLoop:
             config,
             model.weights,
             model.inv_freq,
-            cache.k,
-            cache.v,
-            DecodeBuffers.allocate(config, tp_size, batch_size, cache.k.dtype, transport.device),
+            [cache.layer(layer) for layer in range(config.num_layers)],
+            DecodeBuffers.allocate(config, tp_size, batch_size, model.weights.embedding.dtype, transport.device),
             exchange,
             logit_exchange,
             transport.all_reduce,

@@ -10,11 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from ..kernels.attention import turbo_prefill_attention
+from ..kernels.attention import dequantized_prefill_attention
 from ..kernels.flashq import BLOCK, head_priority, select_bits
 from ..kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append
 from ..kernels.flashq_layout import TurboLayer, record_words
 from ..kernels.flashq_reference import flashq_restore_ref, flashq_store_ref, turbo_append_ref
+from ..kernels.turbo_prefill import turbo_prefill_attention
 
 __all__ = ["TURBO_CODECS", "TurboCache"]
 
@@ -128,7 +129,10 @@ class TurboCache:
         self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float
     ) -> Tensor:
         """Store a chunk as `write_prefill` and attend causally over the request so far: q [n, Hq, D] -> [n, Hq, D]."""
-        return turbo_prefill_attention(q, *self.write_prefill(layer, request, start, k, v), sm_scale)
+        prefix = self.write_prefill(layer, request, start, k, v)
+        if self.device.type == "cuda":
+            return turbo_prefill_attention(q.contiguous(), *prefix, sm_scale)[0]
+        return dequantized_prefill_attention(q, *prefix, sm_scale)
 
     def _set_bits(self, layer: TurboLayer, request: int, bits: Tensor) -> None:
         """Lay out the records of one request, head after head: bits [H] int32. On the device throughout."""

@@ -56,7 +56,7 @@ def lean(
         "B_PAD": lean_attention._padded(batch_size),
         "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability >= 90 else 2, "MERGE": 16,
         "SPEC": spec, "PART": lean_attention.PARTS[part],
-        "FLAG": spec and part == "all", "PDL": capability >= 90 and part != "predictor",
+        "FLAG": spec and part == "all", "PDL": capability >= 90,
     }  # fmt: skip
     if part != "all":
         constants |= dict.fromkeys(["spec_flag_ptr", "epoch_ptr"])
@@ -117,6 +117,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     receive = message | {"GROUP": 4, "OUT_PAD": 512}
     stream = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
+    without_pdl = {name: value for name, value in packed.items() if name != "PDL"}
     settle = {
         "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "HQ": heads, "HQ_PAD": heads, "T": tp_size,
     } | pdl  # fmt: skip
@@ -138,10 +139,10 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "receive_stream": compiled(handover._receive_stream_kernel, stream),
         "decide": compiled(handover._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(handover._decide_kernel, decide),
-        "pack_handover": compiled(swap._pack_kernel, packed, out_ptr="*fp32"),
+        "pack_handover": compiled(swap._pack_kernel, without_pdl, out_ptr="*fp32"),
         "pack_stream": compiled(
             swap._pack_kernel,
-            packed | {"PDL": False} | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
+            without_pdl | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
             out_ptr="*fp32",
         ),
         "unpack_handover": compiled(swap._unpack_handover_kernel, packed | {"OUT": heads * 128}, attn_out_ptr="*bf16"),

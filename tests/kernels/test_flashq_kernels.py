@@ -201,16 +201,16 @@ def test_real_sizes_and_a_captured_append(head_dim: int) -> None:
         store_both(k[chunk], v[chunk], layer, expected, 0, start)
     seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
     new = torch.randn(2, 1, heads, head_dim, device=device).bfloat16()
-    turbo_append(*new, deepcopy(layer), seq_lens)
+    turbo_append(new[0], new[1], deepcopy(layer), seq_lens)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        turbo_append(*new, layer, seq_lens)
+        turbo_append(new[0], new[1], layer, seq_lens)
     for step in range(1, 131):
         new.copy_(torch.randn(2, 1, heads, head_dim))
         seq_lens.fill_(length + step)
         graph.replay()
-        turbo_append_ref(*new.cpu(), expected, seq_lens.cpu())
+        turbo_append_ref(new[0].cpu(), new[1].cpu(), expected, seq_lens.cpu())
     assert_same(layer, expected)
 
 
