@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -233,12 +234,20 @@ class Decoder:
         Source: Attention-Level Speculation, Algorithm 2.
         """
         swap = self._swap
+        gates = swap.gates(layer)
         yield "predictor", layer, self._guess
         with swap.beside():
-            yield "receive", layer, self._receive
-        yield "full_attention", layer, self._verify
-        yield "redo", layer, self._redo
+            yield "handover", layer, self._receive
+            yield from self._go_on(layer, Branch(swap.aside, swap.calls.all_reduce_aside, (gates.receives,) * 3))
+        yield "full_attention", layer, partial(self._swapped_attention, part="rest")
+        yield "verdict", layer, self._settle
+        yield from self._go_on(layer, Branch(self._exchange, self._all_reduce, (gates.redoes,) * 3))
         swap.join()
+
+    def _go_on(self, layer: int, branch: Branch) -> Iterator[Operation]:
+        yield "post_attention", layer, partial(self.post_attention, branch=branch)
+        if layer + 1 < self.config.num_layers:
+            yield "pre_attention", layer + 1, partial(self.pre_attention, branch=branch)
 
     @property
     def _swap(self) -> Swap:
@@ -252,36 +261,23 @@ class Decoder:
         self._swapped_attention(layer, "predictor")
         pack_handover(self._swap, layer, self.buffers.x, *self._cache.newest(layer))
 
-    def _receive(self, layer: int) -> None:
-        """The receiver goes on with the guess."""
-        at, swap = self.buffers, self._swap
-        swap.calls.swap_aside(swap.boxes)
-        unpack_handover(swap, layer, at.x, *self._cache.newest(layer), at.attn_out)
-        self._cache.append(layer, swap.gates(layer).receives)
-        self._go_on(layer, Branch(swap.aside, swap.calls.all_reduce_aside, (swap.gates(layer).receives,) * 3))
-
-    def _verify(self, layer: int) -> None:
-        """The sender attends to the rest; all ranks judge."""
-        assert self.pairing is not None
-        swap, pairing = self._swap, self.pairing
-        self._swapped_attention(layer, "rest")
-        swap.calls.swap_sums(swap.sums)
-        settle(swap, layer, pairing.live, pairing.threshold, pairing.hits, pairing.forced)
-
-    def _redo(self, layer: int) -> None:
-        """The sender goes on itself, if its guess was rejected."""
-        self._go_on(layer, Branch(self._exchange, self._all_reduce, (self._swap.gates(layer).redoes,) * 3))
-
-    def _go_on(self, layer: int, branch: Branch) -> None:
-        self.post_attention(layer, branch)
-        if layer + 1 < self.config.num_layers:
-            self.pre_attention(layer + 1, branch)
-
     def _swapped_attention(self, layer: int, part: Part) -> None:
         assert self.pairing is not None
         at, swap = self.buffers, self._swap
         speculation = swap.speculation(self.pairing.chunk_size)
         self._cache.attend(layer, at.q, at.attn_out, at.lse, speculation, part, swap.gates(layer).sends)
+
+    def _receive(self, layer: int) -> None:
+        at, swap = self.buffers, self._swap
+        swap.calls.swap_aside(swap.boxes)
+        unpack_handover(swap, layer, at.x, *self._cache.newest(layer), at.attn_out)
+        self._cache.append(layer, swap.gates(layer).receives)
+
+    def _settle(self, layer: int) -> None:
+        assert self.pairing is not None
+        swap, pairing = self._swap, self.pairing
+        swap.calls.swap_sums(swap.sums)
+        settle(swap, layer, pairing.live, pairing.threshold, pairing.hits, pairing.forced)
 
     def finish_layers(self) -> None:
         """After the last layer: the right x in both groups."""
