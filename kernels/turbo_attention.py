@@ -41,6 +41,7 @@ class TurboSettings:
     num_stages: int  # steps whose loads are in flight
     wide: int  # beyond so many partials of an output, they are merged in two levels
     fan: int  # partials of one group of the first level
+    max_registers: int | None  # of a thread; None: the compiler's choice
     pdl: bool  # dependent launch
 
 
@@ -48,7 +49,7 @@ class TurboSettings:
 def turbo_settings(device: torch.device) -> TurboSettings:
     """Settings for a device."""
     if device.type != "cuda":
-        return TurboSettings(num_programs=16, num_warps=1, num_stages=1, wide=24, fan=8, pdl=False)
+        return TurboSettings(num_programs=16, num_warps=1, num_stages=1, wide=24, fan=8, max_registers=None, pdl=False)
     properties = torch.cuda.get_device_properties(device)
     return TurboSettings(
         num_programs=2 * properties.multi_processor_count,
@@ -56,6 +57,7 @@ def turbo_settings(device: torch.device) -> TurboSettings:
         num_stages=3,
         wide=24,
         fan=8,
+        max_registers=None,
         pdl=properties.major >= 9,
     )
 
@@ -138,6 +140,7 @@ def turbo_decode_attention(
         FLAG=spec is not None and spec.flag is not None,
         PDL=settings.pdl,
         num_warps=warps,
+        maxnreg=settings.max_registers,
         **({"launch_pdl": True} if settings.pdl else {}),
     )
 

@@ -73,7 +73,7 @@ def _deal(num_guesses, guess_cost, total, largest, PROGRAMS: tl.constexpr):
 @triton.jit
 def turbo_decode_kernel(
     q_ptr,  # [B, Hkv * GROUP, D]
-    words_ptr,  # [W] int32
+    records_ptr,  # [W] int32
     offset_ptr,  # [B, Hkv] int64
     bits_ptr,  # [B, Hkv] int32
     scales_ptr,  # [B, Hkv, NB, 2] fp32
@@ -172,11 +172,11 @@ def turbo_decode_kernel(
             count = tl.where(is_guess, sink_o + full - window_o, split)
             second = window_o
 
-        q, inverse = scaled_query(q_ptr, output, GROUP, D)
+        even, odd, inverse = scaled_query(q_ptr, output, GROUP, D)
         unit = inverse * qk_scale
         if has_tail:
             row_max, row_sum, acc = attend_tail(
-                q, unit, tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4), tail_scale_ptr + output * 2,
+                even, odd, unit, tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4), tail_scale_ptr + output * 2,
                 seq_len - full * TOKENS, WARPS, D,
             )  # fmt: skip
         else:
@@ -185,12 +185,12 @@ def turbo_decode_kernel(
         scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
         if _pick(bits, output) == 2:
             row_max, row_sum, acc = attend_blocks(
-                row_max, row_sum, acc, q, unit, words_ptr, offset, scales, first, split, second, count,
+                row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
                 2, WARPS, D, STAGES,
             )  # fmt: skip
         else:
             row_max, row_sum, acc = attend_blocks(
-                row_max, row_sum, acc, q, unit, words_ptr, offset, scales, first, split, second, count,
+                row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
                 4, WARPS, D, STAGES,
             )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
