@@ -5,7 +5,7 @@ partials are merged by whoever arrives last, and the guess over sink and window 
 
 - The unit of work is a *step*: as many blocks of 64 tokens of one (request, KV head) as a program has warps. Each warp
   has an online softmax of its own; they are merged when the program leaves the head.
-- A step costs what it reads: 4-bit records 17 / 9 as much as 2-bit ones. The decode buffer is one step more of its head.
+- A step costs what it reads: 4-bit records 17 / 9 as much as 2-bit ones. The decode buffer is one step more of a head.
 - With a guess, the buffer is part of the guess.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
@@ -128,7 +128,6 @@ def turbo_decode_attention(
         GROUP=group,
         GROUP_PAD=group_pad,
         D=head_dim,
-        PROGRAMS=workspace.num_programs,
         OUTPUTS_PAD=max(32, triton.next_power_of_2(batch_size * num_kv_heads)),
         WARPS=warps,
         STAGES=settings.num_stages,

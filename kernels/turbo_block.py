@@ -9,9 +9,9 @@ the power of two of their place. What is linear moves to where it costs least: t
 z of K into the initial accumulator; s_int and z of V, and every power of two, into the rows of the output.
 Products are exact, but for the rounding of q s_int and of P to fp16; sums are fp32.
 
-Where operands are built with `tl.join`, the compiler gives a lane four columns in a row of each 16 (kWidth 4) instead of
-two and two. So the columns of such a product are named in *operand order* (t, kh, i), 16 at a time: then the registers
-loaded are the operand's, and nothing moves.
+Where operands are built with `tl.join`, the compiler gives a lane four columns in a row of each 16 (kWidth 4) instead
+of two and two. So the columns of such a product are named in *operand order* (t, kh, i), 16 at a time: then the
+registers loaded are the operand's, and nothing moves.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _opaque(x):
 
 @triton.jit
 def _pairs(even, odd):
-    """Rows of an operand two by two, [N / 2, COLUMNS] of each, as words: kept as halves they would take twice the room."""
+    """Rows of an operand two by two, [N / 2, COLUMNS] each, as words: kept as halves they would take twice the room."""
     low = even.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     high = odd.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
     return low | high
