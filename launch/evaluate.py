@@ -97,7 +97,10 @@ def main(argv: list[str] | None = None) -> int:
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         parser = Parser(
-            prog="evaluate", description="Quality under speculation and quantisation.", epilog=EPILOG, allow_abbrev=False
+            prog="evaluate",
+            description="Quality under speculation and quantisation.",
+            epilog=EPILOG,
+            allow_abbrev=False,
         )
         _add_flags(parser)
         config, args = parse(parser, EngineConfig, argv)
@@ -183,9 +186,7 @@ def _caches(config: EngineConfig, args: Namespace) -> list[CacheSetting]:
     low_heads = [None] if args.low_heads is None else [int(n) for n in _numbers("--low-heads", args.low_heads, 1e3)]
     default = CacheSetting()
     caches = []
-    for codec, softmax, block, selector, low in itertools.product(
-        codecs, softmaxes, block_sizes, selectors, low_heads
-    ):
+    for codec, softmax, block, selector, low in itertools.product(codecs, softmaxes, block_sizes, selectors, low_heads):
         is_mixed = codec == "turbo-mixed"
         caches.append(
             CacheSetting(

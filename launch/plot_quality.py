@@ -32,7 +32,11 @@ def draw(picture: Path, rows: list[Row]) -> None:
     lambdas = list(dict.fromkeys(row["case"]["threshold"] for row in needles))
     num_maps = len(lambdas) + 1
     figure, grid = plt.subplots(
-        num_maps, len(caches), figsize=(1 + 3.2 * len(caches), 0.6 + 2.5 * num_maps), squeeze=False, layout="constrained"
+        num_maps,
+        len(caches),
+        figsize=(1 + 3.2 * len(caches), 0.6 + 2.5 * num_maps),
+        squeeze=False,
+        layout="constrained",
     )
     for column, cache in zip(grid.T, caches, strict=True):
         for axes, threshold in zip(column, lambdas, strict=False):

@@ -26,6 +26,7 @@ from ..kernels.flashq import (
     to_int8,
 )
 from ..predictor import predictor_ranges
+from ..sas import cutoff, sas_exp
 
 __all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", "decoded_attention"]
 
@@ -88,24 +89,20 @@ def cache_text(k: Tensor, v: Tensor, prompt_tokens: int, setting: CacheSetting) 
 
 
 def _cache_tensor(x: Tensor, prompt_tokens: int, bits: list[int], block: int) -> CachedTensor:
-    num_heads, num_tokens, _ = x.shape
-    own = prompt_tokens // block * block
-    codes, scales = quantize_int8(x[:, : own or prompt_tokens], block)
-    universal = scales.amax(1)
-    whole = num_tokens // block * block
-    tail_codes = to_int8(x, universal)
-    tail = tail_codes * universal[:, None, None]
-    codes = torch.cat([codes[:, :own], tail_codes[:, own:whole]], dim=1)
-    scales = torch.cat([scales[:, : own // block], universal[:, None].expand(-1, (whole - own) // block)], dim=1)
-    blocks = codes.unflatten(1, (-1, block)) if whole else codes[:, None, :0]
-    stored = [
-        blocks[head] if bits[head] == 8 else reconstruct(*compress(blocks[head], bits[head]))
-        for head in range(num_heads if whole else 0)
-    ]
-    if not stored:
-        return CachedTensor(tail, tail)
-    read = dequantize(torch.stack(stored).flatten(1, 2), scales, block)
-    return CachedTensor(torch.cat([read, tail[:, whole:]], dim=1), tail)
+    own, whole = prompt_tokens // block * block, x.shape[1] // block * block
+    own_codes, own_scales = quantize_int8(x[:, : own or prompt_tokens], block)
+    universal = own_scales.amax(1)
+    codes = to_int8(x, universal)
+    tail = codes * universal[:, None, None]
+    scales = universal[:, None].repeat(1, whole // block)
+    if own:
+        codes[:, :own], scales[:, : own // block] = own_codes, own_scales
+    stored = tail.clone()
+    for head, head_bits in enumerate(bits if whole else []):
+        blocks = codes[head, :whole].unflatten(0, (-1, block))
+        read = blocks if head_bits == 8 else reconstruct(*compress(blocks, head_bits))
+        stored[head, :whole] = dequantize(read.flatten(0, 1), scales[head], block)
+    return CachedTensor(stored, tail)
 
 
 def decoded_attention(
@@ -155,8 +152,16 @@ def _attend(
     scores = (rows @ keys.transpose(1, 2) * sm_scale).unflatten(1, (-1, num_rows))
 
     def weigh(scores: Tensor, visible: Tensor, values: Tensor) -> Tensor:
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        out = weights.flatten(1, 2) @ values
+        out = _softmax(scores.masked_fill(~visible, -torch.inf), n_r).flatten(1, 2) @ values
         return out.view(num_qo_heads, num_rows, head_dim).transpose(0, 1)
 
+    n_r = cutoff(k.tail.shape[1]) if setting.softmax == "sas" else None
     return weigh(scores, visible, values), weigh(scores[..., near], guessed[:, near], values[:, near])
+
+
+def _softmax(scores: Tensor, n_r: float | None) -> Tensor:
+    """Exact, or SAS with a cutoff."""
+    if n_r is None:
+        return scores.softmax(-1)
+    weights = sas_exp(scores.amax(-1, keepdim=True) - scores, n_r)
+    return weights / weights.sum(-1, keepdim=True)
