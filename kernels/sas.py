@@ -1,0 +1,29 @@
+"""Device function of the SAS softmax; the rule, its source and its bounds are in `alspec/sas.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .. import sas
+
+__all__ = ["sas_exp2"]
+
+MAGIC = tl.constexpr(sas.MAGIC)
+C1, C2, C3 = (tl.constexpr(c) for c in sas.COEFFICIENTS)
+
+
+@triton.jit
+def sas_exp2(x, cutoff):
+    """`2^x` to 1.02e-4, 0 where `x < cutoff`; exact where x is an integer. Not for `alpha`. Oracle: `alspec.sas`.
+
+    Args:
+        x: fp32 tensor, below 127; -inf gives 0.
+        cutoff: fp32 scalar, `-n_r log2(e)`, -125 or more; with a reference that is not the maximum, x's own.
+    """
+    # Three additions, three FMAs, a shift, an addition, and two for the cutoff; exp2 takes as long as eight.
+    shifted = x + MAGIC
+    f = x - (shifted - MAGIC)
+    fraction = ((C3 * f + C2) * f + C1) * f + 1.0
+    power = fraction.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return tl.where(x < cutoff, 0.0, power.to(tl.float32, bitcast=True))

@@ -1,0 +1,33 @@
+"""The SAS device function against its rule in plain torch and against 2^x."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from alspec import sas
+from alspec.kernels.sas import sas_exp2
+
+
+@triton.jit
+def _apply(x_ptr, out_ptr, cutoff, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, sas_exp2(tl.load(x_ptr + at), cutoff))
+
+
+def test_device_function_is_the_rule(device: torch.device) -> None:
+    size = 8192
+    x = -30 * torch.rand(size, generator=torch.Generator().manual_seed(3))
+    x[:6] = torch.tensor([0.0, -0.5, -1.0, -17.0, -20.5, -torch.inf])
+    out = torch.full((size,), torch.nan, device=device)
+    _apply[(1,)](x.to(device), out, -20.0, SIZE=size)
+    found, expected = out.cpu(), sas.sas_exp2(x, -20.0)
+    assert torch.equal(found == 0, x < -20)
+    kept = x >= -20
+    # A GPU contracts products and sums to FMAs.
+    torch.testing.assert_close(found[kept], expected[kept], rtol=3e-7, atol=0)
+    exact = torch.exp2(x.double())[kept]
+    assert ((found[kept].double() / exact - 1).abs() < sas.RELATIVE_ERROR).all()
+    integers = x == x.round()
+    assert torch.equal(found[integers & kept], torch.exp2(x[integers & kept]))
