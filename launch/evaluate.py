@@ -10,7 +10,7 @@ import shlex
 import sys
 import traceback
 from argparse import Namespace
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.flashq import SELECTORS
 from alspec.launch.cli import Parser, check_writable, parse, parse_tokens
 from alspec.launch.evaluate_tasks import Quality, Task, needle_tasks, read_text, recall_task, records_task, text_task
-from alspec.launch.plot_quality import draw
+from alspec.launch.plot_quality import cache_of, draw, threshold_name
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
@@ -38,58 +38,6 @@ EPILOG = (
 )
 # Layers whose measured hit rate is above this always speculate in the baseline of fixed layers (ALSpec, Figure 2).
 FIXED_LAYER_HIT_RATE = 0.8
-
-
-@dataclass
-class Results:
-    """The table and the rows of one run."""
-
-    engine: Engine
-    file: Path | None
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    table: Table = field(default_factory=Table)
-
-    def __post_init__(self) -> None:
-        name = self.engine.config.model or "demo checkpoint"
-        self.table.title = f"{name}, S = {self.engine.config.speculation.chunk_size}"
-        for column in ("measure", "context", "depth", "cache", "lambda", "value", "hit rate", "hit rate per layer"):
-            self.table.add_column(column)
-
-    def add(self, task: Task, cache: CacheSetting, threshold: str, quality: Quality) -> None:
-        """One value, on rank 0: a line of the table, a row, and a line of the file of rows."""
-        if self.engine.placement.rank != 0:
-            return
-        per_layer = " ".join(f"{rate:.2f}" for rate in quality.hit_rates)
-        mean = sum(quality.hit_rates) / len(quality.hit_rates)
-        depth = "" if task.depth is None else f"{task.depth:g}"
-        name = threshold if threshold == "fixed" else f"{float(threshold):g}"
-        value = (f"{quality.value:.4f}", f"{mean:.3f}", per_layer)
-        self.table.add_row(task.measure, str(task.context), depth, cache.label, name, *value)
-        world = self.engine.placement.world_size if self.engine.device.type == "cuda" else 0
-        row = {
-            "bench": "quality",
-            "impl": "alspec.simulated",
-            "case": {
-                "model": str(self.engine.config.model or "demo"),
-                "measure": task.measure,
-                "context": task.context,
-                "depth": task.depth,
-                **asdict(cache),
-                "threshold": threshold,
-                "chunk_size": self.engine.config.speculation.chunk_size,
-                "samples": len(task.texts),
-                "dtype": self.engine.dtype_name,
-            },
-            "value": quality.value,
-            "unit": task.measure,
-            "hit_rate": mean,
-            "hit_rate_per_layer": [round(rate, 4) for rate in quality.hit_rates],
-            **provenance(world, shlex.join(["launch/evaluate.py", *sys.argv[1:]])),
-        }
-        self.rows.append(row)
-        if self.file is not None:
-            with self.file.open("a", encoding="utf-8") as rows:
-                rows.write(json.dumps(row) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -237,25 +185,79 @@ def _evaluate(
     num_layers, base = engine.model_config.num_layers, engine.config.speculation.threshold
     if args.baselines:
         thresholds = sorted({*thresholds, base, math.inf})
-    results = Results(engine, args.rows)
+    rows: list[dict[str, Any]] = []
+
+    def measure(task: Task, cache: CacheSetting, threshold: str, per_layer: list[float]) -> Quality:
+        quality = task.run(engine, per_layer, cache)
+        rows.append(_row(engine, task, cache, threshold, quality))
+        if args.rows is not None and engine.placement.rank == 0:
+            with args.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+        return quality
+
     for cache in caches:
         hit_rates: list[float] = []
         for threshold in thresholds:
             for task in tasks:
-                quality = task.run(engine, [threshold] * num_layers, cache)
-                results.add(task, cache, str(threshold), quality)
+                quality = measure(task, cache, str(threshold), [threshold] * num_layers)
                 if threshold == base and task.measure == "bits per byte":
                     hit_rates = quality.hit_rates  # the longest context comes last
         if args.baselines:
             fixed = [math.inf if rate > FIXED_LAYER_HIT_RATE else 0.0 for rate in hit_rates]
             for task in tasks:
-                results.add(task, cache, "fixed", task.run(engine, fixed, cache))
+                measure(task, cache, "fixed", fixed)
     if engine.placement.rank == 0:
-        Console(width=160).print(results.table)
+        Console(width=180).print(_table(engine, rows))
         if args.plot is not None:
-            draw(args.plot, results.rows)
+            draw(args.plot, rows)
     engine.close()
     return 0
+
+
+def _row(engine: Engine, task: Task, cache: CacheSetting, threshold: str, quality: Quality) -> dict[str, Any]:
+    return {
+        "bench": "quality",
+        "impl": "alspec.simulated",
+        "case": {
+            "model": str(engine.config.model or "demo"),
+            "measure": task.measure,
+            "context": task.context,
+            "depth": task.depth,
+            **asdict(cache),
+            "threshold": threshold,
+            "chunk_size": engine.config.speculation.chunk_size,
+            "samples": len(task.texts),
+            "dtype": engine.dtype_name,
+        },
+        "value": quality.value,
+        "unit": task.measure,
+        "hit_rate": sum(quality.hit_rates) / len(quality.hit_rates),
+        "hit_rate_per_layer": [round(rate, 4) for rate in quality.hit_rates],
+        **provenance(
+            engine.placement.world_size if engine.device.type == "cuda" else 0,
+            shlex.join(["launch/evaluate.py", *sys.argv[1:]]),
+        ),
+    }
+
+
+def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
+    """A line for each cache and lambda, a column for each measure and context; needles are averaged over depths."""
+    lines: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        case = row["case"]
+        line = lines.setdefault((cache_of(row).label, threshold_name(row)), {})
+        line.setdefault(f"{case['measure']} {case['context']}", []).append(row)
+    columns = list(dict.fromkeys(column for line in lines.values() for column in line))
+    name = engine.config.model or "demo checkpoint"
+    table = Table(title=f"{name}, S = {engine.config.speculation.chunk_size}, {engine.dtype_name}")
+    # Hits are those of the longest text, or of the first task where no text is scored.
+    shown = max((column for column in columns if column.startswith("bits")), default=columns[0], key=columns.index)
+    for column in ("cache", "lambda", *columns, f"hit rate, {shown}"):
+        table.add_column(column)
+    for (cache, threshold), line in lines.items():
+        values = [f"{sum(row['value'] for row in line[column]) / len(line[column]):.4f}" for column in columns]
+        table.add_row(cache, threshold, *values, f"{line[shown][0]['hit_rate']:.3f}")
+    return table
 
 
 if __name__ == "__main__":
