@@ -22,7 +22,7 @@ from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.flashq import SELECTORS
 from alspec.launch.cli import Parser, check_writable, parse, parse_tokens
 from alspec.launch.evaluate_tasks import Quality, Task, needle_tasks, read_text, recall_task, records_task, text_task
-from alspec.launch.plot_quality import cache_of, draw, threshold_name
+from alspec.launch.plot_quality import draw, threshold_name
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
@@ -108,13 +108,16 @@ def _check(args: Namespace) -> None:
 
 
 def _numbers(flag: str, text: str, most: float) -> list[float]:
-    try:
-        values = [float(item) for item in text.split(",")]
-    except ValueError:
-        values = [-1.0]
-    if not all(0 <= value <= most for value in values):
-        expected = "numbers >= 0 or inf" if math.isinf(most) else f"numbers from 0 to {most:g}"
-        raise UserError(f"flags: {flag}: expected {expected}, found {text!r}")
+    """Comma-separated numbers from 0 to `most`."""
+    values = []
+    for item in text.split(","):
+        try:
+            values.append(float(item))
+        except ValueError:
+            values.append(math.nan)
+        if not 0 <= values[-1] <= most:
+            expected = "numbers >= 0 or inf" if math.isinf(most) else f"numbers from 0 to {most:g}"
+            raise UserError(f"flags: {flag}: expected {expected}, found {item!r}")
     return values
 
 
@@ -131,7 +134,7 @@ def _caches(config: EngineConfig, args: Namespace) -> list[CacheSetting]:
     softmaxes = names("--softmaxes", args.softmaxes or config.softmax, SOFTMAXES)
     selectors = names("--selectors", args.selectors, SELECTORS)
     block_sizes = parse_tokens("--block-sizes", args.block_sizes)
-    low_heads = [None] if args.low_heads is None else [int(n) for n in _numbers("--low-heads", args.low_heads, 1e3)]
+    low_heads = [None] if args.low_heads is None else [int(n) for n in _numbers("--low-heads", args.low_heads, 1024)]
     default = CacheSetting()
     caches = []
     for codec, softmax, block, selector, low in itertools.product(codecs, softmaxes, block_sizes, selectors, low_heads):
@@ -223,6 +226,7 @@ def _row(engine: Engine, task: Task, cache: CacheSetting, threshold: str, qualit
             "measure": task.measure,
             "context": task.context,
             "depth": task.depth,
+            "cache": cache.label,
             **asdict(cache),
             "threshold": threshold,
             "chunk_size": engine.config.speculation.chunk_size,
@@ -245,7 +249,7 @@ def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
     lines: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         case = row["case"]
-        line = lines.setdefault((cache_of(row).label, threshold_name(row)), {})
+        line = lines.setdefault((case["cache"], threshold_name(row)), {})
         line.setdefault(f"{case['measure']} {case['context']}", []).append(row)
     columns = list(dict.fromkeys(column for line in lines.values() for column in line))
     name = engine.config.model or "demo checkpoint"

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from alspec.runtime.decoded_attention import CacheSetting
-
-__all__ = ["cache_of", "draw", "threshold_name"]
+__all__ = ["draw", "threshold_name"]
 
 Row = dict[str, Any]
 
@@ -29,15 +27,15 @@ def draw(picture: Path, rows: list[Row]) -> None:
     texts = [row for row in rows if row["case"]["measure"] == "bits per byte"] or rows
     first = max((row["case"] for row in texts), key=lambda case: int(case["context"]))
     hits = [row for row in texts if all(row["case"][name] == first[name] for name in ("measure", "context", "depth"))]
-    caches = list(dict.fromkeys(cache_of(row).label for row in rows))
+    caches = list(dict.fromkeys(row["case"]["cache"] for row in rows))
     lambdas = list(dict.fromkeys(map(threshold_name, needles)))
     size = (1 + 3.2 * len(caches), 0.6 + 2.5 * (len(lambdas) + 1))
     figure, grid = plt.subplots(len(lambdas) + 1, len(caches), figsize=size, squeeze=False, layout="constrained")
     for column, cache in zip(grid.T, caches, strict=True):
         for axes, name in zip(column, lambdas, strict=False):
-            _needle_map(axes, [r for r in needles if threshold_name(r) == name and cache_of(r).label == cache])
+            _needle_map(axes, [r for r in needles if threshold_name(r) == name and r["case"]["cache"] == cache])
             axes.set_title(f"{cache}: needle recalled, lambda {name}", fontsize=8)
-        image = _hit_map(column[-1], [row for row in hits if cache_of(row).label == cache])
+        image = _hit_map(column[-1], [row for row in hits if row["case"]["cache"] == cache])
         title = f"{cache}: hit rate, {first['measure']}, {first['context']} tokens"
         column[-1].set_title(title, fontsize=8)
     figure.colorbar(image, ax=grid, shrink=0.6)
@@ -67,11 +65,6 @@ def _hit_map(axes: Any, rows: list[Row]) -> Any:
     axes.set_xlabel("lambda")
     axes.set_ylabel("layer")
     return image
-
-
-def cache_of(row: Row) -> CacheSetting:
-    """The cache that a row was measured with."""
-    return CacheSetting(**{name: row["case"][name] for name in CacheSetting.__dataclass_fields__})
 
 
 def threshold_name(row: Row) -> str:
