@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..predictor import KV_TILE, predictor_ranges
 from ..verdict import distance_sums
+from .flashq import dequantize
 
 __all__ = [
     "decode_attention",
@@ -25,6 +26,7 @@ __all__ = [
     "predictor_attention",
     "predictor_attention_all",
     "prefill_attention",
+    "turbo_prefill_attention",
     "verify_attention",
 ]
 
@@ -141,6 +143,20 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tenso
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+def turbo_prefill_attention(
+    q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, sm_scale: float
+) -> Tensor:
+    """`prefill_attention` over INT8 keys and values, dequantised to q's dtype.
+
+    Args:
+        q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k8, v8: [Hkv, n, D] int8.
+        k_scale, v_scale: [Hkv, ceil(n / 64)] fp32, of each block of tokens.
+    Returns:
+        [n_q, Hq, D] in q's dtype. Oracle: `prefill_attention_ref` of the dequantised tensors.
+    """
+    return prefill_attention(q, dequantize(k8, k_scale).to(q.dtype), dequantize(v8, v_scale).to(q.dtype), sm_scale)
 
 
 def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm_scale: float) -> Tensor:

@@ -1,14 +1,31 @@
-"""Decode attention of one rank, plain or as guess and verification: PyTorch on CPU tensors, the lean kernel on CUDA."""
+"""Decode attention of one rank, plain or as guess and verification, over the cache of any codec.
+
+On CPU tensors it is PyTorch, over dequantised tensors where the cache is quantised; on CUDA one kernel for each codec.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .attention import decode_attention, predictor_attention, verify_attention
+from .flashq_layout import TurboLayer
+from .flashq_reference import flashq_dequantize
 from .lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
 
-__all__ = ["DecodeAttention"]
+__all__ = ["CacheLayer", "DecodeAttention", "KVLayer"]
+
+
+class KVLayer(NamedTuple):
+    """The uncompressed cache of one layer."""
+
+    k: Tensor  # [B, Hkv, N, D]
+    v: Tensor  # [B, Hkv, N, D]
+
+
+CacheLayer = KVLayer | TurboLayer
 
 
 class DecodeAttention:
@@ -43,47 +60,48 @@ class DecodeAttention:
             chunk_size, self._spec_out, torch.empty(batch_size, num_qo_heads, 2, device=device)
         )
 
-    def full(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> Tensor:
+    def full(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
         """`A` without speculation.
 
         Args:
-            q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.  seq_lens: [B] int32; all on the device.
+            q: [B, Hq, D].  layer: of the cache.  seq_lens: [B] int32; all on the device.
         Returns:
             [B, Hq, D] fp32; on CUDA the same buffer every time.
         """
         if not self._is_cuda:
-            return decode_attention(q, k_cache, v_cache, seq_lens, self._sm_scale)[0]
-        self._launch(q, k_cache, v_cache, seq_lens, None)
+            return decode_attention(q, *_readable(layer, seq_lens), seq_lens, self._sm_scale)[0]
+        self._launch(q, layer, seq_lens, None)
         return self._out
 
-    def predict(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> Tensor:
+    def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
         """`A~` over sink and window; arguments and result as `full`."""
         if not self._is_cuda:
+            self._read = _readable(layer, seq_lens)
             self._spec_out, self._spec_lse = predictor_attention(
-                q, k_cache, v_cache, seq_lens, self._chunk_size, self._sm_scale
+                q, *self._read, seq_lens, self._chunk_size, self._sm_scale
             )
         else:
-            self._launch(q, k_cache, v_cache, seq_lens, self._speculation, "predictor")
+            self._launch(q, layer, seq_lens, self._speculation, "predictor")
         return self._spec_out
 
-    def verify(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+    def verify(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         """Complete the last `A~` to `A`: full_out as `full`, and its sums [B, 2] fp32 (dist2, norm2)."""
         if not self._is_cuda:
             return verify_attention(
-                q, k_cache, v_cache, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale
+                q, *self._read, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale
             )
-        self._launch(q, k_cache, v_cache, seq_lens, self._speculation, "rest")
+        self._launch(q, layer, seq_lens, self._speculation, "rest")
         return self._out, self._speculation.sums.sum(1)
 
     def _launch(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        seq_lens: Tensor,
-        speculation: Speculation | None,
-        part: Part = "all",
+        self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part = "all"
     ) -> None:
+        assert isinstance(layer, KVLayer)
         lean_decode_attention(
-            q, k_cache, v_cache, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
+            q, *layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
         )
+
+
+def _readable(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, Hkv, N, D] to index by position."""
+    return layer if isinstance(layer, KVLayer) else flashq_dequantize(layer, seq_lens)

@@ -19,6 +19,8 @@ Shapes: n tokens, H KV heads, D head_dim, T tokens of a block.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,11 +28,13 @@ from torch import Tensor
 __all__ = [
     "BLOCK",
     "INT8_MAX",
+    "MIN_SCALE",
     "SELECTORS",
     "compress",
     "dequantize",
     "fake_quantize",
     "head_priority",
+    "int8_scale",
     "quantize_int8",
     "reconstruct",
     "select_bits",
@@ -39,12 +43,19 @@ __all__ = [
 
 BLOCK = 64
 INT8_MAX = 119
+MIN_SCALE = 2.0**-126  # smallest normal fp32: a scale that values of zero leave
 SELECTORS = ("gap_std", "entropy", "min_max", "variation")
 
 
 def to_int8(x: Tensor, scale: Tensor) -> Tensor:
     """`clamp(rint(x / scale), -119, 119)`: half to even, after a division in fp32; scale [..] for x [.., n, D]."""
     return torch.round(x.float() / scale[..., None, None]).clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+
+
+def int8_scale(x: Tensor) -> Tensor:
+    """`max|x| / 119` of [.., n, D]: [..] fp32."""
+    # On CUDA, division by a number of the host is a multiplication by its reciprocal: other bits.
+    return x.float().abs().amax((-2, -1)) / torch.full((), INT8_MAX, dtype=torch.float32, device=x.device)
 
 
 def quantize_int8(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -55,11 +66,10 @@ def quantize_int8(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
     Returns:
         q1: [.., n, D] int8 in [-119, 119].  scale: [.., ceil(n / block)] fp32; 1 where a block is zero.
     """
-    num_tokens, head_dim = x.shape[-2:]
     blocks = _blocks(x.float(), block)
-    scale = blocks.abs().amax((-2, -1)) / INT8_MAX
+    scale = int8_scale(blocks)
     scale = torch.where(scale == 0, 1.0, scale)
-    return to_int8(blocks, scale).flatten(-3, -2)[..., :num_tokens, :], scale
+    return to_int8(blocks, scale).flatten(-3, -2)[..., : x.shape[-2], :], scale
 
 
 def compress(q1: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,10 +144,11 @@ def select_bits(priority: Tensor, num_low: int) -> Tensor:
 
 def _priority(x: Tensor, selector: str) -> Tensor:
     if selector == "entropy":
-        codes = to_int8(x, x.abs().amax((1, 2)).clamp(min=torch.finfo(x.dtype).tiny) / INT8_MAX).long() + INT8_MAX
+        codes = to_int8(x, int8_scale(x).clamp(min=MIN_SCALE)).long() + INT8_MAX
         counts = torch.zeros(x.shape[0], 2 * INT8_MAX + 1, device=x.device)
         counts.scatter_add_(1, codes.flatten(1), torch.ones_like(x).flatten(1))
-        return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1) / torch.log(x.new_tensor(2.0))
+        shares = counts / counts.sum(1, keepdim=True)
+        return -torch.xlogy(shares, shares).sum(1) / math.log(2)
     gap = x.amax((1, 2)) - x.amin((1, 2))
     std = (x.amax(1) - x.amin(1)).std(1, correction=0)
     return {"gap_std": gap * std, "min_max": gap, "variation": std}[selector]
@@ -146,10 +157,11 @@ def _priority(x: Tensor, selector: str) -> Tensor:
 def _blocks(x: Tensor, block: int) -> Tensor:
     """[.., n, D] -> [.., ceil(n / block), block, D], padded with zeros, which change neither a maximum nor a code."""
     missing = -x.shape[-2] % block
-    return F.pad(x, (0, 0, 0, missing)).unflatten(-2, (-1, block))
+    padded: Tensor = F.pad(x, (0, 0, 0, missing)).unflatten(-2, (-1, block))
+    return padded
 
 
 def _levels(bits: int) -> int:
     if bits not in (2, 4):
         raise ValueError(f"bits: expected 2 or 4, found {bits}")
-    return 2**bits - 1
+    return (1 << bits) - 1

@@ -91,7 +91,7 @@ def _summary(engine: Engine, generation: Generation) -> dict[str, Any]:
     if generation.step_us:
         # The mean length over the decode steps: half of what was added after the first token.
         seq_lens = [request.seq_len - len(request.token_ids) // 2 for request in generation.requests]
-        read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens)
+        read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens, engine.config.kv_cache)
         bytes_per_s = read / (summary["ms_per_token_p50"] / 1e3)
         gb_per_s, share = bytes_per_s / 1e9, bytes_per_s / limit
     cuda = engine.device.type == "cuda"

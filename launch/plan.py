@@ -11,8 +11,8 @@ from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
+from alspec.runtime.codecs import bytes_per_token, check_codec
 from alspec.runtime.engine import refuse_unavailable
-from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.memory import DTYPES, GIB, plan_memory
 
 __all__ = ["print_plan", "step_costs"]
@@ -26,12 +26,13 @@ HOP_US = 2.4  # one-way put and flag to the paired GPU
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
 
 
-def step_costs(config: LlamaConfig, world_size: int, num_groups: int, dtype: torch.dtype, context: int) -> StepCosts:
+def step_costs(
+    config: LlamaConfig, world_size: int, num_groups: int, dtype: torch.dtype, context: int, kv_cache: str = "bf16"
+) -> StepCosts:
     """Parts of one decode step on groups of `world_size / num_groups` ranks, predicted from bytes."""
     tp_size = world_size // num_groups
     shard = Shard(0, tp_size, 0, world_size)
-    kv_heads = config.num_kv_heads // tp_size
-    cache = KVCache.bytes_per_token(config.num_layers, kv_heads, config.head_dim, dtype) * context
+    cache = bytes_per_token(kv_cache, config, tp_size, dtype) * context
     head = config.hidden_size * dtype.itemsize * -(-config.vocab_size // world_size)
     plan = plan_memory(config, shard, dtype, 1, 1)
     table = config.vocab_size * config.hidden_size * dtype.itemsize
@@ -63,11 +64,12 @@ def print_plan(config: GenerateConfig) -> None:
         model = LlamaConfig.from_shape(config.random_weights)
     else:
         model = LlamaConfig.from_folder(config.model or DEMO_CHECKPOINT)
+    check_codec(config.kv_cache, model, 1)
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.max_position_embeddings
     table = Table(
-        title=f"{context} tokens, {config.dtype or model.dtype}; captured step, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, "
-        f"paired at a hit rate of {PREDICTED_HIT_RATE:.2f}"
+        title=f"{context} tokens, {config.dtype or model.dtype}, cache {config.kv_cache}; captured step, "
+        f"{STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}"
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token"):
         table.add_column(name, justify="left" if name == "mode" else "right")
@@ -76,8 +78,10 @@ def print_plan(config: GenerateConfig) -> None:
             tp_size = world_size // num_groups
             if world_size % num_groups or tp_size not in model.valid_tp_sizes:
                 continue
-            plan = plan_memory(model, Shard(0, tp_size, 0, world_size), dtype, 1, context)
-            costs = step_costs(model, world_size, num_groups, dtype, context)
+            if config.kv_cache == "turbo-mixed" and tp_size == model.num_kv_heads:
+                continue  # one KV head on a rank
+            plan = plan_memory(model, Shard(0, tp_size, 0, world_size), dtype, 1, context, config.kv_cache)
+            costs = step_costs(model, world_size, num_groups, dtype, context, config.kv_cache)
             step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
             cells = [

@@ -25,6 +25,7 @@ from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
 from ..models.llama import Llama, load_weights, random_weights
 from ..models.tokenizer import Tokenizer
+from .codecs import Cache, check_codec, new_cache
 from .faults import LOADING, Heartbeat
 from .generation import Generation, IdDecoder, Request, Token
 from .kv_cache import KVCache
@@ -37,6 +38,7 @@ from .step import DecodeState, StepProgram
 from .symmetric import symmetric_fault
 from .timeline import Timeline
 from .transport import Transport, connect_store
+from .turbo_cache import TURBO_CODECS
 
 __all__ = ["Engine", "broadcast_text", "refuse_unavailable"]
 
@@ -55,7 +57,7 @@ class Engine:
 
     # Set by `load`.
     model: Llama
-    cache: KVCache
+    cache: Cache
     # One of these two decodes: the fused kernels, or operation by operation from the host.
     loop: DecodeLoop | None = None
     program: StepProgram
@@ -72,8 +74,11 @@ class Engine:
             self._open(config.model or DEMO_CHECKPOINT)
         self.mode, num_groups = choose_mode(config.speculation.mode, self.model_config, environment.world_size)
         self.placement = replace(environment, num_groups=num_groups)
+        check_codec(config.kv_cache, self.model_config, self.placement.tp_size)
         self.device, self.backend, notice = choose_device(config, self.placement)
         self.notices = [notice] if notice else []
+        # The fused kernels of a whole step: those steps can be captured, and their results travel in symmetric memory.
+        self._has_decoder = self.device.type == "cuda" and self._decoder_gap() is None
         self._uses_symm = self._wants_symm()
         self._wants_graph = self._check_graph(trace)
         stored = self.model_config.dtype if self.device.type == "cuda" else "fp32"
@@ -112,30 +117,39 @@ class Engine:
         """Decode steps are replays of a captured graph."""
         return self.loop is not None and self._wants_graph
 
+    def _decoder_gap(self) -> str | None:
+        """The setting that the fused kernels of a whole step do not have yet."""
+        if self.mode not in ("off", "paired"):
+            return f"speculation {self.mode}"
+        return None if self.config.kv_cache == "bf16" else f"kv_cache {self.config.kv_cache}"
+
     def _wants_symm(self) -> bool:
         """Whether to try symmetric memory; `_load_model` finds out whether it works."""
-        has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")
-        if self.config.transport == "symm" and not has_decoder:
+        if self.config.transport == "symm" and not self._has_decoder:
             raise UserError(
-                f"transport: symm is not available yet with speculation {self.mode}; "
-                "use --speculation off or paired, or --transport nccl"
+                f"transport: symm is not available yet with {self._decoder_gap()}; "
+                "use --speculation off or paired and --kv-cache bf16, or --transport nccl"
             )
         several = self.placement.world_size > 1
-        return has_decoder and several and self.config.transport in ("auto", "symm")
+        return self._has_decoder and several and self.config.transport in ("auto", "symm")
 
     def _check_graph(self, trace: bool) -> bool:
         """Whether steps are captured, where the fused kernels decode at all."""
         if self.config.cuda_graph == "on":
             if self.device.type != "cuda":
                 raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
-            if self.mode not in ("off", "paired"):
-                raise UserError(f"cuda_graph: on is not available yet with speculation {self.mode}; use auto or off")
+            if not self._has_decoder:
+                raise UserError(f"cuda_graph: on is not available yet with {self._decoder_gap()}; use auto or off")
             if self.mode == "paired" and self.config.transport == "nccl":
                 raise UserError("cuda_graph: on with speculation paired needs transport symm; use auto or symm")
             if trace:
                 raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
-        if trace and self.device.type == "cuda" and self.mode in ("off", "paired"):
+        if trace and self._has_decoder:
             self.notices.append("operations are launched one by one, because --trace times each of them")
+        if self.device.type == "cuda" and self.mode in ("off", "paired") and self.config.kv_cache != "bf16":
+            self.notices.append(
+                f"operations are launched one by one: a captured step does not read kv_cache {self.config.kv_cache} yet"
+            )
         return self.config.cuda_graph != "off" and not trace
 
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
@@ -175,7 +189,8 @@ class Engine:
         config, placement = self.model_config, self.placement
         held = 0 if self.memory is None else self.memory.weights_bytes + self.cache.num_bytes
         available = available_bytes(self.device, placement.local_world_size) + held
-        memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available)
+        codec = self.config.kv_cache
+        memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available, codec)
         if self.memory is not None:
             # The old cache goes before the new one comes, and a graph before what it refers to.
             self._release()
@@ -185,13 +200,11 @@ class Engine:
         self.memory = memory
         if self.transport is None:
             self._load_model()
-        kv_heads = config.num_kv_heads // self.placement.tp_size
-        self.cache = KVCache(
-            config.num_layers, batch_size, kv_heads, max_context, config.head_dim, self.dtype, self.device
-        )
+        self.cache = new_cache(codec, config, placement.tp_size, batch_size, max_context, self.dtype, self.device)
         is_paired = self.mode == "paired"
-        can_loop = self.device.type == "cuda" and (self.mode == "off" or (is_paired and self._uses_symm))
+        can_loop = self._has_decoder and (not is_paired or self._uses_symm)
         if can_loop and batch_size <= MAX_BATCH:
+            assert isinstance(self.cache, KVCache)
             self.loop = DecodeLoop.build(
                 self.model,
                 self.cache,
@@ -517,7 +530,7 @@ def refuse_unavailable(config: EngineConfig) -> None:
     """
     if config.speculation.mode == "colocated":
         raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
-    if config.kv_cache != "bf16":
-        raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16")
+    if config.kv_cache not in ("bf16", *TURBO_CODECS):
+        raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16, {', '.join(TURBO_CODECS)}")
     if config.softmax != "exact":
         raise UserError(f"softmax: {config.softmax} is not available yet; use exact")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.attention import prefill_attention
+from ..kernels.decode_attention import KVLayer
+
 __all__ = ["KVCache"]
 
 
@@ -34,9 +37,29 @@ class KVCache:
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.k.device
+
+    @property
+    def num_layers(self) -> int:
+        """L: layers."""
+        return self.k.shape[0]
+
+    @property
     def batch_size(self) -> int:
         """B: requests."""
         return self.k.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv: KV heads of this rank."""
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """D: channels of a head."""
+        return self.k.shape[4]
 
     @property
     def max_context(self) -> int:
@@ -48,8 +71,13 @@ class KVCache:
         """Bytes allocated."""
         return 2 * self.k.numel() * self.k.itemsize
 
-    def append(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Store one new token for each request: k, v [B, Hkv, D] at positions [B] (integers, on the cache's device)."""
+    def layer(self, layer: int) -> KVLayer:
+        """What decode attention reads of one layer."""
+        return KVLayer(self.k[layer], self.v[layer])
+
+    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
+        """Store one new token for each request: k, v [B, Hkv, D]; seq_lens [B] integers with the new token."""
+        positions = seq_lens - 1
         requests = torch.arange(self.batch_size, device=positions.device)
         self.k[layer, requests, :, positions] = k.to(self.k.dtype)
         self.v[layer, requests, :, positions] = v.to(self.v.dtype)
@@ -64,3 +92,9 @@ class KVCache:
         self.k[layer, request, :, start:stop] = k.transpose(0, 1).to(self.k.dtype)
         self.v[layer, request, :, start:stop] = v.transpose(0, 1).to(self.v.dtype)
         return self.k[layer, request, :, :stop], self.v[layer, request, :, :stop]
+
+    def prefill_attention(
+        self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float
+    ) -> Tensor:
+        """Store a chunk as `write_prefill` and attend causally over the request so far: q [n, Hq, D] -> [n, Hq, D]."""
+        return prefill_attention(q, *self.write_prefill(layer, request, start, k, v), sm_scale)

@@ -10,7 +10,7 @@ import torch
 from ..errors import DoesNotFitError
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
-from .kv_cache import KVCache
+from .codecs import cache_bytes
 from .prefill import CHUNK_TOKENS
 
 __all__ = ["DTYPES", "GIB", "MemoryPlan", "available_bytes", "check_fits", "plan_memory"]
@@ -33,10 +33,18 @@ class MemoryPlan:
         return self.weights_bytes + self.cache_bytes + self.buffer_bytes
 
 
-def plan_memory(config: LlamaConfig, shard: Shard, dtype: torch.dtype, batch_size: int, max_context: int) -> MemoryPlan:
+def plan_memory(
+    config: LlamaConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    batch_size: int,
+    max_context: int,
+    kv_cache: str = "bf16",
+) -> MemoryPlan:
     """Bytes of weights, cache and activations on one rank.
 
-    Activations are those of the widest moment: one prefill chunk in the MLP beside the fp32 residual, and the logits.
+    Activations are those of the widest moment: one prefill chunk in the MLP beside the fp32 residual, and the logits. A
+    quantised cache adds one layer of the longest prompt: at INT8, dequantised, and in fp32 on the way.
     """
     hidden, tp_size = config.hidden_size, shard.tp_size
     start, stop = shard.vocab_range(config.vocab_size)
@@ -46,14 +54,16 @@ def plan_memory(config: LlamaConfig, shard: Shard, dtype: torch.dtype, batch_siz
     per_layer = hidden * (qkv_rows + attn_width + 3 * intermediate + 2)
     lm_head = 0 if config.tie_word_embeddings else stop - start
     weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
-    token = KVCache.bytes_per_token(config.num_layers, config.num_kv_heads // tp_size, config.head_dim, dtype)
+    cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype)
     tokens = min(CHUNK_TOKENS, max_context)
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * (2 * qkv_rows + 4 * intermediate))
+    if kv_cache != "bf16":
+        activations += max_context * config.num_kv_heads // tp_size * config.head_dim * (2 * (1 + dtype.itemsize) + 8)
     logits = 3 * 4 * batch_size * config.vocab_size
     # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0
     words += config.vocab_size if shard.vocab_shards > 1 else 0
-    return MemoryPlan(weights, token * batch_size * max_context, activations + logits + 8 * batch_size * words)
+    return MemoryPlan(weights, cache, activations + logits + 8 * batch_size * words)
 
 
 def available_bytes(device: torch.device, local_world_size: int) -> int:
@@ -66,20 +76,28 @@ def available_bytes(device: torch.device, local_world_size: int) -> int:
 
 
 def check_fits(
-    config: LlamaConfig, shard: Shard, dtype: torch.dtype, batch_size: int, max_context: int, available: int
+    config: LlamaConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    batch_size: int,
+    max_context: int,
+    available: int,
+    kv_cache: str = "bf16",
 ) -> MemoryPlan:
     """The plan, if it fits into `available` bytes.
 
     Raises:
         DoesNotFitError: says how much is needed, what there is, and the largest context that fits.
     """
-    plan = plan_memory(config, shard, dtype, batch_size, max_context)
+
+    def at(context: int) -> MemoryPlan:
+        return plan_memory(config, shard, dtype, batch_size, context, kv_cache)
+
+    plan = at(max_context)
     if plan.total_bytes <= available:
         return plan
     contexts = range(64, max_context, 64)
-    fitting = bisect.bisect_right(
-        contexts, available, key=lambda context: plan_memory(config, shard, dtype, batch_size, context).total_bytes
-    )
+    fitting = bisect.bisect_right(contexts, available, key=lambda context: at(context).total_bytes)
     advice = f"the largest context that fits is {64 * fitting} tokens" if fitting else "no context fits; use more ranks"
     raise DoesNotFitError(
         f"does not fit: a rank needs {plan.total_bytes / GIB:.2f} GiB (weights {plan.weights_bytes / GIB:.2f}, cache "

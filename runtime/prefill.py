@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.attention import prefill_attention
 from ..models.llama import Llama
-from .kv_cache import KVCache
+from .codecs import Cache
 from .step import OperationHook, gather_logits
 from .transport import Transport
 
 __all__ = ["prefill"]
 
-# Bounds the activations (n x intermediate_size) while keeping the products large: 2048 took 12 % longer on an H200.
+# Bounds the activations (n x intermediate_size) while keeping the products large: 2048 took 12 % longer on an H200. A
+# multiple of the quantised cache's blocks.
 CHUNK_TOKENS = 8192
 
 
 def prefill(
     model: Llama,
-    cache: KVCache,
+    cache: Cache,
     transport: Transport,
     request: int,
     token_ids: list[int],
@@ -30,12 +30,13 @@ def prefill(
 
     Args:
         request: index in the batch.  token_ids: the prompt, at least one token.
+        chunk_tokens: tokens at a time; a multiple of 64 with a quantised cache.
     Returns:
         logits: [1, V] fp32 after the last token, the same on every rank.
         layer_sums: [L] fp32, not finite where this rank's activations were not.
     """
     assert token_ids
-    device = cache.k.device
+    device = cache.device
     layer_sums = torch.zeros(model.num_layers, device=device)
     for start in range(0, len(token_ids), chunk_tokens):
         ids = torch.tensor(token_ids[start : start + chunk_tokens], device=device)
@@ -44,8 +45,7 @@ def prefill(
         for layer in range(model.num_layers):
             with operation("prefill", layer):
                 x, q, k, v = model.pre_attention(layer, x, partial, positions)
-                k_all, v_all = cache.write_prefill(layer, request, start, k, v)
-                attn_out = prefill_attention(q, k_all, v_all, model.sm_scale)
+                attn_out = cache.prefill_attention(layer, request, start, q, k, v, model.sm_scale)
                 x, partial = model.post_attention(layer, x, attn_out)
                 layer_sums[layer] += x[-1].sum() + partial[-1].sum()
         x = model.reduce_residual(x[-1:], None if partial is None else partial[-1:].contiguous())

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ..config import SamplingConfig
+from .codecs import Cache
 from .engine import Engine
 from .faults import LOADING
-from .kv_cache import KVCache
+from .prefill import CHUNK_TOKENS
 from .replay import StepRecord
 from .stats import percentile, step_bytes, stream_bandwidth
 from .transport import Transport
@@ -84,12 +85,15 @@ def prepare(engine: Engine) -> None:
         fill(engine.cache, seed=engine.placement.rank)
 
 
-def fill(cache: KVCache, seed: int) -> None:
+def fill(cache: Cache, seed: int) -> None:
     """Normal random keys and values everywhere, in place of a prompt."""
-    generator = torch.Generator(cache.k.device).manual_seed(seed)
-    # Layer by layer: nothing as large as the cache is allocated on the way.
-    for layer in (*cache.k, *cache.v):
-        layer.normal_(generator=generator)
+    generator = torch.Generator(cache.device).manual_seed(seed)
+    # Chunk by chunk: nothing as large as the cache is allocated on the way.
+    for layer, request in itertools.product(range(cache.num_layers), range(cache.batch_size)):
+        for start in range(0, cache.max_context, CHUNK_TOKENS):
+            shape = (2, min(CHUNK_TOKENS, cache.max_context - start), cache.num_kv_heads, cache.head_dim)
+            k, v = torch.randn(shape, generator=generator, device=cache.device)
+            cache.write_prefill(layer, request, start, k, v)
 
 
 def forced_verdicts(num_layers: int, hit_rate: float) -> list[int]:
@@ -118,7 +122,7 @@ def measure(engine: Engine, context: int, num_steps: int) -> Profile:
         own_us, hits = _prompted(engine, context, num_steps)
     gathered = transport.all_gather_world(torch.tensor(own_us, dtype=torch.float64, device=engine.device))
     seq_lens = [context + WARMUP_STEPS + num_steps // 2] * batch_size
-    read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens)
+    read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens, engine.config.kv_cache)
     hit_rate = float(torch.stack(hits).float().mean()) if hits else None
     return Profile(context, batch_size, gathered.tolist(), hit_rate, read)
 

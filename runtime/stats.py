@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
+from .codecs import bytes_per_token
 from .generation import Generation
-from .kv_cache import KVCache
 from .memory import plan_memory
 
 __all__ = ["percentile", "provenance", "step_bytes", "stream_bandwidth", "summarize", "versions"]
@@ -35,13 +35,14 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def step_bytes(config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: list[int]) -> int:
+def step_bytes(
+    config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: list[int], kv_cache: str = "bf16"
+) -> int:
     """Bytes that one rank must read for one decode step: its weights without the embedding table, and its cache."""
     start, stop = shard.vocab_range(config.vocab_size)
     table_rows = config.vocab_size - (stop - start if config.tie_word_embeddings else 0)
     weights = plan_memory(config, shard, dtype, 1, 1).weights_bytes - table_rows * config.hidden_size * dtype.itemsize
-    kv_heads = config.num_kv_heads // shard.tp_size
-    return weights + sum(seq_lens) * KVCache.bytes_per_token(config.num_layers, kv_heads, config.head_dim, dtype)
+    return weights + round(sum(seq_lens) * bytes_per_token(kv_cache, config, shard.tp_size, dtype))
 
 
 def stream_bandwidth(device: torch.device) -> float:

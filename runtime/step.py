@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.decode_attention import DecodeAttention
+from ..kernels.decode_attention import CacheLayer, DecodeAttention
 from ..models.llama import Llama
 from ..priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from ..verdict import accepts, combine_sums, layer_verdict
-from .kv_cache import KVCache
+from .codecs import Cache
 from .transport import PairMessage, Transport
 
 __all__ = ["DecodeState", "StepProgram", "StepResult", "gather_logits"]
@@ -62,7 +62,7 @@ class StepProgram:
     def __init__(
         self,
         model: Llama,
-        cache: KVCache,
+        cache: Cache,
         transport: Transport,
         mode: str,
         threshold: float,
@@ -81,7 +81,7 @@ class StepProgram:
             config.head_dim,
             chunk_size,
             model.sm_scale,
-            cache.k.device,
+            cache.device,
         )
         self._operation = operation
         self._group = transport.placement.group
@@ -120,10 +120,10 @@ class StepProgram:
         return self._is_paired and skips_compute(self._priority, self._group)
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._cache.append(layer, k, v, self._positions)
+        self._cache.append(layer, k, v, self._state.seq_lens)
 
-    def _layer_cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self._cache.k[layer], self._cache.v[layer], self._state.seq_lens
+    def _layer_cache(self, layer: int) -> tuple[CacheLayer, Tensor]:
+        return self._cache.layer(layer), self._state.seq_lens
 
     def _full(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """No speculation."""

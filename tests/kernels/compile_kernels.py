@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from alspec.kernels import gemv, handover, lean_attention, lean_kernel, next_token, residual
+from alspec.kernels import flashq_kernels, gemv, handover, lean_attention, lean_kernel, next_token, residual
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
@@ -128,6 +128,25 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     }
 
 
+def quantised_cache(capability: int) -> dict[str, Any]:
+    """The kernels that write and restore the quantised cache, for 8 heads of 128."""
+    types = dict.fromkeys(["words_ptr", "bits_ptr"], "*i32") | {"offset_ptr": "*i64"}
+    types |= dict.fromkeys(["tail_ptr", "k8_ptr", "v8_ptr"], "*i8") | dict.fromkeys(
+        ["k_scale_ptr", "v_scale_ptr"], "*fp32"
+    )
+
+    def compiled(kernel: Any, num_warps: int, **constants: Any) -> Any:
+        return compile_for(capability, kernel, num_warps, {"H": 8, "D": 128} | constants, **types)
+
+    warps, pdl = flashq_kernels.NUM_WARPS, {"PDL": capability >= 90}
+    return {
+        "flashq_store": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS),
+        "flashq_store, tail": compiled(flashq_kernels._store_tail_kernel, warps),
+        "turbo_append, gated": compiled(flashq_kernels._append_kernel, warps, **pdl),
+        "flashq_restore": compiled(flashq_kernels._restore_kernel, warps),
+    }
+
+
 def report(ptx: str) -> dict[str, int]:
     """Assemble PTX once more, for registers and spilled bytes; and count its copies that go on in the background."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
@@ -153,6 +172,7 @@ def main(capability: int) -> None:
     variants = itertools.product((1, 8), (False, True))
     compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in variants}
     compiled["lean, gated"] = lean(capability, 4, 128, 1, True, True)
+    compiled |= quantised_cache(capability)
     for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
         kernels = decode_step(capability, tp_size, batch_size)
         gated = decode_step(capability, tp_size, batch_size, True)

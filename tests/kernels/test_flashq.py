@@ -39,7 +39,9 @@ def test_every_range_of_a_channel(bits: int) -> None:
 
     levels = 2**bits - 1
     assert torch.equal(z.int(), low.int())
-    assert s_int.tolist() == [max(1, math.ceil((b - a) / levels)) for a, b in zip(low.tolist(), high.tolist())]
+    assert s_int.tolist() == [
+        max(1, math.ceil((b - a) / levels)) for a, b in zip(low.tolist(), high.tolist(), strict=True)
+    ]
     assert int(q2.max()) == levels
     restored = reconstruct(q2, s_int, z).int()
     exact = q2.int() * s_int.int() + z.int()

@@ -177,7 +177,10 @@ MISTAKES = [
         "--contexts or --steps",
     ),
     (("--contxts", "64"), "flags: unknown flag --contxts; the nearest valid name is --contexts"),
-    (("--kv-cache", "turbo4"), "kv_cache: turbo4 is not available yet; use bf16"),
+    (
+        ("--kv-cache", "turboquant3"),
+        "kv_cache: turboquant3 is not available yet; use bf16, turbo4, turbo2, turbo-mixed",
+    ),
     (("--cuda-graph", "on"), "cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off"),
     *(
         (

@@ -44,7 +44,7 @@ def test_new_cache_is_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_append(cache: KVCache, dtype: torch.dtype) -> None:
     k, v = torch.randn(2, B, HKV, D)
-    cache.append(1, k, v, torch.tensor([7, 49], dtype=dtype))
+    cache.append(1, k, v, torch.tensor([8, 50], dtype=dtype))
     assert written(cache.k) == written(cache.v) == {(1, 0, 7), (1, 1, 49)}
     for request, position in ((0, 7), (1, 49)):
         assert torch.equal(cache.k[1, request, :, position], k[request])
@@ -53,9 +53,9 @@ def test_append(cache: KVCache, dtype: torch.dtype) -> None:
 
 def test_append_again_overwrites(cache: KVCache) -> None:
     k, v = torch.randn(2, B, HKV, D)
-    positions = torch.tensor([3, 3])
-    cache.append(0, v, k, positions)
-    cache.append(0, k, v, positions)
+    seq_lens = torch.tensor([4, 4])
+    cache.append(0, v, k, seq_lens)
+    cache.append(0, k, v, seq_lens)
     assert torch.equal(cache.k[0, :, :, 3], k)
     assert torch.equal(cache.v[0, :, :, 3], v)
 
@@ -73,7 +73,7 @@ def test_write_prefill_in_chunks(cache: KVCache) -> None:
 def test_values_are_stored_in_the_cache_dtype() -> None:
     cache = KVCache(1, 1, HKV, N, D, torch.bfloat16, torch.device("cpu"))
     k, v = torch.randn(2, 1, HKV, D)
-    cache.append(0, k, v, torch.tensor([0]))
+    cache.append(0, k, v, torch.tensor([1]))
     cache.write_prefill(0, 0, 1, k, v)
     for position in (0, 1):
         assert torch.equal(cache.k[0, 0, :, position], k[0].bfloat16())

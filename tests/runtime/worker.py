@@ -71,7 +71,13 @@ def main(folder: Path) -> None:
         # Engines of one process must not meet each other's keys: each gets a store of its own.
         os.environ["MASTER_PORT"] = str(port)
         speculation = SpeculationConfig(mode=mode)
-        config = EngineConfig(model=Path(spec["model"]), speculation=speculation, dtype="fp32", transport="gloo")
+        config = EngineConfig(
+            model=Path(spec["model"]),
+            speculation=speculation,
+            dtype="fp32",
+            transport="gloo",
+            kv_cache=spec["kv_cache"],
+        )
         engine = Engine(config, trace=True)
         for case in cases:
             results[f"{mode} {case['name']}"] = run_case(engine, case)

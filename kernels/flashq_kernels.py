@@ -1,0 +1,461 @@
+"""The quantised cache written and read back on a GPU: store of a prompt, append of a token, restore of a prefix.
+
+Codes are put into fragment order (flashq_layout.py) in registers, as one permutation of a block's axes. What must match
+the oracles to the bit is exact: division is `tl.div_rn`, and half-to-even rounding adds and subtracts 1.5 * 2^23, after
+the clamp, which for an integer bound comes to the same.
+
+Shapes: B requests, H KV heads of this rank, D head_dim, n tokens, NB blocks of capacity, W words of a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .flashq import BLOCK, MIN_SCALE
+from .flashq_layout import TurboLayer, record_words
+from .launch import launch_options
+
+__all__ = ["flashq_restore", "flashq_store", "turbo_append"]
+
+TOKENS = tl.constexpr(BLOCK)
+NUM_WARPS = 4
+STORE_WARPS = 8  # with fewer, a block of 128 channels spills
+
+
+@triton.jit
+def _to_int8(x, scale):
+    """`rint(clamp(x / scale, -119, 119))` as int32."""
+    ratio = tl.minimum(tl.maximum(tl.div_rn(x, scale), -119.0), 119.0)
+    return ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
+
+
+@triton.jit
+def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """[64, D] int32 -> [2 D BITS] words; the permutation of `flashq_layout._pack_codes`."""
+    CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
+    CW: tl.constexpr = D // 16 // CF
+    TF: tl.constexpr = 16 // BITS // CF
+    TW: tl.constexpr = 4 // TF
+    if IS_V:
+        x = tl.reshape(codes, [TW, TF, 2, 4, 2, CF, CW, 2, 8])
+        x = tl.permute(x, [6, 0, 8, 3, 2, 7, 4, 1, 5])
+    else:
+        x = tl.reshape(codes, [TW, TF, 2, 8, CF, CW, 2, 4, 2])
+        x = tl.permute(x, [0, 5, 3, 7, 6, 2, 8, 1, 4])
+    x = tl.reshape(x, [2 * D * BITS, 32 // BITS])
+    return tl.sum(x << (BITS * tl.arange(0, 32 // BITS))[None, :], 1)
+
+
+@triton.jit
+def _unpack_codes(words, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """The inverse of `_pack_codes`."""
+    CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
+    CW: tl.constexpr = D // 16 // CF
+    TF: tl.constexpr = 16 // BITS // CF
+    TW: tl.constexpr = 4 // TF
+    x = (words[:, None] >> (BITS * tl.arange(0, 32 // BITS))[None, :]) & ((1 << BITS) - 1)
+    if IS_V:
+        x = tl.permute(tl.reshape(x, [CW, TW, 8, 4, 2, 2, 2, TF, CF]), [1, 7, 4, 3, 6, 8, 0, 5, 2])
+    else:
+        x = tl.permute(tl.reshape(x, [TW, CW, 8, 4, 2, 2, 2, TF, CF]), [0, 7, 5, 2, 8, 1, 4, 3, 6])
+    return tl.reshape(x, [TOKENS, D])
+
+
+@triton.jit
+def _pack_params(values, D: tl.constexpr, IS_V: tl.constexpr):
+    """Bytes [D] int32 of the channels -> [D / 4] words."""
+    if IS_V:
+        x = tl.permute(tl.reshape(values, [D // 16, 2, 8]), [2, 0, 1])
+    else:
+        x = tl.permute(tl.reshape(values, [D // 16, 2, 4, 2]), [2, 0, 1, 3])
+    return tl.sum(tl.reshape(x, [D // 4, 4]) << (8 * tl.arange(0, 4))[None, :], 1)
+
+
+@triton.jit
+def _unpack_params(words, D: tl.constexpr, IS_V: tl.constexpr):
+    """The inverse of `_pack_params`."""
+    x = (words[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255
+    if IS_V:
+        x = tl.permute(tl.reshape(x, [8, D // 16, 2]), [1, 2, 0])
+    else:
+        x = tl.permute(tl.reshape(x, [4, D // 16, 2, 2]), [1, 2, 0, 3])
+    return tl.reshape(x, [D])
+
+
+@triton.jit
+def _write_record(q1, record_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """Stage 2 of a block [64, D] int32, and its words."""
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    CODES: tl.constexpr = 2 * D * BITS
+    low = tl.min(q1, 0)
+    step = (tl.max(q1, 0) - low + LEVELS - 1) // LEVELS
+    step = tl.maximum(step, 1)
+    # floor(m / 2 s_int) of small integers: a half more than m is never within rounding of the next multiple.
+    inverse = 0.5 / step.to(tl.float32)
+    codes = ((2 * (q1 - low[None, :]) + step[None, :]).to(tl.float32) + 0.5) * inverse[None, :]
+    words = _pack_codes(codes.to(tl.int32), BITS, D, IS_V)
+    tl.store(record_ptr + IS_V * CODES + tl.arange(0, CODES), words)
+    params_ptr = record_ptr + 2 * CODES + IS_V * (D // 2) + tl.arange(0, D // 4)
+    tl.store(params_ptr, _pack_params(step, D, IS_V))
+    tl.store(params_ptr + D // 4, _pack_params(low + 128, D, IS_V))
+
+
+@triton.jit
+def _compress(q1, words_ptr, offset, bits, block, D: tl.constexpr, IS_V: tl.constexpr):
+    """K's or V's part of record `block` of one request and head."""
+    if bits == 4:
+        _write_record(q1, words_ptr + offset + block.to(tl.int64) * (17 * D), 4, D, IS_V)
+    else:
+        _write_record(q1, words_ptr + offset + block.to(tl.int64) * (9 * D), 2, D, IS_V)
+
+
+@triton.jit
+def _store_tensor(
+    x_ptr,  # of the head: [n, D]
+    x_stride,
+    q1_ptr,  # of the head: [n, D] int8
+    scale_ptr,  # where this block's stage-1 scale goes, for the prefill
+    tail_scale_ptr,  # the head's universal scale
+    cache_scale_ptr,  # where a record's scale goes
+    words_ptr,
+    offset,
+    bits,
+    n,
+    chunk_block,
+    block,
+    D: tl.constexpr,
+    IS_V: tl.constexpr,
+):
+    """Stages 1 and 2 of one block of K or V."""
+    c = tl.arange(0, D)
+    t = chunk_block * TOKENS + tl.arange(0, TOKENS)
+    exists = (t < n)[:, None]
+    x = tl.load(x_ptr + t[:, None].to(tl.int64) * x_stride + c[None, :], mask=exists, other=0.0).to(tl.float32)
+    raw = tl.div_rn(tl.max(tl.max(tl.abs(x), 1), 0), 119.0)
+    scale = tl.where(raw == 0, 1.0, raw)
+    tl.atomic_max(tail_scale_ptr, raw, sem="relaxed")
+    tl.store(scale_ptr, scale)
+    q1 = _to_int8(x, scale)
+    tl.store(q1_ptr + t[:, None].to(tl.int64) * D + c[None, :], q1.to(tl.int8), mask=exists)
+    if (chunk_block + 1) * TOKENS <= n:
+        tl.store(cache_scale_ptr, scale)
+        _compress(q1, words_ptr, offset, bits, block, D, IS_V)
+
+
+@triton.jit(do_not_specialize=["n", "request", "first_block"])
+def _store_kernel(
+    k_ptr,  # [n, H, D]
+    v_ptr,
+    words_ptr,  # [W] int32
+    offset_ptr,  # [B, H] int64
+    bits_ptr,  # [B, H] int32
+    scales_ptr,  # [B, H, NB, 2] fp32
+    tail_scale_ptr,  # [B, H, 2] fp32
+    k8_ptr,  # [H, n, D] int8
+    v8_ptr,
+    k_scale_ptr,  # [H, ceil(n / 64)] fp32
+    v_scale_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    q8_head_stride,
+    scale_head_stride,
+    n,
+    request,
+    first_block,
+    num_blocks,
+    H: tl.constexpr,
+    D: tl.constexpr,
+):
+    """One block of one head; grid [ceil(n / 64), H]."""
+    chunk_block = tl.program_id(0)
+    block = first_block + chunk_block
+    head = tl.program_id(1).to(tl.int64)
+    row = request * H + head
+    offset = tl.load(offset_ptr + row)
+    bits = tl.load(bits_ptr + row)
+    at_scale = head * scale_head_stride + chunk_block
+    at_cache = scales_ptr + (row * num_blocks + block) * 2
+    _store_tensor(
+        k_ptr + head * k_head_stride, k_token_stride, k8_ptr + head * q8_head_stride, k_scale_ptr + at_scale,
+        tail_scale_ptr + row * 2, at_cache, words_ptr, offset, bits, n, chunk_block, block, D, 0,
+    )  # fmt: skip
+    _store_tensor(
+        v_ptr + head * v_head_stride, v_token_stride, v8_ptr + head * q8_head_stride, v_scale_ptr + at_scale,
+        tail_scale_ptr + row * 2 + 1, at_cache + 1, words_ptr, offset, bits, n, chunk_block, block, D, 1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rest", "request"])
+def _store_tail_kernel(
+    k_ptr,  # [rest, H, D], 1 to 63 tokens
+    v_ptr,
+    tail_ptr,  # [B, H, 2, 64, D] int8
+    tail_scale_ptr,  # [B, H, 2] fp32
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    rest,
+    request,
+    H: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The prompt's incomplete block under the universal scale; grid [H, 2], K then V."""
+    head = tl.program_id(0).to(tl.int64)
+    is_v = tl.program_id(1)
+    row = (request * H + head) * 2 + is_v
+    x_ptr, token_stride = k_ptr + head * k_head_stride, k_token_stride
+    if is_v == 1:
+        x_ptr, token_stride = v_ptr + head * v_head_stride, v_token_stride
+    c = tl.arange(0, D)
+    t = tl.arange(0, TOKENS)
+    exists = (t < rest)[:, None]
+    x = tl.load(x_ptr + t[:, None].to(tl.int64) * token_stride + c[None, :], mask=exists, other=0.0).to(tl.float32)
+    q1 = _to_int8(x, tl.load(tail_scale_ptr + row))
+    tl.store(tail_ptr + (row * TOKENS + t[:, None]) * D + c[None, :], q1.to(tl.int8), mask=exists)
+
+
+def flashq_store(
+    k: Tensor,
+    v: Tensor,
+    layer: TurboLayer,
+    request: int,
+    start: int,
+    k8: Tensor,
+    v8: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    """Quantise a chunk of one request's prompt into the cache, each block once. Oracle: `flashq_store_ref`.
+
+    Full blocks become records. The universal scale becomes the largest stage-1 scale of the prompt so far; under it, an
+    incomplete last block, with which the prompt ends, goes into the tail. Source: TurboAttention, sections 3.1 and 3.3.
+
+    Args:
+        k, v: [n, H, D] bf16, fp16 or fp32, channels contiguous.  layer: written; its `bits` and `offset` are read.
+        start: position of the first token, a multiple of 64; 0 begins a new prompt.
+        k8, v8: [H, n, D] int8, stage 1 of the chunk, written; any stride between heads, the same for both.
+        k_scale, v_scale: [H, ceil(n / 64)] fp32, likewise.
+    Raises:
+        ValueError: shape, dtype or layout, naming the argument.
+    """
+    num_tokens, num_heads, head_dim = k.shape
+    _check_chunk(k, v, layer, start)
+    _check_stage_1(k8, v8, k_scale, v_scale, (num_heads, num_tokens, head_dim))
+    if start == 0:
+        layer.tail_scale[request].fill_(MIN_SCALE)
+    strides = (*k.stride()[:2], *v.stride()[:2])
+    _store_kernel[(triton.cdiv(num_tokens, BLOCK), num_heads)](
+        k, v, layer.words, layer.offset, layer.bits, layer.scales, layer.tail_scale, k8, v8, k_scale, v_scale, *strides,
+        k8.stride(0), k_scale.stride(0), num_tokens, request, start // BLOCK, layer.num_blocks, H=num_heads,
+        D=head_dim, num_warps=STORE_WARPS,
+    )  # fmt: skip
+    rest = num_tokens % BLOCK
+    if rest:
+        _store_tail_kernel[(num_heads, 2)](
+            k[num_tokens - rest :], v[num_tokens - rest :], layer.tail, layer.tail_scale, *strides, rest, request,
+            H=num_heads, D=head_dim, num_warps=NUM_WARPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _append_tensor(
+    x_ptr,  # [D]: the new key or value
+    tail_ptr,  # of this request, head and tensor: [64, D] int8
+    scale,
+    cache_scale_ptr,
+    words_ptr,
+    offset,
+    bits,
+    position,
+    D: tl.constexpr,
+    IS_V: tl.constexpr,
+):
+    """One token into the tail; the tail that it fills into a record."""
+    c = tl.arange(0, D)
+    slot = position % TOKENS
+    q1 = _to_int8(tl.load(x_ptr + c).to(tl.float32), scale)
+    tl.store(tail_ptr + slot * D + c, q1.to(tl.int8))
+    if slot == TOKENS - 1:
+        t = tl.arange(0, TOKENS)[:, None]
+        before = tl.load(tail_ptr + t * D + c[None, :], mask=t < TOKENS - 1, other=0).to(tl.int32)
+        tl.store(cache_scale_ptr, scale)
+        # The last row is not read back: another thread may have stored it.
+        _compress(tl.where(t < TOKENS - 1, before, q1[None, :]), words_ptr, offset, bits, position // TOKENS, D, IS_V)
+
+
+@triton.jit
+def _append_kernel(
+    k_ptr,  # [B, H, D]
+    v_ptr,
+    seq_lens_ptr,  # [B] int32, with the new token
+    words_ptr,  # [W] int32
+    offset_ptr,  # [B, H] int64
+    bits_ptr,  # [B, H] int32
+    scales_ptr,  # [B, H, NB, 2] fp32
+    tail_ptr,  # [B, H, 2, 64, D] int8
+    tail_scale_ptr,  # [B, H, 2] fp32
+    gate_ptr,  # [1] int32 or None
+    k_request_stride,
+    k_head_stride,
+    v_request_stride,
+    v_head_stride,
+    num_blocks,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """K or V of one request and head; grid [B H, 2]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
+        if tl.load(gate_ptr, volatile=True) == 0:
+            return
+    row = tl.program_id(0).to(tl.int64)
+    request, head = row // H, row % H
+    position = tl.load(seq_lens_ptr + request) - 1
+    is_v = tl.program_id(1)
+    scale = tl.load(tail_scale_ptr + row * 2 + is_v)
+    offset = tl.load(offset_ptr + row)
+    bits = tl.load(bits_ptr + row)
+    tail_ptr += (row * 2 + is_v) * (TOKENS * D)
+    at_cache = scales_ptr + (row * num_blocks + position // TOKENS) * 2 + is_v
+    if is_v == 0:
+        x_ptr = k_ptr + request * k_request_stride + head * k_head_stride
+        _append_tensor(x_ptr, tail_ptr, scale, at_cache, words_ptr, offset, bits, position, D, 0)
+    else:
+        x_ptr = v_ptr + request * v_request_stride + head * v_head_stride
+        _append_tensor(x_ptr, tail_ptr, scale, at_cache, words_ptr, offset, bits, position, D, 1)
+
+
+def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate: Tensor | None = None) -> None:
+    """One new token of each request into the decode buffer; a buffer that it fills becomes a record as well.
+
+        tail[(n - 1) % 64] = clamp(rint(x / universal scale), -119, 119)
+
+    Source: TurboAttention, section 3.3. Oracle: `turbo_append_ref`.
+
+    Args:
+        k, v: [B, H, D] bf16, fp16 or fp32, channels contiguous.  layer: written.
+        seq_lens: [B] int32 with the new token (n), at most 64 NB + 63.  gate: [1] int32; 0 skips everything.
+    Raises:
+        ValueError: shape or layout, naming the argument.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, num_heads, head_dim = layer.batch_size, layer.num_kv_heads, layer.head_dim
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != (batch_size, num_heads, head_dim) or x.stride(2) != 1:
+            expected = f"[{batch_size}, {num_heads}, {head_dim}] with contiguous channels"
+            raise ValueError(f"{name}: expected {expected}, found {list(x.shape)}")
+    _append_kernel[(batch_size * num_heads, 2)](
+        k, v, seq_lens, layer.words, layer.offset, layer.bits, layer.scales, layer.tail, layer.tail_scale, gate,
+        *k.stride()[:2], *v.stride()[:2], layer.num_blocks, H=num_heads, D=head_dim, num_warps=NUM_WARPS,
+        **launch_options(k.device),
+    )  # fmt: skip
+
+
+@triton.jit
+def _restore_tensor(record_ptr, q1_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """K or V of one record -> [64, D] int8."""
+    CODES: tl.constexpr = 2 * D * BITS
+    codes = _unpack_codes(tl.load(record_ptr + IS_V * CODES + tl.arange(0, CODES)), BITS, D, IS_V)
+    params_ptr = record_ptr + 2 * CODES + IS_V * (D // 2) + tl.arange(0, D // 4)
+    step = _unpack_params(tl.load(params_ptr), D, IS_V)
+    low = _unpack_params(tl.load(params_ptr + D // 4), D, IS_V) - 128
+    q1 = codes * step[None, :] + low[None, :]
+    t = tl.arange(0, TOKENS)[:, None]
+    tl.store(q1_ptr + t * D + tl.arange(0, D)[None, :], q1.to(tl.int8))
+
+
+@triton.jit(do_not_specialize=["request"])
+def _restore_kernel(
+    words_ptr,  # [W] int32
+    offset_ptr,  # [B, H] int64
+    bits_ptr,  # [B, H] int32
+    scales_ptr,  # [B, H, NB, 2] fp32
+    k8_ptr,  # [H, nb 64, D] int8
+    v8_ptr,
+    k_scale_ptr,  # [H, nb] fp32
+    v_scale_ptr,
+    q8_head_stride,
+    scale_head_stride,
+    request,
+    num_blocks,
+    H: tl.constexpr,
+    D: tl.constexpr,
+):
+    """One record; grid [nb, H]."""
+    block, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = request * H + head
+    at_q1 = head * q8_head_stride + block * (TOKENS * D)
+    at_scale = head * scale_head_stride + block
+    at_cache = scales_ptr + (row * num_blocks + block) * 2
+    tl.store(k_scale_ptr + at_scale, tl.load(at_cache))
+    tl.store(v_scale_ptr + at_scale, tl.load(at_cache + 1))
+    record_ptr = words_ptr + tl.load(offset_ptr + row)
+    if tl.load(bits_ptr + row) == 4:
+        record_ptr += block * (17 * D)
+        _restore_tensor(record_ptr, k8_ptr + at_q1, 4, D, 0)
+        _restore_tensor(record_ptr, v8_ptr + at_q1, 4, D, 1)
+    else:
+        record_ptr += block * (9 * D)
+        _restore_tensor(record_ptr, k8_ptr + at_q1, 2, D, 0)
+        _restore_tensor(record_ptr, v8_ptr + at_q1, 2, D, 1)
+
+
+def flashq_restore(
+    layer: TurboLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
+) -> None:
+    """Records `[0, num_blocks)` of one request back at INT8, `q2 s_int + z`. Oracle: `flashq_restore_ref`.
+
+    Args:
+        layer: read.  k8, v8: [H, 64 num_blocks, D] int8, written; any stride between heads, the same for both.
+        k_scale, v_scale: [H, num_blocks] fp32, likewise.
+    Raises:
+        ValueError: shape, dtype or layout, naming the argument.
+    """
+    num_heads, head_dim = layer.num_kv_heads, layer.head_dim
+    _check_stage_1(k8, v8, k_scale, v_scale, (num_heads, num_blocks * BLOCK, head_dim))
+    if num_blocks == 0:
+        return
+    _restore_kernel[(num_blocks, num_heads)](
+        layer.words, layer.offset, layer.bits, layer.scales, k8, v8, k_scale, v_scale, k8.stride(0), k_scale.stride(0),
+        request, layer.num_blocks, H=num_heads, D=head_dim, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _check_chunk(k: Tensor, v: Tensor, layer: TurboLayer, start: int) -> None:
+    num_tokens, num_heads, head_dim = k.shape
+    record_words(4, head_dim)  # refuses other sizes of heads
+    if v.shape != k.shape or (num_heads, head_dim) != (layer.num_kv_heads, layer.head_dim):
+        expected = f"[n, {layer.num_kv_heads}, {layer.head_dim}]"
+        raise ValueError(f"k, v: expected two {expected}, found {list(k.shape)} and {list(v.shape)}")
+    if k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError("k, v: expected contiguous channels")
+    if start % BLOCK or start // BLOCK + num_tokens // BLOCK > layer.num_blocks:
+        raise ValueError(
+            f"start: expected a multiple of {BLOCK} with room for {num_tokens} tokens in {layer.num_blocks} blocks, "
+            f"found {start}"
+        )
+
+
+def _check_stage_1(k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, shape: tuple[int, int, int]) -> None:
+    num_heads, num_tokens, head_dim = shape
+    scale_shape = (num_heads, -(-num_tokens // BLOCK))
+    for name, x, expected, dtype in (
+        ("k8", k8, shape, torch.int8), ("v8", v8, shape, torch.int8),
+        ("k_scale", k_scale, scale_shape, torch.float32), ("v_scale", v_scale, scale_shape, torch.float32),
+    ):  # fmt: skip
+        if x.shape != expected or x.dtype != dtype:
+            raise ValueError(f"{name}: expected {list(expected)} {dtype}, found {list(x.shape)} {x.dtype}")
+    if k8.stride() != v8.stride() or k8.stride()[1:] != (head_dim, 1) or k_scale.stride() != v_scale.stride():
+        raise ValueError("k8, v8, k_scale, v_scale: expected the same strides for both, and contiguous tokens")
+    if k_scale.stride(1) != 1:
+        raise ValueError("k_scale: expected contiguous blocks")

@@ -1,0 +1,213 @@
+"""Records of the quantised KV cache: how the codes of a block lie in memory, to the bit.
+
+A record holds one block of 64 tokens of one KV head as 32-bit words, bit 0 first:
+
+    [K codes: 2 D b][V codes: 2 D b][K parameters: D / 2][V parameters: D / 2]      words, D = head_dim, b = 4 or 2 bits
+
+Decode multiplies `S^T = K q^T` and `O^T = V^T P^T` with the instruction m16n8k16, whose left operand A is [16, 16].
+Lane `4 g + t` of a warp (g < 8, t < 4) holds four 32-bit registers of it, (kh, rh) in the order 00, 01, 10, 11: rows
+`8 rh + g`, columns `8 kh + 2 t + i`, i = 0 in the lower half of the register, i = 1 in the upper. Codes lie in this
+order, so that 16 bytes loaded by a lane are its registers for several such tiles; a mask and a shift take them apart:
+
+- A is K [64 tokens, D channels], or V^T [D channels, 64 tokens]. Both have 4 token tiles and D / 16 channel tiles.
+- A 16-bit half holds F = 16 / b codes. Code f, at bits `b f`, is of channel tile `cf CW + cw` and token tile
+  `tw TF + tf`, where `f = tf CF + cf`, CF = min(F, D / 16), CW = D / 16 / CF, TF = F / CF.
+- Words, slowest first: K [tw][cw][g][t][kh][rh], V [cw][tw][g][t][kh][rh].
+
+So a code's place in its byte depends on its channel alone: `code_shift(c) = b ((c / 16 / CW) % (8 / b))`. The kernel
+reads codes where they lie, as fp16 denormals, and takes this power of two out of the channel's scale.
+
+Parameters are bytes: D of `s_int`, then D of `z + 128`, each in the order in which lanes use them. K's are factors of
+q, the right operand: [t][channel tile][kh][i], channel `16 tile + 8 kh + 2 t + i`. V's are factors of rows of the
+product: [g][channel tile][rh], channel `16 tile + 8 rh + g`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "BlockCodes", "TurboLayer", "pack_record", "record_words", "unpack_record"]
+
+BLOCK = 64  # tokens of a record
+BITS = (4, 2)
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class TurboLayer:
+    """The quantised cache of one layer: B requests, H KV heads of this rank, NB blocks of capacity.
+
+    With n = seq_len, the newest token included, blocks `j < (n - 1) // 64` are records; the 1 to 64 tokens after them
+    lie in `tail` at slots 0 and up.
+    """
+
+    words: (
+        Tensor  # [W] int32: all records; block j of (b, h) begins at word offset[b, h] + j record_words(bits[b, h], D)
+    )
+    offset: Tensor  # [B, H] int64, multiples of 4
+    bits: Tensor  # [B, H] int32: 4 or 2
+    scales: Tensor  # [B, H, NB, 2] fp32: stage-1 scale of each block's K and V
+    tail: Tensor  # [B, H, 2, 64, D] int8: stage-1 codes of the newest tokens, K then V
+    tail_scale: Tensor  # [B, H, 2] fp32: universal scale of K and V
+
+    @property
+    def batch_size(self) -> int:
+        """Requests B."""
+        return self.tail.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads H of this rank."""
+        return self.tail.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels D of a head."""
+        return self.tail.shape[4]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of capacity NB, of each request and head."""
+        return self.scales.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of each request that fit."""
+        return BLOCK * self.num_blocks
+
+
+class BlockCodes(NamedTuple):
+    """Stage-2 codes of blocks of K or of V: X / s is `codes * s_int + z`."""
+
+    codes: Tensor  # [..., 64, D] integers in [0, 2^b)
+    s_int: Tensor  # [..., D] integers in [1, 255]
+    z: Tensor  # [..., D] integers in [-128, 127]
+
+
+def record_words(bits: int, head_dim: int) -> int:
+    """32-bit words of one record.
+
+    Raises:
+        ValueError: `bits` or `head_dim` that no kernel reads.
+    """
+    _check(bits, head_dim)
+    return 4 * head_dim * bits + head_dim
+
+
+def code_shift(bits: int, head_dim: int) -> Tensor:
+    """[D] int64: bit of its byte at which the codes of each channel begin."""
+    in_fields, in_words, _, _ = _tiles(bits, head_dim)
+    tile = torch.arange(head_dim) // 16
+    return bits * (tile // in_words % min(in_fields, 8 // bits))
+
+
+def pack_record(k: BlockCodes, v: BlockCodes, bits: int) -> Tensor:
+    """Records [..., record_words(bits, D)] int32 of blocks of K and V with the same leading sizes."""
+    head_dim = k.codes.shape[-1]
+    _check(bits, head_dim)
+    lead = k.codes.shape[:-2]
+    parts = [
+        _pack_codes(k.codes, bits).reshape(*lead, -1),
+        _pack_codes(v.codes, bits, transposed=True).reshape(*lead, -1),
+        *(_pack_bytes(_k_order(value)) for value in (k.s_int, k.z + 128)),
+        *(_pack_bytes(_v_order(value)) for value in (v.s_int, v.z + 128)),
+    ]
+    return torch.cat(parts, -1)
+
+
+def unpack_record(words: Tensor, bits: int, head_dim: int) -> tuple[BlockCodes, BlockCodes]:
+    """K and V of records [..., record_words(bits, D)] int32: the inverse of `pack_record`, all int32."""
+    _check(bits, head_dim)
+    codes, params = 2 * head_dim * bits, head_dim // 4
+    k_codes, v_codes, k_s, k_z, v_s, v_z = words.split([codes, codes, params, params, params, params], -1)
+    k = BlockCodes(
+        _unpack_codes(k_codes, bits, head_dim), _k_channels(_unpack_bytes(k_s)), _k_channels(_unpack_bytes(k_z)) - 128
+    )
+    v = BlockCodes(
+        _unpack_codes(v_codes, bits, head_dim, transposed=True),
+        _v_channels(_unpack_bytes(v_s)),
+        _v_channels(_unpack_bytes(v_z)) - 128,
+    )
+    return k, v
+
+
+def _check(bits: int, head_dim: int) -> None:
+    if bits not in BITS:
+        raise ValueError(f"bits: expected one of {BITS}, found {bits}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim: the quantised cache takes {HEAD_DIMS}, found {head_dim}")
+
+
+def _tiles(bits: int, head_dim: int) -> tuple[int, int, int, int]:
+    """CF, CW, TF, TW: channel tiles and token tiles, those within a half word and those over words."""
+    fields, channel_tiles = 16 // bits, head_dim // 16
+    in_fields = min(fields, channel_tiles)
+    return in_fields, channel_tiles // in_fields, fields // in_fields, 4 * in_fields // fields
+
+
+# Sizes of the permutations, by what they count: `cf`, `cw` channel tiles and `tf`, `tw` token tiles as above; 2, 8 or
+# 2, 4, 2 are (rh, g) or (kh, t, i): a token is (tw, tf, rh, g) of K and (tw, tf, kh, t, i) of V, a channel
+# (cf, cw, kh, t, i) of K and (cf, cw, rh, g) of V.
+def _pack_codes(codes: Tensor, bits: int, transposed: bool = False) -> Tensor:
+    """[..., words] int32 of codes [..., 64, D]; `transposed`: of V."""
+    cf, cw, tf, tw = _tiles(bits, codes.shape[-1])
+    x = codes.reshape(-1, *codes.shape[-2:]).to(torch.int64)
+    if transposed:
+        x = x.view(-1, tw, tf, 2, 4, 2, cf, cw, 2, 8).permute(0, 7, 1, 9, 4, 3, 8, 5, 2, 6)
+    else:
+        x = x.view(-1, tw, tf, 2, 8, cf, cw, 2, 4, 2).permute(0, 1, 6, 4, 8, 7, 3, 9, 2, 5)
+    shifts = torch.arange(0, 32, bits, device=x.device)
+    return _signed((x.reshape(x.shape[0], -1, 32 // bits) << shifts).sum(-1))
+
+
+def _unpack_codes(words: Tensor, bits: int, head_dim: int, transposed: bool = False) -> Tensor:
+    """Codes [..., 64, D] int32 of words [..., W]."""
+    cf, cw, tf, tw = _tiles(bits, head_dim)
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    x = words.reshape(-1, words.shape[-1], 1) >> shifts & (1 << bits) - 1
+    if transposed:
+        x = x.view(-1, cw, tw, 8, 4, 2, 2, 2, tf, cf).permute(0, 2, 8, 5, 4, 7, 9, 1, 6, 3)
+    else:
+        x = x.view(-1, tw, cw, 8, 4, 2, 2, 2, tf, cf).permute(0, 1, 8, 6, 3, 9, 2, 5, 4, 7)
+    return x.reshape(*words.shape[:-1], BLOCK, head_dim)
+
+
+def _split(values: Tensor, *sizes: int) -> Tensor:
+    return values.reshape(*values.shape[:-1], *sizes)
+
+
+def _k_order(values: Tensor) -> Tensor:
+    """Channels [..., D] in the order [t][tile][kh][i]."""
+    return _split(values, -1, 2, 4, 2).movedim(-2, -4).flatten(-4)
+
+
+def _k_channels(values: Tensor) -> Tensor:
+    return _split(values, 4, -1, 2, 2).movedim(-4, -2).flatten(-4)
+
+
+def _v_order(values: Tensor) -> Tensor:
+    """Channels [..., D] in the order [g][tile][rh]."""
+    return _split(values, -1, 2, 8).movedim(-1, -3).flatten(-3)
+
+
+def _v_channels(values: Tensor) -> Tensor:
+    return _split(values, 8, -1, 2).movedim(-3, -1).flatten(-3)
+
+
+def _pack_bytes(values: Tensor) -> Tensor:
+    shifts = torch.arange(0, 32, 8, device=values.device)
+    return _signed((_split(values.to(torch.int64), -1, 4) << shifts).sum(-1))
+
+
+def _unpack_bytes(words: Tensor) -> Tensor:
+    shifts = torch.arange(0, 32, 8, device=words.device, dtype=torch.int32)
+    return (words[..., None] >> shifts & 255).flatten(-2)
+
+
+def _signed(words: Tensor) -> Tensor:
+    """int32 of the same 32 bits as integers in [0, 2^32)."""
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

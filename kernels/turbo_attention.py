@@ -1,0 +1,160 @@
+"""Lean (stream-K) decode attention over the quantised cache, in one launch, with the speculative output written first.
+
+The method is that of lean_attention.py: a fixed grid takes runs of ragged work by a schedule computed on the device,
+partials are merged by whoever arrives last, and the guess over sink and window comes first. What differs:
+
+- The unit of work is a *step*: as many blocks of 64 tokens of one (request, KV head) as a program has warps. Each warp
+  has an online softmax of its own; they are merged when the program leaves the head.
+- A step costs what it reads: 4-bit records 17 / 9 as much as 2-bit ones. The decode buffer is one step more of its head.
+- With a guess, the buffer is part of the guess.
+
+Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
+3 and 4; those of lean_attention.py. The order of records, and codes read as fp16 instead of INT8 products, are ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
+from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
+from .turbo_kernel import turbo_decode_kernel
+
+__all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
+
+MAX_GROUP = 8  # query heads of a KV head: the columns of one product
+MERGE_REGISTERS = 64  # for the partials loaded together
+
+
+@dataclass(frozen=True)
+class TurboSettings:
+    """How the kernel is launched."""
+
+    num_programs: int  # of the workspace to allocate
+    num_warps: int  # of a program: 1, 2 or 4
+    num_stages: int  # steps whose loads are in flight
+    wide: int  # beyond so many partials of an output, they are merged in two levels
+    fan: int  # partials of one group of the first level
+    pdl: bool  # dependent launch
+
+
+@functools.cache
+def turbo_settings(device: torch.device) -> TurboSettings:
+    """Settings for a device."""
+    if device.type != "cuda":
+        return TurboSettings(num_programs=16, num_warps=1, num_stages=1, wide=24, fan=8, pdl=False)
+    properties = torch.cuda.get_device_properties(device)
+    return TurboSettings(
+        num_programs=2 * properties.multi_processor_count,
+        num_warps=4,
+        num_stages=3,
+        wide=24,
+        fan=8,
+        pdl=properties.major >= 9,
+    )
+
+
+def turbo_decode_attention(
+    q: Tensor,
+    layer: TurboLayer,
+    seq_lens: Tensor,
+    sm_scale: float,
+    workspace: LeanWorkspace,
+    out: Tensor,
+    lse: Tensor,
+    speculation: Speculation | None = None,
+    part: Part = "all",
+    gate: Tensor | None = None,
+    settings: TurboSettings | None = None,
+) -> None:
+    """Attention of one new token for each request over its first `seq_lens` tokens in a quantised cache, in one launch.
+
+        o = softmax(sm_scale q K^T) V,   lse = log2 sum_t 2^(sm_scale log2(e) q.k_t),   K, V as dequantised
+
+    With `speculation`, the same launch first writes `A~` over sink and window, and with `A` the sums of their distance.
+    Oracles: `decode_attention_ref`, `speculative_decode_attention_ref`, on the dequantised cache.
+
+    Args:
+        q: [B, Hq, D] bf16, fp16 or fp32, contiguous, D 64 or 128, at most 8 heads to a KV head.
+        layer: the cache; read only.
+        seq_lens: [B] int32 on the device, 1 .. `layer.capacity`; read by the kernel, so a captured launch serves any.
+        workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
+        part, gate: as for `lean_decode_attention`.
+        settings: other than `turbo_settings(device)`.
+    Raises:
+        ValueError: shape, dtype or layout, naming the argument.
+    Capture: graph-safe; allocates nothing. A programmatic dependent launch from compute capability 9.0 on.
+    """
+    batch_size, num_qo_heads, head_dim = q.shape
+    num_kv_heads = layer.num_kv_heads
+    _check(q, layer, seq_lens, speculation, part)
+    group = num_qo_heads // num_kv_heads
+    group_pad = triton.next_power_of_2(group)
+    settings = settings or turbo_settings(q.device)
+    warps, spec = settings.num_warps, speculation
+    turbo_decode_kernel[(workspace.num_programs,)](
+        q,
+        layer.words,
+        layer.offset,
+        layer.bits,
+        layer.scales,
+        layer.tail.view(torch.int32),
+        layer.tail_scale,
+        seq_lens,
+        out,
+        lse,
+        spec.spec_out if spec else None,
+        spec.flag if spec else None,
+        spec.epoch if spec else None,
+        spec.sums if spec else None,
+        workspace.o,
+        workspace.lse,
+        workspace.counters,
+        workspace.group_counters,
+        gate,
+        batch_size * num_kv_heads,
+        layer.num_blocks,
+        sm_scale * math.log2(math.e),
+        spec.chunk_size // BLOCK if spec else 0,
+        HKV=num_kv_heads,
+        GROUP=group,
+        GROUP_PAD=group_pad,
+        D=head_dim,
+        PROGRAMS=workspace.num_programs,
+        OUTPUTS_PAD=max(32, triton.next_power_of_2(batch_size * num_kv_heads)),
+        WARPS=warps,
+        STAGES=settings.num_stages,
+        MERGE=max(1, min(16, MERGE_REGISTERS * 32 * warps // (group_pad * head_dim))),
+        WIDE=settings.wide,
+        FAN=settings.fan,
+        SPEC=spec is not None,
+        PART=PARTS[part],
+        FLAG=spec is not None and spec.flag is not None,
+        PDL=settings.pdl,
+        num_warps=warps,
+        **({"launch_pdl": True} if settings.pdl else {}),
+    )
+
+
+def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part) -> None:
+    batch_size, num_qo_heads, head_dim = q.shape
+    if head_dim not in HEAD_DIMS or head_dim != layer.head_dim:
+        raise ValueError(f"head_dim: the quantised cache takes {HEAD_DIMS}, found {head_dim} and {layer.head_dim}")
+    if num_qo_heads % layer.num_kv_heads or num_qo_heads > MAX_GROUP * layer.num_kv_heads:
+        raise ValueError(
+            f"q: {num_qo_heads} heads, expected 1 to {MAX_GROUP} for each of {layer.num_kv_heads} KV heads"
+        )
+    if batch_size != layer.batch_size or not q.is_contiguous():
+        raise ValueError(f"q: expected {layer.batch_size} contiguous requests, found {batch_size}")
+    if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
+        raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
+    if speculation is None and part != "all":
+        raise ValueError(f"part: {part!r} needs speculation")
+    if speculation is not None and speculation.chunk_size % BLOCK:
+        raise ValueError(f"chunk_size: expected a multiple of {BLOCK}, found {speculation.chunk_size}")

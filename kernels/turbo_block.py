@@ -1,0 +1,311 @@
+"""Arithmetic of decode over quantised blocks: the device code between a record's words and an online softmax.
+
+A step takes W blocks, one for each warp (the leading size of all tensors here), with up to 8 query heads as columns:
+
+    S^T = K q^T,   O^T = V^T P^T
+
+Codes and bytes become fp16 without conversion: as the low bits of a half they are denormals, code 2^-24, or 2^-24 times
+the power of two of their place. What is linear moves to where it costs least: the s_int of K into q, once per block;
+z of K into the initial accumulator; s_int and z of V, and every power of two, into the rows of the output.
+Products are exact, but for the rounding of q s_int and of P to fp16; sums are fp32.
+
+Where operands are built with `tl.join`, the compiler gives a lane four columns in a row of each 16 (kWidth 4) instead of
+two and two. So the columns of such a product are named in *operand order* (t, kh, i), 16 at a time: then the registers
+loaded are the operand's, and nothing moves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .flashq_layout import BLOCK
+from .words import INTERPRETED
+
+__all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
+
+COLUMNS = tl.constexpr(8)  # query heads of a product
+TOKENS = tl.constexpr(BLOCK)
+ULP = tl.constexpr(2.0**-24)  # of a denormal half: the value of its lowest bit
+NEVER = tl.constexpr(-1.0e30)  # the maximum of no tokens: finite, so that differences are numbers
+
+
+@triton.jit
+def _halves(x):
+    """The two fp16 of each 32-bit word: [..., 2]."""
+    if INTERPRETED:
+        low = (x & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        high = ((x >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=1
+        )
+    return tl.join(low, high)
+
+
+@triton.jit
+def _bytes_as_halves(x):
+    """The four bytes of each word as fp16, n 2^-24: [..., 2, 2]."""
+    if INTERPRETED:
+        a = (x & 255).to(tl.int16).to(tl.float16, bitcast=True)
+        b = ((x >> 8) & 255).to(tl.int16).to(tl.float16, bitcast=True)
+        c = ((x >> 16) & 255).to(tl.int16).to(tl.float16, bitcast=True)
+        d = ((x >> 24) & 255).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b32 u; prmt.b32 u, $4, 0, 0x4140; mov.b32 {$0, $1}, u;"
+            " prmt.b32 u, $4, 0, 0x4342; mov.b32 {$2, $3}, u; }",
+            "=h,=h,=h,=h,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _bytes_as_floats(x):
+    """The four bytes of each word as fp32, 2^23 + n: [..., 2, 2]."""
+    if INTERPRETED:
+        a = ((x & 255) | 0x4B000000).to(tl.float32, bitcast=True)
+        b = (((x >> 8) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
+        c = (((x >> 16) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
+        d = (((x >> 24) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, 0x4b000000, 0x7440; prmt.b32 $1, $4, 0x4b000000, 0x7441;"
+            " prmt.b32 $2, $4, 0x4b000000, 0x7442; prmt.b32 $3, $4, 0x4b000000, 0x7443;",
+            "=&r,=&r,=&r,=r,r", [x], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _codes(x, BITS: tl.constexpr):
+    """Codes of each word as fp16 denormals: [..., i, place in its half], 2 or 4 places of each byte."""
+    y = x >> 8
+    if BITS == 4:
+        even = tl.join(_halves(x & 0x000F000F), _halves(y & 0x000F000F))
+        odd = tl.join(_halves(x & 0x00F000F0), _halves(y & 0x00F000F0))
+        codes = tl.join(even, odd)
+    else:
+        first = tl.join(_halves(x & 0x00030003), _halves(y & 0x00030003))
+        second = tl.join(_halves(x & 0x000C000C), _halves(y & 0x000C000C))
+        third = tl.join(_halves(x & 0x00300030), _halves(y & 0x00300030))
+        fourth = tl.join(_halves(x & 0x00C000C0), _halves(y & 0x00C000C0))
+        codes = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return codes
+
+
+@triton.jit
+def _as_right_operand(x, W: tl.constexpr, N: tl.constexpr):
+    """x [W, N, COLUMNS] of a product as fp16 operand of the next: each thread's pairs of columns become pairs of rows.
+
+    `movmatrix` moves the values between threads; the permutation says what it did, so that nothing else has to move.
+    """
+    x = x.to(tl.float16)
+    if not INTERPRETED:
+        x = tl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2
+        )
+        x = tl.reshape(tl.permute(tl.reshape(x, [W, N // 8, 8, COLUMNS]), (0, 1, 3, 2)), [W, N, COLUMNS])
+    return x
+
+
+@triton.jit
+def _opaque(x):
+    """x fp16, whose origin the compiler does not see: without a join there it takes the natural order of operands."""
+    if not INTERPRETED:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
+def _on_rows(x, W: tl.constexpr, N: tl.constexpr):
+    """x [W, 16, COLUMNS], all rows alike, with N rows: no thread needs another's values."""
+    x = tl.reshape(x, [W, 1, 16, COLUMNS])
+    return tl.reshape(tl.broadcast_to(x, [W, N // 16, 16, COLUMNS]), [W, N, COLUMNS])
+
+
+@triton.jit
+def no_tokens(W: tl.constexpr, D: tl.constexpr):
+    """The online softmax of nothing: maximum, sum (16 rows alike), o."""
+    row_max = tl.full([W, COLUMNS], NEVER, tl.float32)
+    return row_max, tl.zeros([W, 16, COLUMNS], tl.float32), tl.zeros([W, D, COLUMNS], tl.float32)
+
+
+@triton.jit
+def scaled_query(q_ptr, output, GROUP: tl.constexpr, D: tl.constexpr):
+    """The query heads of an output: q 2^e [D, COLUMNS] fp16, largest in [2^14, 2^15), and 2^-e [COLUMNS] fp32.
+
+    Rows in operand order. A power of two, so that bf16 values stay exact.
+    """
+    c = tl.arange(0, D)
+    channels = c // 16 * 16 + c // 2 % 2 * 8 + c // 4 % 4 * 2 + c % 2
+    heads = output * GROUP + tl.minimum(tl.arange(0, COLUMNS), GROUP - 1)  # columns past the last head repeat it
+    q = tl.load(q_ptr + heads[None, :] * D + channels[:, None]).to(tl.float32)
+    exponent = tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum(exponent, 32)
+    scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (q * scale[None, :]).to(tl.float16), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _powers(BITS: tl.constexpr, D: tl.constexpr):
+    """[D] fp32: 2^shift of each channel's place in its byte (see flashq_layout.py)."""
+    WORD_TILES: tl.constexpr = D * BITS // 256 if D * BITS > 256 else 1
+    shift = BITS * (tl.arange(0, D) // (16 * WORD_TILES) % (8 // BITS))
+    return ((shift + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def attend_blocks(
+    row_max,
+    row_sum,
+    acc,
+    q,  # of `scaled_query`
+    qk_scale,  # [COLUMNS]: 2^-e sm_scale log2(e)
+    words_ptr,  # of this output
+    scales_ptr,
+    first,  # the blocks are [first, first + split), then those from `second` on; `count` of both together
+    split,
+    second,
+    count,
+    BITS: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Go on with an online softmax over `count` records of one (request, KV head)."""
+    CODES: tl.constexpr = 2 * D * BITS
+    TILES: tl.constexpr = D // 16
+    CF: tl.constexpr = 16 // BITS if 16 // BITS < TILES else TILES
+    CW: tl.constexpr = TILES // CF
+    TF: tl.constexpr = 16 // BITS // CF
+    TW: tl.constexpr = 4 // TF
+    warps = tl.arange(0, W)
+    gap = second - first - split
+    codes_at = tl.arange(0, CODES)[None, :]
+    half_at = tl.arange(0, D // 4)[None, :]
+    params_at = tl.arange(0, D // 2)[None, :]
+    powers = _powers(BITS, D)
+    inverse = 1.0 / powers
+    q_codes = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
+    # -128 sum_c q_c, for the bytes are z + 128; of the rounded values.
+    offset = tl.sum(q_codes.to(tl.float32) * powers[:, None], 0) * (-128.0 * ULP)
+    offset = tl.broadcast_to(offset[None, None, :], [W, 16, COLUMNS])
+    q_codes = tl.broadcast_to(q_codes[None, :, :], [W, D, COLUMNS])
+    z_power = powers.to(tl.float16)[None, :]
+    v_power = (inverse * (1.0 / ULP))[None, :]
+    ones = tl.full([W, 16, TOKENS], 1.0, tl.float16)
+    k_scale = qk_scale * (1.0 / ULP / ULP)
+    for i in tl.range(0, tl.cdiv(count, W), num_stages=STAGES):
+        index = tl.minimum(i * W + warps, count - 1)
+        block = first + index + tl.minimum(tl.maximum(index - split + 1, 0), 1) * gap
+        record = tl.multiple_of(block.to(tl.int64) * (2 * CODES + D), [4])[:, None]
+        k_words = tl.load(words_ptr + record + codes_at, eviction_policy="evict_first")
+        k_s = tl.load(words_ptr + record + (2 * CODES) + half_at, eviction_policy="evict_first")
+        k_z = tl.load(words_ptr + record + (2 * CODES + D // 4) + half_at, eviction_policy="evict_first")
+        v_words = tl.load(words_ptr + record + CODES + codes_at, eviction_policy="evict_first")
+        v_params = tl.load(words_ptr + record + (2 * CODES + D // 2) + params_at, eviction_policy="evict_first")
+        k_unit = tl.load(scales_ptr + block * 2)
+        v_unit = tl.load(scales_ptr + block * 2 + 1)
+
+        # S^T = K q^T: rows of K [t of the lane][channel tile][kh][i] -> channels
+        s_int = tl.permute(tl.reshape(_bytes_as_halves(k_s), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
+        z = tl.permute(tl.reshape(_bytes_as_halves(k_z), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
+        z = tl.broadcast_to((tl.reshape(z, [W, D]) * z_power)[:, None, :], [W, 16, D])
+        bias = tl.dot(z, q_codes, offset) * ULP
+        k = tl.reshape(_codes(k_words, BITS), [W, TW, CW, 8, 4, 2, 2, 2, TF, CF])
+        k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
+        s = tl.dot(k, q_codes * tl.reshape(s_int, [W, D])[:, :, None], _on_rows(bias, W, TOKENS))
+
+        unit = k_unit[:, None] * k_scale[None, :]
+        largest = tl.max(s, 1) * unit
+        if W > 1:
+            inside = (i * W + warps < count)[:, None]
+            largest = tl.where(inside, largest, NEVER)
+        new_max = tl.maximum(row_max, largest)
+        alpha = tl.exp2(row_max - new_max)
+        base = new_max
+        if W > 1:
+            base = tl.where(inside, new_max, -NEVER)
+        p = tl.exp2(s * unit[:, None, :] - base[:, None, :])
+        p = _as_right_operand(p, W, TOKENS)
+        weight = tl.dot(ones, p)
+        row_max = new_max
+        row_sum = row_sum * alpha[:, None, :] + weight
+
+        # O^T = V^T P^T
+        v = tl.reshape(_codes(v_words, BITS), [W, CW, TW, 8, 4, 2, 2, 2, TF, CF])
+        v = tl.reshape(tl.permute(v, (0, 9, 1, 6, 3, 2, 8, 4, 5, 7)), [W, D, TOKENS])
+        p = tl.reshape(tl.permute(tl.reshape(p, [W, 4, 2, 4, 2, COLUMNS]), (0, 1, 3, 2, 4, 5)), [W, TOKENS, COLUMNS])
+        o = tl.dot(v, p)
+        v_s, v_z = tl.split(tl.permute(tl.reshape(v_params, [W, 2, D // 4]), (0, 2, 1)))
+        s_int = tl.permute(tl.reshape(_bytes_as_floats(v_s), [W, 8, TILES, 2]), (0, 2, 3, 1))
+        z = tl.permute(tl.reshape(_bytes_as_floats(v_z), [W, 8, TILES, 2]), (0, 2, 3, 1))
+        s_int = (tl.reshape(s_int, [W, D]) - 8388608.0) * (v_unit[:, None] * v_power)
+        z = tl.reshape(z, [W, D]) - 8388736.0
+        acc = acc * alpha[:, None, :] + z[:, :, None] * _on_rows(weight * v_unit[:, None, None], W, D)
+        acc += o * s_int[:, :, None]
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def attend_tail(
+    q,
+    qk_scale,
+    tail_ptr,  # [2, 64, D] int8 of this output, as int32
+    scale_ptr,  # [2] fp32
+    tokens,  # how many there are
+    W: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The online softmax of the decode buffer: `TOKENS / W` of its slots for each warp.
+
+    Stored token by token, its bytes are taken as they come: which channels make a tile is the same to a sum over
+    channels, if q agrees; the rows of the output are put in order afterwards, once.
+    """
+    T: tl.constexpr = TOKENS // W
+    TILES: tl.constexpr = D // 16
+    RUN: tl.constexpr = D // 32  # words of a V row that a lane holds
+    warps = tl.arange(0, W)[:, None]
+    # K [token tile][rh][half row][g][t][4 words]: lane t has D / 16 words in a row, one of each channel tile.
+    r = tl.arange(0, T * D // 4)[None, :]
+    token = r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // 16 % 8
+    at = (warps * T + token) * (D // 4) + r // 4 % 4 * TILES + r // 128 % (D // 64) * 4 + r % 4
+    at = tl.multiple_of(tl.max_contiguous(at, [1, 4]), [1, 4])
+    k = _bytes_as_halves(tl.load(tail_ptr + at) ^ -2139062144)  # + 128 in each byte
+    k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
+    k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])
+    q = tl.reshape(tl.permute(tl.reshape(q, [TILES, 4, 2, 2, COLUMNS]), (0, 2, 1, 3, 4)), [D, COLUMNS])
+    q = tl.reshape(tl.permute(tl.reshape(q, [4, TILES, 2, 2, COLUMNS]), (1, 0, 2, 3, 4)), [D, COLUMNS])
+    offset = tl.sum(q.to(tl.float32), 0) * (-128.0 * ULP)
+    offset = tl.broadcast_to(offset[None, None, :], [W, T, COLUMNS])
+    s = tl.dot(k, tl.broadcast_to(q[None, :, :], [W, D, COLUMNS]), offset)
+    unit = tl.load(scale_ptr) * qk_scale * (1.0 / ULP)
+    valid = (warps * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
+    s = tl.where(valid, s * unit[None, None, :], NEVER)
+    row_max = tl.max(s, 1)
+    p = tl.where(valid, tl.exp2(s - row_max[:, None, :]), 0.0)
+    p = _as_right_operand(p, W, T)
+    row_sum = tl.dot(tl.full([W, 16, T], 1.0, tl.float16), p)
+
+    # V [token tile][kh][i][g][t][words]: lane g has D / 8 channels in a row, one of each channel tile and rh.
+    token = r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // RUN % 4 * 2 + r // D % 2
+    at = (warps * T + token) * (D // 4) + r // (4 * RUN) % 8 * RUN + r % RUN
+    at = tl.multiple_of(tl.max_contiguous(at, [1, RUN]), [1, RUN])
+    v = _bytes_as_halves(tl.load(tail_ptr + TOKENS * D // 4 + at) ^ -2139062144)
+    v = tl.reshape(v, [W, T // 16, 2, 2, 8, 4, RUN, 2, 2])
+    v = tl.reshape(tl.permute(v, (0, 6, 7, 8, 4, 1, 2, 5, 3)), [W, D, T])
+    o = tl.dot(_opaque(v), p) * (1.0 / ULP) - 128.0 * _on_rows(row_sum, W, D)
+    o = tl.reshape(tl.permute(tl.reshape(o, [W, TILES, 2, 8, COLUMNS]), (0, 3, 1, 2, 4)), [W, D, COLUMNS])
+    return row_max, row_sum, o * tl.load(scale_ptr + 1)
+
+
+@triton.jit
+def merge_warps(row_max, row_sum, acc, W: tl.constexpr):
+    """The end of the warps' online softmaxes: o [D, COLUMNS] and lse [COLUMNS], base 2."""
+    row_sum = tl.max(row_sum, 1)
+    largest = tl.max(row_max, 0)
+    weight = tl.exp2(row_max - largest[None, :])
+    total = tl.sum(row_sum * weight, 0)
+    o = tl.sum(acc * weight[:, None, :], 0)
+    return o * (1.0 / total)[None, :], largest + tl.log2(total)

@@ -1,0 +1,68 @@
+"""The caches that `kv_cache` names: what each needs, and one of them for a rank."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import UserError
+from ..kernels.flashq_layout import HEAD_DIMS
+from ..models.config import LlamaConfig
+from .kv_cache import KVCache
+from .turbo_cache import TurboCache
+
+__all__ = ["Cache", "bytes_per_token", "cache_bytes", "check_codec", "new_cache"]
+
+Cache = KVCache | TurboCache
+
+
+def check_codec(codec: str, config: LlamaConfig, tp_size: int) -> None:
+    """Refuse a codec that this model, or a rank of `tp_size`, cannot have.
+
+    Raises:
+        UserError: names `kv_cache`.
+    """
+    if codec == "bf16":
+        return
+    if config.head_dim not in HEAD_DIMS:
+        sizes = " or ".join(map(str, HEAD_DIMS))
+        raise UserError(f"kv_cache: {codec} needs a head_dim of {sizes}, the model has {config.head_dim}; use bf16")
+    if codec == "turbo-mixed" and config.num_kv_heads // tp_size < 2:
+        raise UserError(
+            f"kv_cache: turbo-mixed needs two KV heads on a rank, found {config.num_kv_heads // tp_size}; "
+            "use turbo4 or turbo2, or fewer ranks"
+        )
+
+
+def new_cache(
+    codec: str,
+    config: LlamaConfig,
+    tp_size: int,
+    batch_size: int,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Cache:
+    """An empty cache of one rank of `tp_size`; `dtype` is that of the uncompressed one."""
+    heads = config.num_kv_heads // tp_size
+    if codec == "bf16":
+        return KVCache(config.num_layers, batch_size, heads, max_context, config.head_dim, dtype, device)
+    return TurboCache(codec, config.num_layers, batch_size, heads, max_context, config.head_dim, device)
+
+
+def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype) -> float:
+    """Bytes that one cached token of one request takes on a rank."""
+    heads = config.num_kv_heads // tp_size
+    if codec == "bf16":
+        return KVCache.bytes_per_token(config.num_layers, heads, config.head_dim, dtype)
+    return TurboCache.bytes_per_token(codec, config.num_layers, heads, config.head_dim)
+
+
+def cache_bytes(
+    codec: str, config: LlamaConfig, tp_size: int, batch_size: int, max_context: int, dtype: torch.dtype
+) -> int:
+    """`num_bytes` of what `new_cache` would allocate."""
+    heads = config.num_kv_heads // tp_size
+    if codec == "bf16":
+        token = KVCache.bytes_per_token(config.num_layers, heads, config.head_dim, dtype)
+        return token * batch_size * max_context
+    return TurboCache.bytes_for(codec, config.num_layers, batch_size, heads, max_context, config.head_dim)

@@ -1,0 +1,218 @@
+"""Store, append and restore of the quantised cache against their oracles, bit for bit."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.kernels.flashq import BLOCK, MIN_SCALE, fake_quantize
+from alspec.kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append
+from alspec.kernels.flashq_layout import TurboLayer, record_words
+from alspec.kernels.flashq_reference import (
+    flashq_dequantize,
+    flashq_restore_ref,
+    flashq_store_ref,
+    turbo_append_ref,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+by_head_dim = pytest.mark.parametrize("head_dim", [64, 128])
+
+
+def noisy_layer(batch_size: int, bits: list[int], head_dim: int, num_blocks: int, device: torch.device) -> TurboLayer:
+    """A layer of noise, with heads of `bits` in every request (the other way round in odd ones)."""
+    heads = len(bits)
+    rows = torch.tensor([bits if request % 2 == 0 else bits[::-1] for request in range(batch_size)])
+    sizes = torch.tensor([num_blocks * record_words(b, head_dim) for b in rows.flatten().tolist()])
+    ends = sizes.cumsum(0)
+    return TurboLayer(
+        words=torch.randint(-(2**31), 2**31, (int(ends[-1]),), dtype=torch.int32).to(device),
+        offset=(ends - sizes).view(batch_size, heads).to(device),
+        bits=rows.to(device, torch.int32),
+        scales=torch.full((batch_size, heads, num_blocks, 2), torch.nan, device=device),
+        tail=torch.randint(-119, 120, (batch_size, heads, 2, BLOCK, head_dim), dtype=torch.int8).to(device),
+        tail_scale=torch.rand(batch_size, heads, 2).to(device) + 0.01,
+    )
+
+
+def assert_same(found: TurboLayer, expected: TurboLayer) -> None:
+    for field in fields(TurboLayer):
+        a, b = (getattr(layer, field.name).cpu() for layer in (found, expected))
+        if a.is_floating_point():
+            a, b = a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
+        assert torch.equal(a, b), f"{field.name}: {int((a != b).sum())} of {a.numel()} differ"
+
+
+def on_cpu(layer: TurboLayer) -> TurboLayer:
+    return TurboLayer(**{field.name: getattr(layer, field.name).detach().cpu().clone() for field in fields(TurboLayer)})
+
+
+def draw(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """k as a view with other strides than v; channels of unlike size, one of them constant."""
+    sizes = torch.rand(heads, head_dim) * 4 + 0.1
+    x = torch.randn(num_tokens, 3 * heads, head_dim) * sizes.repeat(3, 1) + torch.randn(3 * heads, head_dim)
+    x[:, :, 3] = 0.5
+    x = x.to(dtype).to(device)
+    return x[:, heads : 2 * heads], x[:, 2 * heads :].clone()
+
+
+def buffers(heads: int, num_tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, ...]:
+    """k8, v8, k_scale, v_scale, as part of longer ones."""
+    blocks = -(-num_tokens // BLOCK)
+    q8 = torch.full((2, heads, num_tokens + 64, head_dim), 77, dtype=torch.int8, device=device)
+    scale = torch.full((2, heads, blocks + 1), torch.nan, device=device)
+    return *q8[:, :, 64:].unbind(0), *scale[:, :, 1:].unbind(0)
+
+
+def store_both(
+    k: Tensor, v: Tensor, layer: TurboLayer, expected: TurboLayer, request: int, start: int
+) -> tuple[Tensor, ...]:
+    num_tokens, heads, head_dim = k.shape
+    found_out = buffers(heads, num_tokens, head_dim, k.device)
+    expected_out = buffers(heads, num_tokens, head_dim, torch.device("cpu"))
+    flashq_store(k, v, layer, request, start, *found_out)
+    flashq_store_ref(k.cpu(), v.cpu(), expected, request, start, *expected_out)
+    assert_same(layer, expected)
+    for a, b in zip(found_out, expected_out, strict=True):
+        assert torch.equal(a.cpu(), b)
+    return found_out
+
+
+@by_dtype
+@by_head_dim
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 130])
+def test_store(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    layer = noisy_layer(2, [4, 2], head_dim, 3, device)
+    before = on_cpu(layer)
+    expected = on_cpu(layer)
+    k, v = draw(num_tokens, 2, head_dim, dtype, device)
+    store_both(k, v, layer, expected, 1, 0)
+    # Only what belongs to the request has changed.
+    assert torch.equal(layer.tail[0].cpu(), before.tail[0])
+    assert torch.equal(layer.tail[1, :, :, num_tokens % BLOCK :].cpu(), before.tail[1, :, :, num_tokens % BLOCK :])
+    assert bool(layer.scales[0].isnan().all())
+    end = int(layer.offset[1, 0])
+    assert torch.equal(layer.words[:end].cpu(), before.words[:end])
+    # And what is read back is what quantise-dequantise gives, but for the tail's own scale.
+    whole = num_tokens // BLOCK * BLOCK
+    read = flashq_dequantize(on_cpu(layer), torch.tensor([1, num_tokens + 1]))
+    for x, kept in zip((k, v), read, strict=True):
+        for head, bits in enumerate([2, 4]):
+            same = fake_quantize(x[:whole, head].float().cpu(), bits)
+            assert torch.equal(kept[1, head, :whole], same)
+
+
+@by_head_dim
+def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torch.device) -> None:
+    """Records and tail after every token, through two compactions, for requests of different lengths."""
+    batch_size, heads, prompts = 2, 2, (64, 130)
+    layer = noisy_layer(batch_size, [2, 4], head_dim, 4, device)
+    expected = on_cpu(layer)
+    for request, length in enumerate(prompts):
+        k, v = draw(length, heads, head_dim, torch.bfloat16, device)
+        for start in range(0, length, 64):
+            chunk = slice(start, start + 64)
+            store_both(k[chunk], v[chunk], layer, expected, request, start)
+        highest = torch.stack([x.float().abs().amax((0, 2)) for x in (k, v)], dim=-1)
+        assert torch.equal(layer.tail_scale[request].cpu(), highest.cpu() / 119)
+    steps = range(1, 128) if device.type == "cuda" else [1, *range(60, 66), 124, 125, 126, 127]
+    for step in steps:
+        new = torch.randn(batch_size, 3 * heads, head_dim).bfloat16().to(device) * 3
+        seq_lens = torch.tensor(prompts, dtype=torch.int32) + step
+        k, v = new[:, :heads], new[:, heads : 2 * heads]
+        turbo_append(k, v, layer, seq_lens.to(device))
+        turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+        assert_same(layer, expected)
+    assert int(layer.tail.int().abs().max()) == 119, "no outlier was clamped"
+
+
+def test_closed_gate_appends_nothing(device: torch.device) -> None:
+    layer = noisy_layer(1, [4, 4], 64, 1, device)
+    before = on_cpu(layer)
+    k, v = draw(1, 2, 64, torch.float32, device)
+    seq_lens = torch.tensor([64], dtype=torch.int32, device=device)
+    turbo_append(k, v, layer, seq_lens, torch.zeros(1, dtype=torch.int32, device=device))
+    assert_same(layer, before)
+    turbo_append(k, v, layer, seq_lens, torch.full((1,), 2, dtype=torch.int32, device=device))
+    turbo_append_ref(k.cpu(), v.cpu(), before, seq_lens.cpu())
+    assert_same(layer, before)
+
+
+@by_head_dim
+@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+def test_restore(num_blocks: int, head_dim: int, device: torch.device) -> None:
+    layer = noisy_layer(2, [4, 2], head_dim, 4, device)
+    k, v = draw(200, 2, head_dim, torch.float32, device)
+    for request in range(2):
+        flashq_store(k, v, layer, request, 0, *buffers(2, 200, head_dim, device))
+    for request in range(2):
+        found = buffers(2, num_blocks * BLOCK, head_dim, device)
+        expected = buffers(2, num_blocks * BLOCK, head_dim, torch.device("cpu"))
+        flashq_restore(layer, request, num_blocks, *found)
+        flashq_restore_ref(on_cpu(layer), request, num_blocks, *expected)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("value", [0.0, 3e38, 1e-44])
+def test_extreme_values(value: float, device: torch.device) -> None:
+    layer = noisy_layer(1, [4, 2], 64, 2, device)
+    expected = on_cpu(layer)
+    k, v = draw(70, 2, 64, torch.float32, device)
+    k = k * min(value, 1.0)
+    k[::3, :, ::5] = value
+    store_both(k, v, layer, expected, 0, 0)
+    assert bool(layer.scales[0, :, 0].isfinite().all())
+    assert bool((layer.tail_scale >= MIN_SCALE).all())
+    seq_lens = torch.tensor([71], dtype=torch.int32)
+    turbo_append(k[0, None] * 2 + 1, v[0, None], layer, seq_lens.to(device))
+    turbo_append_ref(k[0, None].cpu() * 2 + 1, v[0, None].cpu(), expected, seq_lens)
+    assert_same(layer, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@by_head_dim
+def test_real_sizes_and_a_captured_append(head_dim: int) -> None:
+    """8 heads and 8192 + 1000 tokens in two chunks; then 130 appends as replays of one graph."""
+    device, heads, length = torch.device("cuda"), 8, 9192
+    layer = noisy_layer(1, [4, 2] * 4, head_dim, 150, device)
+    expected = on_cpu(layer)
+    k, v = draw(length, heads, head_dim, torch.bfloat16, device)
+    for start in (0, 8192):
+        chunk = slice(start, start + 8192)
+        store_both(k[chunk], v[chunk], layer, expected, 0, start)
+    seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
+    new = torch.randn(2, 1, heads, head_dim, device=device).bfloat16()
+    turbo_append(*new, deepcopy(layer), seq_lens)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        turbo_append(*new, layer, seq_lens)
+    for step in range(1, 131):
+        new.copy_(torch.randn(2, 1, heads, head_dim))
+        seq_lens.fill_(length + step)
+        graph.replay()
+        turbo_append_ref(*new.cpu(), expected, seq_lens.cpu())
+    assert_same(layer, expected)
+
+
+def test_launchers_refuse(device: torch.device) -> None:
+    layer = noisy_layer(1, [4, 2], 64, 2, device)
+    k, v = draw(64, 2, 64, torch.float32, device)
+    out = buffers(2, 64, 64, device)
+    with pytest.raises(ValueError, match=r"start: .* found 32"):
+        flashq_store(k, v, layer, 0, 32, *out)
+    with pytest.raises(ValueError, match=r"start: .* found 128"):
+        flashq_store(k, v, layer, 0, 128, *out)
+    with pytest.raises(ValueError, match=r"k, v: expected two \[n, 2, 64\]"):
+        flashq_store(k[:, :1], v[:, :1], layer, 0, 0, *out)
+    with pytest.raises(ValueError, match="k8: expected"):
+        flashq_store(k, v, layer, 0, 0, out[0][:, :32], *out[1:])
+    with pytest.raises(ValueError, match="contiguous channels"):
+        turbo_append(k[:1].transpose(1, 2), v[:1], layer, torch.tensor([1], dtype=torch.int32, device=device))

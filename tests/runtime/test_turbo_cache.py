@@ -1,0 +1,200 @@
+"""The quantised cache of a rank: bytes, what prompts and tokens leave in it, and attention over it on CPU tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.errors import UserError
+from alspec.kernels.decode_attention import DecodeAttention
+from alspec.kernels.flashq import BLOCK, fake_quantize, head_priority, select_bits
+from alspec.kernels.flashq_reference import flashq_dequantize
+from alspec.kernels.reference import (
+    decode_attention_ref,
+    prefill_attention_ref,
+    speculative_decode_attention_ref,
+)
+from alspec.models.config import LlamaConfig
+from alspec.runtime.codecs import bytes_per_token, cache_bytes, check_codec, new_cache
+from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.turbo_cache import TURBO_CODECS, TurboCache
+
+CPU = torch.device("cpu")
+L, B, H, D = 2, 2, 4, 64
+MODEL = LlamaConfig.from_shape("llama-3.1-8b")
+by_codec = pytest.mark.parametrize("codec", TURBO_CODECS)
+
+
+def new(codec: str, max_context: int = 500) -> TurboCache:
+    return TurboCache(codec, L, B, H, max_context, D, CPU)
+
+
+def draw(num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Heads and channels of unlike size: [n, H, D] each."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(2, 1, H, D, generator=generator) * torch.tensor([3.0, 0.5, 2.0, 1.0])[:, None]
+    k, v = torch.randn(2, num_tokens, H, D, generator=generator) * sizes + sizes
+    return k, v
+
+
+def write(cache: TurboCache, layer: int, request: int, k: Tensor, v: Tensor, chunk: int = 128) -> None:
+    for start in range(0, len(k), chunk):
+        cache.write_prefill(layer, request, start, k[start : start + chunk], v[start : start + chunk])
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+        ),
+    ],
+)
+@pytest.mark.parametrize(("codec", "ratio"), [("turbo4", 3.76), ("turbo2", 7.10), ("turbo-mixed", 4.92)])
+def test_bytes(codec: str, ratio: float, device: str) -> None:
+    """What is allocated for 16K tokens more, against the uncompressed cache, by the plan and by the allocator."""
+    config, sizes = MODEL.model_copy(update={"num_layers": 2}), []
+    for tokens in (16384, 32768):
+        before = torch.cuda.memory_allocated() if device == "cuda" else 0
+        cache = new_cache(codec, config, 1, 1, tokens, torch.bfloat16, torch.device(device))
+        assert isinstance(cache, TurboCache)
+        assert cache.num_bytes == cache_bytes(codec, config, 1, 1, tokens, torch.bfloat16)
+        if device == "cuda":
+            sizes.append(torch.cuda.memory_allocated() - before)
+            assert 0 <= sizes[-1] - cache.num_bytes < 8192
+        else:
+            storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in vars(cache._all).values()}
+            sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
+            assert sizes[-1] == cache.num_bytes
+        del cache
+    per_token = (sizes[1] - sizes[0]) / 16384
+    assert per_token == pytest.approx(bytes_per_token(codec, config, 1, torch.bfloat16), rel=1e-3)
+    assert KVCache.bytes_per_token(2, 8, 128, torch.bfloat16) / per_token == pytest.approx(ratio, abs=0.01)
+    # The tail, for each head, is there at any length.
+    assert sizes[0] - 16384 * per_token == pytest.approx(2 * 8 * (2 * BLOCK * 128 + 20), abs=8192)
+
+
+@by_codec
+@pytest.mark.parametrize("max_context", [1, 63, 64, 65, 1000])
+def test_planned_bytes(codec: str, max_context: int) -> None:
+    cache = TurboCache(codec, 3, 2, 4, max_context, 64, CPU)
+    assert cache.num_bytes == TurboCache.bytes_for(codec, 3, 2, 4, max_context, 64)
+    assert cache.num_bytes == sum(tensor.nbytes for tensor in vars(cache._all).values())
+
+
+@by_codec
+def test_prompts_and_tokens_are_read_back(codec: str) -> None:
+    """Two requests in two layers, past two block edges, against quantise-dequantise of what went in."""
+    cache = new(codec)
+    lengths = (191, 64)
+    texts = {(layer, b): draw(lengths[b] + 70, 10 * layer + b) for layer in range(L) for b in range(B)}
+    for (layer, b), (k, v) in texts.items():
+        write(cache, layer, b, k[: lengths[b]], v[: lengths[b]])
+    for step in range(1, 71):
+        for layer in range(L):
+            rows = [[texts[layer, b][i][lengths[b] + step - 1] for b in range(B)] for i in range(2)]
+            seq_lens = torch.tensor(lengths, dtype=torch.int32) + step
+            cache.append(layer, torch.stack(rows[0]), torch.stack(rows[1]), seq_lens)
+    seq_lens = torch.tensor(lengths) + 70
+    for layer in range(L):
+        found = flashq_dequantize(cache.layer(layer), seq_lens)
+        for b, length in enumerate(lengths):
+            bits = cache.layer(layer).bits[b].tolist()
+            whole = length // BLOCK * BLOCK
+            for x, read in zip(texts[layer, b], found, strict=True):
+                for head in range(H):
+                    expected = fake_quantize(x[:whole, head], bits[head])
+                    assert torch.equal(read[b, head, :whole], expected)
+                    # What decoding appended has the prompt's scale, so outliers are cut off: close, not equal.
+                    assert error(read[b, head, whole : length + 70], x[whole:, head]) < (
+                        0.1 if bits[head] == 4 else 0.4
+                    )
+            assert not found[0][b, :, length + 70 :].any()
+
+
+def test_heads_are_selected_by_the_first_chunk_of_each_prompt() -> None:
+    cache = new("turbo-mixed")
+    layer = cache.layer(1)
+    k, v = draw(300, 1)
+    cache.write_prefill(1, 0, 0, k[:128], v[:128])
+    expected = select_bits(head_priority(k[:128].transpose(0, 1), v[:128].transpose(0, 1)), H // 2)
+    assert sorted(expected.tolist()) == [2, 2, 4, 4]
+    assert expected.tolist() != [2, 2, 4, 4], "the heads of a cache without a prompt"
+    assert torch.equal(layer.bits[0], expected)
+    other = k.flip(1) * 7
+    cache.write_prefill(1, 0, 128, other[128:256], v[128:256])
+    assert torch.equal(layer.bits[0], expected)
+    write(cache, 1, 1, other, v.flip(1))
+    assert torch.equal(layer.bits[1], expected.flip(0))
+    assert torch.equal(layer.bits[0], expected)
+    # A new prompt begins anew: scales, heads and records are those of an empty cache.
+    again = new("turbo-mixed")
+    write(again, 1, 0, other[:200], v.flip(1)[:200])
+    write(cache, 1, 0, other[:200], v.flip(1)[:200])
+    for a, b in zip(*(flashq_dequantize(c.layer(1), torch.tensor([200])) for c in (cache, again)), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(cache.layer(1).tail_scale[0], again.layer(1).tail_scale[0])
+
+
+@by_codec
+def test_prefill_attention(codec: str) -> None:
+    """Causal attention of each chunk over its own stage-1 values and the records before it."""
+    cache = new(codec)
+    k, v = draw(330, 2)
+    q = torch.randn(330, 2 * H, D, generator=torch.Generator().manual_seed(3))
+    for start in (0, 128, 256):
+        part = slice(start, start + 128)
+        found = cache.prefill_attention(0, 1, start, q[part], k[part], v[part], D**-0.5)
+        bits = cache.layer(0).bits[1].tolist()
+
+        def read(x: Tensor, part: slice = part, bits: list[int] = bits) -> Tensor:
+            heads = [fake_quantize(x[: part.start, head], bits[head]) for head in range(H)]
+            return torch.cat([torch.stack(heads), fake_quantize(x[part].transpose(0, 1), 8)], dim=1)
+
+        expected = prefill_attention_ref(q[part], read(k), read(v), D**-0.5)
+        assert error(found, expected) < 2e-6
+
+
+@by_codec
+def test_decode_attention(codec: str) -> None:
+    """On CPU tensors: `A`, `A~` and the sums, over what is read back in fp64."""
+    cache = new(codec)
+    lengths = torch.tensor([400, 129], dtype=torch.int32)
+    for b, n in enumerate(lengths.tolist()):
+        k, v = draw(n, 4 + b)
+        write(cache, 1, b, k[:-1], v[:-1])
+    new_k, new_v = (torch.randn(B, H, D, generator=torch.Generator().manual_seed(seed)) for seed in (6, 7))
+    cache.append(1, new_k, new_v, lengths)
+    q = torch.randn(B, 2 * H, D, generator=torch.Generator().manual_seed(8))
+    keys, values = flashq_dequantize(cache.layer(1), lengths, torch.float64)
+    attention = DecodeAttention(B, 2 * H, H, D, 128, D**-0.5, CPU)
+    expected, _ = decode_attention_ref(q, keys, values, lengths, D**-0.5)
+    assert error(attention.full(q, cache.layer(1), lengths), expected) < 2e-6
+    spec, full, sums = speculative_decode_attention_ref(q, keys, values, lengths, 128, D**-0.5)
+    assert error(attention.predict(q, cache.layer(1), lengths), spec) < 2e-6
+    found_full, found_sums = attention.verify(q, cache.layer(1), lengths)
+    assert error(found_full, full) < 2e-6
+    assert error(found_sums.sqrt(), sums.sqrt()) < 1e-5
+
+
+def test_chunks_must_begin_at_a_block() -> None:
+    with pytest.raises(AssertionError, match="begins at 32"):
+        new("turbo4").write_prefill(0, 0, 32, *draw(4, 0))
+
+
+def test_what_a_codec_refuses() -> None:
+    for codec in ("bf16", *TURBO_CODECS):
+        check_codec(codec, MODEL, 4)
+    with pytest.raises(UserError, match=r"kv_cache: turbo-mixed needs two KV heads on a rank, found 1"):
+        check_codec("turbo-mixed", MODEL, 8)
+    check_codec("turbo4", MODEL, 8)
+    with pytest.raises(UserError, match=r"kv_cache: turbo2 needs a head_dim of 64 or 128, the model has 96"):
+        check_codec("turbo2", MODEL.model_copy(update={"head_dim": 96}), 1)
+    check_codec("bf16", MODEL.model_copy(update={"head_dim": 96}), 8)
