@@ -14,12 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.attention import prefill_attention
 from ..kernels.flashq import (
     BLOCK,
+    MIN_SCALE,
     SELECTORS,
     compress,
     dequantize,
+    fake_quantize,
     head_priority,
+    int8_scale,
     quantize_int8,
     reconstruct,
     select_bits,
@@ -27,8 +31,9 @@ from ..kernels.flashq import (
 )
 from ..predictor import predictor_ranges
 from ..sas import cutoff, sas_exp
+from .prefill import CHUNK_TOKENS
 
-__all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", "decoded_attention"]
+__all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", "decoded_attention", "prompt_attention"]
 
 CODECS = ("bf16", "int8", "turbo4", "turbo2", "turbo-mixed")
 SOFTMAXES = ("exact", "sas")
@@ -70,9 +75,8 @@ class CachedTensor:
 def cache_text(k: Tensor, v: Tensor, prompt_tokens: int, setting: CacheSetting) -> tuple[CachedTensor, CachedTensor]:
     """Keys and values of a text as decoding reads them, after a prompt of `prompt_tokens`.
 
-    Complete blocks of the prompt have stage-1 scales of their own. All later tokens have the universal scale: the
-    largest of those, or that of the whole prompt where it is shorter than a block. turbo-mixed chooses its 2-bit heads,
-    half of this rank's, by the prompt.
+    Complete blocks of the prompt have stage-1 scales of their own; all later tokens have the universal scale, that of
+    the whole prompt. turbo-mixed chooses its 2-bit heads by the prompt's first chunk.
 
     Args:
         k, v: [Hkv, n, D] any float dtype.  prompt_tokens: 1 .. n.
@@ -80,7 +84,8 @@ def cache_text(k: Tensor, v: Tensor, prompt_tokens: int, setting: CacheSetting) 
     if setting.codec == "bf16":
         return CachedTensor(k.float(), k.float()), CachedTensor(v.float(), v.float())
     if setting.codec == "turbo-mixed":
-        priority = head_priority(k[:, :prompt_tokens], v[:, :prompt_tokens], setting.selector)
+        first_chunk = min(prompt_tokens, CHUNK_TOKENS)
+        priority = head_priority(k[:, :first_chunk], v[:, :first_chunk], setting.selector)
         low_heads = k.shape[0] // 2 if setting.low_heads is None else setting.low_heads
         bits = select_bits(priority, low_heads).tolist()
     else:
@@ -90,19 +95,40 @@ def cache_text(k: Tensor, v: Tensor, prompt_tokens: int, setting: CacheSetting) 
 
 def _cache_tensor(x: Tensor, prompt_tokens: int, bits: list[int], block: int) -> CachedTensor:
     own, whole = prompt_tokens // block * block, x.shape[1] // block * block
-    own_codes, own_scales = quantize_int8(x[:, : own or prompt_tokens], block)
-    universal = own_scales.amax(1)
+    universal = int8_scale(x[:, :prompt_tokens]).clamp(min=MIN_SCALE)
     codes = to_int8(x, universal)
     tail = codes * universal[:, None, None]
     scales = universal[:, None].repeat(1, whole // block)
-    if own:
-        codes[:, :own], scales[:, : own // block] = own_codes, own_scales
+    codes[:, :own], scales[:, : own // block] = quantize_int8(x[:, :own], block)
     stored = tail.clone()
-    for head, head_bits in enumerate(bits if whole else []):
+    for head, head_bits in enumerate(bits):
         blocks = codes[head, :whole].unflatten(0, (-1, block))
         read = blocks if head_bits == 8 else reconstruct(*compress(blocks, head_bits))
         stored[head, :whole] = dequantize(read.flatten(0, 1), scales[head], block)
     return CachedTensor(stored, tail)
+
+
+def prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, cached: tuple[CachedTensor, CachedTensor], sm_scale: float, setting: CacheSetting
+) -> Tensor:
+    """Causal attention of a prompt as prefill reads it: a chunk at stage 1 of FlashQ, the chunks before it as stored.
+
+    Args:
+        q: [n, Hq, D].  k, v: [Hkv, n, D] in q's dtype.  cached: of `cache_text`, n tokens or more.
+    Returns:
+        [n, Hq, D] fp32.
+    """
+    if setting.codec == "bf16":
+        return prefill_attention(q, k, v, sm_scale).float()
+    outs = []
+    for start in range(0, len(q), CHUNK_TOKENS):
+        stop = min(start + CHUNK_TOKENS, len(q))
+        keys, values = (
+            torch.cat([of.stored[:, :start].to(x.dtype), fake_quantize(x[:, start:stop], 8, setting.block_size)], dim=1)
+            for of, x in zip(cached, (k, v), strict=True)
+        )
+        outs.append(prefill_attention(q[start:stop], keys, values, sm_scale))
+    return torch.cat(outs).float()
 
 
 def decoded_attention(

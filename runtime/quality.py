@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.attention import predictor_attention_all, prefill_attention
 from ..models.llama import Llama
 from ..verdict import accepts, combine_sums, distance_sums
-from .decoded_attention import CacheSetting, cache_text, decoded_attention
+from .decoded_attention import CacheSetting, cache_text, decoded_attention, prompt_attention
 from .step import gather_logits
 from .transport import Transport
 
@@ -53,7 +53,7 @@ def score_text(
 
     Args:
         token_ids: the text, at least two tokens.  threshold: lambda, or one for each layer.  chunk_size: S.
-        first_speculated: tokens before it are a prompt, read with full attention over keys and values as computed.
+        first_speculated: tokens before it are a prompt, read with full attention as prefill does.
         cache: what the decoded tokens read. Without a prompt, the first `CALIBRATION_TOKENS` fix its scales.
     """
     thresholds = [threshold] * model.num_layers if isinstance(threshold, (int, float)) else threshold
@@ -88,6 +88,6 @@ def _attention(
     cached = cache_text(k, v, first or min(len(q), CALIBRATION_TOKENS), cache)
     outs = decoded_attention(q[first:], *cached, chunk_size, sm_scale, cache)
     if first:
-        prompt_out = prefill_attention(q[:first], k[:, :first], v[:, :first], sm_scale).float()
+        prompt_out = prompt_attention(q[:first], k[:, :first], v[:, :first], cached, sm_scale, cache)
         outs = (torch.cat([prompt_out, outs[0]]), torch.cat([prompt_out, outs[1]]))
     return outs

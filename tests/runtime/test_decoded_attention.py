@@ -29,14 +29,13 @@ class SlowCache:
         x = prompt.float().numpy()
         self.bits, self.block = bits, block
         whole = x.shape[1] // block * block
-        pieces = [x[:, i : i + block] for i in range(0, whole, block)] or [x]
+        pieces = [x[:, i : i + block] for i in range(0, x.shape[1], block)]
         scales = [np.abs(piece).max((1, 2)) / np.float32(119) for piece in pieces]
+        codes = [self._codes(piece, scale) for piece, scale in zip(pieces, scales, strict=True)]
         self.universal = np.max(scales, axis=0)
-        self.records = [
-            self._compressed(self._codes(piece, scale), scale) for piece, scale in zip(pieces, scales, strict=True)
-        ]
-        if not whole:
-            self.records.clear()
+        # What the prompt's own attention reads.
+        self.prompt = np.concatenate([c * s[:, None, None] for c, s in zip(codes, scales, strict=True)], axis=1)
+        self.records = [self._compressed(c, s) for c, s in zip(codes, scales, strict=True)][: whole // block]
         self.tail: list[Array] = []
         for t in range(whole, x.shape[1]):
             self.append(x[:, t])
@@ -175,7 +174,8 @@ def decode_slowly(
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         bits = bits_of(codec, k, v)
         caches.append((SlowCache(k, bits, 64), SlowCache(v, bits, 64)))
-        x, partial = model.post_attention(layer, x, prefill_attention(q, k, v, model.sm_scale))
+        read = (torch.from_numpy(cache.prompt).float() for cache in caches[-1])
+        x, partial = model.post_attention(layer, x, prefill_attention(q, *read, model.sm_scale))
     nats, hits = [], []
     for i in range(prompt, len(ids) - 1):
         x, partial = model.embed(token_ids[i : i + 1]), None
@@ -205,7 +205,7 @@ def test_one_pass_equals_decoding_step_by_step(engine: Engine, codec: str, promp
     # Rounding in fp32 differs between one position and many: a code on the edge may fall to either side.
     assert (score.hits[:, prompt:-1] == hits).float().mean() > 0.99
     difference = (score.nll[prompt:] - torch.tensor(nats)).abs()
-    assert float(difference.median()) < 1e-4
+    assert float(difference.median()) < 5e-4
     assert float(difference.max()) < 0.05
     exact = score_text(engine.model, engine.transport, ids, 0.05, 128, prompt)
     assert float((score.nll[prompt:] - exact.nll[prompt:]).abs().median()) > 20 * float(difference.median())
