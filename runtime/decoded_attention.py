@@ -101,10 +101,11 @@ def _cache_tensor(x: Tensor, prompt_tokens: int, bits: list[int], block: int) ->
     scales = universal[:, None].repeat(1, whole // block)
     codes[:, :own], scales[:, : own // block] = quantize_int8(x[:, :own], block)
     stored = tail.clone()
-    for head, head_bits in enumerate(bits):
-        blocks = codes[head, :whole].unflatten(0, (-1, block))
-        read = blocks if head_bits == 8 else reconstruct(*compress(blocks, head_bits))
-        stored[head, :whole] = dequantize(read.flatten(0, 1), scales[head], block)
+    for same in set(bits):
+        heads = [head for head, head_bits in enumerate(bits) if head_bits == same]
+        blocks = codes[heads, :whole].unflatten(1, (-1, block))
+        read = blocks if same == 8 else reconstruct(*compress(blocks, same))
+        stored[heads, :whole] = dequantize(read.flatten(1, 2), scales[heads], block)
     return CachedTensor(stored, tail)
 
 

@@ -99,7 +99,9 @@ def random_text(n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "bf16"])
-@pytest.mark.parametrize(("n", "prompt", "block"), [(131, 1, 64), (130, 63, 64), (129, 64, 64), (203, 65, 32)])
+@pytest.mark.parametrize(
+    ("n", "prompt", "block"), [(131, 1, 64), (130, 63, 64), (129, 64, 64), (203, 65, 32), (50, 20, 64)]
+)
 def test_every_position_reads_what_decoding_reads(codec: str, n: int, prompt: int, block: int) -> None:
     q, k, v = random_text(n, seed=n)
     bits = bits_of(codec, k[:, :prompt], v[:, :prompt])
