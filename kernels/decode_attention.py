@@ -14,6 +14,7 @@ from .attention import decode_attention, predictor_attention, verify_attention
 from .flashq_layout import TurboLayer
 from .flashq_reference import flashq_dequantize
 from .lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
+from .turbo_attention import turbo_decode_attention, turbo_settings
 
 __all__ = ["CacheLayer", "DecodeAttention", "KVLayer"]
 
@@ -24,6 +25,21 @@ class KVLayer(NamedTuple):
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, D]
 
+    @property
+    def batch_size(self) -> int:
+        """Requests B."""
+        return self.k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels D of a head."""
+        return self.k.shape[3]
+
 
 CacheLayer = KVLayer | TurboLayer
 
@@ -33,31 +49,31 @@ class DecodeAttention:
 
     A speculative layer calls `predict`, may send the result away, and calls `verify` next with the same arguments.
 
+    Args:
+        layer: any of the cache that is read.
+
     Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity.
     """
 
     def __init__(
-        self,
-        batch_size: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        chunk_size: int,
-        sm_scale: float,
-        device: torch.device,
+        self, layer: CacheLayer, num_qo_heads: int, chunk_size: int, sm_scale: float, device: torch.device
     ) -> None:
         self._chunk_size = chunk_size
         self._sm_scale = sm_scale
         self._is_cuda = device.type == "cuda"
         if not self._is_cuda:
             return
-        shape = (batch_size, num_qo_heads, head_dim)
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._workspace = LeanWorkspace.allocate(batch_size, num_qo_heads, num_kv_heads, head_dim, device, sms)
+        shape = (layer.batch_size, num_qo_heads, layer.head_dim)
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+        if isinstance(layer, TurboLayer):
+            programs = turbo_settings(device).num_programs
+        self._workspace = LeanWorkspace.allocate(
+            layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, programs
+        )
         self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
         self._lse = torch.empty(shape[:2], device=device)
         self._speculation = Speculation(
-            chunk_size, self._spec_out, torch.empty(batch_size, num_qo_heads, 2, device=device)
+            chunk_size, self._spec_out, torch.empty(layer.batch_size, num_qo_heads, 2, device=device)
         )
 
     def full(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
@@ -96,10 +112,14 @@ class DecodeAttention:
     def _launch(
         self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part = "all"
     ) -> None:
-        assert isinstance(layer, KVLayer)
-        lean_decode_attention(
-            q, *layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
-        )
+        if isinstance(layer, TurboLayer):
+            turbo_decode_attention(
+                q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
+            )
+        else:
+            lean_decode_attention(
+                q, *layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
+            )
 
 
 def _readable(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:

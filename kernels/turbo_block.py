@@ -162,8 +162,9 @@ def attend_blocks(
     acc,
     q,  # of `scaled_query`
     qk_scale,  # [COLUMNS]: 2^-e sm_scale log2(e)
-    words_ptr,  # of this output
-    scales_ptr,
+    words_ptr,
+    offset,  # int64: of this output's first record
+    scales_ptr,  # of this output
     first,  # the blocks are [first, first + split), then those from `second` on; `count` of both together
     split,
     second,
@@ -189,8 +190,8 @@ def attend_blocks(
     inverse = 1.0 / powers
     q_codes = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
     # -128 sum_c q_c, for the bytes are z + 128; of the rounded values.
-    offset = tl.sum(q_codes.to(tl.float32) * powers[:, None], 0) * (-128.0 * ULP)
-    offset = tl.broadcast_to(offset[None, None, :], [W, 16, COLUMNS])
+    unbias = tl.sum(q_codes.to(tl.float32) * powers[:, None], 0) * (-128.0 * ULP)
+    unbias = tl.broadcast_to(unbias[None, None, :], [W, 16, COLUMNS])
     q_codes = tl.broadcast_to(q_codes[None, :, :], [W, D, COLUMNS])
     z_power = powers.to(tl.float16)[None, :]
     v_power = (inverse * (1.0 / ULP))[None, :]
@@ -199,7 +200,7 @@ def attend_blocks(
     for i in tl.range(0, tl.cdiv(count, W), num_stages=STAGES):
         index = tl.minimum(i * W + warps, count - 1)
         block = first + index + tl.minimum(tl.maximum(index - split + 1, 0), 1) * gap
-        record = tl.multiple_of(block.to(tl.int64) * (2 * CODES + D), [4])[:, None]
+        record = tl.multiple_of(offset + block.to(tl.int64) * (2 * CODES + D), [4])[:, None]
         k_words = tl.load(words_ptr + record + codes_at, eviction_policy="evict_first")
         k_s = tl.load(words_ptr + record + (2 * CODES) + half_at, eviction_policy="evict_first")
         k_z = tl.load(words_ptr + record + (2 * CODES + D // 4) + half_at, eviction_policy="evict_first")
@@ -212,7 +213,7 @@ def attend_blocks(
         s_int = tl.permute(tl.reshape(_bytes_as_halves(k_s), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
         z = tl.permute(tl.reshape(_bytes_as_halves(k_z), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
         z = tl.broadcast_to((tl.reshape(z, [W, D]) * z_power)[:, None, :], [W, 16, D])
-        bias = tl.dot(z, q_codes, offset) * ULP
+        bias = tl.dot(z, q_codes, unbias) * ULP
         k = tl.reshape(_codes(k_words, BITS), [W, TW, CW, 8, 4, 2, 2, 2, TF, CF])
         k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
         s = tl.dot(k, q_codes * tl.reshape(s_int, [W, D])[:, :, None], _on_rows(bias, W, TOKENS))
@@ -277,9 +278,9 @@ def attend_tail(
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])
     q = tl.reshape(tl.permute(tl.reshape(q, [TILES, 4, 2, 2, COLUMNS]), (0, 2, 1, 3, 4)), [D, COLUMNS])
     q = tl.reshape(tl.permute(tl.reshape(q, [4, TILES, 2, 2, COLUMNS]), (1, 0, 2, 3, 4)), [D, COLUMNS])
-    offset = tl.sum(q.to(tl.float32), 0) * (-128.0 * ULP)
-    offset = tl.broadcast_to(offset[None, None, :], [W, T, COLUMNS])
-    s = tl.dot(k, tl.broadcast_to(q[None, :, :], [W, D, COLUMNS]), offset)
+    unbias = tl.sum(q.to(tl.float32), 0) * (-128.0 * ULP)
+    unbias = tl.broadcast_to(unbias[None, None, :], [W, T, COLUMNS])
+    s = tl.dot(k, tl.broadcast_to(q[None, :, :], [W, D, COLUMNS]), unbias)
     unit = tl.load(scale_ptr) * qk_scale * (1.0 / ULP)
     valid = (warps * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
     s = tl.where(valid, s * unit[None, None, :], NEVER)

@@ -181,16 +181,18 @@ def turbo_decode_kernel(
             )  # fmt: skip
         else:
             row_max, row_sum, acc = no_tokens(WARPS, D)
-        words = words_ptr + _pick(offsets, output)
+        offset = _pick(offsets, output)
         scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
         if _pick(bits, output) == 2:
             row_max, row_sum, acc = attend_blocks(
-                row_max, row_sum, acc, q, unit, words, scales, first, split, second, count, 2, WARPS, D, STAGES
-            )
+                row_max, row_sum, acc, q, unit, words_ptr, offset, scales, first, split, second, count,
+                2, WARPS, D, STAGES,
+            )  # fmt: skip
         else:
             row_max, row_sum, acc = attend_blocks(
-                row_max, row_sum, acc, q, unit, words, scales, first, split, second, count, 4, WARPS, D, STAGES
-            )
+                row_max, row_sum, acc, q, unit, words_ptr, offset, scales, first, split, second, count,
+                4, WARPS, D, STAGES,
+            )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 
         slot = program + output

@@ -6,6 +6,7 @@ import torch
 
 from ..errors import UserError
 from ..kernels.flashq_layout import HEAD_DIMS
+from ..kernels.turbo_attention import MAX_GROUP
 from ..models.config import LlamaConfig
 from .kv_cache import KVCache
 from .turbo_cache import TurboCache
@@ -26,6 +27,11 @@ def check_codec(codec: str, config: LlamaConfig, tp_size: int) -> None:
     if config.head_dim not in HEAD_DIMS:
         sizes = " or ".join(map(str, HEAD_DIMS))
         raise UserError(f"kv_cache: {codec} needs a head_dim of {sizes}, the model has {config.head_dim}; use bf16")
+    group = config.num_qo_heads // config.num_kv_heads
+    if group > MAX_GROUP:
+        raise UserError(
+            f"kv_cache: {codec} takes up to {MAX_GROUP} query heads for each KV head, the model has {group}; use bf16"
+        )
     if codec == "turbo-mixed" and config.num_kv_heads // tp_size < 2:
         raise UserError(
             f"kv_cache: turbo-mixed needs two KV heads on a rank, found {config.num_kv_heads // tp_size}; "

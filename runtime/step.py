@@ -75,13 +75,7 @@ class StepProgram:
         self.threshold = threshold
         config, tp_size = model.config, transport.placement.tp_size
         self._attention = DecodeAttention(
-            cache.batch_size,
-            config.num_qo_heads // tp_size,
-            config.num_kv_heads // tp_size,
-            config.head_dim,
-            chunk_size,
-            model.sm_scale,
-            cache.device,
+            cache.layer(0), config.num_qo_heads // tp_size, chunk_size, model.sm_scale, cache.device
         )
         self._operation = operation
         self._group = transport.placement.group

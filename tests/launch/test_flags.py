@@ -440,7 +440,7 @@ def test_stdin_that_is_not_utf8(refused: Refused, checkpoint: Path, monkeypatch:
 
 
 def test_plan_refuses_what_is_not_available(refused: Refused) -> None:
-    assert "turbo4 is not available yet" in refused("--plan", "--kv-cache", "turbo4")
+    assert "turboquant3 is not available yet" in refused("--plan", "--kv-cache", "turboquant3")
 
 
 def test_a_file_may_need_a_flag(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:

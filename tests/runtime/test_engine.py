@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 import torch
 
 from alspec.config import SamplingConfig
-from alspec.errors import DoesNotFitError
+from alspec.errors import DoesNotFitError, UserError
 from alspec.runtime import engine as engine_module
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import Heartbeat, run_guarded
@@ -23,15 +24,41 @@ def engine() -> Engine:
     return Engine.from_pretrained(transport="gloo", dtype="fp32")
 
 
-def test_a_longer_prompt_replaces_the_cache(engine: Engine) -> None:
+@pytest.mark.parametrize("kv_cache", ["bf16", "turbo-mixed"])
+def test_a_longer_prompt_replaces_the_cache(kv_cache: str) -> None:
+    """And a shorter one after it finds nothing of it."""
+    torch.set_num_threads(1)
+    engine = Engine.from_pretrained(transport="gloo", dtype="fp32", kv_cache=kv_cache)
     short = [token.token_id for token in engine.stream("The road", SAMPLING)]
     first = engine.memory
-    long = [token.token_id for token in engine.stream("The road " * 60, SAMPLING)]
+    long = [token.token_id for token in engine.stream("The road " * 90, SAMPLING)]
     assert first is not None
     assert engine.memory is not None
     assert engine.memory.cache_bytes == engine.cache.num_bytes > first.cache_bytes
     assert [token.token_id for token in engine.stream("The road", SAMPLING)] == short
     assert len(long) == 4
+    assert engine.notices == []
+
+
+@pytest.mark.parametrize("mode", ["off", "paired"])
+def test_a_quantised_cache_decodes_operation_by_operation_on_gpus(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Said once; what only captured steps have is refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    placement = Placement(0, 2, 0, 2)
+    monkeypatch.setattr(Placement, "from_environment", lambda: placement)
+    monkeypatch.setattr(engine_module, "connect_store", lambda _: torch.distributed.HashStore())
+
+    def engine(**options: Any) -> Engine:
+        return Engine.from_pretrained(kv_cache="turbo4", speculation={"mode": mode}, **options)
+
+    expected = ["operations are launched one by one: a captured step does not read kv_cache turbo4 yet"]
+    assert engine().notices == expected
+    assert not engine()._uses_symm
+    with pytest.raises(UserError, match="cuda_graph: on is not available yet with kv_cache turbo4; use auto or off"):
+        engine(cuda_graph="on")
+    with pytest.raises(UserError, match="transport: symm is not available yet with kv_cache turbo4"):
+        engine(transport="symm")
 
 
 def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.config import SamplingConfig
+from alspec.config import EngineConfig, SamplingConfig
 from alspec.errors import BadNumbersError
 from alspec.models.llama import Shard
 from alspec.runtime.engine import Engine
@@ -53,6 +53,7 @@ class FakeEngine:
 
     def __init__(self, step_us: list[int], other: list[float], config: Any, batch_size: int) -> None:
         self.loop = object()
+        self.config = EngineConfig()
         self.transport = FakeTransport(other)
         self.cache = SimpleNamespace(batch_size=batch_size)
         self.model_config, self.dtype, self.device = config, torch.bfloat16, CPU

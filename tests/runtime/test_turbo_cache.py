@@ -1,11 +1,14 @@
-"""The quantised cache of a rank: bytes, what prompts and tokens leave in it, and attention over it on CPU tensors."""
+"""The quantised cache of a rank: bytes, what prompts and tokens leave in it, attention over it, CPU and GPU."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
+from alspec.config import SamplingConfig
 from alspec.errors import UserError
 from alspec.kernels.decode_attention import DecodeAttention
 from alspec.kernels.flashq import BLOCK, fake_quantize, head_priority, select_bits
@@ -17,7 +20,9 @@ from alspec.kernels.reference import (
 )
 from alspec.models.config import LlamaConfig
 from alspec.runtime.codecs import bytes_per_token, cache_bytes, check_codec, new_cache
+from alspec.runtime.engine import Engine
 from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.profile import fill
 from alspec.runtime.turbo_cache import TURBO_CODECS, TurboCache
 
 CPU = torch.device("cpu")
@@ -174,7 +179,7 @@ def test_decode_attention(codec: str) -> None:
     cache.append(1, new_k, new_v, lengths)
     q = torch.randn(B, 2 * H, D, generator=torch.Generator().manual_seed(8))
     keys, values = flashq_dequantize(cache.layer(1), lengths, torch.float64)
-    attention = DecodeAttention(B, 2 * H, H, D, 128, D**-0.5, CPU)
+    attention = DecodeAttention(cache.layer(1), 2 * H, 128, D**-0.5, CPU)
     expected, _ = decode_attention_ref(q, keys, values, lengths, D**-0.5)
     assert error(attention.full(q, cache.layer(1), lengths), expected) < 2e-6
     spec, full, sums = speculative_decode_attention_ref(q, keys, values, lengths, 128, D**-0.5)
@@ -182,6 +187,55 @@ def test_decode_attention(codec: str) -> None:
     found_full, found_sums = attention.verify(q, cache.layer(1), lengths)
     assert error(found_full, full) < 2e-6
     assert error(found_sums.sqrt(), sums.sqrt()) < 1e-5
+
+
+@by_codec
+def test_filled_cache(codec: str) -> None:
+    """`profile.fill`: what is read has the spread of normal numbers in every layer, request and head."""
+    cache = new(codec)
+    fill(cache, seed=0)
+    for layer in range(L):
+        for x in flashq_dequantize(cache.layer(layer), torch.tensor([500, 500])):
+            std = x.std((2, 3))
+            assert bool(((std > 0.95) & (std < 1.25)).all())  # two bits add a variance of a third
+            assert len(set(x[:, :, 7, 3].flatten().tolist())) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@by_codec
+def test_a_gpu_holds_the_same_bits(codec: str) -> None:
+    caches = [TurboCache(codec, L, B, H, 1000, D, torch.device(device)) for device in ("cpu", "cuda")]
+    lengths = (391, 640)
+    for layer, request in itertools.product(range(L), range(B)):
+        k, v = (x.bfloat16() for x in draw(lengths[request], layer + 2 * request))
+        for cache in caches:
+            write(cache, layer, request, k.to(cache.device), v.to(cache.device))
+    for step in range(1, 130):
+        new_k, new_v = torch.randn(2, B, H, D).bfloat16()
+        seq_lens = torch.tensor(lengths, dtype=torch.int32) + step
+        for layer, cache in itertools.product(range(L), caches):
+            cache.append(layer, new_k.to(cache.device), new_v.to(cache.device), seq_lens.to(cache.device))
+    for name, expected in vars(caches[0]._all).items():
+        assert torch.equal(getattr(caches[1]._all, name).cpu(), expected), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@by_codec
+def test_a_gpu_generates_the_same_tokens(codec: str) -> None:
+    """The demo checkpoint in fp32, past a block edge: plain and simulated at lambda 0, as on the CPU."""
+    found = {}
+    for transport, mode in itertools.product(("gloo", "nccl"), ("off", "simulated")):
+        engine = Engine.from_pretrained(
+            transport=transport, dtype="fp32", kv_cache=codec, speculation={"mode": mode, "threshold": 0.0}
+        )
+        tokens = engine.stream("The old man walked into the village and said " * 40, SamplingConfig(max_new_tokens=80))
+        found[engine.device.type, mode] = [token.token_id for token in tokens]
+        engine.close()
+    assert len(found) == 4
+    assert len(found["cuda", "off"]) == 80
+    assert all(tokens == found["cpu", "off"] for tokens in found.values()), found
 
 
 def test_chunks_must_begin_at_a_block() -> None:
@@ -197,4 +251,8 @@ def test_what_a_codec_refuses() -> None:
     check_codec("turbo4", MODEL, 8)
     with pytest.raises(UserError, match=r"kv_cache: turbo2 needs a head_dim of 64 or 128, the model has 96"):
         check_codec("turbo2", MODEL.model_copy(update={"head_dim": 96}), 1)
+    with pytest.raises(
+        UserError, match=r"kv_cache: turbo4 takes up to 8 query heads for each KV head, the model has 16"
+    ):
+        check_codec("turbo4", MODEL.model_copy(update={"num_kv_heads": 2}), 1)
     check_codec("bf16", MODEL.model_copy(update={"head_dim": 96}), 8)

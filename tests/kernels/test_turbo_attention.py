@@ -1,0 +1,342 @@
+"""Decode over the quantised cache, plain and speculative, against the fp64 oracles on the dequantised cache.
+
+Bounds: q s_int and P are rounded to fp16, 2^-11 relative at most, each once; everything else is exact or fp32. So the
+output differs by about 2^-11 in relative RMS (the errors of P have both signs), and `lse` by that of one score: at most
+2^-11 sum_c |q_c s_int_c q2_c| of the largest, which these inputs keep below a few thousandths.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.kernels.flashq_layout import BlockCodes, TurboLayer, pack_record, record_words
+from alspec.kernels.lean_attention import LeanWorkspace, Speculation
+from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
+from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
+
+S = 128
+EDGES = (1, 63, 64, 65, 127, 128, 129, 2 * S - 1, 2 * S, 2 * S + 1, 2 * S + 63, 2 * S + 64, 2 * S + 65, 700)
+CODECS = ("turbo4", "turbo2", "turbo-mixed")
+HAS_CUDA = torch.cuda.is_available()
+TOLERANCE = 2**-10
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="interpreted only where there is no GPU")),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")]),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the kernel runs: in the interpreter, or compiled."""
+    return torch.device(request.param)
+
+
+@dataclass
+class Launch:
+    """A random cache with noise in what no token uses, its exact values, and outputs full of NaN."""
+
+    q: Tensor
+    layer: TurboLayer
+    k: Tensor  # [B, H, N, D] fp64, as dequantised; NaN beyond `seq_lens`
+    v: Tensor
+    seq_lens: Tensor
+    workspace: LeanWorkspace
+    out: Tensor
+    lse: Tensor
+    settings: TurboSettings
+    speculation: Speculation | None = None
+
+    def run(self, *parts: str, gate: Tensor | None = None) -> None:
+        for scratch in (self.workspace.o, self.workspace.lse):
+            scratch.fill_(math.nan)
+        for output in self.outputs():
+            output.fill_(math.nan)
+        for part in parts or ("all",):
+            turbo_decode_attention(
+                self.q, self.layer, self.seq_lens, self.q.shape[-1] ** -0.5, self.workspace, self.out, self.lse,
+                self.speculation, part, gate, self.settings,
+            )  # type: ignore[arg-type]  # fmt: skip
+
+    def outputs(self) -> list[Tensor]:
+        guess = [] if self.speculation is None else [self.speculation.spec_out, self.speculation.sums]
+        return [self.out, self.lse, *guess]
+
+    def compare(self, tolerance: float = TOLERANCE) -> None:
+        args, scale = (self.q.cpu(), self.k, self.v, self.seq_lens.cpu()), self.q.shape[-1] ** -0.5
+        out, lse = decode_attention_ref(*args, scale)
+        _close(self.out, out, tolerance)
+        assert float((self.lse.cpu() - lse).abs().max()) < 8 * tolerance
+        for counters in (self.workspace.counters, self.workspace.group_counters):
+            assert not counters.any(), "a ticket was left behind"
+        if self.speculation is not None:
+            spec_out, _, sums = speculative_decode_attention_ref(*args, self.speculation.chunk_size, scale)
+            _close(self.speculation.spec_out, spec_out, tolerance)
+            _close(self.speculation.sums.sum(1), sums, 4 * tolerance)
+            assert self.speculation.flag is not None
+            assert bool((self.speculation.flag == 7).all()), "a head's flag was not released"
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    found = found.cpu().double()
+    assert not found.isnan().any()
+    error = float((found - expected).norm() / expected.norm())
+    assert error < tolerance, f"relative RMS error {error:.2e}, tolerance {tolerance:.0e}"
+
+
+def draw_codes(num_blocks: int, head_dim: int, bits: int, kind: str, generator: torch.Generator) -> BlockCodes:
+    """Codes whose reconstruction stays within 8 bits, as a quantiser's does."""
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, (num_blocks, *shape), generator=generator)
+
+    top = 2**bits - 1
+    codes = integers(0, top + 1, 64, head_dim)
+    s_int = integers(1, 1 + -(-238 // top), head_dim)
+    z = -119 + (integers(0, 1000, head_dim) % (239 - (s_int - 1) * top).clamp(min=1))
+    if kind == "constant":  # every channel of every token alike
+        codes, s_int = torch.zeros_like(codes), torch.ones_like(s_int)
+    elif kind == "zero":
+        codes, s_int, z = torch.zeros_like(codes), torch.ones_like(s_int), torch.zeros_like(z)
+    elif kind == "widest":
+        s_int, z = torch.full_like(s_int, -(-238 // top)), torch.full_like(z, -119)
+    return BlockCodes(codes, s_int, z)
+
+
+def draw(
+    lengths: tuple[int, ...],
+    ratio: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    num_programs: int,
+    chunk_size: int = 0,
+    codec: str = "turbo-mixed",
+    num_warps: int = 1,
+    kind: str = "random",
+    dtype: torch.dtype = torch.float32,
+    scale: float = 0.02,
+) -> Launch:
+    batch, num_blocks = len(lengths), max(lengths) // 64 + 2
+    generator = torch.Generator().manual_seed(sum(lengths) + ratio * head_dim + num_warps)
+    bits = torch.full((batch, num_kv_heads), 2 if codec == "turbo2" else 4, dtype=torch.int32)
+    if codec == "turbo-mixed":
+        for request in range(batch):
+            bits[request, torch.randperm(num_kv_heads, generator=generator)[: num_kv_heads // 2 + request % 2]] = 2
+    values = torch.full((2, batch, num_kv_heads, 64 * num_blocks, head_dim), math.nan, dtype=torch.float64)
+    scales = scale * (0.2 + torch.rand(batch, num_kv_heads, num_blocks, 2, generator=generator))
+    tail = torch.randint(-128, 128, (batch, num_kv_heads, 2, 64, head_dim), generator=generator, dtype=torch.int8)
+    tail_scale = scale * (0.2 + torch.rand(batch, num_kv_heads, 2, generator=generator))
+    records, offset, at = [], [], 0
+    for request, length in enumerate(lengths):
+        full = (length - 1) // 64
+        for head in range(num_kv_heads):
+            width = int(bits[request, head])
+            sides = [draw_codes(num_blocks, head_dim, width, kind, generator) for _ in range(2)]
+            words = pack_record(*sides, width)
+            words[full:] = torch.randint(-(2**31), 2**31, words[full:].shape, generator=generator).int()
+            scales[request, head, full:] = math.nan
+            for side, codes in enumerate(sides):
+                integers = (codes.codes * codes.s_int[:, None] + codes.z[:, None])[:full].double()
+                exact = integers * scales[request, head, :full, side, None, None].double()
+                values[side, request, head, : 64 * full] = exact.flatten(0, 1)
+                newest = tail[request, head, side, : length - 64 * full].double()
+                values[side, request, head, 64 * full : length] = newest * tail_scale[request, head, side].double()
+            gap = 4 * int(torch.randint(0, 9, (), generator=generator))
+            records += [torch.randint(-(2**31), 2**31, (gap,), generator=generator).int(), words.flatten()]
+            offset.append(at + gap)
+            at += gap + num_blocks * record_words(width, head_dim)
+    layer = TurboLayer(
+        words=torch.cat(records).to(device),
+        offset=torch.tensor(offset).view(batch, num_kv_heads).to(device),
+        bits=bits.to(device),
+        scales=scales.to(device),
+        tail=tail.to(device),
+        tail_scale=tail_scale.to(device),
+    )
+    q = torch.randn(batch, ratio * num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    launch = Launch(
+        q=q,
+        layer=layer,
+        k=values[0],
+        v=values[1],
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        workspace=LeanWorkspace.allocate(batch, q.shape[1], num_kv_heads, head_dim, device, num_programs),
+        out=torch.empty_like(q, dtype=torch.float32),
+        lse=torch.empty(q.shape[:2], device=device),
+        settings=replace(turbo_settings(device), num_warps=num_warps),
+    )
+    if chunk_size:
+        launch.speculation = Speculation(
+            chunk_size,
+            spec_out=torch.empty_like(launch.out),
+            sums=torch.empty(batch, q.shape[1], 2, device=device),
+            flag=torch.zeros(batch, num_kv_heads, dtype=torch.int32, device=device),
+            epoch=torch.tensor([7], dtype=torch.int32, device=device),
+        )
+    return launch
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize("length", EDGES)
+def test_lengths_around_blocks_and_chunks(device: torch.device, length: int, chunk_size: int) -> None:
+    launch = draw((length,), 4, 2, 64, device, 5, chunk_size)
+    launch.run()
+    launch.compare()
+
+
+@pytest.mark.parametrize("num_warps", [1, 2, 4])
+@pytest.mark.parametrize("ratio", [1, 4, 7])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("codec", CODECS)
+def test_head_shapes(device: torch.device, codec: str, head_dim: int, ratio: int, num_warps: int) -> None:
+    launch = draw((64 * 5 + 37,), ratio, 2, head_dim, device, 3, 0, codec, num_warps)
+    launch.run()
+    launch.compare()
+
+
+@pytest.mark.parametrize("chunk_size", [0, S, 256], ids=["plain", "S128", "S256"])
+@pytest.mark.parametrize(("num_programs", "num_warps"), [(1, 1), (7, 2), (30, 1), (30, 4)])
+@pytest.mark.parametrize("lengths", [(65, 700, 319, 128, 1), (320, 321, 1000)], ids=lambda n: "-".join(map(str, n)))
+def test_ragged_batches_on_any_grid(
+    device: torch.device, lengths: tuple[int, ...], num_programs: int, num_warps: int, chunk_size: int
+) -> None:
+    launch = draw(lengths, 2, 2, 64, device, num_programs, chunk_size, num_warps=num_warps)
+    launch.run()
+    launch.compare()
+
+
+@pytest.mark.parametrize("num_programs", [1, 7, 40])
+def test_two_launches_give_what_one_gives(device: torch.device, num_programs: int) -> None:
+    launch = draw((65, 700, 319, 1), 2, 2, 64, device, num_programs, S)
+    launch.run()
+    one = [output.clone() for output in launch.outputs()]
+    launch.run("predictor", "rest")
+    launch.compare()
+    for found, expected in zip(launch.outputs(), one, strict=True):
+        _close(found, expected.cpu().double(), TOLERANCE)
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize("num_programs", [29, 41])
+def test_many_partials_are_merged_in_two_levels(device: torch.device, num_programs: int, chunk_size: int) -> None:
+    launch = draw((64 * 45 + 9,), 3, 1, 64, device, num_programs, chunk_size, "turbo4")
+    launch.run()
+    launch.compare()
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "turbo2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["constant", "zero", "widest"])
+def test_blocks_at_the_ends_of_the_range(device: torch.device, kind: str, head_dim: int, codec: str) -> None:
+    launch = draw((64 * 4 + 5,), 4, 1, head_dim, device, 2, 0, codec, 2, kind)
+    launch.run()
+    launch.compare()
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-4, 3.0])
+@pytest.mark.parametrize("q_scale", [1e-6, 1.0, 1e4])
+def test_extreme_scales(device: torch.device, q_scale: float, scale: float) -> None:
+    launch = draw((64 * 3 + 20,), 2, 1, 64, device, 2, 0, "turbo4", scale=scale)
+    launch.q *= q_scale
+    # Scores so far apart that their own rounding decides between tokens belong to no model.
+    launch.layer.scales[..., 0] /= max(1.0, q_scale * scale / 0.05)
+    launch.layer.tail_scale[..., 0] /= max(1.0, q_scale * scale / 0.05)
+    launch.k /= max(1.0, q_scale * scale / 0.05)
+    launch.run()
+    launch.compare()
+
+
+def test_bf16_queries_lose_nothing(device: torch.device) -> None:
+    """With s_int of 4 bits and z of 8, products of bf16 values fit fp16: only P is rounded."""
+    launch = draw((64 * 4 + 30,), 4, 2, 128, device, 3, 0, "turbo4", dtype=torch.bfloat16)
+    launch.run()
+    _, lse = decode_attention_ref(launch.q.cpu(), launch.k, launch.v, launch.seq_lens.cpu(), 128**-0.5)
+    launch.compare()
+    assert float((launch.lse.cpu() - lse).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_work(device: torch.device, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = tuple(rng.choice(EDGES) for _ in range(rng.choice([1, 2, 3, 5])))
+    launch = draw(
+        lengths, rng.choice([1, 3, 8]), rng.choice([1, 3]), rng.choice([64, 128]), device, rng.choice([1, 3, 17, 64]),
+        rng.choice([0, S]), rng.choice(CODECS), rng.choice([1, 2, 4]),
+    )  # fmt: skip
+    launch.run()
+    launch.compare()
+
+
+def test_where_sink_and_window_meet_the_guess_is_exact(device: torch.device) -> None:
+    launch = draw((2 * S + 63,), 4, 2, 64, device, 20, S)
+    launch.run()
+    assert launch.speculation is not None
+    assert torch.equal(launch.speculation.spec_out, launch.out)
+    assert not launch.speculation.sums[..., 0].any()
+
+
+def test_a_closed_gate_does_nothing(device: torch.device) -> None:
+    launch = draw((300,), 4, 2, 64, device, 5, S)
+    gate = torch.zeros(1, dtype=torch.int32, device=device)
+    launch.run(gate=gate)
+    assert all(bool(output.isnan().all()) for output in launch.outputs())
+    launch.run(gate=gate + 1)
+    launch.compare()
+
+
+def test_the_same_bits_every_time(device: torch.device) -> None:
+    launch = draw((900, 400), 4, 2, 64, device, 30, S)
+    launch.run()
+    first = [output.clone() for output in launch.outputs()]
+    for _ in range(200 if device.type == "cuda" else 1):
+        launch.run()
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(launch.outputs(), first, strict=True))
+
+
+def test_what_it_refuses(device: torch.device) -> None:
+    launch = draw((70,), 4, 1, 64, device, 1)
+    wide = torch.cat([launch.q, launch.q, launch.q], 1)
+    args = (launch.seq_lens, 0.125, launch.workspace, launch.out, launch.lse)
+    with pytest.raises(ValueError, match="q: 12 heads"):
+        turbo_decode_attention(wide, launch.layer, *args)
+    with pytest.raises(ValueError, match="head_dim"):
+        turbo_decode_attention(launch.q[..., :32].contiguous(), launch.layer, *args)
+    with pytest.raises(ValueError, match="part"):
+        turbo_decode_attention(launch.q, launch.layer, *args, part="rest")
+    with pytest.raises(ValueError, match="seq_lens"):
+        turbo_decode_attention(launch.q, launch.layer, launch.seq_lens.long(), *args[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("num_warps", [1, 4])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+def test_one_captured_graph_serves_every_length(chunk_size: int, codec: str, num_warps: int) -> None:
+    device = torch.device("cuda")
+    launch = draw((8000,), 4, 8, 128, device, 1056 // num_warps, chunk_size, codec, num_warps, dtype=torch.bfloat16)
+    launch.run()
+    launch.compare()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch.run()
+    for length in [127 * 64, 8000, *(64 * full + 1 for full in (0, 1, 2, 3, 4, 31, 77, 125))]:
+        # Shorter contexts end where a block does: what is in the tail then are the values of the longest.
+        launch.seq_lens.fill_(length)
+        newest = length - 64 * ((length - 1) // 64)
+        if length == 127 * 64:
+            continue
+        k, v = launch.k.clone(), launch.v.clone()
+        for side, values in enumerate((k, v)):
+            tail = launch.layer.tail[:, :, side, :newest].double() * launch.layer.tail_scale[:, :, side, None, None]
+            values[:, :, length - newest : length] = tail.cpu()
+        graph.replay()
+        torch.cuda.synchronize()
+        replace(launch, k=k, v=v).compare()
