@@ -6,13 +6,13 @@ Source: TurboAttention, section 4 and Appendix B. **(corrected)**, because two t
 
 - `POLY(0) = 0.9996` there. Used for `alpha`, which rescales the sums of earlier blocks, it fades them by 0.0004 with
   every block. Here `alpha` is never approximated (the kernels use exact powers of two), and `POLY(0) = 1`.
-- `n_r = 6` there, whatever the length. The mass beyond grows with the number of tokens n: for logits N(0, 2^2) it is 3 %
-  at 1K and 27 % at 128K. Here `n_r` grows with ln n (`cutoff`), and the dropped mass has a bound.
+- `n_r = 6` there, whatever the length. The mass beyond grows with the number of tokens n: for logits N(0, 2^2) it is
+  3 % at 1K and 27 % at 128K. Here `n_r` grows with ln n (`cutoff`), and the dropped mass has a bound.
 
-In base 2 the table of powers is the exponent of a float, which costs one addition and no memory, so `n_r` may be as large
-as it must. The fraction lies in [-1/2, 1/2], not in [0, 1) of base e: there a cubic is ten times closer (1.0e-4 relative
-at most, 10.3e-4 for the printed one), and what is best with `POLY(0) = 1` also joins without a step from one integer to
-the next: `2 POLY(-1/2) = POLY(1/2)`.
+In base 2 the table of powers is the exponent of a float, which costs one addition and no memory, so `n_r` may be as
+large as it must. The fraction lies in [-1/2, 1/2], not in [0, 1) of base e: there a cubic is ten times closer (1.0e-4
+relative at most, 10.3e-4 for the printed one), and what is best with `POLY(0) = 1` also joins without a step from one
+integer to the next: `2 POLY(-1/2) = POLY(1/2)`.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ __all__ = [
     "rms_norm_ref",
     "silu_mul_ref",
     "speculative_decode_attention_ref",
+    "turbo_prefill_attention_ref",
 ]
 
 LOG2E = math.log2(math.e)
@@ -120,6 +121,32 @@ def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> T
         for i in range(num_queries)
     ]
     return torch.stack(rows)
+
+
+def turbo_prefill_attention_ref(
+    q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the newest tokens over K and V as their INT8 stage stands for them; q as it is.
+
+    Args:
+        q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k8, v8: [Hkv, n, D] int8.
+        k_scale, v_scale: [Hkv, ceil(n / 64)], one for each 64 tokens.
+    Returns:
+        o: [n_q, Hq, D] fp64.  lse: [n_q, Hq] fp64, base 2.
+    """
+    num_queries, num_tokens = q.shape[0], k8.shape[1]
+    k, v = (
+        values.double() * scale.double().repeat_interleave(64, 1)[:, :num_tokens, None]
+        for values, scale in ((k8, k_scale), (v8, v_scale))
+    )
+    # Rows are (query, query head) of one KV head.
+    rows = q.double().unflatten(1, (k8.shape[0], -1)).permute(1, 0, 2, 3)
+    scores = torch.einsum("hqgd,hnd->hqgn", rows, k) * sm_scale
+    tokens = torch.arange(num_tokens, device=q.device)
+    later = tokens > tokens[num_tokens - num_queries :, None]
+    scores = scores.masked_fill(later[None, :, None], -math.inf)
+    out = torch.einsum("hqgn,hnd->qhgd", torch.softmax(scores, -1), v).flatten(1, 2)
+    return out, (torch.logsumexp(scores, -1) * LOG2E).permute(1, 0, 2).flatten(1)
 
 
 def _normalised(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float) -> Tensor:

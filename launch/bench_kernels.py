@@ -22,6 +22,7 @@ from torch import Tensor
 from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
+from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.cli import Parser, check_writable, parse_tokens
 from alspec.launch.spec_ready import spec_ready_us
 from alspec.runtime.stats import percentile, provenance, stream_bandwidth
@@ -169,7 +170,7 @@ class Results:
         self._rows = rows
         self.stream = stream_bandwidth(torch.device("cuda"))
         self._table = Table(title=f"stream {self.stream / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}")
-        for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "against sdpa"):
+        for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "TFLOP/s", "against sdpa"):
             self._table.add_column(name)
 
     def add(
@@ -181,14 +182,17 @@ class Results:
         size: int,
         base: float | None = None,
         num_gpus: int = 1,
+        flops: int = 0,
     ) -> None:
-        """One implementation on one case that must read `size` bytes; `base` is SDPA's median."""
+        """One implementation on a case that must move `size` bytes; `base` is SDPA's median; `flops` if they count."""
         rate = size / us["p50"] * 1e6
+        tflop_s = flops / us["p50"] / 1e6
         label = " ".join(f"{key}={value}" for key, value in case.items())
         cells = (
             f"{us['p50']:.1f}",
             f"{rate / 1e12:.2f}",
             f"{100 * rate / self.stream:.0f} %",
+            f"{tflop_s:.0f}" if flops else "-",
             f"{base / us['p50']:.2f}x" if base else "-",
         )
         self._table.add_row(bench, label, impl, *cells)
@@ -201,6 +205,7 @@ class Results:
             "us": {name: round(value, 3) for name, value in us.items()},
             "bytes": size,
             "stream_tb_s": round(self.stream / 1e12, 3),
+            **({"tflop_s": round(tflop_s, 1)} if flops else {}),
             **provenance(num_gpus, shlex.join(["launch/bench_kernels.py", *sys.argv[1:]])),
         }
         with self._rows.open("a", encoding="utf-8") as file:
@@ -257,14 +262,29 @@ def bench_ready(results: Results, contexts: list[int]) -> None:
             del case
 
 
-BENCHES = {"decode": bench_decode, "ready": bench_ready}
+def bench_prefill(results: Results, _: list[int]) -> None:
+    """INT8 prefill attention, with either softmax, against SDPA: its cases are its own."""
+    for num_queries, num_tokens in PREFILL_CASES:
+        case = PrefillCase.draw(num_queries, num_tokens)
+        heads, dim = f"{case.q.shape[1]}/{case.k.shape[0]}", case.q.shape[2]
+        label = {"heads": heads, "head_dim": dim, "tokens": num_queries, "context": num_tokens}
+        base = None
+        for impl, run in prefill_runs(case).items():
+            check_prefill(case, run)
+            us = time_us(run, 1)
+            base = base or us["p50"]
+            results.add("prefill_attention", impl, label, us, case.num_bytes, base, flops=case.flops)
+        del case, run
+
+
+BENCHES = {"decode": bench_decode, "ready": bench_ready, "prefill": bench_prefill}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         parser = Parser(prog="bench_kernels", description="Kernels against PyTorch.", allow_abbrev=False)
-        parser.add_argument("--contexts", default=CONTEXTS, help="tokens in the cache")
+        parser.add_argument("--contexts", default=CONTEXTS, help="tokens in the cache, of decode and ready")
         parser.add_argument("--rows", type=Path, help="append one JSON line for each measurement to this file")
         parser.add_argument("--bench", choices=sorted(BENCHES), help="only this one")
         args = parser.parse_args(argv)
