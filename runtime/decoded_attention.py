@@ -38,8 +38,9 @@ __all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", 
 CODECS = ("bf16", "int8", "turbo4", "turbo2", "turbo-mixed")
 SOFTMAXES = ("exact", "sas")
 
-# Scores held at once, fp32: 128 MiB, some four times over while their softmax is taken.
-SCORES_AT_ONCE = 2**25
+# Scores held at once, in fp32 and some four times over while their softmax is taken: 128 MiB on a GPU, what stays in
+# the cache of a CPU.
+SCORES_AT_ONCE = {"cuda": 2**25, "cpu": 2**20}
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def decoded_attention(
         full_out, spec_out: [m, Hq, D] fp32.
     """
     num_tokens = k.tail.shape[1]
-    rows = max(1, SCORES_AT_ONCE // (q.shape[1] * num_tokens))
+    rows = max(1, SCORES_AT_ONCE[q.device.type] // (q.shape[1] * num_tokens))
     starts = range(num_tokens - q.shape[0], num_tokens, rows)
     parts = [
         _attend(part, start, k, v, chunk_size, sm_scale, setting)

@@ -123,7 +123,7 @@ def test_positions_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     setting = CacheSetting("turbo4")
     cached = cache_text(k, v, 100, setting)
     expected = decoded_attention(q[7:], *cached, 64, SM_SCALE, setting)
-    monkeypatch.setattr(module, "SCORES_AT_ONCE", 37 * 4 * 333)
+    monkeypatch.setitem(module.SCORES_AT_ONCE, "cpu", 37 * 4 * 333)
     for found, whole in zip(decoded_attention(q[7:], *cached, 64, SM_SCALE, setting), expected, strict=True):
         torch.testing.assert_close(found, whole)
 
