@@ -5,7 +5,7 @@ partials are merged by whoever arrives last, and the guess over sink and window 
 
 - The unit of work is a *step*: as many blocks of 64 tokens of one (request, KV head) as a program has warps. Each warp
   has an online softmax of its own; they are merged when the program leaves the head.
-- A step costs what it reads: 4-bit records 17 / 9 as much as 2-bit ones. The decode buffer is one step of its head.
+- A step costs what it reads: 4-bit records 17 / 9 as much as 2-bit ones. The decode buffer is one step more of a head.
 - With a guess, the buffer is part of the guess.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
@@ -41,6 +41,7 @@ class TurboSettings:
     num_stages: int  # steps whose loads are in flight
     wide: int  # beyond so many partials of an output, they are merged in two levels
     fan: int  # partials of one group of the first level
+    max_registers: int | None  # of a thread; None: the compiler's choice
     pdl: bool  # dependent launch
 
 
@@ -48,7 +49,7 @@ class TurboSettings:
 def turbo_settings(device: torch.device) -> TurboSettings:
     """Settings for a device."""
     if device.type != "cuda":
-        return TurboSettings(num_programs=16, num_warps=1, num_stages=1, wide=24, fan=8, pdl=False)
+        return TurboSettings(num_programs=16, num_warps=1, num_stages=1, wide=24, fan=8, max_registers=None, pdl=False)
     properties = torch.cuda.get_device_properties(device)
     return TurboSettings(
         num_programs=2 * properties.multi_processor_count,
@@ -56,6 +57,7 @@ def turbo_settings(device: torch.device) -> TurboSettings:
         num_stages=3,
         wide=24,
         fan=8,
+        max_registers=None,
         pdl=properties.major >= 9,
     )
 
@@ -126,7 +128,6 @@ def turbo_decode_attention(
         GROUP=group,
         GROUP_PAD=group_pad,
         D=head_dim,
-        PROGRAMS=workspace.num_programs,
         OUTPUTS_PAD=max(32, triton.next_power_of_2(batch_size * num_kv_heads)),
         WARPS=warps,
         STAGES=settings.num_stages,
@@ -138,6 +139,7 @@ def turbo_decode_attention(
         FLAG=spec is not None and spec.flag is not None,
         PDL=settings.pdl,
         num_warps=warps,
+        maxnreg=settings.max_registers,
         **({"launch_pdl": True} if settings.pdl else {}),
     )
 

@@ -9,9 +9,9 @@ the power of two of their place. What is linear moves to where it costs least: t
 z of K into the initial accumulator; s_int and z of V, and every power of two, into the rows of the output.
 Products are exact, but for the rounding of q s_int and of P to fp16; sums are fp32.
 
-Where operands are built with `tl.join`, the compiler gives a lane four columns in a row of each 16 (kWidth 4), not
-two and two. So the columns of such a product are named in *operand order* (t, kh, i), 16 at a time: then the registers
-loaded are the operand's, and nothing moves.
+Where operands are built with `tl.join`, the compiler gives a lane four columns in a row of each 16 (kWidth 4) instead
+of two and two. So the columns of such a product are named in *operand order* (t, kh, i), 16 at a time: then the
+registers loaded are the operand's, and nothing moves.
 """
 
 from __future__ import annotations
@@ -118,6 +118,21 @@ def _opaque(x):
 
 
 @triton.jit
+def _pairs(even, odd):
+    """Rows of an operand two by two, [N / 2, COLUMNS] each, as words: kept as halves they would take twice the room."""
+    low = even.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = odd.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return low | high
+
+
+@triton.jit
+def _from_pairs(x, W: tl.constexpr, N: tl.constexpr):
+    """The operand [W, N, COLUMNS] fp16, the same for every warp."""
+    x = tl.reshape(tl.permute(_halves(x), (0, 2, 1)), [N, COLUMNS])
+    return tl.broadcast_to(x[None, :, :], [W, N, COLUMNS])
+
+
+@triton.jit
 def _on_rows(x, W: tl.constexpr, N: tl.constexpr):
     """x [W, 16, COLUMNS], all rows alike, with N rows: no thread needs another's values."""
     x = tl.reshape(x, [W, 1, 16, COLUMNS])
@@ -133,26 +148,28 @@ def no_tokens(W: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def scaled_query(q_ptr, output, GROUP: tl.constexpr, D: tl.constexpr):
-    """The query heads of an output: q 2^e [D, COLUMNS] fp16, largest in [2^14, 2^15), and 2^-e [COLUMNS] fp32.
+    """The query heads of an output: q 2^e, fp16 values in fp32, even and odd channels [D / 2, COLUMNS]; 2^-e [COLUMNS].
 
-    Rows in operand order. A power of two, so that bf16 values stay exact.
+    The largest of a head is in [2^14, 2^15). A power of two, so that bf16 values stay exact.
     """
-    c = tl.arange(0, D)
-    channels = c // 16 * 16 + c // 2 % 2 * 8 + c // 4 % 4 * 2 + c % 2
     heads = output * GROUP + tl.minimum(tl.arange(0, COLUMNS), GROUP - 1)  # columns past the last head repeat it
-    q = tl.load(q_ptr + heads[None, :] * D + channels[:, None]).to(tl.float32)
-    exponent = tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.maximum(exponent, 32)
-    scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    return (q * scale[None, :]).to(tl.float16), ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    q = tl.load(q_ptr + heads[None, :] * D + tl.arange(0, D)[:, None]).to(tl.float32)
+    exponent = tl.maximum(tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23, 32)
+    q *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
+    q = q.to(tl.float16).to(tl.float32)
+    even, odd = tl.split(tl.permute(tl.reshape(q, [D // 2, 2, COLUMNS]), (0, 2, 1)))
+    return even, odd, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _powers(BITS: tl.constexpr, D: tl.constexpr):
-    """[D] fp32: 2^shift of each channel's place in its byte (see flashq_layout.py)."""
-    WORD_TILES: tl.constexpr = D * BITS // 256 if D * BITS > 256 else 1
-    shift = BITS * (tl.arange(0, D) // (16 * WORD_TILES) % (8 // BITS))
-    return ((shift + 127) << 23).to(tl.float32, bitcast=True)
+def _powers(BITS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIGN: tl.constexpr):
+    """2^(SIGN shift) fp32 of the place of each channel, or each pair of them (N = D / 2), in its byte.
+
+    See flashq_layout.py. Bits and no division: the compiler sees that a thread's values are constants.
+    """
+    SIZE: tl.constexpr = (5 if D * BITS > 256 else 4) - (1 if D > N else 0)  # log2, to the next place
+    shift = ((tl.arange(0, N) >> SIZE) & (8 // BITS - 1)) * BITS
+    return ((127 + SIGN * shift) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -160,9 +177,10 @@ def attend_blocks(
     row_max,
     row_sum,
     acc,
-    q,  # of `scaled_query`
+    even,  # q of `scaled_query`
+    odd,
     qk_scale,  # [COLUMNS]: 2^-e sm_scale log2(e)
-    words_ptr,
+    records_ptr,
     offset,  # int64: of this output's first record
     scales_ptr,  # of this output
     first,  # the blocks are [first, first + split), then those from `second` on; `count` of both together
@@ -186,26 +204,24 @@ def attend_blocks(
     codes_at = tl.arange(0, CODES)[None, :]
     half_at = tl.arange(0, D // 4)[None, :]
     params_at = tl.arange(0, D // 2)[None, :]
-    powers = _powers(BITS, D)
-    inverse = 1.0 / powers
-    q_codes = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
-    # -128 sum_c q_c, for the bytes are z + 128; of the rounded values.
-    unbias = tl.sum(q_codes.to(tl.float32) * powers[:, None], 0) * (-128.0 * ULP)
+    unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)  # the bytes are z + 128
     unbias = tl.broadcast_to(unbias[None, None, :], [W, 16, COLUMNS])
-    q_codes = tl.broadcast_to(q_codes[None, :, :], [W, D, COLUMNS])
-    z_power = powers.to(tl.float16)[None, :]
-    v_power = (inverse * (1.0 / ULP))[None, :]
+    q_power = _powers(BITS, D, D // 2, -1)[:, None]
+    q_words = tl.permute(tl.reshape(_pairs(even * q_power, odd * q_power), [TILES, 2, 4, COLUMNS]), (0, 2, 1, 3))
+    q_words = tl.reshape(q_words, [D // 2, COLUMNS])
+    z_power = _powers(BITS, D, D, 1).to(tl.float16)[None, :]
+    v_power = (_powers(BITS, D, D, -1) * (1.0 / ULP))[None, :]
     ones = tl.full([W, 16, TOKENS], 1.0, tl.float16)
     k_scale = qk_scale * (1.0 / ULP / ULP)
     for i in tl.range(0, tl.cdiv(count, W), num_stages=STAGES):
         index = tl.minimum(i * W + warps, count - 1)
         block = first + index + tl.minimum(tl.maximum(index - split + 1, 0), 1) * gap
         record = tl.multiple_of(offset + block.to(tl.int64) * (2 * CODES + D), [4])[:, None]
-        k_words = tl.load(words_ptr + record + codes_at, eviction_policy="evict_first")
-        k_s = tl.load(words_ptr + record + (2 * CODES) + half_at, eviction_policy="evict_first")
-        k_z = tl.load(words_ptr + record + (2 * CODES + D // 4) + half_at, eviction_policy="evict_first")
-        v_words = tl.load(words_ptr + record + CODES + codes_at, eviction_policy="evict_first")
-        v_params = tl.load(words_ptr + record + (2 * CODES + D // 2) + params_at, eviction_policy="evict_first")
+        k_words = tl.load(records_ptr + record + codes_at, eviction_policy="evict_first")
+        k_s = tl.load(records_ptr + record + (2 * CODES) + half_at, eviction_policy="evict_first")
+        k_z = tl.load(records_ptr + record + (2 * CODES + D // 4) + half_at, eviction_policy="evict_first")
+        v_words = tl.load(records_ptr + record + CODES + codes_at, eviction_policy="evict_first")
+        v_params = tl.load(records_ptr + record + (2 * CODES + D // 2) + params_at, eviction_policy="evict_first")
         k_unit = tl.load(scales_ptr + block * 2)
         v_unit = tl.load(scales_ptr + block * 2 + 1)
 
@@ -213,10 +229,11 @@ def attend_blocks(
         s_int = tl.permute(tl.reshape(_bytes_as_halves(k_s), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
         z = tl.permute(tl.reshape(_bytes_as_halves(k_z), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
         z = tl.broadcast_to((tl.reshape(z, [W, D]) * z_power)[:, None, :], [W, 16, D])
-        bias = tl.dot(z, q_codes, unbias) * ULP
+        q = _from_pairs(q_words, W, D)
+        bias = tl.dot(z, q, unbias) * ULP
         k = tl.reshape(_codes(k_words, BITS), [W, TW, CW, 8, 4, 2, 2, 2, TF, CF])
         k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
-        s = tl.dot(k, q_codes * tl.reshape(s_int, [W, D])[:, :, None], _on_rows(bias, W, TOKENS))
+        s = tl.dot(k, q * tl.reshape(s_int, [W, D])[:, :, None], _on_rows(bias, W, TOKENS))
 
         unit = k_unit[:, None] * k_scale[None, :]
         largest = tl.max(s, 1) * unit
@@ -251,7 +268,8 @@ def attend_blocks(
 
 @triton.jit
 def attend_tail(
-    q,
+    even,  # q of `scaled_query`
+    odd,
     qk_scale,
     tail_ptr,  # [2, 64, D] int8 of this output, as int32
     scale_ptr,  # [2] fp32
@@ -276,11 +294,11 @@ def attend_tail(
     k = _bytes_as_halves(tl.load(tail_ptr + at) ^ -2139062144)  # + 128 in each byte
     k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])
-    q = tl.reshape(tl.permute(tl.reshape(q, [TILES, 4, 2, 2, COLUMNS]), (0, 2, 1, 3, 4)), [D, COLUMNS])
-    q = tl.reshape(tl.permute(tl.reshape(q, [4, TILES, 2, 2, COLUMNS]), (1, 0, 2, 3, 4)), [D, COLUMNS])
-    unbias = tl.sum(q.to(tl.float32), 0) * (-128.0 * ULP)
+    q_words = tl.permute(tl.reshape(_pairs(even, odd), [4, TILES, 2, COLUMNS]), (1, 0, 2, 3))
+    q = _from_pairs(tl.reshape(q_words, [D // 2, COLUMNS]), W, D)
+    unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)
     unbias = tl.broadcast_to(unbias[None, None, :], [W, T, COLUMNS])
-    s = tl.dot(k, tl.broadcast_to(q[None, :, :], [W, D, COLUMNS]), unbias)
+    s = tl.dot(k, q, unbias)
     unit = tl.load(scale_ptr) * qk_scale * (1.0 / ULP)
     valid = (warps * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
     s = tl.where(valid, s * unit[None, None, :], NEVER)

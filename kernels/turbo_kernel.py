@@ -54,18 +54,18 @@ def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _deal(num_guesses, guess_cost, total, largest, PROGRAMS: tl.constexpr):
+def _deal(num_guesses, guess_cost, total, largest, programs):
     """How the rest is dealt, in units of cost: `_run_start` and `_run_of` take the result.
 
     `leaders` programs begin with a guess and take `lead_run` after it, the others `run`, the first `longer` of them one
     more. A step belongs to the program in whose run it begins. A run is empty or as long as the `largest` step, so that
     a step begins in it, and the runs that meet one output use consecutive slots.
     """
-    leaders = tl.where(num_guesses < PROGRAMS, num_guesses, 0)
-    lead_run = (total + leaders * guess_cost) // PROGRAMS - guess_cost
+    leaders = tl.where(num_guesses < programs, num_guesses, 0)
+    lead_run = (total + leaders * guess_cost) // programs - guess_cost
     lead_run = tl.where(lead_run < largest, 0, lead_run)
     left = total - leaders * lead_run
-    followers = tl.maximum(tl.minimum(PROGRAMS - leaders, left // largest), 1)
+    followers = tl.maximum(tl.minimum(programs - leaders, left // largest), 1)
     run = left // followers
     return leaders, lead_run, followers, run, left - run * followers
 
@@ -73,7 +73,7 @@ def _deal(num_guesses, guess_cost, total, largest, PROGRAMS: tl.constexpr):
 @triton.jit
 def turbo_decode_kernel(
     q_ptr,  # [B, Hkv * GROUP, D]
-    words_ptr,  # [W] int32
+    records_ptr,  # [W] int32
     offset_ptr,  # [B, Hkv] int64
     bits_ptr,  # [B, Hkv] int32
     scales_ptr,  # [B, Hkv, NB, 2] fp32
@@ -99,7 +99,6 @@ def turbo_decode_kernel(
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -111,7 +110,7 @@ def turbo_decode_kernel(
     FLAG: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One launch, or with `PART` a part of one; grid [PROGRAMS]."""
+    """One launch, or with `PART` a part of one; grid [programs]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -119,6 +118,7 @@ def turbo_decode_kernel(
         if tl.load(gate_ptr) == 0:
             return
     program = tl.program_id(0)
+    programs = tl.num_programs(0)
     # All that the schedule and the addresses need of every output, loaded together: one latency, not one after another.
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < num_outputs
@@ -137,7 +137,7 @@ def turbo_decode_kernel(
     num_guesses = num_outputs if SPEC and PART != REST else 0
     guess_cost = (tl.cdiv(2 * chunk_blocks, WARPS) + 1) * largest + GUESS_OVERHEAD
     leaders, lead_run, followers, run, longer = _deal(
-        num_guesses if PART == ALL else 0, guess_cost, total, largest, PROGRAMS
+        num_guesses if PART == ALL else 0, guess_cost, total, largest, programs
     )
     here = _run_start(program, leaders, lead_run, followers, run, longer)
     last = _run_start(program + 1, leaders, lead_run, followers, run, longer)
@@ -172,11 +172,11 @@ def turbo_decode_kernel(
             count = tl.where(is_guess, sink_o + full - window_o, split)
             second = window_o
 
-        q, inverse = scaled_query(q_ptr, output, GROUP, D)
+        even, odd, inverse = scaled_query(q_ptr, output, GROUP, D)
         unit = inverse * qk_scale
         if has_tail:
             row_max, row_sum, acc = attend_tail(
-                q, unit, tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4), tail_scale_ptr + output * 2,
+                even, odd, unit, tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4), tail_scale_ptr + output * 2,
                 seq_len - full * TOKENS, WARPS, D,
             )  # fmt: skip
         else:
@@ -185,12 +185,12 @@ def turbo_decode_kernel(
         scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
         if _pick(bits, output) == 2:
             row_max, row_sum, acc = attend_blocks(
-                row_max, row_sum, acc, q, unit, words_ptr, offset, scales, first, split, second, count,
+                row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
                 2, WARPS, D, STAGES,
             )  # fmt: skip
         else:
             row_max, row_sum, acc = attend_blocks(
-                row_max, row_sum, acc, q, unit, words_ptr, offset, scales, first, split, second, count,
+                row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
                 4, WARPS, D, STAGES,
             )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
@@ -203,7 +203,7 @@ def turbo_decode_kernel(
                 if FLAG:
                     tl.debug_barrier()
                     tl.atomic_xchg(spec_flag_ptr + output, epoch, sem="release", scope="sys")
-                slot = PROGRAMS + num_outputs + output
+                slot = programs + num_outputs + output
         _store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, COLUMNS, GROUP, D)
 
         # The ticket: an output's rest is one range, and the runs that meet it use consecutive slots.
@@ -239,8 +239,8 @@ def turbo_decode_kernel(
             if is_last:
                 _finish(
                     o_partial_ptr, lse_partial_ptr, first_run + output, stride, contributors,
-                    PROGRAMS + num_outputs + output, output,
+                    programs + num_outputs + output, output,
                     out_ptr, lse_ptr, sums_ptr, GROUP, GROUP_PAD, D, D, MERGE, SPEC,
                 )  # fmt: skip
         here = tl.where(is_guess, here, before + length)
-        guess += PROGRAMS
+        guess += programs

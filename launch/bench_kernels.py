@@ -24,6 +24,7 @@ from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decod
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
+from alspec.launch.bench_turbo import CODECS, TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, parse_tokens
 from alspec.launch.spec_ready import spec_ready_us
 from alspec.runtime.placement import Placement
@@ -65,6 +66,10 @@ class Case:
             v=normal(num_kv_heads, capacity, head_dim),
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
         )
+
+    def last(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and seq_lens of the last copy."""
+        return self.q[-1], self.k[-1], self.v[-1], self.seq_lens
 
     @property
     def num_bytes(self) -> int:
@@ -122,12 +127,11 @@ def flashinfer(case: Case) -> Callable[[int], tuple[Tensor, ...]] | None:
     return run
 
 
-def check(case: Case, run: Callable[[int], tuple[Tensor, ...]], chunk_size: int = 0) -> None:
+def check(case: Case | TurboCase, run: Callable[[int], tuple[Tensor, ...]], chunk_size: int = 0) -> None:
     """Compare the last copy's result with the fp64 oracle."""
-    i = case.q.shape[0] - 1
-    args = (case.q[i], case.k[i], case.v[i], case.seq_lens)
+    args = case.last()
     scale = case.q.shape[-1] ** -0.5
-    found = run(i)
+    found = run(case.q.shape[0] - 1)
     if chunk_size:
         spec_out, full_out, sums = speculative_decode_attention_ref(*args, chunk_size, scale)
         found = (*found[:2], found[2].sum(1))
@@ -298,11 +302,40 @@ def bench_prefill(results: Results, _: list[int]) -> None:
         del case, run
 
 
+def bench_turbo(results: Results, contexts: list[int]) -> None:
+    """Decode over the quantised cache, plain and speculative, against SDPA and our kernel over bf16."""
+    for hq, hkv, dim in SHAPES[:2]:
+        for context in contexts:
+            label = {"heads": f"{hq}/{hkv}", "head_dim": dim, "context": context}
+            case = Case.draw([context], hq, hkv, dim)
+            base = None
+            for bench, impl, run, chunk_size in (
+                ("decode_attention", "torch.sdpa", sdpa(case), 0),
+                ("decode_attention", "alspec.lean_decode_attention", lean(case), 0),
+                ("speculative_decode", "alspec.lean_decode_attention", lean(case, CHUNK_SIZE), CHUNK_SIZE),
+            ):
+                check(case, run, chunk_size)
+                us = time_us(run, case.q.shape[0])
+                base = base or us["p50"]
+                results.add(bench, impl, {**label, "codec": "bf16"}, us, case.num_bytes, base)
+            del case, run
+            for codec in CODECS:
+                quantised = TurboCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
+                for bench, chunk_size in (("decode_attention", 0), ("speculative_decode", CHUNK_SIZE)):
+                    turbo = turbo_run(quantised, chunk_size)
+                    check(quantised, turbo, chunk_size)
+                    us = time_us(turbo, quantised.q.shape[0])
+                    impl = "alspec.turbo_decode_attention"
+                    results.add(bench, impl, {**label, "codec": codec}, us, quantised.num_bytes, base)
+                del quantised, turbo
+
+
 BENCHES = {
     "decode": bench_decode,
     "ready": bench_ready,
     "allreduce": bench_allreduce,
     "prefill": bench_prefill,
+    "turbo": bench_turbo,
 }
 
 

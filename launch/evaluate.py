@@ -1,236 +1,267 @@
-"""Quality and hit rates over lambda: `python launch/evaluate.py --text books.jsonl.xz --recall 50 --rows out.jsonl`."""
+"""Quality over cache codecs, softmaxes and lambda: `python launch/evaluate.py --text books.jsonl.xz --recall 50`."""
 
 from __future__ import annotations
 
-import gzip
+import importlib.util
 import itertools
 import json
-import lzma
 import math
 import shlex
 import sys
 import traceback
-from dataclasses import dataclass
+from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from alspec.config import EngineConfig
 from alspec.errors import AlspecError, UserError, report
+from alspec.kernels.flashq import SELECTORS
 from alspec.launch.cli import Parser, check_writable, parse, parse_tokens
-from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.models.demo.data import RecallPrompt, recall_prompts
+from alspec.launch.evaluate_tasks import Quality, Task, needle_tasks, read_text, recall_task, records_task, text_task
+from alspec.launch.plot_quality import draw, threshold_name
+from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
-from alspec.runtime.quality import score_text
 from alspec.runtime.stats import provenance
 
 __all__ = ["main"]
 
 EPILOG = (
-    "Every figure is of the reference semantics (simulated): each verdict from both outputs, accepted A~ let through."
+    "Every figure is of the reference semantics (simulated): each verdict from both outputs, accepted A~ let through, "
+    "keys and values as the cache holds them. The ablations of TurboAttention: Table 3 is --codecs bf16,turbo4 "
+    "--block-sizes 32,64,128; Table 4 is --codecs bf16,turbo4 --softmaxes exact,sas; Figure 7b is --codecs turbo-mixed "
+    "--selectors gap_std,entropy,min_max,variation --low-heads 0,1,2,3,4."
 )
-
-
-@dataclass(frozen=True)
-class Quality:
-    """One measured value, and each layer's share of accepted verdicts where sink and window leave something out."""
-
-    value: float
-    hit_rates: list[float]
+# Layers whose measured hit rate is above this always speculate in the baseline of fixed layers (ALSpec, Figure 2).
+FIXED_LAYER_HIT_RATE = 0.8
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
-        parser = Parser(prog="evaluate", description="Quality under speculation.", epilog=EPILOG, allow_abbrev=False)
-        parser.add_argument("--text", type=Path, required=True, help=".txt, or .jsonl / .jsonl.xz with a 'text' field")
-        parser.add_argument("--contexts", default="1k,8k", help="window lengths in tokens for bits per byte")
-        parser.add_argument("--windows", type=int, default=16, help="windows of the longest context to score")
-        parser.add_argument("--recall", type=int, default=0, help="recall prompts of the longest context")
-        parser.add_argument("--records", type=Path, help="key-value retrieval cases (.jsonl.gz) to recall from as well")
-        parser.add_argument("--thresholds", default="0,0.05,0.1,0.15,0.2,0.25,inf", help="lambda values")
-        parser.add_argument("--rows", type=Path, help="append one JSON line for each value to this file")
-        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        parser = Parser(
+            prog="evaluate",
+            description="Quality under speculation and quantisation.",
+            epilog=EPILOG,
+            allow_abbrev=False,
+        )
+        _add_flags(parser)
         config, args = parse(parser, EngineConfig, argv)
+        contexts = sorted(set(parse_tokens("--contexts", args.contexts)))
+        thresholds = _numbers("--thresholds", args.thresholds, math.inf)
+        depths = _numbers("--depths", args.depths, 1.0)
+        caches = _caches(config, args)
+        _check(args)
+        text = read_text(args.text)
+        # The runtime's own cache is not used: what each codec holds is computed from the keys and values of the text.
         speculation = config.speculation.model_copy(update={"mode": "simulated"})
-        engine = Engine(config.model_copy(update={"speculation": speculation}))
-        contexts = parse_tokens("--contexts", args.contexts)
-        if args.windows < 1 or args.recall < 0:
-            raise UserError("flags: expected --windows >= 1 and --recall >= 0")
-        check_writable("flags: --rows", args.rows)
-        thresholds = [_threshold(item) for item in args.thresholds.split(",")]
-        text = _read_text(args.text)
-        return run_guarded(engine.heartbeat, lambda: _evaluate(engine, args, contexts, thresholds, text))
+        engine = Engine(config.model_copy(update={"speculation": speculation, "kv_cache": "bf16", "softmax": "exact"}))
+
+        def evaluate() -> int:
+            tasks = _tasks(engine, args, contexts, depths, text)
+            return _evaluate(engine, args, tasks, thresholds, caches)
+
+        return run_guarded(engine.heartbeat, evaluate)
     except AlspecError as error:
         if debug:
             traceback.print_exc()
         return report(error)
 
 
-def _threshold(item: str) -> float:
-    try:
-        value = float(item)
-    except ValueError:
-        value = -1.0
-    if not value >= 0:
-        raise UserError(f"flags: --thresholds: expected numbers >= 0 or inf, found {item!r}")
-    return value
+def _add_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--text", type=Path, required=True, help=".txt, or .jsonl / .jsonl.xz with a 'text' field")
+    add("--contexts", default="1k,8k", help="lengths in tokens, of windows for bits per byte and of needle prompts")
+    add("--windows", type=int, default=16, help="windows of the longest context to score; 0: no bits per byte")
+    add("--recall", type=int, default=0, help="recall prompts of the longest context")
+    add("--records", type=Path, help="key-value retrieval cases (.jsonl.gz) to recall from as well")
+    add("--needles", type=int, default=0, help="prompts for each context and depth of a needle in a haystack")
+    add("--depths", default="0,0.25,0.5,0.75,1", help="where the needle stands, 0 to 1")
+    add("--thresholds", default="0,0.05,0.1,0.15,0.2,0.25,inf", help="lambda values")
+    add("--baselines", action="store_true", help="measure sink and window in all layers and in fixed layers as well")
+    add("--codecs", help=f"what the cache holds: {', '.join(CODECS)} (default: --kv-cache)")
+    add("--softmaxes", help=f"{', '.join(SOFTMAXES)} (default: --softmax)")
+    add("--block-sizes", default="64", help="tokens of a quantised block")
+    add("--selectors", default=SELECTORS[0], help=f"of turbo-mixed's 2-bit heads: {', '.join(SELECTORS)}")
+    add("--low-heads", help="how many heads turbo-mixed holds at 2 bits, such as 0,1,2 (default: half)")
+    add("--rows", type=Path, help="append one JSON line for each value to this file")
+    add("--plot", type=Path, help="picture to write: needles over context and depth, hit rates of layers over lambda")
+    add("--debug", action="store_true", help="show the traceback of an error")
 
 
-def _read_text(path: Path) -> str:
-    try:
-        data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-        text = data.decode("utf-8")
-        if ".jsonl" in path.suffixes:
-            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
-    except OSError as error:
-        raise UserError(f"flags: --text: cannot read {path}: {error.strerror}; give a text file") from None
-    except (lzma.LZMAError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"flags: --text: {path}: broken at {error!r}; give .txt, .jsonl or .jsonl.xz") from None
-    return text
+def _check(args: Namespace) -> None:
+    if min(args.windows, args.recall, args.needles) < 0:
+        raise UserError("flags: expected --windows, --recall and --needles >= 0")
+    if not (args.windows or args.recall or args.needles or args.records):
+        raise UserError("flags: nothing to measure; give one of --windows, --recall, --needles or --records")
+    if args.baselines and not args.windows:
+        raise UserError("flags: --baselines takes its fixed layers from bits per byte; give --windows")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("flags: --plot: needs matplotlib; pip install 'alspec[plot]'")
+    check_writable("flags: --rows", args.rows)
+    check_writable("flags: --plot", args.plot)
 
 
-def _evaluate(engine: Engine, args: Any, contexts: list[int], thresholds: list[float], text: str) -> int:
+def _numbers(flag: str, text: str, most: float) -> list[float]:
+    """Comma-separated numbers from 0 to `most`."""
+    values = []
+    for item in text.split(","):
+        try:
+            values.append(float(item))
+        except ValueError:
+            values.append(math.nan)
+        if not 0 <= values[-1] <= most:
+            expected = "numbers >= 0 or inf" if math.isinf(most) else f"numbers from 0 to {most:g}"
+            raise UserError(f"flags: {flag}: expected {expected}, found {item!r}")
+    return values
+
+
+def _caches(config: EngineConfig, args: Namespace) -> list[CacheSetting]:
+    """Every combination of the flags, without what a codec does not depend on."""
+
+    def names(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
+        unknown = next((name for name in text.split(",") if name not in known), None)
+        if unknown is not None:
+            raise UserError(f"flags: {flag}: expected some of {', '.join(known)}, found {unknown!r}")
+        return text.split(",")
+
+    codecs = names("--codecs", args.codecs or config.kv_cache, CODECS)
+    softmaxes = names("--softmaxes", args.softmaxes or config.softmax, SOFTMAXES)
+    selectors = names("--selectors", args.selectors, SELECTORS)
+    block_sizes = parse_tokens("--block-sizes", args.block_sizes)
+    low_heads = [None] if args.low_heads is None else [int(n) for n in _numbers("--low-heads", args.low_heads, 1024)]
+    default = CacheSetting()
+    caches = []
+    for codec, softmax, block, selector, low in itertools.product(codecs, softmaxes, block_sizes, selectors, low_heads):
+        is_mixed = codec == "turbo-mixed"
+        caches.append(
+            CacheSetting(
+                codec,
+                softmax,
+                default.block_size if codec == "bf16" else block,
+                selector if is_mixed else default.selector,
+                low if is_mixed else None,
+            )
+        )
+    return list(dict.fromkeys(caches))
+
+
+def _tasks(engine: Engine, args: Namespace, contexts: list[int], depths: list[float], text: str) -> list[Task]:
     if engine.tokenizer is None:
         raise UserError("evaluate: random weights have no tokenizer; give a --model folder")
     longest = max(contexts)
     limit = engine.model_config.max_position_embeddings
     if longest > limit:
         raise UserError(f"flags: --contexts: {longest} is beyond the model's {limit} positions")
-    ids = engine.tokenizer.encode(text, add_bos=False)
-    if len(ids) < args.windows * longest:
-        raise UserError(f"flags: --text: {args.windows} windows of {longest} tokens needed, {args.text} has {len(ids)}")
-    tasks = _recall_tasks(engine, args, longest, text)
-    engine.load(1, longest)
-    table = Table(title=f"{engine.config.model or 'demo checkpoint'}, S = {engine.config.speculation.chunk_size}")
-    for name in ("measure", "context", "lambda", "value", "hit rate", "hit rate per layer"):
-        table.add_column(name)
-    for threshold in thresholds:
-        for context in contexts:
-            quality = _bits_per_byte(engine, ids[: args.windows * longest], context, threshold)
-            _report(engine, args, table, "bits per byte", context, threshold, quality)
-        for measure, prompts in tasks.items():
-            context = max(len(prompt.prompt_ids + prompt.answer_ids) for prompt in prompts)
-            _report(engine, args, table, measure, context, threshold, _recall(engine, prompts, threshold))
+    tasks = []
+    if args.windows:
+        ids = engine.tokenizer.encode(text, add_bos=False)
+        needed = args.windows * longest
+        if len(ids) < needed:
+            raise UserError(
+                f"flags: --text: {args.windows} windows of {longest} tokens needed, {args.text} has {len(ids)}"
+            )
+        tasks += [text_task(engine, ids[:needed], context) for context in contexts]
+    if args.recall:
+        tasks.append(recall_task(engine, text, longest, args.recall))
+    if args.records is not None:
+        tasks.append(records_task(engine, args.records, args.recall or 100))
+    if args.needles:
+        tasks += needle_tasks(engine, text, contexts, depths, args.needles)
+    return tasks
+
+
+def _evaluate(
+    engine: Engine, args: Namespace, tasks: list[Task], thresholds: list[float], caches: list[CacheSetting]
+) -> int:
+    num_kv_heads = engine.model_config.num_kv_heads // engine.placement.tp_size
+    if max((cache.low_heads or 0 for cache in caches), default=0) > num_kv_heads:
+        raise UserError(f"flags: --low-heads: a rank has {num_kv_heads} KV heads")
+    if num_kv_heads == 1 and any(cache.codec == "turbo-mixed" for cache in caches):
+        raise UserError("flags: --codecs: turbo-mixed needs two KV heads on each rank; run fewer ranks")
+    engine.load(1, max(task.context for task in tasks))
+    num_layers, base = engine.model_config.num_layers, engine.config.speculation.threshold
+    if args.baselines:
+        thresholds = sorted({*thresholds, base, math.inf})
+    rows: list[dict[str, Any]] = []
+
+    def measure(task: Task, cache: CacheSetting, threshold: str, per_layer: list[float]) -> Quality:
+        quality = task.run(engine, per_layer, cache)
+        rows.append(_row(engine, task, cache, threshold, quality))
+        if args.rows is not None and engine.placement.rank == 0:
+            with args.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+        return quality
+
+    for cache in caches:
+        hit_rates: list[float] = []
+        for threshold in thresholds:
+            for task in tasks:
+                quality = measure(task, cache, str(threshold), [threshold] * num_layers)
+                if threshold == base and task.measure == "bits per byte":
+                    hit_rates = quality.hit_rates  # the longest context comes last
+        if args.baselines:
+            fixed = [math.inf if rate > FIXED_LAYER_HIT_RATE else 0.0 for rate in hit_rates]
+            for task in tasks:
+                measure(task, cache, "fixed", fixed)
     if engine.placement.rank == 0:
-        Console(width=160).print(table)
+        Console(width=180).print(_table(engine, rows))
+        if args.plot is not None:
+            draw(args.plot, rows)
     engine.close()
     return 0
 
 
-def _recall_tasks(engine: Engine, args: Any, context: int, text: str) -> dict[str, list[RecallPrompt]]:
-    """Prompts by the name of their measure."""
-    tasks = {}
-    if args.recall:
-        core = tokenizers.Tokenizer.from_file(str((engine.config.model or DEMO_CHECKPOINT) / "tokenizer.json"))
-        tasks["recall"] = recall_prompts(args.recall, context, core, text, seed=1)
-    if args.records is not None:
-        tasks["record recall"] = _records_prompts(engine, args.records, args.recall or 100)
-    return tasks
-
-
-def _records_prompts(engine: Engine, path: Path, count: int) -> list[RecallPrompt]:
-    """Key-value retrieval prompts of a .jsonl.gz file with `ordered_kv_records`, `key` and `value` in each line."""
-    assert engine.tokenizer is not None
-    lead = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-    prompts = []
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in itertools.islice(lines, count):
-                case = json.loads(line)
-                records = ", ".join(f'"{key}": "{value}"' for key, value in case["ordered_kv_records"])
-                body = f'{lead}{{{records}}}\n\nKey: "{case["key"]}"\nCorresponding value:'
-                answer_ids = engine.tokenizer.encode(f' "{case["value"]}"', add_bos=False)
-                prompts.append(RecallPrompt(engine.tokenizer.encode(body), answer_ids, case["value"]))
-    except OSError as error:
-        raise UserError(f"flags: --records: cannot read {path}: {error}; give a .jsonl.gz file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"flags: --records: {path}: broken at {error!r}") from None
-    limit = engine.model_config.max_position_embeddings
-    longest = max((len(prompt.prompt_ids + prompt.answer_ids) for prompt in prompts), default=0)
-    if not 0 < longest <= limit:
-        raise UserError(f"flags: --records: {path}: prompts of {longest} tokens; the model has {limit} positions")
-    return prompts
-
-
-def _bits_per_byte(engine: Engine, ids: list[int], context: int, threshold: float) -> Quality:
-    """Bits per UTF-8 byte over windows of `context` tokens, BOS first; every token of a window counts."""
-    assert engine.tokenizer is not None
-    bos = [engine.model_config.bos_token_id] if engine.model_config.bos_token_id is not None else []
-    step = context - len(bos)
-    nats, num_bytes = 0.0, 0
-    hits, counted = torch.zeros(engine.model_config.num_layers), 0
-    for start in range(0, len(ids) - step + 1, step):
-        window = ids[start : start + step]
-        score = _score(engine, bos + window, threshold, 0)
-        scored = window if bos else window[1:]
-        nats += float(score.nll.double().sum())
-        num_bytes += len(engine.tokenizer.decode(scored).encode("utf-8"))
-        meaningful = score.hits[:, _first_meaningful(engine) :]
-        hits, counted = hits + meaningful.sum(1), counted + meaningful.shape[1]
-    return Quality(nats / math.log(2) / num_bytes, (hits / max(counted, 1)).tolist())
-
-
-def _recall(engine: Engine, prompts: list[RecallPrompt], threshold: float) -> Quality:
-    """Share of prompts whose whole answer greedy decoding states; the prompt is read with full attention."""
-    right, hits, counted = 0, torch.zeros(engine.model_config.num_layers), 0
-    for prompt in prompts:
-        start = len(prompt.prompt_ids)
-        score = _score(engine, prompt.prompt_ids + prompt.answer_ids, threshold, start)
-        # Greedy decoding follows the answer exactly where every token of it is the greedy one given those before.
-        right += score.predicted[start - 1 :].tolist() == prompt.answer_ids
-        hits, counted = hits + score.hits[:, start:].sum(1), counted + len(prompt.answer_ids)
-    return Quality(right / len(prompts), (hits / counted).tolist())
-
-
-def _score(engine: Engine, ids: list[int], threshold: float, first_speculated: int) -> Any:
-    assert engine.transport is not None
-    chunk_size = engine.config.speculation.chunk_size
-    return score_text(engine.model, engine.transport, ids, threshold, chunk_size, first_speculated)
-
-
-def _first_meaningful(engine: Engine) -> int:
-    """The first position whose guess leaves out a token: before it A~ is A, and every layer hits."""
-    return 2 * engine.config.speculation.chunk_size + 63
-
-
-def _report(
-    engine: Engine, args: Any, table: Table, measure: str, context: int, threshold: float, quality: Quality
-) -> None:
-    if engine.placement.rank != 0:
-        return
-    per_layer = " ".join(f"{rate:.2f}" for rate in quality.hit_rates)
-    mean = sum(quality.hit_rates) / len(quality.hit_rates)
-    table.add_row(measure, str(context), f"{threshold:g}", f"{quality.value:.4f}", f"{mean:.3f}", per_layer)
-    if args.rows is None:
-        return
-    cuda = engine.device.type == "cuda"
-    row = {
+def _row(engine: Engine, task: Task, cache: CacheSetting, threshold: str, quality: Quality) -> dict[str, Any]:
+    return {
         "bench": "quality",
         "impl": "alspec.simulated",
         "case": {
             "model": str(engine.config.model or "demo"),
-            "measure": measure,
-            "context": context,
-            "threshold": str(threshold),
+            "measure": task.measure,
+            "context": task.context,
+            "depth": task.depth,
+            "cache": cache.label,
+            **asdict(cache),
+            "threshold": threshold,
             "chunk_size": engine.config.speculation.chunk_size,
-            "samples": args.windows if measure == "bits per byte" else args.recall or 100,
+            "samples": len(task.texts),
             "dtype": engine.dtype_name,
         },
         "value": quality.value,
-        "unit": measure,
-        "hit_rate": mean,
+        "unit": task.measure,
+        "hit_rate": sum(quality.hit_rates) / len(quality.hit_rates),
         "hit_rate_per_layer": [round(rate, 4) for rate in quality.hit_rates],
-        **provenance(engine.placement.world_size if cuda else 0, shlex.join(["launch/evaluate.py", *sys.argv[1:]])),
+        **provenance(
+            engine.placement.world_size if engine.device.type == "cuda" else 0,
+            shlex.join(["launch/evaluate.py", *sys.argv[1:]]),
+        ),
     }
-    with args.rows.open("a", encoding="utf-8") as rows:
-        rows.write(json.dumps(row) + "\n")
+
+
+def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
+    """A line for each cache and lambda, a column for each measure and context; needles are averaged over depths."""
+    lines: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        case = row["case"]
+        line = lines.setdefault((case["cache"], threshold_name(row)), {})
+        line.setdefault(f"{case['measure']} {case['context']}", []).append(row)
+    columns = list(dict.fromkeys(column for line in lines.values() for column in line))
+    name = engine.config.model or "demo checkpoint"
+    table = Table(title=f"{name}, S = {engine.config.speculation.chunk_size}, {engine.dtype_name}")
+    # Hits are those of the longest text, or of the first task where no text is scored.
+    shown = max((column for column in columns if column.startswith("bits")), default=columns[0], key=columns.index)
+    for column in ("cache", "lambda", *columns, f"hit rate, {shown}"):
+        table.add_column(column)
+    for (cache, threshold), line in lines.items():
+        values = [f"{sum(row['value'] for row in line[column]) / len(line[column]):.4f}" for column in columns]
+        table.add_row(cache, threshold, *values, f"{line[shown][0]['hit_rate']:.3f}")
+    return table
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 Every position's verdict depends on its own activations and on the keys and values of the tokens before it, and those
 are known when the text is: one pass over all positions, layer by layer, gives what `simulated` decoding gives step by
-step.
+step. That holds for a quantised cache too: what a position reads of a token follows from both positions alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..kernels.attention import predictor_attention_all, prefill_attention
 from ..models.llama import Llama
 from ..verdict import accepts, combine_sums, distance_sums
+from .decoded_attention import CacheSetting, cache_text, decoded_attention, prompt_attention
 from .step import gather_logits
 from .transport import Transport
 
@@ -23,6 +25,9 @@ __all__ = ["TextScore", "score_text"]
 
 # Positions whose logits are held at once.
 LOGITS_TOKENS = 1024
+# A text without a prompt has its scales and its 2-bit heads from so many tokens, as if they had been its prompt.
+CALIBRATION_TOKENS = 1024
+EXACT_CACHE = CacheSetting()
 
 
 @dataclass(frozen=True)
@@ -39,16 +44,19 @@ def score_text(
     model: Llama,
     transport: Transport,
     token_ids: list[int],
-    threshold: float,
+    threshold: float | Sequence[float],
     chunk_size: int,
     first_speculated: int = 0,
+    cache: CacheSetting = EXACT_CACHE,
 ) -> TextScore:
     """Score a text as if each token from `first_speculated` on had been decoded with speculation, batch 1.
 
     Args:
-        token_ids: the text, at least two tokens.  threshold: lambda.  chunk_size: S.
-        first_speculated: tokens before it are a prompt, read with full attention.
+        token_ids: the text, at least two tokens.  threshold: lambda, or one for each layer.  chunk_size: S.
+        first_speculated: tokens before it are a prompt, read with full attention as prefill does.
+        cache: what the decoded tokens read. Without a prompt, the first `CALIBRATION_TOKENS` fix its scales.
     """
+    thresholds = [threshold] * model.num_layers if isinstance(threshold, (int, float)) else threshold
     ids = torch.tensor(token_ids, device=transport.device)
     positions = torch.arange(len(ids), device=transport.device)
     x, partial = model.embed(ids), None
@@ -56,10 +64,9 @@ def score_text(
     for layer in range(model.num_layers):
         x, q, k, v = model.pre_attention(layer, x, partial, positions)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-        full_out = prefill_attention(q, k, v, model.sm_scale)
-        spec_out = predictor_attention_all(q, k, v, chunk_size, model.sm_scale)
+        full_out, spec_out = _attention(q, k, v, chunk_size, model.sm_scale, first_speculated, cache)
         sums = combine_sums(transport.all_gather_group(distance_sums(spec_out, full_out)))
-        accepted = accepts(sums, threshold) & (positions >= first_speculated)
+        accepted = accepts(sums, thresholds[layer]) & (positions >= first_speculated)
         hits.append(accepted)
         x, partial = model.post_attention(layer, x, torch.where(accepted[:, None, None], spec_out, full_out))
     x = model.reduce_residual(x, partial)
@@ -70,3 +77,17 @@ def score_text(
         nll.append(F.cross_entropy(logits, ids[start + 1 : stop + 1], reduction="none"))
         predicted.append(logits.argmax(-1))
     return TextScore(torch.cat(nll).cpu(), torch.cat(predicted).cpu(), torch.stack(hits).cpu())
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm_scale: float, first: int, cache: CacheSetting
+) -> tuple[Tensor, Tensor]:
+    """`A` and `A~` of every position, [n, Hq, D] each; before `first` both are full attention."""
+    if cache == EXACT_CACHE:
+        return prefill_attention(q, k, v, sm_scale), predictor_attention_all(q, k, v, chunk_size, sm_scale)
+    cached = cache_text(k, v, first or min(len(q), CALIBRATION_TOKENS), cache)
+    outs = decoded_attention(q[first:], *cached, chunk_size, sm_scale, cache)
+    if first:
+        prompt_out = prompt_attention(q[:first], k[:, :first], v[:, :first], cached, sm_scale, cache)
+        outs = (torch.cat([prompt_out, outs[0]]), torch.cat([prompt_out, outs[1]]))
+    return outs

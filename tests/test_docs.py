@@ -107,6 +107,39 @@ def test_tables_of_pairs_and_all_reduces(tmp_path: Path) -> None:
     ]
 
 
+def test_table_of_caches(tmp_path: Path) -> None:
+    """A line for each cache and lambda, at the longest context, with its change against bf16."""
+    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
+    shutil.copy(ROOT / "README.md", tmp_path)
+
+    def row(cache: str, threshold: str, measure: str, context: int, value: float, depth: float | None = None) -> str:
+        case = {"cache": cache, "threshold": threshold, "measure": measure, "context": context, "depth": depth}
+        rest = {"gpu": None, "num_gpus": 0, "versions": {"torch": "2.11.0"}, "command": "launch/evaluate.py"}
+        return json.dumps({"case": case | {"chunk_size": 128, "dtype": "bf16"}, "value": value, "hit_rate": 0.5} | rest)
+
+    rows = [
+        row("bf16", "0.1", "bits per byte", 1024, 9.0),
+        row("bf16", "0.1", "bits per byte", 8192, 1.25),
+        row("bf16", "0.1", "recall", 8192, 1.0),
+        row("turbo4", "0.1", "bits per byte", 8192, 1.26),
+        row("turbo4", "0.1", "recall", 8192, 0.995),
+        row("turbo4", "0.1", "needle", 8192, 0.9, 0.0),
+        row("turbo4", "0.1", "needle", 8192, 0.8, 1.0),
+        row("turbo4", "fixed", "bits per byte", 8192, 1.5),
+    ]
+    (tmp_path / "docs" / "results" / "quality_codecs.jsonl").write_text("\n".join(rows) + "\n")
+    subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
+    text = (tmp_path / "docs" / "results" / "README.md").read_text()
+    section = text.split("## Demo checkpoint over caches")[1].split("## ")[0]
+    assert [line for line in section.splitlines() if line.startswith("|")] == [
+        "| lambda | cache | bits per byte | change | fact recalled | change | needle recalled | change | hit rate |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 0.1 | bf16 | 1.2500 |  | 100.0% |  |  |  | 0.500 |",
+        "| 0.1 | turbo4 | 1.2600 | +0.80% | 99.5% | -0.5 points | 85.0% |  | 0.500 |",
+        "| fixed layers | turbo4 | 1.5000 |  |  |  |  |  | 0.500 |",
+    ]
+
+
 def test_the_readme_names_files_that_exist() -> None:
     named = [word.strip("`.,;:()") for word in (ROOT / "README.md").read_text().split() if word.startswith("`")]
     paths = [word for word in named if word.endswith((".py", ".jsonl", ".gz", ".png")) and "/" in word]

@@ -140,11 +140,18 @@ class RecallPrompt:
 
 
 def recall_prompts(
-    num_prompts: int, context_tokens: int, tokenizer: Tokenizer, corpus_text: str, seed: int, num_facts: int = 8
+    num_prompts: int,
+    context_tokens: int,
+    tokenizer: Tokenizer,
+    corpus_text: str,
+    seed: int,
+    num_facts: int = 8,
+    depth: float | None = None,
 ) -> list[RecallPrompt]:
     """Make recall prompts: facts 'The code for <word> is <5 digits>.' scattered over running text, one asked for.
 
-    The fact asked for lies between 10 % and 65 % of the text's length, the others anywhere.
+    The fact asked for lies at `depth` (0: the text's beginning, 1: its end), or where that is not given between 10 %
+    and 65 % of the text's length; the others lie anywhere.
 
     Args:
         num_prompts: how many; `seed` fixes all of them.
@@ -177,7 +184,8 @@ def recall_prompts(
             )
         repeated = np.tile(stream, size // len(stream) + 2)
         start = rng.randrange(len(stream))
-        depths = [rng.uniform(0.1, 0.65)] + [rng.random() for _ in facts[1:]]
+        asked_depth = rng.uniform(0.1, 0.65)
+        depths = [asked_depth if depth is None else depth] + [rng.random() for _ in facts[1:]]
         pieces = _insert_facts(codec, repeated[start : start + size], facts, depths)
         body = [int(token) for piece, _ in pieces for token in piece]
         prompts.append(RecallPrompt(head + body + tail, answer_ids, values[0]))

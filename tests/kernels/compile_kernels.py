@@ -16,14 +16,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from alspec.kernels import flashq_kernels, gemv, handover, lean_attention, lean_kernel, next_token, residual, swap
+from alspec.kernels import (
+    flashq_kernels,
+    gemv,
+    handover,
+    lean_attention,
+    lean_kernel,
+    next_token,
+    residual,
+    swap,
+    turbo_kernel,
+)
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
 INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "flags_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
-INTEGER |= {"next_gate_ptr"}
+INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr"}
 WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
-WIDE |= {"meeting_ptr"}
+WIDE |= {"meeting_ptr", "offset_ptr"}
 SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64", "threshold2": "fp32"}
 DIVISIBLE = {"capacity", "chunk_size"}
 
@@ -65,6 +75,18 @@ def lean(
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
     return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants)
+
+
+def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: bool) -> Any:
+    """The attention kernel as `turbo_decode_attention` launches it."""
+    constants = {
+        "HKV": 8, "GROUP": group, "GROUP_PAD": triton.next_power_of_2(group), "D": head_dim,
+        "OUTPUTS_PAD": max(32, 8 * batch_size), "WARPS": 4, "STAGES": 3, "MERGE": 16, "WIDE": 24, "FAN": 8,
+        "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90, "gate_ptr": None,
+    }  # fmt: skip
+    if not spec:
+        constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
+    return compile_for(capability, turbo_kernel.turbo_decode_kernel, 4, constants)
 
 
 def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
@@ -198,6 +220,10 @@ def main(capability: int) -> None:
     for part in ("all", "predictor", "rest"):
         compiled[f"lean, gated, {part}"] = lean(capability, 4, 128, 1, True, True, part)
     compiled |= quantised_cache(capability)
+    if capability == 90:
+        compiled["turbo"] = turbo(capability, 4, 128, 1, False)
+        compiled["turbo, batch 8, spec True"] = turbo(capability, 4, 128, 8, True)
+        compiled["turbo, head 64"] = turbo(capability, 7, 64, 1, True)
     for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
         kernels = decode_step(capability, tp_size, batch_size)
         gated = decode_step(capability, tp_size, batch_size, True)

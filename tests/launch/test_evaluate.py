@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import lzma
 import math
@@ -15,6 +16,7 @@ import torch
 from alspec.launch import bench_kernels, evaluate, plot_trace
 from alspec.runtime.timeline import write_trace
 
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 TEXT = (
     "The old man walked slowly down the road to the village. He had lived there when he was young, before the mill was "
     "closed and the river changed its course. Nobody knew him now. The houses stood where they had always stood, with "
@@ -69,6 +71,57 @@ def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "bits per byte" in capsys.readouterr().out
 
 
+def test_caches_needles_and_baselines(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every combination of the flags once, and in fixed layers the verdicts that their hit rates give."""
+    rows = tmp_path / "rows.jsonl"
+    flags = ["--contexts", "350", "--windows", "1", "--needles", "1", "--depths", "0.5", "--transport", "gloo"]
+    flags += ["--codecs", "bf16,turbo4", "--thresholds", "0.02", "--threshold", "0.02", "--baselines"]
+    assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows)]) == 0
+    found = rows_of(rows)
+    values = {tuple(row["case"][name] for name in ("cache", "threshold", "measure")): row for row in found}
+    assert len(values) == len(found) == 2 * 3 * 2
+    for cache in ("bf16", "turbo4"):
+        text_row, fixed = (values[cache, threshold, "bits per byte"] for threshold in ("0.02", "fixed"))
+        assert fixed["hit_rate_per_layer"] == [float(rate > 0.8) for rate in text_row["hit_rate_per_layer"]]
+        assert 0 < fixed["hit_rate"] < 1
+        assert values[cache, "inf", "needle"]["hit_rate"] == 1.0
+    assert values["bf16", "0.02", "needle"]["value"] == 1.0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("turbo4", "fixed layers", "needle 350"))
+
+
+def test_softmaxes(text: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    flags = ["--contexts", "200", "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
+    flags += ["--codecs", "bf16,turbo4", "--softmaxes", "exact,sas"]
+    assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows)]) == 0
+    found = {row["case"]["cache"]: row["value"] for row in rows_of(rows)}
+    assert list(found) == ["bf16", "bf16, sas", "turbo4", "turbo4, sas"]
+    assert 0 < abs(found["bf16, sas"] - found["bf16"]) < abs(found["turbo4"] - found["bf16"]) < 0.1 * found["bf16"]
+    assert found["turbo4, sas"] != found["turbo4"]
+
+
+def test_ablations_measure_each_setting_once(text: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    flags = ["--contexts", "200", "--windows", "1", "--thresholds", "0", "--codecs", "bf16,turbo4,turbo-mixed"]
+    flags += ["--block-sizes", "32,128", "--selectors", "gap_std,entropy", "--low-heads", "0,1"]
+    assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows), "--transport", "gloo"]) == 0
+    found = {row["case"]["cache"]: row["value"] for row in rows_of(rows)}
+    assert len(found) == 1 + 2 + 2 * 2 * 2
+    # Without a head at 2 bits, whatever selects it, turbo-mixed is turbo4.
+    assert found["turbo-mixed, blocks of 32, entropy, 0 heads low"] == found["turbo4, blocks of 32"]
+    assert found["turbo-mixed, blocks of 32, 1 heads low"] != found["turbo4, blocks of 32"]
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_plot(text: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "quality.svg"
+    flags = ["--contexts", "300", "--windows", "0", "--needles", "1", "--depths", "0,1", "--thresholds", "0,inf"]
+    assert evaluate.main(["--text", str(text), *flags, "--plot", str(picture), "--transport", "gloo"]) == 0
+    drawn = picture.read_text(encoding="utf-8")
+    assert all(title in drawn for title in ("needle recalled, lambda 0", "needle recalled, lambda inf", "hit rate"))
+
+
 def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A model to which every token is equally likely spends log2(vocabulary) bits on each."""
     monkeypatch.setattr("alspec.models.llama.Llama.lm_head", lambda self, x: torch.zeros(x.shape[0], 4096))
@@ -91,7 +144,16 @@ def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPa
             "--records: cannot read nowhere.jsonl.gz",
         ),
         (["--text", "nowhere.txt"], "--text: cannot read nowhere.txt: No such file or directory"),
-        (["--kv-cache", "turbo4"], "turbo4 is not available yet"),
+        (["--kv-cache", "turboquant3"], "--codecs: expected some of bf16, int8, turbo4, turbo2, turbo-mixed"),
+        (["--softmaxes", "exact,fast"], "--softmaxes: expected some of exact, sas, found 'fast'"),
+        (["--selectors", "size"], "--selectors: expected some of gap_std, entropy, min_max, variation, found 'size'"),
+        (["--depths", "0,1.5"], "--depths: expected numbers from 0 to 1, found '1.5'"),
+        (["--windows", "0"], "nothing to measure"),
+        (["--windows", "0", "--recall", "1", "--baselines"], "--baselines takes its fixed layers from bits per byte"),
+        (
+            ["--codecs", "turbo-mixed", "--low-heads", "5", "--contexts", "64", "--windows", "1"],
+            "--low-heads: a rank has 4 KV heads",
+        ),
         (["--windos", "3"], "unknown flag --windos; the nearest valid name is --windows"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -7,46 +7,73 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.quality import score_text
 
 NEW_TOKENS = 24
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
+def new_engine(kv_cache: str) -> Engine:
     torch.set_num_threads(1)
+    speculation = SpeculationConfig(mode="simulated")
     engine = Engine.from_pretrained(
-        DEMO_CHECKPOINT, dtype="fp32", transport="gloo", speculation=SpeculationConfig(mode="simulated")
+        DEMO_CHECKPOINT, dtype="fp32", transport="gloo", kv_cache=kv_cache, speculation=speculation
     )
     engine.load(1, 1024)
     return engine
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.2, math.inf])
-@pytest.mark.parametrize("prompt_len", [5, 300, 337, 700])
-def test_one_pass_equals_decoding_step_by_step(engine: Engine, prompt_len: int, threshold: float) -> None:
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return new_engine("bf16")
+
+
+def decode(engine: Engine, prompt_len: int, threshold: float, new_tokens: int) -> tuple[list[int], list[int], Tensor]:
+    """A prompt of random words, the tokens that `simulated` decoding says, and its hits [L, new_tokens - 1]."""
     assert engine.tokenizer is not None
-    assert engine.transport is not None
     words = ["lantern", "river", "the", "of", "captain", "was", "and", "is", "48213", "stood", "old", "harbour", "."]
     text = " ".join(random.Random(prompt_len).choices(words, k=prompt_len))
     prompt = engine.tokenizer.encode(text)[:prompt_len]
-    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    sampling = SamplingConfig(max_new_tokens=new_tokens, ignore_eos=True)
     engine.program.threshold = threshold
     generation = engine.start_generation([prompt], sampling)
     tokens = [token.token_id for token in engine.run(generation, sampling)]
+    return prompt, tokens, torch.stack(generation.hits)[:, :, 0].T
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.2, math.inf])
+@pytest.mark.parametrize("prompt_len", [5, 300, 337, 700])
+def test_one_pass_equals_decoding_step_by_step(engine: Engine, prompt_len: int, threshold: float) -> None:
+    assert engine.transport is not None
+    prompt, tokens, decoded = decode(engine, prompt_len, threshold, NEW_TOKENS)
 
     score = score_text(engine.model, engine.transport, prompt + tokens, threshold, 128, first_speculated=prompt_len)
 
-    decoded = torch.stack(generation.hits)[:, :, 0].T
     assert torch.equal(score.hits[:, prompt_len : prompt_len + NEW_TOKENS - 1], decoded)
     assert not score.hits[:, :prompt_len].any()
     assert score.predicted[prompt_len - 1 :].tolist() == tokens
     assert score.nll.shape == (prompt_len + NEW_TOKENS - 1,)
     if prompt_len == 700 and threshold == 0.1:
+        assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
+
+
+@pytest.mark.parametrize("codec", ["turbo4", "turbo2", "turbo-mixed"])
+@pytest.mark.parametrize("prompt_len", [5, 640, 700])
+def test_one_pass_equals_decoding_from_a_quantised_cache(codec: str, prompt_len: int) -> None:
+    engine = new_engine(codec)
+    assert engine.transport is not None
+    prompt, tokens, decoded = decode(engine, prompt_len, 0.05, 70)
+    score = score_text(engine.model, engine.transport, prompt + tokens, 0.05, 128, prompt_len, CacheSetting(codec))
+    # Rounding in fp32 differs between one position and many: a code on the edge may fall to either side.
+    same = score.hits[:, prompt_len : prompt_len + 69] == decoded
+    assert same.float().mean() > 0.99
+    assert (score.predicted[prompt_len - 1 :] == torch.tensor(tokens)).float().mean() > 0.95
+    if prompt_len > 300:
         assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
 
 

@@ -1,0 +1,128 @@
+"""Cases of `bench_kernels.py --bench turbo`: random quantised caches, large enough to keep the L2 cold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alspec.kernels.flashq_layout import BLOCK, TurboLayer, record_words, unpack_record
+from alspec.kernels.lean_attention import LeanWorkspace, Speculation
+from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
+
+__all__ = ["CODECS", "TurboCase", "turbo_run"]
+
+CODECS = ("turbo4", "turbo2", "turbo-mixed")
+
+
+@dataclass
+class TurboCase:
+    """One shape with enough copies of its inputs to keep the L2 cold."""
+
+    q: Tensor  # [copies, B, Hq, D] bf16
+    layers: list[TurboLayer]  # one for each copy
+    seq_lens: Tensor  # [B] int32
+
+    @classmethod
+    def draw(
+        cls, seq_lens: list[int], num_qo_heads: int, num_kv_heads: int, head_dim: int, codec: str, cold_bytes: int
+    ) -> TurboCase:
+        """Fresh random inputs: random codes, parameters and scales as a quantiser of normal values finds them."""
+        device = torch.device("cuda")
+        batch, num_blocks = len(seq_lens), max(seq_lens) // BLOCK + 1
+        bits = torch.full((batch, num_kv_heads), 2 if codec == "turbo2" else 4, dtype=torch.int32)
+        if codec == "turbo-mixed":
+            bits[:, 1::2] = 2
+        sizes = torch.tensor([num_blocks * record_words(int(width), head_dim) for width in bits.flatten()])
+        offset = (sizes.cumsum(0) - sizes).view_as(bits)
+        copies = max(8, min(512, cold_bytes // (4 * int(sizes.sum()))))
+
+        def uniform(low: float, *shape: int) -> Tensor:
+            return low * (1 + torch.rand(shape, device=device))
+
+        layers = []
+        for _ in range(copies):
+            words = torch.randint(-(2**31), 2**31, (int(sizes.sum()),), dtype=torch.int64, device=device).int()
+            for head, width in enumerate(bits.flatten().tolist()):
+                begin, size = int(offset.flatten()[head]), record_words(width, head_dim)
+                records = words[begin : begin + num_blocks * size].view(num_blocks, size)
+                records[:, size - head_dim :] = _parameters(num_blocks, head_dim, width, device)
+            layers.append(
+                TurboLayer(
+                    words=words,
+                    offset=offset.to(device),
+                    bits=bits.to(device),
+                    scales=uniform(0.015, batch, num_kv_heads, num_blocks, 2),
+                    tail=torch.randint(
+                        -119, 120, (batch, num_kv_heads, 2, BLOCK, head_dim), dtype=torch.int8, device=device
+                    ),
+                    tail_scale=uniform(0.015, batch, num_kv_heads, 2),
+                )
+            )
+        q = torch.randn(copies, batch, num_qo_heads, head_dim, device=device, dtype=torch.bfloat16)
+        return cls(q, layers, torch.tensor(seq_lens, dtype=torch.int32, device=device))
+
+    def last(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v (fp64, dequantised) and seq_lens of the last copy."""
+        layer, lengths = self.layers[-1], self.seq_lens.tolist()
+        batch, heads, dim = layer.batch_size, layer.num_kv_heads, layer.head_dim
+        k, v = torch.zeros(2, batch, heads, max(lengths), dim, dtype=torch.float64, device=layer.words.device)
+        for request, length in enumerate(lengths):
+            full = (length - 1) // BLOCK
+            for head in range(heads):
+                width, begin = int(layer.bits[request, head]), int(layer.offset[request, head])
+                size = record_words(width, dim)
+                records = layer.words[begin : begin + full * size].view(full, size)
+                for side, (values, codes) in enumerate(zip((k, v), unpack_record(records, width, dim), strict=True)):
+                    integers = (codes.codes * codes.s_int[:, None] + codes.z[:, None]).double()
+                    exact = integers * layer.scales[request, head, :full, side, None, None].double()
+                    newest = layer.tail[request, head, side, : length - full * BLOCK].double()
+                    values[request, head, : full * BLOCK] = exact.flatten(0, 1)
+                    values[request, head, full * BLOCK : length] = newest * layer.tail_scale[request, head, side]
+        return self.q[-1], k, v, self.seq_lens
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one launch must read: records and their scales, and the tokens in the tail."""
+        layer, total = self.layers[0], 0
+        for length, widths in zip(self.seq_lens.tolist(), layer.bits.tolist(), strict=True):
+            full = (length - 1) // BLOCK
+            for width in widths:
+                total += full * (4 * record_words(width, layer.head_dim) + 8)
+                total += (length - full * BLOCK) * 2 * layer.head_dim + 8
+        return total
+
+
+def _parameters(num_blocks: int, head_dim: int, bits: int, device: torch.device) -> Tensor:
+    """[num_blocks, head_dim] int32 words: `s_int` and `z + 128` of K, then of V, that fill most of [-119, 119]."""
+    top = 238 // (2**bits - 1)
+    s_int = torch.randint(top // 2, top + 1, (num_blocks, 2, head_dim), dtype=torch.int32, device=device)
+    span = 239 - (2**bits - 1) * s_int
+    z = (torch.rand(s_int.shape, device=device) * span).int() + (128 - 119)
+    return torch.stack([s_int, z], 2).to(torch.uint8).flatten(1).view(torch.int32)
+
+
+def turbo_run(
+    case: TurboCase, chunk_size: int = 0, settings: TurboSettings | None = None
+) -> Callable[[int], tuple[Tensor, ...]]:
+    """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
+    _, batch, hq, dim = case.q.shape
+    device, hkv = case.q.device, case.layers[0].num_kv_heads
+    settings = settings or turbo_settings(device)
+    workspace = LeanWorkspace.allocate(batch, hq, hkv, dim, device, settings.num_programs)
+    out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
+    speculation = None
+    if chunk_size:
+        sums = torch.full((batch, hq, 2), math.nan, device=device)
+        speculation = Speculation(chunk_size, torch.full_like(out, math.nan), sums)
+
+    def run(i: int) -> tuple[Tensor, ...]:
+        turbo_decode_attention(
+            case.q[i], case.layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation, settings=settings
+        )
+        return (out,) if speculation is None else (out, speculation.spec_out, speculation.sums)
+
+    return run

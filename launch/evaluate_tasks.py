@@ -1,0 +1,161 @@
+"""What `launch/evaluate.py` measures: windows of a text, and prompts whose answers the prompt states."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import lzma
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from alspec.errors import UserError
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.demo.data import RecallPrompt, recall_prompts
+from alspec.runtime.decoded_attention import CacheSetting
+from alspec.runtime.engine import Engine
+from alspec.runtime.quality import TextScore, score_text
+
+__all__ = ["Quality", "Task", "needle_tasks", "read_text", "recall_task", "records_task", "text_task"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measure over several texts of about the same length."""
+
+    measure: str
+    context: int  # tokens, of the longest text
+    texts: list[list[int]]
+    answers: list[list[int]] | None = None  # what must come after each text; without them, the texts are predicted
+    depth: float | None = None  # where the answer stands in the text, 0 to 1
+
+    def run(self, engine: Engine, thresholds: Sequence[float], cache: CacheSetting) -> Quality:
+        """Measure it under one lambda for each layer."""
+        return (_bits_per_byte if self.answers is None else _recall)(engine, self, thresholds, cache)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One measured value, and each layer's share of accepted verdicts where sink and window leave something out."""
+
+    value: float
+    hit_rates: list[float]
+
+
+def read_text(path: Path) -> str:
+    """The text of a .txt file, or the texts of a .jsonl or .jsonl.xz file.
+
+    Raises:
+        UserError: unreadable or broken.
+    """
+    try:
+        data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        text = data.decode("utf-8")
+        if ".jsonl" in path.suffixes:
+            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+    except OSError as error:
+        raise UserError(f"flags: --text: cannot read {path}: {error.strerror}; give a text file") from None
+    except (lzma.LZMAError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"flags: --text: {path}: broken at {error!r}; give .txt, .jsonl or .jsonl.xz") from None
+    return text
+
+
+def text_task(engine: Engine, ids: list[int], context: int) -> Task:
+    """Bits per byte over as many windows of `context` tokens, BOS first, as `ids` has."""
+    bos = [engine.model_config.bos_token_id] if engine.model_config.bos_token_id is not None else []
+    step = context - len(bos)
+    starts = range(0, len(ids) - step + 1, step)
+    return Task("bits per byte", context, [bos + ids[start : start + step] for start in starts])
+
+
+def recall_task(engine: Engine, text: str, context: int, count: int) -> Task:
+    """Facts scattered over running text, one of them asked for, in the demo checkpoint's form."""
+    return _answered("recall", context, recall_prompts(count, context, _core(engine), text, seed=1))
+
+
+def needle_tasks(engine: Engine, text: str, contexts: list[int], depths: list[float], count: int) -> list[Task]:
+    """As `recall_task`, with the fact asked for at given depths of texts of given lengths: a task for each pair."""
+    core = _core(engine)
+    text = text[: 40 * max(contexts)]  # some ten of the longest contexts: enough to draw from, quick to tokenize
+    return [
+        _answered("needle", context, recall_prompts(count, context, core, text, seed=2, depth=depth), depth)
+        for context in contexts
+        for depth in depths
+    ]
+
+
+def records_task(engine: Engine, path: Path, count: int) -> Task:
+    """Key-value retrieval from a .jsonl.gz file with `ordered_kv_records`, `key` and `value` in each line.
+
+    Raises:
+        UserError: unreadable, broken, or longer than the model's positions.
+    """
+    assert engine.tokenizer is not None
+    lead = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+    prompts = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in itertools.islice(lines, count):
+                case = json.loads(line)
+                records = ", ".join(f'"{key}": "{value}"' for key, value in case["ordered_kv_records"])
+                body = f'{lead}{{{records}}}\n\nKey: "{case["key"]}"\nCorresponding value:'
+                answer_ids = engine.tokenizer.encode(f' "{case["value"]}"', add_bos=False)
+                prompts.append(RecallPrompt(engine.tokenizer.encode(body), answer_ids, case["value"]))
+    except OSError as error:
+        raise UserError(f"flags: --records: cannot read {path}: {error}; give a .jsonl.gz file") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"flags: --records: {path}: broken at {error!r}") from None
+    limit = engine.model_config.max_position_embeddings
+    longest = max((len(prompt.prompt_ids + prompt.answer_ids) for prompt in prompts), default=0)
+    if not 0 < longest <= limit:
+        raise UserError(f"flags: --records: {path}: prompts of {longest} tokens; the model has {limit} positions")
+    return _answered("record recall", longest, prompts)
+
+
+def _core(engine: Engine) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str((engine.config.model or DEMO_CHECKPOINT) / "tokenizer.json"))
+
+
+def _answered(measure: str, context: int, prompts: list[RecallPrompt], depth: float | None = None) -> Task:
+    texts, answers = [prompt.prompt_ids for prompt in prompts], [prompt.answer_ids for prompt in prompts]
+    return Task(measure, context, texts, answers, depth)
+
+
+def _bits_per_byte(engine: Engine, task: Task, thresholds: Sequence[float], cache: CacheSetting) -> Quality:
+    """Bits per UTF-8 byte; every token of a window counts, but for one that opens it without a BOS before it."""
+    assert engine.tokenizer is not None
+    # The first position whose guess leaves out a token: before it A~ is A, and every layer hits.
+    meaningful = 2 * engine.config.speculation.chunk_size + 63
+    nats, num_bytes = 0.0, 0
+    hits, counted = torch.zeros(engine.model_config.num_layers), 0
+    for window in task.texts:
+        score = _score(engine, window, thresholds, 0, cache)
+        nats += float(score.nll.double().sum())
+        num_bytes += len(engine.tokenizer.decode(window[1:]).encode("utf-8"))
+        hits, counted = hits + score.hits[:, meaningful:].sum(1), counted + score.hits[:, meaningful:].shape[1]
+    return Quality(nats / math.log(2) / num_bytes, (hits / max(counted, 1)).tolist())
+
+
+def _recall(engine: Engine, task: Task, thresholds: Sequence[float], cache: CacheSetting) -> Quality:
+    """Share of prompts whose whole answer greedy decoding states; the prompt is read with full attention."""
+    assert task.answers is not None
+    right, hits, counted = 0, torch.zeros(engine.model_config.num_layers), 0
+    for prompt, answer in zip(task.texts, task.answers, strict=True):
+        score = _score(engine, prompt + answer, thresholds, len(prompt), cache)
+        # Greedy decoding follows the answer exactly where every token of it is the greedy one given those before.
+        right += score.predicted[len(prompt) - 1 :].tolist() == answer
+        hits, counted = hits + score.hits[:, len(prompt) :].sum(1), counted + len(answer)
+    return Quality(right / len(task.texts), (hits / counted).tolist())
+
+
+def _score(
+    engine: Engine, ids: list[int], thresholds: Sequence[float], first_speculated: int, cache: CacheSetting
+) -> TextScore:
+    assert engine.transport is not None
+    chunk_size = engine.config.speculation.chunk_size
+    return score_text(engine.model, engine.transport, ids, thresholds, chunk_size, first_speculated, cache)

@@ -1,0 +1,126 @@
+"""The tasks of lm-eval: `python launch/lm_eval_model.py run --model alspec --model_args model=DIR --tasks hellaswag`.
+
+What follows the script's name is lm-eval's own command line; `model_args` are fields of `EngineConfig` and
+`threshold`. Likelihoods are those of the reference semantics over the cache named: the context is a prompt, the
+continuation is decoded.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from alspec.config import SamplingConfig
+from alspec.errors import AlspecError, UserError, report
+from alspec.runtime.decoded_attention import CacheSetting
+from alspec.runtime.engine import Engine
+from alspec.runtime.quality import TextScore, score_text
+
+__all__ = ["generate_until", "loglikelihood", "loglikelihood_rolling", "main", "open_engine"]
+
+# Of lm-eval's own models, where a task does not say how much to generate.
+DEFAULT_NEW_TOKENS = 256
+
+
+def open_engine(threshold: float = 0.1, **options: Any) -> Engine:
+    """A loaded engine of one rank that simulates speculation; options are fields of `EngineConfig`."""
+    engine = Engine.from_pretrained(speculation={"mode": "simulated", "threshold": threshold}, **options)
+    engine.load(1, engine.config.max_context or engine.model_config.max_position_embeddings)
+    return engine
+
+
+def loglikelihood(engine: Engine, context: str, continuation: str) -> tuple[float, bool]:
+    """Nats of `continuation` after `context`, negative, and whether greedy decoding would say it.
+
+    A context that is too long loses its beginning; an empty one is the BOS token.
+    """
+    ids = _encode(engine, context + continuation)
+    # A space is a part of the word after it. One token at least is given.
+    start = max(len(_encode(engine, context.rstrip(" "))), 1)
+    if start >= len(ids):
+        raise UserError(f"lm-eval: expected a continuation that adds tokens, found {continuation!r}")
+    dropped = min(max(len(ids) - engine.cache.max_context, 0), start - 1)
+    ids, start = ids[dropped:], start - dropped
+    score = _score(engine, ids, start)
+    answer = torch.tensor(ids[start:])
+    return -float(score.nll[start - 1 :].double().sum()), torch.equal(score.predicted[start - 1 :], answer)
+
+
+def loglikelihood_rolling(engine: Engine, text: str) -> float:
+    """Nats of a whole text, negative: each token once, in windows of the model's length that begin with BOS."""
+    bos = _encode(engine, "")
+    ids = _encode(engine, text)[len(bos) :]
+    step = engine.cache.max_context - len(bos)
+    windows = [bos + ids[start : start + step] for start in range(0, len(ids), step)]
+    return -sum(float(_score(engine, window, 0).nll.double().sum()) for window in windows if len(window) > 1)
+
+
+def generate_until(engine: Engine, context: str, settings: dict[str, Any]) -> str:
+    """What decoding says after `context`, up to one of the texts in `settings["until"]`."""
+    until = settings.get("until") or []
+    temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
+    sampling = SamplingConfig(
+        max_new_tokens=int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS)),
+        stop=(until,) if isinstance(until, str) else tuple(until),
+        temperature=temperature,
+    )
+    room = engine.cache.max_context - sampling.max_new_tokens
+    if room < 1:
+        raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {engine.cache.max_context} tokens")
+    generation = engine.start_generation([_encode(engine, context)[-room:]], sampling)
+    return "".join(token.text for token in engine.run(generation, sampling))
+
+
+def main() -> int:
+    """Run lm-eval's command line with the model `alspec` added; returns the exit code."""
+    try:
+        _register()
+    except AlspecError as error:
+        return report(error)
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+    return 0
+
+
+def _register() -> None:
+    try:
+        from lm_eval.api.model import LM
+        from lm_eval.api.registry import register_model
+    except ImportError as error:
+        raise UserError(f"lm-eval cannot be imported ({error}); pip install 'alspec[lm-eval]'") from None
+
+    @register_model("alspec")
+    class AlspecLM(LM):  # type: ignore[misc]
+        """One request after another; lm-eval's own batch size and device do not apply."""
+
+        def __init__(self, batch_size: Any = 1, max_batch_size: Any = None, device: Any = None, **options: Any) -> None:
+            super().__init__()
+            self.engine = open_engine(**options)
+
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+            return [loglikelihood(self.engine, *request.args) for request in requests]
+
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
+            return [loglikelihood_rolling(self.engine, *request.args) for request in requests]
+
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            return [generate_until(self.engine, *request.args) for request in requests]
+
+
+def _encode(engine: Engine, text: str) -> list[int]:
+    if engine.tokenizer is None:
+        raise UserError("lm-eval: random weights have no tokenizer; give a model folder")
+    return engine.tokenizer.encode(text)
+
+
+def _score(engine: Engine, ids: list[int], start: int) -> TextScore:
+    assert engine.transport is not None
+    speculation, cache = engine.config.speculation, CacheSetting(engine.config.kv_cache, engine.config.softmax)
+    return score_text(engine.model, engine.transport, ids, speculation.threshold, speculation.chunk_size, start, cache)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Draw recall over context and depth, and hit rates of layers over lambda."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["draw", "threshold_name"]
+
+Row = dict[str, Any]
+
+COLORS: dict[str, Any] = {"cmap": "RdYlGn", "vmin": 0, "vmax": 1, "aspect": "auto", "alpha": 0.8}
+
+
+def draw(picture: Path, rows: list[Row]) -> None:
+    """Rows of one run (bench `quality`): a column of heat maps for each cache.
+
+    One map of recall over context and depth for each lambda, where there are needles; below them hit rates per layer
+    over lambda, on the longest text (where none was scored, on the first task's answers).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    needles = [row for row in rows if row["case"]["measure"] == "needle"]
+    texts = [row for row in rows if row["case"]["measure"] == "bits per byte"] or rows
+    first = max((row["case"] for row in texts), key=lambda case: int(case["context"]))
+    hits = [row for row in texts if all(row["case"][name] == first[name] for name in ("measure", "context", "depth"))]
+    caches = list(dict.fromkeys(row["case"]["cache"] for row in rows))
+    lambdas = list(dict.fromkeys(map(threshold_name, needles)))
+    size = (1 + 3.2 * len(caches), 0.6 + 2.5 * (len(lambdas) + 1))
+    figure, grid = plt.subplots(len(lambdas) + 1, len(caches), figsize=size, squeeze=False, layout="constrained")
+    for column, cache in zip(grid.T, caches, strict=True):
+        for axes, name in zip(column, lambdas, strict=False):
+            _needle_map(axes, [r for r in needles if threshold_name(r) == name and r["case"]["cache"] == cache])
+            axes.set_title(f"{cache}: needle recalled, lambda {name}", fontsize=8)
+        image = _hit_map(column[-1], [row for row in hits if row["case"]["cache"] == cache])
+        title = f"{cache}: hit rate, {first['measure']}, {first['context']} tokens"
+        column[-1].set_title(title, fontsize=8)
+    figure.colorbar(image, ax=grid, shrink=0.6)
+    figure.savefig(picture, dpi=130)
+    plt.close(figure)
+
+
+def _needle_map(axes: Any, rows: list[Row]) -> None:
+    """Context across, depth down."""
+    contexts, depths = (sorted({row["case"][name] for row in rows}) for name in ("context", "depth"))
+    cells = {(row["case"]["context"], row["case"]["depth"]): row["value"] for row in rows}
+    axes.imshow([[cells[context, depth] for context in contexts] for depth in depths], **COLORS)
+    for (context, depth), value in cells.items():
+        axes.annotate(f"{value:.2f}", (contexts.index(context), depths.index(depth)), ha="center", fontsize=7)
+    axes.set_xticks(range(len(contexts)), contexts)
+    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("depth")
+
+
+def _hit_map(axes: Any, rows: list[Row]) -> Any:
+    """Lambda across, layers up."""
+    rates = [row["hit_rate_per_layer"] for row in rows]
+    image = axes.imshow(list(zip(*rates, strict=True)), origin="lower", **COLORS)
+    axes.set_xticks(range(len(rows)), list(map(threshold_name, rows)))
+    axes.set_yticks(range(len(rates[0])))
+    axes.set_xlabel("lambda")
+    axes.set_ylabel("layer")
+    return image
+
+
+def threshold_name(row: Row) -> str:
+    """A row's lambda as a heading: `0.1`, `inf`, or `fixed layers`."""
+    threshold = row["case"]["threshold"]
+    return "fixed layers" if threshold == "fixed" else f"{float(threshold):g}"
