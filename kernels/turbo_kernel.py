@@ -70,7 +70,8 @@ def _deal(num_guesses, guess_cost, total, largest, programs):
     return leaders, lead_run, followers, run, left - run * followers
 
 
-@triton.jit
+# One compiled kernel for all sizes: what a size tells the compiler here saves nothing.
+@triton.jit(do_not_specialize=["num_kv_heads", "num_outputs", "num_blocks", "chunk_blocks", "wide", "fan"])
 def turbo_decode_kernel(
     q_ptr,  # [B, Hkv * GROUP, D]
     records_ptr,  # [W] int32
@@ -91,11 +92,13 @@ def turbo_decode_kernel(
     counters_ptr,  # [B Hkv] int32 and
     group_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at groups of partials; all 0 between launches
     gate_ptr,  # [1] int32 or None
+    num_kv_heads,
     num_outputs,  # B Hkv
     num_blocks,  # NB
     qk_scale,
     chunk_blocks,
-    HKV: tl.constexpr,
+    wide,  # beyond so many partials of an output, they are merged in two levels,
+    fan,  # the first of groups of so many
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -103,8 +106,6 @@ def turbo_decode_kernel(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE: tl.constexpr,
-    WIDE: tl.constexpr,
-    FAN: tl.constexpr,
     SPEC: tl.constexpr,
     PART: tl.constexpr,
     FLAG: tl.constexpr,
@@ -122,7 +123,7 @@ def turbo_decode_kernel(
     # All that the schedule and the addresses need of every output, loaded together: one latency, not one after another.
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < num_outputs
-    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
+    seq_lens = tl.load(seq_lens_ptr + outputs // num_kv_heads, mask=exists, other=0)
     bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
     offsets = tl.load(offset_ptr + outputs, mask=exists, other=0)
     if FLAG:
@@ -211,11 +212,11 @@ def turbo_decode_kernel(
         last_run = _run_of(before + length - cost, leaders, lead_run, run, longer)
         runs = tl.where(length > 0, last_run - first_run + 1, 0)
         arrives = True
-        if (runs > WIDE) and (not is_guess):
+        if (runs > wide) and (not is_guess):
             # Many partials are merged in two levels: the groups of the first side by side, on many SMs.
             place = program - first_run
-            group_slot = program + output - place % FAN
-            members = tl.minimum(runs - place + place % FAN, FAN)
+            group_slot = program + output - place % fan
+            members = tl.minimum(runs - place + place % fan, fan)
             arrives = _arrive(group_counters_ptr + group_slot, members)
             if arrives:
                 none_max, none_sum, none_o = _no_partial(GROUP_PAD, D)
@@ -229,7 +230,7 @@ def turbo_decode_kernel(
                     tl.trans(group_o), group_lse, o_partial_ptr, lse_partial_ptr, group_slot, GROUP_PAD, GROUP, D
                 )
         if arrives:
-            stride = tl.where(runs > WIDE, FAN, 1)
+            stride = tl.where(runs > wide, fan, 1)
             contributors = tl.cdiv(runs, stride)
             if PART == PREDICTOR:
                 is_last = length == 0

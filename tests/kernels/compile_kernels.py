@@ -80,8 +80,8 @@ def lean(
 def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: bool) -> Any:
     """The attention kernel as `turbo_decode_attention` launches it."""
     constants = {
-        "HKV": 8, "GROUP": group, "GROUP_PAD": triton.next_power_of_2(group), "D": head_dim,
-        "OUTPUTS_PAD": max(32, 8 * batch_size), "WARPS": 4, "STAGES": 3, "MERGE": 16, "WIDE": 24, "FAN": 8,
+        "GROUP": group, "GROUP_PAD": triton.next_power_of_2(group), "D": head_dim,
+        "OUTPUTS_PAD": max(32, 8 * batch_size), "WARPS": 4, "STAGES": 3, "MERGE": 16,
         "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90, "gate_ptr": None,
     }  # fmt: skip
     if not spec:
