@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 import pytest
 import torch
@@ -40,25 +39,11 @@ def test_a_longer_prompt_replaces_the_cache(kv_cache: str) -> None:
     assert engine.notices == []
 
 
-@pytest.mark.parametrize("mode", ["off", "paired"])
-def test_a_quantised_cache_decodes_operation_by_operation_on_gpus(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """Said once; what only captured steps have is refused."""
+def test_a_quantised_cache_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    placement = Placement(0, 2, 0, 2)
-    monkeypatch.setattr(Placement, "from_environment", lambda: placement)
-    monkeypatch.setattr(engine_module, "connect_store", lambda _: torch.distributed.HashStore())
-
-    def engine(**options: Any) -> Engine:
-        return Engine.from_pretrained(kv_cache="turbo4", speculation={"mode": mode}, **options)
-
-    expected = ["operations are launched one by one: a captured step does not read kv_cache turbo4 yet"]
-    assert engine().notices == expected
-    assert not engine()._uses_symm
-    with pytest.raises(UserError, match="cuda_graph: on is not available yet with kv_cache turbo4; use auto or off"):
-        engine(cuda_graph="on")
-    with pytest.raises(UserError, match="transport: symm is not available yet with kv_cache turbo4"):
-        engine(transport="symm")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="kv_cache: turbo4 is not available on GPUs yet; use bf16"):
+        Engine.from_pretrained(kv_cache="turbo4")
 
 
 def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
