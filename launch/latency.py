@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 import math
+import os
 import shlex
 import sys
 import traceback
@@ -262,7 +263,7 @@ def _row(
             "shape": config.random_weights or (config.model.absolute().name if config.model else "demo"),
             "world": ranks,
             "mode": engine.mode,
-            "transport": engine.transport_name if ranks > 1 else None,
+            "transport": _transport(engine) if ranks > 1 else None,
             "cuda_graph": engine.uses_graph,
             "dtype": engine.dtype_name,
             "batch": profile.batch_size,
@@ -280,6 +281,11 @@ def _row(
         "share_of_limit": round(profile.bytes_per_s / stream, 4) if engine.mode == "off" else None,
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }
+
+
+def _transport(engine: Engine) -> str:
+    blocked = engine.transport_name == "nccl" and os.environ.get("NCCL_P2P_DISABLE") == "1"
+    return "nccl without peer access" if blocked else engine.transport_name
 
 
 def _title(row: dict[str, Any]) -> str:

@@ -223,7 +223,7 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
             continue
         case = row["case"]
         p50, off = row["us"]["p50"] / 1e3, base["us"]["p50"] / 1e3
-        line = [case["shape"], f"{case['world'] // 2} + {case['world'] // 2}", str(case["batch"])]
+        line = [case["shape"], f"{case['world'] // 2} + {case['world'] // 2}", case["transport"], str(case["batch"])]
         line += [case.get("text") or "random numbers", str(case["context"]), hits(row)]
         cells = [f"{p50:.3f}", f"{off:.3f}", f"{off / p50:.2f}x", "", "", ""]
         found = measured.get(_setting(row))
@@ -235,7 +235,7 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
         lines[tuple(line)] = line + cells
     if not lines:
         return ""
-    head = ["shape", "GPUs", "batch", "cache", "context", "hits", "paired, ms", "off, ms", "against off"]
+    head = ["shape", "GPUs", "transport", "batch", "cache", "context", "hits", "paired, ms", "off, ms", "against off"]
     head += ["model, ms", "measured against model", "steps slower while traced"]
     text = [
         "Medians. The model (`alspec/latency_model.py`) is given the parts of a layer below, which are medians over the"
@@ -415,22 +415,24 @@ def short_steps() -> str:
         [str(world), transport or "", *(rate(plain.get((world, transport, context))) for context in contexts)]
         for world, transport in sorted({key[:2] for key in plain}, key=str)
     ]
-    pairs: dict[tuple[int, str], dict[int, str]] = {}
+    pairs: dict[tuple[int, str, str], dict[int, str]] = {}
     for row in rows:
         case = row["case"]
         if case["mode"] == "paired" and case["hit_rate"] in SHORT_HIT_RATES:
             base = plain[case["world"], case["transport"], case["context"]]
             ratio = base["us"]["p50"] / row["us"]["p50"]
-            found = pairs.setdefault((case["world"], hits(row)), {})
+            found = pairs.setdefault((case["world"], case["transport"], hits(row)), {})
             found[case["context"]] = f"{row['tokens_per_s']:.0f} ({ratio:.2f}x)"
     paired = [
-        [f"{world // 2} + {world // 2}", label, *(found.get(context, "") for context in contexts)]
-        for (world, label), found in sorted(pairs.items(), key=lambda item: item[0][0])
+        [f"{world // 2} + {world // 2}", transport, label, *(found.get(context, "") for context in contexts)]
+        for (world, transport, label), found in sorted(
+            pairs.items(), key=lambda item: (item[0][0], item[0][1] != "symm")
+        )
     ]
     head = list(map(str, contexts))
     tables = [table(["GPUs, off", "transport", *head], lines)]
     if paired:
-        tables.append(table(["GPUs, paired", "hits", *head], paired))
+        tables.append(table(["GPUs, paired", "transport", "hits", *head], paired))
     return "\n".join(["\n\n".join(tables), "", where(*rows)])
 
 
