@@ -115,6 +115,7 @@ def test_table_of_caches(tmp_path: Path) -> None:
     def row(cache: str, threshold: str, measure: str, context: int, value: float, depth: float | None = None) -> str:
         case = {"cache": cache, "threshold": threshold, "measure": measure, "context": context, "depth": depth}
         rest = {"gpu": None, "num_gpus": 0, "versions": {"torch": "2.11.0"}, "command": "launch/evaluate.py"}
+        rest["bench"] = "quality"
         return json.dumps({"case": case | {"chunk_size": 128, "dtype": "bf16"}, "value": value, "hit_rate": 0.5} | rest)
 
     rows = [
