@@ -115,8 +115,8 @@ def lean_decode_attention(
         gate: [1] int32; 0 skips everything.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
-    Capture: graph-safe; allocates nothing. From compute capability 9.0 on it is a programmatic dependent launch, which
-        starts while the kernel before it ends and waits for its results.
+    Capture: graph-safe; allocates nothing. From compute capability 9.0 on it is, but for a `predictor`, a programmatic
+        dependent launch, which starts while the kernel before it ends and waits for its results.
     """
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads, capacity = k_cache.shape[1:3]
@@ -134,6 +134,8 @@ def lean_decode_attention(
     group_pad = triton.next_power_of_2(group)
     width = triton.next_power_of_2(head_dim)
     block_n, num_stages, pdl = _settings(q.device, width * q.itemsize)
+    # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
+    pdl = pdl and part != "predictor"
     spec = speculation
     lean_decode_kernel[(workspace.num_programs,)](
         q,

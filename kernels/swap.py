@@ -8,7 +8,7 @@ and the sums of all ranks go to all: every rank comes to every verdict by itself
 
 A layer is, with each kernel gated by the word in brackets, two branches between a fork and a join:
 
-    pack_handover [sends], lean_decode_attention, predictor [sends]
+    lean_decode_attention, predictor [sends], pack_handover [sends]
       beside:  swap of the boxes, unpack_handover [receives], post-attention and next pre-attention [receives]
       here:    lean_decode_attention, rest [sends], sums of all ranks, settle, post- and next pre-attention [redoes]
 
@@ -162,8 +162,12 @@ def _pack_kernel(
     HKV: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK values of one request; grid [num_values / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
     request = tl.program_id(1)
@@ -177,18 +181,18 @@ def pack_handover(swap: Swap, layer: int, x: Tensor, k_cache: Tensor, v_cache: T
 
     Args:
         x: [B, hidden] fp32.  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] int32 with the new token.
-    Capture: graph-safe; allocates nothing. An ordinary launch: the first one after a join.
+    Capture: graph-safe; allocates nothing.
     """
     message = swap.box_parts(swap.group)[1]
-    _pack(swap, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message)
+    _pack(swap, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message, launch_options(x.device)["PDL"])
 
 
 def pack_stream(swap: Swap, x: Tensor) -> None:
     """The sender's x after the last layer, for the swap. Gated by `sends`; x: [B, hidden] fp32.
 
-    Capture: graph-safe; allocates nothing. An ordinary launch: the first one after a join.
+    Capture: graph-safe; allocates nothing. Not a dependent launch: the first one after a join.
     """
-    _pack(swap, swap.shape.num_layers, x, None, None, None, 0, swap.streams[swap.group])
+    _pack(swap, swap.shape.num_layers, x, None, None, None, 0, swap.streams[swap.group], False)
 
 
 def _pack(
@@ -200,11 +204,13 @@ def _pack(
     seq_lens: Tensor | None,
     capacity: int,
     out: Tensor,
+    is_dependent: bool,
 ) -> None:
     shape, num_values = swap.shape, out.shape[1]
     compiled = _pack_kernel[(triton.cdiv(num_values, BLOCK), shape.batch_size)](
         x, k_cache, v_cache, seq_lens, out, swap.gates(layer).sends, capacity, num_values, HIDDEN=shape.hidden_size,
         HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK, num_warps=1,
+        **(launch_options(x.device) if is_dependent else {"PDL": False}),
     )  # fmt: skip
     prefer_l1(compiled)
 

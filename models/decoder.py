@@ -257,9 +257,9 @@ class Decoder:
 
     def _guess(self, layer: int) -> None:
         """The sender's `A~`, with all that its receiver needs."""
-        pack_handover(self._swap, layer, self.buffers.x, *self._cache.newest(layer))
         self._cache.append(layer, self._swap.gates(layer).sends)
         self._swapped_attention(layer, "predictor")
+        pack_handover(self._swap, layer, self.buffers.x, *self._cache.newest(layer))
 
     def _swapped_attention(self, layer: int, part: Part) -> None:
         assert self.pairing is not None

@@ -55,7 +55,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.multi_gpu,
     pytest.mark.skipif(NUM_GPUS < 4, reason=f"needs 4 GPUs, found {NUM_GPUS}"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 
@@ -104,7 +104,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
             jobs.append((place, subprocess.Popen(command, env=environment, stdout=log, stderr=log)))
         try:
             for place, job in jobs:
-                assert job.wait(timeout=240) == 0, place.with_suffix(".log").read_text()[-3000:]
+                assert job.wait(timeout=400) == 0, place.with_suffix(".log").read_text()[-3000:]
                 found |= json.loads(place.with_suffix(".out").read_text())
         finally:
             for _, job in jobs:

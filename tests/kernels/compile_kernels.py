@@ -139,7 +139,6 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     receive = message | {"GROUP": 4, "OUT_PAD": 512}
     stream = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
-    without_pdl = {name: value for name, value in packed.items() if name != "PDL"}
     settle = {
         "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "HQ": heads, "HQ_PAD": heads, "T": tp_size,
     } | pdl  # fmt: skip
@@ -161,10 +160,10 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "receive_stream": compiled(handover._receive_stream_kernel, stream),
         "decide": compiled(handover._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(handover._decide_kernel, decide),
-        "pack_handover": compiled(swap._pack_kernel, without_pdl, out_ptr="*fp32"),
+        "pack_handover": compiled(swap._pack_kernel, packed, out_ptr="*fp32"),
         "pack_stream": compiled(
             swap._pack_kernel,
-            without_pdl | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
+            packed | {"PDL": False} | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
             out_ptr="*fp32",
         ),
         "unpack_handover": compiled(swap._unpack_handover_kernel, packed | {"OUT": heads * 128}, attn_out_ptr="*bf16"),
