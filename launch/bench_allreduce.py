@@ -27,7 +27,7 @@ from alspec.runtime.stats import percentile
 from alspec.runtime.symmetric import exchanges, symmetric_fault
 from alspec.runtime.transport import Transport, connect_store
 
-__all__ = ["AllReduce", "connect", "push", "time_chains"]
+__all__ = ["BATCHES", "HIDDEN", "AllReduce", "connect", "measure", "push", "time_chains"]
 
 HIDDEN = 4096
 BATCHES = (1, 4, 8)

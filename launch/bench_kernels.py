@@ -24,11 +24,12 @@ from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decod
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
-from alspec.launch.bench_turbo import CODECS, TurboCase, turbo_run
+from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, parse_tokens
 from alspec.launch.spec_ready import spec_ready_us
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import percentile, provenance, stream_bandwidth
+from alspec.runtime.turbo_cache import TURBO_CODECS
 
 __all__ = ["main"]
 
@@ -319,7 +320,7 @@ def bench_turbo(results: Results, contexts: list[int]) -> None:
                 base = base or us["p50"]
                 results.add(bench, impl, {**label, "codec": "bf16"}, us, case.num_bytes, base)
             del case, run
-            for codec in CODECS:
+            for codec in TURBO_CODECS:
                 quantised = TurboCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
                 for bench, chunk_size in (("decode_attention", 0), ("speculative_decode", CHUNK_SIZE)):
                     turbo = turbo_run(quantised, chunk_size)

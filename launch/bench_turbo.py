@@ -13,9 +13,7 @@ from alspec.kernels.flashq_layout import BLOCK, TurboLayer, record_words, unpack
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
 from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
 
-__all__ = ["CODECS", "TurboCase", "turbo_run"]
-
-CODECS = ("turbo4", "turbo2", "turbo-mixed")
+__all__ = ["TurboCase", "turbo_run"]
 
 
 @dataclass

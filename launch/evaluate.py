@@ -20,12 +20,13 @@ from rich.table import Table
 from alspec.config import EngineConfig
 from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.flashq import SELECTORS
-from alspec.launch.cli import Parser, check_writable, parse, parse_tokens
+from alspec.launch.cli import Parser, check_writable, parse, parse_tokens, print_config
 from alspec.launch.evaluate_tasks import Quality, Task, needle_tasks, read_text, recall_task, records_task, text_task
 from alspec.launch.plot_quality import draw, threshold_name
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
+from alspec.runtime.placement import Placement
 from alspec.runtime.stats import provenance
 
 __all__ = ["main"]
@@ -52,6 +53,14 @@ def main(argv: list[str] | None = None) -> int:
         )
         _add_flags(parser)
         config, args = parse(parser, EngineConfig, argv)
+        if args.print_config:
+            if Placement.from_environment().rank == 0:
+                print_config(config)
+            return 0
+        if config.speculation.mode not in ("auto", "simulated"):
+            raise UserError("flags: --speculation: evaluate is always simulated; leave it out")
+        if config.max_context is not None:
+            raise UserError("flags: --max-context: lengths come from --contexts; leave it out")
         contexts = sorted(set(parse_tokens("--contexts", args.contexts)))
         thresholds = _numbers("--thresholds", args.thresholds, math.inf)
         depths = _numbers("--depths", args.depths, 1.0)
@@ -78,9 +87,9 @@ def _add_flags(parser: Parser) -> None:
     add("--text", type=Path, required=True, help=".txt, or .jsonl / .jsonl.xz with a 'text' field")
     add("--contexts", default="1k,8k", help="lengths in tokens, of windows for bits per byte and of needle prompts")
     add("--windows", type=int, default=16, help="windows of the longest context to score; 0: no bits per byte")
-    add("--recall", type=int, default=0, help="recall prompts of the longest context")
+    add("--recall", type=int, default=0, help="recall prompts of the longest context, in the demo checkpoint's form")
     add("--records", type=Path, help="key-value retrieval cases (.jsonl.gz) to recall from as well")
-    add("--needles", type=int, default=0, help="prompts for each context and depth of a needle in a haystack")
+    add("--needles", type=int, default=0, help="prompts, likewise, for each context and depth of a needle")
     add("--depths", default="0,0.25,0.5,0.75,1", help="where the needle stands, 0 to 1")
     add("--thresholds", default="0,0.05,0.1,0.15,0.2,0.25,inf", help="lambda values")
     add("--baselines", action="store_true", help="measure sink and window in all layers and in fixed layers as well")
@@ -121,6 +130,12 @@ def _numbers(flag: str, text: str, most: float) -> list[float]:
     return values
 
 
+def _whole(flag: str, item: str) -> int:
+    if not item.isdigit():
+        raise UserError(f"flags: {flag}: expected whole numbers separated by commas, found {item!r}")
+    return int(item)
+
+
 def _caches(config: EngineConfig, args: Namespace) -> list[CacheSetting]:
     """Every combination of the flags, without what a codec does not depend on."""
 
@@ -134,7 +149,9 @@ def _caches(config: EngineConfig, args: Namespace) -> list[CacheSetting]:
     softmaxes = names("--softmaxes", args.softmaxes or config.softmax, SOFTMAXES)
     selectors = names("--selectors", args.selectors, SELECTORS)
     block_sizes = parse_tokens("--block-sizes", args.block_sizes)
-    low_heads = [None] if args.low_heads is None else [int(n) for n in _numbers("--low-heads", args.low_heads, 1024)]
+    low_heads = (
+        [None] if args.low_heads is None else [_whole("--low-heads", item) for item in args.low_heads.split(",")]
+    )
     default = CacheSetting()
     caches = []
     for codec, softmax, block, selector, low in itertools.product(codecs, softmaxes, block_sizes, selectors, low_heads):

@@ -7,6 +7,7 @@ import itertools
 import json
 import lzma
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,15 @@ import torch
 from alspec.errors import UserError
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.demo.data import RecallPrompt, recall_prompts
+from alspec.models.demo.tokenizer import SPECIAL_TOKENS
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.quality import TextScore, score_text
 
 __all__ = ["Quality", "Task", "needle_tasks", "read_text", "recall_task", "records_task", "text_task"]
+
+
+MAX_VOCAB = 2**16  # of tokens that prompts in the demo checkpoint's form are put together from
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def records_task(engine: Engine, path: Path, count: int) -> Task:
                 prompts.append(RecallPrompt(engine.tokenizer.encode(body), answer_ids, case["value"]))
     except OSError as error:
         raise UserError(f"flags: --records: cannot read {path}: {error}; give a .jsonl.gz file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (EOFError, zlib.error, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"flags: --records: {path}: broken at {error!r}") from None
     limit = engine.model_config.max_position_embeddings
     longest = max((len(prompt.prompt_ids + prompt.answer_ids) for prompt in prompts), default=0)
@@ -118,7 +123,15 @@ def records_task(engine: Engine, path: Path, count: int) -> Task:
 
 
 def _core(engine: Engine) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str((engine.config.model or DEMO_CHECKPOINT) / "tokenizer.json"))
+    core = tokenizers.Tokenizer.from_file(str((engine.config.model or DEMO_CHECKPOINT) / "tokenizer.json"))
+    missing = next((token for token in SPECIAL_TOKENS if core.token_to_id(token) is None), None)
+    if missing is not None or core.get_vocab_size() > MAX_VOCAB:
+        lack = f"the token {missing}" if missing is not None else f"a vocabulary of {MAX_VOCAB} at most"
+        raise UserError(
+            f"flags: --recall, --needles: their prompts have the form of the demo checkpoint, which needs {lack}; "
+            "use --records with this tokenizer"
+        )
+    return core
 
 
 def _answered(measure: str, context: int, prompts: list[RecallPrompt], depth: float | None = None) -> Task:

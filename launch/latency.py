@@ -23,10 +23,12 @@ from alspec.kernels.gemv import MAX_BATCH
 from alspec.launch.cli import Parser, check_writable, parse, parse_tokens, print_config
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
+from alspec.models.config import LlamaConfig
+from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
-from alspec.runtime.placement import Placement
+from alspec.runtime.placement import Placement, choose_mode
 from alspec.runtime.profile import Profile, first_tokens, forced_verdicts, measure, prepare, room, stream_limit
 from alspec.runtime.stats import percentile, provenance
 from alspec.runtime.timeline import write_trace
@@ -57,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         _check(config)
         rates = _hit_rates(config.hit_rates)
         command = shlex.join(["launch/latency.py", *(sys.argv[1:] if argv is None else argv)])
+        _check_modes(config)
         found: list[Measured] = []
         for mode in _modes(config):
             found += _measure_mode(config, mode, rates, command)
@@ -108,6 +111,16 @@ def _check(config: LatencyConfig) -> None:
         check_writable(f"flags: --{name.removesuffix('_file')}", getattr(config, name))
 
 
+def _check_modes(config: LatencyConfig) -> None:
+    """Whether all of them can run, before the first is measured."""
+    if config.random_weights is not None:
+        model = LlamaConfig.from_shape(config.random_weights)
+    else:
+        model = LlamaConfig.from_folder(config.model or DEMO_CHECKPOINT)
+    for mode in _modes(config):
+        choose_mode(mode, model, Placement.from_environment().world_size)
+
+
 def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
     limit = engine.model_config.max_position_embeddings
     if config.contexts is None:
@@ -130,6 +143,8 @@ def _measure_mode(config: LatencyConfig, mode: str, rates: list[float | None], c
     speculation = config.speculation.model_copy(update={"mode": mode})
     engine = Engine(config.model_copy(update={"speculation": speculation}))
     contexts = _contexts(config, engine)
+    if mode == "paired" and rates != [None] and engine.device.type != "cuda":
+        raise UserError("flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs")
     text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
     found: list[Measured] = []
 
@@ -160,8 +175,6 @@ def _sweep(
     is_first = engine.placement.rank == 0
     for notice in engine.notices if is_first else []:
         print(f"alspec: {notice}", file=sys.stderr)
-    if engine.loop is None and rates != [None]:
-        raise UserError("flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs")
     if config.trace is not None and engine.mode == "paired" and engine.loop and engine.transport_name != "symm":
         raise UserError(
             "flags: --trace: a pair's branches over nccl overlap, and their kernels have no layer of their own here; "

@@ -1,8 +1,8 @@
-"""The tasks of lm-eval: `python launch/lm_eval_model.py run --model alspec --model_args model=DIR --tasks hellaswag`.
+"""The tasks of lm-eval: `python launch/lm_eval_model.py --model alspec --model_args model=DIR --tasks hellaswag`.
 
 What follows the script's name is lm-eval's own command line; `model_args` are fields of `EngineConfig` and
-`threshold`. Likelihoods are those of the reference semantics over the cache named: the context is a prompt, the
-continuation is decoded.
+`threshold`. Likelihoods are those of the reference semantics over the cache that `kv_cache` and `softmax` name: the
+context is a prompt, the continuation is decoded. Tasks that generate need a cache that the runtime decodes from.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 
 from alspec.config import SamplingConfig
 from alspec.errors import AlspecError, UserError, report
-from alspec.runtime.decoded_attention import CacheSetting
+from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.quality import TextScore, score_text
 
-__all__ = ["generate_until", "loglikelihood", "loglikelihood_rolling", "main", "open_engine"]
+__all__ = ["cache_setting", "generate_until", "loglikelihood", "loglikelihood_rolling", "main", "open_engine"]
 
 # Of lm-eval's own models, where a task does not say how much to generate.
 DEFAULT_NEW_TOKENS = 256
+PLAIN = CacheSetting()
 
 
 def open_engine(threshold: float = 0.1, **options: Any) -> Engine:
@@ -31,7 +32,19 @@ def open_engine(threshold: float = 0.1, **options: Any) -> Engine:
     return engine
 
 
-def loglikelihood(engine: Engine, context: str, continuation: str) -> tuple[float, bool]:
+def cache_setting(kv_cache: str = "bf16", softmax: str = "exact") -> CacheSetting:
+    """What likelihoods read.
+
+    Raises:
+        UserError: a name that is not known.
+    """
+    if kv_cache not in CODECS or softmax not in SOFTMAXES:
+        known = f"kv_cache {', '.join(CODECS)} and softmax {', '.join(SOFTMAXES)}"
+        raise UserError(f"lm-eval: expected {known}, found {kv_cache!r} and {softmax!r}")
+    return CacheSetting(kv_cache, softmax)
+
+
+def loglikelihood(engine: Engine, context: str, continuation: str, cache: CacheSetting = PLAIN) -> tuple[float, bool]:
     """Nats of `continuation` after `context`, negative, and whether greedy decoding would say it.
 
     A context that is too long loses its beginning; an empty one is the BOS token.
@@ -43,18 +56,21 @@ def loglikelihood(engine: Engine, context: str, continuation: str) -> tuple[floa
         raise UserError(f"lm-eval: expected a continuation that adds tokens, found {continuation!r}")
     dropped = min(max(len(ids) - engine.cache.max_context, 0), start - 1)
     ids, start = ids[dropped:], start - dropped
-    score = _score(engine, ids, start)
+    score = _score(engine, ids, start, cache)
     answer = torch.tensor(ids[start:])
     return -float(score.nll[start - 1 :].double().sum()), torch.equal(score.predicted[start - 1 :], answer)
 
 
-def loglikelihood_rolling(engine: Engine, text: str) -> float:
-    """Nats of a whole text, negative: each token once, in windows of the model's length that begin with BOS."""
+def loglikelihood_rolling(engine: Engine, text: str, cache: CacheSetting = PLAIN) -> float:
+    """Nats of a whole text, negative, in windows of the model's length that begin with BOS.
+
+    Each token counts once; without a BOS, all but the first of each window.
+    """
     bos = _encode(engine, "")
     ids = _encode(engine, text)[len(bos) :]
     step = engine.cache.max_context - len(bos)
     windows = [bos + ids[start : start + step] for start in range(0, len(ids), step)]
-    return -sum(float(_score(engine, window, 0).nll.double().sum()) for window in windows if len(window) > 1)
+    return -sum(float(_score(engine, ids, 0, cache).nll.double().sum()) for ids in windows if len(ids) > 1)
 
 
 def generate_until(engine: Engine, context: str, settings: dict[str, Any]) -> str:
@@ -77,11 +93,11 @@ def main() -> int:
     """Run lm-eval's command line with the model `alspec` added; returns the exit code."""
     try:
         _register()
+        from lm_eval.__main__ import cli_evaluate
+
+        cli_evaluate()
     except AlspecError as error:
         return report(error)
-    from lm_eval.__main__ import cli_evaluate
-
-    cli_evaluate()
     return 0
 
 
@@ -96,17 +112,28 @@ def _register() -> None:
     class AlspecLM(LM):  # type: ignore[misc]
         """One request after another; lm-eval's own batch size and device do not apply."""
 
-        def __init__(self, batch_size: Any = 1, max_batch_size: Any = None, device: Any = None, **options: Any) -> None:
+        def __init__(
+            self,
+            batch_size: Any = 1,
+            max_batch_size: Any = None,
+            device: Any = None,
+            kv_cache: str = "bf16",
+            softmax: str = "exact",
+            **options: Any,
+        ) -> None:
             super().__init__()
+            self.cache = cache_setting(kv_cache, softmax)
             self.engine = open_engine(**options)
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            return [loglikelihood(self.engine, *request.args) for request in requests]
+            return [loglikelihood(self.engine, request.args[0], request.args[1], self.cache) for request in requests]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            return [loglikelihood_rolling(self.engine, *request.args) for request in requests]
+            return [loglikelihood_rolling(self.engine, request.args[0], self.cache) for request in requests]
 
         def generate_until(self, requests: list[Any]) -> list[str]:
+            if self.cache != PLAIN:
+                raise UserError("lm-eval: tasks that generate decode from kv_cache bf16 with softmax exact only")
             return [generate_until(self.engine, *request.args) for request in requests]
 
 
@@ -116,9 +143,9 @@ def _encode(engine: Engine, text: str) -> list[int]:
     return engine.tokenizer.encode(text)
 
 
-def _score(engine: Engine, ids: list[int], start: int) -> TextScore:
+def _score(engine: Engine, ids: list[int], start: int, cache: CacheSetting) -> TextScore:
     assert engine.transport is not None
-    speculation, cache = engine.config.speculation, CacheSetting(engine.config.kv_cache, engine.config.softmax)
+    speculation = engine.config.speculation
     return score_text(engine.model, engine.transport, ids, speculation.threshold, speculation.chunk_size, start, cache)
 
 

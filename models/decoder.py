@@ -281,8 +281,7 @@ class Decoder:
 
     def finish_layers(self) -> None:
         """After the last layer: the right x in both groups."""
-        if self.pairing is None:
-            return
+        assert self.pairing is not None
         at, handover, gamma = self.buffers, self.pairing.handover, self._weights.final_norm
         if isinstance(handover, Swap):
             pack_stream(handover, at.x)

@@ -32,10 +32,11 @@ from ..kernels.flashq import (
 from ..predictor import predictor_ranges
 from ..sas import cutoff, sas_exp
 from .prefill import CHUNK_TOKENS
+from .turbo_cache import TURBO_CODECS
 
 __all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", "decoded_attention", "prompt_attention"]
 
-CODECS = ("bf16", "int8", "turbo4", "turbo2", "turbo-mixed")
+CODECS = ("bf16", "int8", *TURBO_CODECS)
 SOFTMAXES = ("exact", "sas")
 
 # Scores held at once, in fp32 and some four times over while their softmax is taken: 128 MiB on a GPU, what stays in

@@ -61,7 +61,7 @@ class Engine:
     cache: Cache
     # One of these two decodes: the fused kernels, or operation by operation from the host.
     loop: DecodeLoop | None = None
-    program: StepProgram
+    program: StepProgram | None = None
 
     def __init__(self, config: EngineConfig, trace: bool = False) -> None:
         self.config = config
@@ -78,7 +78,10 @@ class Engine:
         check_codec(config.kv_cache, self.model_config, self.placement.tp_size)
         self.device, self.backend, notice = choose_device(config, self.placement)
         if self.device.type == "cuda" and config.kv_cache not in GPU_CODECS:
-            raise UserError(f"kv_cache: {config.kv_cache} is not available on GPUs yet; use {' or '.join(GPU_CODECS)}")
+            raise UserError(
+                f"kv_cache: {config.kv_cache} is not available on GPUs yet; use {' or '.join(GPU_CODECS)}, "
+                "or --transport gloo for the CPU"
+            )
         self.notices = [notice] if notice else []
         # The fused kernels of a whole step: those steps can be captured, and their results travel in symmetric memory.
         self._has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")
@@ -186,6 +189,7 @@ class Engine:
             # The old cache goes before the new one comes, and a graph before what it refers to.
             self._release()
             del self.cache
+            self.program = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         self.memory = memory
@@ -224,6 +228,7 @@ class Engine:
         prefill(self.model, self.cache, self._connected(), 0, [0], self._operation)
         if self.loop is not None:
             return  # `prepare` warms it up, for the sampling asked for
+        assert self.program is not None
         self.program.run(
             DecodeState(
                 token_ids=torch.zeros(batch_size, dtype=torch.int64, device=self.device),
@@ -327,6 +332,7 @@ class Engine:
             self._step += 1
             self.timeline.step = self._step
             started = time.perf_counter()
+            assert self.program is not None
             result = self.program.run(
                 DecodeState(
                     token_ids=torch.tensor(tokens, device=self.device),

@@ -44,7 +44,8 @@ def plan_memory(
     """Bytes of weights, cache and activations on one rank.
 
     Activations are those of the widest moment: one prefill chunk in the MLP beside the fp32 residual, and the logits. A
-    quantised cache adds one layer of the longest prompt: at INT8, dequantised, and in fp32 on the way.
+    quantised cache adds one layer: of the longest prompt, at INT8, dequantised, and in fp32 on the way; or of all
+    requests in fp32, while they decode on the CPU.
     """
     hidden, tp_size = config.hidden_size, shard.tp_size
     start, stop = shard.vocab_range(config.vocab_size)
@@ -58,7 +59,8 @@ def plan_memory(
     tokens = min(CHUNK_TOKENS, max_context)
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * (2 * qkv_rows + 4 * intermediate))
     if kv_cache != "bf16":
-        activations += max_context * config.num_kv_heads // tp_size * config.head_dim * (2 * (1 + dtype.itemsize) + 8)
+        channels = config.num_kv_heads // tp_size * config.head_dim
+        activations += max_context * channels * max(2 * (1 + dtype.itemsize) + 8, 8 * batch_size)
     logits = 3 * 4 * batch_size * config.vocab_size
     # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0

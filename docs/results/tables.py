@@ -401,7 +401,11 @@ def short_steps() -> str:
     rows = [
         row
         for row in read("decode_step.jsonl")
-        if row["case"]["shape"] == "llama-3.1-8b" and row["case"]["batch"] == 1 and row["case"]["cuda_graph"]
+        if row["case"]["shape"] == "llama-3.1-8b"
+        and row["case"]["batch"] == 1
+        and row["case"]["cuda_graph"]
+        and row["case"]["kv_cache"] == "bf16"
+        and not row["case"].get("text")
     ]
     if not rows:
         return ""
