@@ -34,6 +34,19 @@ def _to_int8(x, scale):
 
 
 @triton.jit
+def _pack_fields(x, BITS: tl.constexpr, LOG: tl.constexpr):
+    """Rows of 2^LOG integers of BITS bits, [N, 2^LOG] -> words [N], the first in the lowest bits.
+
+    By halves and not as a sum of shifted fields: Triton 3.6 and 3.7 compile such a sum wrongly where permuted rows lie
+    in several warps (2-bit codes of 64 channels with 8 warps).
+    """
+    for level in tl.static_range(LOG):
+        low, high = tl.split(tl.reshape(x, [x.shape[0], 2 ** (LOG - level - 1), 2]))
+        x = low | (high << (BITS * 2**level))
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
 def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
     """[64, D] int32 -> [2 D BITS] words; the permutation of `flashq_layout._pack_codes`."""
     CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
@@ -46,8 +59,7 @@ def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
     else:
         x = tl.reshape(codes, [TW, TF, 2, 8, CF, CW, 2, 4, 2])
         x = tl.permute(x, [0, 5, 3, 7, 6, 2, 8, 1, 4])
-    x = tl.reshape(x, [2 * D * BITS, 32 // BITS])
-    return tl.sum(x << (BITS * tl.arange(0, 32 // BITS))[None, :], 1)
+    return _pack_fields(tl.reshape(x, [2 * D * BITS, 32 // BITS]), BITS, 3 if BITS == 4 else 4)
 
 
 @triton.jit
@@ -72,7 +84,7 @@ def _pack_params(values, D: tl.constexpr, IS_V: tl.constexpr):
         x = tl.permute(tl.reshape(values, [D // 16, 2, 8]), [2, 0, 1])
     else:
         x = tl.permute(tl.reshape(values, [D // 16, 2, 4, 2]), [2, 0, 1, 3])
-    return tl.sum(tl.reshape(x, [D // 4, 4]) << (8 * tl.arange(0, 4))[None, :], 1)
+    return _pack_fields(tl.reshape(x, [D // 4, 4]), 8, 2)
 
 
 @triton.jit
@@ -335,7 +347,14 @@ def _append_kernel(
         _append_tensor(x_ptr, tail_ptr, scale, at_cache, words_ptr, offset, bits, position, D, 1)
 
 
-def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate: Tensor | None = None) -> None:
+def turbo_append(
+    k: Tensor,
+    v: Tensor,
+    layer: TurboLayer,
+    seq_lens: Tensor,
+    gate: Tensor | None = None,
+    is_dependent: bool = True,
+) -> None:
     """One new token of each request into the decode buffer; a buffer that it fills becomes a record as well.
 
         tail[(n - 1) % 64] = clamp(rint(x / universal scale), -119, 119)
@@ -345,6 +364,7 @@ def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate
     Args:
         k, v: [B, H, D] bf16, fp16 or fp32, channels contiguous.  layer: written.
         seq_lens: [B] int32 with the new token (n), at most 64 NB + 63.  gate: [1] int32; 0 skips everything.
+        is_dependent: whether it may be a programmatic dependent launch, which waits for one kernel: not after a join.
     Raises:
         ValueError: shape or layout, naming the argument.
     Capture: graph-safe; allocates nothing.
@@ -357,7 +377,7 @@ def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate
     _append_kernel[(batch_size * num_heads, 2)](
         k, v, seq_lens, layer.words, layer.offset, layer.bits, layer.scales, layer.tail, layer.tail_scale, gate,
         *k.stride()[:2], *v.stride()[:2], layer.num_blocks, H=num_heads, D=head_dim, num_warps=NUM_WARPS,
-        **launch_options(k.device),
+        **(launch_options(k.device) if is_dependent else {"PDL": False}),
     )  # fmt: skip
 
 

@@ -27,8 +27,8 @@ class DecodeCache(Protocol):
     def newest(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """k, v [B, Hkv, N, D] and lengths [B] int32: the newest token of request b lies at [b, :, lengths[b] - 1]."""
 
-    def append(self, layer: int, gate: Tensor | None = None) -> None:
-        """What was written into `newest` is in the cache. `gate`: [1] int32; 0 skips."""
+    def append(self, layer: int, gate: Tensor | None = None, is_dependent: bool = True) -> None:
+        """Take in what was written into `newest`. gate: [1] int32; 0 skips. is_dependent: see `turbo_append`."""
 
     def attend(
         self,
@@ -80,7 +80,7 @@ class _LeanCache:
     def newest(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         return *self._layers[layer], self._seq_lens
 
-    def append(self, layer: int, gate: Tensor | None = None) -> None:
+    def append(self, layer: int, gate: Tensor | None = None, is_dependent: bool = True) -> None:
         pass
 
     def attend(
@@ -125,8 +125,8 @@ class _TurboCache:
     def newest(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         return self._k, self._v, self._one
 
-    def append(self, layer: int, gate: Tensor | None = None) -> None:
-        turbo_append(self._k[:, :, 0], self._v[:, :, 0], self._layers[layer], self._seq_lens, gate)
+    def append(self, layer: int, gate: Tensor | None = None, is_dependent: bool = True) -> None:
+        turbo_append(self._k[:, :, 0], self._v[:, :, 0], self._layers[layer], self._seq_lens, gate, is_dependent)
 
     def attend(
         self,

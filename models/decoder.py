@@ -257,7 +257,7 @@ class Decoder:
 
     def _guess(self, layer: int) -> None:
         """The sender's `A~`, with all that its receiver needs."""
-        self._cache.append(layer, self._swap.gates(layer).sends)
+        self._cache.append(layer, self._swap.gates(layer).sends, is_dependent=False)
         self._swapped_attention(layer, "predictor")
         pack_handover(self._swap, layer, self.buffers.x, *self._cache.newest(layer))
 

@@ -186,6 +186,8 @@ def quantised_cache(capability: int) -> dict[str, Any]:
     warps, pdl = flashq_kernels.NUM_WARPS, {"PDL": capability >= 90}
     return {
         "flashq_store": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS),
+        "flashq_store, head 64": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS, D=64),
+        "turbo_append, head 64": compiled(flashq_kernels._append_kernel, warps, D=64, **pdl),
         "flashq_store, tail": compiled(flashq_kernels._store_tail_kernel, warps),
         "turbo_append, gated": compiled(flashq_kernels._append_kernel, warps, **pdl),
         "flashq_restore": compiled(flashq_kernels._restore_kernel, warps),
