@@ -14,8 +14,9 @@ generate: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/generate.py \
 		--speculation paired --temperature 0.8 --top-p 0.9 --seed $(SEED) --prompt "$(PROMPT)"
 
+# Files side by side: most of the time goes to one kernel at a time in Triton's interpreter.
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
