@@ -536,11 +536,13 @@ def _rows_in_tile(num_rows: int, width: int, itemsize: int, matrices: int) -> in
 
 
 def _num_programs(num_tiles: int, per_sm: int, device: torch.device) -> int:
-    """Programs of equal shares of the tiles, about `per_sm` on each SM; with 0 one for each tile."""
-    if not per_sm:
-        return num_tiles
-    at_once = per_sm * _num_sms(device)
-    return -(-num_tiles // max(1, round(num_tiles / at_once)))
+    """Programs of a launch on a device, about `per_sm` on each SM; with 0 one for each tile."""
+    return programs_for(num_tiles, per_sm * _num_sms(device))
+
+
+def programs_for(num_tiles: int, at_once: int) -> int:
+    """Programs of equal shares of the tiles, about `at_once`; with 0 one for each tile."""
+    return -(-num_tiles // max(1, round(num_tiles / at_once))) if at_once else num_tiles
 
 
 @functools.cache

@@ -98,19 +98,25 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     squares = {"S": 128, "SP": 128}
     stream = {"K": hidden, "KP": hidden, "B": batch_size} | gates | squares | pdl
 
-    def push(inputs: int, num_rows: int, **more: Any) -> Any:
+    def loops(num_tiles: int, per_sm: int) -> bool:
+        """Whether a program takes several tiles on an H200."""
+        return gemv.programs_for(num_tiles, per_sm * 132) < num_tiles
+
+    def push(inputs: int, num_rows: int, per_sm: int, **more: Any) -> Any:
         width = triton.next_power_of_2(inputs)
         rows = gemv._rows_in_tile(num_rows, width, 2, 1)
         constants = {
             "K": inputs, "KP": width, "B": batch_size, "ROWS": rows, "MASKED": False, "PEERS": tp_size,
-            "SOURCES": tp_size, "PUSH": True,
+            "SOURCES": tp_size, "PUSH": True, "LOOP": loops(num_rows // rows, per_sm),
         } | gates | squares | pdl | more  # fmt: skip
         return compile_for(capability, gemv._push_partial_kernel, gemv._num_warps(rows, width, 2), constants)
 
     pairs = gemv._rows_in_tile(64, hidden, 2, 2)
-    qkv = stream | {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs, "LOOP": gate}
+    qkv = stream | {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
+    per_sm = gemv.PROGRAMS_PER_SM if gate else 0
+    qkv |= {"LOOP": loops((heads + 2 * kv_heads) * 64 // pairs, per_sm)}
     rows = gemv._rows_in_tile(mlp, hidden, 2, 2)
-    gate_up = stream | {"I": mlp, "ROWS": rows, "LOOP": gate}
+    gate_up = stream | {"I": mlp, "ROWS": rows, "LOOP": loops(mlp // rows, 4 * per_sm)}
     warps = gemv._num_warps(2 * rows, hidden, 2)
     reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | both | pdl
     collect = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
@@ -118,10 +124,10 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
     return {
         "qkv": compile_for(capability, gemv._qkv_rope_append_kernel, gemv._num_warps(2 * pairs, hidden, 2), qkv),
-        "o": push(hidden // tp_size, hidden, squares_ptr=None, LOOP=True),
+        "o": push(hidden // tp_size, hidden, gemv.PROGRAMS_PER_SM, squares_ptr=None),
         "gate_up": compile_for(capability, gemv._gate_up_silu_kernel, warps, gate_up, out_ptr="*bf16"),
-        "down": push(mlp, hidden, squares_ptr=None, LOOP=gate or tp_size > 1),
-        "lm_head": push(hidden, vocab // tp_size, LOOP=False),
+        "down": push(mlp, hidden, gemv.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
+        "lm_head": push(hidden, vocab // tp_size, 0),
         "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
         "collect_logits": compile_for(capability, next_token._collect_logits_kernel, 8, collect),
         "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from alspec.errors import UserError
@@ -219,9 +219,10 @@ def test_metaspace_streaming_of_byte_runs(metaspace: Tokenizer) -> None:
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_byte_level_round_trip(byte_level: Tokenizer, text: str) -> None:
+    assume("<|" not in text)  # the name of a special token is that token, which decoding leaves out
     ids = byte_level.encode(text)
     pieces = stream(byte_level, ids)
-    assert ids.count(BOS) == 1 + (text.count("<|begin|>") if not text.startswith("<|begin|>") else 0)
+    assert ids.count(BOS) == 1
     assert "".join(pieces) == byte_level.decode(ids) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
