@@ -17,7 +17,7 @@ import torch
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 REPOSITORY = Path(__file__).parents[2]
 WORKER = str(Path(__file__).with_name("loop_worker.py"))
-CYCLES = 4
+CYCLES = 20
 GONE_WITHIN_S = 10.0
 # Mode, ranks, GPUs, the rank that is lost and how. Jobs of one wave run side by side, two on each GPU.
 LOSSES = [

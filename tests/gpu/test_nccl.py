@@ -19,7 +19,7 @@ NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 MAX_NEW_TOKENS = 24
 # The last one ends at the demo checkpoint's last position; all run over one graph, captured at a length of 1.
 PROMPT_LENS = (40, 256, 319, 320, 1500, 8192 - MAX_NEW_TOKENS)
-THRESHOLDS = ("0", "0.05", "0.1", "inf")
+THRESHOLDS = ("0", "0.05", "0.1", "0.25", "inf")
 LONG = {"threshold": "0.1", "sampling": {"max_new_tokens": 1500, "temperature": 0.8, "top_p": 0.95, "seed": 3}}
 MIN_SWAPS = 5000
 # (name, mode, transport, captured graph, thresholds) of the jobs with 1, 2 and 4 ranks, one after the other in each.
