@@ -27,7 +27,7 @@ from ..kernels.next_token import collect_logits, num_candidates
 from ..kernels.residual import embed_norm, num_square_sums, reduce_norm
 from ..kernels.swap import Swap, pack_handover, pack_stream, settle, unpack_handover, unpack_stream
 from .config import LlamaConfig
-from .decode_cache import decode_cache
+from .decode_cache import DecodeCache
 from .llama import LlamaWeights
 
 __all__ = ["SPARE_SMS", "DecodeBuffers", "Decoder", "Operation", "Pairing"]
@@ -144,7 +144,7 @@ class Decoder:
         self._exchange, self._logit_exchange = exchange, logit_exchange
         self._all_reduce, self._all_gather = all_reduce, all_gather
         swaps = pairing is not None and isinstance(pairing.handover, Swap)
-        self._cache = decode_cache(
+        self._cache = DecodeCache(
             cache_layers, buffers.seq_lens, buffers.q.shape[1], buffers.q.dtype, SPARE_SMS if swaps else 0
         )
         layers = weights.layers

@@ -20,6 +20,7 @@ from alspec.kernels.reference import (
     speculative_decode_attention_ref,
 )
 from alspec.models.config import LlamaConfig
+from alspec.models.decode_cache import DecodeCache
 from alspec.runtime import engine as engine_module
 from alspec.runtime.codecs import bytes_per_token, cache_bytes, check_codec, new_cache
 from alspec.runtime.engine import Engine
@@ -243,6 +244,43 @@ def test_captured_steps_give_the_tokens_of_simulated_ones(codec: str, monkeypatc
         engine.close()
     assert len(found["off"]) == 80
     assert found["off"] == found["simulated"]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted without a GPU")),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+        ),
+    ],
+)
+@by_codec
+def test_fused_decoding_appends_and_attends_as_the_step_program_does(codec: str, device: str) -> None:
+    """Over the token that fills a block, and the next one, which reads it from its record."""
+    place, head_dim, num_heads = torch.device(device), 64, 8
+    plain, fused = (TurboCache(codec, 1, 1, 2, 512, head_dim, place) for _ in range(2))
+    k, v = torch.randn(2, 127, 2, head_dim, generator=torch.Generator().manual_seed(4)).to(place)
+    for cache in (plain, fused):
+        cache.write_prefill(0, 0, 0, k, v)
+    seq_lens = torch.tensor([127], dtype=torch.int32, device=place)
+    decode = DecodeCache([fused.layer(0)], seq_lens, num_heads, torch.float32)
+    attention = DecodeAttention(plain.layer(0), num_heads, 128, head_dim**-0.5, place)
+    for seed in range(3):
+        seq_lens += 1
+        new_k, new_v = torch.randn(2, 1, 2, head_dim, generator=torch.Generator().manual_seed(seed)).to(place)
+        q = torch.randn(1, num_heads, head_dim, generator=torch.Generator().manual_seed(9 + seed)).to(place)
+        plain.append(0, new_k, new_v, seq_lens)
+        expected = attention.full(q, plain.layer(0), seq_lens)
+        at_k, at_v, lengths = decode.newest(0)
+        at_k[0, :, lengths[0] - 1], at_v[0, :, lengths[0] - 1] = new_k[0], new_v[0]
+        decode.append(0)
+        out, lse = torch.full_like(q, torch.nan), torch.empty(1, num_heads, device=place)
+        decode.attend(0, q, out, lse)
+        assert error(out, expected) < 2**-10
+        for name, tensor in vars(plain.layer(0)).items():
+            assert torch.equal(tensor, getattr(fused.layer(0), name)), name
 
 
 def test_chunks_must_begin_at_a_block() -> None:
