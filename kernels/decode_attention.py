@@ -66,7 +66,7 @@ class DecodeAttention:
         shape = (layer.batch_size, num_qo_heads, layer.head_dim)
         programs = torch.cuda.get_device_properties(device).multi_processor_count
         if isinstance(layer, TurboLayer):
-            programs = turbo_settings(device).num_programs
+            programs *= turbo_settings(device).per_sm
         self._workspace = LeanWorkspace.allocate(
             layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, programs
         )

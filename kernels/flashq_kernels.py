@@ -303,7 +303,7 @@ def _append_tensor(
 
 
 @triton.jit
-def _append_kernel(
+def _turbo_append_kernel(
     k_ptr,  # [B, H, D]
     v_ptr,
     seq_lens_ptr,  # [B] int32, with the new token
@@ -374,7 +374,7 @@ def turbo_append(
         if x.shape != (batch_size, num_heads, head_dim) or x.stride(2) != 1:
             expected = f"[{batch_size}, {num_heads}, {head_dim}] with contiguous channels"
             raise ValueError(f"{name}: expected {expected}, found {list(x.shape)}")
-    _append_kernel[(batch_size * num_heads, 2)](
+    _turbo_append_kernel[(batch_size * num_heads, 2)](
         k, v, seq_lens, layer.words, layer.offset, layer.bits, layer.scales, layer.tail, layer.tail_scale, gate,
         *k.stride()[:2], *v.stride()[:2], layer.num_blocks, H=num_heads, D=head_dim, num_warps=NUM_WARPS,
         **(launch_options(k.device) if is_dependent else {"PDL": False}),

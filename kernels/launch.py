@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["launch_options", "prefer_l1"]
+__all__ = ["launch_options", "prefer_l1", "prefer_shared"]
 
 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver API.
 PREFERRED_CARVEOUT = 9
@@ -33,13 +33,23 @@ def prefer_l1(compiled: Any) -> None:
         compiled: what a launch returned; None in the interpreter.
     """
     if compiled is not None:
-        _set_carveout(compiled.function)
+        _set_carveout(compiled.function, 0)
+
+
+def prefer_shared(compiled: Any) -> None:
+    """Ask for all of an SM's memory as shared memory: many small programs, each with little, are to live side by side.
+
+    Args:
+        compiled: what a launch returned; None in the interpreter.
+    """
+    if compiled is not None:
+        _set_carveout(compiled.function, 100)
 
 
 @functools.cache
-def _set_carveout(function: int) -> None:
+def _set_carveout(function: int, percent: int) -> None:
     # A preference: where the driver has none of it, kernels are slower, not wrong.
-    _driver().cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, 0)
+    _driver().cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, percent)
 
 
 @functools.cache

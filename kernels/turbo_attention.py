@@ -5,8 +5,9 @@ partials are merged by whoever arrives last, and the guess over sink and window 
 
 - The unit of work is a *step*: as many blocks of 64 tokens of one (request, KV head) as a program has warps. Each warp
   has an online softmax of its own; they are merged when the program leaves the head.
-- A step costs what it reads: 4-bit records 17 / 9 as much as 2-bit ones. The decode buffer is one step more of a head.
-- With a guess, the buffer is part of the guess.
+- Steps are dealt alike whether their records have 4 or 2 bits: measured, they take as long, for the work on codes, not
+  the bytes, is what a program waits for. The decode buffer is one step more of a head; with a guess, part of that.
+- A program is one warp, eight on an SM, so that none waits for another inside the loop.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
 3 and 4; those of lean_attention.py. The order of records, and codes read as fp16 instead of INT8 products, are ours.
@@ -23,24 +24,24 @@ import triton
 from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
+from .launch import prefer_shared
 from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
 from .turbo_kernel import turbo_decode_kernel
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
 
 MAX_GROUP = 8  # query heads of a KV head: the columns of one product
-MERGE_REGISTERS = 64  # for the partials loaded together
+MERGE_REGISTERS = 160  # of a thread, for the partials loaded together
 
 
 @dataclass(frozen=True)
 class TurboSettings:
     """How the kernel is launched."""
 
-    num_programs: int  # of the workspace to allocate
+    per_sm: int  # programs of one SM: the workspace says how many there are in all
     num_warps: int  # of a program: 1, 2 or 4
     num_stages: int  # steps whose loads are in flight
     wide: int  # beyond so many partials of an output, they are merged in two levels
-    fan: int  # partials of one group of the first level
     max_registers: int | None  # of a thread; None: the compiler's choice
     pdl: bool  # dependent launch
 
@@ -49,17 +50,9 @@ class TurboSettings:
 def turbo_settings(device: torch.device) -> TurboSettings:
     """Settings for a device."""
     if device.type != "cuda":
-        return TurboSettings(num_programs=16, num_warps=1, num_stages=1, wide=24, fan=8, max_registers=None, pdl=False)
-    properties = torch.cuda.get_device_properties(device)
-    return TurboSettings(
-        num_programs=2 * properties.multi_processor_count,
-        num_warps=4,
-        num_stages=3,
-        wide=24,
-        fan=8,
-        max_registers=None,
-        pdl=properties.major >= 9,
-    )
+        return TurboSettings(per_sm=4, num_warps=1, num_stages=1, wide=24, max_registers=None, pdl=False)
+    is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    return TurboSettings(per_sm=8, num_warps=1, num_stages=3, wide=40, max_registers=None, pdl=is_hopper)
 
 
 def turbo_decode_attention(
@@ -100,7 +93,8 @@ def turbo_decode_attention(
     group_pad = triton.next_power_of_2(group)
     settings = settings or turbo_settings(q.device)
     warps, spec = settings.num_warps, speculation
-    turbo_decode_kernel[(workspace.num_programs,)](
+    num_programs = workspace.num_programs
+    compiled = turbo_decode_kernel[(num_programs,)](
         q,
         layer.words,
         layer.offset,
@@ -126,14 +120,14 @@ def turbo_decode_attention(
         sm_scale * math.log2(math.e),
         spec.chunk_size // BLOCK if spec else 0,
         settings.wide,
-        settings.fan,
         GROUP=group,
         GROUP_PAD=group_pad,
         D=head_dim,
         OUTPUTS_PAD=max(32, triton.next_power_of_2(batch_size * num_kv_heads)),
+        PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         WARPS=warps,
         STAGES=settings.num_stages,
-        MERGE=max(1, min(16, MERGE_REGISTERS * 32 * warps // (group_pad * head_dim))),
+        MERGE=merge_size(group_pad, head_dim, warps),
         SPEC=spec is not None,
         PART=PARTS[part],
         FLAG=spec is not None and spec.flag is not None,
@@ -142,6 +136,13 @@ def turbo_decode_attention(
         maxnreg=settings.max_registers,
         **({"launch_pdl": True} if settings.pdl else {}),
     )
+    prefer_shared(compiled)
+
+
+def merge_size(group_pad: int, head_dim: int, num_warps: int) -> int:
+    """How many partials are loaded together, a power of two: o is spread over the threads, each has all of `lse`."""
+    registers = group_pad * head_dim // (32 * num_warps) + group_pad
+    return 1 << (max(1, min(16, MERGE_REGISTERS // registers)).bit_length() - 1)
 
 
 def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part) -> None:

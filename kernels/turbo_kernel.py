@@ -16,18 +16,15 @@ from .lean_kernel import (
     _merge_partials,
     _no_partial,
     _output_at,
-    _run_of,
-    _run_start,
     _store_partial,
 )
 from .turbo_block import COLUMNS, TOKENS, attend_blocks, attend_tail, merge_warps, no_tokens, scaled_query
 
 __all__ = ["turbo_decode_kernel"]
 
-# What a step over records costs, in 512 bytes at D = 128: with its tail, an output has one step more.
-STEP_COST_4 = tl.constexpr(17)
-STEP_COST_2 = tl.constexpr(9)
-GUESS_OVERHEAD = tl.constexpr(34)  # what starting on a guess's tail and sending it away costs
+# What starting on a guess's tail and sending it away takes, and a tail without a guess, beyond other steps: in steps.
+GUESS_STEPS = tl.constexpr(2)
+TAIL_STEPS = tl.constexpr(2)
 
 
 @triton.jit
@@ -41,7 +38,7 @@ def _pick(values, index):
 def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
     """sink, window, full: the guess is over blocks `[0, sink)`, `[window, full)` and the tail; the rest lies between.
 
-    Without a guess the rest is all: blocks `[0, full)` and the tail.
+    Without a guess the rest is all: the tail and blocks `[0, full)`.
     """
     full = tl.maximum(seq_len - 1, 0) // TOKENS
     if SPEC:
@@ -54,24 +51,24 @@ def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _deal(num_guesses, guess_cost, total, largest, programs):
-    """How the rest is dealt, in units of cost: `_run_start` and `_run_of` take the result.
+def _run_start(program, used, total):
+    """Where a program's run begins: floor(program total / used), in 32 bits. Equal outputs end where runs end."""
+    place = tl.minimum(program, used)
+    run = total // used
+    return place * run + place * (total - run * used) // used
 
-    `leaders` programs begin with a guess and take `lead_run` after it, the others `run`, the first `longer` of them one
-    more. A step belongs to the program in whose run it begins. A run is empty or as long as the `largest` step, so that
-    a step begins in it, and the runs that meet one output use consecutive slots.
-    """
-    leaders = tl.where(num_guesses < programs, num_guesses, 0)
-    lead_run = (total + leaders * guess_cost) // programs - guess_cost
-    lead_run = tl.where(lead_run < largest, 0, lead_run)
-    left = total - leaders * lead_run
-    followers = tl.maximum(tl.minimum(programs - leaders, left // largest), 1)
-    run = left // followers
-    return leaders, lead_run, followers, run, left - run * followers
+
+@triton.jit
+def _run_of(step, used, total):
+    """The program whose run holds a step: the inverse of `_run_start`. The quotient of floats is one off at most."""
+    near = (step.to(tl.float32) * (used.to(tl.float32) / total.to(tl.float32))).to(tl.int32)
+    near = tl.minimum(near, used - 1)
+    near -= (_run_start(near, used, total) > step).to(tl.int32)
+    return near + (_run_start(near + 1, used, total) <= step).to(tl.int32)
 
 
 # One compiled kernel for all sizes: what a size tells the compiler here saves nothing.
-@triton.jit(do_not_specialize=["num_kv_heads", "num_outputs", "num_blocks", "chunk_blocks", "wide", "fan"])
+@triton.jit(do_not_specialize=["num_kv_heads", "num_outputs", "num_blocks", "chunk_blocks", "wide"])
 def turbo_decode_kernel(
     q_ptr,  # [B, Hkv * GROUP, D]
     records_ptr,  # [W] int32
@@ -97,12 +94,12 @@ def turbo_decode_kernel(
     num_blocks,  # NB
     qk_scale,
     chunk_blocks,
-    wide,  # beyond so many partials of an output, they are merged in two levels,
-    fan,  # the first of groups of so many
+    wide,  # beyond so many partials of an output, they are merged in two levels
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr,
+    PER_SM: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE: tl.constexpr,
@@ -118,8 +115,9 @@ def turbo_decode_kernel(
     if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
         if tl.load(gate_ptr) == 0:
             return
-    program = tl.program_id(0)
     programs = tl.num_programs(0)
+    sms = programs // PER_SM
+    place, sm = tl.program_id(0) // sms, tl.program_id(0) % sms
     # All that the schedule and the addresses need of every output, loaded together: one latency, not one after another.
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < num_outputs
@@ -128,63 +126,77 @@ def turbo_decode_kernel(
     offsets = tl.load(offset_ptr + outputs, mask=exists, other=0)
     if FLAG:
         epoch = tl.load(epoch_ptr)
+    # The rest of an output is `lengths` steps, one of them the tail's where there is no guess. Before it lies its
+    # lead-in, steps without work: a guess's due, or what a tail takes beyond other steps.
+    OWN_TAIL: tl.constexpr = 0 if SPEC else 1
     sink, window, _ = _block_ranges(seq_lens, chunk_blocks, SPEC)
-    costs = tl.where(bits == 2, STEP_COST_2, STEP_COST_4) * WARPS
-    steps = tl.cdiv(window - sink, WARPS) + (0 if SPEC else 1)
-    lengths = tl.where(exists, steps * costs, 0)
+    lengths = tl.where(exists, tl.cdiv(window - sink, WARPS) + OWN_TAIL, 0)
+    if PART == PREDICTOR:
+        lengths = tl.zeros_like(lengths)
     ends = tl.cumsum(lengths, 0)
     total = tl.sum(lengths, 0)
-    largest = tl.max(tl.where(exists, costs, 1), 0)
-    num_guesses = num_outputs if SPEC and PART != REST else 0
-    guess_cost = (tl.cdiv(2 * chunk_blocks, WARPS) + 1) * largest + GUESS_OVERHEAD
-    leaders, lead_run, followers, run, longer = _deal(
-        num_guesses if PART == ALL else 0, guess_cost, total, largest, programs
-    )
-    here = _run_start(program, leaders, lead_run, followers, run, longer)
-    last = _run_start(program + 1, leaders, lead_run, followers, run, longer)
-    if PART == PREDICTOR:
-        here = last + 0
-    # To the first step that begins in this run.
-    output, before = _locate(here, ends)
-    cost = tl.maximum(_pick(costs, output), 1)
-    here = before + tl.cdiv(here - before, cost) * cost
+    if SPEC:
+        lead_in = tl.cdiv(2 * chunk_blocks, WARPS) + 1 + GUESS_STEPS
+        if PART == REST:
+            lead_in = 0
+    else:
+        lead_in = tl.minimum(total // (4 * programs), TAIL_STEPS)
+    rest_at = tl.where(exists, ends - lengths + (outputs + 1) * lead_in, 2147483647)
+    total += num_outputs * lead_in
+    # As few programs as the longest run allows: fewer partials. No run is empty, so that those that meet an output's
+    # rest use consecutive slots; and where outputs are equal, each has the same number of runs.
+    used = tl.cdiv(total, tl.maximum(tl.cdiv(total, programs), 1))
+    even_used = tl.cdiv(used, num_outputs) * num_outputs
+    used = tl.maximum(tl.where(even_used <= tl.minimum(programs, total), even_used, used), 1)
+    # Neighbours share an SM, so that the programs at the beginnings of outputs, which have more to do, do not.
+    per_sm = tl.cdiv(used, sms)
+    program = tl.where(place < per_sm, sm * per_sm + place, programs)
+    begin = _run_start(program, used, total)
+    end = _run_start(program + 1, used, total)
+    here = tl.sum(tl.minimum(tl.maximum(begin - rest_at, 0), lengths), 0)
+    last = tl.sum(tl.minimum(tl.maximum(end - rest_at, 0), lengths), 0)
+    guess = 0
+    guesses_end = 0
+    if SPEC and PART != REST:
+        guess = tl.sum((rest_at - lead_in < begin).to(tl.int32), 0)
+        guesses_end = tl.sum((rest_at - lead_in < end).to(tl.int32), 0)
 
-    # First the guess of a head, sent and merged before this program's run of the rest begins.
-    guess = program
-    while (guess < num_guesses) | (here < last):
-        is_guess = guess < num_guesses
+    # First the guesses of this run, sent and merged before its part of the rest begins.
+    while (guess < guesses_end) | (here < last):
+        is_guess = guess < guesses_end
         output, before = _locate(here, ends)
         if SPEC:
             output = tl.where(is_guess, guess, output)
             before = tl.sum(tl.where(outputs < output, lengths, 0), 0)
         length = _pick(lengths, output)
-        cost = _pick(costs, output)
         seq_len = _pick(seq_lens, output)
+        offset = _pick(offsets, output)
+        is_low = _pick(bits, output) == 2
+        rest = _pick(rest_at, output)
         sink_o, window_o, full = _block_ranges(seq_len, chunk_blocks, SPEC)
-        first_step = (here - before) // cost
-        end_step = tl.minimum(tl.cdiv(last - before, cost), length // cost)
-        first = sink_o + first_step * WARPS
-        split = tl.minimum(sink_o + end_step * WARPS, window_o) - first
+        first_step = here - before
+        first = sink_o + tl.maximum(first_step - OWN_TAIL, 0) * WARPS
+        split = tl.minimum(sink_o + (last - before - OWN_TAIL) * WARPS, window_o) - first
         count, second = split, first
-        has_tail = end_step * cost == length
         if SPEC:
             has_tail = is_guess
             first, split = tl.where(is_guess, 0, first), tl.where(is_guess, sink_o, split)
             count = tl.where(is_guess, sink_o + full - window_o, split)
             second = window_o
+        else:
+            has_tail = first_step == 0
 
+        tail = tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4)
         even, odd, inverse = scaled_query(q_ptr, output, GROUP, D)
         unit = inverse * qk_scale
         if has_tail:
             row_max, row_sum, acc = attend_tail(
-                even, odd, unit, tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4), tail_scale_ptr + output * 2,
-                seq_len - full * TOKENS, WARPS, D,
-            )  # fmt: skip
+                even, odd, unit, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, WARPS, D
+            )
         else:
             row_max, row_sum, acc = no_tokens(WARPS, D)
-        offset = _pick(offsets, output)
         scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
-        if _pick(bits, output) == 2:
+        if is_low:
             row_max, row_sum, acc = attend_blocks(
                 row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
                 2, WARPS, D, STAGES,
@@ -208,9 +220,11 @@ def turbo_decode_kernel(
         _store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, COLUMNS, GROUP, D)
 
         # The ticket: an output's rest is one range, and the runs that meet it use consecutive slots.
-        first_run = _run_of(before, leaders, lead_run, run, longer)
-        last_run = _run_of(before + length - cost, leaders, lead_run, run, longer)
+        first_run = _run_of(rest, used, total)
+        last_run = _run_of(rest + length - 1, used, total)
         runs = tl.where(length > 0, last_run - first_run + 1, 0)
+        # Groups of about the root of their number, in powers of two.
+        fan = tl.where(runs > 512, 32, tl.where(runs > 96, 16, 8))
         arrives = True
         if (runs > wide) and (not is_guess):
             # Many partials are merged in two levels: the groups of the first side by side, on many SMs.
@@ -233,7 +247,7 @@ def turbo_decode_kernel(
             stride = tl.where(runs > wide, fan, 1)
             contributors = tl.cdiv(runs, stride)
             if PART == PREDICTOR:
-                is_last = length == 0
+                is_last = window_o <= sink_o
                 tl.debug_barrier()
             else:
                 is_last = _arrive(counters_ptr + output, contributors + (1 if SPEC and PART == ALL else 0))
@@ -244,4 +258,4 @@ def turbo_decode_kernel(
                     out_ptr, lse_ptr, sums_ptr, GROUP, GROUP_PAD, D, D, MERGE, SPEC,
                 )  # fmt: skip
         here = tl.where(is_guess, here, before + length)
-        guess += programs
+        guess += 1

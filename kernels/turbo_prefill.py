@@ -148,9 +148,9 @@ def _prefill_kernel(
     at = (queries.to(tl.int64) * HQ + head)[:, None] * D + channels[None, :]
     exists = queries < num_queries
     q = tl.load(q_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(q), 1)
-    step = tl.where(largest > 0, largest, 1.0) / Q_MAX
-    q8 = (q * (1.0 / step)[:, None] + MAGIC - MAGIC).to(tl.int8)
+    step = tl.max(tl.abs(q), 1) / Q_MAX
+    inverse = tl.where(step > TINY, 1.0 / tl.maximum(step, TINY), 0.0)
+    q8 = (q * inverse[:, None] + MAGIC - MAGIC).to(tl.int8)
     q_scale = step * qk_scale
 
     first_position = num_tokens - num_queries + first_query

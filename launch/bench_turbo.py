@@ -110,7 +110,8 @@ def turbo_run(
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.layers[0].num_kv_heads
     settings = settings or turbo_settings(device)
-    workspace = LeanWorkspace.allocate(batch, hq, hkv, dim, device, settings.num_programs)
+    programs = settings.per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    workspace = LeanWorkspace.allocate(batch, hq, hkv, dim, device, programs)
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     speculation = None
     if chunk_size:

@@ -12,7 +12,7 @@ from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.runtime.codecs import bytes_per_token, check_codec
-from alspec.runtime.engine import GPU_CODECS, refuse_unavailable
+from alspec.runtime.engine import refuse_unavailable
 from alspec.runtime.memory import DTYPES, GIB, plan_memory
 
 __all__ = ["print_plan", "step_costs"]
@@ -92,6 +92,4 @@ def print_plan(config: GenerateConfig) -> None:
                 f"{step_us / 1e3:.2f}",
             ]
             table.add_row(*cells)
-    if config.kv_cache not in GPU_CODECS:
-        table.caption = f"kv_cache {config.kv_cache} runs on the CPU only so far: ms/token is what GPUs would need"
     Console(width=120).print(table)

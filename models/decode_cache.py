@@ -44,7 +44,7 @@ class DecodeCache:
             programs = sms - spare_sms
         else:
             batch_size, num_kv_heads, head_dim = first.batch_size, first.num_kv_heads, first.head_dim
-            programs = turbo_settings(device).num_programs * (sms - spare_sms) // sms
+            programs = turbo_settings(device).per_sm * (sms - spare_sms)
             # A new token waits here, in a cache of one position.
             shape = (batch_size, num_kv_heads, 1, head_dim)
             self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))

@@ -41,9 +41,6 @@ from .turbo_cache import TURBO_CODECS
 
 __all__ = ["Engine", "broadcast_text", "refuse_unavailable"]
 
-
-# Codecs whose kernels have passed all their tests on a GPU. On the CPU every codec is there.
-GPU_CODECS = ("bf16",)
 _JOBS = itertools.count()
 
 
@@ -77,11 +74,6 @@ class Engine:
         self.placement = replace(environment, num_groups=num_groups)
         check_codec(config.kv_cache, self.model_config, self.placement.tp_size)
         self.device, self.backend, notice = choose_device(config, self.placement)
-        if self.device.type == "cuda" and config.kv_cache not in GPU_CODECS:
-            raise UserError(
-                f"kv_cache: {config.kv_cache} is not available on GPUs yet; use {' or '.join(GPU_CODECS)}, "
-                "or --transport gloo for the CPU"
-            )
         self.notices = [notice] if notice else []
         # The fused kernels of a whole step: those steps can be captured, and their results travel in symmetric memory.
         self._has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")

@@ -25,6 +25,7 @@ from alspec.kernels import (
     next_token,
     residual,
     swap,
+    turbo_attention,
     turbo_kernel,
 )
 
@@ -79,14 +80,16 @@ def lean(
 
 def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: bool) -> Any:
     """The attention kernel as `turbo_decode_attention` launches it."""
+    group_pad = triton.next_power_of_2(group)
     constants = {
-        "GROUP": group, "GROUP_PAD": triton.next_power_of_2(group), "D": head_dim,
-        "OUTPUTS_PAD": max(32, 8 * batch_size), "WARPS": 4, "STAGES": 3, "MERGE": 16,
+        "GROUP": group, "GROUP_PAD": group_pad, "D": head_dim,
+        "OUTPUTS_PAD": max(32, 8 * batch_size), "PER_SM": 8, "WARPS": 1, "STAGES": 3,
+        "MERGE": turbo_attention.merge_size(group_pad, head_dim, 1),
         "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90, "gate_ptr": None,
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
-    return compile_for(capability, turbo_kernel.turbo_decode_kernel, 4, constants)
+    return compile_for(capability, turbo_kernel.turbo_decode_kernel, 1, constants)
 
 
 def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
@@ -193,9 +196,9 @@ def quantised_cache(capability: int) -> dict[str, Any]:
     return {
         "flashq_store": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS),
         "flashq_store, head 64": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS, D=64),
-        "turbo_append, head 64": compiled(flashq_kernels._append_kernel, warps, D=64, **pdl),
+        "turbo_append, head 64": compiled(flashq_kernels._turbo_append_kernel, warps, D=64, **pdl),
         "flashq_store, tail": compiled(flashq_kernels._store_tail_kernel, warps),
-        "turbo_append, gated": compiled(flashq_kernels._append_kernel, warps, **pdl),
+        "turbo_append, gated": compiled(flashq_kernels._turbo_append_kernel, warps, **pdl),
         "flashq_restore": compiled(flashq_kernels._restore_kernel, warps),
     }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from alspec.config import SamplingConfig
-from alspec.errors import DoesNotFitError, UserError
+from alspec.errors import DoesNotFitError
 from alspec.runtime import engine as engine_module
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import Heartbeat, run_guarded
@@ -37,13 +37,6 @@ def test_a_longer_prompt_replaces_the_cache(kv_cache: str) -> None:
     assert [token.token_id for token in engine.stream("The road", SAMPLING)] == short
     assert len(long) == 4
     assert engine.notices == []
-
-
-def test_a_quantised_cache_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match="kv_cache: turbo4 is not available on GPUs yet; use bf16"):
-        Engine.from_pretrained(kv_cache="turbo4")
 
 
 def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
