@@ -165,6 +165,8 @@ class Transport:
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options.config.max_ctas = max_ctas
+            # No clusters of thread blocks: those start only where one part of the GPU has SMs for all of them.
+            options.config.cga_cluster_size = 0
         group: dist.ProcessGroup = dist.new_group(ranks, pg_options=options)
         return group
 
