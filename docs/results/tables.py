@@ -22,6 +22,7 @@ def main() -> None:
         ("quality", short_quality()),
         ("decode", short_decode()),
         ("decode_step", short_steps()),
+        ("quantised", short_quantised()),
     ):
         if not lines:
             continue
@@ -39,6 +40,8 @@ def main() -> None:
         against_off(read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         decode(read("decode_attention.jsonl")),
+        quantised(read("turbo_attention.jsonl")),
+        prefill(read("prefill_attention.jsonl")),
         ready(read("ready.jsonl")),
     ]
     (HERE / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
@@ -197,9 +200,21 @@ def steps(rows: list[dict[str, Any]]) -> str:
         case = row["case"]
         key = (case["shape"], str(case["world"]), case["mode"], hits(row), case["transport"] or "")
         key += ("captured" if case["cuda_graph"] else "one by one", case["dtype"], str(case["batch"]))
-        key += (case.get("text") or "random numbers",)
+        key += (case["kv_cache"], case.get("text") or "random numbers")
         lines.setdefault(key, {})[case["context"]] = row
-    head = ["shape", "GPUs", "mode", "hits", "transport", "launches", "dtype", "batch", "cache", *map(str, contexts)]
+    head = [
+        "shape",
+        "GPUs",
+        "mode",
+        "hits",
+        "transport",
+        "launches",
+        "dtype",
+        "batch",
+        "cache",
+        "of",
+        *map(str, contexts),
+    ]
     cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in sorted(lines.items())]
     parts = [
         "## Decode steps",
@@ -342,6 +357,57 @@ def by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[s
     }
 
 
+def quantised(rows: list[dict[str, Any]]) -> str:
+    """Decode attention over quantised caches beside bf16, one table for each shape."""
+    if not rows:
+        return ""
+    parts = [
+        "## Decode attention over quantised caches",
+        "p50 in microseconds, and how many times faster than the lean kernel over bf16 under the same heading: plain,"
+        " then with guess and verdict. " + where(*rows),
+    ]
+    for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
+        for bench, title in (("decode_attention", "plain"), ("speculative_decode", "with guess and verdict")):
+            found: dict[str, dict[int, float]] = {}
+            for row in rows:
+                if row["case"]["heads"] == shape and row["bench"] == bench:
+                    name = "torch SDPA, bf16" if row["impl"] == "torch.sdpa" else row["case"]["codec"]
+                    found.setdefault(name, {})[row["case"]["context"]] = row["us"]["p50"]
+            contexts = sorted(found["bf16"])
+            lines = [
+                [name, *(f"{us[at]:.1f}" + (f" ({found['bf16'][at] / us[at]:.2f}x)") for at in contexts)]
+                for name, us in found.items()
+            ]
+            parts += [f"### {shape} heads of 128, {title}", table(["cache", *map(str, contexts)], lines)]
+    return "\n\n".join(parts)
+
+
+def prefill(rows: list[dict[str, Any]]) -> str:
+    """Prefill attention over the INT8 stage beside SDPA over bf16."""
+    if not rows:
+        return ""
+    cases: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["case"]["tokens"], row["case"]["context"]), {})[row["impl"]] = row
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    lines = [
+        [str(tokens), str(context)]
+        + [
+            f"{found[impl]['us']['p50']:.0f}, {found[impl]['tflop_s']:.0f} TFLOP/s,"
+            f" {found['torch.sdpa']['us']['p50'] / found[impl]['us']['p50']:.2f}x"
+            for impl in impls
+        ]
+        for (tokens, context), found in sorted(cases.items())
+    ]
+    return "\n\n".join(
+        [
+            "## Prefill attention over the INT8 stage",
+            "p50 in microseconds, rate, and speed against SDPA; 32/8 heads of 128, causal. " + where(*rows),
+            table(["tokens", "context", *impls], lines),
+        ]
+    )
+
+
 def ready(rows: list[dict[str, Any]]) -> str:
     """Time until the guess can be used, over contexts."""
     if not rows:
@@ -438,6 +504,32 @@ def short_steps() -> str:
     if paired:
         tables.append(table(["GPUs, paired", "transport", "hits", *head], paired))
     return "\n".join(["\n\n".join(tables), "", where(*rows)])
+
+
+def short_quantised() -> str:
+    """Attention alone and whole steps on one GPU, over each cache; empty where nothing is measured."""
+    attention = [row for row in read("turbo_attention.jsonl") if row["case"]["heads"] == "32/8"]
+    names = ("bf16", "turbo4", "turbo-mixed")
+    steps_of = [
+        row
+        for row in read("decode_step.jsonl")
+        if row["case"]["shape"] == "llama-3.1-8b" and row["case"]["world"] == 1 and row["case"]["batch"] == 1
+    ]
+    parts = []
+    for title, rows in (("attention of a layer, us", attention), ("whole step, ms", steps_of)):
+        found: dict[str, dict[int, float]] = {}
+        for row in rows:
+            case, is_ours = row["case"], row["impl"].startswith("alspec")
+            if is_ours and row["bench"] != "speculative_decode" and case.get("text") is None:
+                codec = case.get("codec") or case["kv_cache"]
+                found.setdefault(codec, {})[case["context"]] = row["us"]["p50"] / (1 if rows is attention else 1e3)
+        if set(names) - set(found):
+            continue
+        contexts = sorted(set.intersection(*(set(found[name]) for name in names)))
+        digits = 1 if rows is attention else 2
+        lines = [[name, *(f"{found[name][context]:.{digits}f}" for context in contexts)] for name in names]
+        parts += [table([title, *map(str, contexts)], lines), "", where(*rows), ""]
+    return "\n".join(parts[:-1])
 
 
 if __name__ == "__main__":

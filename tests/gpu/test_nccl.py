@@ -6,7 +6,9 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,39 +24,70 @@ PROMPT_LENS = (40, 256, 319, 320, 1500, 8192 - MAX_NEW_TOKENS)
 THRESHOLDS = ("0", "0.05", "0.1", "0.25", "inf")
 LONG = {"threshold": "0.1", "sampling": {"max_new_tokens": 1500, "temperature": 0.8, "top_p": 0.95, "seed": 3}}
 MIN_SWAPS = 5000
-# (name, mode, transport, captured graph, thresholds) of the jobs with 1, 2 and 4 ranks, one after the other in each.
-RUNS: dict[int, list[tuple[str, str, str, str, tuple[str, ...]]]] = {
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine of a job: it generates from every prompt at every threshold."""
+
+    name: str
+    mode: str
+    transport: str
+    graph: str
+    thresholds: tuple[str, ...] = ("0.1",)
+    kv_cache: str = "bf16"
+
+    def case(self) -> dict[str, Any]:
+        """What worker.py takes."""
+        engine = {"speculation": {"mode": self.mode}, "dtype": "fp32", "transport": self.transport}
+        engine |= {"cuda_graph": self.graph, "kv_cache": self.kv_cache}
+        thresholds, sampled, long = self.thresholds, self.mode == "off", self.name in WITH_LONG
+        return {"name": self.name, "engine": engine, "sampled": sampled, "thresholds": thresholds, "long": long}
+
+
+# The runs of the jobs with 1, 2 and 4 ranks, one after the other in each; those that the GPUs here allow.
+ALL_RUNS = {
     1: [
-        ("off1", "off", "auto", "on", ("0.1",)),
-        ("launched1", "off", "auto", "off", ("0.1",)),
-        ("simulated1", "simulated", "nccl", "auto", THRESHOLDS),
+        Run("off1", "off", "auto", "on"),
+        Run("launched1", "off", "auto", "off"),
+        Run("simulated1", "simulated", "nccl", "auto", THRESHOLDS),
+        Run("turbo_simulated1", "simulated", "nccl", "auto", kv_cache="turbo-mixed"),
     ],
     2: [
-        ("off2", "off", "symm", "on", ("0.1",)),
-        ("nccl2", "off", "nccl", "on", ("0.1",)),
-        ("paired2", "paired", "symm", "on", THRESHOLDS),
-        ("launched2", "paired", "symm", "off", ("0.1",)),
-        ("swapped2", "paired", "nccl", "on", THRESHOLDS),
-        ("eager2", "paired", "nccl", "off", ("0.1",)),
-        ("simulated2", "simulated", "nccl", "auto", ("0.1",)),
+        Run("off2", "off", "symm", "on"),
+        Run("nccl2", "off", "nccl", "on"),
+        Run("paired2", "paired", "symm", "on", THRESHOLDS),
+        Run("launched2", "paired", "symm", "off"),
+        Run("swapped2", "paired", "nccl", "on", THRESHOLDS),
+        Run("eager2", "paired", "nccl", "off"),
+        Run("simulated2", "simulated", "nccl", "auto"),
+        Run("turbo_paired2", "paired", "symm", "on", kv_cache="turbo-mixed"),
+        Run("turbo_swapped2", "paired", "nccl", "on", kv_cache="turbo-mixed"),
     ],
     4: [
-        ("off4", "off", "symm", "on", ("0.1",)),
-        ("nccl4", "off", "nccl", "on", ("0.1",)),
-        ("launched4", "off", "symm", "off", ("0.1",)),
-        ("paired4", "paired", "symm", "on", THRESHOLDS),
-        ("swapped4", "paired", "nccl", "on", THRESHOLDS),
+        Run("off4", "off", "symm", "on"),
+        Run("nccl4", "off", "nccl", "on"),
+        Run("launched4", "off", "symm", "off"),
+        Run("paired4", "paired", "symm", "on", THRESHOLDS),
+        Run("swapped4", "paired", "nccl", "on", THRESHOLDS),
     ],
 }
+RUNS = {world_size: runs for world_size, runs in ALL_RUNS.items() if world_size <= NUM_GPUS}
 # Jobs of one wave run side by side: ranks -> GPUs.
-WAVES = [{1: "2", 2: "0,1"}, {4: "0,1,2,3"}]
+WAVES = [{1: "2", 2: "0,1"}, {4: "0,1,2,3"}] if NUM_GPUS >= 4 else [{1: "0"}, {2: "0,1"}]
 WITH_LONG = ("simulated1", "paired2", "paired4", "swapped2", "swapped4")
-OFF = [run[0] for runs in RUNS.values() for run in runs if run[1] == "off"]
+
+
+def names(*modes: str, turbo: bool = False) -> list[str]:
+    """Of the runs in these modes."""
+    runs = [run for world_runs in RUNS.values() for run in world_runs if run.mode in modes]
+    return [run.name for run in runs if (run.kv_cache != "bf16") == turbo]
+
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.multi_gpu,
-    pytest.mark.skipif(NUM_GPUS < 4, reason=f"needs 4 GPUs, found {NUM_GPUS}"),
+    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, better 4, found {NUM_GPUS}"),
     pytest.mark.timeout(900),
 ]
 
@@ -77,21 +110,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     for wave in WAVES:
         jobs = []
         for world_size, gpus in wave.items():
-            runs = [
-                {
-                    "name": name,
-                    "engine": {
-                        "speculation": {"mode": mode},
-                        "dtype": "fp32",
-                        "transport": transport,
-                        "cuda_graph": graph,
-                    },
-                    "sampled": mode == "off",
-                    "thresholds": thresholds,
-                    "long": name in WITH_LONG,
-                }
-                for name, mode, transport, graph, thresholds in RUNS[world_size]
-            ]
+            runs = [run.case() for run in RUNS[world_size]]
             cases = {"runs": runs, "batches": batches, "max_new_tokens": MAX_NEW_TOKENS}
             cases["long"] = LONG | {"prompt": batches[4][0]}
             place = folder / str(world_size)
@@ -120,16 +139,16 @@ def short(rows: list[dict]) -> list[dict]:
 
 def test_every_job_ran_as_asked(results: dict[str, list[dict]]) -> None:
     for world_size, runs in RUNS.items():
-        for name, _, transport, graph, thresholds in runs:
-            rows = results[name]
-            assert len(short(rows)) == (len(PROMPT_LENS) + 1) * len(thresholds)
+        for run in runs:
+            rows = results[run.name]
+            assert len(short(rows)) == (len(PROMPT_LENS) + 1) * len(run.thresholds)
             assert {row["device"] for row in rows} == {"cuda"}
             if world_size > 1:
-                assert {row["transport"] for row in rows} == {transport}
-            assert {row["cuda_graph"] for row in rows} == {graph == "on"}
+                assert {row["transport"] for row in rows} == {run.transport}
+            assert {row["cuda_graph"] for row in rows} == {run.graph == "on"}
 
 
-@pytest.mark.parametrize("name", OFF)
+@pytest.mark.parametrize("name", names("off"))
 def test_off_gives_the_same_tokens_however_it_runs(results: dict[str, list[dict]], name: str) -> None:
     """World sizes 1, 2 and 4, over words and NCCL, launched one by one or captured at a short length and replayed."""
     assert [row["tokens"] for row in results[name]] == [row["tokens"] for row in results["off1"]]
@@ -138,17 +157,18 @@ def test_off_gives_the_same_tokens_however_it_runs(results: dict[str, list[dict]
     assert all(len(tokens) == 12 for row in results[name] for tokens in row["sampled"])
 
 
-@pytest.mark.parametrize("name", ["paired2", "paired4", "swapped2", "swapped4", "launched2", "eager2", "simulated2"])
+@pytest.mark.parametrize("name", [*names("paired", "simulated"), *names("paired", turbo=True)])
 def test_paired_equals_simulated(results: dict[str, list[dict]], name: str) -> None:
     """Tokens and hit maps are those of the reference semantics on one GPU, however many ranks a group has."""
-    reference = {(row["threshold"], tuple(row["prompt_lens"])): row for row in short(results["simulated1"])}
+    source = "turbo_simulated1" if name.startswith("turbo") else "simulated1"
+    reference = {(row["threshold"], tuple(row["prompt_lens"])): row for row in short(results[source])}
     for row in short(results[name]):
         where = (row["threshold"], tuple(row["prompt_lens"]))
         assert row["tokens"] == reference[where]["tokens"], where
         assert row["hits"] == reference[where]["hits"], where
 
 
-@pytest.mark.parametrize("name", ["paired2", "paired4", "swapped2", "swapped4"])
+@pytest.mark.parametrize("name", [name for name in names("paired") if name in WITH_LONG])
 def test_thousands_of_role_swaps(
     results: dict[str, list[dict]], name: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -166,11 +186,13 @@ def test_thousands_of_role_swaps(
 
 
 def test_both_verdicts_occurred(results: dict[str, list[dict]]) -> None:
-    rows = [row for row in results["paired4"] if row["threshold"] == "0.1"]
+    rows = [row for row in results["paired2"] if row["threshold"] == "0.1"]
     assert {hit for row in rows for step in row["hits"] for layer in step for hit in layer} == {0, 1}
 
 
 def test_threshold_zero_gives_the_tokens_of_off(results: dict[str, list[dict]]) -> None:
-    for name in ("simulated1", "paired2", "paired4", "swapped2", "swapped4"):
+    for name in WITH_LONG:
+        if name not in results:
+            continue
         tokens = [row["tokens"] for row in results[name] if row["threshold"] == "0"]
         assert tokens == [row["tokens"] for row in results["off1"]]
