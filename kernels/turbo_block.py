@@ -291,7 +291,13 @@ def attend_tail(
     token = r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // 16 % 8
     at = (warps * T + token) * (D // 4) + r // 4 % 4 * TILES + r // 128 % (D // 64) * 4 + r % 4
     at = tl.multiple_of(tl.max_contiguous(at, [1, 4]), [1, 4])
-    k = _bytes_as_halves(tl.load(tail_ptr + at) ^ -2139062144)  # + 128 in each byte
+    k_words = tl.load(tail_ptr + at)
+    # V [token tile][kh][i][g][t][words]: lane g has D / 8 channels in a row, one of each channel tile and rh.
+    token = r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // RUN % 4 * 2 + r // D % 2
+    at = (warps * T + token) * (D // 4) + r // (4 * RUN) % 8 * RUN + r % RUN
+    at = tl.multiple_of(tl.max_contiguous(at, [1, RUN]), [1, RUN])
+    v_words = tl.load(tail_ptr + TOKENS * D // 4 + at)
+    k = _bytes_as_halves(k_words ^ -2139062144)  # + 128 in each byte
     k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])
     q_words = tl.permute(tl.reshape(_pairs(even, odd), [4, TILES, 2, COLUMNS]), (1, 0, 2, 3))
@@ -307,11 +313,7 @@ def attend_tail(
     p = _as_right_operand(p, W, T)
     row_sum = tl.dot(tl.full([W, 16, T], 1.0, tl.float16), p)
 
-    # V [token tile][kh][i][g][t][words]: lane g has D / 8 channels in a row, one of each channel tile and rh.
-    token = r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // RUN % 4 * 2 + r // D % 2
-    at = (warps * T + token) * (D // 4) + r // (4 * RUN) % 8 * RUN + r % RUN
-    at = tl.multiple_of(tl.max_contiguous(at, [1, RUN]), [1, RUN])
-    v = _bytes_as_halves(tl.load(tail_ptr + TOKENS * D // 4 + at) ^ -2139062144)
+    v = _bytes_as_halves(v_words ^ -2139062144)
     v = tl.reshape(v, [W, T // 16, 2, 2, 8, 4, RUN, 2, 2])
     v = tl.reshape(tl.permute(v, (0, 6, 7, 8, 4, 1, 2, 5, 3)), [W, D, T])
     o = tl.dot(_opaque(v), p) * (1.0 / ULP) - 128.0 * _on_rows(row_sum, W, D)

@@ -23,7 +23,7 @@ from .turbo_block import COLUMNS, TOKENS, attend_blocks, attend_tail, merge_warp
 __all__ = ["turbo_decode_kernel"]
 
 # What starting on a guess's tail and sending it away takes, and a tail without a guess, beyond other steps: in steps.
-GUESS_STEPS = tl.constexpr(2)
+GUESS_STEPS = tl.constexpr(3)
 TAIL_STEPS = tl.constexpr(2)
 
 
