@@ -7,6 +7,7 @@ keys and values keeps their second stage within INT8, and queries have none), wi
 Scores are INT8 matrix products. P stays fp16, and so does V, widened once before. On Hopper the product of two INT8
 operands needs V transposed, and sums that leave the matrix unit with every scale of 64 tokens, for a second rescaling
 in registers; and INT8 P loses what lies below 1/254 of a row's largest weight: of a long flat row most of the mass.
+There, exact exponentials have a kernel of their own, in turbo_prefill_hopper.py.
 
 Source: TurboAttention, Algorithm 1. **(corrected)**: the softmax scale is applied, `alpha = 2^(m_old - m_new)` is
 multiplied and always exact, with either softmax; blocks of K and V are written by whoever compresses them, not here.
@@ -16,6 +17,7 @@ Shapes: n_q query tokens, the last of n; Hq query heads, Hkv KV heads, D head_di
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal
 
@@ -23,9 +25,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..sas import cutoff
+from . import turbo_prefill_hopper as hopper
 from .sas import sas_exp2
 
 __all__ = ["Softmax", "turbo_prefill_attention"]
@@ -212,12 +217,40 @@ def turbo_prefill_attention(
     )
     out = torch.empty_like(q)
     lse = torch.empty(num_queries, num_qo_heads, dtype=torch.float32, device=q.device)
-    rows = (num_kv_heads - 1) * (k8.stride(0) // head_dim) + num_tokens
+    k_stride = k8.stride(0) // head_dim
+    rows = (num_kv_heads - 1) * k_stride + num_tokens
+    v_rows = num_kv_heads * num_tokens
+    qk_scale = sm_scale * math.log2(math.e)
+    group = num_qo_heads // num_kv_heads
+    if softmax == "exact" and _is_hopper(q.device):
+        tile = [hopper.TILE, head_dim]
+        k_layout, v_layout = (gl.NVMMASharedLayout.get_default_for(tile, kind) for kind in (gl.int8, gl.float16))
+        hopper.prefill_hopper_kernel[(triton.cdiv(num_queries, 2 * hopper.GROUP_ROWS) * num_qo_heads,)](
+            q,
+            HopperDescriptor(k8, [rows, head_dim], [head_dim, 1], tile, k_layout),
+            HopperDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile, v_layout),
+            unit,
+            k_scale,
+            out,
+            lse,
+            num_queries,
+            num_tokens,
+            num_blocks,
+            k_stride,
+            qk_scale,
+            HQ=num_qo_heads,
+            GROUP=group,
+            D=head_dim,
+            STAGES=hopper.STAGES,
+            num_warps=4,
+            maxnreg=hopper.REGISTERS,
+        )
+        return out, lse
     tile = [BLOCK_N, head_dim]
     _prefill_kernel[(triton.cdiv(num_queries, BLOCK_M) * num_qo_heads,)](
         q,
         TensorDescriptor(k8, [rows, head_dim], [head_dim, 1], tile),
-        TensorDescriptor.from_tensor(v.view(-1, head_dim), tile),
+        TensorDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile),
         unit,
         k_scale,
         out,
@@ -225,11 +258,11 @@ def turbo_prefill_attention(
         num_queries,
         num_tokens,
         num_blocks,
-        k8.stride(0) // head_dim,
-        sm_scale * math.log2(math.e),
+        k_stride,
+        qk_scale,
         -cutoff(num_tokens) * math.log2(math.e),
         HQ=num_qo_heads,
-        GROUP=num_qo_heads // num_kv_heads,
+        GROUP=group,
         D=head_dim,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
@@ -238,6 +271,11 @@ def turbo_prefill_attention(
         num_warps=NUM_WARPS,
     )
     return out, lse
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _check(q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, sm_scale: float) -> None:

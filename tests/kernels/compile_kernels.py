@@ -15,6 +15,8 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from alspec.kernels import (
     flashq_kernels,
@@ -27,6 +29,7 @@ from alspec.kernels import (
     swap,
     turbo_attention,
     turbo_kernel,
+    turbo_prefill_hopper,
 )
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
@@ -90,6 +93,25 @@ def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: boo
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
     return compile_for(capability, turbo_kernel.turbo_decode_kernel, 1, constants)
+
+
+def prefill(head_dim: int) -> Any:
+    """The attention kernel of prompts as `turbo_prefill_attention` launches it on Hopper."""
+    kernel = turbo_prefill_hopper.prefill_hopper_kernel
+    constants = {"HQ": 32, "GROUP": 4, "D": head_dim, "STAGES": turbo_prefill_hopper.STAGES}
+    tile = [turbo_prefill_hopper.TILE, head_dim]
+    types = dict.fromkeys(["q_ptr", "out_ptr"], "*bf16") | {"qk_scale": "fp32"}
+    for name, kind, short in (("k_desc", gl.int8, "i8"), ("v_desc", gl.float16, "fp16")):
+        types[name] = f"tensordesc<{short}{tile},{gl.NVMMASharedLayout.get_default_for(tile, kind)!r}>"
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        pointer = name.endswith("_ptr")
+        signature[name] = "constexpr" if name in constants else types.get(name, "*fp32" if pointer else "i32")
+        if pointer:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": 4, "maxnreg": turbo_prefill_hopper.REGISTERS}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
@@ -204,7 +226,7 @@ def quantised_cache(capability: int) -> dict[str, Any]:
 
 
 def report(ptx: str) -> dict[str, int]:
-    """Assemble PTX once more, for registers and spilled bytes; and count its copies that go on in the background."""
+    """Assemble PTX once more: registers, spilled bytes, copies in the background, products kept out of it."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     tool = next(path for path in (folder / "ptxas-blackwell", folder / "ptxas") if path.exists() and _knows(path, arch))
@@ -216,6 +238,7 @@ def report(ptx: str) -> dict[str, int]:
         "registers": int(re.search(r"Used (\d+) registers", told)[1]),
         "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", told)),
         "async_copies": ptx.count("cp.async.cg.shared.global"),
+        "serialised": told.count("wgmma.mma_async instructions are serialized"),
     }
 
 
@@ -234,6 +257,7 @@ def main(capability: int) -> None:
         compiled["turbo"] = turbo(capability, 4, 128, 1, False)
         compiled["turbo, batch 8, spec True"] = turbo(capability, 4, 128, 8, True)
         compiled["turbo, head 64"] = turbo(capability, 7, 64, 1, True)
+        compiled |= {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
     for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
         kernels = decode_step(capability, tp_size, batch_size)
         gated = decode_step(capability, tp_size, batch_size, True)

@@ -1,0 +1,298 @@
+"""The INT8 prefill kernel of Hopper, with exact exponentials: one warp loads, two warp groups of 64 queries compute.
+
+Both groups read the same tiles of 128 tokens. A group asks for the scores of a tile and, behind them, for `P V` of the
+tile before; while the matrix unit forms the latter, the group takes the softmax of the former. What one group leaves of
+the matrix unit the other takes. The method is in turbo_prefill.py, whose kernel does the same elsewhere; the schedule
+is FlashAttention-3's (Shah et al., 2024).
+
+A tile of 64 queries and 128 tokens (D 128) takes 256 cycles for q8 k8^T and 512 for P V of the matrix unit, which both
+groups share, and for each group 528 of exponentials and about 530 issued instructions: the matrix unit sets the pace
+only where softmax and product overlap. ptxas would put the exponentials behind the wait for the product, since nothing
+in PTX ties one to the other: `_finish_softmax` does.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = ["GROUP_ROWS", "REGISTERS", "STAGES", "TILE", "prefill_hopper_kernel"]
+
+TILE = 128  # tokens, two blocks with a scale each
+STAGES = 3  # tiles of K, and of V, in flight
+GROUP_ROWS = 64  # queries of a warp group
+REGISTERS = 168  # a thread in the mean: 240 where it computes, 24 where it loads
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
+BLOCK = gl.constexpr(64)
+MAGIC = gl.constexpr(1.5 * 2.0**23)  # this and those below as in turbo_prefill.py
+MAGIC_BITS = gl.constexpr(0x4B400000)
+P_SHIFT = gl.constexpr(10.0)
+Q_MAX = gl.constexpr(127.0)
+TINY = gl.constexpr(1e-37)
+HIDDEN = gl.constexpr(-(2**22))  # below every score of INT8, and MAGIC still takes it
+
+# A barrier of one warp group whose NUMBER ptxas cannot know before the sums: no sum of weights is negative.
+_AFTER_SUMS = """
+{
+    .reg .b32 bits, number;
+    or.b32 bits, $4, $5;    or.b32 bits, bits, $6;    or.b32 bits, bits, $7;
+    shr.u32 bits, bits, 31;    add.u32 number, bits, NUMBER;
+    bar.sync number, 128;
+    mov.b32 $0, $4;    mov.b32 $1, $5;    mov.b32 $2, $6;    mov.b32 $3, $7;
+}
+"""
+_AFTER_SUMS_0 = gl.constexpr(_AFTER_SUMS.replace("NUMBER", "10"))  # Triton takes numbers from 0 up
+_AFTER_SUMS_1 = gl.constexpr(_AFTER_SUMS.replace("NUMBER", "12"))
+
+
+@gluon.jit
+def _scales(k_scale_ptr, tile, num_blocks, layout: gl.constexpr):
+    """[2] fp32 of the blocks of a tile; past the last block nothing is visible, and any will do."""
+    block = 2 * tile + gl.arange(0, 2, layout=layout)
+    return gl.load(k_scale_ptr + block, mask=block < num_blocks, other=1.0)
+
+
+@gluon.jit
+def _pack(p):
+    """fp32 [rows, tile] -> int32 [rows, tile / 2], two fp16 each: a loop that carries fp16 packs it again each time."""
+    rows: gl.constexpr = p.shape[0]
+    pairs: gl.constexpr = p.shape[1] // 2
+    low, high = gl.split(p.reshape([rows, pairs, 2]))
+    return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, True, 1)
+
+
+@gluon.jit
+def _unpack(packed, layout: gl.constexpr):
+    """int32 [rows, tile / 2] -> fp16 [rows, tile], the same registers as an operand of the product with V."""
+    rows: gl.constexpr = packed.shape[0]
+    tile: gl.constexpr = packed.shape[1] * 2
+    low = packed.to(gl.int16).to(gl.float16, bitcast=True)
+    high = (packed >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+    return gl.convert_layout(gl.join(low, high).reshape([rows, tile]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _softmax(s, k_scale, q_scale, row_max, row_sum, positions, start, MASKED: gl.constexpr):
+    """One step of the online softmax over tokens from `start`.
+
+        x = s s_Q s_K,   m' = max(m, max x),   P = 2^(x - m' + 10),   alpha = 2^(m - m'),   sum' = sum alpha + P
+
+    s: [rows, tile] int32.  k_scale: [2].  q_scale, row_max, positions: [rows].  row_sum: [rows, 8], of every 8th token,
+    which is what one thread has; they meet after the last tile.
+    Returns P [rows, tile] fp32, m', sum', alpha.
+    """
+    rows: gl.constexpr = s.shape[0]
+    tile: gl.constexpr = s.shape[1]
+    blocks: gl.constexpr = tile // BLOCK
+    row_layout: gl.constexpr = row_max.type.layout
+    sum_layout: gl.constexpr = row_sum.type.layout
+    if MASKED:
+        tokens = start + gl.arange(0, tile, layout=gl.SliceLayout(0, s.type.layout))
+        last = gl.convert_layout(positions, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+        visible = tokens[None, :] <= last[:, None]
+        s = gl.where(visible, s, HIDDEN)
+        visible = visible.reshape([rows, blocks, BLOCK])
+    s = s.reshape([rows, blocks, BLOCK])
+    block_layout: gl.constexpr = gl.SliceLayout(2, s.type.layout)
+    of_row: gl.constexpr = gl.SliceLayout(1, block_layout)
+    scale = gl.maximum(gl.convert_layout(q_scale, of_row, assert_trivial=True)[:, None] * k_scale[None, :], TINY)
+    # The largest among integers: of those the hardware compares three at once.
+    largest = (gl.max(s, 2) + MAGIC_BITS).to(gl.float32, bitcast=True)
+    s = (s + MAGIC_BITS).to(gl.float32, bitcast=True)
+    if MASKED:
+        largest = gl.where(largest > MAGIC + HIDDEN, largest, float("-inf"))
+        s = gl.where(visible, s, float("-inf"))
+    base = scale * MAGIC
+    new_max = gl.convert_layout(gl.max(largest * scale - base, 1), row_layout, assert_trivial=True)
+    new_max = gl.maximum(row_max, new_max)
+    shift = gl.convert_layout(new_max - P_SHIFT, of_row, assert_trivial=True)
+    p = gl.exp2(s * scale[:, :, None] - (base + shift[:, None])[:, :, None]).reshape([rows, tile])
+    alpha = gl.exp2(row_max - new_max)
+    part = gl.convert_layout(gl.sum(p.reshape([rows, tile // 8, 8]), 1), sum_layout, assert_trivial=True)
+    row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sum_layout), assert_trivial=True)[:, None] + part
+    return p, new_max, row_sum, alpha
+
+
+@gluon.jit
+def _finish_softmax(row_sum, part: gl.constexpr):
+    """A barrier of the group that ptxas cannot put before the sums, nor the wait that follows before the barrier."""
+    asm: gl.constexpr = _AFTER_SUMS_0 if part == 0 else _AFTER_SUMS_1
+    return gl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r,r", [row_sum], gl.float32, False, 4)
+
+
+@gluon.jit
+def _attend_tiles(
+    part: gl.constexpr, first, last, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles,
+    ready, empty, p, alpha, row_max, row_sum, acc,
+    MASKED: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
+):  # fmt: skip
+    """Tiles [first, last), first at least 1; P, packed, and its alpha come in from the tile before."""
+    rows: gl.constexpr = q8.shape[0]
+    tile_tokens: gl.constexpr = k_tiles.shape[1]
+    stages: gl.constexpr = k_tiles.shape[0]
+    row_layout: gl.constexpr = row_max.type.layout
+    scale_layout: gl.constexpr = k_scale.type.layout
+    none = gl.zeros([rows, tile_tokens], gl.int32, s_layout)
+    for tile in range(first, last):
+        next_scale = _scales(k_scale_ptr, tile + 1, num_blocks, scale_layout)
+        stage, before = tile % stages, (tile - 1) % stages
+        mbarrier.wait(ready.index(stage), (tile // stages) & 1)
+        s = warpgroup_mma(q8, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        acc = acc * gl.convert_layout(alpha, row_layout, assert_trivial=True)[:, None]
+        acc = warpgroup_mma(_unpack(p, p_layout), v_tiles.index(before), acc, is_async=True)
+        s = warpgroup_mma_wait(1, [s])  # the product with V goes on
+        next_p, row_max, row_sum, alpha = _softmax(
+            s, k_scale, q_scale, row_max, row_sum, positions, tile * tile_tokens, MASKED
+        )
+        row_sum = _finish_softmax(row_sum, part)
+        acc, _ = warpgroup_mma_wait(0, [acc, p])  # the product reads P till here
+        mbarrier.arrive(empty.index(stage), count=1)
+        p, k_scale = _pack(next_p), next_scale
+    return p, alpha, k_scale, row_max, row_sum, acc
+
+
+@gluon.jit
+def _attend(
+    part: gl.constexpr, q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, first_query, first_position, head, kv_head,
+    num_qo_heads, num_queries, num_blocks, full_tiles, tiles, qk_scale, q_parts, k_tiles, v_tiles, ready, empty,
+):  # fmt: skip
+    """What warp group `part` does with its 64 queries."""
+    rows: gl.constexpr = q_parts.shape[1]
+    dim: gl.constexpr = q_parts.shape[2]
+    tile_tokens: gl.constexpr = k_tiles.shape[1]
+    stages: gl.constexpr = k_tiles.shape[0]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_tokens, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+
+    queries = first_query + part * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, q_layout))
+    at = (queries.to(gl.int64) * num_qo_heads + head)[:, None] * dim
+    at += gl.arange(0, dim, layout=gl.SliceLayout(0, q_layout))[None, :]
+    q = gl.load(q_ptr + at, mask=(queries < num_queries)[:, None], other=0.0).to(gl.float32)
+    step = gl.max(gl.abs(q), 1) / Q_MAX
+    inverse = gl.where(step > TINY, 1.0 / gl.maximum(step, TINY), 0.0)
+    q8 = q_parts.index(part)
+    q8.store((q * inverse[:, None] + MAGIC - MAGIC).to(gl.int8))
+    fence_async_shared()
+    _barrier()
+    q_scale = gl.convert_layout(step * qk_scale, row_layout)
+    positions = first_position + part * rows + gl.arange(0, rows, layout=row_layout)
+
+    row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
+    row_sum = gl.zeros([rows, 8], gl.float32, sum_layout)
+    acc = gl.zeros([rows, dim], gl.float32, o_layout)
+    none = gl.zeros([rows, tile_tokens], gl.int32, s_layout)
+    blocks_layout: gl.constexpr = none.reshape([rows, tile_tokens // BLOCK, BLOCK]).type.layout
+    scale_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks_layout))
+    k_scale = _scales(k_scale_ptr, 0, num_blocks, scale_layout)
+    mbarrier.wait(ready.index(0), 0)
+    s = warpgroup_mma(q8, k_tiles.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(empty.index(0), count=1)
+    p, row_max, row_sum, alpha = _softmax(s, k_scale, q_scale, row_max, row_sum, positions, 0, True)
+    p = _pack(p)
+    k_scale = _scales(k_scale_ptr, 1, num_blocks, scale_layout)
+    p, alpha, k_scale, row_max, row_sum, acc = _attend_tiles(
+        part, 1, full_tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles, ready, empty,
+        p, alpha, row_max, row_sum, acc, False, s_layout, p_layout,
+    )  # fmt: skip
+    p, alpha, k_scale, row_max, row_sum, acc = _attend_tiles(
+        part, gl.maximum(full_tiles, 1), tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles,
+        v_tiles, ready, empty, p, alpha, row_max, row_sum, acc, True, s_layout, p_layout,
+    )  # fmt: skip
+    mbarrier.wait(ready.index(tiles % stages), (tiles // stages) & 1)
+    acc = acc * gl.convert_layout(alpha, row_layout, assert_trivial=True)[:, None]
+    acc = warpgroup_mma(_unpack(p, p_layout), v_tiles.index((tiles - 1) % stages), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_layout, assert_trivial=True)
+    acc = acc * (gl.load(unit_ptr + kv_head) / total)[:, None]
+    queries = first_query + part * rows + gl.arange(0, rows, layout=row_layout)
+    row = queries.to(gl.int64) * num_qo_heads + head
+    at = row[:, None] * dim + gl.arange(0, dim, layout=gl.SliceLayout(0, o_layout))[None, :]
+    gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(queries < num_queries)[:, None])
+    gl.store(lse_ptr + row, row_max - P_SHIFT + gl.log2(total), mask=queries < num_queries)
+
+
+@gluon.jit
+def _attend_first(work, shared, descriptors):
+    _attend(0, *work, *shared)
+
+
+@gluon.jit
+def _attend_second(work, shared, descriptors):
+    _attend(1, *work, *shared)
+
+
+@gluon.jit
+def _load_tiles(work, shared, descriptors):
+    """Keep the stages full. Step j brings K of tile j and V of tile j - 1: they are wanted, and done with, together."""
+    _, k_tiles, v_tiles, ready, empty = shared
+    k_desc, v_desc, k_row, v_row = descriptors
+    stages: gl.constexpr = k_tiles.shape[0]
+    tile_tokens: gl.constexpr = k_tiles.shape[1]
+    k_bytes: gl.constexpr = k_desc.block_type.nbytes
+    v_bytes: gl.constexpr = v_desc.block_type.nbytes
+    tiles = work[13]
+    for step in range(tiles + 1):
+        stage, before = step % stages, (step + stages - 1) % stages
+        bar = ready.index(stage)
+        mbarrier.wait(empty.index(stage), ((step // stages) & 1) ^ 1)
+        has_k, has_v = step < tiles, step > 0
+        mbarrier.expect(bar, k_bytes, pred=step == 0)
+        mbarrier.expect(bar, k_bytes + v_bytes, pred=has_k & has_v)
+        mbarrier.expect(bar, v_bytes, pred=step == tiles)
+        token = step * tile_tokens
+        tma.async_copy_global_to_shared(k_desc, [k_row + token, 0], bar, k_tiles.index(stage), pred=has_k)
+        token -= tile_tokens
+        tma.async_copy_global_to_shared(v_desc, [v_row + token, 0], bar, v_tiles.index(before), pred=has_v)
+
+
+# A size of 1 made a constant would not pass into the functions of the groups.
+@gluon.jit(do_not_specialize=["num_queries", "num_tokens", "num_blocks", "k_stride"])
+def prefill_hopper_kernel(
+    q_ptr, k_desc, v_desc, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, num_queries, num_tokens, num_blocks, k_stride,
+    qk_scale, HQ: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """128 queries of one head; grid [ceil(n_q / 128) * Hq], the longest rows first; 4 warps, and 5 more.
+
+    The arguments are those of `_prefill_kernel` in turbo_prefill.py, but for the descriptors' layouts.
+    """
+    tile_tokens: gl.constexpr = k_desc.block_type.shape[0]
+    program = gl.program_id(0)
+    head = program % HQ
+    kv_head = head // GROUP
+    first_query = (gl.cdiv(num_queries, 128) - 1 - program // HQ) * 128
+    first_position = num_tokens - num_queries + first_query
+    full_tiles = (first_position + 1) // tile_tokens
+    tiles = gl.cdiv(gl.minimum(first_position + 128, num_tokens), tile_tokens)
+
+    q_parts = gl.allocate_shared_memory(gl.int8, [2, 64, D], k_desc.layout)
+    k_tiles = gl.allocate_shared_memory(gl.int8, [STAGES, tile_tokens, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, tile_tokens, D], v_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)  # one arrival of each group
+    fence_async_shared()
+    work = (
+        q_ptr, unit_ptr, k_scale_ptr + kv_head * num_blocks, out_ptr, lse_ptr, first_query, first_position, head,
+        kv_head, HQ + 0 * program, num_queries, num_blocks, full_tiles, tiles, qk_scale,
+    )  # fmt: skip
+    shared = (q_parts, k_tiles, v_tiles, ready, empty)
+    arguments = (work, shared, (k_desc, v_desc, kv_head * k_stride, kv_head * num_tokens))
+    gl.warp_specialize(
+        [(_attend_first, arguments), (_attend_second, arguments), (_load_tiles, arguments)], [4, 1], [240, 24]
+    )
