@@ -18,11 +18,24 @@ integer to the next: `2 POLY(-1/2) = POLY(1/2)`.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["COEFFICIENTS", "DROPPED_MASS", "RELATIVE_ERROR", "cutoff", "dropped_mass_bound", "sas_exp", "sas_exp2"]
+__all__ = [
+    "COEFFICIENTS",
+    "DROPPED_MASS",
+    "RELATIVE_ERROR",
+    "Softmax",
+    "cutoff",
+    "dropped_mass_bound",
+    "sas_exp",
+    "sas_exp2",
+    "sas_softmax",
+]
+
+Softmax = Literal["exact", "sas"]
 
 # POLY(f) = 1 + c1 f + c2 f^2 + c3 f^3: least largest relative error against 2^f on [-1/2, 1/2] with POLY(0) = 1.
 COEFFICIENTS = (0.69328293, 0.24221101, 0.05500895)
@@ -73,6 +86,20 @@ def dropped_mass_bound(num_tokens: int, n_r: float) -> float:
         raise ValueError(f"num_tokens, n_r: expected n >= 1 and n_r >= 0, found {num_tokens}, {n_r}")
     x = (num_tokens - 1) * math.exp(-n_r)
     return x / (1 + x)
+
+
+def sas_softmax(scores: Tensor, n_r: float) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension with weights of `sas_exp` below each row's maximum.
+
+    Args:
+        scores: [..., n] fp32, nats; -inf where masked, not in a whole row.  n_r: of `cutoff`, nats.
+    Returns:
+        weights: [..., n] fp32, of sum 1.  log_sum: [...] fp32, nats: the logarithm of the sum they were divided by.
+    """
+    highest = scores.amax(-1, keepdim=True)
+    weights = sas_exp(highest - scores, n_r)
+    total = weights.sum(-1, keepdim=True)
+    return weights / total, (highest + total.log()).squeeze(-1)
 
 
 def sas_exp(t: Tensor, n_r: float) -> Tensor:

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..sas import COEFFICIENTS, Softmax, cutoff
 from ..verdict import accepts, combine_sums, layer_verdict
 
 __all__ = [
@@ -54,28 +55,49 @@ def apply_rope_ref(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention of q [Hq, D] over k, v [Hkv, n, D]; no token gives o = 0 and lse = -inf."""
+def _softmax(scores: Tensor, n_r: float | None) -> tuple[Tensor, Tensor]:
+    """Weights [..., n] and the logarithm of their sum [...]; with `n_r` those of SAS, by its formula."""
+    if n_r is None:
+        return torch.softmax(scores, dim=-1), torch.logsumexp(scores, dim=-1)
+    highest = scores.amax(-1, keepdim=True)
+    x = (scores - highest) * LOG2E
+    f = x - x.round()
+    weights = torch.exp2(x.round()) * (1 + sum(c * f**power for power, c in enumerate(COEFFICIENTS, 1)))
+    weights = weights.masked_fill(highest - scores > n_r, 0)
+    total = weights.sum(-1, keepdim=True)
+    return weights / total, (highest + total.log()).squeeze(-1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, n_r: float | None = None) -> tuple[Tensor, Tensor]:
+    """Softmax attention of q [Hq, D] over k, v [Hkv, n, D]; no token gives o = 0 and lse = -inf. n_r: of SAS."""
     num_kv_heads, num_tokens, head_dim = k.shape
     q = q.double().reshape(num_kv_heads, -1, head_dim)
     if num_tokens == 0:
         return torch.zeros_like(q).flatten(0, 1), q.new_full(q.shape[:2], -math.inf).flatten()
     scores = q @ k.double().transpose(1, 2) * sm_scale
-    out = torch.softmax(scores, dim=-1) @ v.double()
-    return out.flatten(0, 1), (torch.logsumexp(scores, dim=-1) * LOG2E).flatten()
+    weights, log_sum = _softmax(scores, n_r)
+    return (weights @ v.double()).flatten(0, 1), (log_sum * LOG2E).flatten()
+
+
+def _cutoff(softmax: Softmax, num_tokens: int) -> float | None:
+    return cutoff(num_tokens) if softmax == "sas" else None
 
 
 def decode_attention_ref(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float, softmax: Softmax = "exact"
 ) -> tuple[Tensor, Tensor]:
     """Attention of one new token for each request over its first `seq_lens` cached tokens.
 
     Args:
         q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] integers.
+        softmax: sas: with the cutoff of each request's length.
     Returns:
         o: [B, Hq, D] fp64.  lse: [B, Hq] fp64, base 2.
     """
-    parts = [_attend(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale) for b, n in enumerate(seq_lens.tolist())]
+    parts = [
+        _attend(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale, _cutoff(softmax, n))
+        for b, n in enumerate(seq_lens.tolist())
+    ]
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
@@ -87,40 +109,47 @@ def merge_partials_ref(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, 
 
 
 def speculative_decode_attention_ref(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, chunk_size: int, sm_scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    chunk_size: int,
+    sm_scale: float,
+    softmax: Softmax = "exact",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`A~` over sink and window, `A` over everything, and `(dist2, norm2)` of their difference.
 
-    The token set of `A~` is spelt out index by index: `t < S`, or `t >= n - S` rounded down to a multiple of 64.
+    The token set of `A~` is spelt out index by index: `t < S`, or `t >= n - S` rounded down to a multiple of 64. Its
+    cutoff is that of all n tokens.
 
     Returns:
         spec_out, full_out: [B, Hq, D] fp64.  sums: [B, 2] fp64.
     """
-    full_out, _ = decode_attention_ref(q, k_cache, v_cache, seq_lens, sm_scale)
+    full_out, _ = decode_attention_ref(q, k_cache, v_cache, seq_lens, sm_scale, softmax)
     spec_out = torch.empty_like(full_out)
     for b, n in enumerate(seq_lens.tolist()):
         window_start = max(n - chunk_size, 0) // 64 * 64
         tokens = [t for t in range(n) if t < chunk_size or t >= window_start]
-        spec_out[b], _ = _attend(q[b], k_cache[b, :, tokens], v_cache[b, :, tokens], sm_scale)
+        near_k, near_v = k_cache[b, :, tokens], v_cache[b, :, tokens]
+        spec_out[b], _ = _attend(q[b], near_k, near_v, sm_scale, _cutoff(softmax, n))
     dist2 = (spec_out - full_out).pow(2).sum((1, 2))
     norm2 = full_out.pow(2).sum((1, 2))
     return spec_out, full_out, torch.stack([dist2, norm2], dim=1)
 
 
-def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
+def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax = "exact") -> Tensor:
     """Causal attention of the newest tokens over a prefix that ends with them.
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D].
+        softmax: sas: with the cutoff of n tokens.
     Returns:
         [n_q, Hq, D] fp64.
     """
     num_queries, num_tokens = q.shape[0], k.shape[1]
-    rows = [
-        _attend(q[i], k[:, : num_tokens - num_queries + i + 1], v[:, : num_tokens - num_queries + i + 1], sm_scale)[0]
-        for i in range(num_queries)
-    ]
-    return torch.stack(rows)
+    n_r = _cutoff(softmax, num_tokens)
+    seen = range(num_tokens - num_queries + 1, num_tokens + 1)
+    return torch.stack([_attend(q[i], k[:, :n], v[:, :n], sm_scale, n_r)[0] for i, n in enumerate(seen)])
 
 
 def turbo_prefill_attention_ref(

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 from .. import sas
 
-__all__ = ["sas_exp2"]
+__all__ = ["sas_cutoff", "sas_exp2"]
 
 MAGIC = tl.constexpr(sas.MAGIC)
 C1, C2, C3 = (tl.constexpr(c) for c in sas.COEFFICIENTS)
+LOG2_ODDS = tl.constexpr(math.log2((1 - sas.DROPPED_MASS) / sas.DROPPED_MASS))
+
+
+@triton.jit
+def sas_cutoff(num_tokens):
+    """The cutoff of `sas_exp2` for rows of up to `num_tokens` >= 1, a scalar, relative to the row's maximum.
+
+        -n_r log2(e) = -log2(n - 1) - log2((1 - mass) / mass),   mass = `DROPPED_MASS`
+
+    Oracle: `alspec.sas.cutoff`.
+    """
+    return -tl.log2(tl.maximum(num_tokens - 1, 1).to(tl.float32)) - LOG2_ODDS
 
 
 @triton.jit

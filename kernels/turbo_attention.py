@@ -23,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..sas import Softmax
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import prefer_shared
 from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
@@ -67,6 +68,7 @@ def turbo_decode_attention(
     part: Part = "all",
     gate: Tensor | None = None,
     settings: TurboSettings | None = None,
+    softmax: Softmax = "exact",
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` tokens in a quantised cache, in one launch.
 
@@ -75,13 +77,17 @@ def turbo_decode_attention(
     With `speculation`, the same launch first writes `A~` over sink and window, and with `A` the sums of their distance.
     Oracles: `decode_attention_ref`, `speculative_decode_attention_ref`, on the dequantised cache.
 
+    With `softmax="sas"` the weights of tokens, relative to the maximum that a warp has seen so far, are those of
+    `alspec/sas.py`; o and `lse` are of the same weights. The device computes each request's cutoff from its length at
+    every launch: it drops at most `DROPPED_MASS` of a row, of `A~`'s too, for that has fewer tokens.
+
     Args:
         q: [B, Hq, D] bf16, fp16 or fp32, contiguous, D 64 or 128, at most 8 heads to a KV head.
         layer: the cache; read only.
         seq_lens: [B] int32 on the device, 1 .. `layer.capacity`; read by the kernel, so a captured launch serves any.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         part, gate: as for `lean_decode_attention`.
-        settings: other than `turbo_settings(device)`.
+        settings: other than `turbo_settings(device)`.  softmax: of `A` and `A~` alike.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. A programmatic dependent launch from compute capability 9.0 on.
@@ -128,6 +134,7 @@ def turbo_decode_attention(
         WARPS=warps,
         STAGES=settings.num_stages,
         MERGE=merge_size(group_pad, head_dim, warps),
+        SAS=softmax == "sas",
         SPEC=spec is not None,
         PART=PARTS[part],
         FLAG=spec is not None and spec.flag is not None,

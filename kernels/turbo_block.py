@@ -7,7 +7,8 @@ A step takes W blocks, one for each warp (the leading size of all tensors here),
 Codes and bytes become fp16 without conversion: as the low bits of a half they are denormals, code 2^-24, or 2^-24 times
 the power of two of their place. What is linear moves to where it costs least: the s_int of K into q, once per block;
 z of K into the initial accumulator; s_int and z of V, and every power of two, into the rows of the output.
-Products are exact, but for the rounding of q s_int and of P to fp16; sums are fp32.
+Products are exact, but for the rounding of q s_int and of P to fp16; sums are fp32. With SAS the weights P are those of
+`alspec/sas.py`, and what rescales sums, between steps and between warps, stays an exact power of two.
 
 Where operands are built with `tl.join`, the compiler gives a lane four columns in a row of each 16 (kWidth 4) instead
 of two and two. So the columns of such a product are named in *operand order* (t, kh, i), 16 at a time: then the
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 
 from .flashq_layout import BLOCK
+from .sas import sas_exp2
 from .words import INTERPRETED
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
@@ -187,9 +189,11 @@ def attend_blocks(
     split,
     second,
     count,
+    cutoff,  # of SAS weights, below the maximum so far
     BITS: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
+    SAS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Go on with an online softmax over `count` records of one (request, KV head)."""
@@ -245,7 +249,8 @@ def attend_blocks(
         base = new_max
         if W > 1:
             base = tl.where(inside, new_max, -NEVER)
-        p = tl.exp2(s * unit[:, None, :] - base[:, None, :])
+        x = s * unit[:, None, :] - base[:, None, :]
+        p = sas_exp2(x, cutoff) if SAS else tl.exp2(x)
         p = _as_right_operand(p, W, TOKENS)
         weight = tl.dot(ones, p)
         row_max = new_max
@@ -274,8 +279,10 @@ def attend_tail(
     tail_ptr,  # [2, 64, D] int8 of this output, as int32
     scale_ptr,  # [2] fp32
     tokens,  # how many there are
+    cutoff,  # of SAS weights
     W: tl.constexpr,
     D: tl.constexpr,
+    SAS: tl.constexpr,
 ):
     """The online softmax of the decode buffer: `TOKENS / W` of its slots for each warp.
 
@@ -309,7 +316,8 @@ def attend_tail(
     valid = (warps * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
     s = tl.where(valid, s * unit[None, None, :], NEVER)
     row_max = tl.max(s, 1)
-    p = tl.where(valid, tl.exp2(s - row_max[:, None, :]), 0.0)
+    x = s - row_max[:, None, :]
+    p = tl.where(valid, sas_exp2(x, cutoff) if SAS else tl.exp2(x), 0.0)
     p = _as_right_operand(p, W, T)
     row_sum = tl.dot(tl.full([W, 16, T], 1.0, tl.float16), p)
 

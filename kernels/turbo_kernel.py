@@ -18,6 +18,7 @@ from .lean_kernel import (
     _output_at,
     _store_partial,
 )
+from .sas import sas_cutoff
 from .turbo_block import COLUMNS, TOKENS, attend_blocks, attend_tail, merge_warps, no_tokens, scaled_query
 
 __all__ = ["turbo_decode_kernel"]
@@ -103,6 +104,7 @@ def turbo_decode_kernel(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE: tl.constexpr,
+    SAS: tl.constexpr,
     SPEC: tl.constexpr,
     PART: tl.constexpr,
     FLAG: tl.constexpr,
@@ -189,9 +191,11 @@ def turbo_decode_kernel(
         tail = tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4)
         even, odd, inverse = scaled_query(q_ptr, output, GROUP, D)
         unit = inverse * qk_scale
+        # By the tokens of this request, so that neither the cache's capacity nor the length at capture has a say.
+        cutoff = sas_cutoff(seq_len) if SAS else 0.0
         if has_tail:
             row_max, row_sum, acc = attend_tail(
-                even, odd, unit, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, WARPS, D
+                even, odd, unit, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, cutoff, WARPS, D, SAS
             )
         else:
             row_max, row_sum, acc = no_tokens(WARPS, D)
@@ -199,12 +203,12 @@ def turbo_decode_kernel(
         if is_low:
             row_max, row_sum, acc = attend_blocks(
                 row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
-                2, WARPS, D, STAGES,
+                cutoff, 2, WARPS, D, SAS, STAGES,
             )  # fmt: skip
         else:
             row_max, row_sum, acc = attend_blocks(
                 row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
-                4, WARPS, D, STAGES,
+                cutoff, 4, WARPS, D, SAS, STAGES,
             )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
 
 import torch
 import triton
@@ -29,13 +28,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..sas import cutoff
+from ..sas import Softmax, cutoff
 from . import turbo_prefill_hopper as hopper
 from .sas import sas_exp2
 
-__all__ = ["Softmax", "turbo_prefill_attention"]
-
-Softmax = Literal["exact", "sas"]
+__all__ = ["turbo_prefill_attention"]
 
 BLOCK = tl.constexpr(64)  # tokens that share a scale
 HEAD_DIMS = (64, 128)

@@ -81,14 +81,14 @@ def lean(
     return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants)
 
 
-def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: bool) -> Any:
+def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False) -> Any:
     """The attention kernel as `turbo_decode_attention` launches it."""
     group_pad = triton.next_power_of_2(group)
     constants = {
         "GROUP": group, "GROUP_PAD": group_pad, "D": head_dim,
         "OUTPUTS_PAD": max(32, 8 * batch_size), "PER_SM": 8, "WARPS": 1, "STAGES": 3,
         "MERGE": turbo_attention.merge_size(group_pad, head_dim, 1),
-        "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90, "gate_ptr": None,
+        "SAS": sas, "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90, "gate_ptr": None,
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
@@ -257,6 +257,9 @@ def main(capability: int) -> None:
         compiled["turbo"] = turbo(capability, 4, 128, 1, False)
         compiled["turbo, batch 8, spec True"] = turbo(capability, 4, 128, 8, True)
         compiled["turbo, head 64"] = turbo(capability, 7, 64, 1, True)
+        compiled["turbo, sas"] = turbo(capability, 4, 128, 1, False, sas=True)
+        compiled["turbo, sas, batch 8, spec True"] = turbo(capability, 4, 128, 8, True, sas=True)
+        compiled["turbo, sas, head 64"] = turbo(capability, 7, 64, 1, True, sas=True)
         compiled |= {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
     for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
         kernels = decode_step(capability, tp_size, batch_size)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from alspec import sas
-from alspec.kernels.sas import sas_exp2
+from alspec.kernels.sas import sas_cutoff, sas_exp2
 
 
 @triton.jit
 def _apply(x_ptr, out_ptr, cutoff, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     tl.store(out_ptr + at, sas_exp2(tl.load(x_ptr + at), cutoff))
+
+
+@triton.jit
+def _cutoffs(lengths_ptr, out_ptr):
+    at = tl.program_id(0)
+    tl.store(out_ptr + at, sas_cutoff(tl.load(lengths_ptr + at)))
+
+
+def test_cutoff_on_the_device(device: torch.device) -> None:
+    lengths = torch.tensor([1, 2, 3, 64, 1025, 131072, 2**31 - 1], dtype=torch.int32)
+    out = torch.full(lengths.shape, torch.nan, device=device)
+    _cutoffs[(len(lengths),)](lengths.to(device), out)
+    expected = torch.tensor([-sas.cutoff(n) * math.log2(math.e) for n in lengths.tolist()])
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=0)
+    assert (expected >= -125).all()
 
 
 def test_device_function_is_the_rule(device: torch.device) -> None:

@@ -2,7 +2,8 @@
 
 Bounds: q s_int and P are rounded to fp16, 2^-11 relative at most, each once; everything else is exact or fp32. So the
 output differs by about 2^-11 in relative RMS (the errors of P have both signs), and `lse` by that of one score: at most
-2^-11 sum_c |q_c s_int_c q2_c| of the largest, which these inputs keep below a few thousandths.
+2^-11 sum_c |q_c s_int_c q2_c| of the largest, which these inputs keep below a few thousandths. SAS weights are relative
+to the maximum so far, the oracle's to the last one: 1.02e-4 each, of either sign; the tolerance has room.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from alspec.kernels.flashq_layout import BlockCodes, TurboLayer, pack_record, re
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
+from alspec.sas import Softmax, cutoff
 
 S = 128
 EDGES = (1, 63, 64, 65, 127, 128, 129, 2 * S - 1, 2 * S, 2 * S + 1, 2 * S + 63, 2 * S + 64, 2 * S + 65, 700)
@@ -38,6 +40,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+by_softmax = pytest.mark.parametrize("softmax", ["exact", "sas"])
+
+
 @dataclass
 class Launch:
     """A random cache with noise in what no token uses, its exact values, and outputs full of NaN."""
@@ -52,6 +57,7 @@ class Launch:
     lse: Tensor
     settings: TurboSettings
     speculation: Speculation | None = None
+    softmax: Softmax = "exact"
 
     def run(self, *parts: str, gate: Tensor | None = None) -> None:
         for scratch in (self.workspace.o, self.workspace.lse):
@@ -61,7 +67,7 @@ class Launch:
         for part in parts or ("all",):
             turbo_decode_attention(
                 self.q, self.layer, self.seq_lens, self.q.shape[-1] ** -0.5, self.workspace, self.out, self.lse,
-                self.speculation, part, gate, self.settings,
+                self.speculation, part, gate, self.settings, self.softmax,
             )  # type: ignore[arg-type]  # fmt: skip
 
     def outputs(self) -> list[Tensor]:
@@ -70,13 +76,14 @@ class Launch:
 
     def compare(self, tolerance: float = TOLERANCE) -> None:
         args, scale = (self.q.cpu(), self.k, self.v, self.seq_lens.cpu()), self.q.shape[-1] ** -0.5
-        out, lse = decode_attention_ref(*args, scale)
+        out, lse = decode_attention_ref(*args, scale, self.softmax)
         _close(self.out, out, tolerance)
         assert float((self.lse.cpu() - lse).abs().max()) < 8 * tolerance
         for counters in (self.workspace.counters, self.workspace.group_counters):
             assert not counters.any(), "a ticket was left behind"
         if self.speculation is not None:
-            spec_out, _, sums = speculative_decode_attention_ref(*args, self.speculation.chunk_size, scale)
+            chunk_size = self.speculation.chunk_size
+            spec_out, _, sums = speculative_decode_attention_ref(*args, chunk_size, scale, self.softmax)
             _close(self.speculation.spec_out, spec_out, tolerance)
             _close(self.speculation.sums.sum(1), sums, 4 * tolerance)
             assert self.speculation.flag is not None
@@ -263,16 +270,78 @@ def test_bf16_queries_lose_nothing(device: torch.device) -> None:
     assert float((launch.lse.cpu() - lse).abs().max()) < TOLERANCE
 
 
+@by_softmax
 @pytest.mark.parametrize("seed", range(4))
-def test_random_work(device: torch.device, seed: int) -> None:
+def test_random_work(device: torch.device, seed: int, softmax: Softmax) -> None:
     rng = random.Random(seed)
     lengths = tuple(rng.choice(EDGES) for _ in range(rng.choice([1, 2, 3, 5])))
     launch = draw(
         lengths, rng.choice([1, 3, 8]), rng.choice([1, 3]), rng.choice([64, 128]), device, rng.choice([1, 3, 17, 64]),
         rng.choice([0, S]), rng.choice(CODECS), rng.choice([1, 2, 4]),
     )  # fmt: skip
+    launch.softmax = softmax
     launch.run()
     launch.compare()
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize(("codec", "head_dim", "num_warps"), [("turbo4", 64, 1), ("turbo2", 128, 1), ("turbo4", 64, 2)])
+def test_sas_weights(device: torch.device, codec: str, head_dim: int, num_warps: int, chunk_size: int) -> None:
+    launch = draw((700, 64, 129), 4, 1, head_dim, device, 9, chunk_size, codec, num_warps)
+    launch.run()
+    exact = launch.out.clone()
+    launch.softmax = "sas"
+    launch.run()
+    launch.compare()
+    assert not torch.equal(launch.out, exact)
+    launch.run(*(("predictor", "rest") if chunk_size else ()))
+    launch.compare()
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize("beyond", [-0.01, 0.01], ids=["within", "beyond"])
+def test_sas_cutoff_is_that_of_each_request(device: torch.device, beyond: float, chunk_size: int) -> None:
+    """The newest token, of value 0, is ahead of all others by the cutoff: their mass is `DROPPED_MASS`, or nothing."""
+    lengths = (322, 642)  # two in the tail
+    launch = draw(lengths, 4, 1, 64, device, 1, chunk_size, "turbo4", kind="constant")
+    launch.softmax = "sas"
+    launch.q.zero_()[..., 0] = 1
+    layer, tail = launch.layer, launch.layer.tail
+    layer.scales[..., 0] = 0  # of K
+    tail.zero_()
+    tail[:, :, 0, 1, 0] = 64
+    tail[:, :, 1, 0] = 100
+    launch.k[:] = 0
+    for request, length in enumerate(lengths):
+        ahead = cutoff(length) + beyond
+        layer.tail_scale[request, 0, 0] = ahead * 8 / 64
+        launch.k[request, 0, length - 1, 0] = ahead * 8
+        launch.v[request, 0, length - 2] = 100 * layer.tail_scale[request, 0, 1].double()
+        launch.v[request, 0, length - 1] = 0
+    launch.run()
+    expected, _ = decode_attention_ref(launch.q.cpu(), launch.k, launch.v, launch.seq_lens.cpu(), 64**-0.5, "sas")
+    assert bool(expected.any(-1).all()) == (beyond < 0)
+    seen = launch.out if launch.speculation is None else launch.speculation.spec_out
+    if beyond > 0:
+        assert not seen.any()
+        # A part without the newest token keeps the others: less is dropped.
+        assert launch.out.abs().amax() <= 1.02e-3 * launch.v.nan_to_num().abs().amax()
+    else:
+        # P is a denormal of fp16 here, with five bits or six.
+        _close(launch.out, expected, 2**-6)
+        if launch.speculation is not None:
+            args = (launch.q.cpu(), launch.k, launch.v, launch.seq_lens.cpu(), S, 64**-0.5, "sas")
+            _close(seen, speculative_decode_attention_ref(*args)[0], 2**-6)
+
+
+@by_softmax
+def test_queries_that_are_no_numbers_are_seen_in_the_output(device: torch.device, softmax: Softmax) -> None:
+    launch = draw((200,), 4, 1, 64, device, 2)
+    launch.softmax = softmax
+    launch.q[0, 1, 5] = torch.nan
+    launch.run()
+    assert launch.out[0, [0, 2, 3]].isfinite().all()
+    assert not launch.out[0, 1].isfinite().any()
 
 
 def test_where_sink_and_window_meet_the_guess_is_exact(device: torch.device) -> None:
@@ -320,9 +389,11 @@ def test_what_it_refuses(device: torch.device) -> None:
 @pytest.mark.parametrize("num_warps", [1, 4])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
-def test_one_captured_graph_serves_every_length(chunk_size: int, codec: str, num_warps: int) -> None:
+@by_softmax
+def test_one_captured_graph_serves_every_length(softmax: Softmax, chunk_size: int, codec: str, num_warps: int) -> None:
     device = torch.device("cuda")
     launch = draw((8000,), 4, 8, 128, device, 1056 // num_warps, chunk_size, codec, num_warps, dtype=torch.bfloat16)
+    launch.softmax = softmax
     launch.run()
     launch.compare()
     graph = torch.cuda.CUDAGraph()

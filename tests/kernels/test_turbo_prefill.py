@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.reference import turbo_prefill_attention_ref
-from alspec.kernels.turbo_prefill import Softmax, turbo_prefill_attention
-from alspec.sas import DROPPED_MASS, RELATIVE_ERROR
+from alspec.kernels.turbo_prefill import turbo_prefill_attention
+from alspec.sas import DROPPED_MASS, RELATIVE_ERROR, Softmax
 
 HAS_CUDA = torch.cuda.is_available()
 P_AND_V = 4e-4
