@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from ..predictor import KV_TILE, predictor_ranges
+from ..sas import Softmax, cutoff, sas_softmax
 from ..verdict import distance_sums
 from .flashq import dequantize
 
 __all__ = [
+    "SCORES_AT_ONCE",
     "decode_attention",
     "dequantized_prefill_attention",
     "merge_partials",
@@ -32,21 +34,32 @@ __all__ = [
 
 LOG2E = math.log2(math.e)
 
+# Scores held at once where nothing fuses their softmax, in fp32 and some four times over while it is taken: 128 MiB on
+# a GPU, what stays in the cache of a CPU.
+SCORES_AT_ONCE = {"cuda": 2**25, "cpu": 2**20}
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """One request's partial: q [Hq, D], k, v [Hkv, n, D] -> o [Hq, D] fp32, lse [Hq] fp32; n = 0 gives (0, -inf)."""
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, seq_len: int) -> tuple[Tensor, Tensor]:
+    """One request's partial: q [Hq, D], k, v [Hkv, n, D] -> o [Hq, D] fp32, lse [Hq] fp32; n = 0 gives (0, -inf).
+
+    The cutoff of SAS is that of all `seq_len` tokens, of which these are some: then it bounds what the merged output
+    lacks, for the maximum of a part is no larger than that of all.
+    """
     num_kv_heads, num_tokens, head_dim = k.shape
     # The query heads of one KV head are the rows of one product, so K and V are read once.
     rows = q.reshape(num_kv_heads, -1, head_dim)
     if num_tokens == 0:
         return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:1], -math.inf, dtype=torch.float32)
     scores = rows.float() @ k.float().transpose(1, 2) * sm_scale
-    out = torch.softmax(scores, dim=-1) @ v.float()
-    return out.flatten(0, 1), (torch.logsumexp(scores, dim=-1) * LOG2E).flatten()
+    if softmax == "sas":
+        weights, log_sum = sas_softmax(scores, cutoff(seq_len))
+    else:
+        weights, log_sum = torch.softmax(scores, dim=-1), torch.logsumexp(scores, dim=-1)
+    return (weights @ v.float()).flatten(0, 1), (log_sum * LOG2E).flatten()
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float, softmax: Softmax = "exact"
 ) -> tuple[Tensor, Tensor]:
     """Attention of one new token for each request over its first `seq_lens` cached tokens.
 
@@ -55,10 +68,14 @@ def decode_attention(
     Args:
         q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.
         seq_lens: [B] integers; read on the host, because the cache is sliced by them.
+        softmax: sas: weights of `alspec/sas.py`, with the cutoff of each request's length.
     Returns:
         o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
     """
-    parts = [_attend(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale) for b, n in enumerate(seq_lens.tolist())]
+    parts = [
+        _attend(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale, softmax, n)
+        for b, n in enumerate(seq_lens.tolist())
+    ]
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
@@ -81,9 +98,15 @@ def merge_partials(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tens
 
 
 def predictor_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, chunk_size: int, sm_scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    chunk_size: int,
+    sm_scale: float,
+    softmax: Softmax = "exact",
 ) -> tuple[Tensor, Tensor]:
-    """`A~`: exact attention over sink and window only, every token counted once. Source: ALSpec, section 3.1.
+    """`A~`: attention over sink and window only, every token counted once. Source: ALSpec, section 3.1.
 
     Args and returns as `decode_attention`, with the lengths of sink and window from `chunk_size` tokens (S).
     """
@@ -92,7 +115,7 @@ def predictor_attention(
     for b, n in enumerate(seq_lens.tolist()):
         spans = [(0, sink_end[b]), (window_start[b], n)]
         k, v = (torch.cat([cache[b, :, i:j] for i, j in spans], dim=1) for cache in (k_cache, v_cache))
-        parts.append(_attend(q[b], k, v, sm_scale))
+        parts.append(_attend(q[b], k, v, sm_scale, softmax, n))
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
@@ -105,6 +128,7 @@ def verify_attention(
     spec_lse: Tensor,
     chunk_size: int,
     sm_scale: float,
+    softmax: Softmax = "exact",
 ) -> tuple[Tensor, Tensor]:
     """Read the tokens between sink and window, complete `A~` to `A`, and measure the distance of the two.
 
@@ -116,23 +140,26 @@ def verify_attention(
     """
     sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size))
     parts = [
-        _attend(q[b], k_cache[b, :, start:stop], v_cache[b, :, start:stop], sm_scale)
-        for b, (start, stop) in enumerate(zip(sink_end, window_start, strict=True))
+        _attend(q[b], k_cache[b, :, start:stop], v_cache[b, :, start:stop], sm_scale, softmax, n)
+        for b, (start, stop, n) in enumerate(zip(sink_end, window_start, seq_lens.tolist(), strict=True))
     ]
     rest_out, rest_lse = torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
     full_out, _ = merge_partials(torch.stack([spec_out, rest_out]), torch.stack([spec_lse, rest_lse]))
     return full_out, distance_sums(spec_out, full_out)
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax = "exact") -> Tensor:
     """Causal attention of the newest tokens over a prefix that ends with them. Oracle: `prefill_attention_ref`.
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D] in q's dtype.
+        softmax: sas: weights of `alspec/sas.py`, with the cutoff of n tokens for every row; in fp32.
     Returns:
         [n_q, Hq, D] in q's dtype.
     """
     num_queries, num_tokens = q.shape[0], k.shape[1]
+    if softmax == "sas":
+        return _sas_prefill_attention(q, k, v, sm_scale)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k[None],
@@ -145,8 +172,29 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tenso
     return out[0].transpose(0, 1)
 
 
+def _sas_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
+    """`prefill_attention` with SAS weights, so many queries at a time that their scores fit in memory."""
+    (num_queries, num_qo_heads, head_dim), (num_kv_heads, num_tokens, _) = q.shape, k.shape
+    n_r, keys, values = cutoff(num_tokens), k.float().transpose(1, 2), v.float()
+    token = torch.arange(num_tokens, device=q.device)
+    at_once = max(1, SCORES_AT_ONCE[q.device.type] // (num_qo_heads * num_tokens))
+    outs = []
+    for part, position in zip(q.split(at_once), token[num_tokens - num_queries :].split(at_once), strict=True):
+        rows = part.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads of a group x queries, D]
+        scores = (rows @ keys * sm_scale).unflatten(1, (-1, len(part)))
+        weights, _ = sas_softmax(scores.masked_fill(token > position[:, None], -math.inf), n_r)
+        outs.append((weights.flatten(1, 2) @ values).view(num_qo_heads, len(part), head_dim).transpose(0, 1))
+    return torch.cat(outs).to(q.dtype)
+
+
 def dequantized_prefill_attention(
-    q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, sm_scale: float
+    q: Tensor,
+    k8: Tensor,
+    v8: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    sm_scale: float,
+    softmax: Softmax = "exact",
 ) -> Tensor:
     """`prefill_attention` over INT8 keys and values, dequantised to q's dtype.
 
@@ -156,7 +204,8 @@ def dequantized_prefill_attention(
     Returns:
         [n_q, Hq, D] in q's dtype. Oracle: `prefill_attention_ref` of the dequantised tensors.
     """
-    return prefill_attention(q, dequantize(k8, k_scale).to(q.dtype), dequantize(v8, v_scale).to(q.dtype), sm_scale)
+    k, v = (dequantize(x8, scale).to(q.dtype) for x8, scale in ((k8, k_scale), (v8, v_scale)))
+    return prefill_attention(q, k, v, sm_scale, softmax)
 
 
 def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm_scale: float) -> Tensor:

@@ -10,11 +10,12 @@ Shapes: n tokens, m positions (the last of the n), Hq and Hkv this rank's query 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from ..kernels.attention import prefill_attention
+from ..kernels.attention import SCORES_AT_ONCE, prefill_attention
 from ..kernels.flashq import (
     BLOCK,
     MIN_SCALE,
@@ -30,18 +31,14 @@ from ..kernels.flashq import (
     to_int8,
 )
 from ..predictor import predictor_ranges
-from ..sas import cutoff, sas_exp
+from ..sas import Softmax, cutoff, sas_softmax
 from .prefill import CHUNK_TOKENS
 from .turbo_cache import TURBO_CODECS
 
 __all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", "decoded_attention", "prompt_attention"]
 
 CODECS = ("bf16", "int8", *TURBO_CODECS)
-SOFTMAXES = ("exact", "sas")
-
-# Scores held at once, in fp32 and some four times over while their softmax is taken: 128 MiB on a GPU, what stays in
-# the cache of a CPU.
-SCORES_AT_ONCE = {"cuda": 2**25, "cpu": 2**20}
+SOFTMAXES: tuple[str, ...] = get_args(Softmax)
 
 
 @dataclass(frozen=True)
@@ -121,8 +118,9 @@ def prompt_attention(
     Returns:
         [n, Hq, D] fp32.
     """
+    softmax: Softmax = "sas" if setting.softmax == "sas" else "exact"
     if setting.codec == "bf16":
-        return prefill_attention(q, k, v, sm_scale).float()
+        return prefill_attention(q, k, v, sm_scale, softmax).float()
     outs = []
     for start in range(0, len(q), CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, len(q))
@@ -130,7 +128,7 @@ def prompt_attention(
             torch.cat([of.stored[:, :start].to(x.dtype), fake_quantize(x[:, start:stop], 8, setting.block_size)], dim=1)
             for of, x in zip(cached, (k, v), strict=True)
         )
-        outs.append(prefill_attention(q[start:stop], keys, values, sm_scale))
+        outs.append(prefill_attention(q[start:stop], keys, values, sm_scale, softmax))
     return torch.cat(outs).float()
 
 
@@ -190,7 +188,4 @@ def _attend(
 
 def _softmax(scores: Tensor, n_r: float | None) -> Tensor:
     """Exact, or SAS with a cutoff."""
-    if n_r is None:
-        return scores.softmax(-1)
-    weights = sas_exp(scores.amax(-1, keepdim=True) - scores, n_r)
-    return weights / weights.sum(-1, keepdim=True)
+    return scores.softmax(-1) if n_r is None else sas_softmax(scores, n_r)[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.attention import (
+    SCORES_AT_ONCE,
     decode_attention,
     merge_partials,
     predictor_attention,
@@ -24,6 +25,7 @@ from alspec.kernels.reference import (
     prefill_attention_ref,
     speculative_decode_attention_ref,
 )
+from alspec.sas import DROPPED_MASS, RELATIVE_ERROR
 from alspec.verdict import accepts
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
@@ -91,6 +93,27 @@ def test_predictor_and_verify(
     assert torch.equal(sums[:, 0].cpu() == 0, is_empty), "dist2 is 0 exactly where the middle is empty"
     for threshold in (0.0, 0.1, 0.5, math.inf):
         assert torch.equal(accepts(sums, threshold).cpu(), accepts(expected_sums.float(), threshold).cpu())
+
+
+@by_dtype
+def test_sas_decode(dtype: torch.dtype, device: torch.device, check: Check) -> None:
+    """Scores are far apart, so that the cutoff has something to drop."""
+    q, k, v, seq_lens, _ = ragged_batch((*LENGTHS, 700), 4, 64, device, dtype, unused=math.nan)
+    args = (q, k, v, seq_lens)
+    out, lse = decode_attention(*args, 1.0, "sas")
+    expected_out, expected_lse = decode_attention_ref(*args, 1.0, "sas")
+    check(out, expected_out, dtype)
+    check(lse, expected_lse, dtype)
+    assert not torch.equal(out, decode_attention(*args, 1.0)[0])
+
+    spec = predictor_attention(*args, S, 1.0, "sas")
+    full_out, sums = verify_attention(*args, *spec, S, 1.0, "sas")
+    expected_spec, _, expected_sums = speculative_decode_attention_ref(*args, S, 1.0, "sas")
+    check(spec[0], expected_spec, dtype)
+    # The rest's weights are relative to a maximum of its own, of which less is dropped.
+    error = (full_out - expected_out.to(device)).norm() / expected_out.norm()
+    assert error < 2 * RELATIVE_ERROR
+    torch.testing.assert_close(sums.cpu().double(), expected_sums.cpu(), rtol=4 * RELATIVE_ERROR, atol=1e-6)
 
 
 @by_dtype
@@ -218,6 +241,28 @@ def test_prefill_attention(
     out = prefill_attention(q, k, v, head_dim**-0.5)
     assert out.dtype == dtype
     check(out, prefill_attention_ref(q, k, v, head_dim**-0.5), dtype)
+
+
+@by_dtype
+@pytest.mark.parametrize(("num_queries", "prefix"), [(1, 0), (1, 127), (65, 0), (64, 65), (5, 700)])
+def test_sas_prefill(
+    num_queries: int,
+    prefix: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    check: Check,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = draw((num_queries, 6, 64), 0, device, dtype)
+    k, v = (draw((2, num_queries + prefix, 64), seed, device, dtype) for seed in (1, 2))
+    expected = prefill_attention_ref(q, k, v, 1.0, "sas")
+    out = prefill_attention(q, k, v, 1.0, "sas")
+    assert out.dtype == dtype
+    check(out, expected, dtype)
+    exact = prefill_attention_ref(q, k, v, 1.0)
+    assert float((expected - exact).abs().max()) < 2 * (RELATIVE_ERROR + DROPPED_MASS) * float(v.abs().max())
+    monkeypatch.setitem(SCORES_AT_ONCE, device.type, 3 * 6 * k.shape[1])
+    check(prefill_attention(q, k, v, 1.0, "sas"), expected, dtype)
 
 
 @by_dtype
