@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import shlex
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from alspec.launch.spec_ready import spec_ready_us
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import percentile, provenance, stream_bandwidth
 from alspec.runtime.turbo_cache import TURBO_CODECS
+from alspec.sas import Softmax
 
 __all__ = ["main"]
 
@@ -304,7 +306,7 @@ def bench_prefill(results: Results, _: list[int]) -> None:
 
 
 def bench_turbo(results: Results, contexts: list[int]) -> None:
-    """Decode over the quantised cache, plain and speculative, against SDPA and our kernel over bf16."""
+    """Decode over the quantised cache, plain and speculative, with either softmax, against SDPA and ours over bf16."""
     for hq, hkv, dim in SHAPES[:2]:
         for context in contexts:
             label = {"heads": f"{hq}/{hkv}", "head_dim": dim, "context": context}
@@ -322,11 +324,12 @@ def bench_turbo(results: Results, contexts: list[int]) -> None:
             del case, run
             for codec in TURBO_CODECS:
                 quantised = TurboCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
-                for bench, chunk_size in (("decode_attention", 0), ("speculative_decode", CHUNK_SIZE)):
-                    turbo = turbo_run(quantised, chunk_size)
+                benches = (("decode_attention", 0), ("speculative_decode", CHUNK_SIZE))
+                for softmax, (bench, chunk_size) in itertools.product(get_args(Softmax), benches):
+                    turbo = turbo_run(quantised, chunk_size, softmax=softmax)
                     check(quantised, turbo, chunk_size)
                     us = time_us(turbo, quantised.q.shape[0])
-                    impl = "alspec.turbo_decode_attention"
+                    impl = "alspec.turbo_decode_attention" + (".sas" if softmax == "sas" else "")
                     results.add(bench, impl, {**label, "codec": codec}, us, quantised.num_bytes, base)
                 del quantised, turbo
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from alspec.kernels.flashq_layout import BLOCK, TurboLayer, record_words, unpack_record
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
 from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
+from alspec.sas import Softmax
 
 __all__ = ["TurboCase", "turbo_run"]
 
@@ -104,7 +105,7 @@ def _parameters(num_blocks: int, head_dim: int, bits: int, device: torch.device)
 
 
 def turbo_run(
-    case: TurboCase, chunk_size: int = 0, settings: TurboSettings | None = None
+    case: TurboCase, chunk_size: int = 0, settings: TurboSettings | None = None, softmax: Softmax = "exact"
 ) -> Callable[[int], tuple[Tensor, ...]]:
     """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
@@ -120,8 +121,9 @@ def turbo_run(
 
     def run(i: int) -> tuple[Tensor, ...]:
         turbo_decode_attention(
-            case.q[i], case.layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation, settings=settings
-        )
+            case.q[i], case.layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation, settings=settings,
+            softmax=softmax,
+        )  # fmt: skip
         return (out,) if speculation is None else (out, speculation.spec_out, speculation.sums)
 
     return run

@@ -283,6 +283,7 @@ def _row(
             "context": profile.context,
             "text": None if config.prompt_file is None else config.prompt_file.name,
             "kv_cache": config.kv_cache,
+            "softmax": config.softmax,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
             "forced": rate is not None,
         },

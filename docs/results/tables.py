@@ -293,7 +293,7 @@ def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
     """What steps of different modes and hit rates must share to be compared."""
     case = row["case"]
     names = ("shape", "world", "transport", "cuda_graph", "dtype", "batch", "context", "kv_cache")
-    return (*(case[name] for name in names), case.get("text"))
+    return (*(case[name] for name in names), case.get("softmax", "exact"), case.get("text"))
 
 
 def allreduce(rows: list[dict[str, Any]]) -> str:

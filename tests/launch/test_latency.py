@@ -94,6 +94,7 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
             "context": context,
             "text": None,
             "kv_cache": "bf16",
+            "softmax": "exact",
             "hit_rate": None,
             "forced": False,
         }
