@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from .errors import UserError
 from .predictor import CHUNK_SIZES
+from .sas import Softmax
 
 __all__ = [
     "EngineConfig",
@@ -84,7 +85,10 @@ class EngineConfig(_Schema):
     )
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
     kv_cache: KVCacheCodec = Field(default="bf16", description="cache codec; bf16: not quantised, stored as --dtype")
-    softmax: Literal["exact", "sas"] = Field(default="exact", description="softmax of the decode kernels")
+    softmax: Softmax = Field(
+        default="exact",
+        description="of attention over a quantised cache; sas: a polynomial in place of exponentials, with a cutoff",
+    )
     transport: Transport = Field(
         default="auto", description="auto: symm (peer memory) where the GPUs reach each other, else nccl; gloo on CPU"
     )

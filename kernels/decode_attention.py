@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..sas import Softmax
 from .attention import decode_attention, predictor_attention, verify_attention
 from .flashq_layout import TurboLayer
 from .flashq_reference import flashq_dequantize
@@ -39,6 +40,11 @@ class KVLayer(NamedTuple):
     def head_dim(self) -> int:
         """Channels D of a head."""
         return self.k.shape[3]
+
+    @property
+    def softmax(self) -> Softmax:
+        """Of attention over it."""
+        return "exact"
 
 
 CacheLayer = KVLayer | TurboLayer
@@ -85,7 +91,7 @@ class DecodeAttention:
             [B, Hq, D] fp32; on CUDA the same buffer every time.
         """
         if not self._is_cuda:
-            return decode_attention(q, *_readable(layer, seq_lens), seq_lens, self._sm_scale)[0]
+            return decode_attention(q, *_readable(layer, seq_lens), seq_lens, self._sm_scale, layer.softmax)[0]
         self._launch(q, layer, seq_lens, None)
         return self._out
 
@@ -94,7 +100,7 @@ class DecodeAttention:
         if not self._is_cuda:
             self._read = _readable(layer, seq_lens)
             self._spec_out, self._spec_lse = predictor_attention(
-                q, *self._read, seq_lens, self._chunk_size, self._sm_scale
+                q, *self._read, seq_lens, self._chunk_size, self._sm_scale, layer.softmax
             )
         else:
             self._launch(q, layer, seq_lens, self._speculation, "predictor")
@@ -104,8 +110,9 @@ class DecodeAttention:
         """Complete the last `A~` to `A`: full_out as `full`, and its sums [B, 2] fp32 (dist2, norm2)."""
         if not self._is_cuda:
             return verify_attention(
-                q, *self._read, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale
-            )
+                q, *self._read, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale,
+                layer.softmax,
+            )  # fmt: skip
         self._launch(q, layer, seq_lens, self._speculation, "rest")
         return self._out, self._speculation.sums.sum(1)
 
@@ -114,8 +121,9 @@ class DecodeAttention:
     ) -> None:
         if isinstance(layer, TurboLayer):
             turbo_decode_attention(
-                q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
-            )
+                q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part,
+                softmax=layer.softmax,
+            )  # fmt: skip
         else:
             lean_decode_attention(
                 q, *layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part

@@ -30,6 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..sas import Softmax
+
 __all__ = ["BLOCK", "BlockCodes", "TurboLayer", "pack_record", "record_words", "unpack_record"]
 
 BLOCK = 64  # tokens of a record
@@ -53,6 +55,12 @@ class TurboLayer:
     scales: Tensor  # [B, H, NB, 2] fp32: stage-1 scale of each block's K and V
     tail: Tensor  # [B, H, 2, 64, D] int8: stage-1 codes of the newest tokens, K then V
     tail_scale: Tensor  # [B, H, 2] fp32: universal scale of K and V
+    softmax: Softmax = "exact"  # of decode attention over it
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is allocated, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     @property
     def batch_size(self) -> int:

@@ -83,5 +83,6 @@ class DecodeCache:
             )  # fmt: skip
         else:
             turbo_decode_attention(
-                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, part=part, gate=gate
+                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, part=part, gate=gate,
+                softmax=cache.softmax,
             )  # fmt: skip

@@ -8,6 +8,7 @@ from ..errors import UserError
 from ..kernels.flashq_layout import HEAD_DIMS
 from ..kernels.turbo_attention import MAX_GROUP
 from ..models.config import LlamaConfig
+from ..sas import Softmax
 from .kv_cache import KVCache
 from .turbo_cache import TurboCache
 
@@ -47,12 +48,13 @@ def new_cache(
     max_context: int,
     dtype: torch.dtype,
     device: torch.device,
+    softmax: Softmax = "exact",
 ) -> Cache:
-    """An empty cache of one rank of `tp_size`; `dtype` is that of the uncompressed one."""
+    """An empty cache of one rank of `tp_size`: `dtype` is of an uncompressed one, `softmax` of a quantised one."""
     heads = config.num_kv_heads // tp_size
     if codec == "bf16":
         return KVCache(config.num_layers, batch_size, heads, max_context, config.head_dim, dtype, device)
-    return TurboCache(codec, config.num_layers, batch_size, heads, max_context, config.head_dim, device)
+    return TurboCache(codec, config.num_layers, batch_size, heads, max_context, config.head_dim, device, softmax)
 
 
 def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype) -> float:

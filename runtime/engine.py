@@ -187,7 +187,9 @@ class Engine:
         self.memory = memory
         if self.transport is None:
             self._load_model()
-        self.cache = new_cache(codec, config, placement.tp_size, batch_size, max_context, self.dtype, self.device)
+        self.cache = new_cache(
+            codec, config, placement.tp_size, batch_size, max_context, self.dtype, self.device, self.config.softmax
+        )
         is_paired = self.mode == "paired"
         if self._has_decoder and batch_size <= MAX_BATCH:
             self.loop = DecodeLoop.build(
@@ -510,14 +512,14 @@ def _exchange(store: dist.Store, placement: Placement, key: str, text: str) -> l
 
 
 def refuse_unavailable(config: EngineConfig) -> None:
-    """Name what the schema knows and the runtime does not have yet.
+    """Name what the schema knows and the runtime does not have: at all yet, or together.
 
     Raises:
-        UserError: codec, softmax or placement that is not available.
+        UserError: codec or placement that is not available; a softmax that the codec does not have.
     """
     if config.speculation.mode == "colocated":
         raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
     if config.kv_cache not in ("bf16", *TURBO_CODECS):
         raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16, {', '.join(TURBO_CODECS)}")
-    if config.softmax != "exact":
-        raise UserError(f"softmax: {config.softmax} is not available yet; use exact")
+    if config.softmax == "sas" and config.kv_cache not in TURBO_CODECS:
+        raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed")

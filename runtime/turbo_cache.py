@@ -16,6 +16,7 @@ from ..kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append
 from ..kernels.flashq_layout import TurboLayer, record_words
 from ..kernels.flashq_reference import flashq_restore_ref, flashq_store_ref, turbo_append_ref
 from ..kernels.turbo_prefill import turbo_prefill_attention
+from ..sas import Softmax
 
 __all__ = ["TURBO_CODECS", "TurboCache"]
 
@@ -26,7 +27,8 @@ class TurboCache:
     """Quantised keys and values of every layer, with room for the longest context asked for.
 
     A prompt begins with its chunk at position 0, which sets everything that belongs to the request. With `turbo-mixed`
-    this chunk also selects the half of the heads that get 2 bits; the others have 4.
+    this chunk also selects the half of the heads that get 2 bits; the others have 4. All attention over it, of prompts
+    and while decoding, weighs tokens by `softmax`.
 
     Shapes: B requests, H KV heads of this rank, NB blocks of capacity, D head_dim, n tokens.
     """
@@ -40,8 +42,9 @@ class TurboCache:
         max_context: int,
         head_dim: int,
         device: torch.device,
+        softmax: Softmax = "exact",
     ) -> None:
-        self.codec, self.device = codec, device
+        self.codec, self.device, self.softmax = codec, device, softmax
         self.num_layers, self.batch_size, self.num_kv_heads = num_layers, batch_size, num_kv_heads
         self.max_context, self.head_dim = max_context, head_dim
         self._num_blocks = _blocks(max_context)
@@ -58,9 +61,10 @@ class TurboCache:
             scales=torch.ones(*heads, self._num_blocks, 2, device=device),
             tail=torch.zeros(*heads, 2, BLOCK, head_dim, dtype=torch.int8, device=device),
             tail_scale=torch.ones(*heads, 2, device=device),
+            softmax=softmax,
         )
         self._layers = [
-            TurboLayer(**{name: tensor[index] for name, tensor in vars(self._all).items()})
+            TurboLayer(**{name: tensor[index] for name, tensor in self._all.tensors.items()}, softmax=softmax)
             for index in range(num_layers)
         ]
         for layer in self._layers:
@@ -88,7 +92,7 @@ class TurboCache:
     @property
     def num_bytes(self) -> int:
         """Bytes allocated."""
-        return sum(tensor.nbytes for tensor in vars(self._all).values())
+        return sum(tensor.nbytes for tensor in self._all.tensors.values())
 
     def layer(self, layer: int) -> TurboLayer:
         """What decode attention reads of one layer."""
@@ -131,8 +135,8 @@ class TurboCache:
         """Store a chunk as `write_prefill` and attend causally over the request so far: q [n, Hq, D] -> [n, Hq, D]."""
         prefix = self.write_prefill(layer, request, start, k, v)
         if self.device.type == "cuda":
-            return turbo_prefill_attention(q.contiguous(), *prefix, sm_scale)[0]
-        return dequantized_prefill_attention(q, *prefix, sm_scale)
+            return turbo_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax)[0]
+        return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax)
 
     def _set_bits(self, layer: TurboLayer, request: int, bits: Tensor) -> None:
         """Lay out the records of one request, head after head: bits [H] int32. On the device throughout."""

@@ -283,13 +283,18 @@ def test_text_prompt_for_random_weights(refused: Refused) -> None:
         (("--speculation", "colocated"), "speculation: colocated", "use off, paired or simulated"),
         (("--kv-cache", "turboquant3"), "kv_cache: turboquant3", "use bf16, turbo4, turbo2, turbo-mixed"),
         (("--kv-cache", "turboquant2"), "kv_cache: turboquant2", "use bf16, turbo4, turbo2, turbo-mixed"),
-        (("--softmax", "sas"), "softmax: sas", "use exact"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
 def test_not_available_yet(flags: tuple[str, ...], name: str, remedy: str, refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint, "--prompt", "a", *flags)
     assert message == f"{name} is not available yet; {remedy}"
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)], ids=["run", "plan"])
+def test_sas_without_a_quantised_cache(plan: tuple[str, ...], refused: Refused, checkpoint: Path) -> None:
+    message = refused("--model", checkpoint, "--prompt", "a", "--softmax", "sas", *plan)
+    assert message == "softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed"
 
 
 def test_captured_steps_need_a_gpu(refused: Refused, checkpoint: Path) -> None:

@@ -219,12 +219,13 @@ RunRanks = Callable[..., list[dict[str, Any]]]
 def run_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
     """`run_ranks(world_size, spec)`: run worker.py's `spec` on that many processes; what each rank recorded."""
 
-    def run(world_size: int, spec: Spec, model: Path = tiny_folder, kv_cache: str = "bf16") -> list[dict[str, Any]]:
+    def run(
+        world_size: int, spec: Spec, model: Path = tiny_folder, kv_cache: str = "bf16", softmax: str = "exact"
+    ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp(f"world{world_size}")
         ports = free_ports(len(spec))
-        (folder / "spec.json").write_text(
-            json.dumps({"model": str(model), "kv_cache": kv_cache, "ports": ports, "modes": spec}), encoding="utf-8"
-        )
+        options = {"model": str(model), "kv_cache": kv_cache, "softmax": softmax, "ports": ports, "modes": spec}
+        (folder / "spec.json").write_text(json.dumps(options), encoding="utf-8")
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(WORKER), str(folder)],

@@ -18,11 +18,11 @@ from alspec.runtime.quality import score_text
 NEW_TOKENS = 24
 
 
-def new_engine(kv_cache: str) -> Engine:
+def new_engine(kv_cache: str, softmax: str = "exact") -> Engine:
     torch.set_num_threads(1)
     speculation = SpeculationConfig(mode="simulated")
     engine = Engine.from_pretrained(
-        DEMO_CHECKPOINT, dtype="fp32", transport="gloo", kv_cache=kv_cache, speculation=speculation
+        DEMO_CHECKPOINT, dtype="fp32", transport="gloo", kv_cache=kv_cache, softmax=softmax, speculation=speculation
     )
     engine.load(1, 1024)
     return engine
@@ -62,13 +62,16 @@ def test_one_pass_equals_decoding_step_by_step(engine: Engine, prompt_len: int, 
         assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
 
 
-@pytest.mark.parametrize("codec", ["turbo4", "turbo2", "turbo-mixed"])
+@pytest.mark.parametrize(
+    ("codec", "softmax"), [("turbo4", "exact"), ("turbo2", "exact"), ("turbo-mixed", "exact"), ("turbo4", "sas")]
+)
 @pytest.mark.parametrize("prompt_len", [5, 640, 700])
-def test_one_pass_equals_decoding_from_a_quantised_cache(codec: str, prompt_len: int) -> None:
-    engine = new_engine(codec)
+def test_one_pass_equals_decoding_from_a_quantised_cache(codec: str, softmax: str, prompt_len: int) -> None:
+    engine = new_engine(codec, softmax)
     assert engine.transport is not None
     prompt, tokens, decoded = decode(engine, prompt_len, 0.05, 70)
-    score = score_text(engine.model, engine.transport, prompt + tokens, 0.05, 128, prompt_len, CacheSetting(codec))
+    setting = CacheSetting(codec, softmax)
+    score = score_text(engine.model, engine.transport, prompt + tokens, 0.05, 128, prompt_len, setting)
     # Rounding in fp32 differs between one position and many: a code on the edge may fall to either side.
     same = score.hits[:, prompt_len : prompt_len + 69] == decoded
     assert same.float().mean() > 0.99

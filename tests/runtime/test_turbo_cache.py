@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from typing import get_args
 
 import pytest
 import torch
@@ -26,15 +27,27 @@ from alspec.runtime.engine import Engine
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.profile import fill
 from alspec.runtime.turbo_cache import TURBO_CODECS, TurboCache
+from alspec.sas import DROPPED_MASS, RELATIVE_ERROR, Softmax
 
 CPU = torch.device("cpu")
 L, B, H, D = 2, 2, 4, 64
 MODEL = LlamaConfig.from_shape("llama-3.1-8b")
 by_codec = pytest.mark.parametrize("codec", TURBO_CODECS)
+by_softmax = pytest.mark.parametrize("softmax", ["exact", "sas"])
+by_device = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted without a GPU")),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+        ),
+    ],
+)
 
 
-def new(codec: str, max_context: int = 500) -> TurboCache:
-    return TurboCache(codec, L, B, H, max_context, D, CPU)
+def new(codec: str, max_context: int = 500, softmax: Softmax = "exact") -> TurboCache:
+    return TurboCache(codec, L, B, H, max_context, D, CPU, softmax)
 
 
 def draw(num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -83,7 +96,7 @@ def test_bytes(codec: str, ratio: float, device: str) -> None:
             sizes.append(_requested() - before)
             assert 0 <= sizes[-1] - cache.num_bytes < 8192
         else:
-            storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in vars(cache._all).values()}
+            storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in cache._all.tensors.values()}
             sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
             assert sizes[-1] == cache.num_bytes
         del cache
@@ -99,7 +112,7 @@ def test_bytes(codec: str, ratio: float, device: str) -> None:
 def test_planned_bytes(codec: str, max_context: int) -> None:
     cache = TurboCache(codec, 3, 2, 4, max_context, 64, CPU)
     assert cache.num_bytes == TurboCache.bytes_for(codec, 3, 2, 4, max_context, 64)
-    assert cache.num_bytes == sum(tensor.nbytes for tensor in vars(cache._all).values())
+    assert cache.num_bytes == sum(tensor.nbytes for tensor in cache._all.tensors.values())
 
 
 @by_codec
@@ -156,10 +169,11 @@ def test_heads_are_selected_by_the_first_chunk_of_each_prompt() -> None:
     assert torch.equal(cache.layer(1).tail_scale[0], again.layer(1).tail_scale[0])
 
 
+@by_softmax
 @by_codec
-def test_prefill_attention(codec: str) -> None:
+def test_prefill_attention(codec: str, softmax: Softmax) -> None:
     """Causal attention of each chunk over its own stage-1 values and the records before it."""
-    cache = new(codec)
+    cache = new(codec, softmax=softmax)
     k, v = draw(330, 2)
     q = torch.randn(330, 2 * H, D, generator=torch.Generator().manual_seed(3))
     for start in (0, 128, 256):
@@ -171,14 +185,15 @@ def test_prefill_attention(codec: str) -> None:
             heads = [fake_quantize(x[: part.start, head], bits[head]) for head in range(H)]
             return torch.cat([torch.stack(heads), fake_quantize(x[part].transpose(0, 1), 8)], dim=1)
 
-        expected = prefill_attention_ref(q[part], read(k), read(v), D**-0.5)
+        expected = prefill_attention_ref(q[part], read(k), read(v), D**-0.5, softmax)
         assert error(found, expected) < 2e-6
 
 
+@by_softmax
 @by_codec
-def test_decode_attention(codec: str) -> None:
+def test_decode_attention(codec: str, softmax: Softmax) -> None:
     """On CPU tensors: `A`, `A~` and the sums, over what is read back in fp64."""
-    cache = new(codec)
+    cache = new(codec, softmax=softmax)
     lengths = torch.tensor([400, 129], dtype=torch.int32)
     for b, n in enumerate(lengths.tolist()):
         k, v = draw(n, 4 + b)
@@ -188,13 +203,15 @@ def test_decode_attention(codec: str) -> None:
     q = torch.randn(B, 2 * H, D, generator=torch.Generator().manual_seed(8))
     keys, values = flashq_dequantize(cache.layer(1), lengths, torch.float64)
     attention = DecodeAttention(cache.layer(1), 2 * H, 128, D**-0.5, CPU)
-    expected, _ = decode_attention_ref(q, keys, values, lengths, D**-0.5)
+    expected, _ = decode_attention_ref(q, keys, values, lengths, D**-0.5, softmax)
     assert error(attention.full(q, cache.layer(1), lengths), expected) < 2e-6
-    spec, full, sums = speculative_decode_attention_ref(q, keys, values, lengths, 128, D**-0.5)
+    spec, full, sums = speculative_decode_attention_ref(q, keys, values, lengths, 128, D**-0.5, softmax)
     assert error(attention.predict(q, cache.layer(1), lengths), spec) < 2e-6
     found_full, found_sums = attention.verify(q, cache.layer(1), lengths)
-    assert error(found_full, full) < 2e-6
-    assert error(found_sums.sqrt(), sums.sqrt()) < 1e-5
+    # SAS weights of the rest are relative to a maximum of its own.
+    apart = 2 * RELATIVE_ERROR if softmax == "sas" else 0
+    assert error(found_full, full) < 2e-6 + apart
+    assert error(found_sums.sqrt(), sums.sqrt()) < 1e-5 + apart
 
 
 @by_codec
@@ -224,18 +241,20 @@ def test_a_gpu_holds_the_same_bits(codec: str) -> None:
         seq_lens = torch.tensor(lengths, dtype=torch.int32) + step
         for layer, cache in itertools.product(range(L), caches):
             cache.append(layer, new_k.to(cache.device), new_v.to(cache.device), seq_lens.to(cache.device))
-    for name, expected in vars(caches[0]._all).items():
+    for name, expected in caches[0]._all.tensors.items():
         assert torch.equal(getattr(caches[1]._all, name).cpu(), expected), name
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@by_softmax
 @by_codec
-def test_captured_steps_give_the_tokens_of_simulated_ones(codec: str) -> None:
+def test_captured_steps_give_the_tokens_of_simulated_ones(codec: str, softmax: Softmax) -> None:
     """The demo checkpoint in fp32, past a block edge, at lambda 0."""
     found = {}
     for mode in ("off", "simulated"):
-        engine = Engine.from_pretrained(dtype="fp32", kv_cache=codec, speculation={"mode": mode, "threshold": 0.0})
+        speculation = {"mode": mode, "threshold": 0.0}
+        engine = Engine.from_pretrained(dtype="fp32", kv_cache=codec, softmax=softmax, speculation=speculation)
         tokens = engine.stream("The old man walked into the village and said " * 40, SamplingConfig(max_new_tokens=80))
         found[mode] = [token.token_id for token in tokens]
         assert engine.uses_graph == (mode == "off")
@@ -244,16 +263,7 @@ def test_captured_steps_give_the_tokens_of_simulated_ones(codec: str) -> None:
     assert found["off"] == found["simulated"]
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted without a GPU")),
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
-        ),
-    ],
-)
+@by_device
 @by_codec
 def test_fused_decoding_appends_and_attends_as_the_step_program_does(codec: str, device: str) -> None:
     """Over the token that fills a block, and the next one, which reads it from its record."""
@@ -277,8 +287,32 @@ def test_fused_decoding_appends_and_attends_as_the_step_program_does(codec: str,
         out, lse = torch.full_like(q, torch.nan), torch.empty(1, num_heads, device=place)
         decode.attend(0, q, out, lse)
         assert error(out, expected) < 2**-10
-        for name, tensor in vars(plain.layer(0)).items():
+        for name, tensor in plain.layer(0).tensors.items():
             assert torch.equal(tensor, getattr(fused.layer(0), name)), name
+
+
+@by_device
+def test_attention_weighs_by_the_softmax_of_the_cache(device: str) -> None:
+    """A prompt, the step program and the fused decoder: with SAS other bits than the exact ones, and close to them."""
+    place, num_heads = torch.device(device), 2 * H
+    k, v = (x.to(place) for x in draw(400, 5))
+    q = 3 * torch.randn(400, num_heads, D, generator=torch.Generator().manual_seed(6)).to(place)
+    seq_lens = torch.tensor([400], dtype=torch.int32, device=place)
+    outs: dict[Softmax, list[Tensor]] = {}
+    for softmax in get_args(Softmax):
+        cache = TurboCache("turbo4", 1, 1, H, 512, D, place, softmax)
+        outs[softmax] = [cache.prefill_attention(0, 0, 0, q, k, v, D**-0.5)]
+        layer, newest = cache.layer(0), q[-1:].contiguous()
+        attention = DecodeAttention(layer, num_heads, 128, D**-0.5, place)
+        outs[softmax] += [attention.full(newest, layer, seq_lens).clone()]
+        outs[softmax] += [attention.predict(newest, layer, seq_lens).clone()]
+        outs[softmax] += [attention.verify(newest, layer, seq_lens)[0].clone()]
+        out, lse = torch.full_like(newest, torch.nan), torch.empty(1, num_heads, device=place)
+        DecodeCache([layer], seq_lens, num_heads, torch.float32).attend(0, newest, out, lse)
+        outs[softmax] += [out]
+    most = 2 * (RELATIVE_ERROR + DROPPED_MASS) * float(v.abs().max())
+    for exact, sas in zip(outs["exact"], outs["sas"], strict=True):
+        assert 0 < float((exact - sas).abs().max()) < most
 
 
 def test_chunks_must_begin_at_a_block() -> None:

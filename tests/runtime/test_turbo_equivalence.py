@@ -23,8 +23,8 @@ TEXT = (
 Results = dict[int, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def results(run_ranks: Any) -> Results:
+@pytest.fixture(scope="module", params=["exact", "sas"])
+def results(run_ranks: Any, request: pytest.FixtureRequest) -> Results:
     tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
     ids = tokenizer.encode(TEXT * 12)
     prompts = [ids[:length] for length in LENGTHS]
@@ -40,7 +40,7 @@ def results(run_ranks: Any) -> Results:
             ]
             for mode in modes
         }
-        found[world_size] = run_ranks(world_size, spec, model=DEMO_CHECKPOINT, kv_cache="turbo4")
+        found[world_size] = run_ranks(world_size, spec, model=DEMO_CHECKPOINT, kv_cache="turbo4", softmax=request.param)
     return found
 
 
