@@ -32,7 +32,6 @@ from .turbo_kernel import turbo_decode_kernel
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
 
 MAX_GROUP = 8  # query heads of a KV head: the columns of one product
-MERGE_REGISTERS = 160  # of a thread, for the partials loaded together
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def turbo_decode_attention(
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         WARPS=warps,
         STAGES=settings.num_stages,
-        MERGE=merge_size(group_pad, head_dim, warps),
+        MERGE=merge_size(group_pad),
         SAS=softmax == "sas",
         SPEC=spec is not None,
         PART=PARTS[part],
@@ -146,10 +145,9 @@ def turbo_decode_attention(
     prefer_shared(compiled)
 
 
-def merge_size(group_pad: int, head_dim: int, num_warps: int) -> int:
-    """How many partials are loaded together, a power of two: o is spread over the threads, each has all of `lse`."""
-    registers = group_pad * head_dim // (32 * num_warps) + group_pad
-    return 1 << (max(1, min(16, MERGE_REGISTERS // registers)).bit_length() - 1)
+def merge_size(group_pad: int) -> int:
+    """How many partials are loaded together, a power of two: found by compiling, for more of larger groups spill."""
+    return min(16, 128 // group_pad**2)
 
 
 def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part) -> None:

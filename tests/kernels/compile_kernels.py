@@ -87,7 +87,7 @@ def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: boo
     constants = {
         "GROUP": group, "GROUP_PAD": group_pad, "D": head_dim,
         "OUTPUTS_PAD": max(32, 8 * batch_size), "PER_SM": 8, "WARPS": 1, "STAGES": 3,
-        "MERGE": turbo_attention.merge_size(group_pad, head_dim, 1),
+        "MERGE": turbo_attention.merge_size(group_pad),
         "SAS": sas, "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90, "gate_ptr": None,
     }  # fmt: skip
     if not spec:
