@@ -52,7 +52,7 @@ def turbo_settings(device: torch.device) -> TurboSettings:
     if device.type != "cuda":
         return TurboSettings(per_sm=4, num_warps=1, num_stages=1, wide=24, max_registers=None, pdl=False)
     is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    return TurboSettings(per_sm=8, num_warps=1, num_stages=3, wide=40, max_registers=None, pdl=is_hopper)
+    return TurboSettings(per_sm=8, num_warps=1, num_stages=3, wide=24, max_registers=None, pdl=is_hopper)
 
 
 def turbo_decode_attention(

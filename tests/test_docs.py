@@ -22,19 +22,27 @@ def test_tables_of_decode_steps(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
     shutil.copy(ROOT / "README.md", tmp_path)
 
-    def row(shape: str, world: int, context: int, tokens_per_s: float, cuda_graph: bool = True) -> str:
+    def row(
+        shape: str, world: int, context: int, tokens_per_s: float, cuda_graph: bool = True, kv_cache: str = "bf16"
+    ) -> str:
         transport = "symm" if world > 1 else None
         case = {"shape": shape, "world": world, "mode": "off", "transport": transport, "cuda_graph": cuda_graph}
-        case |= {"dtype": "bf16", "batch": 1, "context": context, "kv_cache": "bf16", "hit_rate": None, "forced": False}
+        case |= {
+            "dtype": "bf16",
+            "batch": 1,
+            "context": context,
+            "kv_cache": kv_cache,
+            "hit_rate": None,
+            "forced": False,
+        }
         rest = {
             "gpu": "NVIDIA H200",
             "num_gpus": world,
             "versions": {"torch": "2.11.0"},
             "command": "launch/latency.py",
         }
-        return json.dumps(
-            {"bench": "decode_step", "case": case, "tokens_per_s": tokens_per_s, "share_of_limit": 0.875} | rest
-        )
+        found = {"us": {"p50": 1e6 / tokens_per_s}, "tokens_per_s": tokens_per_s, "share_of_limit": 0.875}
+        return json.dumps({"bench": "decode_step", "impl": "alspec.off", "case": case} | found | rest)
 
     rows = [
         row("llama-3.1-8b", 1, 8192, 100.0),
@@ -43,6 +51,9 @@ def test_tables_of_decode_steps(tmp_path: Path) -> None:
         row("llama-3.1-8b", 4, 1024, 800.0),
         row("llama-3.1-8b", 4, 1024, 90.0, cuda_graph=False),
         row("llama-3.1-70b", 4, 1024, 100.0),
+        row("llama-3.1-8b", 1, 1024, 200.0, kv_cache="turbo4"),
+        row("llama-3.1-8b", 1, 8192, 160.0, kv_cache="turbo4"),
+        row("llama-3.1-8b", 1, 1024, 125.0, kv_cache="turbo-mixed"),
     ]
     (tmp_path / "docs" / "results" / "decode_step.jsonl").write_text("\n".join(rows) + "\n")
     for _ in range(2):
@@ -54,9 +65,17 @@ def test_tables_of_decode_steps(tmp_path: Path) -> None:
             "| 1 |  | 250 (88%) | 240 (88%) |",
             "| 4 | symm | 800 (88%) |  |",
         ]
+        caches = (tmp_path / "README.md").read_text().split("<!-- quantised -->")[1].split("<!-- /quantised -->")[0]
+        assert [line for line in caches.splitlines() if line.startswith("|")] == [
+            "| whole step, ms | 1024 |",
+            "| --- | --- |",
+            "| bf16 | 3.99 |",
+            "| turbo4 | 5.00 |",
+            "| turbo-mixed | 8.00 |",
+        ]
     long = (tmp_path / "docs" / "results" / "README.md").read_text()
-    assert "| llama-3.1-8b | 4 | off |  | symm | one by one | bf16 | 1 | random numbers | 90 (88%) |  |" in long
-    assert "| llama-3.1-70b | 4 | off |  | symm | captured | bf16 | 1 | random numbers | 100 (88%) |  |" in long
+    assert "| llama-3.1-8b | 4 | off |  | symm | one by one | bf16 | 1 | bf16 | random numbers | 90 (88%) |  |" in long
+    assert "| llama-3.1-70b | 4 | off |  | symm | captured | bf16 | 1 | bf16 | random numbers | 100 (88%) |  |" in long
 
 
 def test_tables_of_pairs_and_all_reduces(tmp_path: Path) -> None:
