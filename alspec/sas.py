@@ -29,6 +29,7 @@ __all__ = [
     "RELATIVE_ERROR",
     "Softmax",
     "cutoff",
+    "cutoffs",
     "dropped_mass_bound",
     "sas_exp",
     "sas_exp2",
@@ -88,11 +89,18 @@ def dropped_mass_bound(num_tokens: int, n_r: float) -> float:
     return x / (1 + x)
 
 
-def sas_softmax(scores: Tensor, n_r: float) -> tuple[Tensor, Tensor]:
+def cutoffs(num_tokens: Tensor) -> Tensor:
+    """`cutoff` of each number of tokens, fp32 of the same shape."""
+    odds = (1 - DROPPED_MASS) / DROPPED_MASS
+    return ((num_tokens - 1).clamp(min=1).float().log() + math.log(odds)).clamp(min=0)
+
+
+def sas_softmax(scores: Tensor, n_r: float | Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over the last dimension with weights of `sas_exp` below each row's maximum.
 
     Args:
-        scores: [..., n] fp32, nats; -inf where masked, not in a whole row.  n_r: of `cutoff`, nats.
+        scores: [..., n] fp32, nats; -inf where masked, not in a whole row.
+        n_r: of `cutoff`, nats; or of each row, as broadcasts to `scores`.
     Returns:
         weights: [..., n] fp32, of sum 1.  log_sum: [...] fp32, nats: the logarithm of the sum they were divided by.
     """
@@ -102,12 +110,12 @@ def sas_softmax(scores: Tensor, n_r: float) -> tuple[Tensor, Tensor]:
     return weights / total, (highest + total.log()).squeeze(-1)
 
 
-def sas_exp(t: Tensor, n_r: float) -> Tensor:
+def sas_exp(t: Tensor, n_r: float | Tensor) -> Tensor:
     """`e^-t` to `RELATIVE_ERROR`, 0 where `t > n_r`; t >= 0, fp32 -> fp32."""
     return sas_exp2(t.float() * -math.log2(math.e), -n_r * math.log2(math.e))
 
 
-def sas_exp2(x: Tensor, cutoff: float) -> Tensor:
+def sas_exp2(x: Tensor, cutoff: float | Tensor) -> Tensor:
     """`2^x` to `RELATIVE_ERROR`, 0 where `x < cutoff`; the rule that `kernels/sas.py` computes.
 
     Args:

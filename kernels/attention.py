@@ -1,4 +1,4 @@
-"""Attention over the uncompressed cache in PyTorch operators: prefill on every device, decode on CPU tensors.
+"""Attention over floating-point keys and values in PyTorch operators: prefill on every device, decode on CPU tensors.
 
 A speculative decode is the partial over sink and window (`predictor_attention`), which may be sent away, then the
 rest, the merge and the verdict's sums (`verify_attention`). On CUDA tensors the lean kernel does both; see

@@ -121,9 +121,8 @@ class DecodeAttention:
     ) -> None:
         if isinstance(layer, TurboLayer):
             turbo_decode_attention(
-                q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part,
-                softmax=layer.softmax,
-            )  # fmt: skip
+                q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
+            )
         else:
             lean_decode_attention(
                 q, *layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part

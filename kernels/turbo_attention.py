@@ -6,7 +6,7 @@ partials are merged by whoever arrives last, and the guess over sink and window 
 - The unit of work is a *step*: as many blocks of 64 tokens of one (request, KV head) as a program has warps. Each warp
   has an online softmax of its own; they are merged when the program leaves the head.
 - Steps are dealt alike whether their records have 4 or 2 bits: measured, they take as long, for the work on codes, not
-  the bytes, is what a program waits for. The decode buffer is one step more of a head; with a guess, part of that.
+  the bytes, is what a program waits for. A head's decode buffer counts as one to three; with a guess, as part of it.
 - A program is one warp, eight on an SM, so that none waits for another inside the loop.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
@@ -23,7 +23,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ..sas import Softmax
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import prefer_shared
 from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
@@ -42,7 +41,6 @@ class TurboSettings:
     num_warps: int  # of a program: 1, 2 or 4
     num_stages: int  # steps whose loads are in flight
     wide: int  # beyond so many partials of an output, they are merged in two levels
-    max_registers: int | None  # of a thread; None: the compiler's choice
     pdl: bool  # dependent launch
 
 
@@ -50,9 +48,9 @@ class TurboSettings:
 def turbo_settings(device: torch.device) -> TurboSettings:
     """Settings for a device."""
     if device.type != "cuda":
-        return TurboSettings(per_sm=4, num_warps=1, num_stages=1, wide=24, max_registers=None, pdl=False)
+        return TurboSettings(per_sm=4, num_warps=1, num_stages=1, wide=24, pdl=False)
     is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    return TurboSettings(per_sm=8, num_warps=1, num_stages=3, wide=24, max_registers=None, pdl=is_hopper)
+    return TurboSettings(per_sm=8, num_warps=1, num_stages=3, wide=24, pdl=is_hopper)
 
 
 def turbo_decode_attention(
@@ -67,7 +65,6 @@ def turbo_decode_attention(
     part: Part = "all",
     gate: Tensor | None = None,
     settings: TurboSettings | None = None,
-    softmax: Softmax = "exact",
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` tokens in a quantised cache, in one launch.
 
@@ -76,9 +73,9 @@ def turbo_decode_attention(
     With `speculation`, the same launch first writes `A~` over sink and window, and with `A` the sums of their distance.
     Oracles: `decode_attention_ref`, `speculative_decode_attention_ref`, on the dequantised cache.
 
-    With `softmax="sas"` the weights of tokens, relative to the maximum that a warp has seen so far, are those of
-    `alspec/sas.py`; o and `lse` are of the same weights. The device computes each request's cutoff from its length at
-    every launch: it drops at most `DROPPED_MASS` of a row, of `A~`'s too, for that has fewer tokens.
+    With softmax "sas" of the layer, the weights of tokens, relative to the maximum that a warp has seen so far, are
+    those of `alspec/sas.py`; o and `lse` are of the same weights. The device computes each request's cutoff from its
+    length at every launch: it drops at most `DROPPED_MASS` of a row, of `A~`'s too, for that has fewer tokens.
 
     Args:
         q: [B, Hq, D] bf16, fp16 or fp32, contiguous, D 64 or 128, at most 8 heads to a KV head.
@@ -86,7 +83,7 @@ def turbo_decode_attention(
         seq_lens: [B] int32 on the device, 1 .. `layer.capacity`; read by the kernel, so a captured launch serves any.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         part, gate: as for `lean_decode_attention`.
-        settings: other than `turbo_settings(device)`.  softmax: of `A` and `A~` alike.
+        settings: other than `turbo_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. A programmatic dependent launch from compute capability 9.0 on.
@@ -133,13 +130,12 @@ def turbo_decode_attention(
         WARPS=warps,
         STAGES=settings.num_stages,
         MERGE=merge_size(group_pad),
-        SAS=softmax == "sas",
+        SAS=layer.softmax == "sas",
         SPEC=spec is not None,
         PART=PARTS[part],
         FLAG=spec is not None and spec.flag is not None,
         PDL=settings.pdl,
         num_warps=warps,
-        maxnreg=settings.max_registers,
         **({"launch_pdl": True} if settings.pdl else {}),
     )
     prefer_shared(compiled)

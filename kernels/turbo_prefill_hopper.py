@@ -32,6 +32,7 @@ REGISTERS = 168  # a thread in the mean: 240 where it computes, 24 where it load
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
 BLOCK = gl.constexpr(64)
+ROWS = gl.constexpr(GROUP_ROWS)
 MAGIC = gl.constexpr(1.5 * 2.0**23)  # this and those below as in turbo_prefill.py
 MAGIC_BITS = gl.constexpr(0x4B400000)
 P_SHIFT = gl.constexpr(10.0)
@@ -273,12 +274,12 @@ def prefill_hopper_kernel(
     program = gl.program_id(0)
     head = program % HQ
     kv_head = head // GROUP
-    first_query = (gl.cdiv(num_queries, 128) - 1 - program // HQ) * 128
+    first_query = (gl.cdiv(num_queries, 2 * ROWS) - 1 - program // HQ) * (2 * ROWS)
     first_position = num_tokens - num_queries + first_query
     full_tiles = (first_position + 1) // tile_tokens
-    tiles = gl.cdiv(gl.minimum(first_position + 128, num_tokens), tile_tokens)
+    tiles = gl.cdiv(gl.minimum(first_position + 2 * ROWS, num_tokens), tile_tokens)
 
-    q_parts = gl.allocate_shared_memory(gl.int8, [2, 64, D], k_desc.layout)
+    q_parts = gl.allocate_shared_memory(gl.int8, [2, ROWS, D], k_desc.layout)
     k_tiles = gl.allocate_shared_memory(gl.int8, [STAGES, tile_tokens, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, tile_tokens, D], v_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

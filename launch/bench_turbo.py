@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -114,6 +114,7 @@ def turbo_run(
     programs = settings.per_sm * torch.cuda.get_device_properties(device).multi_processor_count
     workspace = LeanWorkspace.allocate(batch, hq, hkv, dim, device, programs)
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
+    layers = [replace(layer, softmax=softmax) for layer in case.layers]
     speculation = None
     if chunk_size:
         sums = torch.full((batch, hq, 2), math.nan, device=device)
@@ -121,9 +122,8 @@ def turbo_run(
 
     def run(i: int) -> tuple[Tensor, ...]:
         turbo_decode_attention(
-            case.q[i], case.layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation, settings=settings,
-            softmax=softmax,
-        )  # fmt: skip
+            case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation, settings=settings
+        )
         return (out,) if speculation is None else (out, speculation.spec_out, speculation.sums)
 
     return run

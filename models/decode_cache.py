@@ -83,6 +83,5 @@ class DecodeCache:
             )  # fmt: skip
         else:
             turbo_decode_attention(
-                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, part=part, gate=gate,
-                softmax=cache.softmax,
+                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, part=part, gate=gate
             )  # fmt: skip

@@ -35,7 +35,8 @@ __all__ = ["SPARE_SMS", "DecodeBuffers", "Decoder", "Operation", "Pairing"]
 Operation = tuple[str, int, Callable[[int], None]]  # name, layer, and what launches it in that layer
 
 # Left free by the attention of a pair that talks by collectives, for the kernels of those beside it: attention takes
-# nearly all shared memory of each SM that it runs on.
+# nearly all shared memory of each SM that it runs on. Over a quantised cache it takes nearly all registers instead, and
+# its small programs spread over all SMs: there a collective waits for some of them to end.
 SPARE_SMS = 4
 
 # Longest waits of a kernel for its peers. The first one of a step, a pair's meeting or the first all-reduce, also

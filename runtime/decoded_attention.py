@@ -31,7 +31,7 @@ from ..kernels.flashq import (
     to_int8,
 )
 from ..predictor import predictor_ranges
-from ..sas import Softmax, cutoff, sas_softmax
+from ..sas import Softmax, cutoffs, sas_softmax
 from .prefill import CHUNK_TOKENS
 from .turbo_cache import TURBO_CODECS
 
@@ -182,10 +182,10 @@ def _attend(
         out = _softmax(scores.masked_fill(~visible, -torch.inf), n_r).flatten(1, 2) @ values
         return out.view(num_qo_heads, num_rows, head_dim).transpose(0, 1)
 
-    n_r = cutoff(k.tail.shape[1]) if setting.softmax == "sas" else None
+    n_r = cutoffs(seq_len) if setting.softmax == "sas" else None
     return weigh(scores, visible, values), weigh(scores[..., near], guessed[:, near], values[:, near])
 
 
-def _softmax(scores: Tensor, n_r: float | None) -> Tensor:
+def _softmax(scores: Tensor, n_r: Tensor | None) -> Tensor:
     """Exact, or SAS with a cutoff."""
     return scores.softmax(-1) if n_r is None else sas_softmax(scores, n_r)[0]

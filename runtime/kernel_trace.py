@@ -24,6 +24,7 @@ __all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
 TRACE_STEPS = 5
 # Part of the name of a step's last kernel.
 STEP_END = "finish_step"
+APPEND = "turbo_append"
 # Part of a kernel's name -> the operation that it belongs to. A kernel of another name (NCCL's, PyTorch's) belongs to
 # the one before it.
 OPERATIONS = {
@@ -32,7 +33,6 @@ OPERATIONS = {
     "qkv_rope_append": "pre_attention",
     "take_turn": "handover",
     "send_kernel": "handover",
-    "turbo_append": "full_attention",
     "lean_decode": "full_attention",
     "turbo_decode": "full_attention",
     "decide": "verdict",
@@ -133,9 +133,12 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
     if verdicts:
         senders = _senders(labelled, verdicts)
         for rank, rows in enumerate(labelled):
-            group = rank * 2 // len(labelled)
+            group, is_open = rank * 2 // len(labelled), True
             for row in rows:
-                row["open"] = _is_open(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
+                # A quantised cache takes the newest token in under the gate of the kernel that brought it.
+                if APPEND not in row["kernel"]:
+                    is_open = _is_open(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
+                row["open"] = is_open
     return labelled
 
 

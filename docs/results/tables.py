@@ -16,7 +16,7 @@ Tables of one H200 (torch 2.11.0+cu130, Triton 3.6.0, commit 8b4430f) as the com
 printed them; these runs left no rows.
 
 - [turbo_attention.txt](turbo_attention.txt): `launch/bench_kernels.py --bench turbo --contexts 2k,8k,32k,128k`. There
-  more than 40 partials of a head were merged in two levels, now more than 24 are: it should be faster at 2048.
+  more than 40 partials of a head were merged in two levels (`wide`), now more than 24 are.
 - [prefill_attention.txt](prefill_attention.txt): `launch/bench_kernels.py --bench prefill`."""
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
@@ -210,7 +210,7 @@ def steps(rows: list[dict[str, Any]]) -> str:
         case = row["case"]
         key = (case["shape"], str(case["world"]), case["mode"], hits(row), case["transport"] or "")
         key += ("captured" if case["cuda_graph"] else "one by one", case["dtype"], str(case["batch"]))
-        key += (case["kv_cache"], case.get("text") or "random numbers")
+        key += (cache_of(row),)
         lines.setdefault(key, {})[case["context"]] = row
     head = [
         "shape",
@@ -222,7 +222,6 @@ def steps(rows: list[dict[str, Any]]) -> str:
         "dtype",
         "batch",
         "cache",
-        "of",
         *map(str, contexts),
     ]
     cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in sorted(lines.items())]
@@ -249,7 +248,7 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
         case = row["case"]
         p50, off = row["us"]["p50"] / 1e3, base["us"]["p50"] / 1e3
         line = [case["shape"], f"{case['world'] // 2} + {case['world'] // 2}", case["transport"], str(case["batch"])]
-        line += [case.get("text") or "random numbers", str(case["context"]), hits(row)]
+        line += [cache_of(row), str(case["context"]), hits(row)]
         cells = [f"{p50:.3f}", f"{off:.3f}", f"{off / p50:.2f}x", "", "", ""]
         found = measured.get(_setting(row))
         # Of several requests the layer's verdict is another rate than the requests'.
@@ -270,7 +269,7 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
     cells = [
         [
             *(str(found["step"]["case"][name]) for name in ("shape", "world", "context")),
-            found["step"]["case"].get("text") or "random numbers",
+            cache_of(found["step"]),
             hits(found["step"]),
             *(f"{found[name]['us']['p50']:.1f}" for name in names),
         ]
@@ -329,6 +328,13 @@ def allreduce(rows: list[dict[str, Any]]) -> str:
             table(["GPUs", "batch", "KB", *impls], cells),
         ]
     )
+
+
+def cache_of(row: dict[str, Any]) -> str:
+    """Codec and softmax of a step's cache, and what it held."""
+    case = row["case"]
+    softmax = "" if case.get("softmax", "exact") == "exact" else f" with {case['softmax']}"
+    return f"{case['kv_cache']}{softmax}, {case.get('text') or 'random numbers'}"
 
 
 def hits(row: dict[str, Any]) -> str:
@@ -500,7 +506,9 @@ def short_steps() -> str:
     for row in rows:
         case = row["case"]
         if case["mode"] == "paired" and case["hit_rate"] in SHORT_HIT_RATES:
-            base = plain[case["world"], case["transport"], case["context"]]
+            base = plain.get((case["world"], case["transport"], case["context"]))
+            if base is None:
+                continue
             ratio = base["us"]["p50"] / row["us"]["p50"]
             found = pairs.setdefault((case["world"], case["transport"], hits(row)), {})
             found[case["context"]] = f"{row['tokens_per_s']:.0f} ({ratio:.2f}x)"
@@ -524,7 +532,8 @@ def short_quantised() -> str:
     steps_of = [
         row
         for row in read("decode_step.jsonl")
-        if row["case"]["shape"] == "llama-3.1-8b" and row["case"]["world"] == 1 and row["case"]["batch"] == 1
+        if (row["case"]["shape"], row["case"]["world"], row["case"]["mode"]) == ("llama-3.1-8b", 1, "off")
+        if row["case"]["batch"] == 1 and row["case"]["cuda_graph"]
     ]
     parts = []
     for title, rows in (("attention of a layer, us", attention), ("whole step, ms", steps_of)):
@@ -532,6 +541,7 @@ def short_quantised() -> str:
         for row in rows:
             case, is_ours = row["case"], row["impl"].startswith("alspec")
             is_plain = row["bench"] != "speculative_decode" and not row["impl"].endswith(".sas")
+            is_plain &= case.get("softmax", "exact") == "exact"
             if is_ours and is_plain and case.get("text") is None:
                 codec = case.get("codec") or case["kv_cache"]
                 found.setdefault(codec, {})[case["context"]] = row["us"]["p50"] / (1 if rows is attention else 1e3)

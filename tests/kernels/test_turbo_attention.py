@@ -57,7 +57,14 @@ class Launch:
     lse: Tensor
     settings: TurboSettings
     speculation: Speculation | None = None
-    softmax: Softmax = "exact"
+
+    @property
+    def softmax(self) -> Softmax:
+        return self.layer.softmax
+
+    @softmax.setter
+    def softmax(self, softmax: Softmax) -> None:
+        self.layer = replace(self.layer, softmax=softmax)
 
     def run(self, *parts: str, gate: Tensor | None = None) -> None:
         for scratch in (self.workspace.o, self.workspace.lse):
@@ -67,7 +74,7 @@ class Launch:
         for part in parts or ("all",):
             turbo_decode_attention(
                 self.q, self.layer, self.seq_lens, self.q.shape[-1] ** -0.5, self.workspace, self.out, self.lse,
-                self.speculation, part, gate, self.settings, self.softmax,
+                self.speculation, part, gate, self.settings,
             )  # type: ignore[arg-type]  # fmt: skip
 
     def outputs(self) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from alspec.config import SpeculationConfig
 from alspec.kernels.attention import prefill_attention
+from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime import decoded_attention as module
 from alspec.runtime.decoded_attention import CODECS, CacheSetting, cache_text, decoded_attention
@@ -19,6 +20,7 @@ from alspec.runtime.quality import score_text
 from alspec.sas import DROPPED_MASS, RELATIVE_ERROR
 
 SM_SCALE = 0.3
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 Array = np.ndarray
 
 
@@ -138,6 +140,19 @@ def test_sas_is_close_to_exact_and_not_the_same(codec: str) -> None:
     most = float(v.abs().max()) * 2 * (RELATIVE_ERROR + DROPPED_MASS)
     for found, expected in zip(sas, exact, strict=True):
         assert 0 < float((found - expected).abs().max()) < most
+
+
+def test_the_cutoff_of_sas_is_that_of_each_position() -> None:
+    """As decoding with each length; scores are large, so that some lie between the cutoffs of two lengths."""
+    q, k, v = random_text(200, seed=5)
+    setting = CacheSetting("bf16", softmax="sas")
+    full, guess = decoded_attention(q, *cache_text(k, v, 64, setting), 64, 2.0, setting)
+    cache = (k.float()[None], v.float()[None])
+    for length in (1, 2, 63, 64, 129, 200):
+        args = (q[length - 1 : length].float(), *cache, torch.tensor([length]))
+        expected, _, _ = speculative_decode_attention_ref(*args, 64, 2.0, "sas")
+        torch.testing.assert_close(full[length - 1].double(), decode_attention_ref(*args, 2.0, "sas")[0][0], **CLOSE)
+        torch.testing.assert_close(guess[length - 1].double(), expected[0], **CLOSE)
 
 
 def test_bf16_is_read_as_computed() -> None:

@@ -19,6 +19,7 @@ WORK_US = {
     "_qkv_rope_append_kernel": 9.0,
     "_take_turn_kernel": 1.0,
     "_send_kernel": 1.5,
+    "_turbo_append_kernel": 2.0,
     "lean_decode_kernel": 120.0,
     "_decide_kernel": 2.5,
     "_receive_handover_kernel": 1.25,
@@ -36,7 +37,8 @@ POST = ("push_partial", "reduce_norm", "gate_up_silu", "push_partial", "reduce_n
 class Job:
     """Two groups of `tp_size` ranks that step as `alspec.priority` says, with dependent launches that start early."""
 
-    def __init__(self, tp_size: int, first: int) -> None:
+    def __init__(self, tp_size: int, first: int, quantised: bool = False) -> None:
+        self.quantised = quantised
         self.rows: list[list[dict[str, Any]]] = [[] for _ in range(2 * tp_size)]
         self.is_open: list[list[bool]] = [[] for _ in range(2 * tp_size)]
         self.now = [0.0] * (2 * tp_size)
@@ -73,6 +75,8 @@ class Job:
             guess_at = 0.0
             for group in (sends, 1 - sends):
                 self.launch(group, "_send", group == sends)
+                if self.quantised:
+                    self.launch(group, "turbo_append", group == sends)
                 guess_at = self.launch(group, "lean", group == sends) + GUESS_US if group == sends else guess_at
                 if group != sends:
                     self.launch(group, "lean", False)
@@ -80,6 +84,8 @@ class Job:
                 if group == sends:
                     verdict_at = self.now[-1 if group else 0]
                 self.launch(group, "receive_handover", group != sends, guess_at)
+                if self.quantised:
+                    self.launch(group, "turbo_append", group != sends)
             self.priority = after_verdict(self.priority, bool(verdict))
             waiting = 1 - sends
             for part in POST:
@@ -143,16 +149,18 @@ VERDICTS = {
 }
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", VERDICTS)
-def test_labels_of_a_pair(name: str, tp_size: int, first: int) -> None:
+def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) -> None:
     """Operation and layer of every kernel; closed ones are those whose group's priority skips them."""
-    job = Job(tp_size, first)
+    job = Job(tp_size, first, quantised)
     for verdicts in VERDICTS[name]:
         job.run(verdicts)
     labelled = label(job.rows, VERDICTS[name])
-    layer_ops = ["pre_attention", *["handover"] * 2, "full_attention", "verdict", "handover", *["post_attention"] * 5]
+    brought = ["handover"] * (1 + quantised)
+    layer_ops = ["pre_attention", "handover", *brought, "full_attention", "verdict", *brought, *["post_attention"] * 5]
     expected = [("embed", 0), *((op, layer) for layer in range(NUM_LAYERS) for op in layer_ops)]
     expected += [("agree", NUM_LAYERS)] * 3 + [("lm_head", NUM_LAYERS)] * 3
     for rows, is_open in zip(labelled, job.is_open, strict=True):
@@ -180,21 +188,23 @@ def test_labels_without_a_pair() -> None:
     assert all(row["open"] for row in labelled)
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("name", VERDICTS)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_parts_predict_the_step(name: str, tp_size: int) -> None:
+def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> None:
     """Parts are what the kernels were given, and the latency model makes the step's time of them, to 5 %."""
-    job = Job(tp_size, 1)
+    job = Job(tp_size, 1, quantised)
     times = [job.run(verdicts) for verdicts in VERDICTS[name]]
     parts = layer_parts(label(job.rows, VERDICTS[name]), VERDICTS[name])
     attention = WORK_US["lean_decode_kernel"]
     assert parts["attention"] == pytest.approx([attention] * len(parts["attention"]))
     assert len(parts["attention"]) == len(parts["sender"]) == 3 * NUM_LAYERS * tp_size
-    section = WORK_US["_take_turn_kernel"] + WORK_US["_send_kernel"]
+    append = WORK_US["_turbo_append_kernel"] if quantised else 0.0
+    section = WORK_US["_take_turn_kernel"] + WORK_US["_send_kernel"] + append
     assert parts["sender"] == pytest.approx([section + attention + WORK_US["_decide_kernel"]] * len(parts["sender"]))
     assert parts["receiver"] == pytest.approx([section + GUESS_US + 1.25] * len(parts["receiver"]), abs=3)
     layer = WORK_US["_qkv_rope_append_kernel"] + 30 + 2 * (8 + 2)
-    assert parts["layer"] == pytest.approx([layer] * len(parts["layer"]), abs=2 * CLOSED_US)
+    assert parts["layer"] == pytest.approx([layer] * len(parts["layer"]), abs=2 * CLOSED_US + append)
     assert parts["step"] == pytest.approx([time for time in times[1:] for _ in range(tp_size)])
     p50 = {part: sorted(samples)[len(samples) // 2] for part, samples in parts.items()}
     costs = StepCosts(NUM_LAYERS, p50["fixed"], p50["layer"], p50["attention"], p50["sender"], p50["receiver"])
