@@ -117,7 +117,7 @@ def test_tables_of_pairs_and_all_reduces(tmp_path: Path) -> None:
     # 5 accepted layers of max(80, 20 + 40) and 5 rejected ones of 80 + 40, and 50.
     begin = "| llama-3.1-8b | 1 + 1 | symm | 1 |"
     assert f"{begin} bf16, random numbers | 8192 | 50% | 1.050 | 1.200 | 1.14x | 1.050 | +0.0% | +10.0% |" in long
-    assert f"{begin} book.txt | 8192 | 50% | 0.900 | 0.990 | 1.10x |  |  |  |" in long
+    assert f"{begin} bf16, book.txt | 8192 | 50% | 0.900 | 0.990 | 1.10x |  |  |  |" in long
     parts_line = "| llama-3.1-8b | 2 | 8192 | bf16, random numbers | 50% | 70.0 | 80.0 | 20.0 | 40.0 | 50.0 | 1100.0 |"
     assert parts_line in long
     assert long[long.index("| GPUs | batch | KB | nccl | alspec |") + 2 :][:2] == [
