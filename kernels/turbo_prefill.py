@@ -217,8 +217,9 @@ def turbo_prefill_attention(
     k_stride = k8.stride(0) // head_dim
     rows = (num_kv_heads - 1) * k_stride + num_tokens
     v_rows = num_kv_heads * num_tokens
-    qk_scale = sm_scale * math.log2(math.e)
-    group = num_qo_heads // num_kv_heads
+    log2e = math.log2(math.e)
+    others = (unit, k_scale, out, lse, num_queries, num_tokens, num_blocks, k_stride, sm_scale * log2e)
+    shape = {"HQ": num_qo_heads, "GROUP": num_qo_heads // num_kv_heads, "D": head_dim}
     if softmax == "exact" and _is_hopper(q.device):
         tile = [hopper.TILE, head_dim]
         k_layout, v_layout = (gl.NVMMASharedLayout.get_default_for(tile, kind) for kind in (gl.int8, gl.float16))
@@ -226,18 +227,8 @@ def turbo_prefill_attention(
             q,
             HopperDescriptor(k8, [rows, head_dim], [head_dim, 1], tile, k_layout),
             HopperDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile, v_layout),
-            unit,
-            k_scale,
-            out,
-            lse,
-            num_queries,
-            num_tokens,
-            num_blocks,
-            k_stride,
-            qk_scale,
-            HQ=num_qo_heads,
-            GROUP=group,
-            D=head_dim,
+            *others,
+            **shape,
             STAGES=hopper.STAGES,
             num_warps=4,
             maxnreg=hopper.REGISTERS,
@@ -248,19 +239,9 @@ def turbo_prefill_attention(
         q,
         TensorDescriptor(k8, [rows, head_dim], [head_dim, 1], tile),
         TensorDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile),
-        unit,
-        k_scale,
-        out,
-        lse,
-        num_queries,
-        num_tokens,
-        num_blocks,
-        k_stride,
-        qk_scale,
-        -cutoff(num_tokens) * math.log2(math.e),
-        HQ=num_qo_heads,
-        GROUP=group,
-        D=head_dim,
+        *others,
+        -cutoff(num_tokens) * log2e,
+        **shape,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         SAS=softmax == "sas",
