@@ -44,7 +44,9 @@ def main() -> None:
         "One JSON line for each measured value, written by the command that it names."
         " `python docs/results/tables.py` makes the tables from them.",
         quality(read("quality.jsonl")),
-        codecs(read("quality_codecs.jsonl")),
+        codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
+        codecs("Demo checkpoint over caches, in fp32", read("quality_codecs_fp32.jsonl")),
+        codecs("Softmax, block sizes and selectors, in fp32", read("quality_ablations.jsonl")),
         steps(read("decode_step.jsonl")),
         against_off(read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
@@ -123,7 +125,7 @@ def quality(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def codecs(rows: list[dict[str, Any]]) -> str:
+def codecs(title: str, rows: list[dict[str, Any]]) -> str:
     """Quality of each cache and lambda at the longest context, and its change against bf16 under the same lambda."""
     if not rows:
         return ""
@@ -153,7 +155,7 @@ def codecs(rows: list[dict[str, Any]]) -> str:
     case = max((row["case"] for row in rows), key=lambda case: int(case["context"]))
     return "\n\n".join(
         [
-            "## Demo checkpoint over caches",
+            f"## {title}",
             f"As decoded token by token from the cache named, at {case['context']} tokens (records: their own length),"
             f" S = {case['chunk_size']}, {case['dtype']}; change against the bf16 cache under the same lambda. In fixed"
             " layers, those with a hit rate above 0.8 on text at lambda 0.1, the guess is always let through. Needles:"
