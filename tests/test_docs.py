@@ -126,6 +126,44 @@ def test_tables_of_pairs_and_all_reduces(tmp_path: Path) -> None:
     ]
 
 
+def test_tables_of_attention_over_quantised_caches(tmp_path: Path) -> None:
+    """How many times faster than bf16 under the same heading; SAS beside exact; prefill against SDPA."""
+    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    rest = {"gpu": "NVIDIA H200", "num_gpus": 1, "versions": {"torch": "2.11.0"}, "command": "launch/bench_kernels.py"}
+
+    def row(bench: str, impl: str, us: float, **case: object) -> str:
+        return json.dumps({"bench": bench, "impl": impl, "case": case, "us": {"p50": us}, "tflop_s": 500.0} | rest)
+
+    at = {"heads": "32/8", "context": 8192}
+    rows = [
+        row("decode_attention", "torch.sdpa", 15.0, codec="bf16", **at),
+        row("decode_attention", "alspec.lean_decode_attention", 12.0, codec="bf16", **at),
+        row("speculative_decode", "alspec.lean_decode_attention", 14.0, codec="bf16", **at),
+        row("decode_attention", "alspec.turbo_decode_attention", 8.0, codec="turbo4", **at),
+        row("decode_attention", "alspec.turbo_decode_attention.sas", 10.0, codec="turbo4", **at),
+        row("speculative_decode", "alspec.turbo_decode_attention", 7.0, codec="turbo4", **at),
+    ]
+    (tmp_path / "docs" / "results" / "turbo_attention.jsonl").write_text("\n".join(rows) + "\n")
+    rows = [
+        row("prefill_attention", impl, us, tokens=4096, **at)
+        for impl, us in (("torch.sdpa", 900.0), ("alspec.turbo_prefill_attention", 600.0))
+    ]
+    (tmp_path / "docs" / "results" / "prefill_attention.jsonl").write_text("\n".join(rows) + "\n")
+    subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
+    long = (tmp_path / "docs" / "results" / "README.md").read_text().splitlines()
+    plain = long.index("### 32/8 heads of 128, plain")
+    assert long[plain + 4 : plain + 8] == [
+        "| torch SDPA, bf16 | 15.0 (0.80x) |",
+        "| bf16 | 12.0 (1.00x) |",
+        "| turbo4 | 8.0 (1.50x) |",
+        "| turbo4, SAS | 10.0 (1.20x) |",
+    ]
+    guess = long.index("### 32/8 heads of 128, with guess and verdict")
+    assert long[guess + 4 : guess + 6] == ["| bf16 | 14.0 (1.00x) |", "| turbo4 | 7.0 (2.00x) |"]
+    assert "| 4096 | 8192 | 900, 500 TFLOP/s, 1.00x | 600, 500 TFLOP/s, 1.50x |" in long
+
+
 def test_table_of_caches(tmp_path: Path) -> None:
     """A line for each cache and lambda, at the longest context, with its change against bf16."""
     shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")

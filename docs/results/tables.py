@@ -394,7 +394,7 @@ def quantised(rows: list[dict[str, Any]]) -> str:
                     found.setdefault(name, {})[row["case"]["context"]] = row["us"]["p50"]
             contexts = sorted(found["bf16"])
             lines = [
-                [name, *(f"{us[at]:.1f}" + (f" ({found['bf16'][at] / us[at]:.2f}x)") for at in contexts)]
+                [name, *(f"{us[at]:.1f} ({found['bf16'][at] / us[at]:.2f}x)" if at in us else "" for at in contexts)]
                 for name, us in found.items()
             ]
             parts += [f"### {shape} heads of 128, {title}", table(["cache", *map(str, contexts)], lines)]
