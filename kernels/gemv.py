@@ -155,8 +155,6 @@ def _qkv_rope_append_kernel(
     PDL: tl.constexpr,
 ):
     """Tiles of channel pairs (c, c + D/2) of one head, every `num_programs`-th."""
-    if PDL:
-        gdc_launch_dependents()
     TILES: tl.constexpr = D // 2 // PAIRS  # of one head
     row = tl.arange(0, 2 * PAIRS)
     row = row // 2 + row % 2 * (D // 2)
@@ -167,6 +165,8 @@ def _qkv_rope_append_kernel(
     w = _weights(w_ptr, tile // TILES * D + tile % TILES * PAIRS + row, 0, K, KP, False)
     if PDL:
         gdc_wait()
+        # Not before: attention reads lengths and older tokens as soon as it starts, and they must be there.
+        gdc_launch_dependents()
     if gate_ptr is not None:  # noqa: SIM102
         if tl.load(gate_ptr, volatile=True) == 0:
             return

@@ -28,6 +28,7 @@ import triton
 from torch import Tensor
 
 from .lean_kernel import lean_decode_kernel
+from .merge import merge_rounds
 
 __all__ = ["LeanWorkspace", "Part", "Speculation", "lean_decode_attention"]
 
@@ -98,6 +99,7 @@ def lean_decode_attention(
     speculation: Speculation | None = None,
     part: Part = "all",
     gate: Tensor | None = None,
+    newest_only: bool = False,
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` cached tokens, in one launch.
 
@@ -113,6 +115,9 @@ def lean_decode_attention(
         part: with speculation, `predictor` writes `A~` only (and `A` where sink and window are everything), and `rest`,
             launched next on the same workspace, the others.
         gate: [1] int32; 0 skips everything.
+        newest_only: a promise that the kernel ahead writes nothing that this one reads but q and the newest token of
+            each request, and lets this one start only after its own wait for those before it. Then, without speculation
+            and gate, lengths are read, and first tiles fetched into the L2, before the kernel ahead has ended.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on it is, but for a `predictor`, a programmatic
@@ -136,6 +141,7 @@ def lean_decode_attention(
     block_n, num_stages, pdl = _settings(q.device, width * q.itemsize)
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
     pdl = pdl and part != "predictor"
+    merge, wide = merge_rounds(group_pad, width, NUM_WARPS, MERGE_REGISTERS)
     spec = speculation
     lean_decode_kernel[(workspace.num_programs,)](
         q,
@@ -167,11 +173,14 @@ def lean_decode_attention(
         B_PAD=_padded(batch_size),
         BLOCK_N=block_n,
         STAGES=num_stages,
-        MERGE=max(1, min(16, MERGE_REGISTERS * 32 * NUM_WARPS // (group_pad * width))),
+        MERGE=merge,
+        WIDE=wide,
+        WARPS=NUM_WARPS,
         SPEC=spec is not None,
         PART=PARTS[part],
         FLAG=spec is not None and spec.flag is not None,
         PDL=pdl,
+        EARLY=pdl and newest_only and gate is None and spec is None,
         num_warps=NUM_WARPS,
         **({"launch_pdl": True} if pdl else {}),
     )

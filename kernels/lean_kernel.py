@@ -6,7 +6,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["lean_decode_kernel"]
+from .merge import hand_in, output_at, store_partial
+from .prefetch import prefetch
+
+__all__ = ["ALL", "PREDICTOR", "REST", "lean_decode_kernel", "locate"]
 
 # Which part of the work a launch does. In two launches, the first leaves `A~` and its partial for the second; a message
 # to a paired rank whose memory cannot be addressed goes out between them.
@@ -16,9 +19,6 @@ REST = tl.constexpr(2)
 
 WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this many tokens, whatever BLOCK_N is
 GUESS_OVERHEAD = tl.constexpr(6)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
-# One SM takes in 50 bytes a clock: beyond WIDE partials of an output (50 KB), groups of FAN are merged side by side.
-WIDE = tl.constexpr(24)
-FAN = tl.constexpr(8)
 
 
 @triton.jit
@@ -31,15 +31,6 @@ def _token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
         sink = tl.zeros_like(seq_len)
         window = seq_len
     return sink, window
-
-
-@triton.jit
-def _store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
-    """Write the `GROUP` real rows of a partial, o [D, ROWS], into its slot."""
-    rows = tl.arange(0, ROWS)
-    real = rows < GROUP
-    tl.store(o_ptr + (slot * GROUP + rows)[None, :] * D + tl.arange(0, D)[:, None], o, mask=real[None, :])
-    tl.store(lse_ptr + slot * GROUP + rows, lse, mask=real)
 
 
 @triton.jit
@@ -114,7 +105,7 @@ def _attend_run(
     """
     channels = tl.arange(0, D)
     offsets = tl.arange(0, BLOCK_N)
-    q_at, exists = _output_at(0, ROWS, GROUP, D, HEAD_DIM)
+    q_at, exists = output_at(0, ROWS, GROUP, D, HEAD_DIM)
     row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
     slot, token, limit = program + output, begin - BLOCK_N, end + 0
     for i in tl.range(0, count, num_stages=STAGES):
@@ -129,7 +120,7 @@ def _attend_run(
             if token >= limit:
                 token, limit = begin2 + 0, end2 + 0
                 if not is_guess:
-                    request, before = _locate(tile + i, rest_end)
+                    request, before = locate(tile + i, rest_end)
                     token, limit, _, rest = _rest_of(request, seq_lens, chunk_size, B_PAD, BLOCK_N, SPEC)
                     output = request * HKV + (tile + i - before) // tl.maximum(rest, 1)
         left = limit - token
@@ -149,7 +140,7 @@ def _attend_run(
             v = tl.load(v_at, mask=inside, other=0.0, eviction_policy="evict_first")
         if program + output != slot:
             o, lse = _normalise(row_max, row_sum, acc)
-            _store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS, GROUP, D)
+            store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS, GROUP, D)
             row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
             # A zero unknown to the compiler: with constants alone it splits the branch, and Blackwell spills registers.
             row_sum += (slot >> 31).to(tl.float32)
@@ -164,78 +155,6 @@ def _attend_run(
         row_max = new_max
     o, lse = _normalise(row_max, row_sum, acc)
     return o, lse, slot
-
-
-@triton.jit
-def _arrive(counter_ptr, contributors):
-    """Take a ticket; whether all contributors have come. The last one puts the counter back to 0."""
-    # The ticket is taken by one thread: all threads' stores must come before it, and their loads after it.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == contributors - 1
-    if is_last:
-        tl.store(counter_ptr, 0)
-    tl.debug_barrier()
-    return is_last
-
-
-@triton.jit
-def _no_partial(GROUP_PAD: tl.constexpr, D: tl.constexpr):
-    """What nothing merged looks like: maximum, sum, o."""
-    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    return row_max, tl.zeros([GROUP_PAD], tl.float32), tl.zeros([GROUP_PAD, D], tl.float32)
-
-
-@triton.jit
-def _merge_partials(
-    o_ptr,
-    lse_ptr,
-    slot,
-    stride,
-    count,
-    row_max,  # [GROUP_PAD]: what is merged already, or -inf, 0, 0
-    row_sum,
-    acc,  # [GROUP_PAD, D]
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    D: tl.constexpr,
-    MERGE: tl.constexpr,
-):
-    """Merge `count` slots from `slot` on, `stride` apart, in this order.
-
-        o = sum_s 2^(lse_s - m) o_s,   l = sum_s 2^(lse_s - m),   m = max_s lse_s
-
-    The loads of `MERGE` slots are issued together: their latency, not the arithmetic, is what this costs.
-
-    Returns:
-        o [GROUP_PAD, D], normalised, and lse [GROUP_PAD].
-    """
-    rows = tl.arange(0, GROUP_PAD)
-    real = rows < GROUP
-    o_at = o_ptr + (slot * GROUP + rows[:, None]) * D + tl.arange(0, D)[None, :]
-    lse_at = lse_ptr + slot * GROUP + rows
-    for start in tl.range(0, count, MERGE):
-        values, weights = (), ()
-        new_max = row_max
-        for i in tl.static_range(MERGE):
-            inside = real & (start + i < count)
-            # .cg: another SM wrote these, and L1 may hold older bytes.
-            o_s = tl.load(o_at, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-            lse_s = tl.load(lse_at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-            values, weights = values + (o_s,), weights + (lse_s,)  # noqa: RUF005 (Triton has no *)
-            new_max = tl.maximum(new_max, lse_s)
-            o_at += stride * (GROUP * D)
-            lse_at += stride * GROUP
-        # Rows of padding stay at -inf; 0 avoids -inf - -inf there.
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        alpha = tl.exp2(row_max - base)
-        row_sum = row_sum * alpha
-        acc = acc * alpha[:, None]
-        for i in tl.static_range(MERGE):
-            weight = tl.exp2(weights[i] - base)
-            row_sum += weight
-            acc += weight[:, None] * values[i]
-        row_max = new_max
-    return acc * (1.0 / row_sum)[:, None], row_max + tl.log2(row_sum)
 
 
 @triton.jit
@@ -275,7 +194,7 @@ def _run_of(tile, leaders, lead_run, run, longer):
 
 
 @triton.jit
-def _locate(tile, tiles_end):
+def locate(tile, tiles_end):
     """Request of a tile of the flattened work, and where its tiles begin; tiles_end: [B_PAD], cumulative."""
     before = tiles_end <= tile
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, tiles_end, 0), 0)
@@ -287,61 +206,6 @@ def _rest_of(request, seq_lens, chunk_size, B_PAD: tl.constexpr, BLOCK_N: tl.con
     seq_len = tl.sum(tl.where(tl.arange(0, B_PAD) == request, seq_lens, 0), 0)
     sink, window = _token_ranges(seq_len, chunk_size, SPEC)
     return sink, window, seq_len, tl.cdiv(window - sink, BLOCK_N)
-
-
-@triton.jit
-def _output_at(output, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Offsets [ROWS, D] of one output's rows in `out` and the like, and which of them exist."""
-    rows = tl.arange(0, ROWS)
-    channels = tl.arange(0, D)
-    at = (output * GROUP + rows)[:, None] * HEAD_DIM + channels[None, :]
-    return at, (rows < GROUP)[:, None] & (channels < HEAD_DIM)[None, :]
-
-
-@triton.jit
-def _finish(
-    o_ptr,
-    lse_ptr,
-    slot,
-    stride,
-    count,
-    spec_slot,
-    output,
-    out_ptr,
-    out_lse_ptr,
-    sums_ptr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    D: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MERGE: tl.constexpr,
-    SPEC: tl.constexpr,
-):
-    """The last arriver of an output: merge everything, write it, and with `A~` the verdict's sums of each row."""
-    rows = tl.arange(0, GROUP_PAD)
-    at, mask = _output_at(output, GROUP_PAD, GROUP, D, HEAD_DIM)
-    if SPEC:
-        spec_at = o_ptr + (spec_slot * GROUP + rows[:, None]) * D + tl.arange(0, D)[None, :]
-        spec_o = tl.load(spec_at, mask=mask, other=0.0, cache_modifier=".cg")
-        spec_lse = tl.load(lse_ptr + spec_slot * GROUP + rows, mask=rows < GROUP, other=0.0, cache_modifier=".cg")
-        o, lse = _merge_partials(
-            o_ptr, lse_ptr, slot, stride, count, spec_lse, tl.full([GROUP_PAD], 1.0, tl.float32), spec_o,
-            GROUP, GROUP_PAD, D, MERGE,
-        )  # fmt: skip
-    else:
-        none_max, none_sum, none_o = _no_partial(GROUP_PAD, D)
-        o, lse = _merge_partials(
-            o_ptr, lse_ptr, slot, stride, count, none_max, none_sum, none_o, GROUP, GROUP_PAD, D, MERGE
-        )
-    tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_lse_ptr + output * GROUP + rows, lse, mask=rows < GROUP)
-    if SPEC:
-        # A sum for each row: one over all of them costs a microsecond, and whoever decides adds up heads anyway.
-        full = tl.where(mask, o, 0.0)
-        delta = spec_o - full
-        sums_at = sums_ptr + (output * GROUP + rows) * 2
-        tl.store(sums_at, tl.sum(delta * delta, 1), mask=rows < GROUP)
-        tl.store(sums_at + 1, tl.sum(full * full, 1), mask=rows < GROUP)
 
 
 @triton.jit
@@ -376,15 +240,19 @@ def lean_decode_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE: tl.constexpr,
+    WIDE: tl.constexpr,
+    WARPS: tl.constexpr,
     SPEC: tl.constexpr,
     PART: tl.constexpr,
     FLAG: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One launch, or with `PART` a part of one; grid [PROGRAMS]."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
         if tl.load(gate_ptr) == 0:
             return
@@ -411,7 +279,7 @@ def lean_decode_kernel(
     guess = program
     while (guess < num_guesses) | (tile < last):
         is_guess = guess < num_guesses
-        request, before = _locate(tile, rest_end)
+        request, before = locate(tile, rest_end)
         if SPEC:
             request = tl.where(is_guess, guess // HKV, request)
             before = tl.max(tl.where(requests < request, rest_end, 0), 0)
@@ -423,6 +291,14 @@ def lean_decode_kernel(
         head_tile = before + head * rest_r
         begin, end, begin2, end2 = sink_r + (tile - head_tile) * BLOCK_N, window_r, sink_r, window_r
         count = last - tile
+        if EARLY:
+            # Beside the end of the kernel ahead. One tile: with more, all of them arrive together, and the first late.
+            ELEMENT: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
+            size = tl.minimum(BLOCK_N, end - begin) * (HEAD_DIM * ELEMENT)
+            at = (output.to(tl.int64) * capacity + begin) * HEAD_DIM
+            prefetch(k_ptr + at, size)
+            prefetch(v_ptr + at, size)
+            gdc_wait()
         if SPEC:
             begin, end = tl.where(is_guess, 0, begin), tl.where(is_guess, sink_r, end)
             begin2, end2 = tl.where(is_guess, window_r, begin2), tl.where(is_guess, seq_len, end2)
@@ -436,13 +312,13 @@ def lean_decode_kernel(
         current = slot - program
         if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
             if is_guess:
-                at, exists = _output_at(current, ROWS, GROUP, D, HEAD_DIM)
+                at, exists = output_at(current, ROWS, GROUP, D, HEAD_DIM)
                 tl.store(spec_out_ptr + at, tl.trans(o).to(spec_out_ptr.dtype.element_ty), mask=exists)
                 if FLAG:
                     tl.debug_barrier()
                     tl.atomic_xchg(spec_flag_ptr + current, epoch, sem="release", scope="sys")
                 slot = PROGRAMS + num_outputs + current
-        _store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, ROWS, GROUP, D)
+        store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, ROWS, GROUP, D)
 
         # Then a ticket for each output that has a partial of this program.
         while output <= current:
@@ -450,45 +326,17 @@ def lean_decode_kernel(
             first_run = _run_of(head_tile, leaders, lead_run, run, longer)
             last_run = _run_of(head_tile + rest_r - 1, leaders, lead_run, run, longer)
             runs = tl.where(rest_r > 0, last_run - first_run + 1, 0)
-            first_slot = first_run + output
-            arrives = True
-            if (runs > WIDE) and (not is_guess):
-                # Many partials are merged in two levels: the groups of the first side by side, on many SMs.
-                place = program - first_run
-                group_slot = program + output - place % FAN
-                members = tl.minimum(runs - place + place % FAN, FAN)
-                arrives = _arrive(group_counters_ptr + group_slot, members)
-                if arrives:
-                    none_max, none_sum, none_o = _no_partial(GROUP_PAD, D)
-                    group_o, group_lse = _merge_partials(
-                        o_partial_ptr, lse_partial_ptr, group_slot, 1, members, none_max, none_sum, none_o,
-                        GROUP, GROUP_PAD, D, MERGE,
-                    )  # fmt: skip
-                    # Into the slot of the group's first member, once every thread has read that.
-                    tl.debug_barrier()
-                    _store_partial(
-                        tl.trans(group_o), group_lse, o_partial_ptr, lse_partial_ptr, group_slot, GROUP_PAD, GROUP, D
-                    )
-            if arrives:
-                stride = tl.where(runs > WIDE, FAN, 1)
-                contributors = tl.cdiv(runs, stride)
-                if PART == PREDICTOR:
-                    is_last = rest_r == 0
-                    tl.debug_barrier()
-                else:
-                    is_last = _arrive(counters_ptr + output, contributors + (1 if SPEC and PART == ALL else 0))
-                if is_last:
-                    _finish(
-                        o_partial_ptr, lse_partial_ptr, first_slot, stride, contributors,
-                        PROGRAMS + num_outputs + output, output,
-                        out_ptr, lse_ptr, sums_ptr, GROUP, GROUP_PAD, D, HEAD_DIM, MERGE, SPEC,
-                    )  # fmt: skip
+            hand_in(
+                o_partial_ptr, lse_partial_ptr, counters_ptr, group_counters_ptr, program, output, first_run, runs,
+                PROGRAMS + num_outputs + output, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
+                GROUP, GROUP_PAD, D, HEAD_DIM, MERGE, WARPS, SPEC, PART == PREDICTOR, SPEC and PART == ALL,
+            )  # fmt: skip
             head_tile += rest_r
             if B_PAD == 1:
                 output += 1
             else:
                 if output < current:
-                    request, before = _locate(head_tile, rest_end)
+                    request, before = locate(head_tile, rest_end)
                     _, _, _, rest_r = _rest_of(request, seq_lens, chunk_size, B_PAD, BLOCK_N, SPEC)
                     output = request * HKV + (head_tile - before) // tl.maximum(rest_r, 1)
                 else:

@@ -7,7 +7,7 @@ partials are merged by whoever arrives last, and the guess over sink and window 
   has an online softmax of its own; they are merged when the program leaves the head.
 - Steps are dealt alike whether their records have 4 or 2 bits: measured, they take as long, for the work on codes, not
   the bytes, is what a program waits for. A head's decode buffer counts as one to three; with a guess, as part of it.
-- A program is one warp, eight on an SM, so that none waits for another inside the loop.
+- A program is four warps, two on an SM: one ticket and one partial for all four, merged through shared memory.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
 3 and 4; those of lean_attention.py. The order of records, and codes read as fp16 instead of INT8 products, are ours.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -26,10 +26,12 @@ from torch import Tensor
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import prefer_shared
 from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
+from .merge import merge_rounds
 from .turbo_kernel import turbo_decode_kernel
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
 
+MERGE_REGISTERS = 96  # for the partials loaded together
 MAX_GROUP = 8  # query heads of a KV head: the columns of one product
 
 
@@ -40,17 +42,18 @@ class TurboSettings:
     per_sm: int  # programs of one SM: the workspace says how many there are in all
     num_warps: int  # of a program: 1, 2 or 4
     num_stages: int  # steps whose loads are in flight
-    wide: int  # beyond so many partials of an output, they are merged in two levels
     pdl: bool  # dependent launch
+
+
+GPU_SETTINGS = TurboSettings(per_sm=2, num_warps=4, num_stages=2, pdl=True)
 
 
 @functools.cache
 def turbo_settings(device: torch.device) -> TurboSettings:
     """Settings for a device."""
     if device.type != "cuda":
-        return TurboSettings(per_sm=4, num_warps=1, num_stages=1, wide=24, pdl=False)
-    is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    return TurboSettings(per_sm=8, num_warps=1, num_stages=3, wide=24, pdl=is_hopper)
+        return TurboSettings(per_sm=4, num_warps=1, num_stages=1, pdl=False)
+    return replace(GPU_SETTINGS, pdl=torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def turbo_decode_attention(
@@ -64,6 +67,7 @@ def turbo_decode_attention(
     speculation: Speculation | None = None,
     part: Part = "all",
     gate: Tensor | None = None,
+    newest_only: bool = False,
     settings: TurboSettings | None = None,
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` tokens in a quantised cache, in one launch.
@@ -83,6 +87,7 @@ def turbo_decode_attention(
         seq_lens: [B] int32 on the device, 1 .. `layer.capacity`; read by the kernel, so a captured launch serves any.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         part, gate: as for `lean_decode_attention`.
+        newest_only: as there; the newest token lies in the decode buffer.
         settings: other than `turbo_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
@@ -96,6 +101,7 @@ def turbo_decode_attention(
     settings = settings or turbo_settings(q.device)
     warps, spec = settings.num_warps, speculation
     num_programs = workspace.num_programs
+    merge, wide = merge_sizes(group_pad, warps)
     compiled = turbo_decode_kernel[(num_programs,)](
         q,
         layer.words,
@@ -121,7 +127,6 @@ def turbo_decode_attention(
         layer.num_blocks,
         sm_scale * math.log2(math.e),
         spec.chunk_size // BLOCK if spec else 0,
-        settings.wide,
         GROUP=group,
         GROUP_PAD=group_pad,
         D=head_dim,
@@ -129,21 +134,23 @@ def turbo_decode_attention(
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         WARPS=warps,
         STAGES=settings.num_stages,
-        MERGE=merge_size(group_pad),
+        MERGE=merge,
+        WIDE=wide,
         SAS=layer.softmax == "sas",
         SPEC=spec is not None,
         PART=PARTS[part],
         FLAG=spec is not None and spec.flag is not None,
         PDL=settings.pdl,
+        EARLY=settings.pdl and newest_only and gate is None and spec is None,
         num_warps=warps,
         **({"launch_pdl": True} if settings.pdl else {}),
     )
     prefer_shared(compiled)
 
 
-def merge_size(group_pad: int) -> int:
-    """How many partials are loaded together, a power of two: found by compiling, for more of larger groups spill."""
-    return min(16, 128 // group_pad**2)
+def merge_sizes(group_pad: int, num_warps: int) -> tuple[int, int]:
+    """`merge_rounds`; as many partials for heads of 64, where more of them spill registers."""
+    return merge_rounds(group_pad, max(HEAD_DIMS), num_warps, MERGE_REGISTERS)
 
 
 def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part) -> None:

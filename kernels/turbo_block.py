@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 
 from .flashq_layout import BLOCK
+from .merge import sum_of_warps
+from .prefetch import prefetch
 from .sas import sas_exp2
 from .words import INTERPRETED
 
@@ -175,6 +177,15 @@ def _powers(BITS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIGN: tl.const
 
 
 @triton.jit
+def prefetch_blocks(records_ptr, offset, scales_ptr, first, count, is_low, D: tl.constexpr):
+    """Fetch `count` records from `first` on, and the scales of the first few, into the L2."""
+    if count > 0:
+        words = tl.where(is_low, 9 * D, 17 * D)
+        prefetch(records_ptr + offset + first.to(tl.int64) * words, count * words * 4)
+        prefetch(scales_ptr + first // 2 * 4, 16)
+
+
+@triton.jit
 def attend_blocks(
     row_max,
     row_sum,
@@ -272,6 +283,14 @@ def attend_blocks(
 
 
 @triton.jit
+def _rows_of_warps(x, W: tl.constexpr):
+    """[N W, M], rows of the warps by turns -> [W, N M]."""
+    N: tl.constexpr = x.shape[0] // W
+    M: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, [N, W, M]), (1, 0, 2)), [W, N * M])
+
+
+@triton.jit
 def attend_tail(
     even,  # q of `scaled_query`
     odd,
@@ -292,18 +311,21 @@ def attend_tail(
     T: tl.constexpr = TOKENS // W
     TILES: tl.constexpr = D // 16
     RUN: tl.constexpr = D // 32  # words of a V row that a lane holds
-    warps = tl.arange(0, W)[:, None]
+    # A row is what a warp loads at once, and every W-th row is of the same warp: so each has its own operands.
     # K [token tile][rh][half row][g][t][4 words]: lane t has D / 16 words in a row, one of each channel tile.
-    r = tl.arange(0, T * D // 4)[None, :]
-    token = r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // 16 % 8
-    at = (warps * T + token) * (D // 4) + r // 4 % 4 * TILES + r // 128 % (D // 64) * 4 + r % 4
+    row = tl.arange(0, W * T * D // 512)[:, None]
+    r = row // W * 128 + tl.arange(0, 128)[None, :]
+    token = row % W * T + r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // 16 % 8
+    at = token * (D // 4) + r // 4 % 4 * TILES + r // 128 % (D // 64) * 4 + r % 4
     at = tl.multiple_of(tl.max_contiguous(at, [1, 4]), [1, 4])
-    k_words = tl.load(tail_ptr + at)
+    k_words = _rows_of_warps(tl.load(tail_ptr + at), W)
     # V [token tile][kh][i][g][t][words]: lane g has D / 8 channels in a row, one of each channel tile and rh.
-    token = r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // RUN % 4 * 2 + r // D % 2
-    at = (warps * T + token) * (D // 4) + r // (4 * RUN) % 8 * RUN + r % RUN
+    row = tl.arange(0, W * T // 4)[:, None]
+    r = row // W * D + tl.arange(0, D)[None, :]
+    token = row % W * T + r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // RUN % 4 * 2 + r // D % 2
+    at = token * (D // 4) + r // (4 * RUN) % 8 * RUN + r % RUN
     at = tl.multiple_of(tl.max_contiguous(at, [1, RUN]), [1, RUN])
-    v_words = tl.load(tail_ptr + TOKENS * D // 4 + at)
+    v_words = _rows_of_warps(tl.load(tail_ptr + TOKENS * D // 4 + at), W)
     k = _bytes_as_halves(k_words ^ -2139062144)  # + 128 in each byte
     k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])
@@ -313,7 +335,7 @@ def attend_tail(
     unbias = tl.broadcast_to(unbias[None, None, :], [W, T, COLUMNS])
     s = tl.dot(k, q, unbias)
     unit = tl.load(scale_ptr) * qk_scale * (1.0 / ULP)
-    valid = (warps * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
+    valid = (tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
     s = tl.where(valid, s * unit[None, None, :], NEVER)
     row_max = tl.max(s, 1)
     x = s - row_max[:, None, :]
@@ -336,5 +358,6 @@ def merge_warps(row_max, row_sum, acc, W: tl.constexpr):
     largest = tl.max(row_max, 0)
     weight = tl.exp2(row_max - largest[None, :])
     total = tl.sum(row_sum * weight, 0)
-    o = tl.sum(acc * weight[:, None, :], 0)
-    return o * (1.0 / total)[None, :], largest + tl.log2(total)
+    acc *= (weight * (1.0 / total)[None, :])[:, None, :]
+    o = sum_of_warps(tl.permute(acc, (1, 2, 0)), W)
+    return o, largest + tl.log2(total)

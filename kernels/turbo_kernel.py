@@ -6,20 +6,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .lean_kernel import (
-    ALL,
-    PREDICTOR,
-    REST,
-    _arrive,
-    _finish,
-    _locate,
-    _merge_partials,
-    _no_partial,
-    _output_at,
-    _store_partial,
-)
+from .lean_kernel import ALL, PREDICTOR, REST, locate
+from .merge import hand_in, output_at, store_partial
+from .prefetch import prefetch
 from .sas import sas_cutoff
-from .turbo_block import COLUMNS, TOKENS, attend_blocks, attend_tail, merge_warps, no_tokens, scaled_query
+from .turbo_block import (
+    COLUMNS,
+    TOKENS,
+    attend_blocks,
+    attend_tail,
+    merge_warps,
+    no_tokens,
+    prefetch_blocks,
+    scaled_query,
+)
 
 __all__ = ["turbo_decode_kernel"]
 
@@ -69,7 +69,7 @@ def _run_of(step, used, total):
 
 
 # One compiled kernel for all sizes: what a size tells the compiler here saves nothing.
-@triton.jit(do_not_specialize=["num_kv_heads", "num_outputs", "num_blocks", "chunk_blocks", "wide"])
+@triton.jit(do_not_specialize=["num_kv_heads", "num_outputs", "num_blocks", "chunk_blocks"])
 def turbo_decode_kernel(
     q_ptr,  # [B, Hkv * GROUP, D]
     records_ptr,  # [W] int32
@@ -95,7 +95,6 @@ def turbo_decode_kernel(
     num_blocks,  # NB
     qk_scale,
     chunk_blocks,
-    wide,  # beyond so many partials of an output, they are merged in two levels
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -104,16 +103,19 @@ def turbo_decode_kernel(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE: tl.constexpr,
+    WIDE: tl.constexpr,
     SAS: tl.constexpr,
     SPEC: tl.constexpr,
     PART: tl.constexpr,
     FLAG: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One launch, or with `PART` a part of one; grid [programs]."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
         if tl.load(gate_ptr) == 0:
             return
@@ -166,7 +168,7 @@ def turbo_decode_kernel(
     # First the guesses of this run, sent and merged before its part of the rest begins.
     while (guess < guesses_end) | (here < last):
         is_guess = guess < guesses_end
-        output, before = _locate(here, ends)
+        output, before = locate(here, ends)
         if SPEC:
             output = tl.where(is_guess, guess, output)
             before = tl.sum(tl.where(outputs < output, lengths, 0), 0)
@@ -189,6 +191,14 @@ def turbo_decode_kernel(
             has_tail = first_step == 0
 
         tail = tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4)
+        scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
+        if PDL:
+            # Memory answers while q comes and becomes an operand. Not more than one step: the first would come later.
+            if has_tail:
+                prefetch(tail, 2 * TOKENS * D)
+            prefetch_blocks(records_ptr, offset, scales, first, tl.minimum(count, WARPS), is_low, D)
+        if EARLY:
+            gdc_wait()
         even, odd, inverse = scaled_query(q_ptr, output, GROUP, D)
         unit = inverse * qk_scale
         # By the tokens of this request, so that neither the cache's capacity nor the length at capture has a say.
@@ -199,7 +209,6 @@ def turbo_decode_kernel(
             )
         else:
             row_max, row_sum, acc = no_tokens(WARPS, D)
-        scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
         if is_low:
             row_max, row_sum, acc = attend_blocks(
                 row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
@@ -215,51 +224,22 @@ def turbo_decode_kernel(
         slot = program + output
         if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
             if is_guess:
-                at, real = _output_at(output, COLUMNS, GROUP, D, D)
+                at, real = output_at(output, COLUMNS, GROUP, D, D)
                 tl.store(spec_out_ptr + at, tl.trans(o).to(spec_out_ptr.dtype.element_ty), mask=real)
                 if FLAG:
                     tl.debug_barrier()
                     tl.atomic_xchg(spec_flag_ptr + output, epoch, sem="release", scope="sys")
                 slot = programs + num_outputs + output
-        _store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, COLUMNS, GROUP, D)
+        store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, COLUMNS, GROUP, D)
 
         # The ticket: an output's rest is one range, and the runs that meet it use consecutive slots.
         first_run = _run_of(rest, used, total)
         last_run = _run_of(rest + length - 1, used, total)
         runs = tl.where(length > 0, last_run - first_run + 1, 0)
-        # Groups of about the root of their number, in powers of two.
-        fan = tl.where(runs > 512, 32, tl.where(runs > 96, 16, 8))
-        arrives = True
-        if (runs > wide) and (not is_guess):
-            # Many partials are merged in two levels: the groups of the first side by side, on many SMs.
-            place = program - first_run
-            group_slot = program + output - place % fan
-            members = tl.minimum(runs - place + place % fan, fan)
-            arrives = _arrive(group_counters_ptr + group_slot, members)
-            if arrives:
-                none_max, none_sum, none_o = _no_partial(GROUP_PAD, D)
-                group_o, group_lse = _merge_partials(
-                    o_partial_ptr, lse_partial_ptr, group_slot, 1, members, none_max, none_sum, none_o,
-                    GROUP, GROUP_PAD, D, MERGE,
-                )  # fmt: skip
-                # Into the slot of the group's first member, once every thread has read that.
-                tl.debug_barrier()
-                _store_partial(
-                    tl.trans(group_o), group_lse, o_partial_ptr, lse_partial_ptr, group_slot, GROUP_PAD, GROUP, D
-                )
-        if arrives:
-            stride = tl.where(runs > wide, fan, 1)
-            contributors = tl.cdiv(runs, stride)
-            if PART == PREDICTOR:
-                is_last = window_o <= sink_o
-                tl.debug_barrier()
-            else:
-                is_last = _arrive(counters_ptr + output, contributors + (1 if SPEC and PART == ALL else 0))
-            if is_last:
-                _finish(
-                    o_partial_ptr, lse_partial_ptr, first_run + output, stride, contributors,
-                    programs + num_outputs + output, output,
-                    out_ptr, lse_ptr, sums_ptr, GROUP, GROUP_PAD, D, D, MERGE, SPEC,
-                )  # fmt: skip
+        hand_in(
+            o_partial_ptr, lse_partial_ptr, counters_ptr, group_counters_ptr, program, output, first_run, runs,
+            programs + num_outputs + output, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
+            GROUP, GROUP_PAD, D, D, MERGE, WARPS, SPEC, PART == PREDICTOR, SPEC and PART == ALL,
+        )  # fmt: skip
         here = tl.where(is_guess, here, before + length)
         guess += 1

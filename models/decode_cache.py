@@ -75,13 +75,13 @@ class DecodeCache:
         part: Part = "all",
         gate: Tensor | None = None,
     ) -> None:
-        """Decode attention with the newest token, as `lean_decode_attention`."""
+        """Decode attention, as `lean_decode_attention`; the launch ahead wrote q and the newest token, and no more."""
         cache, seq_lens, scale = self._layers[layer], self._seq_lens, self._sm_scale
         if isinstance(cache, KVLayer):
             lean_decode_attention(
-                q, *cache, seq_lens, scale, self._workspace, out, lse, speculation, part=part, gate=gate
-            )  # fmt: skip
+                q, *cache, seq_lens, scale, self._workspace, out, lse, speculation, part, gate, newest_only=True
+            )
         else:
             turbo_decode_attention(
-                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, part=part, gate=gate
-            )  # fmt: skip
+                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, part, gate, newest_only=True
+            )

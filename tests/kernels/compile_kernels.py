@@ -31,6 +31,7 @@ from alspec.kernels import (
     turbo_kernel,
     turbo_prefill_hopper,
 )
+from alspec.kernels.merge import merge_rounds
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
@@ -64,13 +65,14 @@ def compile_for(capability: int, kernel: Any, num_warps: int, constants: dict[st
 def lean(
     capability: int, group: int, head_dim: int, batch_size: int, spec: bool, gate: bool = False, part: str = "all"
 ) -> Any:
-    """The attention kernel as `lean_decode_attention` launches it."""
+    """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
+    merge, wide = merge_rounds(group, head_dim, lean_attention.NUM_WARPS, lean_attention.MERGE_REGISTERS)
     constants = {
         "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
         "B_PAD": lean_attention._padded(batch_size),
-        "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability >= 90 else 2, "MERGE": 16,
-        "SPEC": spec, "PART": lean_attention.PARTS[part],
-        "FLAG": spec and part == "all", "PDL": capability >= 90,
+        "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability >= 90 else 2, "MERGE": merge,
+        "WIDE": wide, "WARPS": lean_attention.NUM_WARPS, "SPEC": spec, "PART": lean_attention.PARTS[part],
+        "FLAG": spec and part == "all", "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
     if part != "all":
         constants |= dict.fromkeys(["spec_flag_ptr", "epoch_ptr"])
@@ -83,16 +85,19 @@ def lean(
 
 def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False) -> Any:
     """The attention kernel as `turbo_decode_attention` launches it."""
-    group_pad = triton.next_power_of_2(group)
+    settings = turbo_attention.GPU_SETTINGS
+    group_pad, warps = triton.next_power_of_2(group), settings.num_warps
+    merge, wide = turbo_attention.merge_sizes(group_pad, warps)
     constants = {
         "GROUP": group, "GROUP_PAD": group_pad, "D": head_dim,
-        "OUTPUTS_PAD": max(32, 8 * batch_size), "PER_SM": 8, "WARPS": 1, "STAGES": 3,
-        "MERGE": turbo_attention.merge_size(group_pad),
+        "OUTPUTS_PAD": max(32, 8 * batch_size), "PER_SM": settings.per_sm, "WARPS": warps,
+        "STAGES": settings.num_stages, "MERGE": merge, "WIDE": wide,
         "SAS": sas, "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90, "gate_ptr": None,
+        "EARLY": capability >= 90 and not spec,
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
-    return compile_for(capability, turbo_kernel.turbo_decode_kernel, 1, constants)
+    return compile_for(capability, turbo_kernel.turbo_decode_kernel, warps, constants)
 
 
 def prefill(head_dim: int) -> Any:

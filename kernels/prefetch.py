@@ -1,0 +1,26 @@
+"""Memory on its way to the L2 before anything waits for it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .words import INTERPRETED
+
+__all__ = ["prefetch"]
+
+
+@triton.jit
+def prefetch(pointer, size):
+    """Fetch `size` bytes, a multiple of 16, into the L2, from the 16 bytes on into which `pointer` points.
+
+    A hint, from compute capability 9.0 on: nothing changes but when bytes move, and they may still be overwritten. One
+    instruction of one thread; the loads behind it do not queue up behind its bytes.
+    """
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .u32 thread; .reg .u64 start;"
+            " mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; and.b64 start, $1, -16;"
+            " @first cp.async.bulk.prefetch.L2.global [start], $2; mov.u32 $0, 0; }",
+            "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
