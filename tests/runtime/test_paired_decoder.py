@@ -66,11 +66,10 @@ class Pair:
                 live=torch.ones(1, dtype=torch.int32),
             )
             logit_exchange = LogitExchange(torch.zeros(1, config.vocab_size), self.epoch, exchange.fault)
-            layers = [cache.layer(layer) for layer in range(config.num_layers)]
             buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
             self.ranks.append(
                 Decoder(
-                    config, model.weights, model.inv_freq, layers, buffers, exchange, logit_exchange,
+                    config, model.weights, model.inv_freq, cache.layers, buffers, exchange, logit_exchange,
                     transport.all_reduce, transport.all_gather_world, pairing,
                 )
             )  # fmt: skip
