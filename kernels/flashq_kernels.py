@@ -24,7 +24,7 @@ __all__ = ["flashq_restore", "flashq_store", "turbo_append", "turbo_compact"]
 TOKENS = tl.constexpr(BLOCK)
 NUM_WARPS = 4
 STORE_WARPS = 8  # with fewer, a block of 128 channels spills
-COMPACT_ROWS = 64  # of one launch, a request and head of a layer each: with K and V about a program for each SM
+COMPACT_ROWS = 64  # heads of all requests and layers at work together: with K and V a program for each SM of an H200
 
 
 @triton.jit
@@ -389,17 +389,17 @@ def _turbo_compact_kernel(
 
 
 def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
-    """The full tail of each request of a multiple of 64 tokens into record `n / 64 - 1`, in all layers; once more
-    leaves the same. The tail stays: a step reads it, and the next one the record. Oracle: `turbo_compact_ref`.
+    """Where n is a multiple of 64, a request's tail into record `n / 64 - 1`, in all layers; elsewhere nothing.
 
-    Source: TurboAttention, section 3.3.
+    Launched at the end of a step: attention of this step reads the tail, which stays, and that of the next the record.
+    A second launch changes nothing. Source: TurboAttention, section 3.3. Oracle: `turbo_compact_ref`.
 
     Args:
         layers: one or a stack; written.  seq_lens: [B] int32 with the new token (n), at most 64 NB + 63.
     Capture: graph-safe; allocates nothing.
     """
     num_layers, num_rows = layers.tail.shape[:-5].numel(), layers.batch_size * layers.num_kv_heads
-    # Few programs, for 63 steps of 64 have nothing to do: with many requests each goes over several layers.
+    # Few programs, for in 63 steps of 64 they have nothing to do: then each goes over several layers.
     together = min(num_layers, triton.cdiv(COMPACT_ROWS, num_rows))
     _turbo_compact_kernel[(num_rows, 2, together)](
         seq_lens, layers.words, layers.offset, layers.bits, layers.scales, layers.tail, layers.tail_scale,

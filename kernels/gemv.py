@@ -106,7 +106,7 @@ def _qkv_tile(
     kv_head, is_v = tl.maximum(head - HQ, 0) % HKV, tl.maximum(head - HQ, 0) // HKV
     for request in tl.static_range(B):
         if tail_ptr is not None:
-            # Before the product, beside which it comes; of a query head nobody looks at it.
+            # So early that it arrives while the product is made. A query head has no use for the one that it loads.
             row = (request * HKV + kv_head) * 2 + is_v
             scale = tl.load(tail_scale_ptr + row)
         x = _inputs(x_ptr, request, K, KP)
@@ -128,7 +128,7 @@ def _qkv_tile(
             position = tl.load(seq_lens_ptr + request) - 1
             low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
             if tail_ptr is not None:
-                # Quantised is the rounded token: what a handover passes on gives the same bits there.
+                # Of the rounded token, as a handover passes it on: the other group comes to the same bits.
                 slot = tail_ptr + (row * TOKENS + position % TOKENS) * D + channels
                 tl.store(slot, _to_int8(low.to(tl.float32), scale).to(tl.int8))
                 tl.store(slot + HALF, _to_int8(high.to(tl.float32), scale).to(tl.int8))
@@ -220,16 +220,16 @@ def qkv_rope_append(
 
         y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
 
-    Into a quantised `layer` they go as `turbo_append` would put them there from k_cache, v_cache, whose one position
-    holds them as they are. Oracle of that: `turbo_append_ref`.
+    With a quantised `layer` they also go into its tail, as `turbo_append` would put them there; k_cache and v_cache
+    then hold the newest token alone, as it is. Oracle of the tail: `turbo_append_ref`.
 
     Args:
         x_norm: [B, K] in weight's dtype, `x * gamma`.  square_sums: [B, S] fp32.  weight: [(Hq + 2 Hkv) D, K].
         rope: [B, 2, D/2] fp32, cosine and sine.  seq_lens: [B] int32 with the new token.  q: [B, Hq, D], written.
         k_cache, v_cache: [B, Hkv, N, D], one position of each request written.  gate: [1] int32; 0 skips everything.
-        layer: its tail is written; then N = 1.
+        layer: of the same B, Hkv and D, with N = 1; its tail is written.
     Raises:
-        ValueError: k_cache has more positions beside a `layer`, or other sizes than that.
+        ValueError: `layer` and k_cache do not fit.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, num_inputs = x_norm.shape

@@ -17,9 +17,9 @@ __all__ = ["DecodeCache"]
 class DecodeCache:
     """All layers of one rank's cache, with scratch memory; every method is graph-safe and allocates nothing.
 
-    Over a quantised cache a projection puts the newest token into the tail itself (`quantised`), and beside it, as it
-    is, into `newest`, from where a handover passes it on. Into the other group's `newest` it comes by the handover, and
-    `append` takes it from there. After the layers, `compact` makes records of full tails.
+    Over a quantised cache a projection puts the newest token into the tail (`quantised`) and, as it is, into `newest`,
+    from where a handover passes it on. In the other group the handover writes `newest`, and `append` quantises it.
+    After the layers, `compact` makes records of full tails.
 
     Args:
         layers: all, stacked.  seq_lens: [B] int32 on the device, with the newest token.
