@@ -21,7 +21,7 @@ __all__ = ["CacheLayer", "DecodeAttention", "KVLayer"]
 
 
 class KVLayer(NamedTuple):
-    """The uncompressed cache of one layer."""
+    """The uncompressed cache of one layer; of several it is a stack, with a leading dimension L."""
 
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, D]
@@ -29,22 +29,26 @@ class KVLayer(NamedTuple):
     @property
     def batch_size(self) -> int:
         """Requests B."""
-        return self.k.shape[0]
+        return self.k.shape[-4]
 
     @property
     def num_kv_heads(self) -> int:
         """KV heads of this rank."""
-        return self.k.shape[1]
+        return self.k.shape[-3]
 
     @property
     def head_dim(self) -> int:
         """Channels D of a head."""
-        return self.k.shape[3]
+        return self.k.shape[-1]
 
     @property
     def softmax(self) -> Softmax:
         """Of attention over it."""
         return "exact"
+
+    def select(self, layer: int) -> KVLayer:
+        """One layer of a stack."""
+        return KVLayer(self.k[layer], self.v[layer])
 
 
 CacheLayer = KVLayer | TurboLayer

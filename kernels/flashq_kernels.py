@@ -1,4 +1,4 @@
-"""The quantised cache written and read back on a GPU: store of a prompt, append of a token, restore of a prefix.
+"""The quantised cache written and read back on a GPU: store of a prompt, a token, a full tail; restore of a prefix.
 
 Codes are put into fragment order (flashq_layout.py) in registers, as one permutation of a block's axes. What must match
 the oracles to the bit is exact: division is `tl.div_rn`, and half-to-even rounding adds and subtracts 1.5 * 2^23, after
@@ -19,11 +19,12 @@ from .flashq import BLOCK, MIN_SCALE
 from .flashq_layout import TurboLayer, record_words
 from .launch import launch_options
 
-__all__ = ["flashq_restore", "flashq_store", "turbo_append"]
+__all__ = ["flashq_restore", "flashq_store", "turbo_append", "turbo_compact"]
 
 TOKENS = tl.constexpr(BLOCK)
 NUM_WARPS = 4
 STORE_WARPS = 8  # with fewer, a block of 128 channels spills
+COMPACT_ROWS = 64  # heads of all requests and layers at work together: with K and V a program for each SM of an H200
 
 
 @triton.jit
@@ -117,12 +118,18 @@ def _write_record(q1, record_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.
 
 
 @triton.jit
-def _compress(q1, words_ptr, offset, bits, block, D: tl.constexpr, IS_V: tl.constexpr):
-    """K's or V's part of record `block` of one request and head."""
+def _record_at(words_ptr, offset, bits, block, D: tl.constexpr):
+    """Address of record `block` of one request and head."""
+    return words_ptr + offset + block.to(tl.int64) * tl.where(bits == 4, 17 * D, 9 * D)
+
+
+@triton.jit
+def _compress(q1, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
+    """K's or V's part of a record."""
     if bits == 4:
-        _write_record(q1, words_ptr + offset + block.to(tl.int64) * (17 * D), 4, D, IS_V)
+        _write_record(q1, record_ptr, 4, D, IS_V)
     else:
-        _write_record(q1, words_ptr + offset + block.to(tl.int64) * (9 * D), 2, D, IS_V)
+        _write_record(q1, record_ptr, 2, D, IS_V)
 
 
 @triton.jit
@@ -133,12 +140,10 @@ def _store_tensor(
     scale_ptr,  # where this block's stage-1 scale goes, for the prefill
     tail_scale_ptr,  # the head's universal scale
     cache_scale_ptr,  # where a record's scale goes
-    words_ptr,
-    offset,
+    record_ptr,
     bits,
     n,
     chunk_block,
-    block,
     D: tl.constexpr,
     IS_V: tl.constexpr,
 ):
@@ -155,7 +160,7 @@ def _store_tensor(
     tl.store(q1_ptr + t[:, None].to(tl.int64) * D + c[None, :], q1.to(tl.int8), mask=exists)
     if (chunk_block + 1) * TOKENS <= n:
         tl.store(cache_scale_ptr, scale)
-        _compress(q1, words_ptr, offset, bits, block, D, IS_V)
+        _compress(q1, record_ptr, bits, D, IS_V)
 
 
 @triton.jit(do_not_specialize=["n", "request", "first_block"])
@@ -189,17 +194,17 @@ def _store_kernel(
     block = first_block + chunk_block
     head = tl.program_id(1).to(tl.int64)
     row = request * H + head
-    offset = tl.load(offset_ptr + row)
     bits = tl.load(bits_ptr + row)
+    record_ptr = _record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
     at_scale = head * scale_head_stride + chunk_block
     at_cache = scales_ptr + (row * num_blocks + block) * 2
     _store_tensor(
         k_ptr + head * k_head_stride, k_token_stride, k8_ptr + head * q8_head_stride, k_scale_ptr + at_scale,
-        tail_scale_ptr + row * 2, at_cache, words_ptr, offset, bits, n, chunk_block, block, D, 0,
+        tail_scale_ptr + row * 2, at_cache, record_ptr, bits, n, chunk_block, D, 0,
     )  # fmt: skip
     _store_tensor(
         v_ptr + head * v_head_stride, v_token_stride, v8_ptr + head * q8_head_stride, v_scale_ptr + at_scale,
-        tail_scale_ptr + row * 2 + 1, at_cache + 1, words_ptr, offset, bits, n, chunk_block, block, D, 1,
+        tail_scale_ptr + row * 2 + 1, at_cache + 1, record_ptr, bits, n, chunk_block, D, 1,
     )  # fmt: skip
 
 
@@ -277,40 +282,10 @@ def flashq_store(
 
 
 @triton.jit
-def _append_tensor(
-    x_ptr,  # [D]: the new key or value
-    tail_ptr,  # of this request, head and tensor: [64, D] int8
-    scale,
-    cache_scale_ptr,
-    words_ptr,
-    offset,
-    bits,
-    position,
-    D: tl.constexpr,
-    IS_V: tl.constexpr,
-):
-    """One token into the tail; the tail that it fills into a record."""
-    c = tl.arange(0, D)
-    slot = position % TOKENS
-    q1 = _to_int8(tl.load(x_ptr + c).to(tl.float32), scale)
-    tl.store(tail_ptr + slot * D + c, q1.to(tl.int8))
-    if slot == TOKENS - 1:
-        t = tl.arange(0, TOKENS)[:, None]
-        before = tl.load(tail_ptr + t * D + c[None, :], mask=t < TOKENS - 1, other=0).to(tl.int32)
-        tl.store(cache_scale_ptr, scale)
-        # The last row is not read back: another thread may have stored it.
-        _compress(tl.where(t < TOKENS - 1, before, q1[None, :]), words_ptr, offset, bits, position // TOKENS, D, IS_V)
-
-
-@triton.jit
 def _turbo_append_kernel(
     k_ptr,  # [B, H, D]
     v_ptr,
     seq_lens_ptr,  # [B] int32, with the new token
-    words_ptr,  # [W] int32
-    offset_ptr,  # [B, H] int64
-    bits_ptr,  # [B, H] int32
-    scales_ptr,  # [B, H, NB, 2] fp32
     tail_ptr,  # [B, H, 2, 64, D] int8
     tail_scale_ptr,  # [B, H, 2] fp32
     gate_ptr,  # [1] int32 or None
@@ -318,7 +293,6 @@ def _turbo_append_kernel(
     k_head_stride,
     v_request_stride,
     v_head_stride,
-    num_blocks,
     H: tl.constexpr,
     D: tl.constexpr,
     PDL: tl.constexpr,
@@ -330,41 +304,27 @@ def _turbo_append_kernel(
     if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
         if tl.load(gate_ptr, volatile=True) == 0:
             return
-    row = tl.program_id(0).to(tl.int64)
-    request, head = row // H, row % H
-    position = tl.load(seq_lens_ptr + request) - 1
-    is_v = tl.program_id(1)
-    scale = tl.load(tail_scale_ptr + row * 2 + is_v)
-    offset = tl.load(offset_ptr + row)
-    bits = tl.load(bits_ptr + row)
-    tail_ptr += (row * 2 + is_v) * (TOKENS * D)
-    at_cache = scales_ptr + (row * num_blocks + position // TOKENS) * 2 + is_v
-    if is_v == 0:
-        x_ptr = k_ptr + request * k_request_stride + head * k_head_stride
-        _append_tensor(x_ptr, tail_ptr, scale, at_cache, words_ptr, offset, bits, position, D, 0)
-    else:
+    request, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    row = tl.program_id(0).to(tl.int64) * 2 + tl.program_id(1)
+    x_ptr = k_ptr + request * k_request_stride + head * k_head_stride
+    if tl.program_id(1) == 1:
         x_ptr = v_ptr + request * v_request_stride + head * v_head_stride
-        _append_tensor(x_ptr, tail_ptr, scale, at_cache, words_ptr, offset, bits, position, D, 1)
+    c = tl.arange(0, D)
+    q1 = _to_int8(tl.load(x_ptr + c).to(tl.float32), tl.load(tail_scale_ptr + row))
+    slot = (tl.load(seq_lens_ptr + request) - 1) % TOKENS
+    tl.store(tail_ptr + (row * TOKENS + slot) * D + c, q1.to(tl.int8))
 
 
-def turbo_append(
-    k: Tensor,
-    v: Tensor,
-    layer: TurboLayer,
-    seq_lens: Tensor,
-    gate: Tensor | None = None,
-    is_dependent: bool = True,
-) -> None:
-    """One new token of each request into the decode buffer; a buffer that it fills becomes a record as well.
+def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate: Tensor | None = None) -> None:
+    """One new token of each request into the tail, where `qkv_rope_append` has not put it.
 
         tail[(n - 1) % 64] = clamp(rint(x / universal scale), -119, 119)
 
     Source: TurboAttention, section 3.3. Oracle: `turbo_append_ref`.
 
     Args:
-        k, v: [B, H, D] bf16, fp16 or fp32, channels contiguous.  layer: written.
-        seq_lens: [B] int32 with the new token (n), at most 64 NB + 63.  gate: [1] int32; 0 skips everything.
-        is_dependent: whether it may be a programmatic dependent launch, which waits for one kernel: not after a join.
+        k, v: [B, H, D] bf16, fp16 or fp32, channels contiguous.  layer: its tail is written.
+        seq_lens: [B] int32 with the new token (n).  gate: [1] int32; 0 skips everything.
     Raises:
         ValueError: shape or layout, naming the argument.
     Capture: graph-safe; allocates nothing.
@@ -375,9 +335,76 @@ def turbo_append(
             expected = f"[{batch_size}, {num_heads}, {head_dim}] with contiguous channels"
             raise ValueError(f"{name}: expected {expected}, found {list(x.shape)}")
     _turbo_append_kernel[(batch_size * num_heads, 2)](
-        k, v, seq_lens, layer.words, layer.offset, layer.bits, layer.scales, layer.tail, layer.tail_scale, gate,
-        *k.stride()[:2], *v.stride()[:2], layer.num_blocks, H=num_heads, D=head_dim, num_warps=NUM_WARPS,
-        **(launch_options(k.device) if is_dependent else {"PDL": False}),
+        k, v, seq_lens, layer.tail, layer.tail_scale, gate, *k.stride()[:2], *v.stride()[:2], H=num_heads, D=head_dim,
+        num_warps=1, **launch_options(k.device),
+    )  # fmt: skip
+
+
+@triton.jit
+def _compact_tensor(tail_ptr, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
+    """Stage 2 of a full tail [64, D] int8 of K or V, into its record."""
+    at = tl.arange(0, TOKENS)[:, None] * D + tl.arange(0, D)[None, :]
+    _compress(tl.load(tail_ptr + at).to(tl.int32), record_ptr, bits, D, IS_V)
+
+
+@triton.jit(do_not_specialize=["num_layers"])
+def _turbo_compact_kernel(
+    seq_lens_ptr,  # [B] int32, with the new token
+    words_ptr,  # [L, W] int32
+    offset_ptr,  # [L, B, H] int64
+    bits_ptr,  # [L, B, H] int32
+    scales_ptr,  # [L, B, H, NB, 2] fp32
+    tail_ptr,  # [L, B, H, 2, 64, D] int8
+    tail_scale_ptr,  # [L, B, H, 2] fp32
+    layer_words,  # W
+    num_layers,
+    num_rows,  # B H
+    num_blocks,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """K or V of one request and head, in every `num_programs(2)`-th layer; grid [B H, 2, up to L]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq_len = tl.load(seq_lens_ptr + tl.program_id(0) // H)
+    if seq_len % TOKENS != 0:
+        return
+    block = seq_len // TOKENS - 1
+    is_v = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    while layer < num_layers:
+        row = layer * num_rows + tl.program_id(0)
+        bits = tl.load(bits_ptr + row)
+        record_ptr = _record_at(words_ptr + layer * layer_words, tl.load(offset_ptr + row), bits, block, D)
+        scale = tl.load(tail_scale_ptr + row * 2 + is_v)
+        tl.store(scales_ptr + (row * num_blocks + block) * 2 + is_v, scale)
+        at_tail = tail_ptr + (row * 2 + is_v) * (TOKENS * D)
+        if is_v == 0:
+            _compact_tensor(at_tail, record_ptr, bits, D, 0)
+        else:
+            _compact_tensor(at_tail, record_ptr, bits, D, 1)
+        layer += tl.num_programs(2)
+
+
+def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
+    """Where n is a multiple of 64, a request's tail into record `n / 64 - 1`, in all layers; elsewhere nothing.
+
+    Launched at the end of a step: attention of this step reads the tail, which stays, and that of the next the record.
+    A second launch changes nothing. Source: TurboAttention, section 3.3. Oracle: `turbo_compact_ref`.
+
+    Args:
+        layers: one or a stack; written.  seq_lens: [B] int32 with the new token (n), at most 64 NB + 63.
+    Capture: graph-safe; allocates nothing.
+    """
+    num_layers, num_rows = layers.tail.shape[:-5].numel(), layers.batch_size * layers.num_kv_heads
+    # Few programs, for in 63 steps of 64 they have nothing to do: then each goes over several layers.
+    together = min(num_layers, triton.cdiv(COMPACT_ROWS, num_rows))
+    _turbo_compact_kernel[(num_rows, 2, together)](
+        seq_lens, layers.words, layers.offset, layers.bits, layers.scales, layers.tail, layers.tail_scale,
+        layers.words.shape[-1], num_layers, num_rows, layers.num_blocks, H=layers.num_kv_heads, D=layers.head_dim,
+        num_warps=NUM_WARPS, **launch_options(seq_lens.device),
     )  # fmt: skip
 
 
@@ -419,13 +446,12 @@ def _restore_kernel(
     at_cache = scales_ptr + (row * num_blocks + block) * 2
     tl.store(k_scale_ptr + at_scale, tl.load(at_cache))
     tl.store(v_scale_ptr + at_scale, tl.load(at_cache + 1))
-    record_ptr = words_ptr + tl.load(offset_ptr + row)
-    if tl.load(bits_ptr + row) == 4:
-        record_ptr += block * (17 * D)
+    bits = tl.load(bits_ptr + row)
+    record_ptr = _record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
+    if bits == 4:
         _restore_tensor(record_ptr, k8_ptr + at_q1, 4, D, 0)
         _restore_tensor(record_ptr, v8_ptr + at_q1, 4, D, 1)
     else:
-        record_ptr += block * (9 * D)
         _restore_tensor(record_ptr, k8_ptr + at_q1, 2, D, 0)
         _restore_tensor(record_ptr, v8_ptr + at_q1, 2, D, 1)
 

@@ -45,6 +45,8 @@ class TurboLayer:
 
     With n = seq_len, the newest token included, blocks `j < (n - 1) // 64` are records; the 1 to 64 tokens after them
     lie in `tail` at slots 0 and up.
+
+    The cache of several layers is a stack: each tensor has a leading dimension L and is contiguous.
     """
 
     words: (
@@ -65,27 +67,31 @@ class TurboLayer:
     @property
     def batch_size(self) -> int:
         """Requests B."""
-        return self.tail.shape[0]
+        return self.tail.shape[-5]
 
     @property
     def num_kv_heads(self) -> int:
         """KV heads H of this rank."""
-        return self.tail.shape[1]
+        return self.tail.shape[-4]
 
     @property
     def head_dim(self) -> int:
         """Channels D of a head."""
-        return self.tail.shape[4]
+        return self.tail.shape[-1]
 
     @property
     def num_blocks(self) -> int:
         """Blocks of capacity NB, of each request and head."""
-        return self.scales.shape[2]
+        return self.scales.shape[-2]
 
     @property
     def capacity(self) -> int:
         """Tokens of each request that fit."""
         return BLOCK * self.num_blocks
+
+    def select(self, layer: int) -> TurboLayer:
+        """One layer of a stack."""
+        return TurboLayer(**{name: tensor[layer] for name, tensor in self.tensors.items()}, softmax=self.softmax)
 
 
 class BlockCodes(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from .flashq import BLOCK, MIN_SCALE, compress, int8_scale, quantize_int8, reconstruct, to_int8
 from .flashq_layout import BlockCodes, TurboLayer, pack_record, record_words, unpack_record
 
-__all__ = ["flashq_dequantize", "flashq_restore_ref", "flashq_store_ref", "turbo_append_ref"]
+__all__ = ["flashq_dequantize", "flashq_restore_ref", "flashq_store_ref", "turbo_append_ref", "turbo_compact_ref"]
 
 
 def flashq_store_ref(
@@ -50,14 +50,23 @@ def turbo_append_ref(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, 
     if gate is not None and not int(gate):
         return
     for request, n in enumerate(seq_lens.tolist()):
-        block, slot = divmod(n - 1, BLOCK)
         for index, x in enumerate((k, v)):
             universal = layer.tail_scale[request, :, index]
-            layer.tail[request, :, index, slot] = to_int8(x[request, :, None], universal)[:, 0]
-        if slot == BLOCK - 1:
-            layer.scales[request, :, block] = layer.tail_scale[request]
-            for head in range(layer.num_kv_heads):
-                _write_records(layer, request, head, block, *layer.tail[request, head, :, None].unbind(0))
+            layer.tail[request, :, index, (n - 1) % BLOCK] = to_int8(x[request, :, None], universal)[:, 0]
+
+
+def turbo_compact_ref(layers: TurboLayer, seq_lens: Tensor) -> None:
+    """As `turbo_compact`; reads lengths on the host."""
+    if layers.tail.dim() == 6:
+        for index in range(layers.tail.shape[0]):
+            turbo_compact_ref(layers.select(index), seq_lens)
+        return
+    for request, n in enumerate(seq_lens.tolist()):
+        block, rest = divmod(n, BLOCK)
+        if rest == 0:
+            layers.scales[request, :, block - 1] = layers.tail_scale[request]
+            for head in range(layers.num_kv_heads):
+                _write_records(layers, request, head, block - 1, *layers.tail[request, head, :, None].unbind(0))
 
 
 def flashq_restore_ref(

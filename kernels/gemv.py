@@ -23,6 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .exchange import Exchange, LogitExchange
+from .flashq_kernels import TOKENS, _to_int8
+from .flashq_layout import BLOCK, TurboLayer
 from .launch import launch_options, prefer_l1
 from .words import BAD_NUMBERS, fault_code, pack_words
 
@@ -93,7 +95,7 @@ def _rstd(squares_ptr, request, eps, K: tl.constexpr, S: tl.constexpr, SP: tl.co
 
 @triton.jit
 def _qkv_tile(
-    w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, capacity, eps,
+    w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, eps,
     K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, HQ: tl.constexpr,
     HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +103,12 @@ def _qkv_tile(
     HALF: tl.constexpr = D // 2
     head = tile // (HALF // PAIRS)
     channels = tile % (HALF // PAIRS) * PAIRS + tl.arange(0, PAIRS)
+    kv_head, is_v = tl.maximum(head - HQ, 0) % HKV, tl.maximum(head - HQ, 0) // HKV
     for request in tl.static_range(B):
+        if tail_ptr is not None:
+            # So early that it arrives while the product is made. A query head has no use for the one that it loads.
+            row = (request * HKV + kv_head) * 2 + is_v
+            scale = tl.load(tail_scale_ptr + row)
         x = _inputs(x_ptr, request, K, KP)
         rstd = _rstd(squares_ptr, request, eps, K, S, SP)
         first, second = _dot_pairs(w, x, PAIRS)
@@ -119,14 +126,20 @@ def _qkv_tile(
             tl.store(q_at + HALF, second.to(q_ptr.dtype.element_ty))
         else:
             position = tl.load(seq_lens_ptr + request) - 1
-            kv_head = (head - HQ) % HKV
+            low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
+            if tail_ptr is not None:
+                # Of the rounded token, as a handover passes it on: the other group comes to the same bits.
+                slot = tail_ptr + (row * TOKENS + position % TOKENS) * D + channels
+                tl.store(slot, _to_int8(low.to(tl.float32), scale).to(tl.int8))
+                tl.store(slot + HALF, _to_int8(high.to(tl.float32), scale).to(tl.int8))
+                position = 0
             at = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
-            if head < HQ + HKV:
-                tl.store(k_ptr + at, first.to(k_ptr.dtype.element_ty))
-                tl.store(k_ptr + at + HALF, second.to(k_ptr.dtype.element_ty))
+            if is_v == 0:
+                tl.store(k_ptr + at, low)
+                tl.store(k_ptr + at + HALF, high)
             else:
-                tl.store(v_ptr + at, first.to(v_ptr.dtype.element_ty))
-                tl.store(v_ptr + at + HALF, second.to(v_ptr.dtype.element_ty))
+                tl.store(v_ptr + at, low)
+                tl.store(v_ptr + at + HALF, high)
 
 
 @triton.jit
@@ -139,6 +152,8 @@ def _qkv_rope_append_kernel(
     q_ptr,  # [B, Hq, D]
     k_ptr,  # [B, Hkv, N, D]
     v_ptr,
+    tail_ptr,  # [B, Hkv, 2, 64, D] int8, or None; with a tail N is 1
+    tail_scale_ptr,  # [B, Hkv, 2] fp32
     gate_ptr,  # [1] int32 or None
     capacity,
     eps,
@@ -176,15 +191,15 @@ def _qkv_rope_append_kernel(
             rows = following // TILES * D + following % TILES * PAIRS + row
             w_next = _weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
             _qkv_tile(
-                w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, capacity, eps,
-                K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+                w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
+                capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
             )  # fmt: skip
             tile = following
             w = w_next
     else:
         _qkv_tile(
-            w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, capacity, eps,
-            K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+            w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
+            capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
         )  # fmt: skip
 
 
@@ -199,19 +214,28 @@ def qkv_rope_append(
     v_cache: Tensor,
     eps: float,
     gate: Tensor | None = None,
+    layer: TurboLayer | None = None,
 ) -> None:
     """RMSNorm's factor, QKV projection, RoPE, and the new key and value into the cache. Oracle: `qkv_rope_append_ref`.
 
         y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
 
+    With a quantised `layer` they also go into its tail, as `turbo_append` would put them there; k_cache and v_cache
+    then hold the newest token alone, as it is. Oracle of the tail: `turbo_append_ref`.
+
     Args:
         x_norm: [B, K] in weight's dtype, `x * gamma`.  square_sums: [B, S] fp32.  weight: [(Hq + 2 Hkv) D, K].
         rope: [B, 2, D/2] fp32, cosine and sine.  seq_lens: [B] int32 with the new token.  q: [B, Hq, D], written.
         k_cache, v_cache: [B, Hkv, N, D], one position of each request written.  gate: [1] int32; 0 skips everything.
+        layer: of the same B, Hkv and D, with N = 1; its tail is written.
+    Raises:
+        ValueError: `layer` and k_cache do not fit.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, num_inputs = x_norm.shape
     num_kv_heads, capacity, head_dim = k_cache.shape[1:]
+    if layer is not None and layer.tail.shape != (batch_size, num_kv_heads, 2, BLOCK * capacity, head_dim):
+        raise ValueError(f"layer: expected a tail for k_cache {list(k_cache.shape)}, found {list(layer.tail.shape)}")
     num_heads = weight.shape[0] // head_dim
     width = triton.next_power_of_2(num_inputs)
     pairs = _rows_in_tile(head_dim // 2, width, weight.itemsize, 2)
@@ -226,6 +250,8 @@ def qkv_rope_append(
         q,
         k_cache,
         v_cache,
+        None if layer is None else layer.tail,
+        None if layer is None else layer.tail_scale,
         gate,
         capacity,
         eps,

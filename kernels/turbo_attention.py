@@ -91,7 +91,8 @@ def turbo_decode_attention(
         settings: other than `turbo_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
-    Capture: graph-safe; allocates nothing. A programmatic dependent launch from compute capability 9.0 on.
+    Capture: graph-safe; allocates nothing. From compute capability 9.0 on a programmatic dependent launch, but for a
+        `predictor`.
     """
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = layer.num_kv_heads
@@ -100,6 +101,8 @@ def turbo_decode_attention(
     group_pad = triton.next_power_of_2(group)
     settings = settings or turbo_settings(q.device)
     warps, spec = settings.num_warps, speculation
+    # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
+    pdl = settings.pdl and part != "predictor"
     num_programs = workspace.num_programs
     merge, wide = merge_sizes(group_pad, warps)
     compiled = turbo_decode_kernel[(num_programs,)](
@@ -140,10 +143,10 @@ def turbo_decode_attention(
         SPEC=spec is not None,
         PART=PARTS[part],
         FLAG=spec is not None and spec.flag is not None,
-        PDL=settings.pdl,
-        EARLY=settings.pdl and newest_only and gate is None and spec is None,
+        PDL=pdl,
+        EARLY=pdl and newest_only and gate is None and spec is None,
         num_warps=warps,
-        **({"launch_pdl": True} if settings.pdl else {}),
+        **({"launch_pdl": True} if pdl else {}),
     )
     prefer_shared(compiled)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..kernels.decode_attention import CacheLayer, KVLayer
-from ..kernels.flashq_kernels import turbo_append
+from ..kernels.flashq_kernels import turbo_append, turbo_compact
+from ..kernels.flashq_layout import TurboLayer
 from ..kernels.lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
 from ..kernels.turbo_attention import turbo_decode_attention, turbo_settings
 
@@ -18,32 +17,32 @@ __all__ = ["DecodeCache"]
 class DecodeCache:
     """All layers of one rank's cache, with scratch memory; every method is graph-safe and allocates nothing.
 
-    A projection and a handover write the newest token's key and value into `newest`; `append` takes them from there,
-    where they do not lie in the cache already; `attend` reads the cache.
+    Over a quantised cache a projection puts the newest token into the tail (`quantised`) and, as it is, into `newest`,
+    from where a handover passes it on. In the other group the handover writes `newest`, and `append` quantises it.
+    After the layers, `compact` makes records of full tails.
 
     Args:
-        layers: all of one codec.  seq_lens: [B] int32 on the device, with the newest token.
+        layers: all, stacked.  seq_lens: [B] int32 on the device, with the newest token.
         num_qo_heads: of this rank.  dtype: of keys and values before a codec takes them.
         spare_sms: left to other work while attention runs.
     """
 
     def __init__(
         self,
-        layers: Sequence[CacheLayer],
+        layers: CacheLayer,
         seq_lens: Tensor,
         num_qo_heads: int,
         dtype: torch.dtype,
         spare_sms: int = 0,
     ) -> None:
-        self._layers, self._seq_lens = layers, seq_lens
-        first, device = layers[0], seq_lens.device
+        num_layers = layers.k.shape[0] if isinstance(layers, KVLayer) else layers.tail.shape[0]
+        self._all, self._layers = layers, [layers.select(layer) for layer in range(num_layers)]
+        self._seq_lens, device = seq_lens, seq_lens.device
         is_cuda = device.type == "cuda"
         sms = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else spare_sms + 4
-        if isinstance(first, KVLayer):
-            batch_size, num_kv_heads, _, head_dim = first.k.shape
-            programs = sms - spare_sms
-        else:
-            batch_size, num_kv_heads, head_dim = first.batch_size, first.num_kv_heads, first.head_dim
+        batch_size, num_kv_heads, head_dim = layers.batch_size, layers.num_kv_heads, layers.head_dim
+        programs = sms - spare_sms
+        if isinstance(layers, TurboLayer):
             programs = turbo_settings(device).per_sm * (sms - spare_sms)
             # A new token waits here, in a cache of one position.
             shape = (batch_size, num_kv_heads, 1, head_dim)
@@ -59,11 +58,21 @@ class DecodeCache:
             return cache.k, cache.v, self._seq_lens
         return self._k, self._v, self._one
 
-    def append(self, layer: int, gate: Tensor | None = None, is_dependent: bool = True) -> None:
-        """Take in what was written into `newest`. gate: [1] int32; 0 skips. is_dependent: see `turbo_append`."""
+    def quantised(self, layer: int) -> TurboLayer | None:
+        """The layer, where a projection has to quantise for it."""
         cache = self._layers[layer]
-        if not isinstance(cache, KVLayer):
-            turbo_append(self._k[:, :, 0], self._v[:, :, 0], cache, self._seq_lens, gate, is_dependent)
+        return cache if isinstance(cache, TurboLayer) else None
+
+    def append(self, layer: int, gate: Tensor) -> None:
+        """Take in what a handover wrote into `newest`. gate: [1] int32; 0 skips."""
+        cache = self._layers[layer]
+        if isinstance(cache, TurboLayer):
+            turbo_append(self._k[:, :, 0], self._v[:, :, 0], cache, self._seq_lens, gate)
+
+    def compact(self) -> None:
+        """Once every layer has the newest token: full tails become records, which the next step reads."""
+        if isinstance(self._all, TurboLayer):
+            turbo_compact(self._all, self._seq_lens)
 
     def attend(
         self,

@@ -9,7 +9,7 @@ Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -119,7 +119,7 @@ class Decoder:
     With `pairing`, the ranks of two groups launch the same list; words on the devices decide what each skips.
 
     Args:
-        cache_layers: the cache of each layer, of any codec.
+        cache_layers: the cache of all layers, stacked, of any codec.
         all_reduce: sums `exchange.partial` over the group where no words travel.
         all_gather: [B, rows] of each rank -> [world, B, rows], likewise.
     """
@@ -129,7 +129,7 @@ class Decoder:
         config: LlamaConfig,
         weights: LlamaWeights,
         inv_freq: Tensor,
-        cache_layers: Sequence[CacheLayer],
+        cache_layers: CacheLayer,
         buffers: DecodeBuffers,
         exchange: Exchange,
         logit_exchange: LogitExchange,
@@ -195,10 +195,10 @@ class Decoder:
     def pre_attention(self, layer: int, branch: Branch | None = None) -> None:
         """QKV, RoPE, append. The all-reduce before it belongs to `post_attention` here."""
         at, branch = self.buffers, branch or self._branch(layer)
-        k, v, lengths = self._cache.newest(layer)
+        k, v, _ = self._cache.newest(layer)
         qkv_rope_append(
-            at.x_norm, at.square_sums, self._weights.layers[layer].qkv, at.rope, lengths, at.q, k, v,
-            self.config.rms_norm_eps, branch.gates[2],
+            at.x_norm, at.square_sums, self._weights.layers[layer].qkv, at.rope, at.seq_lens, at.q, k, v,
+            self.config.rms_norm_eps, branch.gates[2], self._cache.quantised(layer),
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
@@ -207,7 +207,6 @@ class Decoder:
             assert isinstance(self.pairing.handover, Handover)
             self._paired_attention(layer, self.pairing, self.pairing.handover)
             return
-        self._cache.append(layer)
         self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse)
 
     def _paired_attention(self, layer: int, pairing: Pairing, handover: Handover) -> None:
@@ -218,7 +217,6 @@ class Decoder:
         at, cache = self.buffers, self._cache
         take_turn(handover, layer, pairing.hits, PATIENCE_NS)
         send_handover(handover, layer, at.x, *cache.newest(layer))
-        cache.append(layer, handover.sends)
         speculation = handover.speculation(layer, pairing.chunk_size, pairing.sums)
         cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=handover.sends)
         decide(
@@ -258,7 +256,6 @@ class Decoder:
 
     def _guess(self, layer: int) -> None:
         """The sender's `A~`, with all that its receiver needs."""
-        self._cache.append(layer, self._swap.gates(layer).sends, is_dependent=False)
         self._swapped_attention(layer, "predictor")
         pack_handover(self._swap, layer, self.buffers.x, *self._cache.newest(layer))
 
@@ -315,7 +312,8 @@ class Decoder:
         )  # fmt: skip
 
     def logits(self) -> None:
-        """LM head over the vocabulary shards of all ranks, and the most likely tokens."""
+        """Records of full tails, LM head over the vocabulary shards of all ranks, and the most likely tokens."""
+        self._cache.compact()
         at, exchange, slot = self.buffers, self._logit_exchange, 2 * self.config.num_layers
         lm_head(at.x_norm, at.square_sums, self._weights.lm_head, exchange, self.config.rms_norm_eps, slot)
         gathered = exchange.shard if exchange.words is not None else self._all_gather(exchange.shard)

@@ -24,7 +24,7 @@ __all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
 TRACE_STEPS = 5
 # Part of the name of a step's last kernel.
 STEP_END = "finish_step"
-APPEND = "turbo_append"
+APPEND = "turbo_append"  # of a receiver; a sender's projection does it
 # Part of a kernel's name -> the operation that it belongs to. A kernel of another name (NCCL's, PyTorch's) belongs to
 # the one before it.
 OPERATIONS = {
@@ -32,6 +32,7 @@ OPERATIONS = {
     "meet_kernel": "embed",
     "qkv_rope_append": "pre_attention",
     "take_turn": "handover",
+    APPEND: "handover",
     "send_kernel": "handover",
     "lean_decode": "full_attention",
     "turbo_decode": "full_attention",
@@ -40,6 +41,7 @@ OPERATIONS = {
     "push_partial": "post_attention",
     "reduce_norm": "post_attention",
     "gate_up_silu": "post_attention",
+    "turbo_compact": "lm_head",
     "collect_logits": "lm_head",
     STEP_END: "lm_head",
 }
@@ -133,12 +135,9 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
     if verdicts:
         senders = _senders(labelled, verdicts)
         for rank, rows in enumerate(labelled):
-            group, is_open = rank * 2 // len(labelled), True
+            group = rank * 2 // len(labelled)
             for row in rows:
-                # A quantised cache takes the newest token in under the gate of the kernel that brought it.
-                if APPEND not in row["kernel"]:
-                    is_open = _is_open(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
-                row["open"] = is_open
+                row["open"] = _is_open(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
     return labelled
 
 
@@ -199,7 +198,7 @@ def _is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> b
         return computes(layer - 1) if layer else group == senders[0]
     if op == "post_attention":
         return computes(layer)
-    if "receive_" in row["kernel"]:
+    if "receive_" in row["kernel"] or APPEND in row["kernel"]:
         return group != senders[layer]
     if op in ("full_attention", "verdict") or "send_kernel" in row["kernel"]:
         return group == senders[layer]

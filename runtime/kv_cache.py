@@ -71,9 +71,14 @@ class KVCache:
         """Bytes allocated."""
         return 2 * self.k.numel() * self.k.itemsize
 
+    @property
+    def layers(self) -> KVLayer:
+        """All layers, stacked."""
+        return KVLayer(self.k, self.v)
+
     def layer(self, layer: int) -> KVLayer:
         """What decode attention reads of one layer."""
-        return KVLayer(self.k[layer], self.v[layer])
+        return self.layers.select(layer)
 
     def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
         """Store one new token for each request: k, v [B, Hkv, D]; seq_lens [B] integers with the new token."""

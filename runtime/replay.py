@@ -123,7 +123,7 @@ class DecodeLoop:
             config,
             model.weights,
             model.inv_freq,
-            [cache.layer(layer) for layer in range(config.num_layers)],
+            cache.layers,
             DecodeBuffers.allocate(config, tp_size, batch_size, model.weights.embedding.dtype, transport.device),
             exchange,
             logit_exchange,

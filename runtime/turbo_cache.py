@@ -12,9 +12,14 @@ from torch import Tensor
 
 from ..kernels.attention import dequantized_prefill_attention
 from ..kernels.flashq import BLOCK, head_priority, select_bits
-from ..kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append
+from ..kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append, turbo_compact
 from ..kernels.flashq_layout import TurboLayer, record_words
-from ..kernels.flashq_reference import flashq_restore_ref, flashq_store_ref, turbo_append_ref
+from ..kernels.flashq_reference import (
+    flashq_restore_ref,
+    flashq_store_ref,
+    turbo_append_ref,
+    turbo_compact_ref,
+)
 from ..kernels.turbo_prefill import turbo_prefill_attention
 from ..sas import Softmax
 
@@ -63,10 +68,7 @@ class TurboCache:
             tail_scale=torch.ones(*heads, 2, device=device),
             softmax=softmax,
         )
-        self._layers = [
-            TurboLayer(**{name: tensor[index] for name, tensor in self._all.tensors.items()}, softmax=softmax)
-            for index in range(num_layers)
-        ]
+        self._layers = [self._all.select(layer) for layer in range(num_layers)]
         for layer in self._layers:
             for request in range(batch_size):
                 self._set_bits(layer, request, bits)
@@ -94,14 +96,21 @@ class TurboCache:
         """Bytes allocated."""
         return sum(tensor.nbytes for tensor in self._all.tensors.values())
 
+    @property
+    def layers(self) -> TurboLayer:
+        """All layers, stacked."""
+        return self._all
+
     def layer(self, layer: int) -> TurboLayer:
         """What decode attention reads of one layer."""
         return self._layers[layer]
 
     def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
         """Store one new token for each request: k, v [B, H, D]; seq_lens [B] int32 with the new token."""
-        write = turbo_append if self.device.type == "cuda" else turbo_append_ref
-        write(k, v, self._layers[layer], seq_lens)
+        is_cuda, at = self.device.type == "cuda", self._layers[layer]
+        write, compact = (turbo_append, turbo_compact) if is_cuda else (turbo_append_ref, turbo_compact_ref)
+        write(k, v, at, seq_lens)
+        compact(at, seq_lens)
 
     def write_prefill(
         self, layer: int, request: int, start: int, k: Tensor, v: Tensor

@@ -145,6 +145,12 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     qkv = stream | {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
     per_sm = gemv.PROGRAMS_PER_SM if gate else 0
     qkv |= {"LOOP": loops((heads + 2 * kv_heads) * 64 // pairs, per_sm)}
+
+    def project(**more: Any) -> Any:
+        warps = gemv._num_warps(2 * pairs, hidden, 2)
+        return compile_for(capability, gemv._qkv_rope_append_kernel, warps, qkv | more, tail_ptr="*i8")
+
+    no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
     rows = gemv._rows_in_tile(mlp, hidden, 2, 2)
     gate_up = stream | {"I": mlp, "ROWS": rows, "LOOP": loops(mlp // rows, 4 * per_sm)}
     warps = gemv._num_warps(2 * rows, hidden, 2)
@@ -153,7 +159,9 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
     finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
     return {
-        "qkv": compile_for(capability, gemv._qkv_rope_append_kernel, gemv._num_warps(2 * pairs, hidden, 2), qkv),
+        "qkv": project(**no_tail),
+        "qkv, quantised": project(),
+        "qkv, quantised, head 64": project(HQ=2 * heads, HKV=2 * kv_heads, D=64),
         "o": push(hidden // tp_size, hidden, gemv.PROGRAMS_PER_SM, squares_ptr=None),
         "gate_up": compile_for(capability, gemv._gate_up_silu_kernel, warps, gate_up, out_ptr="*bf16"),
         "down": push(mlp, hidden, gemv.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
@@ -223,9 +231,11 @@ def quantised_cache(capability: int) -> dict[str, Any]:
     return {
         "flashq_store": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS),
         "flashq_store, head 64": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS, D=64),
-        "turbo_append, head 64": compiled(flashq_kernels._turbo_append_kernel, warps, D=64, **pdl),
+        "turbo_append, head 64": compiled(flashq_kernels._turbo_append_kernel, 1, D=64, **pdl),
+        "turbo_compact": compiled(flashq_kernels._turbo_compact_kernel, warps, **pdl),
+        "turbo_compact, head 64": compiled(flashq_kernels._turbo_compact_kernel, warps, D=64, **pdl),
         "flashq_store, tail": compiled(flashq_kernels._store_tail_kernel, warps),
-        "turbo_append, gated": compiled(flashq_kernels._turbo_append_kernel, warps, **pdl),
+        "turbo_append, gated": compiled(flashq_kernels._turbo_append_kernel, 1, **pdl),
         "flashq_restore": compiled(flashq_kernels._restore_kernel, warps),
     }
 
@@ -266,10 +276,11 @@ def main(capability: int) -> None:
         compiled["turbo, sas, batch 8, spec True"] = turbo(capability, 4, 128, 8, True, sas=True)
         compiled["turbo, sas, head 64"] = turbo(capability, 7, 64, 1, True, sas=True)
         compiled |= {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
+    projections = ("qkv", "qkv, quantised", "qkv, quantised, head 64")
     for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
         kernels = decode_step(capability, tp_size, batch_size)
         gated = decode_step(capability, tp_size, batch_size, True)
-        kernels |= {f"{name}, gated": gated[name] for name in ("qkv", "o", "gate_up", "down", "reduce_norm")}
+        kernels |= {f"{name}, gated": gated[name] for name in (*projections, "o", "gate_up", "down", "reduce_norm")}
         kernels |= pair(capability, tp_size, batch_size)
         compiled |= {f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()}
     print(json.dumps({name: report(kernel.asm["ptx"]) for name, kernel in compiled.items()}, indent=1))

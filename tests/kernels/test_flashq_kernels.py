@@ -1,4 +1,4 @@
-"""Store, append and restore of the quantised cache against their oracles, bit for bit."""
+"""Store, append, compaction and restore of the quantised cache against their oracles, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from alspec.kernels import flashq_kernels
 from alspec.kernels.flashq import BLOCK, MIN_SCALE, fake_quantize
-from alspec.kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append
+from alspec.kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append, turbo_compact
 from alspec.kernels.flashq_layout import TurboLayer, record_words
 from alspec.kernels.flashq_reference import (
     flashq_dequantize,
     flashq_restore_ref,
     flashq_store_ref,
     turbo_append_ref,
+    turbo_compact_ref,
 )
+from alspec.kernels.gemv import qkv_rope_append
+from alspec.kernels.reference import qkv_rope_append_ref
 
 HAS_CUDA = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -139,6 +143,9 @@ def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torc
         turbo_append(k, v, layer, seq_lens.to(device))
         turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
         assert_same(layer, expected)
+        turbo_compact(layer, seq_lens.to(device))
+        turbo_compact_ref(expected, seq_lens)
+        assert_same(layer, expected)
     assert int(layer.tail.int().abs().max()) == 119, "no outlier was clamped"
 
 
@@ -152,6 +159,145 @@ def test_closed_gate_appends_nothing(device: torch.device) -> None:
     turbo_append(k, v, layer, seq_lens, torch.full((1,), 2, dtype=torch.int32, device=device))
     turbo_append_ref(k.cpu(), v.cpu(), before, seq_lens.cpu())
     assert_same(layer, before)
+
+
+def stack(layers: list[TurboLayer]) -> TurboLayer:
+    return TurboLayer(**{name: torch.stack([layer.tensors[name] for layer in layers]) for name in layers[0].tensors})
+
+
+@by_head_dim
+@pytest.mark.parametrize("rows", [flashq_kernels.COMPACT_ROWS, 20, 1], ids="at most {} rows".format)
+def test_compact(rows: int, head_dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers in which the bits of heads differ; two requests of four have a full tail, in blocks of their own."""
+    monkeypatch.setattr(flashq_kernels, "COMPACT_ROWS", rows)
+    orders = [[4, 2, 2], [2, 2, 4], [4, 2, 2]]
+    layers = stack([noisy_layer(4, bits, head_dim, 3, device) for bits in orders])
+    before, expected = on_cpu(layers), on_cpu(layers)
+    seq_lens = torch.tensor([191, 64, 192, 65], dtype=torch.int32)
+    turbo_compact_ref(expected, seq_lens)
+    for _ in range(2):  # once more changes nothing
+        turbo_compact(layers, seq_lens.to(device))
+        assert_same(layers, expected)
+    # What the tail holds is what its record gives back, to the step of a channel; all else is as it was.
+    for index, bits in enumerate(orders):
+        layer, old = on_cpu(layers.select(index)), before.select(index)
+        untouched = torch.ones_like(layer.words, dtype=torch.bool)
+        for request, block in ((1, 0), (2, 2)):
+            assert torch.equal(layer.scales[request, :, block], layer.tail_scale[request])
+            q8, scales = (
+                torch.empty(2, 3, (block + 1) * BLOCK, head_dim, dtype=torch.int8),
+                torch.empty(2, 3, block + 1),
+            )
+            flashq_restore_ref(layer, request, block + 1, *q8, *scales)
+            for head, b in enumerate(bits if request % 2 == 0 else bits[::-1]):
+                error = (q8[:, head, block * BLOCK :].int() - layer.tail[request, head].int()).abs().max()
+                assert int(error) <= (238 // (2**b - 1) + 1) // 2 + 1
+                size = record_words(b, head_dim)
+                start = int(layer.offset[request, head]) + block * size
+                untouched[start : start + size] = False
+        assert torch.equal(layer.words[untouched], old.words[untouched])
+        assert int((~untouched).sum()) == sum(2 * record_words(b, head_dim) for b in bits)
+        assert int(layer.scales.isnan().sum()) == layer.scales.numel() - 2 * 3 * 2
+
+
+def test_outliers_of_a_full_tail_are_cut_off(device: torch.device) -> None:
+    layer = noisy_layer(1, [4, 2], 64, 1, device)
+    layer.tail.zero_()
+    expected = on_cpu(layer)
+    k, v = (torch.tensor([-1.0, 1.0], device=device)[:, None].expand(1, 2, 64) * size for size in (1e4, 1e30))
+    seq_lens = torch.tensor([64], dtype=torch.int32)
+    turbo_append(k, v, layer, seq_lens.to(device))
+    turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    turbo_compact(layer, seq_lens.to(device))
+    turbo_compact_ref(expected, seq_lens)
+    assert_same(layer, expected)
+    read = flashq_dequantize(on_cpu(layer), torch.tensor([65]))
+    for index, x in enumerate(read):
+        ends = torch.tensor([-119.0, 119.0])[:, None] * layer.tail_scale[0, :, index, None].cpu()
+        # Half a step of 2 bits.
+        assert (x[0, :, 63] - ends).abs().max() <= 20 * layer.tail_scale[0, :, index].max()
+
+
+class Projection:
+    """Inputs of `qkv_rope_append`, and what it leaves with and without a quantised layer."""
+
+    def __init__(
+        self, batch: int, hidden: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.shape = (batch, num_qo_heads, num_kv_heads, head_dim)
+        self.weight = torch.randn((num_qo_heads + 2 * num_kv_heads) * head_dim, hidden).to(dtype).to(device)
+        self.x_norm = torch.randn(batch, hidden).to(dtype).to(device)
+        self.squares = (torch.rand(batch, 5) * hidden / 2).to(device)
+        angle = torch.rand(batch, head_dim // 2) * 6
+        self.rope = torch.stack([angle.cos(), angle.sin()], dim=1).to(device)
+
+    def run(
+        self, seq_lens: Tensor, layer: TurboLayer | None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, Hq, D], k and v [B, Hkv, D], NaN where nothing was written."""
+        batch, num_qo_heads, num_kv_heads, head_dim = self.shape
+        q = torch.full((batch, num_qo_heads, head_dim), torch.nan).to(self.x_norm)
+        k, v = (torch.full((batch, num_kv_heads, 1, head_dim), torch.nan).to(self.x_norm) for _ in range(2))
+        inputs = (self.x_norm, self.squares, self.weight, self.rope, seq_lens.to(self.x_norm.device))
+        qkv_rope_append(*inputs, q, k, v, 1e-5, gate, layer)
+        return q, k[:, :, 0], v[:, :, 0]
+
+
+QKV_SHAPES = [(1, 200, 7, 1, 64), (3, 96, 6, 2, 64), (2, 72, 2, 2, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", QKV_SHAPES, ids=str)
+@pytest.mark.parametrize("gate", [None, 0, 2], ids="gate {}".format)
+def test_a_projection_quantises_what_it_leaves(
+    gate: int | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """The tail holds the bits of an append of the very k and v that a handover would pass on."""
+    batch, _, _, num_kv_heads, head_dim = shape
+    projection = Projection(*shape, dtype, device)
+    layer = noisy_layer(batch, [4] * num_kv_heads, head_dim, 2, device)
+    layer.tail_scale[..., 0] = 0.1  # so that many keys are cut off
+    expected = on_cpu(layer)
+    seq_lens = torch.tensor([64, 65, 130][:batch], dtype=torch.int32)
+    word = None if gate is None else torch.tensor([gate], dtype=torch.int32, device=device)
+    q, k, v = projection.run(seq_lens, layer, word)
+    if gate == 0:
+        assert all(bool(x.isnan().all()) for x in (q, k, v))
+        assert_same(layer, expected)
+        return
+    turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    assert_same(layer, expected)
+    for found, plain in zip((q, k, v), projection.run(torch.ones_like(seq_lens), None, word), strict=True):
+        assert torch.equal(found, plain)
+    # And by the equation in fp64: half a step off, and what the rounding of x makes.
+    inputs = (projection.x_norm, projection.squares, projection.weight, projection.rope)
+    _, *exact = qkv_rope_append_ref(*(x.cpu() for x in inputs), num_kv_heads, 1e-5)
+    slots = layer.tail.cpu()[torch.arange(batch), :, :, (seq_lens - 1) % BLOCK].double()
+    ratio = torch.stack(exact, dim=2) / layer.tail_scale.cpu().double()[..., None]
+    far = (slots - ratio.clamp(-119, 119)).abs().max()
+    assert float(far) < 0.5 + 119 * 2 * torch.finfo(dtype).eps
+    assert 0 < int((ratio.abs() > 120).sum()) < ratio.numel() // 2
+
+
+def test_a_projection_fills_a_tail(device: torch.device) -> None:
+    """Every slot once, in an order that mixes them, by requests of unlike lengths."""
+    batch = 8
+    layer = noisy_layer(batch, [2, 4], 64, 9, device)
+    layer.tail.fill_(-128)  # never a code
+    order = torch.randperm(BLOCK)
+    slots = torch.stack([order.roll(-request) for request in range(batch)])
+    steps = range(BLOCK) if device.type == "cuda" else range(0, BLOCK, 4)
+    expected = on_cpu(layer)
+    for step in steps:
+        projection = Projection(batch, 32, 2, 2, 64, torch.bfloat16, device)
+        seq_lens = (slots[:, step] + 1 + BLOCK * torch.arange(batch)).int()
+        _, k, v = projection.run(seq_lens, layer)
+        turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    assert_same(layer, expected)
+    written = torch.zeros(batch, BLOCK, dtype=torch.bool).scatter_(1, slots[:, list(steps)], True)
+    assert torch.equal((layer.tail != -128).all(-1).all(2).all(1).cpu(), written)
+    assert written.any(0).all(), "a slot that no request wrote"
 
 
 @by_head_dim
@@ -201,15 +347,18 @@ def test_real_sizes_and_a_captured_append(head_dim: int) -> None:
     seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
     new = torch.randn(2, 1, heads, head_dim, device=device).bfloat16()
     turbo_append(new[0], new[1], deepcopy(layer), seq_lens)
+    turbo_compact(deepcopy(layer), seq_lens)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         turbo_append(new[0], new[1], layer, seq_lens)
+        turbo_compact(layer, seq_lens)
     for step in range(1, 131):
         new.copy_(torch.randn(2, 1, heads, head_dim))
         seq_lens.fill_(length + step)
         graph.replay()
         turbo_append_ref(new[0].cpu(), new[1].cpu(), expected, seq_lens.cpu())
+        turbo_compact_ref(expected, seq_lens.cpu())
     assert_same(layer, expected)
 
 
@@ -227,3 +376,7 @@ def test_launchers_refuse(device: torch.device) -> None:
         flashq_store(k, v, layer, 0, 0, out[0][:, :32], *out[1:])
     with pytest.raises(ValueError, match="contiguous channels"):
         turbo_append(k[:1].transpose(1, 2), v[:1], layer, torch.tensor([1], dtype=torch.int32, device=device))
+    with pytest.raises(
+        ValueError, match=r"layer: expected a tail for k_cache \[2, 2, 1, 64\], found \[1, 2, 2, 64, 64\]"
+    ):
+        Projection(2, 32, 2, 2, 64, torch.float32, device).run(torch.tensor([1, 1], dtype=torch.int32), layer)

@@ -44,7 +44,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}), encoding="utf-8")
 
 
-def write_folder(folder: Path) -> None:
+def write_folder(folder: Path, **other: int) -> None:
     """A random Llama whose weights are large enough that what distant tokens add differs between layers."""
     import transformers
 
@@ -60,7 +60,7 @@ def write_folder(folder: Path) -> None:
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": 256,
-    }
+    } | other
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     for name, parameter in model.named_parameters():
@@ -74,6 +74,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: 6 layers, 8 query and 4 KV heads, vocabulary of 301, fp32. Do not write to it."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     write_folder(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def turbo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with 3 layers and 4 query and 2 KV heads of 64 channels, which a quantised cache takes."""
+    folder = tmp_path_factory.mktemp("model") / "turbo"
+    write_folder(folder, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     return folder
 
 

@@ -1,11 +1,12 @@
 """One rank of two paired groups whose fused steps talk by collectives; started with torchrun's variables.
 
-Run as `swap_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json with the tokens and hits of each
-step of each case.
+Run as `swap_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json: the tokens and hits of each step
+of each case, and what the cache holds after each case, as a hash.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, load_weights
+from alspec.runtime.codecs import Cache, new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
@@ -32,11 +34,16 @@ def no_operation(name: str, layer: int) -> nullcontext[None]:
     return nullcontext()
 
 
-def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> list[dict[str, Any]]:
+def digest(cache: Cache) -> str:
+    tensors = [cache.k, cache.v] if isinstance(cache, KVCache) else list(cache.layers.tensors.values())
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[str, Any]:
     config, prompts = model.config, case["prompts"]
-    kv_heads = config.num_kv_heads // transport.placement.tp_size
     capacity = max(map(len, prompts)) + max(sum(threshold["steps"] for threshold in case["thresholds"]), 2)
-    cache = KVCache(config.num_layers, len(prompts), kv_heads, capacity, config.head_dim, torch.float32, CPU)
+    tp_size = transport.placement.tp_size
+    cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
     speculation = SpeculationConfig(mode="paired", chunk_size=128)
     loop = DecodeLoop.build(model, cache, transport, False, False, no_operation, speculation)
     found = []
@@ -55,7 +62,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> list[d
             found.append(
                 {"tokens": record.token_ids, "hits": record.hits.int().tolist(), "fault": record.fault | fault}
             )
-    return found
+    return {"steps": found, "cache": digest(cache)}
 
 
 def main(folder: Path) -> None:

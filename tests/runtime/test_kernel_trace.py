@@ -20,6 +20,7 @@ WORK_US = {
     "_take_turn_kernel": 1.0,
     "_send_kernel": 1.5,
     "_turbo_append_kernel": 2.0,
+    "_turbo_compact_kernel": 2.5,
     "lean_decode_kernel": 120.0,
     "_decide_kernel": 2.5,
     "_receive_handover_kernel": 1.25,
@@ -75,8 +76,6 @@ class Job:
             guess_at = 0.0
             for group in (sends, 1 - sends):
                 self.launch(group, "_send", group == sends)
-                if self.quantised:
-                    self.launch(group, "turbo_append", group == sends)
                 guess_at = self.launch(group, "lean", group == sends) + GUESS_US if group == sends else guess_at
                 if group != sends:
                     self.launch(group, "lean", False)
@@ -101,6 +100,8 @@ class Job:
             self.launch(group, "_send", group == sends)
             sent = self.now[-1 if sends else 0]
             self.launch(group, "receive_stream", group != sends, sent)
+            if self.quantised:
+                self.launch(group, "turbo_compact")
             self.launch(group, "push_partial")
         for group in (0, 1):
             self.launch(group, "collect", not_before=max(self.now))
@@ -160,9 +161,10 @@ def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) 
         job.run(verdicts)
     labelled = label(job.rows, VERDICTS[name])
     brought = ["handover"] * (1 + quantised)
-    layer_ops = ["pre_attention", "handover", *brought, "full_attention", "verdict", *brought, *["post_attention"] * 5]
+    layer_ops = ["pre_attention", "handover", "handover", "full_attention", "verdict"]
+    layer_ops += [*brought, *["post_attention"] * 5]
     expected = [("embed", 0), *((op, layer) for layer in range(NUM_LAYERS) for op in layer_ops)]
-    expected += [("agree", NUM_LAYERS)] * 3 + [("lm_head", NUM_LAYERS)] * 3
+    expected += [("agree", NUM_LAYERS)] * 3 + [("lm_head", NUM_LAYERS)] * (3 + quantised)
     for rows, is_open in zip(labelled, job.is_open, strict=True):
         assert [(row["op"], row["layer"]) for row in rows] == expected * 3
         assert [row["open"] for row in rows] == is_open
@@ -200,7 +202,7 @@ def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> Non
     assert parts["attention"] == pytest.approx([attention] * len(parts["attention"]))
     assert len(parts["attention"]) == len(parts["sender"]) == 3 * NUM_LAYERS * tp_size
     append = WORK_US["_turbo_append_kernel"] if quantised else 0.0
-    section = WORK_US["_take_turn_kernel"] + WORK_US["_send_kernel"] + append
+    section = WORK_US["_take_turn_kernel"] + WORK_US["_send_kernel"]
     assert parts["sender"] == pytest.approx([section + attention + WORK_US["_decide_kernel"]] * len(parts["sender"]))
     assert parts["receiver"] == pytest.approx([section + GUESS_US + 1.25] * len(parts["receiver"]), abs=3)
     layer = WORK_US["_qkv_rope_append_kernel"] + 30 + 2 * (8 + 2)

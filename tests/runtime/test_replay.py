@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from alspec.config import SamplingConfig
+from alspec.kernels.flashq_reference import flashq_dequantize
 from alspec.kernels.words import BAD_NUMBERS, split_fault
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, load_weights
+from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
@@ -20,10 +22,13 @@ from alspec.runtime.replay import DecodeLoop
 from alspec.runtime.sampling import sample
 from alspec.runtime.step import DecodeState, StepProgram
 from alspec.runtime.transport import Transport
+from alspec.runtime.turbo_cache import TurboCache
 
 CPU = torch.device("cpu")
 CAPACITY = 48
 PROMPTS = [[7, 30, 200, 5, 5, 91], [11] * 20]
+# Decoding fills a block of each, and reads it as a record from the next step on.
+LONG_PROMPTS = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (61, 126)]
 GREEDY = SamplingConfig(max_new_tokens=5)
 SAMPLED = SamplingConfig(max_new_tokens=5, temperature=0.9, top_k=50, top_p=0.95, seed=3)
 
@@ -31,19 +36,20 @@ SAMPLED = SamplingConfig(max_new_tokens=5, temperature=0.9, top_k=50, top_p=0.95
 class Setting:
     """A model with a filled cache; `loop` and `tokens` continue the same prompts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, codec: str = "bf16", prompts: list[list[int]] = PROMPTS) -> None:
+        self.prompts = prompts
         config = LlamaConfig.from_folder(folder)
         weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
         self.transport = Transport(Placement(), CPU, "gloo", None)
         self.model = Llama(config, weights, self.transport.all_reduce)
-        shape = (config.num_layers, len(PROMPTS), config.num_kv_heads, CAPACITY, config.head_dim)
-        self.cache = KVCache(*shape, torch.float32, CPU)
+        capacity = max(CAPACITY, *(len(ids) + 10 for ids in prompts))
+        self.cache = new_cache(codec, config, 1, len(prompts), capacity, torch.float32, CPU)
 
     def prefill(self) -> list[int]:
         """Fill the cache; returns the first new token of each request."""
         logits = [
             prefill(self.model, self.cache, self.transport, request, ids, _no_operation)[0]
-            for request, ids in enumerate(PROMPTS)
+            for request, ids in enumerate(self.prompts)
         ]
         return torch.cat(logits).argmax(1).tolist()
 
@@ -56,11 +62,11 @@ class Setting:
         program = StepProgram(self.model, self.cache, self.transport, "off", 0.1, 128, _no_operation)
         steps = []
         for step in range(1, sampling.max_new_tokens):
-            seq_lens = torch.tensor([len(ids) + step for ids in PROMPTS], dtype=torch.int32)
-            state = DecodeState(torch.tensor(token_ids), seq_lens, torch.ones(len(PROMPTS), dtype=torch.bool))
+            seq_lens = torch.tensor([len(ids) + step for ids in self.prompts], dtype=torch.int32)
+            state = DecodeState(torch.tensor(token_ids), seq_lens, torch.ones(len(self.prompts), dtype=torch.bool))
             token_ids = sample(
                 program.run(state).logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed,
-                torch.arange(len(PROMPTS)), seq_lens.long(),
+                torch.arange(len(self.prompts)), seq_lens.long(),
             ).tolist()  # fmt: skip
             steps.append(token_ids)
         return steps
@@ -75,8 +81,10 @@ def setting(tiny_folder: Path) -> Setting:
     return Setting(tiny_folder)
 
 
-def _run(loop: DecodeLoop, first: list[int], sampling: SamplingConfig) -> list[list[int]]:
-    loop.begin(first, [len(ids) + 1 for ids in PROMPTS])
+def _run(
+    loop: DecodeLoop, first: list[int], sampling: SamplingConfig, prompts: list[list[int]] = PROMPTS
+) -> list[list[int]]:
+    loop.begin(first, [len(ids) + 1 for ids in prompts])
     records = [loop.step(sampling.max_new_tokens - step) for step in range(1, sampling.max_new_tokens)]
     assert [record.fault for record in records] == [0] * len(records)
     return [record.token_ids for record in records]
@@ -91,6 +99,27 @@ def test_greedy_and_sampled_tokens_are_those_of_the_step_program(setting: Settin
     assert setting.tokens(GREEDY) != setting.tokens(SAMPLED)
 
 
+@pytest.mark.parametrize("codec", ["turbo4", "turbo-mixed"])
+def test_a_quantised_cache_fills_blocks_as_the_step_program_does(turbo_folder: Path, codec: str) -> None:
+    """Tokens; and what the caches hold, close to each other, for x is."""
+    sampling = SamplingConfig(max_new_tokens=8)
+    setting = Setting(turbo_folder, codec, LONG_PROMPTS)
+    expected = setting.tokens(sampling)
+    assert isinstance(setting.cache, TurboCache)
+    lengths = torch.tensor([len(ids) + sampling.max_new_tokens for ids in LONG_PROMPTS])
+    layers = range(setting.cache.num_layers)
+    kept = [flashq_dequantize(setting.cache.layer(layer), lengths) for layer in layers]
+    # Nothing of the reference is left to be read.
+    setting.cache.layers.words.fill_(-1)
+    setting.cache.layers.scales.fill_(torch.nan)
+    loop = setting.loop()
+    loop.prepare(sampling)
+    assert _run(loop, setting.prefill(), sampling, LONG_PROMPTS) == expected
+    for layer in layers:
+        for found, reference in zip(flashq_dequantize(setting.cache.layer(layer), lengths), kept[layer], strict=True):
+            assert (found - reference).norm() < 0.01 * reference.norm()
+
+
 def test_a_text_left_early_leaves_nothing_behind(setting: Setting) -> None:
     expected = setting.tokens(GREEDY)
     loop = setting.loop()
@@ -103,6 +132,7 @@ def test_a_text_left_early_leaves_nothing_behind(setting: Setting) -> None:
 def test_steps_stop_at_the_end_of_the_cache(setting: Setting) -> None:
     loop = setting.loop()
     loop.prepare(GREEDY)
+    assert isinstance(setting.cache, KVCache)
     before = setting.cache.k[:, :, :, : CAPACITY - 1].clone()
     loop.begin([1, 2], [CAPACITY, CAPACITY])
     for _ in range(3):

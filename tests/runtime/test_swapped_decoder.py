@@ -17,7 +17,7 @@ import torch
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, load_weights
-from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.codecs import new_cache
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.step import DecodeState, StepProgram
@@ -40,15 +40,24 @@ def prompt(length: int) -> list[int]:
 # other steps, and one is too short to leave tokens out.
 CASES: dict[str, dict[str, Any]] = {
     "one request": {
+        "kv_cache": "bf16",
         "prompts": [prompt(341)],
         "live_steps": [9],
         "thresholds": [{"value": "0.35", "steps": 3}, {"value": "inf", "steps": 1}],
     },
     "ragged batch": {
+        "kv_cache": "bf16",
         "prompts": [prompt(350), prompt(70), prompt(333)],
         "live_steps": [1, 9, 2],
         "thresholds": [{"value": "0.4", "steps": 3}],
     },
+}
+# Over a quantised cache: the second step fills a block, which the third reads.
+QUANTISED: dict[str, Any] = {
+    "kv_cache": "turbo-mixed",
+    "prompts": [prompt(382)],
+    "live_steps": [9],
+    "thresholds": [{"value": "0.35", "steps": 4}],
 }
 
 
@@ -81,8 +90,8 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     transport = Transport(Placement(), CPU, "gloo", None)
     model = Llama(config, weights, transport.all_reduce)
     prompts = case["prompts"]
-    shape = (config.num_layers, len(prompts), config.num_kv_heads, max(map(len, prompts)) + 9, config.head_dim)
-    cache = KVCache(*shape, torch.float32, CPU)
+    capacity = max(map(len, prompts)) + 9
+    cache = new_cache(case["kv_cache"], config, 1, len(prompts), capacity, torch.float32, CPU)
     found = []
     for threshold in case["thresholds"]:
         program = StepProgram(model, cache, transport, "simulated", float(threshold["value"]), S, no_operation)
@@ -104,13 +113,26 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def check(folder: Path, work: Path, world_size: int, cases: list[dict[str, Any]]) -> None:
+    """Every rank's steps are the simulated ones, and paired ranks end with the same cache."""
+    expected = [simulated(folder, case) for case in cases]
+    ranks = run_ranks(work, folder, world_size, cases)
+    for found in ranks:
+        assert [case["steps"] for case in found] == expected
+    for first, second in zip(ranks[: world_size // 2], ranks[world_size // 2 :], strict=True):
+        assert first == second
+    for steps in expected:
+        assert {hit for step in steps[:3] for layer in step["hits"] for hit in layer} == {0, 1}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the interpreter is slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_tokens_and_hits_are_those_of_one_group(tiny_folder: Path, tmp_path: Path, world_size: int) -> None:
-    cases = list(CASES.values())
-    expected = [simulated(tiny_folder, case) for case in cases]
-    for found in run_ranks(tmp_path, tiny_folder, world_size, cases):
-        assert found == expected
-    for steps in expected:
-        assert {hit for step in steps[:3] for layer in step["hits"] for hit in layer} == {0, 1}
+    check(tiny_folder, tmp_path, world_size, list(CASES.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_quantised_cache_past_the_end_of_a_block(turbo_folder: Path, tmp_path: Path) -> None:
+    check(turbo_folder, tmp_path, 2, [QUANTISED])

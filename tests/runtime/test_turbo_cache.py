@@ -273,7 +273,8 @@ def test_fused_decoding_appends_and_attends_as_the_step_program_does(codec: str,
     for cache in (plain, fused):
         cache.write_prefill(0, 0, 0, k, v)
     seq_lens = torch.tensor([127], dtype=torch.int32, device=place)
-    decode = DecodeCache([fused.layer(0)], seq_lens, num_heads, torch.float32)
+    decode = DecodeCache(fused.layers, seq_lens, num_heads, torch.float32)
+    opened = torch.ones(1, dtype=torch.int32, device=place)
     attention = DecodeAttention(plain.layer(0), num_heads, 128, head_dim**-0.5, place)
     for seed in range(3):
         seq_lens += 1
@@ -283,10 +284,11 @@ def test_fused_decoding_appends_and_attends_as_the_step_program_does(codec: str,
         expected = attention.full(q, plain.layer(0), seq_lens)
         at_k, at_v, lengths = decode.newest(0)
         at_k[0, :, lengths[0] - 1], at_v[0, :, lengths[0] - 1] = new_k[0], new_v[0]
-        decode.append(0)
+        decode.append(0, opened)
         out, lse = torch.full_like(q, torch.nan), torch.empty(1, num_heads, device=place)
         decode.attend(0, q, out, lse)
         assert error(out, expected) < 2**-10
+        decode.compact()
         for name, tensor in plain.layer(0).tensors.items():
             assert torch.equal(tensor, getattr(fused.layer(0), name)), name
 
@@ -308,7 +310,7 @@ def test_attention_weighs_by_the_softmax_of_the_cache(device: str) -> None:
         outs[softmax] += [attention.predict(newest, layer, seq_lens).clone()]
         outs[softmax] += [attention.verify(newest, layer, seq_lens)[0].clone()]
         out, lse = torch.full_like(newest, torch.nan), torch.empty(1, num_heads, device=place)
-        DecodeCache([layer], seq_lens, num_heads, torch.float32).attend(0, newest, out, lse)
+        DecodeCache(cache.layers, seq_lens, num_heads, torch.float32).attend(0, newest, out, lse)
         outs[softmax] += [out]
     most = 2 * (RELATIVE_ERROR + DROPPED_MASS) * float(v.abs().max())
     for exact, sas in zip(outs["exact"], outs["sas"], strict=True):
