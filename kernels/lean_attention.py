@@ -207,10 +207,13 @@ def _settings(device: torch.device, row_bytes: int) -> tuple[int, int, bool]:
         return block_n, 1, False
     properties = torch.cuda.get_device_properties(device)
     if properties.major >= 10:
-        block_n = max(16, block_n // 2)  # there the larger tile spills registers; compiled, never measured
+        block_n = max(
+            16, block_n // 2
+        )  # there larger tiles spill registers, as would a third; compiled, never measured
     # Beside the tiles: q with each of them, and room for reductions and transposes.
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the stub
     room = shared_memory - 16384
     while block_n > 16 and room < 2 * (2 * block_n + 16) * row_bytes:
         block_n //= 2
-    return block_n, max(1, min(3, room // ((2 * block_n + 16) * row_bytes))), properties.major >= 9
+    most = 3 if properties.major == 9 else 2
+    return block_n, max(1, min(most, room // ((2 * block_n + 16) * row_bytes))), properties.major >= 9

@@ -70,7 +70,7 @@ def lean(
     constants = {
         "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
         "B_PAD": lean_attention._padded(batch_size),
-        "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability >= 90 else 2, "MERGE": merge,
+        "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability == 90 else 2, "MERGE": merge,
         "WIDE": wide, "WARPS": lean_attention.NUM_WARPS, "SPEC": spec, "PART": lean_attention.PARTS[part],
         "FLAG": spec and part == "all", "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
