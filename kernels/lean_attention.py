@@ -36,8 +36,9 @@ Part = Literal["all", "predictor", "rest"]
 PARTS = {"all": 0, "predictor": 1, "rest": 2}
 
 TILE_BYTES = 32768  # of K, and of V, in one tile
+MERGE_REGISTERS = 96  # for the partials loaded together
+BLACKWELL_MERGE_REGISTERS = 64
 NUM_WARPS = 4  # one warp group: a product of 64 rows or more is one Hopper matrix instruction
-MERGE_REGISTERS = 64  # for the partials loaded together
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,10 @@ def lean_decode_attention(
     group = num_qo_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     width = triton.next_power_of_2(head_dim)
-    block_n, num_stages, pdl = _settings(q.device, width * q.itemsize)
+    block_n, num_stages, merge_registers, pdl = _settings(q.device, width * q.itemsize)
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
     pdl = pdl and part != "predictor"
-    merge, wide = merge_rounds(group_pad, width, NUM_WARPS, MERGE_REGISTERS)
+    merge, wide = merge_rounds(group_pad, width, NUM_WARPS, merge_registers)
     spec = speculation
     lean_decode_kernel[(workspace.num_programs,)](
         q,
@@ -196,24 +197,25 @@ def _padded(batch_size: int) -> int:
 
 
 @functools.cache
-def _settings(device: torch.device, row_bytes: int) -> tuple[int, int, bool]:
-    """Tokens in a tile, tiles in flight, and whether to start before the last kernel's end.
+def _settings(device: torch.device, row_bytes: int) -> tuple[int, int, int, bool]:
+    """Tokens in a tile, tiles in flight, registers for merging, and whether to start before the last kernel ends.
 
     One program on an SM with all its shared memory was faster at every length than two with half of it each: it leaves
-    half the partials. More than 128 tokens in a tile make short contexts uneven (both measured on H200).
+    half the partials. More than 128 tokens in a tile make short contexts uneven (both measured on H200). On Blackwell,
+    where nothing has been measured, more than what is here spills registers.
     """
     block_n = max(16, min(128, TILE_BYTES // row_bytes))
     if device.type != "cuda":
-        return block_n, 1, False
+        return block_n, 1, MERGE_REGISTERS, False
     properties = torch.cuda.get_device_properties(device)
-    if properties.major >= 10:
-        block_n = max(
-            16, block_n // 2
-        )  # there larger tiles spill registers, as would a third; compiled, never measured
+    is_blackwell = properties.major >= 10
+    if is_blackwell:
+        block_n = max(16, block_n // 2)
     # Beside the tiles: q with each of them, and room for reductions and transposes.
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the stub
     room = shared_memory - 16384
     while block_n > 16 and room < 2 * (2 * block_n + 16) * row_bytes:
         block_n //= 2
-    most = 3 if properties.major == 9 else 2
-    return block_n, max(1, min(most, room // ((2 * block_n + 16) * row_bytes))), properties.major >= 9
+    num_stages = max(1, min(2 if is_blackwell else 3, room // ((2 * block_n + 16) * row_bytes)))
+    merge_registers = BLACKWELL_MERGE_REGISTERS if is_blackwell else MERGE_REGISTERS
+    return block_n, num_stages, merge_registers, properties.major >= 9
