@@ -137,7 +137,7 @@ def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torc
         assert torch.equal(layer.tail_scale[request].cpu(), highest.cpu() / 119)
     steps = range(1, 128) if device.type == "cuda" else [1, *range(60, 66), 124, 125, 126, 127]
     for step in steps:
-        new = torch.randn(batch_size, 3 * heads, head_dim).bfloat16().to(device) * 3
+        new = torch.randn(batch_size, 3 * heads, head_dim).bfloat16().to(device) * 8
         seq_lens = torch.tensor(prompts, dtype=torch.int32) + step
         k, v = new[:, :heads], new[:, heads : 2 * heads]
         turbo_append(k, v, layer, seq_lens.to(device))
@@ -254,6 +254,7 @@ def test_a_projection_quantises_what_it_leaves(
     gate: int | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """The tail holds the bits of an append of the very k and v that a handover would pass on."""
+    torch.manual_seed(sum(shape))
     batch, _, _, num_kv_heads, head_dim = shape
     projection = Projection(*shape, dtype, device)
     layer = noisy_layer(batch, [4] * num_kv_heads, head_dim, 2, device)
@@ -277,7 +278,7 @@ def test_a_projection_quantises_what_it_leaves(
     ratio = torch.stack(exact, dim=2) / layer.tail_scale.cpu().double()[..., None]
     far = (slots - ratio.clamp(-119, 119)).abs().max()
     assert float(far) < 0.5 + 119 * 2 * torch.finfo(dtype).eps
-    assert 0 < int((ratio.abs() > 120).sum()) < ratio.numel() // 2
+    assert 0 < int((ratio.abs() > 120).sum()) < ratio.numel()
 
 
 def test_a_projection_fills_a_tail(device: torch.device) -> None:
