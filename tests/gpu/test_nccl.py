@@ -52,6 +52,9 @@ ALL_RUNS = {
         Run("launched1", "off", "auto", "off"),
         Run("simulated1", "simulated", "nccl", "auto", THRESHOLDS),
         Run("turbo_simulated1", "simulated", "nccl", "auto", kv_cache="turbo-mixed"),
+        Run("turbo4_simulated1", "simulated", "nccl", "auto", ("0",), kv_cache="turbo4"),
+        Run("turbo_off1", "off", "auto", "on", kv_cache="turbo4"),
+        Run("turbo_launched1", "off", "auto", "off", kv_cache="turbo4"),
     ],
     2: [
         Run("off2", "off", "symm", "on"),
@@ -63,6 +66,7 @@ ALL_RUNS = {
         Run("simulated2", "simulated", "nccl", "auto"),
         Run("turbo_paired2", "paired", "symm", "on", kv_cache="turbo-mixed"),
         Run("turbo_swapped2", "paired", "nccl", "on", kv_cache="turbo-mixed"),
+        Run("turbo_off2", "off", "symm", "on", kv_cache="turbo4"),
     ],
     4: [
         Run("off4", "off", "symm", "on"),
@@ -155,6 +159,12 @@ def test_off_gives_the_same_tokens_however_it_runs(results: dict[str, list[dict]
     assert [row["sampled"] for row in results[name]] == [row["sampled"] for row in results["off1"]]
     assert max(sum(row["prompt_lens"]) + MAX_NEW_TOKENS for row in results[name]) == 8192
     assert all(len(tokens) == 12 for row in results[name] for tokens in row["sampled"])
+
+
+@pytest.mark.parametrize("name", names("off", turbo=True))
+def test_off_over_a_quantised_cache(results: dict[str, list[dict]], name: str) -> None:
+    """The tokens of `simulated` at lambda 0, whose kernels are others: captured or not, on one GPU or two."""
+    assert [row["tokens"] for row in results[name]] == [row["tokens"] for row in results["turbo4_simulated1"]]
 
 
 @pytest.mark.parametrize("name", [*names("paired", "simulated"), *names("paired", turbo=True)])
