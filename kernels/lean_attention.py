@@ -100,6 +100,7 @@ def lean_decode_attention(
     speculation: Speculation | None = None,
     part: Part = "all",
     gate: Tensor | None = None,
+    *,
     newest_only: bool = False,
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` cached tokens, in one launch.

@@ -67,6 +67,7 @@ def turbo_decode_attention(
     speculation: Speculation | None = None,
     part: Part = "all",
     gate: Tensor | None = None,
+    *,
     newest_only: bool = False,
     settings: TurboSettings | None = None,
 ) -> None:

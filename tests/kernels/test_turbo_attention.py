@@ -74,7 +74,7 @@ class Launch:
         for part in parts or ("all",):
             turbo_decode_attention(
                 self.q, self.layer, self.seq_lens, self.q.shape[-1] ** -0.5, self.workspace, self.out, self.lse,
-                self.speculation, part, gate, self.settings,
+                self.speculation, part, gate, settings=self.settings,
             )  # type: ignore[arg-type]  # fmt: skip
 
     def outputs(self) -> list[Tensor]:
