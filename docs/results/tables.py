@@ -10,14 +10,6 @@ from alspec.latency_model import StepCosts, speculative_step_us
 
 HERE = Path(__file__).resolve().parent
 PARTS = "decode_parts"
-PRINTED = """## As printed
-
-Tables of one H200 (torch 2.11.0+cu130, Triton 3.6.0, commit 8b4430f) as the commands
-printed them; these runs left no rows.
-
-- [turbo_attention.txt](turbo_attention.txt): `launch/bench_kernels.py --bench turbo --contexts 2k,8k,32k,128k`. There
-  more than 40 partials of a head were merged in two levels (`wide`), now more than 24 are.
-- [prefill_attention.txt](prefill_attention.txt): `launch/bench_kernels.py --bench prefill`."""
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
 
@@ -53,7 +45,6 @@ def main() -> None:
         decode(read("decode_attention.jsonl")),
         quantised(read("turbo_attention.jsonl")),
         prefill(read("prefill_attention.jsonl")),
-        PRINTED,
         ready(read("ready.jsonl")),
     ]
     (HERE / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
