@@ -12,7 +12,7 @@ import triton.language as tl
 
 __all__ = ["hand_in", "merge_rounds", "output_at", "store_partial", "sum_of_warps"]
 
-# One SM takes in 50 bytes a clock: beyond 50 KB of partials, or two rounds of loads, groups of them are merged first.
+# One SM takes in 50 bytes a clock: beyond so many partials, or two rounds of loads if that is more, groups come first.
 WIDE = 24
 
 
@@ -81,7 +81,8 @@ def _merge(
         m, l [GROUP_PAD] and o [GROUP_PAD, D].
     """
     # The first and the last dimension fill a warp's loads, so that a warp has slots to itself.
-    INNER: tl.constexpr = D if D * GROUP_PAD <= 128 else (128 // GROUP_PAD if GROUP_PAD <= 4 else 32)
+    ROW: tl.constexpr = 128 // GROUP_PAD if GROUP_PAD <= 4 else 32
+    INNER: tl.constexpr = ROW if ROW < D else D
     OUTER: tl.constexpr = D // INNER
     rows, warps = tl.arange(0, GROUP_PAD), tl.arange(0, WARPS)
     places = warps * stride  # of the warps' slots, from the first on

@@ -12,15 +12,16 @@ __all__ = ["prefetch"]
 
 @triton.jit
 def prefetch(pointer, size):
-    """Fetch `size` bytes, a multiple of 16, into the L2, from the 16 bytes on into which `pointer` points.
+    """Fetch `size` bytes, rounded down to 16, into the L2, from the 16 bytes on into which `pointer` points.
 
     A hint, from compute capability 9.0 on: nothing changes but when bytes move, and they may still be overwritten. One
     instruction of one thread; the loads behind it do not queue up behind its bytes.
     """
     if not INTERPRETED:
         tl.inline_asm_elementwise(
-            "{ .reg .pred first; .reg .u32 thread; .reg .u64 start;"
-            " mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; and.b64 start, $1, -16;"
-            " @first cp.async.bulk.prefetch.L2.global [start], $2; mov.u32 $0, 0; }",
+            "{ .reg .pred first; .reg .u32 thread, bytes; .reg .u64 start;"
+            " mov.u32 thread, %tid.x; and.b32 bytes, $2, -16; and.b64 start, $1, -16;"
+            " setp.eq.u32 first, thread, 0; setp.ne.and.u32 first, bytes, 0, first;"
+            " @first cp.async.bulk.prefetch.L2.global [start], bytes; mov.u32 $0, 0; }",
             "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip

@@ -182,7 +182,7 @@ def prefetch_blocks(records_ptr, offset, scales_ptr, first, count, is_low, D: tl
     if count > 0:
         words = tl.where(is_low, 9 * D, 17 * D)
         prefetch(records_ptr + offset + first.to(tl.int64) * words, count * words * 4)
-        prefetch(scales_ptr + first // 2 * 4, 16)
+        prefetch(scales_ptr + first * 2, 16)
 
 
 @triton.jit

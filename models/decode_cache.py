@@ -83,14 +83,15 @@ class DecodeCache:
         speculation: Speculation | None = None,
         part: Part = "all",
         gate: Tensor | None = None,
+        newest_only: bool = False,
     ) -> None:
-        """Decode attention, as `lean_decode_attention`; the launch ahead wrote q and the newest token, and no more."""
+        """Decode attention, as `lean_decode_attention`."""
         cache, seq_lens, scale = self._layers[layer], self._seq_lens, self._sm_scale
         if isinstance(cache, KVLayer):
             lean_decode_attention(
-                q, *cache, seq_lens, scale, self._workspace, out, lse, speculation, part, gate, newest_only=True
+                q, *cache, seq_lens, scale, self._workspace, out, lse, speculation, part, gate, newest_only=newest_only
             )
         else:
             turbo_decode_attention(
-                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, part, gate, newest_only=True
+                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, part, gate, newest_only=newest_only
             )

@@ -207,7 +207,8 @@ class Decoder:
             assert isinstance(self.pairing.handover, Handover)
             self._paired_attention(layer, self.pairing, self.pairing.handover)
             return
-        self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse)
+        # The projection ahead has written q and the newest token, and nothing else that attention reads.
+        self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse, newest_only=True)
 
     def _paired_attention(self, layer: int, pairing: Pairing, handover: Handover) -> None:
         """The sender hands over, attends and decides; the receiver takes the guess. Neither waits for the other's end.

@@ -11,7 +11,7 @@ from alspec.kernels.reference import decode_attention_ref
 def main() -> None:
     """One, two and many partials for an output, one and two levels, plain, speculative and in two launches."""
     device = torch.device("cuda")
-    for lengths, num_programs in (((700,), 7), ((65, 1500, 319), 30), ((5000,), 132)):
+    for lengths, num_programs in (((700,), 7), ((65, 1500, 319), 30), ((9000,), 132)):
         batch, heads, dim = len(lengths), 2, 128
         q = torch.randn(batch, 4 * heads, dim, dtype=torch.bfloat16, device=device)
         k, v = (torch.randn(batch, heads, max(lengths), dim, dtype=q.dtype, device=device) for _ in range(2))
