@@ -85,7 +85,7 @@ def turbo_decode_attention(
     Args:
         q: [B, Hq, D] bf16, fp16 or fp32, contiguous, D 64 or 128, at most 8 heads to a KV head.
         layer: the cache; read only.
-        seq_lens: [B] int32 on the device, 1 .. `layer.capacity`; read by the kernel, so a captured launch serves any.
+        seq_lens: [B] int32 on the device, 1 .. 64 NB + 63; read by the kernel, so a captured launch serves any.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         part, gate: as for `lean_decode_attention`.
         newest_only: as there; the newest token lies in the decode buffer.
