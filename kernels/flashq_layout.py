@@ -84,11 +84,6 @@ class TurboLayer:
         """Blocks of capacity NB, of each request and head."""
         return self.scales.shape[-2]
 
-    @property
-    def capacity(self) -> int:
-        """Tokens of each request that fit."""
-        return BLOCK * self.num_blocks
-
     def select(self, layer: int) -> TurboLayer:
         """One layer of a stack."""
         return TurboLayer(**{name: tensor[layer] for name, tensor in self.tensors.items()}, softmax=self.softmax)
