@@ -256,7 +256,8 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
     head += ["model, ms", "measured against model", "steps slower while traced"]
     text = [
         "Medians. The model (`alspec/latency_model.py`) is given the parts of a layer below, which are medians over the"
-        " kernels of some traced steps, each counted from when the kernel before it had ended."
+        " kernels of some traced steps, each counted from when the kernel before it had ended. The parts are of a run"
+        " of their own. `checkpoint` is the bundled model: after a text, lambda = 0.1, real verdicts."
     ]
     names = ("attention", "sender", "receiver", "layer", "fixed", "step")
     cells = [
@@ -271,7 +272,7 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
     tables = [table(head, list(lines.values()))]
     if cells:
         tables += [
-            "Parts of traced steps, in microseconds:",
+            "Parts of traced steps, in microseconds. " + where(*parts),
             table(["shape", "GPUs", "context", "cache", "hits", *names], cells),
         ]
     return "\n\n".join(["## Pairs against tensor parallelism", *text, *tables])
