@@ -1,4 +1,4 @@
-"""Draw some layers of a trace, a lane for each rank: `plot_trace.py trace.json out.png --step 8 --layers 4:8`.
+"""Draw some layers of a trace, a lane for each rank: `plot_trace.py trace.json out.png --step 3 --layers 4:8`.
 
 Traces are of operations launched one by one (generate.py) or of the kernels inside replayed steps (latency.py).
 """
@@ -9,6 +9,7 @@ import argparse
 import gzip
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 __all__ = ["main"]
@@ -23,10 +24,23 @@ COLORS = {
     "handover": "#d9d9d9",
     "verdict": "#8f8f8f",
     "post_attention": "#4f8a5b",
+    "in_vain": "#bcd3c1",
     "agree": "#b9a5d1",
     "lm_head": "#5b5b7a",
 }
-LABELS = {"handover": "handover and waits"}
+LABELS = {
+    "pre_attention": "projections (q, k, v)",
+    "predictor": "guess",
+    "full_attention": "full attention",
+    "handover": "handover and waits",
+    "post_attention": "post-attention",
+    "in_vain": "on a rejected guess",
+    "lm_head": "LM head",
+}
+HATCHES = {"in_vain": "////"}
+# Shares of the picture's width: what is narrower gets no entry in the legend, or no words.
+VISIBLE, ROOM_FOR_WORDS = 0.005, 0.12
+HALF = 0.28  # of a bar's height; lanes are 1 apart
 
 
 def main() -> None:
@@ -47,6 +61,9 @@ def main() -> None:
         parser.error(f"{args.trace} has no operation of step {args.step}, layers {args.layers}")
     _draw(chosen, args.picture, args.title)
     print(overlap(bars))
+    found = guesses(bars)
+    if found:
+        print(outcomes(found))
     skew_us = clock_skew_us(bars)
     if skew_us is not None:
         print(f"the last kernel of a step ends within {skew_us:.1f} us on all ranks, by the clocks of this trace")
@@ -90,6 +107,76 @@ def clock_skew_us(bars: list[dict[str, Any]]) -> float | None:
     return max((max(times) - min(times) for times in ends.values()), default=None)
 
 
+def guesses(bars: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
+    """What became of a pair's guesses, by step and layer.
+
+    Returns:
+        `senders` and `receivers`, ranks; `begin` and `end` of the full attention; `arrival` of the guess, when the
+        receivers began to compute on it; `accepted`, that is whether the senders did not do that work again.
+    """
+    found = {}
+    attention: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    rest: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for bar in bars:
+        kind = {"full_attention": attention, "post_attention": rest}.get(bar["op"])
+        if kind is not None:
+            kind.setdefault((bar["step"], bar["layer"]), []).append(bar)
+    for key in sorted(attention.keys() & rest.keys()):
+        senders = {bar["rank"] for bar in attention[key]}
+        on_guess = [bar for bar in rest[key] if bar["rank"] not in senders]
+        if on_guess:
+            found[key] = {
+                "senders": senders,
+                "receivers": {bar["rank"] for bar in on_guess},
+                "begin": min(bar["begin"] for bar in attention[key]),
+                "end": max(bar["end"] for bar in attention[key]),
+                "arrival": min(bar["begin"] for bar in on_guess),
+                "accepted": len(on_guess) == len(rest[key]),
+            }
+    return found
+
+
+def outcomes(found: dict[tuple[int, int], dict[str, Any]]) -> str:
+    """How many guesses were accepted, and how long after a layer's full attention the next layer's began (medians)."""
+    text = f"{sum(guess['accepted'] for guess in found.values())} of {len(found)} guesses were accepted"
+    for verdict, name in ((True, "accepted"), (False, "rejected")):
+        times = [
+            found[step, layer + 1]["begin"] - guess["begin"]
+            for (step, layer), guess in found.items()
+            if guess["accepted"] == verdict and (step, layer + 1) in found
+        ]
+        if times:
+            text += f"; where {name}, the next full attention began {median(times):.0f} us after this one"
+    return text
+
+
+def _parts(bars: list[dict[str, Any]], found: dict[tuple[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Bars to draw, with the words in them: kernels of one operation in a row are one bar."""
+    joined: list[dict[str, Any]] = []
+    for bar in sorted(bars, key=lambda bar: (bar["rank"], bar["begin"])):
+        if joined and all(bar[name] == joined[-1][name] for name in ("rank", "step", "layer", "op")):
+            joined[-1]["end"] = max(joined[-1]["end"], bar["end"])
+        else:
+            joined.append(bar | {"words": ""})
+    # Where no operation of its own makes the guess, attention begins with it.
+    is_fused = not any(bar["op"] == "predictor" for bar in bars)
+    parts = []
+    for bar in joined:
+        guess = found.get((bar["step"], bar["layer"]))
+        if bar["op"] in ("attention", "full_attention", "post_attention"):
+            bar["words"] = LABELS.get(bar["op"], bar["op"])
+        if guess and bar["op"] == "post_attention":
+            is_sender = bar["rank"] in guess["senders"]
+            bar["words"] = "redone" if is_sender else "on the guess"
+            bar["op"] = "post_attention" if is_sender or guess["accepted"] else "in_vain"
+        if guess and bar["op"] == "full_attention" and is_fused:
+            arrival = min(max(guess["arrival"], bar["begin"]), bar["end"])
+            parts.append(bar | {"op": "predictor", "end": arrival, "words": ""})
+            bar["begin"] = arrival
+        parts.append(bar)
+    return parts
+
+
 def _draw(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     import matplotlib
 
@@ -97,34 +184,56 @@ def _draw(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
+    matplotlib.rcParams["hatch.color"] = "white"
     ranks = sorted({bar["rank"] for bar in bars})
     zero = min(bar["begin"] for bar in bars)
-    figure, axes = plt.subplots(figsize=(12, 1.2 + 0.7 * len(ranks)))
-    widest: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for bar in bars:
-        span = (bar["begin"] - zero, bar["end"] - bar["begin"])
-        axes.broken_barh([span], (bar["rank"] - 0.4, 0.8), facecolors=COLORS[bar["op"]], edgecolor="white", lw=0.4)
-        key = (bar["rank"], bar["layer"], bar["op"])
-        if key not in widest or span[1] > widest[key]["end"] - widest[key]["begin"]:
-            widest[key] = bar
-    for (rank, layer, op), bar in widest.items():
-        if op in ("attention", "full_attention", "post_attention"):
-            middle = (bar["begin"] + bar["end"]) / 2 - zero
-            axes.text(middle, rank, str(layer), ha="center", va="center", fontsize=7)
+    width = max(bar["end"] for bar in bars) - zero
+    found = guesses(bars)
+    parts = _parts(bars, found)
+    figure, axes = plt.subplots(figsize=(11, 1 + 1.1 * len(ranks)))
+    for part in parts:
+        begin, length = part["begin"] - zero, part["end"] - part["begin"]
+        style: dict[str, Any] = {
+            "facecolors": COLORS[part["op"]],
+            "hatch": HATCHES.get(part["op"]),
+            "edgecolor": "white",
+            "lw": 0.4,
+        }
+        axes.broken_barh([(begin, length)], (part["rank"] - HALF, 2 * HALF), **style)
+        if part["words"]:
+            words = f"layer {part['layer']}\n{part['words']}" if length > ROOM_FOR_WORDS * width else part["layer"]
+            color = "black" if part["op"] == "in_vain" else "white"
+            axes.text(begin + length / 2, part["rank"], words, ha="center", va="center", fontsize=9, color=color)
+    for guess in found.values():
+        sender, receiver = min(guess["senders"]), min(guess["receivers"])
+        toward = 1 if receiver > sender else -1
+        at, end = guess["arrival"] - zero, guess["end"] - zero
+        arrow = {"arrowstyle": "->", "color": COLORS["predictor"]}
+        axes.annotate("", (at, receiver - HALF * toward), (at, sender + HALF * toward), arrowprops=arrow)
+        if end - at > ROOM_FOR_WORDS * width:
+            verdict = "accepted:\nroles swap" if guess["accepted"] else "rejected:\nredo"
+            axes.text(at, sender + toward / 2, " guess", va="center", fontsize=9)
+            axes.text(end, sender + toward / 2, verdict, ha="right", va="center", fontsize=9)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    axes.invert_yaxis()
-    axes.set_xlabel("microseconds; the number in a bar is the layer")
-    axes.set_title(title, fontsize=9)
-    names = [name for name in COLORS if any(bar["op"] == name for bar in bars)]
+    axes.set_ylim(ranks[-1] + 0.4, ranks[0] - 0.4)
+    axes.set_xlim(-0.005 * width, 1.005 * width)
+    axes.set_xlabel("microseconds")
+    axes.set_title(title, fontsize=10)
+    shown = {part["op"] for part in parts if part["end"] - part["begin"] > VISIBLE * width}
+    names = [name for name in COLORS if name in shown]
     axes.legend(
-        handles=[Patch(color=COLORS[name], label=LABELS.get(name, name)) for name in names],
+        handles=[
+            Patch(facecolor=COLORS[name], hatch=HATCHES.get(name), edgecolor="white", label=LABELS.get(name, name))
+            for name in names
+        ],
         ncols=len(names),
         loc="upper center",
-        bbox_to_anchor=(0.5, -0.35),
-        fontsize=8,
+        bbox_to_anchor=(0.5, -0.4 / len(ranks)),
+        fontsize=9,
         frameon=False,
+        columnspacing=1.2,
     )
-    figure.savefig(picture, dpi=130, bbox_inches="tight")
+    figure.savefig(picture, dpi=140, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -248,3 +248,55 @@ def test_plot_trace_of_captured_steps(
     out = capsys.readouterr().out
     assert "in 2 of 3 layers" in out
     assert "within 1.5 us on all ranks" in out
+
+
+def test_plot_trace_tells_what_became_of_guesses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three layers the middle one's guess is rejected: its sender does the same work again and goes on sending."""
+
+    def row(op: str, layer: int, start: float, end: float) -> dict[str, Any]:
+        return {"op": op, "kernel": op, "layer": layer, "step": 1, "start_us": start, "end_us": end, "open": True}
+
+    ranks = [
+        [
+            row("full_attention", 0, 0, 10),
+            row("post_attention", 1, 15, 20),
+            row("post_attention", 2, 35, 40),
+            row("post_attention", 2, 40, 43),
+        ],
+        [
+            row("post_attention", 0, 2, 7),
+            row("post_attention", 0, 7, 9),
+            row("full_attention", 1, 12, 22),
+            row("post_attention", 1, 22, 30),
+            row("full_attention", 2, 32, 42),
+        ],
+    ]
+    write_trace(tmp_path / "trace.json", ranks)
+    picture = tmp_path / "picture.svg"
+    argv = ["plot_trace", str(tmp_path / "trace.json"), str(picture), "--step", "1", "--layers", "0:3"]
+    monkeypatch.setattr("sys.argv", argv)
+    parts = []
+    original = plot_trace._parts
+    monkeypatch.setattr(plot_trace, "_parts", lambda *given: parts.extend(original(*given)) or parts)
+    plot_trace.main()
+    assert [(part["rank"], part["op"], part["begin"], part["end"], part["words"]) for part in parts] == [
+        (0, "predictor", 0, 2, ""),
+        (0, "full_attention", 2, 10, "full attention"),
+        (0, "in_vain", 15, 20, "on the guess"),
+        (0, "post_attention", 35, 43, "on the guess"),
+        (1, "post_attention", 2, 9, "on the guess"),
+        (1, "predictor", 12, 15, ""),
+        (1, "full_attention", 15, 22, "full attention"),
+        (1, "post_attention", 22, 30, "redone"),
+        (1, "predictor", 32, 35, ""),
+        (1, "full_attention", 35, 42, "full attention"),
+    ]
+    words = picture.read_text()
+    assert words.count("<!-- accepted: -->") == 2
+    assert words.count("<!-- rejected: -->") == 1
+    out = capsys.readouterr().out
+    assert "2 of 3 guesses were accepted" in out
+    assert "where accepted, the next full attention began 12 us after this one" in out
+    assert "where rejected, the next full attention began 20 us after this one" in out
