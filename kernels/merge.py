@@ -116,7 +116,9 @@ def _merge(
     largest = tl.max(row_max, 1)
     weight = tl.exp2(row_max - tl.where(largest == float("-inf"), 0.0, largest)[:, None])
     acc = sum_of_warps(tl.permute(acc * weight[:, :, None, None], (0, 2, 3, 1)), WARPS)
-    return largest, tl.sum(row_sum * weight, 1), tl.reshape(acc, [GROUP_PAD, D])
+    # Rounded before it is added: fused with the first addition, threads that hold the same sum would round differently.
+    row_sum = tl.fma(row_sum, weight, tl.zeros_like(weight))
+    return largest, tl.sum(row_sum, 1), tl.reshape(acc, [GROUP_PAD, D])
 
 
 @triton.jit
@@ -202,6 +204,7 @@ def hand_in(
     # Many partials are merged in two levels, the groups of the first side by side on many SMs: groups of about the
     # root of their number, in powers of two.
     fan = tl.where(runs > 512, 32, tl.where(runs > 96, 16, 8))
+    FEW: tl.constexpr = MERGE * WARPS if MERGE * WARPS < 8 else 8
     arrives = True
     if (runs > wide) and (not is_guess):
         place = program - first_run
@@ -209,8 +212,9 @@ def hand_in(
         members = tl.minimum(runs - place + place % fan, fan)
         arrives = _arrive(group_counters_ptr + group_slot, members)
         if arrives:
+            # Few partials: all warps take each of them, and none waits for another's sum.
             row_max, row_sum, o = _merge(
-                o_ptr, lse_ptr, group_slot, 1, members, GROUP, GROUP_PAD, D, MERGE, WARPS
+                o_ptr, lse_ptr, group_slot, 1, members, GROUP, GROUP_PAD, D, FEW, 1
             )  # fmt: skip
             # Into the slot of the group's first member, once every thread has read that.
             tl.debug_barrier()
