@@ -6,7 +6,9 @@ A step takes W blocks, one for each warp (the leading size of all tensors here),
 
 Codes and bytes become fp16 without conversion: as the low bits of a half they are denormals, code 2^-24, or 2^-24 times
 the power of two of their place. What is linear moves to where it costs least: the s_int of K into q, once per block;
-z of K into the initial accumulator; s_int and z of V, and every power of two, into the rows of the output.
+z of K into one sum for each head, added to all scores; s_int and z of V, and every power of two, into the rows of the
+output. Up to four heads (HEADS) have two columns each: a lane holds both, and goes on with one.
+
 Products are exact, but for the rounding of q s_int and of P to fp16; sums are fp32. With SAS the weights P are those of
 `alspec/sas.py`, and what rescales sums, between steps and between warps, stays an exact power of two.
 
@@ -31,6 +33,7 @@ __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens"
 COLUMNS = tl.constexpr(8)  # query heads of a product
 TOKENS = tl.constexpr(BLOCK)
 ULP = tl.constexpr(2.0**-24)  # of a denormal half: the value of its lowest bit
+BYTE = tl.constexpr(32768.0)  # of `_bytes_as_floats`: the byte is the second lowest of a float's mantissa
 NEVER = tl.constexpr(-1.0e30)  # the maximum of no tokens: finite, so that differences are numbers
 
 
@@ -66,16 +69,16 @@ def _bytes_as_halves(x):
 
 @triton.jit
 def _bytes_as_floats(x):
-    """The four bytes of each word as fp32, 2^23 + n: [..., 2, 2]."""
+    """The four bytes of each word as fp32, BYTE + n: [..., 2, 2]."""
     if INTERPRETED:
-        a = ((x & 255) | 0x4B000000).to(tl.float32, bitcast=True)
-        b = (((x >> 8) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
-        c = (((x >> 16) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
-        d = (((x >> 24) & 255) | 0x4B000000).to(tl.float32, bitcast=True)
+        a = (((x & 255) << 8) | 0x47000000).to(tl.float32, bitcast=True)
+        b = ((((x >> 8) & 255) << 8) | 0x47000000).to(tl.float32, bitcast=True)
+        c = ((((x >> 16) & 255) << 8) | 0x47000000).to(tl.float32, bitcast=True)
+        d = ((((x >> 24) & 255) << 8) | 0x47000000).to(tl.float32, bitcast=True)
     else:
         a, b, c, d = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $4, 0x4b000000, 0x7440; prmt.b32 $1, $4, 0x4b000000, 0x7441;"
-            " prmt.b32 $2, $4, 0x4b000000, 0x7442; prmt.b32 $3, $4, 0x4b000000, 0x7443;",
+            "prmt.b32 $0, $4, 0x47000000, 0x7604; prmt.b32 $1, $4, 0x47000000, 0x7614;"
+            " prmt.b32 $2, $4, 0x47000000, 0x7624; prmt.b32 $3, $4, 0x47000000, 0x7634;",
             "=&r,=&r,=&r,=r,r", [x], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
     return tl.join(tl.join(a, c), tl.join(b, d))
@@ -99,26 +102,30 @@ def _codes(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def _as_right_operand(x, W: tl.constexpr, N: tl.constexpr):
-    """x [W, N, COLUMNS] of a product as fp16 operand of the next: each thread's pairs of columns become pairs of rows.
-
-    `movmatrix` moves the values between threads; the permutation says what it did, so that nothing else has to move.
-    """
-    x = x.to(tl.float16)
-    if not INTERPRETED:
-        x = tl.inline_asm_elementwise(
-            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2
-        )
-        x = tl.reshape(tl.permute(tl.reshape(x, [W, N // 8, 8, COLUMNS]), (0, 1, 3, 2)), [W, N, COLUMNS])
-    return x
-
-
-@triton.jit
 def _opaque(x):
     """x fp16, whose origin the compiler does not see: without a join there it takes the natural order of operands."""
     if not INTERPRETED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2)
     return x
+
+
+@triton.jit
+def _as_right_operand(x, W: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr):
+    """x [W, N, HEADS] of a product as fp16 operand [W, N, COLUMNS] of the next: pairs of columns become pairs of rows.
+
+    `movmatrix` moves the values between threads; the permutation says what it did, so that nothing else has to move.
+    """
+    even, odd = x, x
+    if HEADS == COLUMNS:
+        even, odd = tl.split(tl.reshape(x, [W, N, COLUMNS // 2, 2]))
+    if INTERPRETED:
+        return tl.reshape(tl.join(even.to(tl.float16), odd.to(tl.float16)), [W, N, COLUMNS])
+    x = tl.inline_asm_elementwise(
+        "{ .reg .b32 u; cvt.rn.f16x2.f32 u, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, u; }",
+        "=r,r,r", [even, odd], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    x = tl.reshape(_halves(x), [W, N // 8, 8, COLUMNS])
+    return _opaque(tl.reshape(tl.permute(x, (0, 1, 3, 2)), [W, N, COLUMNS]))
 
 
 @triton.jit
@@ -138,31 +145,41 @@ def _from_pairs(x, W: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _on_rows(x, W: tl.constexpr, N: tl.constexpr):
-    """x [W, 16, COLUMNS], all rows alike, with N rows: no thread needs another's values."""
-    x = tl.reshape(x, [W, 1, 16, COLUMNS])
-    return tl.reshape(tl.broadcast_to(x, [W, N // 16, 16, COLUMNS]), [W, N, COLUMNS])
+    """x [W, 16, C], all rows alike, with N rows: no thread needs another's values."""
+    C: tl.constexpr = x.shape[2]
+    x = tl.reshape(x, [W, 1, 16, C])
+    return tl.reshape(tl.broadcast_to(x, [W, N // 16, 16, C]), [W, N, C])
 
 
 @triton.jit
-def no_tokens(W: tl.constexpr, D: tl.constexpr):
+def _of_heads(x, HEADS: tl.constexpr):
+    """x [..., COLUMNS] of the heads [..., HEADS]: the first of two columns, if a head has two."""
+    if HEADS < COLUMNS:
+        x, _ = tl.split(tl.reshape(x, x.shape[:-1] + [HEADS, 2]))  # noqa: RUF005 (Triton has no *)
+    return x
+
+
+@triton.jit
+def no_tokens(HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
     """The online softmax of nothing: maximum, sum (16 rows alike), o."""
-    row_max = tl.full([W, COLUMNS], NEVER, tl.float32)
-    return row_max, tl.zeros([W, 16, COLUMNS], tl.float32), tl.zeros([W, D, COLUMNS], tl.float32)
+    row_max = tl.full([W, HEADS], NEVER, tl.float32)
+    return row_max, tl.zeros([W, 16, HEADS], tl.float32), tl.zeros([W, D, HEADS], tl.float32)
 
 
 @triton.jit
-def scaled_query(q_ptr, output, GROUP: tl.constexpr, D: tl.constexpr):
-    """The query heads of an output: q 2^e, fp16 values in fp32, even and odd channels [D / 2, COLUMNS]; 2^-e [COLUMNS].
+def scaled_query(q_ptr, output, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+    """The query heads of an output: q 2^e, fp16 values in fp32, even and odd channels [D / 2, COLUMNS]; 2^-e [HEADS].
 
     The largest of a head is in [2^14, 2^15). A power of two, so that bf16 values stay exact.
     """
-    heads = output * GROUP + tl.minimum(tl.arange(0, COLUMNS), GROUP - 1)  # columns past the last head repeat it
+    # Columns past the last head repeat it.
+    heads = output * GROUP + tl.minimum(tl.arange(0, COLUMNS) // (COLUMNS // HEADS), GROUP - 1)
     q = tl.load(q_ptr + heads[None, :] * D + tl.arange(0, D)[:, None]).to(tl.float32)
     exponent = tl.maximum(tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23, 32)
     q *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
     q = q.to(tl.float16).to(tl.float32)
     even, odd = tl.split(tl.permute(tl.reshape(q, [D // 2, 2, COLUMNS]), (0, 2, 1)))
-    return even, odd, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return even, odd, _of_heads(((exponent - 14) << 23).to(tl.float32, bitcast=True), HEADS)
 
 
 @triton.jit
@@ -174,6 +191,24 @@ def _powers(BITS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIGN: tl.const
     SIZE: tl.constexpr = (5 if D * BITS > 256 else 4) - (1 if D > N else 0)  # log2, to the next place
     shift = ((tl.arange(0, N) >> SIZE) & (8 // BITS - 1)) * BITS
     return ((127 + SIGN * shift) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rows_sum(z, q, initial, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """initial + z q [W, 16, HEADS], all rows alike, of z [W, D] and q [W, D, COLUMNS].
+
+    Rows 0 to 7 of the left operand are even channel tiles of z, the others odd ones, each for one of two products: so
+    every register of the operand is another, and none has to be copied.
+    """
+    PAIRS: tl.constexpr = D // 32
+    z = tl.permute(tl.reshape(z, [W, PAIRS, 2, 16]), (0, 2, 1, 3))[:, :, None, :, :]
+    z = tl.reshape(tl.broadcast_to(z, [W, 2, 8, PAIRS, 16]), [W, 16, D // 2])
+    even, odd = tl.split(tl.permute(tl.reshape(q, [W, PAIRS, 2, 16, COLUMNS]), (0, 1, 3, 4, 2)))
+    even = _of_heads(tl.dot(z, tl.reshape(even, [W, D // 2, COLUMNS]), initial), HEADS)
+    odd = _of_heads(tl.dot(z, tl.reshape(odd, [W, D // 2, COLUMNS])), HEADS)
+    even, _ = tl.split(tl.permute(tl.reshape(even, [W, 2, 8, HEADS]), (0, 2, 3, 1)))
+    _, odd = tl.split(tl.permute(tl.reshape(odd, [W, 2, 8, HEADS]), (0, 2, 3, 1)))
+    return tl.reshape(tl.broadcast_to((even + odd)[:, None, :, :], [W, 2, 8, HEADS]), [W, 16, HEADS])
 
 
 @triton.jit
@@ -192,7 +227,7 @@ def attend_blocks(
     acc,
     even,  # q of `scaled_query`
     odd,
-    qk_scale,  # [COLUMNS]: 2^-e sm_scale log2(e)
+    qk_scale,  # [HEADS]: 2^-e sm_scale log2(e)
     records_ptr,
     offset,  # int64: of this output's first record
     scales_ptr,  # of this output
@@ -201,6 +236,7 @@ def attend_blocks(
     second,
     count,
     cutoff,  # of SAS weights, below the maximum so far
+    HEADS: tl.constexpr,
     BITS: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
@@ -243,12 +279,11 @@ def attend_blocks(
         # S^T = K q^T: rows of K [t of the lane][channel tile][kh][i] -> channels
         s_int = tl.permute(tl.reshape(_bytes_as_halves(k_s), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
         z = tl.permute(tl.reshape(_bytes_as_halves(k_z), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
-        z = tl.broadcast_to((tl.reshape(z, [W, D]) * z_power)[:, None, :], [W, 16, D])
         q = _from_pairs(q_words, W, D)
-        bias = tl.dot(z, q, unbias) * ULP
+        bias = _rows_sum(tl.reshape(z, [W, D]) * z_power, q, unbias, HEADS, W, D) * ULP
         k = tl.reshape(_codes(k_words, BITS), [W, TW, CW, 8, 4, 2, 2, 2, TF, CF])
         k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
-        s = tl.dot(k, q * tl.reshape(s_int, [W, D])[:, :, None], _on_rows(bias, W, TOKENS))
+        s = _of_heads(tl.dot(k, q * tl.reshape(s_int, [W, D])[:, :, None]), HEADS) + _on_rows(bias, W, TOKENS)
 
         unit = k_unit[:, None] * k_scale[None, :]
         largest = tl.max(s, 1) * unit
@@ -262,8 +297,10 @@ def attend_blocks(
             base = tl.where(inside, new_max, -NEVER)
         x = s * unit[:, None, :] - base[:, None, :]
         p = sas_exp2(x, cutoff) if SAS else tl.exp2(x)
-        p = _as_right_operand(p, W, TOKENS)
-        weight = tl.dot(ones, p)
+        p = _as_right_operand(p, W, TOKENS, HEADS)
+        # The sum over tokens takes them in the order in which registers make pairs in the product with V.
+        weight = tl.permute(tl.reshape(p, [W, 2, 2, 2, 8, COLUMNS]), (0, 1, 3, 2, 4, 5))
+        weight = _of_heads(tl.dot(ones, tl.reshape(weight, [W, TOKENS, COLUMNS])), HEADS)
         row_max = new_max
         row_sum = row_sum * alpha[:, None, :] + weight
 
@@ -271,13 +308,16 @@ def attend_blocks(
         v = tl.reshape(_codes(v_words, BITS), [W, CW, TW, 8, 4, 2, 2, 2, TF, CF])
         v = tl.reshape(tl.permute(v, (0, 9, 1, 6, 3, 2, 8, 4, 5, 7)), [W, D, TOKENS])
         p = tl.reshape(tl.permute(tl.reshape(p, [W, 4, 2, 4, 2, COLUMNS]), (0, 1, 3, 2, 4, 5)), [W, TOKENS, COLUMNS])
-        o = tl.dot(v, p)
+        o = _of_heads(tl.dot(v, p), HEADS)
         v_s, v_z = tl.split(tl.permute(tl.reshape(v_params, [W, 2, D // 4]), (0, 2, 1)))
+        # What is too much in a byte's float goes with what is multiplied or added anyway; exact, for it is fused.
         s_int = tl.permute(tl.reshape(_bytes_as_floats(v_s), [W, 8, TILES, 2]), (0, 2, 3, 1))
-        z = tl.permute(tl.reshape(_bytes_as_floats(v_z), [W, 8, TILES, 2]), (0, 2, 3, 1))
-        s_int = (tl.reshape(s_int, [W, D]) - 8388608.0) * (v_unit[:, None] * v_power)
-        z = tl.reshape(z, [W, D]) - 8388736.0
-        acc = acc * alpha[:, None, :] + z[:, :, None] * _on_rows(weight * v_unit[:, None, None], W, D)
+        z = tl.permute(tl.reshape(_bytes_as_halves(v_z).to(tl.float32), [W, 8, TILES, 2]), (0, 2, 3, 1))
+        v_scale = v_unit[:, None] * v_power
+        s_int = tl.fma(tl.reshape(s_int, [W, D]), v_scale, v_scale * -BYTE)
+        weight *= v_unit[:, None, None]
+        acc = acc * alpha[:, None, :] + _on_rows(weight * -128.0, W, D)
+        acc += tl.reshape(z, [W, D])[:, :, None] * _on_rows(weight * (1.0 / ULP), W, D)
         acc += o * s_int[:, :, None]
     return row_max, row_sum, acc
 
@@ -299,6 +339,7 @@ def attend_tail(
     scale_ptr,  # [2] fp32
     tokens,  # how many there are
     cutoff,  # of SAS weights
+    HEADS: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
     SAS: tl.constexpr,
@@ -333,27 +374,27 @@ def attend_tail(
     q = _from_pairs(tl.reshape(q_words, [D // 2, COLUMNS]), W, D)
     unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)
     unbias = tl.broadcast_to(unbias[None, None, :], [W, T, COLUMNS])
-    s = tl.dot(k, q, unbias)
+    s = _of_heads(tl.dot(k, q, unbias), HEADS)
     unit = tl.load(scale_ptr) * qk_scale * (1.0 / ULP)
     valid = (tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
     s = tl.where(valid, s * unit[None, None, :], NEVER)
     row_max = tl.max(s, 1)
     x = s - row_max[:, None, :]
     p = tl.where(valid, sas_exp2(x, cutoff) if SAS else tl.exp2(x), 0.0)
-    p = _as_right_operand(p, W, T)
-    row_sum = tl.dot(tl.full([W, 16, T], 1.0, tl.float16), p)
+    p = _as_right_operand(p, W, T, HEADS)
+    row_sum = _of_heads(tl.dot(tl.full([W, 16, T], 1.0, tl.float16), p), HEADS)
 
     v = _bytes_as_halves(v_words ^ -2139062144)
     v = tl.reshape(v, [W, T // 16, 2, 2, 8, 4, RUN, 2, 2])
     v = tl.reshape(tl.permute(v, (0, 6, 7, 8, 4, 1, 2, 5, 3)), [W, D, T])
-    o = tl.dot(_opaque(v), p) * (1.0 / ULP) - 128.0 * _on_rows(row_sum, W, D)
-    o = tl.reshape(tl.permute(tl.reshape(o, [W, TILES, 2, 8, COLUMNS]), (0, 3, 1, 2, 4)), [W, D, COLUMNS])
+    o = _of_heads(tl.dot(_opaque(v), p), HEADS) * (1.0 / ULP) - 128.0 * _on_rows(row_sum, W, D)
+    o = tl.reshape(tl.permute(tl.reshape(o, [W, TILES, 2, 8, HEADS]), (0, 3, 1, 2, 4)), [W, D, HEADS])
     return row_max, row_sum, o * tl.load(scale_ptr + 1)
 
 
 @triton.jit
 def merge_warps(row_max, row_sum, acc, W: tl.constexpr):
-    """The end of the warps' online softmaxes: o [D, COLUMNS] and lse [COLUMNS], base 2."""
+    """The end of the warps' online softmaxes: o [D, HEADS] and lse [HEADS], base 2."""
     row_sum = tl.max(row_sum, 1)
     largest = tl.max(row_max, 0)
     weight = tl.exp2(row_max - largest[None, :])

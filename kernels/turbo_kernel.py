@@ -133,6 +133,7 @@ def turbo_decode_kernel(
     # The rest of an output is `lengths` steps, one of them the tail's where there is no guess. Before it lies its
     # lead-in, steps without work: a guess's due, or what a tail takes beyond other steps.
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
+    HEADS: tl.constexpr = COLUMNS // 2 if GROUP <= COLUMNS // 2 else COLUMNS  # that the products have room for
     sink, window, _ = _block_ranges(seq_lens, chunk_blocks, SPEC)
     lengths = tl.where(exists, tl.cdiv(window - sink, WARPS) + OWN_TAIL, 0)
     if PART == PREDICTOR:
@@ -199,38 +200,39 @@ def turbo_decode_kernel(
             prefetch_blocks(records_ptr, offset, scales, first, tl.minimum(count, WARPS), is_low, D)
         if EARLY:
             gdc_wait()
-        even, odd, inverse = scaled_query(q_ptr, output, GROUP, D)
+        even, odd, inverse = scaled_query(q_ptr, output, GROUP, HEADS, D)
         unit = inverse * qk_scale
         # By the tokens of this request, so that neither the cache's capacity nor the length at capture has a say.
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
         if has_tail:
             row_max, row_sum, acc = attend_tail(
-                even, odd, unit, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, cutoff, WARPS, D, SAS
-            )
+                even, odd, unit, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, cutoff,
+                HEADS, WARPS, D, SAS,
+            )  # fmt: skip
         else:
-            row_max, row_sum, acc = no_tokens(WARPS, D)
+            row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
         if is_low:
             row_max, row_sum, acc = attend_blocks(
                 row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
-                cutoff, 2, WARPS, D, SAS, STAGES,
+                cutoff, HEADS, 2, WARPS, D, SAS, STAGES,
             )  # fmt: skip
         else:
             row_max, row_sum, acc = attend_blocks(
                 row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
-                cutoff, 4, WARPS, D, SAS, STAGES,
+                cutoff, HEADS, 4, WARPS, D, SAS, STAGES,
             )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 
         slot = program + output
         if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
             if is_guess:
-                at, real = output_at(output, COLUMNS, GROUP, D, D)
+                at, real = output_at(output, HEADS, GROUP, D, D)
                 tl.store(spec_out_ptr + at, tl.trans(o).to(spec_out_ptr.dtype.element_ty), mask=real)
                 if FLAG:
                     tl.debug_barrier()
                     tl.atomic_xchg(spec_flag_ptr + output, epoch, sem="release", scope="sys")
                 slot = programs + num_outputs + output
-        store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, COLUMNS, GROUP, D)
+        store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS, GROUP, D)
 
         # The ticket: an output's rest is one range, and the runs that meet it use consecutive slots.
         first_run = _run_of(rest, used, total)
