@@ -67,6 +67,7 @@ ALL_RUNS = {
         Run("turbo_paired2", "paired", "symm", "on", kv_cache="turbo-mixed"),
         Run("turbo_swapped2", "paired", "nccl", "on", kv_cache="turbo-mixed"),
         Run("turbo_off2", "off", "symm", "on", kv_cache="turbo4"),
+        Run("turbo_launched2", "off", "symm", "off", kv_cache="turbo4"),
     ],
     4: [
         Run("off4", "off", "symm", "on"),
@@ -161,10 +162,14 @@ def test_off_gives_the_same_tokens_however_it_runs(results: dict[str, list[dict]
     assert all(len(tokens) == 12 for row in results[name] for tokens in row["sampled"])
 
 
-@pytest.mark.parametrize("name", names("off", turbo=True))
+@pytest.mark.parametrize("name", [name for name in names("off", turbo=True) if name != "turbo_launched2"])
 def test_off_over_a_quantised_cache(results: dict[str, list[dict]], name: str) -> None:
-    """The tokens of `simulated` at lambda 0, whose kernels are others: captured or not, on one GPU or two."""
-    assert [row["tokens"] for row in results[name]] == [row["tokens"] for row in results["turbo4_simulated1"]]
+    """On one GPU the tokens of `simulated` at lambda 0, whose kernels are others; on two those of single launches.
+
+    Not one GPU's on two: what another order of sums rounds otherwise can become another code in the cache.
+    """
+    source = "turbo4_simulated1" if name.endswith("1") else "turbo_launched2"
+    assert [row["tokens"] for row in results[name]] == [row["tokens"] for row in results[source]]
 
 
 @pytest.mark.parametrize("name", [*names("paired", "simulated"), *names("paired", turbo=True)])
