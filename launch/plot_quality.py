@@ -13,9 +13,9 @@ COLORS: dict[str, Any] = {"cmap": "RdYlGn", "vmin": 0, "vmax": 1, "aspect": "aut
 
 
 def draw(picture: Path, rows: list[Row]) -> None:
-    """Rows of one run (bench `quality`): a column of heat maps for each cache.
+    """Rows of one run (bench `quality`): a column of heat maps for each cache, or one row of them for a single cache.
 
-    One map of recall over context and depth for each lambda, where there are needles; below them hit rates per layer
+    One map of recall over context and depth for each lambda, where there are needles; after them hit rates per layer
     over lambda, on the longest text (where none was scored, on the first task's answers).
     """
     import matplotlib
@@ -29,16 +29,19 @@ def draw(picture: Path, rows: list[Row]) -> None:
     hits = [row for row in texts if all(row["case"][name] == first[name] for name in ("measure", "context", "depth"))]
     caches = list(dict.fromkeys(row["case"]["cache"] for row in rows))
     lambdas = list(dict.fromkeys(map(threshold_name, needles)))
-    size = (1 + 3.2 * len(caches), 0.6 + 2.5 * (len(lambdas) + 1))
-    figure, grid = plt.subplots(len(lambdas) + 1, len(caches), figsize=size, squeeze=False, layout="constrained")
+    across, down = (len(lambdas) + 1, 1) if len(caches) == 1 else (len(caches), len(lambdas) + 1)
+    size = (1 + 3.2 * across, 0.6 + 2.5 * down)
+    figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+    grid = grid.reshape(len(lambdas) + 1, len(caches))
     for column, cache in zip(grid.T, caches, strict=True):
         for axes, name in zip(column, lambdas, strict=False):
             _needle_map(axes, [r for r in needles if threshold_name(r) == name and r["case"]["cache"] == cache])
             axes.set_title(f"{cache}: needle recalled, lambda {name}", fontsize=8)
         image = _hit_map(column[-1], [row for row in hits if row["case"]["cache"] == cache])
-        title = f"{cache}: hit rate, {first['measure']}, {first['context']} tokens"
+        on = "text" if first["measure"] == "bits per byte" else first["measure"]
+        title = f"{cache}: hit rate on {on}, {first['context']} tokens"
         column[-1].set_title(title, fontsize=8)
-    figure.colorbar(image, ax=grid, shrink=0.6)
+    figure.colorbar(image, ax=grid, shrink=0.6 if down > 1 else 1.0)
     figure.savefig(picture, dpi=130)
     plt.close(figure)
 
@@ -49,7 +52,8 @@ def _needle_map(axes: Any, rows: list[Row]) -> None:
     cells = {(row["case"]["context"], row["case"]["depth"]): row["value"] for row in rows}
     axes.imshow([[cells[context, depth] for context in contexts] for depth in depths], **COLORS)
     for (context, depth), value in cells.items():
-        axes.annotate(f"{value:.2f}", (contexts.index(context), depths.index(depth)), ha="center", fontsize=7)
+        at, color = (contexts.index(context), depths.index(depth)), "black" if 0.2 < value < 0.8 else "white"
+        axes.annotate(f"{value:.2f}", at, ha="center", va="center", color=color, fontsize=8)
     axes.set_xticks(range(len(contexts)), contexts)
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
     axes.set_xlabel("context, tokens")

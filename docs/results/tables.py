@@ -31,14 +31,19 @@ def main() -> None:
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n{lines}\n{end}{rest.partition(end)[2]}"
     project.write_text(text, encoding="utf-8")
+    ablations = read("quality_ablations.jsonl")
     parts = [
         "# Measured rows and their tables",
         "One JSON line for each measured value, written by the command that it names."
         " `python docs/results/tables.py` makes the tables from them.",
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
+        needles(read("quality_codecs.jsonl")),
         codecs("Demo checkpoint over caches, in fp32", read("quality_codecs_fp32.jsonl")),
-        codecs("Softmax, block sizes and selectors, in fp32", read("quality_ablations.jsonl")),
+        codecs("Softmax and block sizes", [row for row in ablations if row["case"]["dtype"] == "bf16"]),
+        codecs(
+            "Softmax, block sizes and selectors, in fp32", [row for row in ablations if row["case"]["dtype"] == "fp32"]
+        ),
         steps(read("decode_step.jsonl")),
         against_off(read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
@@ -144,15 +149,42 @@ def codecs(title: str, rows: list[dict[str, Any]]) -> str:
         )
         cells.append([*cell, f"{hits['hit_rate']:.3f}"])
     case = max((row["case"] for row in rows), key=lambda case: int(case["context"]))
+    own_length = " (UUIDs: their own length)" if "record recall" in columns else ""
+    notes = [
+        f"As decoded token by token from the cache named, at {case['context']} tokens{own_length}, S ="
+        f" {case['chunk_size']}, {case['dtype']}; change against the bf16 cache under the same lambda."
+    ]
+    if any(threshold == "fixed" for threshold, _ in lines):
+        notes.append(
+            "In fixed layers, those with a hit rate above 0.8 on text at lambda 0.1, the guess is always let through."
+        )
+    if "needle" in columns:
+        notes.append("Needles: averaged over depths.")
+    notes.append("What has no cell or line was not measured, though a command may name it.")
     return "\n\n".join(
-        [
-            f"## {title}",
-            f"As decoded token by token from the cache named, at {case['context']} tokens (records: their own length),"
-            f" S = {case['chunk_size']}, {case['dtype']}; change against the bf16 cache under the same lambda. In fixed"
-            " layers, those with a hit rate above 0.8 on text at lambda 0.1, the guess is always let through. Needles:"
-            f" averaged over depths. {where(*rows)}",
-            table([*head, "hit rate"], cells),
-        ]
+        [f"## {title}", " ".join([*notes, where(*rows)]), table([*head, "hit rate"], cells)],
+    )
+
+
+def needles(rows: list[dict[str, Any]]) -> str:
+    """Picture of the bf16 cache's needles, and how many were recalled; empty where there are none."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["measure"] == "needle" and case["cache"] == "bf16" and case["threshold"] != "fixed":
+            found.setdefault(f"{float(case['threshold']):g}", []).append(row)
+    if not found:
+        return ""
+    counts = []
+    for threshold, cells in found.items():
+        recalled = round(sum(row["case"]["samples"] * row["value"] for row in cells))
+        total = sum(row["case"]["samples"] for row in cells)
+        depths = [f"{depth:g}" for depth in sorted({row["case"]["depth"] for row in cells if row["value"] > 0})]
+        at = "" if recalled == total else f", all of them at depths {' and '.join(depths)}"
+        counts.append(f"{recalled} of {total} at lambda {threshold}{at}")
+    return (
+        f"Needles recalled over bf16, by context and depth: {'; '.join(counts)}. On the right, hit rates of layers.\n\n"
+        "![Needles recalled over context and depth, and hit rates of layers, for each lambda](needles.png)"
     )
 
 
