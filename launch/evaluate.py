@@ -21,7 +21,16 @@ from alspec.config import EngineConfig
 from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.flashq import SELECTORS
 from alspec.launch.cli import Parser, check_writable, parse, parse_tokens, print_config
-from alspec.launch.evaluate_tasks import Quality, Task, needle_tasks, read_text, recall_task, records_task, text_task
+from alspec.launch.evaluate_tasks import (
+    Quality,
+    Task,
+    needle_tasks,
+    read_text,
+    recall_task,
+    record_needle_tasks,
+    records_task,
+    text_task,
+)
 from alspec.launch.plot_quality import draw, threshold_name
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
@@ -89,8 +98,13 @@ def _add_flags(parser: Parser) -> None:
     add("--windows", type=int, default=16, help="windows of the longest context to score; 0: no bits per byte")
     add("--recall", type=int, default=0, help="recall prompts of the longest context, in the demo checkpoint's form")
     add("--records", type=Path, help="key-value retrieval cases (.jsonl.gz) to recall from as well")
-    add("--needles", type=int, default=0, help="prompts, likewise, for each context and depth of a needle")
-    add("--depths", default="0,0.25,0.5,0.75,1", help="where the needle stands, 0 to 1")
+    add(
+        "--needles",
+        type=int,
+        default=0,
+        help="prompts, likewise, for each context and depth of a needle, and of a pair of --records",
+    )
+    add("--depths", default="0,0.25,0.5,0.75,1", help="where it stands, 0 to 1")
     add("--thresholds", default="0,0.05,0.1,0.15,0.2,0.25,inf", help="lambda values")
     add("--baselines", action="store_true", help="measure sink and window in all layers and in fixed layers as well")
     add("--codecs", help=f"what the cache holds: {', '.join(CODECS)} (default: --kv-cache)")
@@ -190,6 +204,8 @@ def _tasks(engine: Engine, args: Namespace, contexts: list[int], depths: list[fl
         tasks.append(records_task(engine, args.records, args.recall or 100))
     if args.needles:
         tasks += needle_tasks(engine, text, contexts, depths, args.needles)
+    if args.needles and args.records is not None:
+        tasks += record_needle_tasks(engine, args.records, contexts, depths, args.needles)
     return tasks
 
 

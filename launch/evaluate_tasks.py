@@ -23,7 +23,16 @@ from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.quality import TextScore, score_text
 
-__all__ = ["Quality", "Task", "needle_tasks", "read_text", "recall_task", "records_task", "text_task"]
+__all__ = [
+    "Quality",
+    "Task",
+    "needle_tasks",
+    "read_text",
+    "recall_task",
+    "record_needle_tasks",
+    "records_task",
+    "text_task",
+]
 
 
 MAX_VOCAB = 2**16  # of tokens that prompts in the demo checkpoint's form are put together from
@@ -50,6 +59,21 @@ class Quality:
 
     value: float
     hit_rates: list[float]
+
+
+@dataclass(frozen=True)
+class RecordCase:
+    """Pairs of keys and values, one of which is asked for."""
+
+    pairs: list[tuple[str, str]]
+    key: str
+    value: str
+
+    def ordered(self, num_pairs: int, depth: float) -> list[tuple[str, str]]:
+        """So many of the pairs, the one asked for at `depth`: 0 is the first place, 1 the last."""
+        others = [pair for pair in self.pairs if pair[0] != self.key][: num_pairs - 1]
+        place = round(depth * len(others))
+        return [*others[:place], (self.key, self.value), *others[place:]]
 
 
 def read_text(path: Path) -> str:
@@ -100,26 +124,72 @@ def records_task(engine: Engine, path: Path, count: int) -> Task:
     Raises:
         UserError: unreadable, broken, or longer than the model's positions.
     """
-    assert engine.tokenizer is not None
-    lead = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-    prompts = []
+    prompts = [_record_prompt(engine, case, case.pairs) for case in _record_cases(path, count)]
+    limit = engine.model_config.max_position_embeddings
+    longest = max((_num_tokens(prompt) for prompt in prompts), default=0)
+    if not 0 < longest <= limit:
+        raise UserError(f"flags: --records: {path}: prompts of {longest} tokens; the model has {limit} positions")
+    return _answered("record recall", longest, prompts)
+
+
+def record_needle_tasks(engine: Engine, path: Path, contexts: list[int], depths: list[float], count: int) -> list[Task]:
+    """As `records_task`, with as many pairs as a context holds, the one asked for at given depths among them.
+
+    The first context that holds all pairs of a case is as long as they are; longer ones would say the same.
+
+    Raises:
+        UserError: as there, or a context that holds no pair.
+    """
+    cases, tasks = _record_cases(path, count), []
+    for context in contexts:
+        used = {depth: [_pairs_within(engine, case, context, depth) for case in cases] for depth in depths}
+        if not all(pairs for of_depth in used.values() for pairs in of_depth):
+            raise UserError(f"flags: --contexts: {context} tokens do not hold one pair of {path}")
+        prompts = {
+            depth: [_record_prompt(engine, case, pairs) for case, pairs in zip(cases, used[depth], strict=True)]
+            for depth in depths
+        }
+        is_all = all(len(pairs) == len(case.pairs) for case, pairs in zip(cases, used[depths[0]], strict=True))
+        length = max(_num_tokens(prompt) for of_depth in prompts.values() for prompt in of_depth) if is_all else context
+        tasks += [_answered("record needle", length, prompts[depth], depth) for depth in depths]
+        if is_all:
+            break
+    return tasks
+
+
+def _record_cases(path: Path, count: int) -> list[RecordCase]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in itertools.islice(lines, count):
-                case = json.loads(line)
-                records = ", ".join(f'"{key}": "{value}"' for key, value in case["ordered_kv_records"])
-                body = f'{lead}{{{records}}}\n\nKey: "{case["key"]}"\nCorresponding value:'
-                answer_ids = engine.tokenizer.encode(f' "{case["value"]}"', add_bos=False)
-                prompts.append(RecallPrompt(engine.tokenizer.encode(body), answer_ids, case["value"]))
+            found = [json.loads(line) for line in itertools.islice(lines, count)]
+        return [
+            RecordCase([(key, value) for key, value in case["ordered_kv_records"]], case["key"], case["value"])
+            for case in found
+        ]
     except OSError as error:
         raise UserError(f"flags: --records: cannot read {path}: {error}; give a .jsonl.gz file") from None
     except (EOFError, zlib.error, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"flags: --records: {path}: broken at {error!r}") from None
-    limit = engine.model_config.max_position_embeddings
-    longest = max((len(prompt.prompt_ids + prompt.answer_ids) for prompt in prompts), default=0)
-    if not 0 < longest <= limit:
-        raise UserError(f"flags: --records: {path}: prompts of {longest} tokens; the model has {limit} positions")
-    return _answered("record recall", longest, prompts)
+
+
+def _record_prompt(engine: Engine, case: RecordCase, pairs: list[tuple[str, str]]) -> RecallPrompt:
+    assert engine.tokenizer is not None
+    lead = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+    records = ", ".join(f'"{key}": "{value}"' for key, value in pairs)
+    body = f'{lead}{{{records}}}\n\nKey: "{case.key}"\nCorresponding value:'
+    answer_ids = engine.tokenizer.encode(f' "{case.value}"', add_bos=False)
+    return RecallPrompt(engine.tokenizer.encode(body), answer_ids, case.value)
+
+
+def _pairs_within(engine: Engine, case: RecordCase, context: int, depth: float) -> list[tuple[str, str]]:
+    """The most pairs, in the order of `ordered`, whose prompt and answer fit into `context` tokens."""
+    pairs = case.ordered(len(case.pairs), depth)
+    while pairs and (length := _num_tokens(_record_prompt(engine, case, pairs))) > context:
+        pairs = case.ordered(min(len(pairs) - 1, len(pairs) * context // length), depth) if len(pairs) > 1 else []
+    return pairs
+
+
+def _num_tokens(prompt: RecallPrompt) -> int:
+    return len(prompt.prompt_ids + prompt.answer_ids)
 
 
 def _core(engine: Engine) -> tokenizers.Tokenizer:

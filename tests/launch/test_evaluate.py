@@ -90,6 +90,35 @@ def test_caches_needles_and_baselines(text: Path, tmp_path: Path, capsys: pytest
     assert all(name in out for name in ("turbo4", "fixed layers", "needle 350"))
 
 
+def test_records_over_context_and_depth(text: Path, tmp_path: Path) -> None:
+    """As many pairs as a context holds, the one asked for where it should be; all pairs are the last length."""
+    records, rows = tmp_path / "records.jsonl.gz", tmp_path / "rows.jsonl"
+    pairs = [(f"key-{i}", f"value-{i}") for i in range(40)]
+    case = {"ordered_kv_records": pairs, "key": "key-17", "value": "value-17"}
+    records.write_bytes(gzip.compress((json.dumps(case) + "\n").encode()))
+    engine = Engine(validate(EngineConfig, {"speculation": {"mode": "simulated"}, "transport": "gloo"}, "test"))
+    tasks = record_needle_tasks(engine, records, [100, 300, 8000, 8192], [0.0, 0.5, 1.0], 5)
+    engine.close()
+    assert [task.depth for task in tasks] == [0.0, 0.5, 1.0] * 3
+    counts = []
+    for task in tasks:
+        (prompt,), (answer,) = task.texts, task.answers or []
+        keys = re.findall(r'"(key-\d+)": "value-', engine.tokenizer.decode(prompt))
+        assert keys.index("key-17") == round((task.depth or 0.0) * (len(keys) - 1))
+        assert task.context - 40 < len(prompt + answer) <= task.context
+        assert engine.tokenizer.decode(answer) == ' "value-17"'
+        counts.append(len(keys))
+    assert 1 < counts[0] < counts[3] < counts[6] == 40
+    assert tasks[6].context == tasks[8].context < 8000
+
+    flags = ["--contexts", "100,200", "--windows", "0", "--needles", "1", "--depths", "0,1", "--thresholds", "0"]
+    flags += ["--records", str(records), "--rows", str(rows), "--transport", "gloo"]
+    assert evaluate.main(["--text", str(text), *flags]) == 0
+    found = [row["case"] for row in rows_of(rows) if row["case"]["measure"] == "record needle"]
+    assert [(case["context"], case["depth"]) for case in found] == [(100, 0.0), (100, 1.0), (200, 0.0), (200, 1.0)]
+    assert evaluate.main(["--text", str(text), *flags, "--contexts", "30"]) == 2
+
+
 def test_softmaxes(text: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     flags = ["--contexts", "200", "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
