@@ -15,28 +15,29 @@ COLORS: dict[str, Any] = {"cmap": "RdYlGn", "vmin": 0, "vmax": 1, "aspect": "aut
 def draw(picture: Path, rows: list[Row]) -> None:
     """Rows of one run (bench `quality`): a column of heat maps for each cache, or one row of them for a single cache.
 
-    One map of recall over context and depth for each lambda, where there are needles; after them hit rates per layer
-    over lambda, on the longest text (where none was scored, on the first task's answers).
+    One map of recall over context and depth for each lambda and kind of needle; after them hit rates per layer over
+    lambda, on the longest text (where none was scored, on the first task's answers).
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    needles = [row for row in rows if row["case"]["measure"] == "needle"]
+    needles = [row for row in rows if row["case"]["depth"] is not None]
     texts = [row for row in rows if row["case"]["measure"] == "bits per byte"] or rows
     first = max((row["case"] for row in texts), key=lambda case: int(case["context"]))
     hits = [row for row in texts if all(row["case"][name] == first[name] for name in ("measure", "context", "depth"))]
     caches = list(dict.fromkeys(row["case"]["cache"] for row in rows))
-    lambdas = list(dict.fromkeys(map(threshold_name, needles)))
-    across, down = (len(lambdas) + 1, 1) if len(caches) == 1 else (len(caches), len(lambdas) + 1)
+    maps = sorted({(row["case"]["measure"], threshold_name(row)): None for row in needles}, key=lambda kind: kind[0])
+    across, down = (len(maps) + 1, 1) if len(caches) == 1 else (len(caches), len(maps) + 1)
     size = (1 + 3.2 * across, 0.6 + 2.5 * down)
     figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-    grid = grid.reshape(len(lambdas) + 1, len(caches))
+    grid = grid.reshape(len(maps) + 1, len(caches))
     for column, cache in zip(grid.T, caches, strict=True):
-        for axes, name in zip(column, lambdas, strict=False):
-            _needle_map(axes, [r for r in needles if threshold_name(r) == name and r["case"]["cache"] == cache])
-            axes.set_title(f"{cache}: needle recalled, lambda {name}", fontsize=8)
+        found = [row for row in needles if row["case"]["cache"] == cache]
+        for axes, kind in zip(column, maps, strict=False):
+            _needle_map(axes, [row for row in found if (row["case"]["measure"], threshold_name(row)) == kind])
+            axes.set_title(f"{cache}: {kind[0]} recalled, lambda {kind[1]}", fontsize=8)
         image = _hit_map(column[-1], [row for row in hits if row["case"]["cache"] == cache])
         on = "text" if first["measure"] == "bits per byte" else first["measure"]
         title = f"{cache}: hit rate on {on}, {first['context']} tokens"

@@ -7,13 +7,18 @@ import importlib.util
 import json
 import lzma
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from alspec.config import EngineConfig, validate
+from alspec.errors import UserError
 from alspec.launch import bench_kernels, evaluate, plot_trace
+from alspec.launch.evaluate_tasks import record_needle_tasks
+from alspec.runtime.engine import Engine
 from alspec.runtime.timeline import write_trace
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -98,6 +103,8 @@ def test_records_over_context_and_depth(text: Path, tmp_path: Path) -> None:
     records.write_bytes(gzip.compress((json.dumps(case) + "\n").encode()))
     engine = Engine(validate(EngineConfig, {"speculation": {"mode": "simulated"}, "transport": "gloo"}, "test"))
     tasks = record_needle_tasks(engine, records, [100, 300, 8000, 8192], [0.0, 0.5, 1.0], 5)
+    with pytest.raises(UserError, match="30 tokens do not hold one pair"):
+        record_needle_tasks(engine, records, [30, 300], [0.5], 5)
     engine.close()
     assert [task.depth for task in tasks] == [0.0, 0.5, 1.0] * 3
     counts = []
@@ -111,12 +118,11 @@ def test_records_over_context_and_depth(text: Path, tmp_path: Path) -> None:
     assert 1 < counts[0] < counts[3] < counts[6] == 40
     assert tasks[6].context == tasks[8].context < 8000
 
-    flags = ["--contexts", "100,200", "--windows", "0", "--needles", "1", "--depths", "0,1", "--thresholds", "0"]
+    flags = ["--contexts", "220,350", "--windows", "0", "--needles", "1", "--depths", "0,1", "--thresholds", "0"]
     flags += ["--records", str(records), "--rows", str(rows), "--transport", "gloo"]
     assert evaluate.main(["--text", str(text), *flags]) == 0
     found = [row["case"] for row in rows_of(rows) if row["case"]["measure"] == "record needle"]
-    assert [(case["context"], case["depth"]) for case in found] == [(100, 0.0), (100, 1.0), (200, 0.0), (200, 1.0)]
-    assert evaluate.main(["--text", str(text), *flags, "--contexts", "30"]) == 2
+    assert [(case["context"], case["depth"]) for case in found] == [(220, 0.0), (220, 1.0), (350, 0.0), (350, 1.0)]
 
 
 def test_softmaxes(text: Path, tmp_path: Path) -> None:
