@@ -85,6 +85,14 @@ def _bytes_as_floats(x):
 
 
 @triton.jit
+def _byte_times(x, scale):
+    """(x - BYTE) scale, of `_bytes_as_floats`: fused, thus exact, and one instruction. |scale| is below 2^112."""
+    if INTERPRETED:
+        return (x - BYTE) * scale  # where `tl.fma` rounds twice
+    return tl.fma(x, scale, scale * -BYTE)
+
+
+@triton.jit
 def _codes(x, BITS: tl.constexpr):
     """Codes of each word as fp16 denormals: [..., i, place in its half], 2 or 4 places of each byte."""
     y = x >> 8
@@ -310,11 +318,10 @@ def attend_blocks(
         p = tl.reshape(tl.permute(tl.reshape(p, [W, 4, 2, 4, 2, COLUMNS]), (0, 1, 3, 2, 4, 5)), [W, TOKENS, COLUMNS])
         o = _of_heads(tl.dot(v, p), HEADS)
         v_s, v_z = tl.split(tl.permute(tl.reshape(v_params, [W, 2, D // 4]), (0, 2, 1)))
-        # What is too much in a byte's float goes with what is multiplied or added anyway; exact, for it is fused.
         s_int = tl.permute(tl.reshape(_bytes_as_floats(v_s), [W, 8, TILES, 2]), (0, 2, 3, 1))
         z = tl.permute(tl.reshape(_bytes_as_halves(v_z).to(tl.float32), [W, 8, TILES, 2]), (0, 2, 3, 1))
         v_scale = v_unit[:, None] * v_power
-        s_int = tl.fma(tl.reshape(s_int, [W, D]), v_scale, v_scale * -BYTE)
+        s_int = _byte_times(tl.reshape(s_int, [W, D]), v_scale)
         weight *= v_unit[:, None, None]
         acc = acc * alpha[:, None, :] + _on_rows(weight * -128.0, W, D)
         acc += tl.reshape(z, [W, D])[:, :, None] * _on_rows(weight * (1.0 / ULP), W, D)

@@ -151,7 +151,7 @@ def outcomes(found: dict[tuple[int, int], dict[str, Any]]) -> str:
 
 
 def _parts(bars: list[dict[str, Any]], found: dict[tuple[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Bars to draw, with the words in them: kernels of one operation in a row are one bar."""
+    """Bars to draw, with the words in them: kernels of one operation in a row are one bar, with the gaps between."""
     joined: list[dict[str, Any]] = []
     for bar in sorted(bars, key=lambda bar: (bar["rank"], bar["begin"])):
         if joined and all(bar[name] == joined[-1][name] for name in ("rank", "step", "layer", "op")):
@@ -181,10 +181,44 @@ def _draw(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    with matplotlib.rc_context({"hatch.color": "white"}):
+        _draw_lanes(bars, picture, title)
+
+
+def _draw_bar(axes: Any, part: dict[str, Any], zero: float, width: float) -> None:
+    begin, length = part["begin"] - zero, part["end"] - part["begin"]
+    style: dict[str, Any] = {
+        "facecolors": COLORS[part["op"]],
+        "hatch": HATCHES.get(part["op"]),
+        "edgecolor": "white",
+        "lw": 0.4,
+    }
+    axes.broken_barh([(begin, length)], (part["rank"] - HALF, 2 * HALF), **style)
+    if part["words"]:
+        layer = str(part["layer"])
+        words = f"layer {layer}\n{part['words']}" if length > ROOM_FOR_WORDS * width else layer
+        color = "black" if part["op"] == "in_vain" else "white"
+        axes.text(begin + length / 2, part["rank"], words, ha="center", va="center", fontsize=9, color=color)
+
+
+def _draw_guess(axes: Any, guess: dict[str, Any], zero: float, width: float) -> None:
+    """An arrow between the two lanes of sender and receiver that lie next to each other, and the verdict."""
+    toward = 1 if min(guess["receivers"]) > min(guess["senders"]) else -1
+    near = (max, min) if toward > 0 else (min, max)
+    sender, receiver = near[0](guess["senders"]), near[1](guess["receivers"])
+    at, end = guess["arrival"] - zero, guess["end"] - zero
+    arrow = {"arrowstyle": "->", "color": COLORS["predictor"]}
+    axes.annotate("", (at, receiver - HALF * toward), (at, sender + HALF * toward), arrowprops=arrow)
+    if end - at > ROOM_FOR_WORDS * width:
+        verdict = "accepted:\nroles swap" if guess["accepted"] else "rejected:\nredo"
+        axes.text(at, sender + toward / 2, " guess", va="center", fontsize=9)
+        axes.text(end, sender + toward / 2, verdict, ha="right", va="center", fontsize=9)
+
+
+def _draw_lanes(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
-    matplotlib.rcParams["hatch.color"] = "white"
     ranks = sorted({bar["rank"] for bar in bars})
     zero = min(bar["begin"] for bar in bars)
     width = max(bar["end"] for bar in bars) - zero
@@ -192,28 +226,9 @@ def _draw(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     parts = _parts(bars, found)
     figure, axes = plt.subplots(figsize=(11, 1 + 1.1 * len(ranks)))
     for part in parts:
-        begin, length = part["begin"] - zero, part["end"] - part["begin"]
-        style: dict[str, Any] = {
-            "facecolors": COLORS[part["op"]],
-            "hatch": HATCHES.get(part["op"]),
-            "edgecolor": "white",
-            "lw": 0.4,
-        }
-        axes.broken_barh([(begin, length)], (part["rank"] - HALF, 2 * HALF), **style)
-        if part["words"]:
-            words = f"layer {part['layer']}\n{part['words']}" if length > ROOM_FOR_WORDS * width else part["layer"]
-            color = "black" if part["op"] == "in_vain" else "white"
-            axes.text(begin + length / 2, part["rank"], words, ha="center", va="center", fontsize=9, color=color)
+        _draw_bar(axes, part, zero, width)
     for guess in found.values():
-        sender, receiver = min(guess["senders"]), min(guess["receivers"])
-        toward = 1 if receiver > sender else -1
-        at, end = guess["arrival"] - zero, guess["end"] - zero
-        arrow = {"arrowstyle": "->", "color": COLORS["predictor"]}
-        axes.annotate("", (at, receiver - HALF * toward), (at, sender + HALF * toward), arrowprops=arrow)
-        if end - at > ROOM_FOR_WORDS * width:
-            verdict = "accepted:\nroles swap" if guess["accepted"] else "rejected:\nredo"
-            axes.text(at, sender + toward / 2, " guess", va="center", fontsize=9)
-            axes.text(end, sender + toward / 2, verdict, ha="right", va="center", fontsize=9)
+        _draw_guess(axes, guess, zero, width)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.set_ylim(ranks[-1] + 0.4, ranks[0] - 0.4)
     axes.set_xlim(-0.005 * width, 1.005 * width)

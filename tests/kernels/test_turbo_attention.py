@@ -206,7 +206,8 @@ def test_lengths_around_blocks_and_chunks(device: torch.device, length: int, chu
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "ratio", "num_warps"), [(64, 1, 1), (64, 4, 2), (64, 7, 4), (128, 1, 4), (128, 4, 1), (128, 7, 2)]
+    ("head_dim", "ratio", "num_warps"),
+    [(64, 1, 1), (64, 4, 2), (64, 5, 1), (64, 7, 4), (128, 1, 4), (128, 4, 1), (128, 7, 2), (128, 8, 4)],
 )
 @pytest.mark.parametrize("codec", CODECS)
 def test_head_shapes(device: torch.device, codec: str, head_dim: int, ratio: int, num_warps: int) -> None:
