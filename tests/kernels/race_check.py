@@ -6,27 +6,54 @@ import torch
 
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref
+from alspec.launch.bench_turbo import TurboCase, turbo_run
+
+# Lengths, programs, query heads of a KV head, head_dim: one, two and many partials for an output, one and two levels.
+LEAN = (
+    ((700,), 7, 4, 128),
+    ((65, 1500, 319), 30, 4, 128),
+    ((9000,), 132, 4, 128),
+    ((9000,), 132, 1, 64),
+    ((9000,), 132, 8, 128),
+)
+TURBO = (((700,), 4, 128), ((65, 1500, 319), 4, 128), ((33000,), 4, 128), ((33000,), 8, 128), ((9000,), 1, 64))
 
 
 def main() -> None:
-    """One, two and many partials for an output, one and two levels, plain, speculative and in two launches."""
-    device = torch.device("cuda")
-    for lengths, num_programs in (((700,), 7), ((65, 1500, 319), 30), ((9000,), 132)):
-        batch, heads, dim = len(lengths), 2, 128
-        q = torch.randn(batch, 4 * heads, dim, dtype=torch.bfloat16, device=device)
-        k, v = (torch.randn(batch, heads, max(lengths), dim, dtype=q.dtype, device=device) for _ in range(2))
-        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        workspace = LeanWorkspace.allocate(batch, 4 * heads, heads, dim, device, num_programs)
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
-        flag, epoch = (torch.ones(shape, dtype=torch.int32, device=device) for shape in ((batch, heads), (1,)))
-        sums = torch.empty(batch, 4 * heads, 2, device=device)
-        speculation = Speculation(128, torch.empty_like(q), sums, flag, epoch)
-        expected = decode_attention_ref(q, k, v, seq_lens, dim**-0.5)[0]
-        for spec, parts in ((None, ("all",)), (speculation, ("all",)), (speculation, ("predictor", "rest"))):
-            for part in parts:
-                lean_decode_attention(q, k, v, seq_lens, dim**-0.5, workspace, out, lse, spec, part)
-            error = float((out.double() - expected).norm() / expected.norm())
-            print(f"lengths {lengths}, {num_programs} programs, {'+'.join(parts)}: relative error {error:.1e}")
+    """Both decode kernels, plain, speculative and in two launches."""
+    for lengths, num_programs, group, head_dim in LEAN:
+        lean(lengths, num_programs, group, head_dim)
+    for lengths, group, head_dim in TURBO:
+        for chunk_size in (0, 128):
+            case = TurboCase.draw(list(lengths), 2 * group, 2, head_dim, "turbo-mixed", 0)
+            out = turbo_run(case, chunk_size)(len(case.q) - 1)[0]
+            q, k, v, seq_lens = case.last()
+            report(f"turbo-mixed, S {chunk_size}, {lengths}, {group} x {head_dim}", out, q, k, v, seq_lens)
+
+
+def lean(lengths: tuple[int, ...], num_programs: int, group: int, head_dim: int) -> None:
+    """Decode over a bf16 cache of 2 KV heads."""
+    device, batch, heads = torch.device("cuda"), len(lengths), 2
+    q = torch.randn(batch, group * heads, head_dim, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(batch, heads, max(lengths), head_dim, dtype=q.dtype, device=device) for _ in range(2))
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    workspace = LeanWorkspace.allocate(batch, group * heads, heads, head_dim, device, num_programs)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    flag, epoch = (torch.ones(shape, dtype=torch.int32, device=device) for shape in ((batch, heads), (1,)))
+    sums = torch.empty(batch, group * heads, 2, device=device)
+    speculation = Speculation(128, torch.empty_like(q), sums, flag, epoch)
+    for spec, parts in ((None, ("all",)), (speculation, ("all",)), (speculation, ("predictor", "rest"))):
+        for part in parts:
+            lean_decode_attention(q, k, v, seq_lens, head_dim**-0.5, workspace, out, lse, spec, part)
+        report(f"{'+'.join(parts)}, {lengths}, {num_programs} programs, {group} x {head_dim}", out, q, k, v, seq_lens)
+
+
+def report(
+    what: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: torch.Tensor
+) -> None:
+    """Print how far an output is from the oracle's."""
+    expected = decode_attention_ref(q, k, v, seq_lens, q.shape[-1] ** -0.5)[0]
+    print(f"{what}: relative error {float((out.double() - expected).norm() / expected.norm()):.1e}")
 
 
 if __name__ == "__main__":
