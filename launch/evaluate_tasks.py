@@ -70,7 +70,7 @@ class RecordCase:
     value: str
 
     def ordered(self, num_pairs: int, depth: float) -> list[tuple[str, str]]:
-        """So many of the pairs, the one asked for at `depth`: 0 is the first place, 1 the last."""
+        """So many of the pairs, at least one, and the one asked for at `depth`: 0 is the first place, 1 the last."""
         others = [pair for pair in self.pairs if pair[0] != self.key][: num_pairs - 1]
         place = round(depth * len(others))
         return [*others[:place], (self.key, self.value), *others[place:]]
@@ -184,7 +184,8 @@ def _pairs_within(engine: Engine, case: RecordCase, context: int, depth: float) 
     """The most pairs, in the order of `ordered`, whose prompt and answer fit into `context` tokens."""
     pairs = case.ordered(len(case.pairs), depth)
     while pairs and (length := _num_tokens(_record_prompt(engine, case, pairs))) > context:
-        pairs = case.ordered(min(len(pairs) - 1, len(pairs) * context // length), depth) if len(pairs) > 1 else []
+        fewer = min(len(pairs) - 1, max(len(pairs) * context // length, 1))
+        pairs = case.ordered(fewer, depth) if fewer else []
     return pairs
 
 
