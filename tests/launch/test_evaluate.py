@@ -148,6 +148,15 @@ def test_ablations_measure_each_setting_once(text: Path, tmp_path: Path) -> None
     assert found["turbo-mixed, blocks of 32, 1 heads low"] != found["turbo4, blocks of 32"]
 
 
+def asked_to_plot(monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: list[list[dict[str, Any]]]) -> Path:
+    """The picture that `plot_trace.main` is to draw, of layers 0 to 2 of step 1 of a trace."""
+    write_trace(folder / "trace.json", ranks)
+    picture = folder / "picture.svg"
+    flags = [str(folder / "trace.json"), str(picture), "--step", "1", "--layers", "0:3"]
+    monkeypatch.setattr("sys.argv", ["plot_trace", *flags])
+    return picture
+
+
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 def test_plot(text: Path, tmp_path: Path) -> None:
     picture = tmp_path / "quality.svg"
@@ -262,10 +271,7 @@ def test_plot_trace_of_captured_steps(
             row("lm_head", 3, (41, 42, 45.5)),
         ],
     ]
-    write_trace(tmp_path / "trace.json", ranks)
-    picture = tmp_path / "picture.svg"
-    argv = ["plot_trace", str(tmp_path / "trace.json"), str(picture), "--step", "1", "--layers", "0:3"]
-    monkeypatch.setattr("sys.argv", argv)
+    picture = asked_to_plot(monkeypatch, tmp_path, ranks)
     drawn = []
     draw = plot_trace._draw
     monkeypatch.setattr(plot_trace, "_draw", lambda bars, *rest: (drawn.extend(bars), draw(bars, *rest)))
@@ -308,10 +314,7 @@ def test_plot_trace_tells_what_became_of_guesses(
             row("full_attention", 2, 32, 42),
         ],
     ]
-    write_trace(tmp_path / "trace.json", ranks)
-    picture = tmp_path / "picture.svg"
-    argv = ["plot_trace", str(tmp_path / "trace.json"), str(picture), "--step", "1", "--layers", "0:3"]
-    monkeypatch.setattr("sys.argv", argv)
+    picture = asked_to_plot(monkeypatch, tmp_path, ranks)
     parts = []
     original = plot_trace._parts
     monkeypatch.setattr(plot_trace, "_parts", lambda *given: parts.extend(original(*given)) or parts)
