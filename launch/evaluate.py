@@ -223,25 +223,28 @@ def _evaluate(
         thresholds = sorted({*thresholds, base, math.inf})
     rows: list[dict[str, Any]] = []
 
-    def measure(task: Task, cache: CacheSetting, threshold: str, per_layer: list[float]) -> Quality:
-        quality = task.run(engine, per_layer, cache)
-        rows.append(_row(engine, task, cache, threshold, quality))
+    def measure(task: Task, cache: CacheSetting, under: dict[str, list[float]]) -> list[Quality]:
+        qualities = task.run(engine, list(under.values()), cache)
+        measured = [_row(engine, task, cache, name, quality) for name, quality in zip(under, qualities, strict=True)]
+        rows.extend(measured)
         if args.rows is not None and engine.placement.rank == 0:
             with args.rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-        return quality
+                file.writelines(json.dumps(row) + "\n" for row in measured)
+        return qualities
 
+    texts, prompts = ([task for task in tasks if (task.answers is None) == is_text] for is_text in (True, False))
     for cache in caches:
-        hit_rates: list[float] = []
-        for threshold in thresholds:
-            for task in tasks:
-                quality = measure(task, cache, str(threshold), [threshold] * num_layers)
-                if threshold == base and task.measure == "bits per byte":
-                    hit_rates = quality.hit_rates  # the longest context comes last
-        if args.baselines:
-            fixed = [math.inf if rate > FIXED_LAYER_HIT_RATE else 0.0 for rate in hit_rates]
-            for task in tasks:
-                measure(task, cache, "fixed", fixed)
+        under = {str(threshold): [threshold] * num_layers for threshold in thresholds}
+        for task in texts:
+            qualities = dict(zip(under, measure(task, cache, under), strict=True))
+        if args.baselines:  # fixed layers are those of the longest context, which comes last
+            hit_rates = qualities[str(base)].hit_rates
+            fixed = {"fixed": [math.inf if rate > FIXED_LAYER_HIT_RATE else 0.0 for rate in hit_rates]}
+            for task in texts:
+                measure(task, cache, fixed)
+            under |= fixed
+        for task in prompts:
+            measure(task, cache, under)
     if engine.placement.rank == 0:
         Console(width=180).print(_table(engine, rows))
         if args.plot is not None:

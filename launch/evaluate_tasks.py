@@ -21,7 +21,7 @@ from alspec.models.demo.data import RecallPrompt, recall_prompts
 from alspec.models.demo.tokenizer import SPECIAL_TOKENS
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
-from alspec.runtime.quality import TextScore, score_text
+from alspec.runtime.quality import TextScore, score_under
 
 __all__ = [
     "Quality",
@@ -48,8 +48,8 @@ class Task:
     answers: list[list[int]] | None = None  # what must come after each text; without them, the texts are predicted
     depth: float | None = None  # where the answer stands in the text, 0 to 1
 
-    def run(self, engine: Engine, thresholds: Sequence[float], cache: CacheSetting) -> Quality:
-        """Measure it under one lambda for each layer."""
+    def run(self, engine: Engine, thresholds: Sequence[Sequence[float]], cache: CacheSetting) -> list[Quality]:
+        """Measure it under several lambdas, each one for each layer."""
         return (_bits_per_byte if self.answers is None else _recall)(engine, self, thresholds, cache)
 
 
@@ -210,36 +210,42 @@ def _answered(measure: str, context: int, prompts: list[RecallPrompt], depth: fl
     return Task(measure, context, texts, answers, depth)
 
 
-def _bits_per_byte(engine: Engine, task: Task, thresholds: Sequence[float], cache: CacheSetting) -> Quality:
+def _bits_per_byte(
+    engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], cache: CacheSetting
+) -> list[Quality]:
     """Bits per UTF-8 byte; every token of a window counts, but for one that opens it without a BOS before it."""
     assert engine.tokenizer is not None
     # The first position whose guess leaves out a token: before it A~ is A, and every layer hits.
     meaningful = 2 * engine.config.speculation.chunk_size + 63
-    nats, num_bytes = 0.0, 0
-    hits, counted = torch.zeros(engine.model_config.num_layers), 0
+    num_bytes, counted = 0, 0
+    nats, hits = [0.0] * len(thresholds), torch.zeros(len(thresholds), engine.model_config.num_layers)
     for window in task.texts:
-        score = _score(engine, window, thresholds, 0, cache)
-        nats += float(score.nll.double().sum())
         num_bytes += len(engine.tokenizer.decode(window[1:]).encode("utf-8"))
-        hits, counted = hits + score.hits[:, meaningful:].sum(1), counted + score.hits[:, meaningful:].shape[1]
-    return Quality(nats / math.log(2) / num_bytes, (hits / max(counted, 1)).tolist())
+        counted += len(window[meaningful:])
+        for index, score in enumerate(_scores(engine, window, thresholds, 0, cache)):
+            nats[index] += float(score.nll.double().sum())
+            hits[index] += score.hits[:, meaningful:].sum(1)
+    rates = (hits / max(counted, 1)).tolist()
+    return [Quality(of / math.log(2) / num_bytes, layers) for of, layers in zip(nats, rates, strict=True)]
 
 
-def _recall(engine: Engine, task: Task, thresholds: Sequence[float], cache: CacheSetting) -> Quality:
+def _recall(engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], cache: CacheSetting) -> list[Quality]:
     """Share of prompts whose whole answer greedy decoding states; the prompt is read with full attention."""
     assert task.answers is not None
-    right, hits, counted = 0, torch.zeros(engine.model_config.num_layers), 0
+    counted = sum(map(len, task.answers))
+    right, hits = [0] * len(thresholds), torch.zeros(len(thresholds), engine.model_config.num_layers)
     for prompt, answer in zip(task.texts, task.answers, strict=True):
-        score = _score(engine, prompt + answer, thresholds, len(prompt), cache)
-        # Greedy decoding follows the answer exactly where every token of it is the greedy one given those before.
-        right += score.predicted[len(prompt) - 1 :].tolist() == answer
-        hits, counted = hits + score.hits[:, len(prompt) :].sum(1), counted + len(answer)
-    return Quality(right / len(task.texts), (hits / counted).tolist())
+        for index, score in enumerate(_scores(engine, prompt + answer, thresholds, len(prompt), cache)):
+            # Greedy decoding follows the answer exactly where every token of it is the greedy one given those before.
+            right[index] += score.predicted[len(prompt) - 1 :].tolist() == answer
+            hits[index] += score.hits[:, len(prompt) :].sum(1)
+    rates = (hits / counted).tolist()
+    return [Quality(of / len(task.texts), layers) for of, layers in zip(right, rates, strict=True)]
 
 
-def _score(
-    engine: Engine, ids: list[int], thresholds: Sequence[float], first_speculated: int, cache: CacheSetting
-) -> TextScore:
+def _scores(
+    engine: Engine, ids: list[int], thresholds: Sequence[Sequence[float]], first_speculated: int, cache: CacheSetting
+) -> list[TextScore]:
     assert engine.transport is not None
     chunk_size = engine.config.speculation.chunk_size
-    return score_text(engine.model, engine.transport, ids, thresholds, chunk_size, first_speculated, cache)
+    return score_under(engine.model, engine.transport, ids, thresholds, chunk_size, first_speculated, cache)

@@ -4,7 +4,8 @@ The token at position i reads every complete block before its own as the codec s
 block from the INT8 tail. Which tokens those are follows from i alone, so one pass gives what decoding token by token
 does.
 
-Shapes: n tokens, m positions (the last of the n), Hq and Hkv this rank's query and KV heads, D head_dim.
+Shapes: n tokens, m positions (the last of the n), Hq and Hkv this rank's query and KV heads, D head_dim. Several texts
+of one length are taken as one with the heads of all of them, those of the first text first.
 """
 
 from __future__ import annotations
@@ -71,40 +72,45 @@ class CachedTensor:
     tail: Tensor  # by positions of a token's own block
 
 
-def cache_text(k: Tensor, v: Tensor, prompt_tokens: int, setting: CacheSetting) -> tuple[CachedTensor, CachedTensor]:
+def cache_text(
+    k: Tensor, v: Tensor, prompt_tokens: int, setting: CacheSetting, num_texts: int = 1
+) -> tuple[CachedTensor, CachedTensor]:
     """Keys and values of a text as decoding reads them, after a prompt of `prompt_tokens`.
 
     Complete blocks of the prompt have stage-1 scales of their own; all later tokens have the universal scale, that of
     the whole prompt. turbo-mixed chooses its 2-bit heads by the prompt's first chunk.
 
     Args:
-        k, v: [Hkv, n, D] any float dtype.  prompt_tokens: 1 .. n.
+        k, v: [num_texts Hkv, n, D] any float dtype.  prompt_tokens: 1 .. n.
     """
+    keys, values = k.float(), v.float()
     if setting.codec == "bf16":
-        return CachedTensor(k.float(), k.float()), CachedTensor(v.float(), v.float())
+        return CachedTensor(keys, keys), CachedTensor(values, values)
+    is_low = None
     if setting.codec == "turbo-mixed":
         first_chunk = min(prompt_tokens, CHUNK_TOKENS)
-        priority = head_priority(k[:, :first_chunk], v[:, :first_chunk], setting.selector)
-        low_heads = k.shape[0] // 2 if setting.low_heads is None else setting.low_heads
-        bits = select_bits(priority, low_heads).tolist()
-    else:
-        bits = [{"int8": 8, "turbo4": 4, "turbo2": 2}[setting.codec]] * k.shape[0]
-    return tuple(_cache_tensor(x, prompt_tokens, bits, setting.block_size) for x in (k, v))  # type: ignore[return-value]
+        priority = head_priority(k[:, :first_chunk], v[:, :first_chunk], setting.selector).view(num_texts, -1)
+        low_heads = priority.shape[1] // 2 if setting.low_heads is None else setting.low_heads
+        is_low = torch.cat([select_bits(of_text, low_heads) for of_text in priority]) == 2
+    return _cache_tensor(keys, prompt_tokens, is_low, setting), _cache_tensor(values, prompt_tokens, is_low, setting)
 
 
-def _cache_tensor(x: Tensor, prompt_tokens: int, bits: list[int], block: int) -> CachedTensor:
+def _cache_tensor(x: Tensor, prompt_tokens: int, is_low: Tensor | None, setting: CacheSetting) -> CachedTensor:
+    """Of [H, n, D]; is_low: [H] bool, the 2-bit heads of turbo-mixed. Nothing here waits for the device."""
+    block = setting.block_size
     own, whole = prompt_tokens // block * block, x.shape[1] // block * block
     universal = int8_scale(x[:, :prompt_tokens]).clamp(min=MIN_SCALE)
     codes = to_int8(x, universal)
     tail = codes * universal[:, None, None]
     scales = universal[:, None].repeat(1, whole // block)
     codes[:, :own], scales[:, : own // block] = quantize_int8(x[:, :own], block)
-    stored = tail.clone()
-    for same in set(bits):
-        heads = [head for head, head_bits in enumerate(bits) if head_bits == same]
-        blocks = codes[heads, :whole].unflatten(1, (-1, block))
-        read = blocks if same == 8 else reconstruct(*compress(blocks, same))
-        stored[heads, :whole] = dequantize(read.flatten(1, 2), scales[heads], block)
+    blocks = codes[:, :whole].unflatten(1, (-1, block))
+    if is_low is not None:
+        low, high = (reconstruct(*compress(blocks, bits)) for bits in (2, 4))
+        blocks = torch.where(is_low[:, None, None, None], low, high)
+    elif setting.codec != "int8":
+        blocks = reconstruct(*compress(blocks, {"turbo4": 4, "turbo2": 2}[setting.codec]))
+    stored = torch.cat([dequantize(blocks.flatten(1, 2), scales, block), tail[:, whole:]], dim=1)
     return CachedTensor(stored, tail)
 
 
@@ -166,24 +172,32 @@ def _attend(
     keys, values = (
         torch.cat([x.stored[:, :num_stored], x.tail[:, first_in_tail:stop]], dim=1) for x in (k, v)
     )  # [Hkv, columns, D]
-    token = torch.cat([torch.arange(num_stored), torch.arange(first_in_tail, stop)]).to(q.device)
-    in_tail = torch.arange(len(token), device=q.device) >= num_stored
-    seq_len = torch.arange(start + 1, stop + 1, device=q.device)[:, None]
+    device = q.device
+    token = torch.cat([torch.arange(num_stored, device=device), torch.arange(first_in_tail, stop, device=device)])
+    in_tail = torch.arange(len(token), device=device) >= num_stored
+    seq_len = torch.arange(start + 1, stop + 1, device=device)[:, None]
     own_block = (seq_len - 1) // block * block
     visible = torch.where(in_tail, (token >= own_block) & (token < seq_len), token < own_block)  # [m, columns]
     sink_end, window_start = predictor_ranges(seq_len, chunk_size)
     guessed = visible & ((token < sink_end) | (token >= window_start))
-    # The guess needs few of the columns.
-    near = (token < chunk_size) | (token >= window_start[0])
-    rows = q.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads of a group x m, D]
-    scores = (rows @ keys.transpose(1, 2) * sm_scale).unflatten(1, (-1, num_rows))
+    # The guess needs few of the columns: of the stored ones those of the sink, and from the first window on.
+    first_window = int(predictor_ranges(torch.tensor(start + 1), chunk_size)[1])
+    sink = min(chunk_size, num_stored)
+    window = max(sink, min(first_window, num_stored))
+    rows = (q.float() * sm_scale).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads of a group x m, D]
+    scores = (rows @ keys.transpose(1, 2)).unflatten(1, (-1, num_rows))
+    n_r = cutoffs(seq_len) if setting.softmax == "sas" else None
+
+    def near(x: Tensor, dim: int) -> Tensor:
+        parts = (x.narrow(dim, 0, sink), x.narrow(dim, window, x.shape[dim] - window))
+        return torch.cat(parts, dim)
 
     def weigh(scores: Tensor, visible: Tensor, values: Tensor) -> Tensor:
-        out = _softmax(scores.masked_fill(~visible, -torch.inf), n_r).flatten(1, 2) @ values
+        out = _softmax(scores.masked_fill_(~visible, -torch.inf), n_r).flatten(1, 2) @ values
         return out.view(num_qo_heads, num_rows, head_dim).transpose(0, 1)
 
-    n_r = cutoffs(seq_len) if setting.softmax == "sas" else None
-    return weigh(scores, visible, values), weigh(scores[..., near], guessed[:, near], values[:, near])
+    spec_out = weigh(near(scores, -1), near(guessed, -1), near(values, 1))
+    return weigh(scores, visible, values), spec_out
 
 
 def _softmax(scores: Tensor, n_r: Tensor | None) -> Tensor:

@@ -62,7 +62,8 @@ def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows), "--transport", "gloo"]) == 0
     found = rows_of(rows)
     cases = [(row["case"]["measure"], row["case"]["context"], row["case"]["threshold"]) for row in found]
-    assert [case[0] for case in cases] == ["bits per byte", "bits per byte", "recall", "record recall"] * 2
+    measures = ["bits per byte", "bits per byte", "recall", "record recall"]
+    assert [case[0] for case in cases] == [measure for measure in measures for _ in range(2)]
     assert {case[2] for case in cases} == {"0.0", "inf"}
     by_case = dict(zip(cases, found, strict=True))
     assert by_case["recall", 512, "0.0"]["value"] == 1.0

@@ -130,6 +130,20 @@ def test_positions_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(found, whole)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_several_texts_are_read_as_each_alone(codec: str) -> None:
+    """turbo-mixed: the third one's first head has the outliers, so another head has 2 bits than in the others."""
+    texts = [random_text(203, seed=seed) for seed in (6, 7, 8)]
+    texts[2] = tuple(x.flip(0 if len(x) == 2 else 1) for x in texts[2])
+    setting = CacheSetting(codec)
+    alone = [decoded_attention(q[65:], *cache_text(k, v, 65, setting), 64, SM_SCALE, setting) for q, k, v in texts]
+    q, k, v = (torch.cat(of, dim) for of, dim in zip(zip(*texts, strict=True), (1, 0, 0), strict=True))
+    together = decoded_attention(q[65:], *cache_text(k, v, 65, setting, 3), 64, SM_SCALE, setting)
+    for out, expected in zip(together, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(out, torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
+    assert bits_of("turbo-mixed", *texts[0][1:]) != bits_of("turbo-mixed", *texts[2][1:])
+
+
 @pytest.mark.parametrize("codec", ["bf16", "turbo4"])
 def test_sas_is_close_to_exact_and_not_the_same(codec: str) -> None:
     q, k, v = random_text(400, seed=3)

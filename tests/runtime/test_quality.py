@@ -11,9 +11,10 @@ from torch import Tensor
 
 from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime import quality
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
-from alspec.runtime.quality import score_text
+from alspec.runtime.quality import score_text, score_under
 
 NEW_TOKENS = 24
 
@@ -78,6 +79,29 @@ def test_one_pass_equals_decoding_from_a_quantised_cache(codec: str, softmax: st
     assert (score.predicted[prompt_len - 1 :] == torch.tensor(tokens)).float().mean() > 0.95
     if prompt_len > 300:
         assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
+
+
+@pytest.mark.parametrize(("codec", "prompt_len"), [("bf16", 0), ("bf16", 403), ("turbo-mixed", 403)])
+def test_several_lambdas_share_the_prompt(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, codec: str, prompt_len: int
+) -> None:
+    """Each text is scored as it is alone; here two fit at once, then one."""
+    assert engine.transport is not None
+    prompt, tokens, _ = decode(engine, 403, 0.0, 40)
+    ids, cache = prompt + tokens, CacheSetting(codec)
+    monkeypatch.setattr(quality, "KEYS_AT_ONCE", 2 * len(ids) * 4 * 64)
+    thresholds = [[0.0] * 10, [0.05] * 10, [math.inf, 0.0] * 5]
+    scores = score_under(engine.model, engine.transport, ids, thresholds, 128, prompt_len, cache)
+    assert len(scores) == 3
+    for score, under in zip(scores, thresholds, strict=True):
+        alone = score_text(engine.model, engine.transport, ids, under, 128, prompt_len, cache)
+        # Rounding depends on the size of a product, and a code on the edge may fall to either side.
+        assert float((score.nll - alone.nll).abs().median()) < (1e-5 if codec == "bf16" else 0.01)
+        assert (score.hits == alone.hits).float().mean() > 0.99
+        assert (score.predicted == alone.predicted).float().mean() > 0.98
+    assert 0 < scores[1].hits[:, prompt_len:].float().mean() < 1, "both verdicts must occur"
+    assert scores[2].hits[:, prompt_len:].float().mean(1).tolist() == [1.0, 0.0] * 5
+    assert not scores[0].hits.any()
 
 
 def test_likelihood_is_that_of_transformers(engine: Engine) -> None:
