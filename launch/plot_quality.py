@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ def draw(picture: Path, rows: list[Row]) -> None:
 
 
 def _needle_map(axes: Any, rows: list[Row]) -> None:
-    """Context across, depth down."""
+    """Context across, depth down; a cell that was not measured stays empty."""
     contexts, depths = (sorted({row["case"][name] for row in rows}) for name in ("context", "depth"))
     cells = {(row["case"]["context"], row["case"]["depth"]): row["value"] for row in rows}
-    axes.imshow([[cells[context, depth] for context in contexts] for depth in depths], **COLORS)
+    axes.imshow([[cells.get((context, depth), math.nan) for context in contexts] for depth in depths], **COLORS)
     for (context, depth), value in cells.items():
         at, color = (contexts.index(context), depths.index(depth)), "black" if 0.2 < value < 0.8 else "white"
         axes.annotate(f"{value:.2f}", at, ha="center", va="center", color=color, fontsize=8)

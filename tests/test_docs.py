@@ -165,37 +165,77 @@ def test_tables_of_attention_over_quantised_caches(tmp_path: Path) -> None:
     assert "| 4096 | 8192 | 900, 500 TFLOP/s, 1.00x | 600, 500 TFLOP/s, 1.50x |" in long
 
 
-def test_table_of_caches(tmp_path: Path) -> None:
-    """A line for each cache and lambda, at the longest context, with its change against bf16."""
-    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
-    shutil.copy(ROOT / "README.md", tmp_path)
+def quality_row(measure: str, context: int, value: float, rates: list[float] | None = None, **of_case: object) -> str:
+    """A row of the reference semantics over a cache, in bf16."""
+    case = {"measure": measure, "context": context, "depth": None, "chunk_size": 128, "dtype": "bf16", "samples": 10}
+    rest = {"gpu": None, "num_gpus": 0, "versions": {"torch": "2.11.0"}, "command": "launch/evaluate.py"}
+    hits = {"hit_rate": 0.5, "hit_rate_per_layer": rates or [0.25, 0.75]}
+    return json.dumps({"bench": "quality", "case": case | of_case, "value": value} | hits | rest)
 
-    def row(cache: str, threshold: str, measure: str, context: int, value: float, depth: float | None = None) -> str:
-        case = {"cache": cache, "threshold": threshold, "measure": measure, "context": context, "depth": depth}
-        rest = {"gpu": None, "num_gpus": 0, "versions": {"torch": "2.11.0"}, "command": "launch/evaluate.py"}
-        rest["bench"] = "quality"
-        return json.dumps({"case": case | {"chunk_size": 128, "dtype": "bf16"}, "value": value, "hit_rate": 0.5} | rest)
 
+def tables_of(folder: Path, name: str, rows: list[str], title: str) -> list[str]:
+    """Lines of the tables in one section of docs/results/README.md, with these rows in one file."""
+    shutil.copytree(ROOT / "docs" / "results", folder / "docs" / "results")
+    shutil.copy(ROOT / "README.md", folder)
+    (folder / "docs" / "results" / name).write_text("\n".join(rows) + "\n")
+    subprocess.run([sys.executable, folder / "docs" / "results" / "tables.py"], check=True)
+    text = (folder / "docs" / "results" / "README.md").read_text()
+    section = text.split(f"## {title}\n")[1].split("## ")[0]
+    return [line for line in section.splitlines() if line.startswith("|") and not line.startswith("| ---")]
+
+
+def test_tables_of_caches(tmp_path: Path) -> None:
+    """Each cache and lambda at the longest context, with its change against bf16; over contexts, layers and depths."""
+    bf16, turbo4 = ({"cache": cache, "threshold": "0.1"} for cache in ("bf16", "turbo4"))
     rows = [
-        row("bf16", "0.1", "bits per byte", 1024, 9.0),
-        row("bf16", "0.1", "bits per byte", 8192, 1.25),
-        row("bf16", "0.1", "recall", 8192, 1.0),
-        row("turbo4", "0.1", "bits per byte", 8192, 1.26),
-        row("turbo4", "0.1", "recall", 8192, 0.995),
-        row("turbo4", "0.1", "needle", 8192, 0.9, 0.0),
-        row("turbo4", "0.1", "needle", 8192, 0.8, 1.0),
-        row("turbo4", "fixed", "bits per byte", 8192, 1.5),
+        quality_row("bits per byte", 1024, 9.0, **bf16),
+        quality_row("bits per byte", 8192, 1.25, [0.125, 0.875], **bf16),
+        quality_row("recall", 8192, 1.0, **bf16),
+        quality_row("bits per byte", 8192, 1.26, **turbo4),
+        quality_row("recall", 8192, 0.995, **turbo4),
+        quality_row("record needle", 1024, 0.7, **turbo4 | {"depth": 0.0}),
+        quality_row("needle", 8192, 0.9, **turbo4 | {"depth": 0.0}),
+        quality_row("needle", 8192, 0.8, **turbo4 | {"depth": 1.0}),
+        quality_row("bits per byte", 8192, 1.5, **turbo4 | {"threshold": "fixed"}),
+        quality_row("needle", 8192, 1.0, **turbo4 | {"threshold": "inf", "depth": 0.0, "samples": 5}),
+        quality_row("needle", 8192, 0.6, **turbo4 | {"cache": "turbo4, sas", "depth": 0.0, "samples": 5}),
     ]
-    (tmp_path / "docs" / "results" / "quality_codecs.jsonl").write_text("\n".join(rows) + "\n")
-    subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
-    text = (tmp_path / "docs" / "results" / "README.md").read_text()
-    section = text.split("## Demo checkpoint over caches")[1].split("## ")[0]
-    assert [line for line in section.splitlines() if line.startswith("|")] == [
-        "| lambda | cache | bits per byte | change | fact recalled | change | needle recalled | change | hit rate |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| 0.1 | bf16 | 1.2500 |  | 100.0% |  |  |  | 0.500 |",
-        "| 0.1 | turbo4 | 1.2600 | +0.80% | 99.5% | -0.5 points | 85.0% |  | 0.500 |",
-        "| fixed layers | turbo4 | 1.5000 |  |  |  |  |  | 0.500 |",
+    assert tables_of(tmp_path, "quality_codecs.jsonl", rows, "Demo checkpoint over caches") == [
+        "| lambda | cache | bits per byte | change | fact recalled | change | hit rate |",
+        "| 0.1 | bf16 | 1.2500 |  | 100.0% |  | 0.500 |",
+        "| 0.1 | turbo4 | 1.2600 | +0.80% | 99.5% | -0.5 points | 0.500 |",
+        "| fixed layers | turbo4 | 1.5000 |  |  |  | 0.500 |",
+        "| lambda | cache | 1024 | 8192 |",
+        "| 0.1 | bf16 | 9.0000 | 1.2500 |",
+        "| 0.1 | turbo4 |  | 1.2600 |",
+        "| fixed layers | turbo4 |  | 1.5000 |",
+        "| cache | layer 0 | layer 1 |",
+        "| bf16 | 0.125 | 0.875 |",
+        "| turbo4 | 0.250 | 0.750 |",
+        "| what | cache | 0.1 | inf |",
+        "| a fact in a text | turbo4 | 17 of 20 | 5 of 5 |",
+        "| a fact in a text | turbo4, sas | 3 of 5 |  |",
+        "| one of as many pairs as fit | turbo4 | 7 of 10 |  |",
+    ]
+
+
+def test_table_of_selectors(tmp_path: Path) -> None:
+    """Settings of half the heads in one table, selectors over the number of heads in another."""
+    at = {"threshold": "0.0", "selector": "gap_std", "low_heads": None}
+    rows = [quality_row("bits per byte", 8192, 1.25, cache="bf16", **at)]
+    for selector, low, bits, recall in (
+        ("gap_std", 1, 1.26, 1.0),
+        ("gap_std", 2, 1.27, 0.98),
+        ("entropy", 2, 1.3, 0.8),
+    ):
+        of = at | {"cache": f"turbo-mixed, {selector}, {low} heads low", "selector": selector, "low_heads": low}
+        rows += [quality_row("bits per byte", 8192, bits, **of), quality_row("recall", 8192, recall, **of)]
+    assert tables_of(tmp_path, "quality_ablations.jsonl", rows, "Softmax, block sizes and selectors") == [
+        "| lambda | cache | bits per byte | change | hit rate |",
+        "| 0 | bf16 | 1.2500 |  | 0.500 |",
+        "| heads of lowest priority by | 1 | 2 |",
+        "| gap_std | 1.2600, 100% | 1.2700, 98% |",
+        "| entropy |  | 1.3000, 80% |",
     ]
 
 

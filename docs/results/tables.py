@@ -38,11 +38,16 @@ def main() -> None:
         " `python docs/results/tables.py` makes the tables from them.",
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
+        over_contexts(read("quality_codecs.jsonl")),
         needles(read("quality_codecs.jsonl")),
         codecs("Demo checkpoint over caches, in fp32", read("quality_codecs_fp32.jsonl")),
-        codecs("Softmax and block sizes", [row for row in ablations if row["case"]["dtype"] == "bf16"]),
-        codecs(
-            "Softmax, block sizes and selectors, in fp32", [row for row in ablations if row["case"]["dtype"] == "fp32"]
+        *(
+            part
+            for title, dtype in (
+                ("Softmax, block sizes and selectors", "bf16"),
+                ("Softmax, block sizes and selectors, in fp32", "fp32"),
+            )
+            for part in ablated(title, [row for row in ablations if row["case"]["dtype"] == dtype])
         ),
         steps(read("decode_step.jsonl")),
         against_off(read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
@@ -128,13 +133,14 @@ def codecs(title: str, rows: list[dict[str, Any]]) -> str:
     lines: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         case = row["case"]
-        line = lines.setdefault((case["threshold"], case["cache"]), {})
-        line.setdefault(case["measure"], []).append(row)
+        if case["measure"] in QUALITY_COLUMNS:
+            line = lines.setdefault((case["threshold"], case["cache"]), {})
+            line.setdefault(case["measure"], []).append(row)
     columns = [name for name in QUALITY_COLUMNS if any(name in line for line in lines.values())]
     head = ["lambda", "cache", *(title for name in columns for title in (QUALITY_COLUMNS[name], "change"))]
     cells = []
     for (threshold, cache), found in lines.items():
-        cell = ["fixed layers" if threshold == "fixed" else f"{float(threshold):g}", cache]
+        cell = [lambda_name(threshold), cache]
         for name in columns:
             own, base = (mean_at_longest(line.get(name)) for line in (found, lines.get((threshold, "bf16"), {})))
             cell.append("" if own is None else f"{own:.4f}" if name == "bits per byte" else f"{own:.1%}")
@@ -158,41 +164,112 @@ def codecs(title: str, rows: list[dict[str, Any]]) -> str:
         notes.append(
             "In fixed layers, those with a hit rate above 0.8 on text at lambda 0.1, the guess is always let through."
         )
-    if "needle" in columns:
-        notes.append("Needles: averaged over depths.")
     notes.append("What has no cell or line was not measured, though a command may name it.")
     return "\n\n".join(
         [f"## {title}", " ".join([*notes, where(*rows)]), table([*head, "hit rate"], cells)],
     )
 
 
-def needles(rows: list[dict[str, Any]]) -> str:
-    """Picture of the bf16 cache's needles, and how many were recalled; empty where there are none."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def ablated(title: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Softmaxes, block sizes and selectors of half the heads; then selectors over how many heads are held at 2 bits."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
     for row in rows:
         case = row["case"]
-        if case["measure"] == "needle" and case["cache"] == "bf16" and case["threshold"] != "fixed":
-            found.setdefault(f"{float(case['threshold']):g}", []).append(row)
-    if not found:
+        if case["low_heads"] is not None:
+            values = found.setdefault(case["selector"], {}).setdefault(case["low_heads"], {})
+            values[case["measure"]] = row["value"]
+    few = [row for row in rows if row["case"]["low_heads"] is not None]
+    if not few:
+        return [codecs(title, rows)]
+    counts = sorted({count for of in found.values() for count in of})
+
+    def cell(values: dict[str, float]) -> str:
+        parts = [f"{values['bits per byte']:.4f}"] if "bits per byte" in values else []
+        return ", ".join(parts + ([f"{values['recall']:.0%}"] if "recall" in values else []))
+
+    lines = [[selector, *(cell(of.get(count, {})) for count in counts)] for selector, of in found.items()]
+    return [
+        codecs(title, [row for row in rows if row["case"]["low_heads"] is None]),
+        f"Bits per byte and facts recalled at lambda 0, by how many of the KV heads `turbo-mixed` holds at 2 bits."
+        f" {where(*few)}",
+        table(["heads of lowest priority by", *map(str, counts)], lines),
+    ]
+
+
+def over_contexts(rows: list[dict[str, Any]]) -> str:
+    """Bits per byte of each cache and lambda over contexts, and hit rates of layers; empty where one was measured."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["measure"] == "bits per byte":
+            found.setdefault((case["threshold"], case["cache"]), {})[case["context"]] = row
+    contexts = sorted({context for of_context in found.values() for context in of_context})
+    if len(contexts) < 2:
         return ""
-    counts = []
-    for threshold, cells in found.items():
-        recalled = round(sum(row["case"]["samples"] * row["value"] for row in cells))
-        total = sum(row["case"]["samples"] for row in cells)
-        depths = [f"{depth:g}" for depth in sorted({row["case"]["depth"] for row in cells if row["value"] > 0})]
-        at = "" if recalled == total else f", all of them at depths {' and '.join(depths)}"
-        counts.append(f"{recalled} of {total} at lambda {threshold}{at}")
-    return (
-        f"Needles recalled over bf16, by context and depth: {'; '.join(counts)}. On the right, hit rates of layers.\n\n"
-        "![Needles recalled over context and depth, and hit rates of layers, for each lambda](needles.png)"
+    lines = [
+        [
+            lambda_name(threshold),
+            cache,
+            *(f"{of[context]['value']:.4f}" if context in of else "" for context in contexts),
+        ]
+        for (threshold, cache), of in found.items()
+    ]
+    measured = {key: of[contexts[-1]] for key, of in found.items() if key[0] == "0.1" and contexts[-1] in of}
+    layers = range(len(next(iter(measured.values()))["hit_rate_per_layer"])) if measured else range(0)
+    rates = [[cache, *(f"{rate:.3f}" for rate in row["hit_rate_per_layer"])] for (_, cache), row in measured.items()]
+    return "\n\n".join(
+        [
+            "Bits per byte over contexts:",
+            table(["lambda", "cache", *map(str, contexts)], lines),
+            f"Hit rate of each layer on text at lambda 0.1 ({contexts[-1]} tokens):",
+            table(["cache", *(f"layer {layer}" for layer in layers)], rates),
+        ]
     )
 
 
+def needles(rows: list[dict[str, Any]]) -> str:
+    """How many facts and pairs were recalled over all contexts and depths, and the picture; empty where none was."""
+    found: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["depth"] is not None:
+            found.setdefault((case["measure"], case["cache"]), {}).setdefault(case["threshold"], []).append(row)
+    if not found:
+        return ""
+    thresholds = list(dict.fromkeys(threshold for of in found.values() for threshold in of))
+    lines = [
+        [NEEDLES[measure], cache, *(recalled(of.get(threshold, [])) for threshold in thresholds)]
+        for (measure, cache), of in sorted(found.items(), key=lambda item: list(NEEDLES).index(item[0][0]))
+    ]
+    cases = [row["case"] for row in rows if row["case"]["depth"] is not None]
+    contexts, depths = (sorted({case[name] for case in cases}) for name in ("context", "depth"))
+    return "\n\n".join(
+        [
+            f"Recalled over all contexts ({', '.join(map(str, contexts))} tokens; all pairs are the shortest of these"
+            f" that holds them) and depths ({', '.join(f'{depth:g}' for depth in depths)}):",
+            table(["what", "cache", *map(lambda_name, thresholds)], lines),
+            "The picture has contexts across and depths down; below it, hit rates of layers.",
+            "![Needles recalled over context and depth, and hit rates of layers, for each lambda](needles.png)",
+        ]
+    )
+
+
+def recalled(rows: list[dict[str, Any]]) -> str:
+    """So many of so many prompts; nothing where none was asked."""
+    total = sum(row["case"]["samples"] for row in rows)
+    return f"{round(sum(row['case']['samples'] * row['value'] for row in rows))} of {total}" if rows else ""
+
+
+def lambda_name(threshold: str) -> str:
+    """As a heading."""
+    return "fixed layers" if threshold == "fixed" else f"{float(threshold):g}"
+
+
+NEEDLES = {"needle": "a fact in a text", "record needle": "one of as many pairs as fit"}
 QUALITY_COLUMNS = {
     "bits per byte": "bits per byte",
     "recall": "fact recalled",
     "record recall": "UUID recalled",
-    "needle": "needle recalled",
 }
 
 
