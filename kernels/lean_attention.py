@@ -28,7 +28,7 @@ import triton
 from torch import Tensor
 
 from .lean_kernel import lean_decode_kernel
-from .merge import merge_rounds
+from .merge import WIDE, merge_rounds
 
 __all__ = ["LeanWorkspace", "Part", "Speculation", "lean_decode_attention"]
 
@@ -145,6 +145,9 @@ def lean_decode_attention(
     pdl = pdl and part != "predictor"
     merge, wide = merge_rounds(group_pad, width, NUM_WARPS, merge_registers)
     spec = speculation
+    if spec is not None:
+        # At short contexts the guess comes last: what is then left to merge should be little.
+        wide = WIDE
     lean_decode_kernel[(workspace.num_programs,)](
         q,
         k_cache,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .merge import hand_in, output_at, store_partial
+from .merge import arrive, finish, inverse_of_sum, log2_of_sum, output_at, store_partial
 from .prefetch import prefetch
 
 __all__ = ["ALL", "PREDICTOR", "REST", "lean_decode_kernel", "locate"]
@@ -58,10 +58,27 @@ def _largest_of_tile(s, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _real(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
+    """The first REAL columns of x [N, ROWS]: all, or half of them, which stay in the registers that they are in."""
+    if REAL < ROWS:
+        x, _ = tl.split(tl.permute(tl.reshape(x, [N, 2, REAL]), (0, 2, 1)))
+    return x
+
+
+@triton.jit
+def _padded(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
+    """x [N, REAL] with columns of zeros behind, ROWS in all."""
+    if REAL < ROWS:
+        x = tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)), [N, ROWS])
+    return x
+
+
+@triton.jit
 def _normalise(row_max, row_sum, acc):
     """The end of an online softmax: o [D, ROWS] and lse [ROWS], base 2."""
+    # Summed as the maximum is found, the two sums' layouts would send that through shared memory twice in every tile.
     row_sum = tl.sum(row_sum, 0)
-    return acc * (1.0 / row_sum)[None, :], row_max + tl.log2(row_sum)
+    return acc * inverse_of_sum(row_sum)[None, :], row_max + log2_of_sum(row_sum)
 
 
 @triton.jit
@@ -103,10 +120,11 @@ def _attend_run(
     Returns:
         o [D, ROWS], normalised, and lse [ROWS], base 2, of the last output. The partials of those before are stored.
     """
+    REAL: tl.constexpr = 8 if GROUP <= 8 and ROWS == 16 else ROWS
     channels = tl.arange(0, D)
     offsets = tl.arange(0, BLOCK_N)
     q_at, exists = output_at(0, ROWS, GROUP, D, HEAD_DIM)
-    row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
+    row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
     slot, token, limit = program + output, begin - BLOCK_N, end + 0
     for i in tl.range(0, count, num_stages=STAGES):
         # Where the tile is: carried from the one before, not computed from its number, so that it costs no division.
@@ -140,21 +158,34 @@ def _attend_run(
             v = tl.load(v_at, mask=inside, other=0.0, eviction_policy="evict_first")
         if program + output != slot:
             o, lse = _normalise(row_max, row_sum, acc)
-            store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS, GROUP, D)
-            row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
+            store_partial(o, lse, o_ptr, lse_ptr, slot, REAL, GROUP, D)
+            row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
             # A zero unknown to the compiler: with constants alone it splits the branch, and Blackwell spills registers.
             row_sum += (slot >> 31).to(tl.float32)
         slot = program + output  # not `output` itself: a value that comes two tiles later stops the pipeliner
-        s = tl.dot(k, tl.trans(q), input_precision="ieee") * qk_scale
+        s = _real(tl.dot(k, tl.trans(q), input_precision="ieee"), BLOCK_N, ROWS, REAL) * qk_scale
         s = tl.where((offsets < left)[:, None], s, float("-inf"))
-        new_max = tl.maximum(row_max, _largest_of_tile(s, BLOCK_N, ROWS))
+        new_max = tl.maximum(row_max, _largest_of_tile(s, BLOCK_N, REAL))
         p = tl.exp2(s - new_max[None, :])
         alpha = tl.exp2(row_max - new_max)
         row_sum = row_sum * alpha[None, :] + p
-        acc = acc * alpha[None, :] + tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
+        p, acc = _padded(p.to(v.dtype), BLOCK_N, ROWS, REAL), _padded(acc * alpha[None, :], D, ROWS, REAL)
+        acc = _real(tl.dot(tl.trans(v), p, acc, input_precision="ieee"), D, ROWS, REAL)
         row_max = new_max
     o, lse = _normalise(row_max, row_sum, acc)
     return o, lse, slot
+
+
+@triton.jit
+def _divide(a, b):
+    """a // b of numbers that are not negative: without a sign, a third shorter."""
+    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _head_of(tile, tiles):
+    """The head that a tile of one request lies in, each having so many: counted, which is faster than a division."""
+    return tl.sum((tl.arange(1, 33) * tiles <= tile).to(tl.int32), 0)
 
 
 @triton.jit
@@ -168,8 +199,10 @@ def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr):
     leaders = tl.where(num_guesses < PROGRAMS, num_guesses, 0)
     lead_run = tl.maximum((total_rest + leaders * guess_tiles) // PROGRAMS - guess_tiles, 0)
     left = total_rest - leaders * lead_run
-    followers = tl.maximum(tl.minimum(PROGRAMS - leaders, left), 1)
-    run = left // followers
+    others = PROGRAMS - leaders
+    followers = tl.maximum(tl.minimum(others, left), 1)
+    # By `others`, not `followers`: of one request it is known to the compiler, and the division a multiplication.
+    run = tl.where(left < others, tl.minimum(left, 1), _divide(left, others))
     return leaders, lead_run, followers, run, left - run * followers
 
 
@@ -190,7 +223,7 @@ def _run_of(tile, leaders, lead_run, run, longer):
     size = tl.where(is_lead, lead_run, tl.where(is_longer, run + 1, run))
     from_tile = tl.where(is_lead, tile, tl.where(is_longer, after, after - longer * (run + 1)))
     first = tl.where(is_lead, 0, tl.where(is_longer, leaders, leaders + longer))
-    return first + from_tile // tl.maximum(size, 1)
+    return first + _divide(from_tile, tl.maximum(size, 1))
 
 
 @triton.jit
@@ -206,6 +239,19 @@ def _rest_of(request, seq_lens, chunk_size, B_PAD: tl.constexpr, BLOCK_N: tl.con
     seq_len = tl.sum(tl.where(tl.arange(0, B_PAD) == request, seq_lens, 0), 0)
     sink, window = _token_ranges(seq_len, chunk_size, SPEC)
     return sink, window, seq_len, tl.cdiv(window - sink, BLOCK_N)
+
+
+@triton.jit
+def _tiles_of(outputs, rest, HKV: tl.constexpr, B_PAD: tl.constexpr):
+    """First tile of the rest of each output, and how many it has; rest: [B_PAD], of each head of a request."""
+    if B_PAD == 1:
+        tiles = tl.zeros_like(outputs) + tl.sum(rest, 0)
+        first = outputs * tiles
+    else:
+        request, requests = (outputs // HKV)[:, None], tl.arange(0, B_PAD)[None, :]
+        tiles = tl.sum(tl.where(requests == request, rest[None, :], 0), 1)
+        first = tl.sum(tl.where(requests < request, rest[None, :], 0), 1) * HKV + outputs % HKV * tiles
+    return first, tiles
 
 
 @triton.jit
@@ -258,14 +304,17 @@ def lean_decode_kernel(
             return
     program = tl.program_id(0)
     requests = tl.arange(0, B_PAD)
-    seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)
+    if B_PAD == 1:
+        seq_lens = tl.load(seq_lens_ptr + requests)
+    else:
+        seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)
     if FLAG:
         epoch = tl.load(epoch_ptr)  # here, where its latency is that of seq_lens
     sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
     rest_tiles = tl.cdiv(window - sink, BLOCK_N) * HKV
     rest_end = tl.cumsum(rest_tiles, 0)
     total_rest = tl.sum(rest_tiles, 0)
-    num_outputs = num_requests * HKV
+    num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     num_guesses = num_outputs if SPEC and PART != REST else 0
     leaders, lead_run, followers, run, longer = _schedule(
         num_guesses if PART == ALL else 0, 2 * tl.cdiv(chunk_size, BLOCK_N) + GUESS_OVERHEAD, total_rest, PROGRAMS
@@ -275,16 +324,21 @@ def lean_decode_kernel(
     if PART == PREDICTOR:
         tile = last + 0
 
-    # First the guess of a head, sent and merged before this program's run of the rest begins.
+    # First the guess of a head, sent and merged before this program's run of the rest begins. At least once, even where
+    # there is nothing to do: what follows is then no branch, and is computed while `seq_lens` is on its way.
     guess = program
-    while (guess < num_guesses) | (tile < last):
+    more = program >= 0
+    while more:
         is_guess = guess < num_guesses
-        request, before = locate(tile, rest_end)
-        if SPEC:
-            request = tl.where(is_guess, guess // HKV, request)
-            before = tl.max(tl.where(requests < request, rest_end, 0), 0)
+        if B_PAD == 1:
+            request, before = 0, 0
+        else:
+            request, before = locate(tile, rest_end)
+            if SPEC:
+                request = tl.where(is_guess, guess // HKV, request)
+                before = tl.max(tl.where(requests < request, rest_end, 0), 0)
         sink_r, window_r, seq_len, rest_r = _rest_of(request, seq_lens, chunk_size, B_PAD, BLOCK_N, SPEC)
-        head = (tile - before) // tl.maximum(rest_r, 1)
+        head = _head_of(tile - before, rest_r) if HKV <= 32 else (tile - before) // tl.maximum(rest_r, 1)
         if SPEC:
             head = tl.where(is_guess, guess % HKV, head)
         output = request * HKV + head
@@ -294,7 +348,7 @@ def lean_decode_kernel(
         if EARLY:
             # Beside the end of the kernel ahead. One tile: with more, all of them arrive together, and the first late.
             ELEMENT: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
-            size = tl.minimum(BLOCK_N, end - begin) * (HEAD_DIM * ELEMENT)
+            size = tl.where(count > 0, tl.minimum(BLOCK_N, end - begin) * (HEAD_DIM * ELEMENT), 0)
             at = (output.to(tl.int64) * capacity + begin) * HEAD_DIM
             prefetch(k_ptr + at, size)
             prefetch(v_ptr + at, size)
@@ -309,37 +363,44 @@ def lean_decode_kernel(
             o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
             HKV, GROUP, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC,
         )  # fmt: skip
-        current = slot - program
-        if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
-            if is_guess:
-                at, exists = output_at(current, ROWS, GROUP, D, HEAD_DIM)
-                tl.store(spec_out_ptr + at, tl.trans(o).to(spec_out_ptr.dtype.element_ty), mask=exists)
-                if FLAG:
-                    tl.debug_barrier()
-                    tl.atomic_xchg(spec_flag_ptr + current, epoch, sem="release", scope="sys")
-                slot = PROGRAMS + num_outputs + current
-        store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, ROWS, GROUP, D)
+        if count > 0:
+            current = slot - program
+            if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
+                if is_guess:
+                    at, exists = output_at(current, o.shape[1], GROUP, D, HEAD_DIM)
+                    tl.store(spec_out_ptr + at, tl.trans(o).to(spec_out_ptr.dtype.element_ty), mask=exists)
+                    if FLAG:
+                        tl.debug_barrier()
+                        tl.atomic_xchg(spec_flag_ptr + current, epoch, sem="release", scope="sys")
+                    slot = PROGRAMS + num_outputs + current
+            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, o.shape[1], GROUP, D)
 
-        # Then a ticket for each output that has a partial of this program.
-        while output <= current:
-            # An output's rest is one range of tiles; the runs that meet it use consecutive slots.
-            first_run = _run_of(head_tile, leaders, lead_run, run, longer)
-            last_run = _run_of(head_tile + rest_r - 1, leaders, lead_run, run, longer)
-            runs = tl.where(rest_r > 0, last_run - first_run + 1, 0)
-            hand_in(
-                o_partial_ptr, lse_partial_ptr, counters_ptr, group_counters_ptr, program, output, first_run, runs,
-                PROGRAMS + num_outputs + output, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
-                GROUP, GROUP_PAD, D, HEAD_DIM, MERGE, WARPS, SPEC, PART == PREDICTOR, SPEC and PART == ALL,
-            )  # fmt: skip
-            head_tile += rest_r
-            if B_PAD == 1:
-                output += 1
-            else:
-                if output < current:
-                    request, before = locate(head_tile, rest_end)
-                    _, _, _, rest_r = _rest_of(request, seq_lens, chunk_size, B_PAD, BLOCK_N, SPEC)
-                    output = request * HKV + (head_tile - before) // tl.maximum(rest_r, 1)
-                else:
-                    output += 1
-        tile = tl.where(is_guess, tile, last) if SPEC else last + 0
-        guess += PROGRAMS
+            # Then the tickets of all outputs that have a partial of this program, 32 at a time: one latency for all.
+            lanes = tl.arange(0, 32)
+            while output <= current:
+                outputs = output + lanes
+                first_tile, tiles = _tiles_of(outputs, rest_tiles // HKV, HKV, B_PAD)
+                # An output's rest is one range of tiles; the runs that meet it use consecutive slots.
+                first_run = _run_of(first_tile, leaders, lead_run, run, longer)
+                last_run = _run_of(first_tile + tiles - 1, leaders, lead_run, run, longer)
+                runs = tl.where(tiles > 0, last_run - first_run + 1, 0)
+                arrived = arrive(
+                    counters_ptr, group_counters_ptr, program, outputs, first_run, runs, is_guess,
+                    (outputs <= current) & ((tiles > 0) | is_guess), WIDE, PART == PREDICTOR, SPEC and PART == ALL,
+                )  # fmt: skip
+                lane = tl.min(tl.where(arrived, lanes, 32), 0)
+                while lane < 32:
+                    here = lanes == lane
+                    finish(
+                        o_partial_ptr, lse_partial_ptr, counters_ptr, program, output + lane,
+                        tl.sum(tl.where(here, first_run, 0), 0), tl.sum(tl.where(here, runs, 0), 0),
+                        PROGRAMS + num_outputs + output + lane, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
+                        GROUP, GROUP_PAD, D, HEAD_DIM, MERGE * WARPS, SPEC, SPEC and PART == ALL,
+                    )  # fmt: skip
+                    lane = tl.min(tl.where(arrived & (lanes > lane), lanes, 32), 0)
+                output += 32
+        more = program < 0
+        if SPEC:
+            tile = tl.where(is_guess, tile, last)
+            guess += PROGRAMS
+            more = (guess < num_guesses) | (tile < last)

@@ -10,16 +10,53 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["hand_in", "merge_rounds", "output_at", "store_partial", "sum_of_warps"]
+from .prefetch import INTERPRETED
+
+__all__ = [
+    "WIDE",
+    "arrive",
+    "finish",
+    "hand_in",
+    "inverse_of_sum",
+    "log2_of_sum",
+    "merge_rounds",
+    "output_at",
+    "store_partial",
+    "sum_of_warps",
+]
 
 # One SM takes in 50 bytes a clock: beyond so many partials, or two rounds of loads if that is more, groups come first.
 WIDE = 24
 
 
 def merge_rounds(group_pad: int, width: int, num_warps: int, registers: int) -> tuple[int, int]:
-    """How many partials each warp loads at once into so many registers, and beyond how many there are two levels."""
-    loaded = max(1, min(16, registers * 32 // (group_pad * width)))
-    return loaded, max(WIDE, 2 * loaded * num_warps)
+    """How many partials are loaded at once, for each of 1, 2 or 4 warps, and beyond how many there are two levels.
+
+    At once: as many as fit into so many registers, but 8, 16 or 24, or a power of two below that.
+    """
+    loaded = max(1, registers * 32 // (group_pad * width)) * num_warps
+    loaded = min(24, loaded // 8 * 8) if loaded >= 8 else max(num_warps, 1 << (loaded.bit_length() - 1))
+    return loaded // num_warps, max(WIDE, 2 * loaded)
+
+
+@triton.jit
+def log2_of_sum(x):
+    """log2 of a sum that is 1 or more: by the hardware; `tl.log2` is 25 instructions, each waiting for the last."""
+    if INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def inverse_of_sum(x):
+    """1 / x of a sum that is 1 or more: by the hardware, without the cases of very large and very small numbers."""
+    if INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
 
 
 @triton.jit
@@ -59,6 +96,24 @@ def sum_of_warps(x, W: tl.constexpr):
 
 
 @triton.jit
+def _chunks(x, ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """x [CHUNKS * CHUNK, ROWS], transposed, in pieces of CHUNK columns: 1, 2 or 4 of them."""
+    if CHUNKS == 1:
+        pieces = (tl.trans(x),)
+    else:
+        x = tl.permute(tl.reshape(x, [CHUNKS, CHUNK, ROWS]), (2, 1, 0))
+        if CHUNKS == 2:
+            a, b = tl.split(x)
+            pieces = (a, b)
+        else:
+            even, odd = tl.split(tl.reshape(x, [ROWS, CHUNK, 2, 2]))
+            a, c = tl.split(even)
+            b, d = tl.split(odd)
+            pieces = (a, b, c, d)
+    return pieces
+
+
+@triton.jit
 def _merge(
     o_ptr,
     lse_ptr,
@@ -68,79 +123,79 @@ def _merge(
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
-    MERGE: tl.constexpr,
-    WARPS: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
-    """Merge `count` slots from `slot` on, `stride` apart; warp w takes every `WARPS`-th, from the w-th on.
+    """Merge `count` slots from `slot` on, `stride` apart.
 
         o = sum_s 2^(lse_s - m) o_s,   l = sum_s 2^(lse_s - m),   m = max_s lse_s
 
-    The loads of `MERGE` slots of each warp are issued together: their latency, not the arithmetic, is what this costs.
+    The loads of `ROUND` slots are issued together: their latency, not the arithmetic, is what this costs. From 512
+    values in a partial on, a thread has the same of them in every slot, and sums them by itself.
 
     Returns:
         m, l [GROUP_PAD] and o [GROUP_PAD, D].
     """
-    # The first and the last dimension fill a warp's loads, so that a warp has slots to itself.
-    ROW: tl.constexpr = 128 // GROUP_PAD if GROUP_PAD <= 4 else 32
-    INNER: tl.constexpr = ROW if ROW < D else D
-    OUTER: tl.constexpr = D // INNER
-    rows, warps = tl.arange(0, GROUP_PAD), tl.arange(0, WARPS)
-    places = warps * stride  # of the warps' slots, from the first on
-    channels = tl.arange(0, OUTER)[None, None, :, None] * INNER + tl.arange(0, INNER)[None, None, None, :]
-    o_at = (places[None, :, None, None] * GROUP + rows[:, None, None, None]) * D + channels
-    lse_at = places[None, :] * GROUP + rows[:, None]
-    row_max = tl.full([GROUP_PAD, WARPS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([GROUP_PAD, WARPS], tl.float32)
-    acc = tl.zeros([GROUP_PAD, WARPS, OUTER, INNER], tl.float32)
-    for start in tl.range(0, count, MERGE * WARPS):
-        values, weights = (), ()
-        new_max = row_max
-        for i in tl.static_range(MERGE):
-            inside = (rows < GROUP)[:, None] & (start + i * WARPS + warps < count)[None, :]
-            # .cg: another SM wrote these, and L1 may hold older bytes.
-            row = (slot + (start + i * WARPS) * stride) * GROUP
-            o_s = tl.load(o_ptr + row * D + o_at, mask=inside[:, :, None, None], other=0.0, cache_modifier=".cg")
-            lse_s = tl.load(lse_ptr + row + lse_at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-            values, weights = values + (o_s,), weights + (lse_s,)  # noqa: RUF005 (Triton has no *)
-            new_max = tl.maximum(new_max, lse_s)
+    CHUNK: tl.constexpr = ROUND if ROUND < 8 else 8
+    CHUNKS: tl.constexpr = ROUND // CHUNK
+    PADDED: tl.constexpr = 4 if CHUNKS == 3 else CHUNKS
+    rows, slots, channels = tl.arange(0, GROUP_PAD), tl.arange(0, PADDED * CHUNK), tl.arange(0, D)
+    real = tl.minimum(rows, GROUP - 1)
+    row_at = real[:, None, None] * D + channels[None, None, :]
+    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    row_sum = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, D], tl.float32)
+    for start in tl.range(0, count, ROUND):
+        # .cg: another SM wrote these, and L1 may hold older bytes.
+        # Slots in the first dimension: so they are the lanes of a warp, which sums them alone if it has the row alone.
+        lse_at = (slot + (start + slots) * stride)[:, None] * GROUP + real[None, :]
+        inside = (start + slots < tl.minimum(count, start + ROUND))[:, None] & (rows < GROUP)[None, :]
+        lse_s = tl.load(lse_ptr + lse_at, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        values = ()
+        for i in tl.static_range(CHUNKS):
+            o_s = tl.zeros([GROUP_PAD, CHUNK, D], tl.float32)
+            if start + i * CHUNK < count:
+                # Past the end the last slot again: a mask would make each load wait for its own comparison.
+                places = tl.minimum(start + i * CHUNK + tl.arange(0, CHUNK), count - 1) * stride
+                o_at = (slot + places)[None, :, None] * (GROUP * D) + row_at
+                o_s = tl.load(o_ptr + o_at, cache_modifier=".cg")
+            values = values + (o_s,)  # noqa: RUF005 (Triton has no *)
+        new_max = tl.maximum(row_max, tl.max(lse_s, 0))
         # Rows without a partial stay at -inf; 0 avoids -inf - -inf there.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        alpha = tl.exp2(row_max - base)
-        row_sum = row_sum * alpha
-        acc = acc * alpha[:, :, None, None]
-        for i in tl.static_range(MERGE):
-            weight = tl.exp2(weights[i] - base)
-            row_sum += weight
-            acc += weight[:, :, None, None] * values[i]
+        alpha, weight = tl.exp2(row_max - base), tl.exp2(lse_s - base[None, :])
+        row_sum = row_sum * alpha + tl.sum(weight, 0)
+        acc = acc * alpha[:, None]
+        weights = _chunks(weight, GROUP_PAD, CHUNK, PADDED)
+        for i in tl.static_range(CHUNKS):
+            o_s = values[i]
+            factor = tl.broadcast_to(weights[i][:, :, None], o_s.shape)
+            # Rounded before it is added where lanes sum together: fused with the first addition, those that hold the
+            # same sum would round differently.
+            part = factor * o_s if GROUP_PAD * D >= 512 else tl.fma(factor, o_s, tl.zeros_like(o_s))
+            acc += tl.sum(part, 1)
         row_max = new_max
-    largest = tl.max(row_max, 1)
-    weight = tl.exp2(row_max - tl.where(largest == float("-inf"), 0.0, largest)[:, None])
-    acc = sum_of_warps(tl.permute(acc * weight[:, :, None, None], (0, 2, 3, 1)), WARPS)
-    # Rounded before it is added: fused with the first addition, threads that hold the same sum would round differently.
-    row_sum = tl.fma(row_sum, weight, tl.zeros_like(weight))
-    return largest, tl.sum(row_sum, 1), tl.reshape(acc, [GROUP_PAD, D])
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def _arrive(counter_ptr, contributors):
-    """Take a ticket; whether all contributors have come. The last one puts the counter back to 0."""
-    # The ticket is taken by one thread: all threads' stores must come before it, and their loads after it.
+def _arrive(counter_ptr, contributors, takes):
+    """Take a ticket, on one counter or on several; whether all contributors have come. The last puts it back to 0."""
+    # Each ticket is taken by one thread: all threads' stores must come before it, and their loads after it.
     tl.debug_barrier()
-    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == contributors - 1
-    if is_last:
-        tl.store(counter_ptr, 0)
+    is_last = tl.atomic_add(counter_ptr, 1, mask=takes, sem="acq_rel", scope="gpu") == contributors - 1
+    is_last = is_last & takes
+    tl.store(counter_ptr, 0, mask=is_last)
     tl.debug_barrier()
     return is_last
 
 
 @triton.jit
-def _finish(
+def _write(
     row_max,
     row_sum,
     o,
-    o_ptr,
-    lse_ptr,
-    spec_slot,
+    spec_o,
+    spec_lse,
     output,
     out_ptr,
     out_lse_ptr,
@@ -155,16 +210,13 @@ def _finish(
     rows = tl.arange(0, GROUP_PAD)
     at, mask = output_at(output, GROUP_PAD, GROUP, D, HEAD_DIM)
     if SPEC:
-        spec_at = o_ptr + (spec_slot * GROUP + rows[:, None]) * D + tl.arange(0, D)[None, :]
-        spec_o = tl.load(spec_at, mask=mask, other=0.0, cache_modifier=".cg")
-        spec_lse = tl.load(lse_ptr + spec_slot * GROUP + rows, mask=rows < GROUP, other=0.0, cache_modifier=".cg")
         new_max = tl.maximum(row_max, spec_lse)
         alpha, weight = tl.exp2(row_max - new_max), tl.exp2(spec_lse - new_max)
         o = o * alpha[:, None] + spec_o * weight[:, None]
         row_max, row_sum = new_max, row_sum * alpha + weight
-    o = o * (1.0 / row_sum)[:, None]
+    o = o * inverse_of_sum(row_sum)[:, None]
     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_lse_ptr + output * GROUP + rows, row_max + tl.log2(row_sum), mask=rows < GROUP)
+    tl.store(out_lse_ptr + output * GROUP + rows, row_max + log2_of_sum(row_sum), mask=rows < GROUP)
     if SPEC:
         # A sum for each row: one over all of them costs a microsecond, and whoever decides adds up heads anyway.
         full = tl.where(mask, o, 0.0)
@@ -175,17 +227,118 @@ def _finish(
 
 
 @triton.jit
-def hand_in(
-    o_ptr,  # partials
-    lse_ptr,
+def _group(program, output, first_run, runs):
+    """Many partials are merged in two levels, the groups of the first side by side on many SMs: groups of about the
+    root of their number, in powers of two, for divisions are slow.
+
+    Returns:
+        log2 of a group's size, and of the group of this program's partial the first slot and how many they are.
+    """
+    log_fan = tl.where(runs > 512, 5, tl.where(runs > 96, 4, 3))
+    place = program - first_run
+    before = place & ((1 << log_fan) - 1)
+    return log_fan, program + output - before, tl.minimum(runs - place + before, 1 << log_fan)
+
+
+@triton.jit
+def arrive(
     counters_ptr,  # of outputs, and
     group_counters_ptr,  # of groups of partials
     program,
     output,
     first_run,  # the program whose partial is the first of this output's; they lie in slots `program + output`
     runs,  # how many there are, without `A~`
-    spec_slot,  # where `A~` of this output is
     is_guess,  # whether what this program has left is `A~`
+    takes,  # whether it has left one
+    wide,
+    IS_ALONE: tl.constexpr,  # this launch leaves `A~` only: an output that has no other partial is complete
+    WITH_GUESS: tl.constexpr,  # `A~` takes a ticket in this launch
+):
+    """After a program has left its partial of an output: its ticket. Of several outputs, tensors, all at once.
+
+    Returns:
+        Whether it has come last, to the output or, where there are two levels, to its group: it calls `finish`.
+    """
+    log_fan, group_slot, members = _group(program, output, first_run, runs)
+    groups = tl.where(runs > wide, (runs + (1 << log_fan) - 1) >> log_fan, runs)
+    in_group = (runs > wide) & (not is_guess)
+    if IS_ALONE:
+        is_last = takes & (runs == 0)
+        tl.debug_barrier()
+    else:
+        counter_ptr = tl.where(in_group, group_counters_ptr + group_slot, counters_ptr + output)
+        is_last = _arrive(counter_ptr, tl.where(in_group, members, groups + (1 if WITH_GUESS else 0)), takes)
+    return is_last
+
+
+@triton.jit
+def finish(
+    o_ptr,  # partials
+    lse_ptr,
+    counters_ptr,
+    program,
+    output,
+    first_run,
+    runs,
+    spec_slot,  # where `A~` of this output is
+    is_guess,
+    out_ptr,
+    out_lse_ptr,
+    sums_ptr,
+    wide,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROUND: tl.constexpr,
+    SPEC: tl.constexpr,
+    WITH_GUESS: tl.constexpr,
+):
+    """What the last to arrive does: merge its group if there are two levels, then, if that was the last, the output."""
+    log_fan, group_slot, members = _group(program, output, first_run, runs)
+    stride, count = 1, runs
+    is_last = True
+    if runs > wide:
+        stride, count = 1 << log_fan, (runs + (1 << log_fan) - 1) >> log_fan
+        if not is_guess:
+            FEW: tl.constexpr = ROUND if ROUND < 8 else 8
+            row_max, row_sum, o = _merge(o_ptr, lse_ptr, group_slot, 1, members, GROUP, GROUP_PAD, D, FEW)
+            # Into the slot of the group's first member, once every thread has read that.
+            tl.debug_barrier()
+            o = tl.trans(o * inverse_of_sum(row_sum)[:, None])
+            store_partial(o, row_max + log2_of_sum(row_sum), o_ptr, lse_ptr, group_slot, GROUP_PAD, GROUP, D)
+            is_last = _arrive(counters_ptr + output, count + (1 if WITH_GUESS else 0), count > 0)
+    if is_last:
+        spec_o, spec_lse = 0.0, 0.0
+        if SPEC:
+            # Here, where its latency is that of the others.
+            rows = tl.arange(0, GROUP_PAD)
+            spec_row = spec_slot * GROUP + rows
+            spec_at = o_ptr + spec_row[:, None] * D + tl.arange(0, D)[None, :]
+            real = rows < GROUP
+            spec_o = tl.load(spec_at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+            spec_lse = tl.load(lse_ptr + spec_row, mask=real, other=0.0, cache_modifier=".cg")
+        row_max, row_sum, o = _merge(
+            o_ptr, lse_ptr, first_run + output, stride, count, GROUP, GROUP_PAD, D, ROUND
+        )  # fmt: skip
+        _write(
+            row_max, row_sum, o, spec_o, spec_lse, output, out_ptr, out_lse_ptr, sums_ptr,
+            GROUP, GROUP_PAD, D, HEAD_DIM, SPEC,
+        )  # fmt: skip
+
+
+@triton.jit
+def hand_in(
+    o_ptr,
+    lse_ptr,
+    counters_ptr,
+    group_counters_ptr,
+    program,
+    output,
+    first_run,
+    runs,
+    spec_slot,
+    is_guess,
     out_ptr,
     out_lse_ptr,
     sums_ptr,
@@ -197,42 +350,16 @@ def hand_in(
     MERGE: tl.constexpr,
     WARPS: tl.constexpr,
     SPEC: tl.constexpr,
-    IS_ALONE: tl.constexpr,  # this launch leaves `A~` only: an output that has no other partial is complete
-    WITH_GUESS: tl.constexpr,  # `A~` takes a ticket in this launch
+    IS_ALONE: tl.constexpr,
+    WITH_GUESS: tl.constexpr,
 ):
-    """After a program has left its partial: a ticket, and for the last arriver the merge of all."""
-    # Many partials are merged in two levels, the groups of the first side by side on many SMs: groups of about the
-    # root of their number, in powers of two.
-    fan = tl.where(runs > 512, 32, tl.where(runs > 96, 16, 8))
-    FEW: tl.constexpr = MERGE * WARPS if MERGE * WARPS < 8 else 8
-    arrives = True
-    if (runs > wide) and (not is_guess):
-        place = program - first_run
-        group_slot = program + output - place % fan
-        members = tl.minimum(runs - place + place % fan, fan)
-        arrives = _arrive(group_counters_ptr + group_slot, members)
-        if arrives:
-            # Few partials: all warps take each of them, and none waits for another's sum.
-            row_max, row_sum, o = _merge(
-                o_ptr, lse_ptr, group_slot, 1, members, GROUP, GROUP_PAD, D, FEW, 1
-            )  # fmt: skip
-            # Into the slot of the group's first member, once every thread has read that.
-            tl.debug_barrier()
-            o = tl.trans(o * (1.0 / row_sum)[:, None])
-            store_partial(o, row_max + tl.log2(row_sum), o_ptr, lse_ptr, group_slot, GROUP_PAD, GROUP, D)
-    if arrives:
-        stride = tl.where(runs > wide, fan, 1)
-        contributors = tl.cdiv(runs, stride)
-        if IS_ALONE:
-            is_last = runs == 0
-            tl.debug_barrier()
-        else:
-            is_last = _arrive(counters_ptr + output, contributors + (1 if WITH_GUESS else 0))
-        if is_last:
-            row_max, row_sum, o = _merge(
-                o_ptr, lse_ptr, first_run + output, stride, contributors, GROUP, GROUP_PAD, D, MERGE, WARPS
-            )  # fmt: skip
-            _finish(
-                row_max, row_sum, o, o_ptr, lse_ptr, spec_slot, output, out_ptr, out_lse_ptr, sums_ptr,
-                GROUP, GROUP_PAD, D, HEAD_DIM, SPEC,
-            )  # fmt: skip
+    """`arrive` at one output and, as the last, `finish`."""
+    is_last = arrive(
+        counters_ptr, group_counters_ptr, program, output, first_run, runs, is_guess, runs >= 0, wide,
+        IS_ALONE, WITH_GUESS,
+    )  # fmt: skip
+    if is_last:
+        finish(
+            o_ptr, lse_ptr, counters_ptr, program, output, first_run, runs, spec_slot, is_guess, out_ptr, out_lse_ptr,
+            sums_ptr, wide, GROUP, GROUP_PAD, D, HEAD_DIM, MERGE * WARPS, SPEC, WITH_GUESS,
+        )  # fmt: skip

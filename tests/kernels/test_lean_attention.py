@@ -182,6 +182,16 @@ def test_many_partials_are_merged_in_two_levels(
     launch.compare(check)
 
 
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize("lengths", [(300,), (300, 70, 200)], ids=["one", "three"])
+def test_a_run_meets_more_outputs_than_it_takes_tickets_on_at_once(
+    device: torch.device, check: Check, lengths: tuple[int, ...], chunk_size: int
+) -> None:
+    launch = Launch.draw(lengths, 1, 40, 16, device, 1, chunk_size)
+    launch.run()
+    launch.compare(check)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_work(device: torch.device, check: Check, seed: int) -> None:
     rng = random.Random(seed)
