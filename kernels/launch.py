@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any
 
 import torch
 
-__all__ = ["launch_options", "prefer_l1", "prefer_shared"]
+__all__ = ["launch_options", "prefer_l1"]
 
 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver API.
 PREFERRED_CARVEOUT = 9
+RESERVED_BYTES = 1024  # of shared memory, the driver's in each program
 
 
 @functools.cache
@@ -22,34 +24,27 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True}
 
 
-def prefer_l1(compiled: Any) -> None:
-    """Ask for all of an SM's memory as L1 wherever this kernel runs, but what it needs as shared memory.
+def prefer_l1(compiled: Any, per_sm: int = 0) -> None:
+    """Ask for all of an SM's memory as L1 wherever this kernel runs, but what `per_sm` programs need as shared memory.
 
-    A weight tile on its way lies in L1. The attention kernel takes nearly all of an SM's memory as shared memory, and
-    with dependent launches no SM is ever idle: without this wish each stays as attention left it for the whole layer,
-    which costs 11 % of a step (8B shape, 8K tokens, one H200).
-
-    Args:
-        compiled: what a launch returned; None in the interpreter.
-    """
-    if compiled is not None:
-        _set_carveout(compiled.function, 0)
-
-
-def prefer_shared(compiled: Any) -> None:
-    """Ask for all of an SM's memory as shared memory: many small programs, each with little, are to live side by side.
+    What is loaded into registers, as weight tiles and quantised records are, lies in L1 on its way. The attention
+    kernel over bf16 takes nearly all of an SM's memory as shared memory, and with dependent launches no SM is ever
+    idle: without this wish each stays as attention left it for the whole layer, which costs 11 % of a step (8B shape,
+    8K tokens, one H200).
 
     Args:
         compiled: what a launch returned; None in the interpreter.
+        per_sm: programs that are to live on an SM side by side; 0: as many as do without being asked for.
     """
     if compiled is not None:
-        _set_carveout(compiled.function, 100)
+        _prefer_l1(compiled.function, per_sm * (compiled.metadata.shared + RESERVED_BYTES))
 
 
 @functools.cache
-def _set_carveout(function: int, percent: int) -> None:
+def _prefer_l1(function: int, num_bytes: int) -> None:
     # A preference: where the driver has none of it, kernels are slower, not wrong.
-    _driver().cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, percent)
+    whole = torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor
+    _driver().cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, math.ceil(100 * num_bytes / whole))
 
 
 @functools.cache

@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
-from .launch import prefer_shared
+from .launch import prefer_l1
 from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
 from .merge import merge_rounds
 from .turbo_kernel import turbo_decode_kernel
@@ -41,18 +41,17 @@ class TurboSettings:
 
     per_sm: int  # programs of one SM: the workspace says how many there are in all
     num_warps: int  # of a program: 1, 2 or 4
-    num_stages: int  # steps whose loads are in flight
     pdl: bool  # dependent launch
 
 
-GPU_SETTINGS = TurboSettings(per_sm=2, num_warps=4, num_stages=2, pdl=True)
+GPU_SETTINGS = TurboSettings(per_sm=2, num_warps=4, pdl=True)
 
 
 @functools.cache
 def turbo_settings(device: torch.device) -> TurboSettings:
     """Settings for a device."""
     if device.type != "cuda":
-        return TurboSettings(per_sm=4, num_warps=1, num_stages=1, pdl=False)
+        return TurboSettings(per_sm=4, num_warps=1, pdl=False)
     return replace(GPU_SETTINGS, pdl=torch.cuda.get_device_capability(device) >= (9, 0))
 
 
@@ -126,18 +125,18 @@ def turbo_decode_attention(
         workspace.counters,
         workspace.group_counters,
         gate,
-        num_kv_heads,
-        batch_size * num_kv_heads,
         layer.num_blocks,
         sm_scale * math.log2(math.e),
         spec.chunk_size // BLOCK if spec else 0,
         GROUP=group,
         GROUP_PAD=group_pad,
         D=head_dim,
+        HKV=num_kv_heads,
+        OUTPUTS=batch_size * num_kv_heads,
         OUTPUTS_PAD=max(32, triton.next_power_of_2(batch_size * num_kv_heads)),
+        PROGRAMS=num_programs,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         WARPS=warps,
-        STAGES=settings.num_stages,
         MERGE=merge,
         WIDE=wide,
         SAS=layer.softmax == "sas",
@@ -149,7 +148,7 @@ def turbo_decode_attention(
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )
-    prefer_shared(compiled)
+    prefer_l1(compiled, settings.per_sm)
 
 
 def merge_sizes(group_pad: int, num_warps: int) -> tuple[int, int]:

@@ -24,8 +24,8 @@ import triton.language as tl
 
 from .flashq_layout import BLOCK
 from .merge import sum_of_warps
-from .prefetch import prefetch
 from .sas import sas_exp2
+from .turbo_records import load_k, load_scales, load_v, prefetch_step, rows_of_warps
 from .words import INTERPRETED
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
@@ -203,14 +203,14 @@ def _powers(BITS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIGN: tl.const
 
 @triton.jit
 def _rows_sum(z, q, initial, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """initial + z q [W, 16, HEADS], all rows alike, of z [W, D] and q [W, D, COLUMNS].
+    """initial + z q [W, 16, HEADS], all rows alike, of z [W, D, 8], for each row, and q [W, D, COLUMNS].
 
     Rows 0 to 7 of the left operand are even channel tiles of z, the others odd ones, each for one of two products: so
     every register of the operand is another, and none has to be copied.
     """
     PAIRS: tl.constexpr = D // 32
-    z = tl.permute(tl.reshape(z, [W, PAIRS, 2, 16]), (0, 2, 1, 3))[:, :, None, :, :]
-    z = tl.reshape(tl.broadcast_to(z, [W, 2, 8, PAIRS, 16]), [W, 16, D // 2])
+    z = tl.permute(tl.reshape(z, [W, PAIRS, 2, 16, 8]), (0, 2, 4, 1, 3))
+    z = tl.reshape(z, [W, 16, D // 2])
     even, odd = tl.split(tl.permute(tl.reshape(q, [W, PAIRS, 2, 16, COLUMNS]), (0, 1, 3, 4, 2)))
     even = _of_heads(tl.dot(z, tl.reshape(even, [W, D // 2, COLUMNS]), initial), HEADS)
     odd = _of_heads(tl.dot(z, tl.reshape(odd, [W, D // 2, COLUMNS])), HEADS)
@@ -220,12 +220,20 @@ def _rows_sum(z, q, initial, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def prefetch_blocks(records_ptr, offset, scales_ptr, first, count, is_low, D: tl.constexpr):
-    """Fetch `count` records from `first` on, and the scales of the first few, into the L2."""
-    if count > 0:
-        words = tl.where(is_low, 9 * D, 17 * D)
-        prefetch(records_ptr + offset + first.to(tl.int64) * words, count * words * 4)
-        prefetch(scales_ptr + first * 2, 16)
+def _for_columns(words, W: tl.constexpr, D: tl.constexpr):
+    """`s_int` or `z` of `load_k`, bytes as fp16 [W, D, 8]: channels in operand order, once for each column or row."""
+    x = tl.reshape(_bytes_as_halves(words), [W, D // 64, 8, 4, 4, 2, 2])
+    return tl.reshape(tl.permute(x, (0, 1, 4, 3, 5, 6, 2)), [W, D, 8])
+
+
+@triton.jit
+def _on_outputs(x, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """`s_int` or `z` of `load_v`, four bytes of each word [W, D, 2, 2], for an output [W, D, HEADS]."""
+    x = tl.permute(tl.reshape(x, [W, 8, 4, D // 16, 2]), (0, 3, 4, 1, 2))
+    x = tl.reshape(x, [W, D, 4])
+    if HEADS > 4:
+        x = tl.reshape(tl.broadcast_to(x[:, :, :, None], [W, D, 4, HEADS // 4]), [W, D, HEADS])
+    return x
 
 
 @triton.jit
@@ -236,64 +244,50 @@ def attend_blocks(
     even,  # q of `scaled_query`
     odd,
     qk_scale,  # [HEADS]: 2^-e sm_scale log2(e)
-    records_ptr,
-    offset,  # int64: of this output's first record
-    scales_ptr,  # of this output
-    first,  # the blocks are [first, first + split), then those from `second` on; `count` of both together
-    split,
-    second,
-    count,
+    records_ptr,  # of this output, and
+    scales_ptr,
+    blocks,  # (first, split, second, count): [first, first + split), then those from `second` on; `count` > 0 of both
     cutoff,  # of SAS weights, below the maximum so far
     HEADS: tl.constexpr,
     BITS: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
     SAS: tl.constexpr,
-    STAGES: tl.constexpr,
+    BULK: tl.constexpr,  # of `prefetch_step`
 ):
-    """Go on with an online softmax over `count` records of one (request, KV head)."""
-    CODES: tl.constexpr = 2 * D * BITS
+    """Go on with an online softmax over the records of one (request, KV head)."""
     TILES: tl.constexpr = D // 16
     CF: tl.constexpr = 16 // BITS if 16 // BITS < TILES else TILES
     CW: tl.constexpr = TILES // CF
     TF: tl.constexpr = 16 // BITS // CF
     TW: tl.constexpr = 4 // TF
     warps = tl.arange(0, W)
-    gap = second - first - split
-    codes_at = tl.arange(0, CODES)[None, :]
-    half_at = tl.arange(0, D // 4)[None, :]
-    params_at = tl.arange(0, D // 2)[None, :]
+    count = blocks[3]
     unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)  # the bytes are z + 128
     unbias = tl.broadcast_to(unbias[None, None, :], [W, 16, COLUMNS])
     q_power = _powers(BITS, D, D // 2, -1)[:, None]
     q_words = tl.permute(tl.reshape(_pairs(even * q_power, odd * q_power), [TILES, 2, 4, COLUMNS]), (0, 2, 1, 3))
     q_words = tl.reshape(q_words, [D // 2, COLUMNS])
-    z_power = _powers(BITS, D, D, 1).to(tl.float16)[None, :]
-    v_power = (_powers(BITS, D, D, -1) * (1.0 / ULP))[None, :]
+    z_power = _powers(BITS, D, D, 1).to(tl.float16)[None, :, None]
+    v_power = (_powers(BITS, D, D, -1) * (1.0 / ULP))[None, :, None]
     ones = tl.full([W, 16, TOKENS], 1.0, tl.float16)
-    k_scale = qk_scale * (1.0 / ULP / ULP)
-    for i in tl.range(0, tl.cdiv(count, W), num_stages=STAGES):
-        index = tl.minimum(i * W + warps, count - 1)
-        block = first + index + tl.minimum(tl.maximum(index - split + 1, 0), 1) * gap
-        record = tl.multiple_of(offset + block.to(tl.int64) * (2 * CODES + D), [4])[:, None]
-        k_words = tl.load(records_ptr + record + codes_at, eviction_policy="evict_first")
-        k_s = tl.load(records_ptr + record + (2 * CODES) + half_at, eviction_policy="evict_first")
-        k_z = tl.load(records_ptr + record + (2 * CODES + D // 4) + half_at, eviction_policy="evict_first")
-        v_words = tl.load(records_ptr + record + CODES + codes_at, eviction_policy="evict_first")
-        v_params = tl.load(records_ptr + record + (2 * CODES + D // 2) + params_at, eviction_policy="evict_first")
-        k_unit = tl.load(scales_ptr + block * 2)
-        v_unit = tl.load(scales_ptr + block * 2 + 1)
+    qk_scale *= 1.0 / ULP / ULP
+    k_words, k_s, k_z = load_k(records_ptr, 0, blocks, W, D, BITS)
+    k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
+    for i in tl.range(0, tl.cdiv(count, W), num_stages=1):
+        v_words, v_s, v_z = load_v(records_ptr, i, blocks, W, D, BITS)
+        next_k_scale, next_v_scale = load_scales(scales_ptr, i + 1, blocks, W)
+        prefetch_step(records_ptr, i, blocks, W, D, BITS, BULK)
 
         # S^T = K q^T: rows of K [t of the lane][channel tile][kh][i] -> channels
-        s_int = tl.permute(tl.reshape(_bytes_as_halves(k_s), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
-        z = tl.permute(tl.reshape(_bytes_as_halves(k_z), [W, 4, TILES, 2, 2]), (0, 2, 1, 3, 4))
         q = _from_pairs(q_words, W, D)
-        bias = _rows_sum(tl.reshape(z, [W, D]) * z_power, q, unbias, HEADS, W, D) * ULP
+        bias = _rows_sum(_for_columns(k_z, W, D) * z_power, q, unbias, HEADS, W, D) * ULP
         k = tl.reshape(_codes(k_words, BITS), [W, TW, CW, 8, 4, 2, 2, 2, TF, CF])
         k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
-        s = _of_heads(tl.dot(k, q * tl.reshape(s_int, [W, D])[:, :, None]), HEADS) + _on_rows(bias, W, TOKENS)
+        s = _of_heads(tl.dot(k, q * _for_columns(k_s, W, D)), HEADS) + _on_rows(bias, W, TOKENS)
+        k_words, k_s, k_z = load_k(records_ptr, i + 1, blocks, W, D, BITS)
 
-        unit = k_unit[:, None] * k_scale[None, :]
+        unit = k_scale[:, None] * qk_scale[None, :]
         largest = tl.max(s, 1) * unit
         if W > 1:
             inside = (i * W + warps < count)[:, None]
@@ -317,24 +311,15 @@ def attend_blocks(
         v = tl.reshape(tl.permute(v, (0, 9, 1, 6, 3, 2, 8, 4, 5, 7)), [W, D, TOKENS])
         p = tl.reshape(tl.permute(tl.reshape(p, [W, 4, 2, 4, 2, COLUMNS]), (0, 1, 3, 2, 4, 5)), [W, TOKENS, COLUMNS])
         o = _of_heads(tl.dot(v, p), HEADS)
-        v_s, v_z = tl.split(tl.permute(tl.reshape(v_params, [W, 2, D // 4]), (0, 2, 1)))
-        s_int = tl.permute(tl.reshape(_bytes_as_floats(v_s), [W, 8, TILES, 2]), (0, 2, 3, 1))
-        z = tl.permute(tl.reshape(_bytes_as_halves(v_z).to(tl.float32), [W, 8, TILES, 2]), (0, 2, 3, 1))
-        v_scale = v_unit[:, None] * v_power
-        s_int = _byte_times(tl.reshape(s_int, [W, D]), v_scale)
-        weight *= v_unit[:, None, None]
+        s_int = _bytes_as_floats(v_s)
+        s_int = _byte_times(_on_outputs(s_int, HEADS, W, D), v_scale[:, None, None] * v_power)
+        z = _on_outputs(_bytes_as_halves(v_z).to(tl.float32), HEADS, W, D)
+        weight *= v_scale[:, None, None]
         acc = acc * alpha[:, None, :] + _on_rows(weight * -128.0, W, D)
-        acc += tl.reshape(z, [W, D])[:, :, None] * _on_rows(weight * (1.0 / ULP), W, D)
-        acc += o * s_int[:, :, None]
+        acc += z * _on_rows(weight * (1.0 / ULP), W, D)
+        acc += o * s_int
+        k_scale, v_scale = next_k_scale, next_v_scale
     return row_max, row_sum, acc
-
-
-@triton.jit
-def _rows_of_warps(x, W: tl.constexpr):
-    """[N W, M], rows of the warps by turns -> [W, N M]."""
-    N: tl.constexpr = x.shape[0] // W
-    M: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, [N, W, M]), (1, 0, 2)), [W, N * M])
 
 
 @triton.jit
@@ -366,14 +351,14 @@ def attend_tail(
     token = row % W * T + r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // 16 % 8
     at = token * (D // 4) + r // 4 % 4 * TILES + r // 128 % (D // 64) * 4 + r % 4
     at = tl.multiple_of(tl.max_contiguous(at, [1, 4]), [1, 4])
-    k_words = _rows_of_warps(tl.load(tail_ptr + at), W)
+    k_words = rows_of_warps(tl.load(tail_ptr + at), W)
     # V [token tile][kh][i][g][t][words]: lane g has D / 8 channels in a row, one of each channel tile and rh.
     row = tl.arange(0, W * T // 4)[:, None]
     r = row // W * D + tl.arange(0, D)[None, :]
     token = row % W * T + r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // RUN % 4 * 2 + r // D % 2
     at = token * (D // 4) + r // (4 * RUN) % 8 * RUN + r % RUN
     at = tl.multiple_of(tl.max_contiguous(at, [1, RUN]), [1, RUN])
-    v_words = _rows_of_warps(tl.load(tail_ptr + TOKENS * D // 4 + at), W)
+    v_words = rows_of_warps(tl.load(tail_ptr + TOKENS * D // 4 + at), W)
     k = _bytes_as_halves(k_words ^ -2139062144)  # + 128 in each byte
     k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])

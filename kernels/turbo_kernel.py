@@ -17,9 +17,9 @@ from .turbo_block import (
     attend_tail,
     merge_warps,
     no_tokens,
-    prefetch_blocks,
     scaled_query,
 )
+from .turbo_records import prefetch_blocks
 
 __all__ = ["turbo_decode_kernel"]
 
@@ -56,7 +56,11 @@ def _run_start(program, used, total):
     """Where a program's run begins: floor(program total / used), in 32 bits. Equal outputs end where runs end."""
     place = tl.minimum(program, used)
     run = total // used
-    return place * run + place * (total - run * used) // used
+    # Below used^2: as floats, whose quotient is one off at most, this takes a third of the time of integers.
+    extra = place * (total - run * used)
+    more = (extra.to(tl.float32) / used.to(tl.float32)).to(tl.int32)
+    more -= (more * used > extra).to(tl.int32)
+    return place * run + more + ((more + 1) * used <= extra).to(tl.int32)
 
 
 @triton.jit
@@ -68,8 +72,8 @@ def _run_of(step, used, total):
     return near + (_run_start(near + 1, used, total) <= step).to(tl.int32)
 
 
-# One compiled kernel for all sizes: what a size tells the compiler here saves nothing.
-@triton.jit(do_not_specialize=["num_kv_heads", "num_outputs", "num_blocks", "chunk_blocks"])
+# What no division needs stays a number of the launch.
+@triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"])
 def turbo_decode_kernel(
     q_ptr,  # [B, Hkv * GROUP, D]
     records_ptr,  # [W] int32
@@ -90,18 +94,18 @@ def turbo_decode_kernel(
     counters_ptr,  # [B Hkv] int32 and
     group_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at groups of partials; all 0 between launches
     gate_ptr,  # [1] int32 or None
-    num_kv_heads,
-    num_outputs,  # B Hkv
     num_blocks,  # NB
     qk_scale,
     chunk_blocks,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
+    HKV: tl.constexpr,
+    OUTPUTS: tl.constexpr,  # B HKV
     OUTPUTS_PAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     PER_SM: tl.constexpr,
     WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
     MERGE: tl.constexpr,
     WIDE: tl.constexpr,
     SAS: tl.constexpr,
@@ -119,15 +123,15 @@ def turbo_decode_kernel(
     if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
         if tl.load(gate_ptr) == 0:
             return
-    programs = tl.num_programs(0)
-    sms = programs // PER_SM
-    place, sm = tl.program_id(0) // sms, tl.program_id(0) % sms
+    SMS: tl.constexpr = PROGRAMS // PER_SM
+    place, sm = tl.program_id(0) // SMS, tl.program_id(0) % SMS
     # All that the schedule and the addresses need of every output, loaded together: one latency, not one after another.
     outputs = tl.arange(0, OUTPUTS_PAD)
-    exists = outputs < num_outputs
-    seq_lens = tl.load(seq_lens_ptr + outputs // num_kv_heads, mask=exists, other=0)
+    exists = outputs < OUTPUTS
+    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
     bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
-    offsets = tl.load(offset_ptr + outputs, mask=exists, other=0)
+    # In units of 16 bytes: 32 bits are picked in one instruction.
+    offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
     if FLAG:
         epoch = tl.load(epoch_ptr)
     # The rest of an output is `lengths` steps, one of them the tail's where there is no guess. Before it lies its
@@ -145,17 +149,17 @@ def turbo_decode_kernel(
         if PART == REST:
             lead_in = 0
     else:
-        lead_in = tl.minimum(total // (4 * programs), TAIL_STEPS)
+        lead_in = tl.minimum(total // (4 * PROGRAMS), TAIL_STEPS)
     rest_at = tl.where(exists, ends - lengths + (outputs + 1) * lead_in, 2147483647)
-    total += num_outputs * lead_in
+    total += OUTPUTS * lead_in
     # As few programs as the longest run allows: fewer partials. No run is empty, so that those that meet an output's
     # rest use consecutive slots; and where outputs are equal, each has the same number of runs.
-    used = tl.cdiv(total, tl.maximum(tl.cdiv(total, programs), 1))
-    even_used = tl.cdiv(used, num_outputs) * num_outputs
-    used = tl.maximum(tl.where(even_used <= tl.minimum(programs, total), even_used, used), 1)
+    used = tl.cdiv(total, tl.maximum(tl.cdiv(total, PROGRAMS), 1))
+    even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
+    used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
     # Neighbours share an SM, so that the programs at the beginnings of outputs, which have more to do, do not.
-    per_sm = tl.cdiv(used, sms)
-    program = tl.where(place < per_sm, sm * per_sm + place, programs)
+    per_sm = tl.cdiv(used, SMS)
+    program = tl.where(place < per_sm, sm * per_sm + place, PROGRAMS)
     begin = _run_start(program, used, total)
     end = _run_start(program + 1, used, total)
     here = tl.sum(tl.minimum(tl.maximum(begin - rest_at, 0), lengths), 0)
@@ -175,7 +179,7 @@ def turbo_decode_kernel(
             before = tl.sum(tl.where(outputs < output, lengths, 0), 0)
         length = _pick(lengths, output)
         seq_len = _pick(seq_lens, output)
-        offset = _pick(offsets, output)
+        records = records_ptr + _pick(offsets, output).to(tl.int64) * 4
         is_low = _pick(bits, output) == 2
         rest = _pick(rest_at, output)
         sink_o, window_o, full = _block_ranges(seq_len, chunk_blocks, SPEC)
@@ -197,7 +201,7 @@ def turbo_decode_kernel(
             # Memory answers while q comes and becomes an operand. Not more than one step: the first would come later.
             if has_tail:
                 prefetch(tail, 2 * TOKENS * D)
-            prefetch_blocks(records_ptr, offset, scales, first, tl.minimum(count, WARPS), is_low, D)
+            prefetch_blocks(records, scales, first, tl.minimum(count, WARPS), is_low, D)
         if EARLY:
             gdc_wait()
         even, odd, inverse = scaled_query(q_ptr, output, GROUP, HEADS, D)
@@ -211,16 +215,18 @@ def turbo_decode_kernel(
             )  # fmt: skip
         else:
             row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
-        if is_low:
-            row_max, row_sum, acc = attend_blocks(
-                row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
-                cutoff, HEADS, 2, WARPS, D, SAS, STAGES,
-            )  # fmt: skip
-        else:
-            row_max, row_sum, acc = attend_blocks(
-                row_max, row_sum, acc, even, odd, unit, records_ptr, offset, scales, first, split, second, count,
-                cutoff, HEADS, 4, WARPS, D, SAS, STAGES,
-            )  # fmt: skip
+        blocks = (first, split, second, count)
+        if count > 0:
+            if is_low:
+                row_max, row_sum, acc = attend_blocks(
+                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff,
+                    HEADS, 2, WARPS, D, SAS, PDL,
+                )  # fmt: skip
+            else:
+                row_max, row_sum, acc = attend_blocks(
+                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff,
+                    HEADS, 4, WARPS, D, SAS, PDL,
+                )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 
         slot = program + output
@@ -231,7 +237,7 @@ def turbo_decode_kernel(
                 if FLAG:
                     tl.debug_barrier()
                     tl.atomic_xchg(spec_flag_ptr + output, epoch, sem="release", scope="sys")
-                slot = programs + num_outputs + output
+                slot = PROGRAMS + OUTPUTS + output
         store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS, GROUP, D)
 
         # The ticket: an output's rest is one range, and the runs that meet it use consecutive slots.
@@ -240,7 +246,7 @@ def turbo_decode_kernel(
         runs = tl.where(length > 0, last_run - first_run + 1, 0)
         hand_in(
             o_partial_ptr, lse_partial_ptr, counters_ptr, group_counters_ptr, program, output, first_run, runs,
-            programs + num_outputs + output, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
+            PROGRAMS + OUTPUTS + output, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
             GROUP, GROUP_PAD, D, D, MERGE, WARPS, SPEC, PART == PREDICTOR, SPEC and PART == ALL,
         )  # fmt: skip
         here = tl.where(is_guess, here, before + length)

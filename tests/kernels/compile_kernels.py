@@ -91,9 +91,10 @@ def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: boo
     merge, wide = turbo_attention.merge_sizes(group_pad, warps)
     constants = {
         "GROUP": group, "GROUP_PAD": group_pad, "D": head_dim,
-        "OUTPUTS_PAD": max(32, 8 * batch_size), "PER_SM": settings.per_sm, "WARPS": warps,
-        "STAGES": settings.num_stages, "MERGE": merge, "WIDE": wide,
-        "SAS": sas, "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90, "gate_ptr": None,
+        "HKV": 8, "OUTPUTS": 8 * batch_size, "OUTPUTS_PAD": max(32, 8 * batch_size),
+        "PROGRAMS": 132 * settings.per_sm, "PER_SM": settings.per_sm, "WARPS": warps,
+        "MERGE": merge, "WIDE": wide, "SAS": sas, "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90,
+        "gate_ptr": None,
         "EARLY": capability >= 90 and not spec,
     }  # fmt: skip
     if not spec:
