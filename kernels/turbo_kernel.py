@@ -204,29 +204,28 @@ def turbo_decode_kernel(
             prefetch_blocks(records, scales, first, tl.minimum(count, WARPS), is_low, D)
         if EARLY:
             gdc_wait()
-        even, odd, inverse = scaled_query(q_ptr, output, GROUP, HEADS, D)
+        q_words, q_scale, inverse, unbias = scaled_query(q_ptr, output, GROUP, HEADS, WARPS, D)
         unit = inverse * qk_scale
         # By the tokens of this request, so that neither the cache's capacity nor the length at capture has a say.
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
-        if has_tail:
-            row_max, row_sum, acc = attend_tail(
-                even, odd, unit, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, cutoff,
-                HEADS, WARPS, D, SAS,
-            )  # fmt: skip
-        else:
-            row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
+        row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
         blocks = (first, split, second, count)
         if count > 0:
             if is_low:
                 row_max, row_sum, acc = attend_blocks(
-                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff,
+                    row_max, row_sum, acc, q_words, unbias, unit, records, scales, blocks, cutoff,
                     HEADS, 2, WARPS, D, SAS, PDL,
                 )  # fmt: skip
             else:
                 row_max, row_sum, acc = attend_blocks(
-                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff,
+                    row_max, row_sum, acc, q_words, unbias, unit, records, scales, blocks, cutoff,
                     HEADS, 4, WARPS, D, SAS, PDL,
                 )  # fmt: skip
+        if has_tail:
+            row_max, row_sum, acc = attend_tail(
+                row_max, row_sum, acc, q_ptr, output, q_scale, unbias, unit, tail, tail_scale_ptr + output * 2,
+                seq_len - full * TOKENS, cutoff, GROUP, HEADS, WARPS, D, SAS,
+            )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 
         slot = program + output

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .prefetch import prefetch, prefetch_by_warp, prefetch_lines
 
-__all__ = ["load_k", "load_scales", "load_v", "prefetch_blocks", "prefetch_step", "rows_of_warps"]
+__all__ = ["load_k", "load_scales", "load_v", "load_v_parameters", "prefetch_blocks", "prefetch_step", "rows_of_warps"]
 
 LANE_WORDS = tl.constexpr(128)  # of a warp's load: four for each lane
 
@@ -69,20 +69,26 @@ def load_k(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, BITS: tl
 
 @triton.jit
 def load_v(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """V of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, D] the words of a lane's rows.
+    """The codes of V of a step, int32 [W, 2 D BITS]."""
+    CODES: tl.constexpr = 2 * D * BITS
+    places = tl.arange(0, LANE_WORDS)
+    return _load_rows(
+        records_ptr + CODES, step, blocks, LANE_WORDS, places, W, CODES // LANE_WORDS, 2 * CODES + D
+    )  # fmt: skip
 
-    Those are the same for all t, [g][t][D / 32]: for each column of an output.
+
+@triton.jit
+def load_v_parameters(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
+    """`s_int` and `z` of V of a step, int32 [W, D] each: the words of a lane's rows.
+
+    They are the same for all t, [g][t][D / 32]: for each column of an output.
     """
     CODES: tl.constexpr = 2 * D * BITS
-    STRIDE: tl.constexpr = 2 * CODES + D
     RUN: tl.constexpr = D // 32
-    r = tl.arange(0, LANE_WORDS)
-    words = _load_rows(records_ptr + CODES, step, blocks, LANE_WORDS, r, W, CODES // LANE_WORDS, STRIDE)
     r = tl.arange(0, D)
     places = tl.multiple_of(tl.max_contiguous(r // (4 * RUN) * RUN + r % RUN, [RUN]), [RUN])
-    params = _load_rows(records_ptr + (2 * CODES + D // 2), step, blocks, D // 4, places, W, 2, STRIDE)
-    s_int, z = tl.split(tl.permute(tl.reshape(params, [W, 2, D]), (0, 2, 1)))
-    return words, s_int, z
+    words = _load_rows(records_ptr + (2 * CODES + D // 2), step, blocks, D // 4, places, W, 2, 2 * CODES + D)
+    return tl.split(tl.permute(tl.reshape(words, [W, 2, D]), (0, 2, 1)))
 
 
 @triton.jit

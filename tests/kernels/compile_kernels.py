@@ -243,7 +243,7 @@ def quantised_cache(capability: int) -> dict[str, Any]:
 
 
 def report(ptx: str) -> dict[str, int]:
-    """Assemble PTX once more: registers, spilled bytes, copies in the background, products kept out of it."""
+    """Assemble PTX once more: registers, spilled bytes, 16-byte copies and loads, products in the foreground."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     tool = next(path for path in (folder / "ptxas-blackwell", folder / "ptxas") if path.exists() and _knows(path, arch))
@@ -255,6 +255,7 @@ def report(ptx: str) -> dict[str, int]:
         "registers": int(re.search(r"Used (\d+) registers", told)[1]),
         "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", told)),
         "async_copies": ptx.count("cp.async.cg.shared.global"),
+        "wide_loads": ptx.count("ld.global.v4.b32"),
         "serialised": told.count("wgmma.mma_async instructions are serialized"),
     }
 
