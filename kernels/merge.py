@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .prefetch import INTERPRETED
+from .words import INTERPRETED
 
 __all__ = [
     "WIDE",
