@@ -43,7 +43,9 @@ def prefer_l1(compiled: Any, per_sm: int = 0) -> None:
 @functools.cache
 def _prefer_l1(function: int, num_bytes: int) -> None:
     # A preference: where the driver has none of it, kernels are slower, not wrong.
-    whole = torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    # An SM has what one program may ask for, and that program's reserve.
+    whole = properties.shared_memory_per_block_optin + RESERVED_BYTES  # type: ignore[attr-defined]  # missing in the stub
     _driver().cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, math.ceil(100 * num_bytes / whole))
 
 
