@@ -1,0 +1,225 @@
+"""Tables of quality: see tables.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from result_rows import read, table, where
+
+
+def quality(rows: list[dict[str, Any]]) -> str:
+    """Bits per byte, recall and hit rates over lambda."""
+    if not rows:
+        return ""
+    values: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+    for row in rows:
+        case = row["case"]
+        values.setdefault(case["threshold"], {})[case["measure"], case["context"]] = row
+    columns = sorted({key for found in values.values() for key in found})
+    text = next(key for key in reversed(columns) if key[0] == "bits per byte")
+    recall = next((key for key in columns if key[0] == "recall"), None)
+    head = ["lambda", *(f"{measure}, {context} tokens" for measure, context in columns), "hit rate, text"]
+    lines = []
+    for threshold, found in values.items():
+        cells = [
+            f"{found[key]['value']:.4f}" if key[0] != "recall" else f"{found[key]['value']:.1%}" for key in columns
+        ]
+        lines.append([f"{float(threshold):g}", *cells, f"{found[text]['hit_rate']:.3f}"])
+    layers = range(len(next(iter(values.values()))[text]["hit_rate_per_layer"]))
+    per_layer = [
+        table(
+            ["lambda", *(f"layer {layer}" for layer in layers)],
+            [
+                [f"{float(threshold):g}", *(f"{rate:.3f}" for rate in found[key]["hit_rate_per_layer"])]
+                for threshold, found in values.items()
+                if key in found
+            ],
+        )
+        for key in (text, recall)
+        if key is not None
+    ]
+    case = rows[0]["case"]
+    return "\n\n".join(
+        [
+            "## Demo checkpoint over lambda",
+            f"Reference semantics (`simulated`), S = {case['chunk_size']}, {case['dtype']}. lambda 0 is full attention,"
+            f" inf is attention sink in every layer. {where(rows[0])}",
+            table(head, lines),
+            f"Hit rate of each layer on text, at positions where the guess leaves tokens out ({text[1]} tokens):",
+            per_layer[0],
+            *(["Hit rate of each layer on the answers of recall prompts:", per_layer[1]] if recall else []),
+        ]
+    )
+
+
+def codecs(title: str, rows: list[dict[str, Any]]) -> str:
+    """Quality of each cache and lambda at the longest context, and its change against bf16 under the same lambda."""
+    if not rows:
+        return ""
+    lines: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["measure"] in QUALITY_COLUMNS:
+            line = lines.setdefault((case["threshold"], case["cache"]), {})
+            line.setdefault(case["measure"], []).append(row)
+    columns = [name for name in QUALITY_COLUMNS if any(name in line for line in lines.values())]
+    head = ["lambda", "cache", *(title for name in columns for title in (QUALITY_COLUMNS[name], "change"))]
+    cells = []
+    for (threshold, cache), found in lines.items():
+        cell = [lambda_name(threshold), cache]
+        for name in columns:
+            own, base = (mean_at_longest(line.get(name)) for line in (found, lines.get((threshold, "bf16"), {})))
+            cell.append("" if own is None else f"{own:.4f}" if name == "bits per byte" else f"{own:.1%}")
+            if own is None or base is None or cache == "bf16":
+                cell.append("")
+            else:
+                cell.append(
+                    f"{own / base - 1:+.2%}" if name == "bits per byte" else f"{100 * (own - base):+.1f} points"
+                )
+        hits = max(
+            found.get("bits per byte") or next(iter(found.values())), key=lambda row: int(row["case"]["context"])
+        )
+        cells.append([*cell, f"{hits['hit_rate']:.3f}"])
+    case = max((row["case"] for row in rows), key=lambda case: int(case["context"]))
+    own_length = " (UUIDs: their own length)" if "record recall" in columns else ""
+    notes = [
+        f"As decoded token by token from the cache named, at {case['context']} tokens{own_length}, S ="
+        f" {case['chunk_size']}, {case['dtype']}; change against the bf16 cache under the same lambda."
+    ]
+    if any(threshold == "fixed" for threshold, _ in lines):
+        notes.append(
+            "In fixed layers, those with a hit rate above 0.8 on text at lambda 0.1, the guess is always let through."
+        )
+    notes.append("What has no cell or line was not measured, though a command may name it.")
+    return "\n\n".join(
+        [f"## {title}", " ".join([*notes, where(*rows)]), table([*head, "hit rate"], cells)],
+    )
+
+
+def ablated(title: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Softmaxes, block sizes and selectors of half the heads; then selectors over how many heads are held at 2 bits."""
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["low_heads"] is not None:
+            values = found.setdefault(case["selector"], {}).setdefault(case["low_heads"], {})
+            values[case["measure"]] = row["value"]
+    few = [row for row in rows if row["case"]["low_heads"] is not None]
+    if not few:
+        return [codecs(title, rows)]
+    counts = sorted({count for of in found.values() for count in of})
+
+    def cell(values: dict[str, float]) -> str:
+        parts = [f"{values['bits per byte']:.4f}"] if "bits per byte" in values else []
+        return ", ".join(parts + ([f"{values['recall']:.0%}"] if "recall" in values else []))
+
+    lines = [[selector, *(cell(of.get(count, {})) for count in counts)] for selector, of in found.items()]
+    return [
+        codecs(title, [row for row in rows if row["case"]["low_heads"] is None]),
+        f"Bits per byte and facts recalled at lambda 0, by how many of the KV heads `turbo-mixed` holds at 2 bits."
+        f" {where(*few)}",
+        table(["heads of lowest priority by", *map(str, counts)], lines),
+    ]
+
+
+def over_contexts(rows: list[dict[str, Any]]) -> str:
+    """Bits per byte of each cache and lambda over contexts, and hit rates of layers; empty where one was measured."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["measure"] == "bits per byte":
+            found.setdefault((case["threshold"], case["cache"]), {})[case["context"]] = row
+    contexts = sorted({context for of_context in found.values() for context in of_context})
+    if len(contexts) < 2:
+        return ""
+    lines = [
+        [
+            lambda_name(threshold),
+            cache,
+            *(f"{of[context]['value']:.4f}" if context in of else "" for context in contexts),
+        ]
+        for (threshold, cache), of in found.items()
+    ]
+    measured = {key: of[contexts[-1]] for key, of in found.items() if key[0] == "0.1" and contexts[-1] in of}
+    layers = range(len(next(iter(measured.values()))["hit_rate_per_layer"])) if measured else range(0)
+    rates = [[cache, *(f"{rate:.3f}" for rate in row["hit_rate_per_layer"])] for (_, cache), row in measured.items()]
+    return "\n\n".join(
+        [
+            "Bits per byte over contexts:",
+            table(["lambda", "cache", *map(str, contexts)], lines),
+            f"Hit rate of each layer on text at lambda 0.1 ({contexts[-1]} tokens):",
+            table(["cache", *(f"layer {layer}" for layer in layers)], rates),
+        ]
+    )
+
+
+def needles(rows: list[dict[str, Any]]) -> str:
+    """How many facts and pairs were recalled over all contexts and depths, and the picture; empty where none was."""
+    found: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["depth"] is not None:
+            found.setdefault((case["measure"], case["cache"]), {}).setdefault(case["threshold"], []).append(row)
+    if not found:
+        return ""
+    thresholds = list(dict.fromkeys(threshold for of in found.values() for threshold in of))
+    lines = [
+        [NEEDLES[measure], cache, *(recalled(of.get(threshold, [])) for threshold in thresholds)]
+        for (measure, cache), of in sorted(found.items(), key=lambda item: list(NEEDLES).index(item[0][0]))
+    ]
+    cases = [row["case"] for row in rows if row["case"]["depth"] is not None]
+    contexts, depths = (sorted({case[name] for case in cases}) for name in ("context", "depth"))
+    return "\n\n".join(
+        [
+            f"Recalled over all contexts ({', '.join(map(str, contexts))} tokens; all pairs are the shortest of these"
+            f" that holds them) and depths ({', '.join(f'{depth:g}' for depth in depths)}):",
+            table(["what", "cache", *map(lambda_name, thresholds)], lines),
+            "The picture has contexts across and depths down; below it, hit rates of layers.",
+            "![Needles recalled over context and depth, and hit rates of layers, for each lambda](needles.png)",
+        ]
+    )
+
+
+def recalled(rows: list[dict[str, Any]]) -> str:
+    """So many of so many prompts; nothing where none was asked."""
+    total = sum(row["case"]["samples"] for row in rows)
+    return f"{round(sum(row['case']['samples'] * row['value'] for row in rows))} of {total}" if rows else ""
+
+
+def lambda_name(threshold: str) -> str:
+    """As a heading."""
+    return "fixed layers" if threshold == "fixed" else f"{float(threshold):g}"
+
+
+NEEDLES = {"needle": "a fact in a text", "record needle": "one of as many pairs as fit"}
+QUALITY_COLUMNS = {
+    "bits per byte": "bits per byte",
+    "recall": "fact recalled",
+    "record recall": "UUID recalled",
+}
+
+
+def mean_at_longest(rows: list[dict[str, Any]] | None) -> float | None:
+    """Mean value of the rows of the longest context; None where there are none."""
+    if not rows:
+        return None
+    longest = max(row["case"]["context"] for row in rows)
+    values = [row["value"] for row in rows if row["case"]["context"] == longest]
+    return float(sum(values) / len(values))
+
+
+def short_quality() -> str:
+    """One line for each lambda: hit rate on text, bits per byte at the longest context, recall."""
+    rows = read("quality.jsonl")
+    longest = max(row["case"]["context"] for row in rows)
+    head = ["lambda", "hit rate on text", f"bits per byte, {longest} tokens"]
+    head += [f"fact recalled from {longest} tokens", "UUID recalled among 75 pairs"]
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        case = row["case"]
+        line = lines.setdefault(case["threshold"], [f"{float(case['threshold']):g}"])
+        if case["measure"] != "bits per byte":
+            line.append(f"{row['value']:.0%}")
+        elif case["context"] == longest:
+            line += [f"{row['hit_rate']:.0%}", f"{row['value']:.4f}"]
+    return "\n".join([table(head, list(lines.values())), "", where(rows[0])])
