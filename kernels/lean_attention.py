@@ -28,7 +28,7 @@ import triton
 from torch import Tensor
 
 from .lean_kernel import lean_decode_kernel
-from .merge import WIDE, merge_rounds
+from .merge import WIDE, merge_sizes
 
 __all__ = ["LeanWorkspace", "Part", "Speculation", "lean_decode_attention"]
 
@@ -143,7 +143,7 @@ def lean_decode_attention(
     block_n, num_stages, merge_registers, pdl = _settings(q.device, width * q.itemsize)
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
     pdl = pdl and part != "predictor"
-    merge, wide = merge_rounds(group_pad, width, NUM_WARPS, merge_registers)
+    merge_round, wide = merge_sizes(group_pad, width, NUM_WARPS, merge_registers)
     spec = speculation
     if spec is not None:
         # At short contexts the guess comes last: what is then left to merge should be little.
@@ -178,9 +178,8 @@ def lean_decode_attention(
         B_PAD=_padded(batch_size),
         BLOCK_N=block_n,
         STAGES=num_stages,
-        MERGE=merge,
+        ROUND=merge_round,
         WIDE=wide,
-        WARPS=NUM_WARPS,
         SPEC=spec is not None,
         PART=PARTS[part],
         FLAG=spec is not None and spec.flag is not None,

@@ -285,9 +285,8 @@ def lean_decode_kernel(
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    MERGE: tl.constexpr,
+    ROUND: tl.constexpr,
     WIDE: tl.constexpr,
-    WARPS: tl.constexpr,
     SPEC: tl.constexpr,
     PART: tl.constexpr,
     FLAG: tl.constexpr,
@@ -395,7 +394,7 @@ def lean_decode_kernel(
                         o_partial_ptr, lse_partial_ptr, counters_ptr, program, output + lane,
                         tl.sum(tl.where(here, first_run, 0), 0), tl.sum(tl.where(here, runs, 0), 0),
                         PROGRAMS + num_outputs + output + lane, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
-                        GROUP, GROUP_PAD, D, HEAD_DIM, MERGE * WARPS, SPEC, SPEC and PART == ALL,
+                        GROUP, GROUP_PAD, D, HEAD_DIM, ROUND, SPEC, SPEC and PART == ALL,
                     )  # fmt: skip
                     lane = tl.min(tl.where(arrived & (lanes > lane), lanes, 32), 0)
                 output += 32

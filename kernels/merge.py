@@ -16,10 +16,9 @@ __all__ = [
     "WIDE",
     "arrive",
     "finish",
-    "hand_in",
     "inverse_of_sum",
     "log2_of_sum",
-    "merge_rounds",
+    "merge_sizes",
     "output_at",
     "store_partial",
     "sum_of_warps",
@@ -29,14 +28,14 @@ __all__ = [
 WIDE = 24
 
 
-def merge_rounds(group_pad: int, width: int, num_warps: int, registers: int) -> tuple[int, int]:
-    """How many partials are loaded at once, for each of 1, 2 or 4 warps, and beyond how many there are two levels.
+def merge_sizes(group_pad: int, width: int, num_warps: int, registers: int) -> tuple[int, int]:
+    """How many partials 1, 2 or 4 warps load at once, and beyond how many there are two levels.
 
     At once: as many as fit into so many registers, but 8, 16 or 24, or a power of two below that.
     """
     loaded = max(1, registers * 32 // (group_pad * width)) * num_warps
     loaded = min(24, loaded // 8 * 8) if loaded >= 8 else max(num_warps, 1 << (loaded.bit_length() - 1))
-    return loaded // num_warps, max(WIDE, 2 * loaded)
+    return loaded, max(WIDE, 2 * loaded)
 
 
 @triton.jit
@@ -324,42 +323,4 @@ def finish(
         _write(
             row_max, row_sum, o, spec_o, spec_lse, output, out_ptr, out_lse_ptr, sums_ptr,
             GROUP, GROUP_PAD, D, HEAD_DIM, SPEC,
-        )  # fmt: skip
-
-
-@triton.jit
-def hand_in(
-    o_ptr,
-    lse_ptr,
-    counters_ptr,
-    group_counters_ptr,
-    program,
-    output,
-    first_run,
-    runs,
-    spec_slot,
-    is_guess,
-    out_ptr,
-    out_lse_ptr,
-    sums_ptr,
-    wide,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    D: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MERGE: tl.constexpr,
-    WARPS: tl.constexpr,
-    SPEC: tl.constexpr,
-    IS_ALONE: tl.constexpr,
-    WITH_GUESS: tl.constexpr,
-):
-    """`arrive` at one output and, as the last, `finish`."""
-    is_last = arrive(
-        counters_ptr, group_counters_ptr, program, output, first_run, runs, is_guess, runs >= 0, wide,
-        IS_ALONE, WITH_GUESS,
-    )  # fmt: skip
-    if is_last:
-        finish(
-            o_ptr, lse_ptr, counters_ptr, program, output, first_run, runs, spec_slot, is_guess, out_ptr, out_lse_ptr,
-            sums_ptr, wide, GROUP, GROUP_PAD, D, HEAD_DIM, MERGE * WARPS, SPEC, WITH_GUESS,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from torch import Tensor
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import prefer_l1
 from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
-from .merge import merge_rounds
+from .merge import merge_sizes
 from .turbo_kernel import turbo_decode_kernel
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
@@ -104,7 +104,7 @@ def turbo_decode_attention(
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
     pdl = settings.pdl and part != "predictor"
     num_programs = workspace.num_programs
-    merge, wide = merge_sizes(group_pad, warps)
+    merge_round, wide = turbo_merge_sizes(group_pad, warps)
     compiled = turbo_decode_kernel[(num_programs,)](
         q,
         layer.words,
@@ -137,7 +137,7 @@ def turbo_decode_attention(
         PROGRAMS=num_programs,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         WARPS=warps,
-        MERGE=merge,
+        ROUND=merge_round,
         WIDE=wide,
         SAS=layer.softmax == "sas",
         SPEC=spec is not None,
@@ -151,9 +151,9 @@ def turbo_decode_attention(
     prefer_l1(compiled, settings.per_sm)
 
 
-def merge_sizes(group_pad: int, num_warps: int) -> tuple[int, int]:
-    """`merge_rounds`; as many partials for heads of 64, where more of them spill registers."""
-    return merge_rounds(group_pad, max(HEAD_DIMS), num_warps, MERGE_REGISTERS)
+def turbo_merge_sizes(group_pad: int, num_warps: int) -> tuple[int, int]:
+    """`merge_sizes`; as many partials for heads of 64, where more of them spill registers."""
+    return merge_sizes(group_pad, max(HEAD_DIMS), num_warps, MERGE_REGISTERS)
 
 
 def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part) -> None:

@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .lean_kernel import ALL, PREDICTOR, REST, locate
-from .merge import hand_in, output_at, store_partial
+from .merge import arrive, finish, output_at, store_partial
 from .prefetch import prefetch
 from .sas import sas_cutoff
 from .turbo_block import (
@@ -106,8 +106,8 @@ def turbo_decode_kernel(
     PROGRAMS: tl.constexpr,
     PER_SM: tl.constexpr,
     WARPS: tl.constexpr,
-    MERGE: tl.constexpr,
-    WIDE: tl.constexpr,
+    ROUND: tl.constexpr,  # partials merged at once, and
+    WIDE: tl.constexpr,  # how many need no second level
     SAS: tl.constexpr,
     SPEC: tl.constexpr,
     PART: tl.constexpr,
@@ -243,10 +243,15 @@ def turbo_decode_kernel(
         first_run = _run_of(rest, used, total)
         last_run = _run_of(rest + length - 1, used, total)
         runs = tl.where(length > 0, last_run - first_run + 1, 0)
-        hand_in(
-            o_partial_ptr, lse_partial_ptr, counters_ptr, group_counters_ptr, program, output, first_run, runs,
-            PROGRAMS + OUTPUTS + output, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
-            GROUP, GROUP_PAD, D, D, MERGE, WARPS, SPEC, PART == PREDICTOR, SPEC and PART == ALL,
+        is_last = arrive(
+            counters_ptr, group_counters_ptr, program, output, first_run, runs, is_guess, runs >= 0, WIDE,
+            PART == PREDICTOR, SPEC and PART == ALL,
         )  # fmt: skip
+        if is_last:
+            finish(
+                o_partial_ptr, lse_partial_ptr, counters_ptr, program, output, first_run, runs,
+                PROGRAMS + OUTPUTS + output, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
+                GROUP, GROUP_PAD, D, D, ROUND, SPEC, SPEC and PART == ALL,
+            )  # fmt: skip
         here = tl.where(is_guess, here, before + length)
         guess += 1

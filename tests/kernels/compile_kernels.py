@@ -31,7 +31,7 @@ from alspec.kernels import (
     turbo_kernel,
     turbo_prefill_hopper,
 )
-from alspec.kernels.merge import merge_rounds
+from alspec.kernels.merge import merge_sizes
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
@@ -67,12 +67,12 @@ def lean(
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
     registers = lean_attention.BLACKWELL_MERGE_REGISTERS if capability >= 100 else lean_attention.MERGE_REGISTERS
-    merge, wide = merge_rounds(group, head_dim, lean_attention.NUM_WARPS, registers)
+    merge_round, wide = merge_sizes(group, head_dim, lean_attention.NUM_WARPS, registers)
     constants = {
         "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
         "B_PAD": lean_attention._padded(batch_size),
-        "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability == 90 else 2, "MERGE": merge,
-        "WIDE": wide, "WARPS": lean_attention.NUM_WARPS, "SPEC": spec, "PART": lean_attention.PARTS[part],
+        "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability == 90 else 2, "ROUND": merge_round,
+        "WIDE": lean_attention.WIDE if spec else wide, "SPEC": spec, "PART": lean_attention.PARTS[part],
         "FLAG": spec and part == "all", "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
     if part != "all":
@@ -88,12 +88,12 @@ def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: boo
     """The attention kernel as `turbo_decode_attention` launches it."""
     settings = turbo_attention.GPU_SETTINGS
     group_pad, warps = triton.next_power_of_2(group), settings.num_warps
-    merge, wide = turbo_attention.merge_sizes(group_pad, warps)
+    merge_round, wide = turbo_attention.turbo_merge_sizes(group_pad, warps)
     constants = {
         "GROUP": group, "GROUP_PAD": group_pad, "D": head_dim,
         "HKV": 8, "OUTPUTS": 8 * batch_size, "OUTPUTS_PAD": max(32, 8 * batch_size),
         "PROGRAMS": 132 * settings.per_sm, "PER_SM": settings.per_sm, "WARPS": warps,
-        "MERGE": merge, "WIDE": wide, "SAS": sas, "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90,
+        "ROUND": merge_round, "WIDE": wide, "SAS": sas, "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90,
         "gate_ptr": None,
         "EARLY": capability >= 90 and not spec,
     }  # fmt: skip

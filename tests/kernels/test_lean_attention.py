@@ -18,7 +18,7 @@ from alspec.kernels.lean_attention import (
     Speculation,
     lean_decode_attention,
 )
-from alspec.kernels.merge import merge_rounds
+from alspec.kernels.merge import merge_sizes
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
@@ -176,7 +176,7 @@ def test_two_launches_give_what_one_gives(
 def test_many_partials_are_merged_in_two_levels(
     device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
 ) -> None:
-    assert merge_rounds(8, 128, NUM_WARPS, MERGE_REGISTERS)[1] == 24, "fewer than the partials here"
+    assert merge_sizes(8, 128, NUM_WARPS, MERGE_REGISTERS)[1] == 24, "fewer than the partials here"
     launch = Launch.draw(lengths, 5, 1, 128, device, num_programs, chunk_size)
     launch.run()
     launch.compare(check)
