@@ -1,10 +1,11 @@
 """Lean (stream-K) decode attention in one launch, with the speculative output written first when it is asked for.
 
 A *lean tile* is `block_n` tokens of one (request, KV head), with all query heads of that KV head in one product, so K
-and V are read once. A fixed grid of programs takes equal contiguous runs of tiles over ragged work; the
-schedule is computed on the device from `seq_lens`, in closed form. Every program writes a partial `(o, lse)` for each
-output it touched and takes a ticket on it; the last one to arrive merges all partials, in tile order. Nobody waits, so
-nothing can deadlock, and the result does not depend on who arrives last.
+and V are read once; where heads are narrow and contexts long, twice as many. A fixed grid of programs takes equal
+contiguous runs of tiles over ragged work; the schedule, and which length tiles have, is computed on the device from
+`seq_lens`, in closed form. Every program writes a partial `(o, lse)` for each output it touched and takes a ticket on
+it; the last one to arrive merges all partials, in tile order. Nobody waits, so nothing can deadlock, and the result
+does not depend on who arrives last.
 
 With `chunk_size` (S) given, each head's sink and window are the first work of one program. What it computes is `A~`,
 which leaves at once, and also one more partial of the full output. Its run of other tiles is that much shorter.
@@ -140,7 +141,7 @@ def lean_decode_attention(
     group = num_qo_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     width = triton.next_power_of_2(head_dim)
-    block_n, num_stages, merge_registers, pdl = _settings(q.device, width * q.itemsize)
+    block_n, has_long, num_stages, merge_registers, pdl = _settings(q.device, width * q.itemsize)
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
     pdl = pdl and part != "predictor"
     merge_round, wide = merge_sizes(group_pad, width, NUM_WARPS, merge_registers)
@@ -177,6 +178,7 @@ def lean_decode_attention(
         PROGRAMS=workspace.num_programs,
         B_PAD=_padded(batch_size),
         BLOCK_N=block_n,
+        LONG=has_long and group_pad <= 16,  # with more query heads the softmax of a long tile spills registers
         STAGES=num_stages,
         ROUND=merge_round,
         WIDE=wide,
@@ -200,16 +202,18 @@ def _padded(batch_size: int) -> int:
 
 
 @functools.cache
-def _settings(device: torch.device, row_bytes: int) -> tuple[int, int, int, bool]:
-    """Tokens in a tile, tiles in flight, registers for merging, and whether to start before the last kernel ends.
+def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, int, bool]:
+    """Tokens in a tile, whether there are tiles of twice as many, tiles in flight, registers for merging, and whether
+    to start before the last kernel ends.
 
     One program on an SM with all its shared memory was faster at every length than two with half of it each: it leaves
-    half the partials. More than 128 tokens in a tile make short contexts uneven (both measured on H200). On Blackwell,
-    where nothing has been measured, more than what is here spills registers.
+    half the partials. More than 128 tokens in a tile make short contexts uneven (both measured on H200): where 128 are
+    half a tile, whole ones are for long contexts only, and only if as many of them fit in flight. On Blackwell, where
+    nothing has been measured, more than what is here spills registers.
     """
     block_n = max(16, min(128, TILE_BYTES // row_bytes))
     if device.type != "cuda":
-        return block_n, 1, MERGE_REGISTERS, False
+        return block_n, 2 * block_n * row_bytes <= TILE_BYTES, 1, MERGE_REGISTERS, False
     properties = torch.cuda.get_device_properties(device)
     is_blackwell = properties.major >= 10
     if is_blackwell:
@@ -220,5 +224,7 @@ def _settings(device: torch.device, row_bytes: int) -> tuple[int, int, int, bool
     while block_n > 16 and room < 2 * (2 * block_n + 16) * row_bytes:
         block_n //= 2
     num_stages = max(1, min(2 if is_blackwell else 3, room // ((2 * block_n + 16) * row_bytes)))
+    has_long = not is_blackwell and 2 * block_n * row_bytes <= TILE_BYTES
+    has_long = has_long and room >= num_stages * (4 * block_n + 16) * row_bytes
     merge_registers = BLACKWELL_MERGE_REGISTERS if is_blackwell else MERGE_REGISTERS
-    return block_n, num_stages, merge_registers, properties.major >= 9
+    return block_n, has_long, num_stages, merge_registers, properties.major >= 9

@@ -19,6 +19,8 @@ REST = tl.constexpr(2)
 
 WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this many tokens, whatever BLOCK_N is
 GUESS_OVERHEAD = tl.constexpr(6)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
+# Tiles are long where every program has so many: its run may be one tile longer than others, which is little then.
+LONG_TILES = tl.constexpr(8)
 
 
 @triton.jit
@@ -31,6 +33,12 @@ def _token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
         sink = tl.zeros_like(seq_len)
         window = seq_len
     return sink, window
+
+
+@triton.jit
+def _tiles_in(tokens, is_long, BLOCK_N: tl.constexpr):
+    """How many tiles they fill, of BLOCK_N tokens or of twice as many: no division, as it is by constants alone."""
+    return tl.where(is_long, tl.cdiv(tokens, 2 * BLOCK_N), tl.cdiv(tokens, BLOCK_N))
 
 
 @triton.jit
@@ -139,7 +147,7 @@ def _attend_run(
                 token, limit = begin2 + 0, end2 + 0
                 if not is_guess:
                     request, before = locate(tile + i, rest_end)
-                    token, limit, _, rest = _rest_of(request, seq_lens, chunk_size, B_PAD, BLOCK_N, SPEC)
+                    token, limit, _, rest = _rest_of(request, seq_lens, chunk_size, False, B_PAD, BLOCK_N, SPEC)
                     output = request * HKV + (tile + i - before) // tl.maximum(rest, 1)
         left = limit - token
         # Loaded with every tile, so that q's latency is that of the first tile's, not before it.
@@ -234,11 +242,11 @@ def locate(tile, tiles_end):
 
 
 @triton.jit
-def _rest_of(request, seq_lens, chunk_size, B_PAD: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
+def _rest_of(request, seq_lens, chunk_size, is_long, B_PAD: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
     """Sink, window, length of a request and the tiles of each of its heads; seq_lens: [B_PAD]."""
     seq_len = tl.sum(tl.where(tl.arange(0, B_PAD) == request, seq_lens, 0), 0)
     sink, window = _token_ranges(seq_len, chunk_size, SPEC)
-    return sink, window, seq_len, tl.cdiv(window - sink, BLOCK_N)
+    return sink, window, seq_len, _tiles_in(window - sink, is_long, BLOCK_N)
 
 
 @triton.jit
@@ -284,6 +292,7 @@ def lean_decode_kernel(
     PROGRAMS: tl.constexpr,
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LONG: tl.constexpr,  # whether a tile has twice as many tokens where there is enough work
     STAGES: tl.constexpr,
     ROUND: tl.constexpr,
     WIDE: tl.constexpr,
@@ -310,14 +319,18 @@ def lean_decode_kernel(
     if FLAG:
         epoch = tl.load(epoch_ptr)  # here, where its latency is that of seq_lens
     sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
-    rest_tiles = tl.cdiv(window - sink, BLOCK_N) * HKV
+    # The tokens of one KV head: those of all could be too many for an integer.
+    is_long = LONG and tl.sum(window - sink, 0) >= LONG_TILES * PROGRAMS * 2 * BLOCK_N // HKV
+    block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
+    rest_tiles = _tiles_in(window - sink, is_long, BLOCK_N) * HKV
     rest_end = tl.cumsum(rest_tiles, 0)
     total_rest = tl.sum(rest_tiles, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     num_guesses = num_outputs if SPEC and PART != REST else 0
     leaders, lead_run, followers, run, longer = _schedule(
-        num_guesses if PART == ALL else 0, 2 * tl.cdiv(chunk_size, BLOCK_N) + GUESS_OVERHEAD, total_rest, PROGRAMS
-    )
+        num_guesses if PART == ALL else 0, 2 * _tiles_in(chunk_size, is_long, BLOCK_N) + GUESS_OVERHEAD, total_rest,
+        PROGRAMS,
+    )  # fmt: skip
     tile = _run_start(program, leaders, lead_run, followers, run, longer)
     last = _run_start(program + 1, leaders, lead_run, followers, run, longer)
     if PART == PREDICTOR:
@@ -325,10 +338,14 @@ def lean_decode_kernel(
 
     # First the guess of a head, sent and merged before this program's run of the rest begins. At least once, even where
     # there is nothing to do: what follows is then no branch, and is computed while `seq_lens` is on its way.
-    guess = program
-    more = program >= 0
-    while more:
-        is_guess = guess < num_guesses
+    guesses, turns = 0, (program >= 0).to(tl.int32)
+    if SPEC:
+        guesses = (num_guesses + PROGRAMS - 1 - program) // PROGRAMS
+        turns = tl.maximum(guesses + (tile < last).to(tl.int32), 1)
+    # With two tile loops, what neither changes is not computed before both: that spills, and delays the first copy.
+    for turn in tl.range(turns, disable_licm=LONG):
+        is_guess = turn < guesses
+        guess = program + turn * PROGRAMS
         if B_PAD == 1:
             request, before = 0, 0
         else:
@@ -336,18 +353,18 @@ def lean_decode_kernel(
             if SPEC:
                 request = tl.where(is_guess, guess // HKV, request)
                 before = tl.max(tl.where(requests < request, rest_end, 0), 0)
-        sink_r, window_r, seq_len, rest_r = _rest_of(request, seq_lens, chunk_size, B_PAD, BLOCK_N, SPEC)
+        sink_r, window_r, seq_len, rest_r = _rest_of(request, seq_lens, chunk_size, is_long, B_PAD, BLOCK_N, SPEC)
         head = _head_of(tile - before, rest_r) if HKV <= 32 else (tile - before) // tl.maximum(rest_r, 1)
         if SPEC:
             head = tl.where(is_guess, guess % HKV, head)
         output = request * HKV + head
         head_tile = before + head * rest_r
-        begin, end, begin2, end2 = sink_r + (tile - head_tile) * BLOCK_N, window_r, sink_r, window_r
+        begin, end, begin2, end2 = sink_r + (tile - head_tile) * block_n, window_r, sink_r, window_r
         count = last - tile
         if EARLY:
             # Beside the end of the kernel ahead. One tile: with more, all of them arrive together, and the first late.
             ELEMENT: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
-            size = tl.where(count > 0, tl.minimum(BLOCK_N, end - begin) * (HEAD_DIM * ELEMENT), 0)
+            size = tl.where(count > 0, tl.minimum(block_n, end - begin) * (HEAD_DIM * ELEMENT), 0)
             at = (output.to(tl.int64) * capacity + begin) * HEAD_DIM
             prefetch(k_ptr + at, size)
             prefetch(v_ptr + at, size)
@@ -355,13 +372,16 @@ def lean_decode_kernel(
         if SPEC:
             begin, end = tl.where(is_guess, 0, begin), tl.where(is_guess, sink_r, end)
             begin2, end2 = tl.where(is_guess, window_r, begin2), tl.where(is_guess, seq_len, end2)
-            guess_tiles = tl.cdiv(sink_r, BLOCK_N) + tl.cdiv(seq_len - window_r, BLOCK_N)
+            guess_tiles = _tiles_in(sink_r, is_long, BLOCK_N) + _tiles_in(seq_len - window_r, is_long, BLOCK_N)
             count = tl.where(is_guess, guess_tiles, count)
-        o, lse, slot = _attend_run(
+        work = (
             q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_guess, tile, count, seq_lens, rest_end,
             o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
-            HKV, GROUP, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC,
         )  # fmt: skip
+        if LONG and is_long:
+            o, lse, slot = _attend_run(*work, HKV, GROUP, ROWS, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC)
+        else:
+            o, lse, slot = _attend_run(*work, HKV, GROUP, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC)
         if count > 0:
             current = slot - program
             if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
@@ -398,8 +418,3 @@ def lean_decode_kernel(
                     )  # fmt: skip
                     lane = tl.min(tl.where(arrived & (lanes > lane), lanes, 32), 0)
                 output += 32
-        more = program < 0
-        if SPEC:
-            tile = tl.where(is_guess, tile, last)
-            guess += PROGRAMS
-            more = (guess < num_guesses) | (tile < last)

@@ -29,7 +29,7 @@ def prefetch(pointer, size):
 
 @triton.jit
 def prefetch_by_warp(pointers, sizes):
-    """The same by the first thread of each warp, with its warp's pointer and size; both are multiples of 16."""
+    """The same by the first thread of each warp, with the pointer and size that it holds, both multiples of 16."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "{ .reg .pred first; .reg .u32 lane; mov.u32 lane, %laneid;"

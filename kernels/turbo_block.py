@@ -25,7 +25,7 @@ import triton.language as tl
 from .flashq_layout import BLOCK
 from .merge import inverse_of_sum, log2_of_sum, sum_of_warps
 from .sas import sas_exp2
-from .turbo_records import load_k, load_scales, load_v, load_v_parameters, prefetch_step, rows_of_warps
+from .turbo_records import load_k, load_scales, load_v, prefetch_step, rows_of_warps
 from .words import INTERPRETED
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
@@ -137,11 +137,18 @@ def _as_right_operand(x, W: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _pack(x):
-    """fp16 [..., 2] as words [...]: kept as halves they would take twice the room."""
-    low, high = tl.split(x)
-    low = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return low | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+def _pairs(even, odd):
+    """Rows of an operand two by two, [N / 2, COLUMNS] each, as words: kept as halves they would take twice the room."""
+    low = even.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = odd.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return low | high
+
+
+@triton.jit
+def _from_pairs(x, W: tl.constexpr, N: tl.constexpr):
+    """The operand [W, N, COLUMNS] fp16, the same for every warp."""
+    x = tl.reshape(tl.permute(_halves(x), (0, 2, 1)), [N, COLUMNS])
+    return tl.broadcast_to(x[None, :, :], [W, N, COLUMNS])
 
 
 @triton.jit
@@ -168,57 +175,28 @@ def no_tokens(HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _load_query(
-    q_ptr, output, row_size, places, GROUP: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
-    """N rows of a lane's channels of q, fp32 [W, N, 8 g, 4 t, M]: `places` [4 M] of a head's t and those M in a row.
-
-    Each warp loads all, column g the lanes (g, t): so no thread needs another's values. Columns past the last head
-    repeat it.
-    """
-    M: tl.constexpr = places.shape[0] // 4
-    rows = tl.arange(0, W * N)
-    heads = output * GROUP + tl.minimum(tl.arange(0, COLUMNS) // (COLUMNS // HEADS), GROUP - 1)
-    at = tl.reshape(heads[:, None] * row_size[1] + places[None, :], [COLUMNS * 4 * M])
-    at = tl.multiple_of(tl.max_contiguous(at, [M]), [M])
-    q = tl.load(q_ptr + at[None, :] + (rows // W * row_size[0])[:, None])
-    return tl.reshape(rows_of_warps(q, W), [W, N, COLUMNS, 4, M]).to(tl.float32)
-
-
-@triton.jit
-def _query_operand(words, W: tl.constexpr, D: tl.constexpr):
-    """Words of `scaled_query` as the operand [W, D, COLUMNS] of a product, channels in operand order."""
-    x = tl.reshape(_halves(words), [W, D // 16, 2, COLUMNS, 4, 2])
-    return tl.reshape(tl.permute(x, (0, 1, 4, 2, 5, 3)), [W, D, COLUMNS])
-
-
-@triton.jit
-def scaled_query(q_ptr, output, GROUP: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """The query heads of an output, q 2^e: words [W, D / 8, 8 g, 4 t] of two fp16 channels, and what goes with them.
+def scaled_query(q_ptr, output, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+    """The query heads of an output: q 2^e, fp16 values in fp32, even and odd channels [D / 2, COLUMNS]; 2^-e [HEADS].
 
     The largest of a head is in [2^14, 2^15). A power of two, so that bf16 values stay exact.
-
-    Returns:
-        the words; 2^e [W, COLUMNS]; 2^-e [W, HEADS]; and, of bytes that are 128 too large, -128 ULP sum_d q_d 2^e
-        [W, 16, COLUMNS], all rows alike.
     """
-    q = _load_query(q_ptr, output, (8, D), tl.arange(0, 8), GROUP, HEADS, W, D // 8)
-    # One dimension after the other: Triton 3.6 and 3.7 reduce the wrong lanes where those of one are not neighbours.
-    largest = tl.max(tl.max(tl.max(tl.abs(q), 4), 3), 1)
-    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 32)
-    scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    words = _pack((q * scale[:, None, :, None, None]).to(tl.float16))
-    unbias = tl.dot(tl.full([W, 16, D], -128.0 * ULP, tl.float16), _query_operand(words, W, D))
-    return words, scale, _of_heads(((exponent - 14) << 23).to(tl.float32, bitcast=True), HEADS), unbias
+    # Columns past the last head repeat it.
+    heads = output * GROUP + tl.minimum(tl.arange(0, COLUMNS) // (COLUMNS // HEADS), GROUP - 1)
+    q = tl.load(q_ptr + heads[None, :] * D + tl.arange(0, D)[:, None]).to(tl.float32)
+    exponent = tl.maximum(tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23, 32)
+    q *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
+    q = q.to(tl.float16).to(tl.float32)
+    even, odd = tl.split(tl.permute(tl.reshape(q, [D // 2, 2, COLUMNS]), (0, 2, 1)))
+    return even, odd, _of_heads(((exponent - 14) << 23).to(tl.float32, bitcast=True), HEADS)
 
 
 @triton.jit
 def _powers(BITS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIGN: tl.constexpr):
-    """2^(SIGN shift) fp32 of the place of each channel, or of eight in a row (N = D / 8), in its byte.
+    """2^(SIGN shift) fp32 of the place of each channel, or each pair of them (N = D / 2), in its byte.
 
     See flashq_layout.py. Bits and no division: the compiler sees that a thread's values are constants.
     """
-    SIZE: tl.constexpr = (5 if D * BITS > 256 else 4) - (3 if D > N else 0)  # log2, to the next place
+    SIZE: tl.constexpr = (5 if D * BITS > 256 else 4) - (1 if D > N else 0)  # log2, to the next place
     shift = ((tl.arange(0, N) >> SIZE) & (8 // BITS - 1)) * BITS
     return ((127 + SIGN * shift) << 23).to(tl.float32, bitcast=True)
 
@@ -263,9 +241,9 @@ def attend_blocks(
     row_max,
     row_sum,
     acc,
-    q_words,  # of `scaled_query`
-    unbias,
-    qk_scale,  # [W, HEADS]: 2^-e sm_scale log2(e)
+    even,  # q of `scaled_query`
+    odd,
+    qk_scale,  # [HEADS]: 2^-e sm_scale log2(e)
     records_ptr,  # of this output, and
     scales_ptr,
     blocks,  # (first, split, second, count): [first, first + split), then those from `second` on; `count` > 0 of both
@@ -285,29 +263,31 @@ def attend_blocks(
     TW: tl.constexpr = 4 // TF
     warps = tl.arange(0, W)
     count = blocks[3]
+    unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)  # the bytes are z + 128
+    unbias = tl.broadcast_to(unbias[None, None, :], [W, 16, COLUMNS])
+    q_power = _powers(BITS, D, D // 2, -1)[:, None]
+    q_words = tl.permute(tl.reshape(_pairs(even * q_power, odd * q_power), [TILES, 2, 4, COLUMNS]), (0, 2, 1, 3))
+    q_words = tl.reshape(q_words, [D // 2, COLUMNS])
     z_power = _powers(BITS, D, D, 1).to(tl.float16)[None, :, None]
-    q_power = _powers(BITS, D, D // 8, -1).to(tl.float16)[None, :, None, None, None]
-    q_words = _pack(_halves(q_words) * q_power)
     v_power = (_powers(BITS, D, D, -1) * (1.0 / ULP))[None, :, None]
     ones = tl.full([W, 16, TOKENS], 1.0, tl.float16)
     qk_scale *= 1.0 / ULP / ULP
     k_words, k_s, k_z = load_k(records_ptr, 0, blocks, W, D, BITS)
     k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
     for i in tl.range(0, tl.cdiv(count, W), num_stages=1):
-        v_words = load_v(records_ptr, i, blocks, W, D, BITS)
+        v_words, v_s, v_z = load_v(records_ptr, i, blocks, W, D, BITS)
         next_k_scale, next_v_scale = load_scales(scales_ptr, i + 1, blocks, W)
         prefetch_step(records_ptr, i, blocks, W, D, BITS, BULK)
 
         # S^T = K q^T: rows of K [t of the lane][channel tile][kh][i] -> channels
-        q = _query_operand(q_words, W, D)
+        q = _from_pairs(q_words, W, D)
         bias = _rows_sum(_for_columns(k_z, W, D) * z_power, q, unbias, HEADS, W, D) * ULP
         k = tl.reshape(_codes(k_words, BITS), [W, TW, CW, 8, 4, 2, 2, 2, TF, CF])
         k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
         s = _of_heads(tl.dot(k, q * _for_columns(k_s, W, D)), HEADS) + _on_rows(bias, W, TOKENS)
-        v_s, v_z = load_v_parameters(records_ptr, i, blocks, W, D, BITS)
         k_words, k_s, k_z = load_k(records_ptr, i + 1, blocks, W, D, BITS)
 
-        unit = k_scale[:, None] * qk_scale
+        unit = k_scale[:, None] * qk_scale[None, :]
         largest = tl.max(s, 1) * unit
         if W > 1:
             inside = (i * W + warps < count)[:, None]
@@ -344,25 +324,19 @@ def attend_blocks(
 
 @triton.jit
 def attend_tail(
-    row_max,
-    row_sum,
-    acc,
-    q_ptr,
-    output,
-    q_scale,  # of `scaled_query`
-    unbias,
-    qk_scale,  # [W, HEADS]: 2^-e sm_scale log2(e)
+    even,  # q of `scaled_query`
+    odd,
+    qk_scale,
     tail_ptr,  # [2, 64, D] int8 of this output, as int32
     scale_ptr,  # [2] fp32
     tokens,  # how many there are
     cutoff,  # of SAS weights
-    GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
     SAS: tl.constexpr,
 ):
-    """Go on with an online softmax over the decode buffer: `TOKENS / W` of its slots for each warp.
+    """The online softmax of the decode buffer: `TOKENS / W` of its slots for each warp.
 
     Stored token by token, its bytes are taken as they come: which channels make a tile is the same to a sum over
     channels, if q agrees; the rows of the output are put in order afterwards, once.
@@ -388,29 +362,26 @@ def attend_tail(
     k = _bytes_as_halves(k_words ^ -2139062144)  # + 128 in each byte
     k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])
-    # q as K: lane t has D / 4 channels in a row, eight of them in a load.
-    places = tl.reshape(tl.arange(0, 4)[:, None] * (D // 4) + tl.arange(0, 8)[None, :], [32])
-    q = _load_query(q_ptr, output, (8, D), places, GROUP, HEADS, W, D // 32) * q_scale[:, None, :, None, None]
-    q = _halves(_pack(tl.reshape(q.to(tl.float16), [W, D // 32, COLUMNS, 4, 2, 2, 2])))
-    q = tl.reshape(tl.permute(q, (0, 1, 4, 3, 5, 6, 2)), [W, D, COLUMNS])
-    s = _of_heads(tl.dot(k, q, _on_rows(unbias, W, T)), HEADS)
+    q_words = tl.permute(tl.reshape(_pairs(even, odd), [4, TILES, 2, COLUMNS]), (1, 0, 2, 3))
+    q = _from_pairs(tl.reshape(q_words, [D // 2, COLUMNS]), W, D)
+    unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)
+    unbias = tl.broadcast_to(unbias[None, None, :], [W, T, COLUMNS])
+    s = _of_heads(tl.dot(k, q, unbias), HEADS)
     unit = tl.load(scale_ptr) * qk_scale * (1.0 / ULP)
     valid = (tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
-    s = tl.where(valid, s * unit[:, None, :], NEVER)
-    new_max = tl.maximum(row_max, tl.max(s, 1))
-    alpha = tl.exp2(row_max - new_max)
-    x = s - new_max[:, None, :]
+    s = tl.where(valid, s * unit[None, None, :], NEVER)
+    row_max = tl.max(s, 1)
+    x = s - row_max[:, None, :]
     p = tl.where(valid, sas_exp2(x, cutoff) if SAS else tl.exp2(x), 0.0)
     p = _as_right_operand(p, W, T, HEADS)
-    weight = _of_heads(tl.dot(tl.full([W, 16, T], 1.0, tl.float16), p), HEADS)
+    row_sum = _of_heads(tl.dot(tl.full([W, 16, T], 1.0, tl.float16), p), HEADS)
 
     v = _bytes_as_halves(v_words ^ -2139062144)
     v = tl.reshape(v, [W, T // 16, 2, 2, 8, 4, RUN, 2, 2])
     v = tl.reshape(tl.permute(v, (0, 6, 7, 8, 4, 1, 2, 5, 3)), [W, D, T])
-    o = _of_heads(tl.dot(_opaque(v), p), HEADS) * (1.0 / ULP) - 128.0 * _on_rows(weight, W, D)
+    o = _of_heads(tl.dot(_opaque(v), p), HEADS) * (1.0 / ULP) - 128.0 * _on_rows(row_sum, W, D)
     o = tl.reshape(tl.permute(tl.reshape(o, [W, TILES, 2, 8, HEADS]), (0, 3, 1, 2, 4)), [W, D, HEADS])
-    acc = acc * alpha[:, None, :] + o * tl.load(scale_ptr + 1)
-    return new_max, row_sum * alpha[:, None, :] + weight, acc
+    return row_max, row_sum, o * tl.load(scale_ptr + 1)
 
 
 @triton.jit

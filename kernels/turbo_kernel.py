@@ -170,8 +170,10 @@ def turbo_decode_kernel(
         guess = tl.sum((rest_at - lead_in < begin).to(tl.int32), 0)
         guesses_end = tl.sum((rest_at - lead_in < end).to(tl.int32), 0)
 
-    # First the guesses of this run, sent and merged before its part of the rest begins.
-    while (guess < guesses_end) | (here < last):
+    # First the guesses of this run, sent and merged before its part of the rest begins. Without what does not change,
+    # such as places in shared memory, computed ahead of it: that would take the registers of the loops over records.
+    met = tl.minimum(ends, last) > tl.maximum(ends - lengths, here)
+    for _ in tl.range(guesses_end - guess + tl.sum(met.to(tl.int32), 0), num_stages=1, disable_licm=True):
         is_guess = guess < guesses_end
         output, before = locate(here, ends)
         if SPEC:
@@ -204,28 +206,29 @@ def turbo_decode_kernel(
             prefetch_blocks(records, scales, first, tl.minimum(count, WARPS), is_low, D)
         if EARLY:
             gdc_wait()
-        q_words, q_scale, inverse, unbias = scaled_query(q_ptr, output, GROUP, HEADS, WARPS, D)
+        even, odd, inverse = scaled_query(q_ptr, output, GROUP, HEADS, D)
         unit = inverse * qk_scale
         # By the tokens of this request, so that neither the cache's capacity nor the length at capture has a say.
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
-        row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
+        if has_tail:
+            row_max, row_sum, acc = attend_tail(
+                even, odd, unit, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, cutoff,
+                HEADS, WARPS, D, SAS,
+            )  # fmt: skip
+        else:
+            row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
         blocks = (first, split, second, count)
         if count > 0:
             if is_low:
                 row_max, row_sum, acc = attend_blocks(
-                    row_max, row_sum, acc, q_words, unbias, unit, records, scales, blocks, cutoff,
+                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff,
                     HEADS, 2, WARPS, D, SAS, PDL,
                 )  # fmt: skip
             else:
                 row_max, row_sum, acc = attend_blocks(
-                    row_max, row_sum, acc, q_words, unbias, unit, records, scales, blocks, cutoff,
+                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff,
                     HEADS, 4, WARPS, D, SAS, PDL,
                 )  # fmt: skip
-        if has_tail:
-            row_max, row_sum, acc = attend_tail(
-                row_max, row_sum, acc, q_ptr, output, q_scale, unbias, unit, tail, tail_scale_ptr + output * 2,
-                seq_len - full * TOKENS, cutoff, GROUP, HEADS, WARPS, D, SAS,
-            )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 
         slot = program + output

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .prefetch import prefetch, prefetch_by_warp, prefetch_lines
 
-__all__ = ["load_k", "load_scales", "load_v", "load_v_parameters", "prefetch_blocks", "prefetch_step", "rows_of_warps"]
+__all__ = ["load_k", "load_scales", "load_v", "prefetch_blocks", "prefetch_step", "rows_of_warps"]
 
 LANE_WORDS = tl.constexpr(128)  # of a warp's load: four for each lane
 
@@ -69,26 +69,20 @@ def load_k(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, BITS: tl
 
 @triton.jit
 def load_v(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """The codes of V of a step, int32 [W, 2 D BITS]."""
-    CODES: tl.constexpr = 2 * D * BITS
-    places = tl.arange(0, LANE_WORDS)
-    return _load_rows(
-        records_ptr + CODES, step, blocks, LANE_WORDS, places, W, CODES // LANE_WORDS, 2 * CODES + D
-    )  # fmt: skip
+    """V of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, D] the words of a lane's rows.
 
-
-@triton.jit
-def load_v_parameters(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """`s_int` and `z` of V of a step, int32 [W, D] each: the words of a lane's rows.
-
-    They are the same for all t, [g][t][D / 32]: for each column of an output.
+    Those are the same for all t, [g][t][D / 32]: for each column of an output.
     """
     CODES: tl.constexpr = 2 * D * BITS
+    STRIDE: tl.constexpr = 2 * CODES + D
     RUN: tl.constexpr = D // 32
+    r = tl.arange(0, LANE_WORDS)
+    words = _load_rows(records_ptr + CODES, step, blocks, LANE_WORDS, r, W, CODES // LANE_WORDS, STRIDE)
     r = tl.arange(0, D)
     places = tl.multiple_of(tl.max_contiguous(r // (4 * RUN) * RUN + r % RUN, [RUN]), [RUN])
-    words = _load_rows(records_ptr + (2 * CODES + D // 2), step, blocks, D // 4, places, W, 2, 2 * CODES + D)
-    return tl.split(tl.permute(tl.reshape(words, [W, 2, D]), (0, 2, 1)))
+    params = _load_rows(records_ptr + (2 * CODES + D // 2), step, blocks, D // 4, places, W, 2, STRIDE)
+    s_int, z = tl.split(tl.permute(tl.reshape(params, [W, 2, D]), (0, 2, 1)))
+    return words, s_int, z
 
 
 @triton.jit
@@ -109,13 +103,16 @@ def prefetch_blocks(records_ptr, scales_ptr, first, count, is_low, D: tl.constex
 
 @triton.jit
 def prefetch_step(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BULK: tl.constexpr):
-    """Send the step after this one, of 2-bit records the one after that, on its way to the L2.
+    """Send something of the steps ahead on its way to the L2: what measured best.
 
-    With BULK (compute capability 9.0) one instruction fetches a 4-bit record. Each choice is what measured best.
+    Of 4-bit records the first warp's in the next step, by one instruction (BULK, from compute capability 9.0 on); each
+    warp's own, or none, is slower. Otherwise all lines of a step: of the next one, of 2-bit records of the one after.
     """
     STRIDE: tl.constexpr = 4 * D * BITS + D
     AHEAD: tl.constexpr = 1 if BITS == 4 else 2
     if BULK and BITS == 4:
+        # Of W values the first lane of every warp has the first, so all of them ask for that record: it costs nothing,
+        # and the assembler then keeps loads where they are. Asked for by one thread alone, a launch took 28 % longer.
         warps = tl.arange(0, W)
         block = _block_of(step + AHEAD, warps, blocks, W).to(tl.int64)
         size = tl.where((step + AHEAD) * W + warps < blocks[3], STRIDE * 4, 0)

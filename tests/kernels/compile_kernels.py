@@ -39,6 +39,7 @@ INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "flags_ptr"
 INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr"}
 WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
 WIDE |= {"meeting_ptr", "offset_ptr"}
+BOTH = list(itertools.product((1, 8), (False, True)))  # batch sizes, plain and speculative
 SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64", "threshold2": "fp32"}
 DIVISIBLE = {"capacity", "chunk_size"}
 
@@ -71,7 +72,8 @@ def lean(
     constants = {
         "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
         "B_PAD": lean_attention._padded(batch_size),
-        "BLOCK_N": 64 if capability >= 100 else 128, "STAGES": 3 if capability == 90 else 2, "ROUND": merge_round,
+        "BLOCK_N": 64 if capability >= 100 else 128, "LONG": capability == 90 and head_dim == 64,
+        "STAGES": 3 if capability == 90 else 2, "ROUND": merge_round,
         "WIDE": lean_attention.WIDE if spec else wide, "SPEC": spec, "PART": lean_attention.PARTS[part],
         "FLAG": spec and part == "all", "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
@@ -266,12 +268,12 @@ def _knows(tool: Path, arch: str) -> bool:
 
 def main(capability: int) -> None:
     """Compile everything and print the report."""
-    variants = itertools.product((1, 8), (False, True))
-    compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in variants}
+    compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in BOTH}
     for part in ("all", "predictor", "rest"):
         compiled[f"lean, gated, {part}"] = lean(capability, 4, 128, 1, True, True, part)
     compiled |= quantised_cache(capability)
     if capability == 90:
+        compiled |= {f"lean, head 64, batch {size}, spec {spec}": lean(90, 4, 64, size, spec) for size, spec in BOTH}
         compiled["turbo"] = turbo(capability, 4, 128, 1, False)
         compiled["turbo, batch 8, spec True"] = turbo(capability, 4, 128, 8, True)
         compiled["turbo, head 64"] = turbo(capability, 7, 64, 1, True)

@@ -18,6 +18,7 @@ from alspec.kernels.lean_attention import (
     Speculation,
     lean_decode_attention,
 )
+from alspec.kernels.lean_kernel import LONG_TILES
 from alspec.kernels.merge import merge_sizes
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 
@@ -154,6 +155,24 @@ def test_head_shapes(device: torch.device, check: Check, ratio: int, head_dim: i
     launch = Launch.draw((400,), ratio, 1, head_dim, device, 6, chunk_size)
     launch.run()
     launch.compare(check)
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize(
+    ("lengths", "num_programs"),
+    [((2047,), 1), ((2048,), 1), ((6400,), 3), ((3000, 70, 1500, 1), 2), ((3000, 70, 1500, 1), 5)],
+    ids=["one-short", "one-long", "three-long", "ragged-long", "ragged-short"],
+)
+def test_narrow_heads_have_long_tiles_where_there_are_enough(
+    device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
+) -> None:
+    assert LONG_TILES.value * 256 == 2048, "the lengths here are not on both sides of so many tokens for each program"
+    num_kv_heads = 1 if len(lengths) == 1 else 2
+    lengths = (lengths[0] + 2 * chunk_size, *lengths[1:])  # sink and window are not counted
+    # 16 bits: a tile of 128 tokens in fp32 has its full size. fp16, for the interpreter has no product of bf16.
+    launch = Launch.draw(lengths, 4, num_kv_heads, 64, device, num_programs, chunk_size, torch.float16)
+    launch.run()
+    launch.compare(lambda found, expected, _: check(found, expected, torch.bfloat16))
 
 
 @pytest.mark.parametrize("num_programs", [1, 7, 132])

@@ -319,25 +319,21 @@ def test_sas_weights(device: torch.device, codec: str, head_dim: int, num_warps:
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
 @pytest.mark.parametrize("beyond", [-0.01, 0.01], ids=["within", "beyond"])
 def test_sas_cutoff_is_that_of_each_request(device: torch.device, beyond: float, chunk_size: int) -> None:
-    """The first block, of value 0, is ahead of all others by the cutoff: they are left out, or weigh little."""
+    """The newest token, of value 0, is ahead of all others by the cutoff: their mass is `DROPPED_MASS`, or nothing."""
     lengths = (322, 642)  # two in the tail
     launch = draw(lengths, 4, 1, 64, device, 1, chunk_size, "turbo4", kind="constant")
     launch.softmax = "sas"
-    launch.q.zero_()
-    layer = launch.layer
-    integers = (launch.k[:, 0, 0, 0] / layer.scales[:, 0, 0, 0].cpu().double()).round()
-    assert bool(integers.all())
+    launch.q.zero_()[..., 0] = 1
+    layer, tail = launch.layer, launch.layer.tail
     layer.scales[..., 0] = 0  # of K
-    layer.scales[:, :, 0, 1] = 0  # of V
-    layer.tail.zero_()
-    layer.tail[:, :, 1, 0] = 100
+    tail.zero_()
+    tail[:, :, 0, 1, 0] = 64
+    tail[:, :, 1, 0] = 100
     launch.k[:] = 0
-    launch.v[:, :, :64] = 0
     for request, length in enumerate(lengths):
-        ahead = (cutoff(length) + beyond) * 8
-        launch.q[request, :, 0] = integers[request].sign()
-        layer.scales[request, 0, 0, 0] = ahead / integers[request].abs()
-        launch.k[request, 0, :64, 0] = ahead * integers[request].sign()
+        ahead = cutoff(length) + beyond
+        layer.tail_scale[request, 0, 0] = ahead * 8 / 64
+        launch.k[request, 0, length - 1, 0] = ahead * 8
         launch.v[request, 0, length - 2] = 100 * layer.tail_scale[request, 0, 1].double()
         launch.v[request, 0, length - 1] = 0
     launch.run()
@@ -346,7 +342,7 @@ def test_sas_cutoff_is_that_of_each_request(device: torch.device, beyond: float,
     seen = launch.out if launch.speculation is None else launch.speculation.spec_out
     if beyond > 0:
         assert not seen.any()
-        # A part without the first block keeps the others: less is dropped.
+        # A part without the newest token keeps the others: less is dropped.
         assert launch.out.abs().amax() <= 1.02e-3 * launch.v.nan_to_num().abs().amax()
     else:
         # P is a denormal of fp16 here, with five bits or six.
