@@ -3,7 +3,7 @@
 A step takes W blocks, one for each warp. The order of a record's words (flashq_layout.py) is that of a warp's operands:
 so words go from memory into the registers where they are used, without shared memory, a barrier or the predicates and
 addresses of asynchronous copies, which had taken a quarter of a step. What hides memory's latency is that a step's V is
-loaded before its K is used, the next step's K while V is, and that steps after it are on their way to the L2.
+loaded before its K is used, the next step's K while V is, and that parts of steps after it are on their way to the L2.
 """
 
 from __future__ import annotations

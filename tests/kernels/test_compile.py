@@ -28,3 +28,26 @@ def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int
     # Records come 16 bytes for each lane: K before a loop and in it, V in it, of records of 4 bits and of 2.
     turbo = {name: usage["wide_loads"] for name, usage in found.items() if name.split(",")[0] == "turbo"}
     assert all(loads >= (26 if "head 64" in name else 56) for name, loads in turbo.items())
+
+
+def test_loops_over_records_load_half_a_step_ahead() -> None:
+    """4-bit records: V is waited for after K is used, and the next K after V: each has the other's time to arrive.
+
+    Whether they do is decided where scoreboards are shared out: with both on one, a launch took 8 to 28 % longer.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = (
+        "import compile_kernels, json, waiting; kernel = compile_kernels.turbo(90, 4, 128, 1, False)\n"
+        "over_records = [loop for loop in waiting.loops(kernel.asm['cubin']) if loop.count('HMMA') == 76]\n"
+        "print(json.dumps([(loop.cycles, loop.loads()) for loop in over_records]))"
+    )
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    low, (cycles, loads) = sorted(json.loads(done.stdout), key=lambda loop: len(loop[1]))
+    assert len(low[1]) == 14, "of 2 bits, half as many of codes"
+    first, second = ([load for load in loads if (load[0] < cycles / 2) == half] for half in (True, False))
+    assert len(first) == 10, "V: 8 of codes, 2 of parameters"
+    assert len(second) == 12, "K: 8 of codes, 4 of parameters"
+    assert {board for _, board, _ in first}.isdisjoint(board for _, board, _ in second)
+    assert min(waited - at for at, _, waited in loads) > cycles / 4
