@@ -38,7 +38,6 @@ PARTS = {"all": 0, "predictor": 1, "rest": 2}
 
 TILE_BYTES = 32768  # of K, and of V, in one tile
 MERGE_REGISTERS = 96  # for the partials loaded together
-BLACKWELL_MERGE_REGISTERS = 64
 NUM_WARPS = 4  # one warp group: a product of 64 rows or more is one Hopper matrix instruction
 
 
@@ -141,10 +140,10 @@ def lean_decode_attention(
     group = num_qo_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     width = triton.next_power_of_2(head_dim)
-    block_n, has_long, num_stages, merge_registers, pdl = _settings(q.device, width * q.itemsize)
+    block_n, has_long, num_stages, pdl = _settings(q.device, width * q.itemsize)
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
     pdl = pdl and part != "predictor"
-    merge_round, wide = merge_sizes(group_pad, width, NUM_WARPS, merge_registers)
+    merge_round, wide = merge_sizes(group_pad, width, NUM_WARPS, MERGE_REGISTERS)
     spec = speculation
     if spec is not None:
         # At short contexts the guess comes last: what is then left to merge should be little.
@@ -202,9 +201,9 @@ def _padded(batch_size: int) -> int:
 
 
 @functools.cache
-def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, int, bool]:
-    """Tokens in a tile, whether there are tiles of twice as many, tiles in flight, registers for merging, and whether
-    to start before the last kernel ends.
+def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, bool]:
+    """Tokens in a tile, whether there are tiles of twice as many, tiles in flight, and whether to start before the last
+    kernel ends.
 
     One program on an SM with all its shared memory was faster at every length than two with half of it each: it leaves
     half the partials. More than 128 tokens in a tile make short contexts uneven (both measured on H200): where 128 are
@@ -213,7 +212,7 @@ def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, int
     """
     block_n = max(16, min(128, TILE_BYTES // row_bytes))
     if device.type != "cuda":
-        return block_n, 2 * block_n * row_bytes <= TILE_BYTES, 1, MERGE_REGISTERS, False
+        return block_n, 2 * block_n * row_bytes <= TILE_BYTES, 1, False
     properties = torch.cuda.get_device_properties(device)
     is_blackwell = properties.major >= 10
     if is_blackwell:
@@ -226,5 +225,4 @@ def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, int
     num_stages = max(1, min(2 if is_blackwell else 3, room // ((2 * block_n + 16) * row_bytes)))
     has_long = not is_blackwell and 2 * block_n * row_bytes <= TILE_BYTES
     has_long = has_long and room >= num_stages * (4 * block_n + 16) * row_bytes
-    merge_registers = BLACKWELL_MERGE_REGISTERS if is_blackwell else MERGE_REGISTERS
-    return block_n, has_long, num_stages, merge_registers, properties.major >= 9
+    return block_n, has_long, num_stages, properties.major >= 9

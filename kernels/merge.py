@@ -96,20 +96,29 @@ def sum_of_warps(x, W: tl.constexpr):
 
 @triton.jit
 def _chunks(x, ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """x [CHUNKS * CHUNK, ROWS], transposed, in pieces of CHUNK columns: 1, 2 or 4 of them."""
+    """x [ROWS, CHUNKS * CHUNK] in pieces [CHUNK, ROWS]: 1, 2 or 4 of them."""
+    x = tl.permute(tl.reshape(x, [ROWS, CHUNKS, CHUNK]), (2, 0, 1))
     if CHUNKS == 1:
-        pieces = (tl.trans(x),)
+        pieces = (tl.reshape(x, [CHUNK, ROWS]),)
     else:
-        x = tl.permute(tl.reshape(x, [CHUNKS, CHUNK, ROWS]), (2, 1, 0))
         if CHUNKS == 2:
             a, b = tl.split(x)
             pieces = (a, b)
         else:
-            even, odd = tl.split(tl.reshape(x, [ROWS, CHUNK, 2, 2]))
+            even, odd = tl.split(tl.reshape(x, [CHUNK, ROWS, 2, 2]))
             a, c = tl.split(even)
             b, d = tl.split(odd)
             pieces = (a, b, c, d)
     return pieces
+
+
+@triton.jit
+def _for_values(x, D: tl.constexpr):
+    """x [..., ROWS] for each of a row's D values: [..., ROWS * D]."""
+    LEAD: tl.constexpr = x.shape[:-1]
+    ROWS: tl.constexpr = x.shape[-1]
+    x = tl.broadcast_to(tl.reshape(x, LEAD + [ROWS, 1]), LEAD + [ROWS, D])  # noqa: RUF005 (Triton has no *)
+    return tl.reshape(x, LEAD + [ROWS * D])  # noqa: RUF005
 
 
 @triton.jit
@@ -128,8 +137,9 @@ def _merge(
 
         o = sum_s 2^(lse_s - m) o_s,   l = sum_s 2^(lse_s - m),   m = max_s lse_s
 
-    The loads of `ROUND` slots are issued together: their latency, not the arithmetic, is what this costs. From 512
-    values in a partial on, a thread has the same of them in every slot, and sums them by itself.
+    The loads of `ROUND` slots are issued together: their latency, not the arithmetic, is what this costs. A partial is
+    one dimension, and so is all that is read of `lse`: then its threads are the compiler's only choice. From 512 values
+    in a partial on, each has the same of them in every slot, and sums them by itself; `lse` of a row lies in one warp.
 
     Returns:
         m, l [GROUP_PAD] and o [GROUP_PAD, D].
@@ -137,43 +147,45 @@ def _merge(
     CHUNK: tl.constexpr = ROUND if ROUND < 8 else 8
     CHUNKS: tl.constexpr = ROUND // CHUNK
     PADDED: tl.constexpr = 4 if CHUNKS == 3 else CHUNKS
-    rows, slots, channels = tl.arange(0, GROUP_PAD), tl.arange(0, PADDED * CHUNK), tl.arange(0, D)
-    real = tl.minimum(rows, GROUP - 1)
-    row_at = real[:, None, None] * D + channels[None, None, :]
+    SLOTS: tl.constexpr = PADDED * CHUNK
+    of_lse, values = tl.arange(0, GROUP_PAD * SLOTS), tl.arange(0, GROUP_PAD * D)
+    slots, row = of_lse % SLOTS, of_lse // SLOTS
+    # Rows past the last repeat it.
+    value_at = tl.minimum(values // D, GROUP - 1) * D + values % D
+    value_at = tl.multiple_of(tl.max_contiguous(value_at, [D]), [D])
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, D], tl.float32)
+    acc = tl.zeros([GROUP_PAD * D], tl.float32)
     for start in tl.range(0, count, ROUND):
         # .cg: another SM wrote these, and L1 may hold older bytes.
-        # Slots in the first dimension: so they are the lanes of a warp, which sums them alone if it has the row alone.
-        lse_at = (slot + (start + slots) * stride)[:, None] * GROUP + real[None, :]
-        inside = (start + slots < tl.minimum(count, start + ROUND))[:, None] & (rows < GROUP)[None, :]
+        lse_at = (slot + (start + slots) * stride) * GROUP + tl.minimum(row, GROUP - 1)
+        inside = (start + slots < tl.minimum(count, start + ROUND)) & (row < GROUP)
         lse_s = tl.load(lse_ptr + lse_at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        values = ()
+        lse_s = tl.reshape(lse_s, [GROUP_PAD, SLOTS])
+        partials = ()
         for i in tl.static_range(CHUNKS):
-            o_s = tl.zeros([GROUP_PAD, CHUNK, D], tl.float32)
+            o_s = tl.zeros([CHUNK, GROUP_PAD * D], tl.float32)
             if start + i * CHUNK < count:
                 # Past the end the last slot again: a mask would make each load wait for its own comparison.
                 places = tl.minimum(start + i * CHUNK + tl.arange(0, CHUNK), count - 1) * stride
-                o_at = (slot + places)[None, :, None] * (GROUP * D) + row_at
+                o_at = (slot + places)[:, None] * (GROUP * D) + value_at[None, :]
                 o_s = tl.load(o_ptr + o_at, cache_modifier=".cg")
-            values = values + (o_s,)  # noqa: RUF005 (Triton has no *)
-        new_max = tl.maximum(row_max, tl.max(lse_s, 0))
+            partials = partials + (o_s,)  # noqa: RUF005 (Triton has no *)
+        new_max = tl.maximum(row_max, tl.max(lse_s, 1))
         # Rows without a partial stay at -inf; 0 avoids -inf - -inf there.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        alpha, weight = tl.exp2(row_max - base), tl.exp2(lse_s - base[None, :])
-        row_sum = row_sum * alpha + tl.sum(weight, 0)
-        acc = acc * alpha[:, None]
+        alpha, weight = tl.exp2(row_max - base), tl.exp2(lse_s - base[:, None])
+        row_sum = row_sum * alpha + tl.sum(weight, 1)
+        acc = acc * _for_values(alpha, D)
         weights = _chunks(weight, GROUP_PAD, CHUNK, PADDED)
         for i in tl.static_range(CHUNKS):
-            o_s = values[i]
-            factor = tl.broadcast_to(weights[i][:, :, None], o_s.shape)
+            factor = _for_values(weights[i], D)
             # Rounded before it is added where lanes sum together: fused with the first addition, those that hold the
             # same sum would round differently.
-            part = factor * o_s if GROUP_PAD * D >= 512 else tl.fma(factor, o_s, tl.zeros_like(o_s))
-            acc += tl.sum(part, 1)
+            part = factor * partials[i] if GROUP_PAD * D >= 512 else tl.fma(factor, partials[i], tl.zeros_like(factor))
+            acc += tl.sum(part, 0)
         row_max = new_max
-    return row_max, row_sum, acc
+    return row_max, row_sum, tl.reshape(acc, [GROUP_PAD, D])
 
 
 @triton.jit

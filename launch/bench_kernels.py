@@ -223,6 +223,8 @@ class Results:
             **({"tflop_s": round(tflop_s, 1)} if flops else {}),
             **provenance(num_gpus, self._command),
         }
+        if impl == "flashinfer":
+            row["versions"]["flashinfer"] = getattr(importlib.import_module("flashinfer"), "__version__", None)
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
