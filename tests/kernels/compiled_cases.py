@@ -1,0 +1,220 @@
+"""Run compiled decode attention on the CPU, instruction by instruction, against the fp64 oracles.
+
+Started by test_compiled.py in a process of its own, because the tests import the kernels for the interpreter. By hand,
+all cases or those whose names contain an argument: `python tests/kernels/compiled_cases.py turbo`. Prints a line for
+each: relative RMS error of o, instructions, conflicts; ends with 1 if one is not as it should be.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import ptx_emulator
+import test_lean_attention
+import test_turbo_attention
+from conftest import _check as check
+
+from alspec.kernels import lean_attention, turbo_attention
+from alspec.kernels.reference import decode_attention_ref
+
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
+    torch.int8: "i8",
+}  # fmt: skip
+S = 128
+CPU = torch.device("cpu")
+CONFLICTS = ("shared", "global", "stale")
+
+Found = dict[str, float]  # error, counts
+
+
+class Emulated:
+    """Stands in for a kernel in its launcher: compiles it for a GPU and executes that on the CPU."""
+
+    def __init__(self, kernel: Any, capability: int, edit: Callable[[str], str] = str, **constants: Any) -> None:
+        self.kernel, self.capability, self.edit, self.constants = kernel, capability, edit, constants
+        self.counts: Found = {}
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return lambda *args, **options: self.launch(grid[0], args, options | self.constants)
+
+    def launch(self, grid: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Compile as a launch with these arguments would, run, and write back what the tensors then hold."""
+        signature, constants, attributes, given = {}, {}, {}, []
+        for index, parameter in enumerate(self.kernel.params):
+            value = args[index] if index < len(args) else options[parameter.name]
+            is_free = parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not is_free):
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+                continue
+            given.append(value)
+            is_tensor = isinstance(value, Tensor)
+            kind = "*" + TYPES[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
+            signature[parameter.name] = kind
+            if is_tensor or (kind == "i32" and value % 16 == 0 and not is_free):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
+        target = GPUTarget("cuda", self.capability, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": options["num_warps"]})
+        kernel = ptx_emulator.Kernel(self.edit(compiled.asm["ptx"]))
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        memory = ptx_emulator.Memory(sum(tensor.nbytes + 512 for tensor in tensors) + 512, kernel.num_warps)
+        addresses = [memory.place(tensor.contiguous().view(torch.uint8).numpy()) for tensor in tensors]
+        places = iter(addresses)
+        numbers = [next(places) if isinstance(value, Tensor) else value for value in given]
+        # Not in order: who arrives last should not always be the last of an output's programs.
+        order = [program for first in range(3) for program in reversed(range(first, grid, 3))]
+        self.counts |= kernel.run(order, grid, numbers, compiled.metadata.shared, memory)
+        for tensor, address in zip(tensors, addresses, strict=True):
+            data = torch.from_numpy(memory.bytes[address : address + tensor.nbytes])
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def lean(
+    lengths: tuple[int, ...],
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_programs: int,
+    chunk_size: int = 0,
+    **how: Any,
+) -> Found:
+    """Lean attention as launched on Ampere, but with tiles of 64 tokens: more of them in a short context."""
+    kernel = Emulated(lean_attention.lean_decode_kernel, 80, **how)
+    launch = test_lean_attention.Launch.draw(
+        lengths, group, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16
+    )
+    settings = (64, False, 2, False)
+    with (
+        mock.patch.object(lean_attention, "lean_decode_kernel", kernel),
+        mock.patch.object(lean_attention, "_settings", return_value=settings),
+    ):
+        launch.run()
+    launch.compare(check)
+    return _error(launch) | kernel.counts
+
+
+def turbo(
+    lengths: tuple[int, ...],
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_programs: int,
+    chunk_size: int = 0,
+    softmax: str = "exact",
+    capability: int = 90,
+    **how: Any,
+) -> Found:
+    """Attention over the quantised cache as launched on Hopper, half of the heads with 2 bits."""
+    kernel = Emulated(turbo_attention.turbo_decode_kernel, capability, **how)
+    launch = test_turbo_attention.draw(lengths, group, num_kv_heads, head_dim, CPU, num_programs, chunk_size)
+    launch.settings = replace(turbo_attention.GPU_SETTINGS, pdl=capability >= 90)
+    launch.softmax = softmax
+    with mock.patch.object(turbo_attention, "turbo_decode_kernel", kernel):
+        launch.run()
+    launch.compare()
+    return _error(launch) | kernel.counts
+
+
+def _error(launch: Any) -> Found:
+    softmax = getattr(launch, "softmax", "exact")
+    out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, launch.q.shape[-1] ** -0.5, softmax)
+    return {"error": float((launch.out.double() - out).norm() / out.norm())}
+
+
+def sound(case: Callable[[], Found]) -> Callable[[], Found]:
+    """Right, and without conflicts."""
+
+    def run() -> Found:
+        found = case()
+        conflicts = {name: found[name] for name in CONFLICTS if found[name]}
+        assert not conflicts, f"conflicts: {conflicts}"
+        return found
+
+    return run
+
+
+def broken(case: Callable[..., Found], pattern: str, replacement: str, noticed: str) -> Callable[[], Found]:
+    """A case whose PTX is changed wherever the pattern occurs: it has to show, as a kind of conflict or an error."""
+
+    def edit(ptx: str) -> str:
+        changed, count = re.subn(pattern, replacement, ptx)
+        assert count, f"nothing to change: {pattern}"
+        return changed
+
+    def run() -> Found:
+        try:
+            found = case(edit=edit)
+        except AssertionError as error:
+            # Of a comparison, not of the emulator, which notes the instruction.
+            if noticed != "error" or hasattr(error, "__notes__"):
+                raise
+            return {}
+        if noticed == "error" or not found[noticed]:
+            raise RuntimeError(f"not noticed; found {found}")
+        return found
+
+    return run
+
+
+def _small_lean(**how: Any) -> Found:
+    return lean((300,), 4, 1, 128, 4, **how)
+
+
+def _small_turbo(**how: Any) -> Found:
+    return turbo((300,), 4, 1, 128, 2, **how)
+
+
+CASES: dict[str, Callable[[], Found]] = {
+    "lean, 4 x 128": sound(lambda: lean((700,), 4, 2, 128, 8)),
+    "lean, 4 x 128, guess": sound(lambda: lean((900,), 4, 2, 128, 8, S)),
+    "lean, 1 x 64, guess, ragged": sound(lambda: lean((65, 500, 300), 1, 2, 64, 7, S)),
+    "lean, 8 x 128, two levels": sound(lambda: lean((1500,), 8, 1, 128, 20, WIDE=8)),
+    "lean, 4 x 64, guess, two levels": sound(lambda: lean((1500,), 4, 1, 64, 20, S, WIDE=8)),
+    "turbo, 4 x 128": sound(lambda: turbo((700,), 4, 2, 128, 6)),
+    "turbo, 4 x 128, guess": sound(lambda: turbo((900,), 4, 2, 128, 6, S)),
+    "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
+    "turbo, 4 x 128, two levels, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80, WIDE=4)),
+    "broken lean, other lanes": broken(_small_lean, r"(shfl\.sync\.bfly[^;]*), 8, 31,", r"\1, 4, 31,", "error"),
+    "broken lean, tiles not waited for": broken(_small_lean, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
+    "broken lean, no barriers": broken(_small_lean, r"bar\.sync\s*0;", "", "shared"),
+    "broken turbo, by way of L1": broken(_small_turbo, r"ld\.global\.cg", "ld.global", "stale"),
+    "broken turbo, not transposed": broken(_small_turbo, r"(movmatrix[^;]*) (%\w+), u;", r"mov.b32 \2, u;", "error"),
+}
+
+
+def main(patterns: list[str]) -> int:
+    """Run the cases chosen; how many have failed."""
+    torch.set_num_threads(1)
+    failures = 0
+    for name, case in CASES.items():
+        if patterns and not any(pattern in name for pattern in patterns):
+            continue
+        begin = time.monotonic()
+        try:
+            told = ", ".join(f"{key} {value:.3g}" for key, value in case().items())
+        except Exception:
+            failures += 1
+            told = "FAILED\n" + traceback.format_exc()
+        print(f"{name}: {time.monotonic() - begin:.1f} s; {told}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
