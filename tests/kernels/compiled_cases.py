@@ -13,12 +13,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,6 +33,7 @@ import test_turbo_attention
 from conftest import _check as check
 
 from alspec.kernels import lean_attention, turbo_attention
+from alspec.kernels.merge import _merge, merge_sizes
 from alspec.kernels.reference import decode_attention_ref
 
 TYPES = {
@@ -132,6 +135,36 @@ def turbo(
     return _error(launch) | kernel.counts
 
 
+@triton.jit
+def _merge_kernel(
+    o_ptr, lse_ptr, max_ptr, sum_ptr, out_ptr, count, GROUP: tl.constexpr, D: tl.constexpr, ROUND: tl.constexpr
+):  # fmt: skip
+    row_max, row_sum, o = _merge(o_ptr, lse_ptr, 0, 1, count, GROUP, GROUP, D, ROUND)
+    rows = tl.arange(0, GROUP)
+    tl.store(max_ptr + rows, row_max)
+    tl.store(sum_ptr + rows, row_sum)
+    tl.store(out_ptr + rows[:, None] * D + tl.arange(0, D)[None, :], o)
+
+
+def merges(group: int, head_dim: int) -> Found:
+    """Partials of one output, merged in two rounds, the second not full; layouts depend on the number of rows."""
+    merge_round, _ = merge_sizes(group, head_dim, lean_attention.NUM_WARPS, lean_attention.MERGE_REGISTERS)
+    count = 2 * merge_round - 1
+    o, lse = torch.randn(count, group, head_dim), 3 * torch.randn(count, group)
+    row_max, row_sum, out = torch.zeros(group), torch.zeros(group), torch.zeros(group, head_dim)
+    kernel = Emulated(_merge_kernel, 90)
+    kernel[(1,)](
+        o, lse, row_max, row_sum, out, count, GROUP=group, D=head_dim, ROUND=merge_round,
+        num_warps=lean_attention.NUM_WARPS,
+    )  # fmt: skip
+    weights = torch.exp2(lse.double() - lse.amax(0))
+    expected = (weights[..., None] * o).sum(0)
+    check(row_max, lse.amax(0), torch.float32)
+    check(row_sum, weights.sum(0), torch.float32)
+    check(out, expected, torch.float32)
+    return {"error": float((out - expected).norm() / expected.norm())} | kernel.counts
+
+
 def _error(launch: Any) -> Found:
     softmax = getattr(launch, "softmax", "exact")
     out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, launch.q.shape[-1] ** -0.5, softmax)
@@ -185,12 +218,15 @@ CASES: dict[str, Callable[[], Found]] = {
     "lean, 4 x 128": sound(lambda: lean((700,), 4, 2, 128, 8)),
     "lean, 4 x 128, guess": sound(lambda: lean((900,), 4, 2, 128, 8, S)),
     "lean, 1 x 64, guess, ragged": sound(lambda: lean((65, 500, 300), 1, 2, 64, 7, S)),
+    "lean, 2 x 16, ragged": sound(lambda: lean((513, 1, 1), 2, 2, 16, 7)),
     "lean, 8 x 128, two levels": sound(lambda: lean((1500,), 8, 1, 128, 20, WIDE=8)),
     "lean, 4 x 64, guess, two levels": sound(lambda: lean((1500,), 4, 1, 64, 20, S, WIDE=8)),
     "turbo, 4 x 128": sound(lambda: turbo((700,), 4, 2, 128, 6)),
     "turbo, 4 x 128, guess": sound(lambda: turbo((900,), 4, 2, 128, 6, S)),
+    "turbo, 2 x 64, ragged": sound(lambda: turbo((65, 700, 319), 2, 2, 64, 20)),
     "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
     "turbo, 4 x 128, two levels, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80, WIDE=4)),
+    **{f"merge, {group} x 64": sound(partial(merges, group, 64)) for group in (1, 2, 4, 8, 16)},
     "broken lean, other lanes": broken(_small_lean, r"(shfl\.sync\.bfly[^;]*), 8, 31,", r"\1, 4, 31,", "error"),
     "broken lean, tiles not waited for": broken(_small_lean, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
     "broken lean, no barriers": broken(_small_lean, r"bar\.sync\s*0;", "", "shared"),
