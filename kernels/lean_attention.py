@@ -37,7 +37,8 @@ Part = Literal["all", "predictor", "rest"]
 PARTS = {"all": 0, "predictor": 1, "rest": 2}
 
 TILE_BYTES = 32768  # of K, and of V, in one tile
-MERGE_REGISTERS = 96  # for the partials loaded together
+# For the partials loaded together, without and with a guess; there more of them spill registers on Blackwell.
+MERGE_REGISTERS = (128, 96)
 NUM_WARPS = 4  # one warp group: a product of 64 rows or more is one Hopper matrix instruction
 
 
@@ -143,7 +144,7 @@ def lean_decode_attention(
     block_n, has_long, num_stages, pdl = _settings(q.device, width * q.itemsize)
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
     pdl = pdl and part != "predictor"
-    merge_round, wide = merge_sizes(group_pad, width, NUM_WARPS, MERGE_REGISTERS)
+    merge_round, wide = merge_sizes(group_pad, width, NUM_WARPS, MERGE_REGISTERS[speculation is not None])
     spec = speculation
     if spec is not None:
         # At short contexts the guess comes last: what is then left to merge should be little.

@@ -25,7 +25,7 @@ import triton.language as tl
 from .flashq_layout import BLOCK
 from .merge import inverse_of_sum, log2_of_sum, sum_of_warps
 from .sas import sas_exp2
-from .turbo_records import load_k, load_scales, load_v, prefetch_step, rows_of_warps
+from .turbo_records import end_of_basic_block, load_k, load_scales, load_v, prefetch_step, rows_of_warps
 from .words import INTERPRETED
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
@@ -274,10 +274,18 @@ def attend_blocks(
     qk_scale *= 1.0 / ULP / ULP
     k_words, k_s, k_z = load_k(records_ptr, 0, blocks, W, D, BITS)
     k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
+    # Of 2-bit records V comes a whole step ahead too, beside K. Eight columns for heads leave no registers for that.
+    AHEAD: tl.constexpr = BITS == 2 and HEADS < COLUMNS
+    if AHEAD:
+        next_v_words, next_v_s, next_v_z = load_v(records_ptr, 0, blocks, W, D, BITS)
     for i in tl.range(0, tl.cdiv(count, W), num_stages=1):
-        v_words, v_s, v_z = load_v(records_ptr, i, blocks, W, D, BITS)
+        if AHEAD:
+            v_words, v_s, v_z = next_v_words, next_v_s, next_v_z
+        else:
+            v_words, v_s, v_z = load_v(records_ptr, i, blocks, W, D, BITS)
         next_k_scale, next_v_scale = load_scales(scales_ptr, i + 1, blocks, W)
-        prefetch_step(records_ptr, i, blocks, W, D, BITS, BULK)
+        if not AHEAD:
+            prefetch_step(records_ptr, i, blocks, W, D, BITS, BULK)
 
         # S^T = K q^T: rows of K [t of the lane][channel tile][kh][i] -> channels
         q = _from_pairs(q_words, W, D)
@@ -286,6 +294,10 @@ def attend_blocks(
         k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
         s = _of_heads(tl.dot(k, q * _for_columns(k_s, W, D)), HEADS) + _on_rows(bias, W, TOKENS)
         k_words, k_s, k_z = load_k(records_ptr, i + 1, blocks, W, D, BITS)
+        if AHEAD:
+            next_v_words, next_v_s, next_v_z = load_v(records_ptr, i + 1, blocks, W, D, BITS)
+            end_of_basic_block(i)
+            prefetch_step(records_ptr, i, blocks, W, D, BITS, BULK)
 
         unit = k_scale[:, None] * qk_scale[None, :]
         largest = tl.max(s, 1) * unit

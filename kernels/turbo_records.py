@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from .prefetch import prefetch, prefetch_by_warp, prefetch_lines
+from .words import INTERPRETED
 
-__all__ = ["load_k", "load_scales", "load_v", "prefetch_blocks", "prefetch_step", "rows_of_warps"]
+__all__ = ["end_of_basic_block", "load_k", "load_scales", "load_v", "prefetch_blocks", "prefetch_step", "rows_of_warps"]
 
 LANE_WORDS = tl.constexpr(128)  # of a warp's load: four for each lane
 
@@ -122,3 +123,16 @@ def prefetch_step(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, B
         block = _block_of(step + AHEAD, rows % W, blocks, W).to(tl.int64)
         line = tl.minimum((rows // W * 32)[:, None] + tl.arange(0, 32)[None, :], STRIDE // 32 - 1)
         prefetch_lines((records_ptr + block * STRIDE)[:, None] + line * 32)
+
+
+@triton.jit
+def end_of_basic_block(step):
+    """Keep loads above from what is below, where the assembler would put them: an exit that no program takes.
+
+    Loads that cross it share one scoreboard, which is waited for once in a step. `step` is not negative.
+    """
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred never; setp.lt.s32 never, $1, 0; @never exit; mov.u32 $0, 0; }",
+            "=r,r", [step], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

@@ -67,7 +67,8 @@ def lean(
     capability: int, group: int, head_dim: int, batch_size: int, spec: bool, gate: bool = False, part: str = "all"
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
-    merge_round, wide = merge_sizes(group, head_dim, lean_attention.NUM_WARPS, lean_attention.MERGE_REGISTERS)
+    registers = lean_attention.MERGE_REGISTERS[spec]
+    merge_round, wide = merge_sizes(group, head_dim, lean_attention.NUM_WARPS, registers)
     constants = {
         "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
         "B_PAD": lean_attention._padded(batch_size),

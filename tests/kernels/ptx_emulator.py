@@ -531,7 +531,7 @@ def _barrier(m: _Machine, i: Instruction) -> None:
     m.clock += 1
 
 
-@_operation("bra ret", result=None)
+@_operation("bra ret exit", result=None)
 def _branch(m: _Machine, i: Instruction) -> int | None:
     assert m.on.all() == m.on.any(), "threads part here"
     target = m.kernel.labels[i.operands[0]] if i.operands else len(m.kernel.code)

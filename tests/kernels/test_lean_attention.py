@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from alspec.kernels.lean_attention import (
@@ -190,13 +191,16 @@ def test_two_launches_give_what_one_gives(
 
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
-@pytest.mark.parametrize("num_programs", [30, 41, 132])
+@pytest.mark.parametrize("num_programs", [36, 41, 132])
 @pytest.mark.parametrize("lengths", [(2600,), (3000, 70)], ids=["one", "two"])
-def test_many_partials_are_merged_in_two_levels(
-    device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
+@pytest.mark.parametrize("ratio", [5, 4], ids=["levels", "rounds"])
+def test_many_partials_are_merged_in_two_levels_or_rounds(
+    device: torch.device, check: Check, ratio: int, lengths: tuple[int, ...], num_programs: int, chunk_size: int
 ) -> None:
-    assert merge_sizes(8, 128, NUM_WARPS, MERGE_REGISTERS)[1] == 24, "fewer than the partials here"
-    launch = Launch.draw(lengths, 5, 1, 128, device, num_programs, chunk_size)
+    """Up to 47 partials: beyond the 32 that eight rows merge in one level, or that four rows load at once."""
+    sizes = merge_sizes(triton.next_power_of_2(ratio), 128, NUM_WARPS, MERGE_REGISTERS[0])
+    assert sizes == ((16, 32) if ratio == 5 else (32, 64))
+    launch = Launch.draw(lengths, ratio, 1, 128, device, num_programs, chunk_size)
     launch.run()
     launch.compare(check)
 
