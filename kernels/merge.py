@@ -26,18 +26,17 @@ __all__ = [
 
 # One SM takes in 50 bytes a clock: beyond so many partials, or two rounds of loads if that is more, groups come first.
 WIDE = 24
-MOST = 32  # partials loaded at once
 
 
 def merge_sizes(group_pad: int, width: int, num_warps: int, registers: int) -> tuple[int, int]:
     """How many partials 1, 2 or 4 warps load at once, and beyond how many there are two levels.
 
-    At once: as many as fit into so many registers, but 8, 16, 24 or 32, or a power of two below that. Of two rows 16:
-    with more, Triton 3.6 and 3.7 hand some of the weights to the wrong rows.
+    At once: as many as fit into so many registers, but 8, 16 and so on up to a quarter of the registers, 32 at most, or
+    a power of two below 8. Of two rows 16: with more, Triton 3.6 and 3.7 hand some of the weights to the wrong rows.
     """
     loaded = max(1, registers * 32 // (group_pad * width)) * num_warps
     if loaded >= 8:
-        loaded = min(16 if group_pad == 2 else MOST, loaded // 8 * 8)
+        loaded = min(16 if group_pad == 2 else 32, registers // 4, loaded // 8 * 8)
     else:
         loaded = max(num_warps, 1 << (loaded.bit_length() - 1))
     return loaded, max(WIDE, 2 * loaded)

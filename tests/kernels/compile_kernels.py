@@ -31,7 +31,6 @@ from alspec.kernels import (
     turbo_kernel,
     turbo_prefill_hopper,
 )
-from alspec.kernels.merge import merge_sizes
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
@@ -64,17 +63,23 @@ def compile_for(capability: int, kernel: Any, num_warps: int, constants: dict[st
 
 
 def lean(
-    capability: int, group: int, head_dim: int, batch_size: int, spec: bool, gate: bool = False, part: str = "all"
+    capability: int,
+    group: int,
+    head_dim: int,
+    batch_size: int,
+    spec: bool,
+    gate: bool = False,
+    part: str = "all",
+    kv_heads: int = 8,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
-    registers = lean_attention.MERGE_REGISTERS[spec]
-    merge_round, wide = merge_sizes(group, head_dim, lean_attention.NUM_WARPS, registers)
+    merge_round, wide = lean_attention.lean_merge_sizes(group, head_dim, 132 // (kv_heads * batch_size), spec)
     constants = {
-        "HKV": 8, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim, "PROGRAMS": 132,
-        "B_PAD": lean_attention._padded(batch_size),
+        "HKV": kv_heads, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim,
+        "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size),
         "BLOCK_N": 64 if capability >= 100 else 128, "LONG": capability == 90 and head_dim == 64,
         "STAGES": 3 if capability == 90 else 2, "ROUND": merge_round,
-        "WIDE": lean_attention.WIDE if spec else wide, "SPEC": spec, "PART": lean_attention.PARTS[part],
+        "WIDE": wide, "SPEC": spec, "PART": lean_attention.PARTS[part],
         "FLAG": spec and part == "all", "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
     if part != "all":
@@ -269,6 +274,7 @@ def _knows(tool: Path, arch: str) -> bool:
 def main(capability: int) -> None:
     """Compile everything and print the report."""
     compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in BOTH}
+    compiled["lean, 2 KV heads"] = lean(capability, 4, 128, 1, False, kv_heads=2)
     for part in ("all", "predictor", "rest"):
         compiled[f"lean, gated, {part}"] = lean(capability, 4, 128, 1, True, True, part)
     compiled |= quantised_cache(capability)

