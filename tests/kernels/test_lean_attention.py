@@ -189,9 +189,8 @@ def test_two_launches_give_what_one_gives(
 
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
-@pytest.mark.parametrize("num_programs", [36, 41, 132])
+@pytest.mark.parametrize(("ratio", "num_programs"), [(5, 36), (5, 132), (4, 41)], ids=["36", "132", "rounds"])
 @pytest.mark.parametrize("lengths", [(2600,), (3000, 70)], ids=["one", "two"])
-@pytest.mark.parametrize("ratio", [5, 4], ids=["levels", "rounds"])
 def test_many_partials_are_merged_in_two_levels_or_rounds(
     device: torch.device, check: Check, ratio: int, lengths: tuple[int, ...], num_programs: int, chunk_size: int
 ) -> None:
