@@ -16,7 +16,7 @@ generate: $(VENV)/.installed
 
 # Files side by side: most of the time goes to one kernel at a time in Triton's interpreter.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
