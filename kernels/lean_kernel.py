@@ -197,20 +197,33 @@ def _head_of(tile, tiles):
 
 
 @triton.jit
-def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr):
+def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, FEW: tl.constexpr, SPEC: tl.constexpr):
     """How the tiles of the rest are dealt: `leaders` programs begin with a guess and take `lead_run` tiles after it.
 
     The other tiles go to `followers` programs, `run` tiles each and the first `longer` of them one more. A guess counts
     as `guess_tiles` tiles; where that is more than a program's due, the leaders get no others. No follower's run is
     empty, so that the runs that meet one output use consecutive slots.
+
+    Without guesses, FEW programs work instead of all where their longest run is as long, or two tiles: lengths are
+    often powers of two, and each head then has the same number of partials, and fewer.
     """
-    leaders = tl.where(num_guesses < PROGRAMS, num_guesses, 0)
-    lead_run = tl.maximum((total_rest + leaders * guess_tiles) // PROGRAMS - guess_tiles, 0)
-    left = total_rest - leaders * lead_run
-    others = PROGRAMS - leaders
+    if SPEC:
+        leaders = tl.where(num_guesses < PROGRAMS, num_guesses, 0)
+        lead_run = tl.maximum((total_rest + leaders * guess_tiles) // PROGRAMS - guess_tiles, 0)
+        left = total_rest - leaders * lead_run
+        others = PROGRAMS - leaders
+        run = _divide(left, others)
+    else:
+        # By constants, for then divisions are multiplications.
+        leaders, lead_run, left = 0, 0, total_rest
+        others, run = PROGRAMS, left // PROGRAMS
+        if FEW < PROGRAMS:
+            # A run of two tiles instead of one costs less than a second level, or a second round, of merging.
+            longest: tl.constexpr = 2 if FEW < PROGRAMS // 8 * 8 else 1
+            is_few = tl.cdiv(left, FEW) <= tl.maximum(tl.cdiv(left, PROGRAMS), longest)
+            others, run = tl.where(is_few, FEW, others), tl.where(is_few, left // FEW, run)
     followers = tl.maximum(tl.minimum(others, left), 1)
-    # By `others`, not `followers`: of one request it is known to the compiler, and the division a multiplication.
-    run = tl.where(left < others, tl.minimum(left, 1), _divide(left, others))
+    run = tl.where(left < others, tl.minimum(left, 1), run)
     return leaders, lead_run, followers, run, left - run * followers
 
 
@@ -327,9 +340,11 @@ def lean_decode_kernel(
     total_rest = tl.sum(rest_tiles, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     num_guesses = num_outputs if SPEC and PART != REST else 0
+    # So many that a head's partials are merged in one round. With a batch the other heads hide one head's merge.
+    FEW: tl.constexpr = min(PROGRAMS // 8 * 8, ROUND * HKV) if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
     leaders, lead_run, followers, run, longer = _schedule(
         num_guesses if PART == ALL else 0, 2 * _tiles_in(chunk_size, is_long, BLOCK_N) + GUESS_OVERHEAD, total_rest,
-        PROGRAMS,
+        PROGRAMS, FEW, SPEC and PART == ALL,
     )  # fmt: skip
     tile = _run_start(program, leaders, lead_run, followers, run, longer)
     last = _run_start(program + 1, leaders, lead_run, followers, run, longer)

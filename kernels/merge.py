@@ -142,7 +142,7 @@ def _merge(
         o = sum_s 2^(lse_s - m) o_s,   l = sum_s 2^(lse_s - m),   m = max_s lse_s
 
     The loads of `ROUND` slots are issued together: their latency, not the arithmetic, is what this costs. A partial is
-    one dimension, and so is all that is read of `lse`: then its threads are the compiler's only choice. From 512 values
+    one dimension, and so is all that is read of `lse`: then its threads are the compiler's only choice. From 256 values
     in a partial on, each has the same of them in every slot, and sums them by itself; `lse` of a row lies in one warp.
 
     Returns:
@@ -156,7 +156,9 @@ def _merge(
     slots, row = of_lse % SLOTS, of_lse // SLOTS
     # Rows past the last repeat it.
     value_at = tl.minimum(values // D, GROUP - 1) * D + values % D
-    value_at = tl.multiple_of(tl.max_contiguous(value_at, [D]), [D])
+    # A load is 16 bytes of a thread, or half of that where only then all threads have their own values.
+    EACH: tl.constexpr = 2 if GROUP_PAD * D == 256 else 4
+    value_at = tl.multiple_of(tl.max_contiguous(value_at, [EACH]), [EACH])
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD * D], tl.float32)
@@ -186,7 +188,7 @@ def _merge(
             factor = _for_values(weights[i], D)
             # Rounded before it is added where lanes sum together: fused with the first addition, those that hold the
             # same sum would round differently.
-            part = factor * partials[i] if GROUP_PAD * D >= 512 else tl.fma(factor, partials[i], tl.zeros_like(factor))
+            part = factor * partials[i] if GROUP_PAD * D >= 256 else tl.fma(factor, partials[i], tl.zeros_like(factor))
             acc += tl.sum(part, 0)
         row_max = new_max
     return row_max, row_sum, tl.reshape(acc, [GROUP_PAD, D])

@@ -189,10 +189,20 @@ def test_two_launches_give_what_one_gives(
 
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
-@pytest.mark.parametrize(("ratio", "num_programs"), [(5, 36), (5, 132), (4, 41)], ids=["36", "132", "rounds"])
-@pytest.mark.parametrize("lengths", [(2600,), (3000, 70)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("lengths", "ratio", "num_programs"),
+    [
+        ((2600,), 5, 36),
+        ((2600,), 5, 132),
+        ((4200,), 4, 41),
+        ((3000, 70), 5, 36),
+        ((3000, 70), 5, 132),
+        ((3000, 70), 4, 41),
+    ],
+    ids=["one-36", "one-132", "one-rounds", "two-36", "two-132", "two-rounds"],
+)
 def test_many_partials_are_merged_in_two_levels_or_rounds(
-    device: torch.device, check: Check, ratio: int, lengths: tuple[int, ...], num_programs: int, chunk_size: int
+    device: torch.device, check: Check, lengths: tuple[int, ...], ratio: int, num_programs: int, chunk_size: int
 ) -> None:
     """Up to 47 partials: beyond the 32 that eight rows merge in one level, or that four rows load at once."""
     sizes = lean_merge_sizes(triton.next_power_of_2(ratio), 128, num_programs // len(lengths), spec=False)
@@ -201,6 +211,17 @@ def test_many_partials_are_merged_in_two_levels_or_rounds(
     launch = Launch.draw(lengths, ratio, 1, 128, device, num_programs, chunk_size)
     launch.run()
     launch.compare(check)
+
+
+@pytest.mark.parametrize("length", [2049, 4096, 4097], ids=["33-tiles", "64-tiles", "65-tiles"])
+def test_few_programs_take_two_tiles_each(device: torch.device, check: Check, length: int) -> None:
+    """Up to 64 tiles, 32 of 40 programs work: their partials are one round of merging."""
+    assert lean_merge_sizes(4, 128, 40, spec=False)[0] == 32
+    launch = Launch.draw((length,), 4, 1, 128, device, 40, 0)
+    launch.workspace.lse.fill_(math.nan)
+    launch.run()
+    launch.compare(check)
+    assert int(launch.workspace.lse.isfinite().sum()) == 4 * (32 if length <= 4096 else 40)
 
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
