@@ -21,6 +21,8 @@ WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this 
 GUESS_OVERHEAD = tl.constexpr(6)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
 # Tiles are long where every program has so many: its run may be one tile longer than others, which is little then.
 LONG_TILES = tl.constexpr(8)
+# All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
+MANY_TILES = tl.constexpr(32)
 
 
 @triton.jit
@@ -220,7 +222,8 @@ def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, FEW:
         if FEW < PROGRAMS:
             # A run of two tiles instead of one costs less than a second level, or a second round, of merging.
             longest: tl.constexpr = 2 if FEW < PROGRAMS // 8 * 8 else 1
-            is_few = tl.cdiv(left, FEW) <= tl.maximum(tl.cdiv(left, PROGRAMS), longest)
+            few_run = tl.cdiv(left, FEW)
+            is_few = (few_run <= tl.maximum(tl.cdiv(left, PROGRAMS), longest)) & (few_run < MANY_TILES)
             others, run = tl.where(is_few, FEW, others), tl.where(is_few, left // FEW, run)
     followers = tl.maximum(tl.minimum(others, left), 1)
     run = tl.where(left < others, tl.minimum(left, 1), run)
