@@ -14,7 +14,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ..predictor import KV_TILE, predictor_ranges
 from ..sas import Softmax, cutoff, sas_softmax
@@ -26,6 +25,7 @@ __all__ = [
     "decode_attention",
     "dequantized_prefill_attention",
     "merge_partials",
+    "newest_causal_mask",
     "predictor_attention",
     "predictor_attention_all",
     "prefill_attention",
@@ -164,12 +164,20 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax:
         q.transpose(0, 1)[None],
         k[None],
         v[None],
-        attn_mask=None if num_queries == num_tokens else causal_lower_right(num_queries, num_tokens),
+        attn_mask=None if num_queries == num_tokens else newest_causal_mask(num_queries, num_tokens),
         is_causal=num_queries == num_tokens,
         scale=sm_scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+def newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:
+    """Which of `num_tokens` tokens the last `num_queries` of them see, for PyTorch's attention."""
+    # Not at the top: it loads TorchDynamo, a second that would go to the start of every command.
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(num_queries, num_tokens)
 
 
 def _sas_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:

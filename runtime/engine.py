@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..config import EngineConfig, SamplingConfig, validate
 from ..errors import BadNumbersError, RankFailureError, UserError
+from ..kernels.attention import newest_causal_mask
 from ..kernels.gemv import MAX_BATCH
 from ..kernels.words import BAD_NUMBERS, split_fault
 from ..models.checkpoint import Checkpoint, verify_checksums
@@ -220,6 +221,7 @@ class Engine:
         """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches."""
         batch_size = self.cache.batch_size
         prefill(self.model, self.cache, self._connected(), 0, [0], self._operation)
+        newest_causal_mask(1, 2)  # for prompts of several chunks
         if self.loop is not None:
             return  # `prepare` warms it up, for the sampling asked for
         assert self.program is not None

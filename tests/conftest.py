@@ -1,8 +1,13 @@
 """Without a GPU, Triton kernels run in Triton's interpreter; this must be set before the first kernel is imported."""
 
 import os
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    runpy.run_path(str(Path(__file__).with_name("interpreter.py")))

@@ -3,6 +3,7 @@
 Started by test_compile.py in a process of its own, because the tests import the kernels for the interpreter.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -267,6 +268,7 @@ def report(ptx: str) -> dict[str, int]:
     }
 
 
+@functools.cache
 def _knows(tool: Path, arch: str) -> bool:
     return arch in subprocess.run([tool, "--help"], capture_output=True, text=True, check=False).stdout
 

@@ -78,8 +78,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with 3 layers, the first, one between and the last, for kernels in the interpreter."""
+    folder = tmp_path_factory.mktemp("model") / "small"
+    write_folder(folder, num_hidden_layers=3)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def turbo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with 3 layers and 4 query and 2 KV heads of 64 channels, which a quantised cache takes."""
+    """As small, with 4 query and 2 KV heads of 64 channels, which a quantised cache takes."""
     folder = tmp_path_factory.mktemp("model") / "turbo"
     write_folder(folder, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     return folder

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import runpy
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -82,4 +83,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     assert os.environ["TRITON_INTERPRET"] == "1"
+    runpy.run_path(str(Path(__file__).parents[1] / "interpreter.py"))
     main(Path(sys.argv[1]))

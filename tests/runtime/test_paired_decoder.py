@@ -118,7 +118,7 @@ def _tensors(cache: Cache) -> dict[str, Tensor]:
 @pytest.mark.parametrize("threshold", [0.0, 0.35, math.inf])
 @pytest.mark.parametrize("codec", ["bf16", "turbo-mixed"])
 def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, request: pytest.FixtureRequest) -> None:
-    folder = request.getfixturevalue("tiny_folder" if codec == "bf16" else "turbo_folder")
+    folder = request.getfixturevalue("small_folder" if codec == "bf16" else "turbo_folder")
     config = LlamaConfig.from_folder(folder)
     weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
     transport = Transport(Placement(), CPU, "gloo", None)
