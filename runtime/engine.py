@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -92,12 +92,22 @@ class Engine:
         self.memory: MemoryPlan | None = None
         self.transport: Transport | None = None
         self._step = 0
+        self._texts = 0  # begun so far; the last one owns the cache
+        self._is_closed = False
         self._is_warm = self.device.type != "cuda"
 
     @classmethod
     def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> Engine:
         """An engine for a Hugging Face folder (default: the demo checkpoint); options are fields of `EngineConfig`."""
         return cls(validate(EngineConfig, {"model": model, **options}, "Engine.from_pretrained"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error the other ranks may be anywhere: there is no meeting them.
+        if kind is None:
+            self.close()
 
     def _open(self, folder: Path) -> None:
         self.model_config = LlamaConfig.from_folder(folder)
@@ -155,8 +165,11 @@ class Engine:
                     f"prompt {index}: token id {wrong} is outside the vocabulary of {config.vocab_size}; "
                     f"give ids from 0 to {config.vocab_size - 1}"
                 )
+        positions = config.max_position_embeddings
+        if self.config.max_context is not None and self.config.max_context > positions:
+            raise UserError(f"max_context: the model has {positions} positions, found {self.config.max_context}")
         needed = max(map(len, prompts)) + max_new_tokens
-        limit = min(config.max_position_embeddings, self.config.max_context or config.max_position_embeddings)
+        limit = min(positions, self.config.max_context or positions)
         if needed > limit:
             name = "max_context" if limit == self.config.max_context else "the model's max_position_embeddings"
             raise UserError(
@@ -240,6 +253,8 @@ class Engine:
 
     def _load_model(self) -> None:
         config, placement = self.model_config, self.placement
+        if self.store is not None and dist.is_initialized():
+            raise UserError("engine: several ranks have one engine at a time in a process; close the other one first")
         self._check_agreement()
         self.heartbeat.mark(0, LOADING, -1)
         self.heartbeat.start()
@@ -263,15 +278,19 @@ class Engine:
         self.model = Llama(config, weights, self.transport.all_reduce)
 
     def _check_agreement(self) -> None:
-        """Ranks on different hosts choose for themselves; what they chose must be the same everywhere."""
+        """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""
         if self.store is None:
             return
-        choice = f"{'symm' if self._uses_symm else self.backend} {self.mode} {self.dtype_name}"
-        for rank, other in enumerate(_exchange(self.store, self.placement, "choice", choice)):
-            if other != choice:
+        chosen = {"resolved transport": "symm" if self._uses_symm else self.backend}
+        chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
+        own = shared_settings(self.config) | chosen
+        for rank, text in enumerate(_exchange(self.store, self.placement, "settings", json.dumps(own))):
+            other = json.loads(text)
+            name = next((name for name in own | other if own.get(name) != other.get(name)), None)
+            if name is not None:
                 raise UserError(
-                    f"ranks disagree on transport, mode and dtype: rank {self.placement.rank} has {choice}, "
-                    f"rank {rank} has {other}; give --transport and --dtype, and the same flags everywhere"
+                    f"ranks disagree on {name}: rank {self.placement.rank} has {own.get(name)}, rank {rank} has "
+                    f"{other.get(name)}; give the same flags everywhere, --transport and --dtype among them"
                 )
 
     def _connected(self) -> Transport:
@@ -301,7 +320,16 @@ class Engine:
 
         Raises:
             BadNumbersError: NaN or Inf in the logits; no token of that step is yielded.
+            UserError: another text has begun since the last token, and has the cache.
         """
+        self._texts += 1
+        text = self._texts
+        for token in self._run(generation, sampling):
+            yield token
+            if text != self._texts:
+                raise UserError("stream: another text of this engine has begun; finish one first, or use two engines")
+
+    def _run(self, generation: Generation, sampling: SamplingConfig) -> Iterator[Token]:
         requests = generation.requests
         transport = self._connected()
         if self.loop is not None:
@@ -426,10 +454,23 @@ class Engine:
         return f"{('attention', 'MLP')[slot % 2]} output, layer {slot // 2}"
 
     def stream(self, prompt: str, sampling: SamplingConfig | None = None) -> Iterator[Token]:
-        """Generate from one text prompt, loading the model on first use."""
+        """Generate from one text prompt, the same on every rank, loading the model on first use.
+
+        Raises:
+            UserError: a prompt that does not fit, or not the same on every rank; as `run`; after `close`.
+        """
+        if self._is_closed:
+            raise UserError("engine: it is closed; create another one")
         if self.tokenizer is None:
             raise UserError("prompt: random weights have no tokenizer; use token ids")
         sampling = sampling or SamplingConfig()
+        if self.store is not None:
+            asked = f"{prompt!r} with {sampling!r}"
+            for rank, other in enumerate(_exchange(self.store, self.placement, f"stream {self._texts}", asked)):
+                if other != asked:
+                    raise UserError(
+                        f"stream: ranks disagree: rank {self.placement.rank} has {asked}, rank {rank} {other}"
+                    )
         prompts = [self.tokenizer.encode(prompt)]
         needed = self.check_prompts(prompts, sampling.max_new_tokens)
         if self.transport is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
@@ -487,14 +528,28 @@ class Engine:
         return [json.loads(text) for text in _exchange(self.store, self.placement, "rows", json.dumps(rows))]
 
     def close(self) -> None:
-        """Leave in order: all ranks meet, then the heartbeat says goodbye, then the process groups end."""
-        if self.transport is not None:
+        """Leave in order: all ranks meet, then the heartbeat says goodbye, then the process groups end.
+
+        Every rank calls it, or leaves a `with` block, before it ends: one that ends without is taken for lost.
+        """
+        if self.transport is not None and not self._is_closed:
             self.transport.flush()
             self.transport.barrier()
             # Graphs first, then symmetric buffers, then process groups: NCCL waits for graphs that refer to it.
             self._release()
             self.heartbeat.stop()
             self.transport.close()
+        self._is_closed = True
+
+
+def shared_settings(config: EngineConfig) -> dict[str, Any]:
+    """What must be the same on every rank: all but files and folders, what only rank 0 reads, and what it shows."""
+    rank_0 = {"prompt", "prompt_ids", "chat", "system", "color", "debug"}
+    names = {name for name, field in type(config).model_fields.items() if "Path" not in str(field.annotation)}
+    settings: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json", include=names - rank_0).items():
+        settings |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return settings
 
 
 def broadcast_text(store: dist.Store | None, rank: int, key: str, text: str | None) -> str:

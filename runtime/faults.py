@@ -235,12 +235,19 @@ def run_guarded(heartbeat: Heartbeat, work: Callable[[], int]) -> int:
     A collective that fails because another rank is gone is reported as that rank's loss. After an error of our own, the
     process ends without meeting the others, who may be anywhere.
 
+    Ctrl-C ends it with one line and exit code 130, as a shell says it.
+
     Raises:
         AlspecError: with one rank, as it came.
     """
     try:
         try:
             return work()
+        except KeyboardInterrupt:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            print("\nalspec: exit 130: interrupted", file=sys.stderr, flush=True)
+            os._exit(130)  # without meeting the others, who were interrupted, too
         except torch.OutOfMemoryError as error:
             line = str(error).splitlines()[0]
             raise DoesNotFitError(f"out of memory: {line} Lower --max-context, or use more ranks") from error

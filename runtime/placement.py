@@ -34,7 +34,10 @@ class Placement:
         """Read torchrun's variables; without them, one rank alone."""
 
         def number(name: str, default: int) -> int:
-            return int(os.environ.get(name, default))
+            value = os.environ.get(name, str(default))
+            if not value.isdecimal():
+                raise UserError(f"{name}: expected a number in the environment, found {value!r}; use torchrun")
+            return int(value)
 
         world_size = number("WORLD_SIZE", 1)
         return cls(

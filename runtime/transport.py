@@ -29,14 +29,21 @@ def connect_store(placement: Placement) -> dist.TCPStore:
             f"WORLD_SIZE is {placement.world_size}, but MASTER_ADDR and MASTER_PORT are missing; use torchrun"
         )
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size=placement.world_size,
-        is_master=placement.rank == 0 and not agent_hosts,
-        timeout=TIMEOUT,
-        multi_tenant=True,
-    )
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not port.isdecimal():
+        raise UserError(f"MASTER_PORT: expected a number, found {port!r}")
+    try:
+        return dist.TCPStore(
+            address,
+            int(port),
+            world_size=placement.world_size,
+            is_master=placement.rank == 0 and not agent_hosts,
+            timeout=TIMEOUT,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        why = str(error).splitlines()[0]
+        raise UserError(f"cannot meet the other ranks at {address}:{port}: {why}; choose another MASTER_PORT") from None
 
 
 class PairMessage:

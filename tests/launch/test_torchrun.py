@@ -38,6 +38,17 @@ def torchrun(*flags: object, stdin: str | None = None) -> subprocess.CompletedPr
     )
 
 
+def test_flags_that_are_not_the_same_everywhere(checkpoint: Path) -> None:
+    """As a job on two hosts may be started; without the comparison, ranks would wait for each other."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    generate = f"{sys.executable} {ROOT / 'launch' / 'generate.py'} --model {checkpoint} --prompt The"
+    command += ["bash", "-c", f"{generate} --max-new-tokens $((3 + RANK)) --transport gloo"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode != 0
+    assert "alspec: exit 2: ranks disagree on max_new_tokens: rank " in done.stderr
+
+
 def test_paired_is_simulated(checkpoint: Path, generate_text: GenerateText, tmp_path: Path) -> None:
     """The same text and hit map; only rank 0 reads the prompt from stdin, prints and writes."""
     expected = generate_text(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from alspec.config import SamplingConfig
-from alspec.errors import DoesNotFitError
+from alspec.config import GenerateConfig, LatencyConfig, SamplingConfig
+from alspec.errors import DoesNotFitError, UserError
 from alspec.runtime import engine as engine_module
-from alspec.runtime.engine import Engine
+from alspec.runtime.engine import Engine, shared_settings
 from alspec.runtime.faults import Heartbeat, run_guarded
 from alspec.runtime.placement import Placement
 
@@ -61,3 +64,79 @@ def test_one_rank_leaves_signals_alone(engine: Engine) -> None:
     list(engine.stream("The road", SAMPLING))
     engine.close()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_text_that_another_one_has_overtaken_ends(engine: Engine) -> None:
+    """Both would write into one cache."""
+    expected = [token.text for token in engine.stream("It was a", SAMPLING)]
+    first = engine.stream("The road", SAMPLING)
+    next(first)
+    assert [token.text for token in engine.stream("It was a", SAMPLING)] == expected
+    with pytest.raises(UserError, match="another text of this engine has begun"):
+        next(first)
+
+
+def test_a_block_closes_the_engine_and_an_error_in_it_does_not_meet_the_others() -> None:
+    with Engine.from_pretrained(transport="gloo", dtype="fp32") as engine:
+        assert len(list(engine.stream("The road", SAMPLING))) == 4
+    with pytest.raises(UserError, match="engine: it is closed"):
+        next(engine.stream("The road", SAMPLING))
+    engine.close()  # again: nothing happens
+    engine = Engine.from_pretrained(transport="gloo", dtype="fp32")
+    with pytest.raises(KeyError), engine:
+        raise KeyError
+    assert not engine._is_closed
+
+
+def test_the_cache_has_no_room_beyond_the_models_positions() -> None:
+    engine = Engine.from_pretrained(transport="gloo", dtype="fp32", max_context=8193)
+    with pytest.raises(UserError, match="max_context: the model has 8192 positions, found 8193"):
+        next(engine.stream("The road", SAMPLING))
+
+
+def test_ranks_share_all_settings_but_files_and_what_the_first_one_reads() -> None:
+    given = {"prompt": "The", "json": "out.json", "trace": "t.json", "speculation": {"threshold": float("inf")}}
+    settings = shared_settings(GenerateConfig.model_validate(given))
+    assert settings["speculation.threshold"] == "inf"
+    assert {"seed", "max_new_tokens", "dtype", "kv_cache", "max_context", "stop"} <= set(settings)
+    assert not {"prompt", "model", "json_file", "trace", "prompt_file", "color"} & set(settings)
+    settings = shared_settings(LatencyConfig.model_validate({"modes": "off,paired", "rows": "rows.jsonl"}))
+    assert settings["modes"] == "off,paired"
+    assert not {"rows", "plot"} & set(settings)
+
+
+def test_an_interrupt_is_one_line() -> None:
+    program = """
+from alspec.runtime.faults import Heartbeat, run_guarded
+from alspec.runtime.placement import Placement
+def work():
+    print("half a", end="")
+    raise KeyboardInterrupt
+run_guarded(Heartbeat(Placement()), work)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "half a", "\nalspec: exit 130: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE: expected a number in the environment, found 'x'"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "y"}, "MASTER_PORT: expected a"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"},
+            "cannot meet the other ranks at 127.0.0.1:",
+        ),
+    ],
+    ids=["world", "port", "taken"],
+)
+def test_a_wrong_environment_is_one_line(variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(other.getsockname()[1]) if value == "taken" else value)
+        with pytest.raises(UserError) as error:
+            Engine.from_pretrained(transport="gloo", dtype="fp32")
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
