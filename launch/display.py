@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.style import Style
 from rich.table import Table
 
+from alspec.predictor import KV_TILE
 from alspec.runtime.generation import Generation, Token
 from alspec.runtime.memory import GIB
 
@@ -114,7 +115,11 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ]
     if summary["hit_rate"] is not None:
-        rows.append(("hit rate", f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"))
+        hit_rate = f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"
+        longest = max(map(sum, zip(summary["prompt_tokens"], summary["new_tokens"], strict=True)))
+        if longest < 2 * summary["chunk_size"] + KV_TILE:
+            hit_rate += " (so short a text is all sink and window: no guess leaves a token out)"
+        rows.append(("hit rate", hit_rate))
     memory = summary["memory"]
     rows.append(
         (

@@ -114,6 +114,15 @@ def test_threshold_limits(threshold: str, hit_rate: float, generate_json: Callab
     assert float(found["summary"]["threshold"]) == float(threshold)
 
 
+def test_a_hit_rate_that_means_nothing_says_so(run: Run, checkpoint: Path) -> None:
+    """Below two chunks and a tile a guess is exact."""
+    for prompt, is_short in ((PROMPT, True), (LONG_PROMPT, False)):
+        code, _, err = run("--model", checkpoint, "--prompt", prompt, *SMALL, "--speculation", "simulated")
+        assert code == 0
+        assert ("no guess leaves a token out" in err) == is_short
+        assert is_short <= ("hit rate: 100.0 % at lambda 0.1 (so short" in err)
+
+
 def test_speculation_that_never_accepts_is_off(generate_text: GenerateText) -> None:
     flags = ("--prompt", LONG_PROMPT, *SMALL)
     off = generate_text(*flags, "--speculation", "off")
