@@ -165,11 +165,8 @@ class Engine:
                     f"prompt {index}: token id {wrong} is outside the vocabulary of {config.vocab_size}; "
                     f"give ids from 0 to {config.vocab_size - 1}"
                 )
-        positions = config.max_position_embeddings
-        if self.config.max_context is not None and self.config.max_context > positions:
-            raise UserError(f"max_context: the model has {positions} positions, found {self.config.max_context}")
         needed = max(map(len, prompts)) + max_new_tokens
-        limit = min(positions, self.config.max_context or positions)
+        limit = min(config.max_position_embeddings, self.config.max_context or config.max_position_embeddings)
         if needed > limit:
             name = "max_context" if limit == self.config.max_context else "the model's max_position_embeddings"
             raise UserError(

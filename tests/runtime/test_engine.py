@@ -88,12 +88,6 @@ def test_a_block_closes_the_engine_and_an_error_in_it_does_not_meet_the_others()
     assert not engine._is_closed
 
 
-def test_the_cache_has_no_room_beyond_the_models_positions() -> None:
-    engine = Engine.from_pretrained(transport="gloo", dtype="fp32", max_context=8193)
-    with pytest.raises(UserError, match="max_context: the model has 8192 positions, found 8193"):
-        next(engine.stream("The road", SAMPLING))
-
-
 def test_ranks_share_all_settings_but_files_and_what_the_first_one_reads() -> None:
     given = {"prompt": "The", "json": "out.json", "trace": "t.json", "speculation": {"threshold": float("inf")}}
     settings = shared_settings(GenerateConfig.model_validate(given))
