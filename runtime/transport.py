@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from datetime import timedelta
 
 import torch
@@ -17,6 +19,7 @@ __all__ = ["PairMessage", "Transport", "connect_store"]
 
 # Longer than any healthy wait; the heartbeat ends a job with a dead rank long before.
 TIMEOUT = timedelta(seconds=600)
+NOTICE_S = 10.0  # until ranks that wait for others to start say so
 
 # Renamed in PyTorch 2.13.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,6 +35,10 @@ def connect_store(placement: Placement) -> dist.TCPStore:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not port.isdecimal():
         raise UserError(f"MASTER_PORT: expected a number, found {port!r}")
+    where = f"{placement.world_size - 1} other rank(s) at {address}:{port}"
+    notice = threading.Timer(NOTICE_S, lambda: print(f"alspec: waiting for {where}", file=sys.stderr, flush=True))
+    notice.daemon = True
+    notice.start()
     try:
         return dist.TCPStore(
             address,
@@ -43,7 +50,9 @@ def connect_store(placement: Placement) -> dist.TCPStore:
         )
     except dist.DistError as error:
         why = str(error).splitlines()[0]
-        raise UserError(f"cannot meet the other ranks at {address}:{port}: {why}; choose another MASTER_PORT") from None
+        raise UserError(f"cannot meet {where}: {why}; start them all, or choose another MASTER_PORT") from None
+    finally:
+        notice.cancel()
 
 
 class PairMessage:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from alspec.config import GenerateConfig, LatencyConfig, SamplingConfig
 from alspec.errors import DoesNotFitError, UserError
 from alspec.runtime import engine as engine_module
+from alspec.runtime import transport as transport_module
 from alspec.runtime.engine import Engine, shared_settings
 from alspec.runtime.faults import Heartbeat, run_guarded
 from alspec.runtime.placement import Placement
@@ -119,7 +121,7 @@ run_guarded(Heartbeat(Placement()), work)
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "y"}, "MASTER_PORT: expected a"),
         (
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"},
-            "cannot meet the other ranks at 127.0.0.1:",
+            "cannot meet 1 other rank(s) at 127.0.0.1:",
         ),
     ],
     ids=["world", "port", "taken"],
@@ -134,3 +136,18 @@ def test_a_wrong_environment_is_one_line(variables: dict[str, str], line: str, m
             Engine.from_pretrained(transport="gloo", dtype="fp32")
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_who_waits_for_ranks_that_do_not_start_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transport_module, "NOTICE_S", 0.1)
+    monkeypatch.setattr(transport_module, "TIMEOUT", timedelta(seconds=1))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"cannot meet 1 other rank\(s\) at 127.0.0.1:.*; start them all, or choose"):
+        Engine.from_pretrained(transport="gloo", dtype="fp32")
+    assert f"alspec: waiting for 1 other rank(s) at 127.0.0.1:{port}\n" in capfd.readouterr().err
