@@ -325,6 +325,19 @@ def test_pairs_need_two_ranks(profile: Profile, checkpoint: Path) -> None:
     assert "paired needs an even number of ranks" in err
 
 
+def test_forced_verdicts_are_refused_before_the_first_mode(
+    profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_engine(*args: object) -> None:
+        raise AssertionError("a mode was measured before the mistake was found")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(latency, "Engine", no_engine)
+    flags = ("--model", checkpoint, "--transport", "gloo", *SMALL, "--modes", "off,paired", "--hit-rates", 0.5)
+    message = "flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs"
+    assert profile(*flags) == (2, "", f"alspec: exit 2: {message}\n")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 def test_captured_steps(profile: Profile, tmp_path: Path) -> None:
