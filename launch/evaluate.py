@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ from rich.table import Table
 from alspec.config import EngineConfig
 from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.flashq import SELECTORS
-from alspec.launch.cli import Parser, check_writable, parse, parse_tokens, print_config
+from alspec.launch.cli import Parser, check_picture, check_writable, parse, parse_tokens, print_config
 from alspec.launch.evaluate_tasks import (
     Quality,
     Task,
@@ -124,10 +123,8 @@ def _check(args: Namespace) -> None:
         raise UserError("flags: nothing to measure; give one of --windows, --recall, --needles or --records")
     if args.baselines and not args.windows:
         raise UserError("flags: --baselines takes its fixed layers from bits per byte; give --windows")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("flags: --plot: needs matplotlib; pip install 'alspec[plot]'")
+    check_picture("flags: --plot", args.plot)
     check_writable("flags: --rows", args.rows)
-    check_writable("flags: --plot", args.plot)
 
 
 def _numbers(flag: str, text: str, most: float) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import gc
-import importlib.util
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from rich.table import Table
 from alspec.config import LatencyConfig, SpeculationMode
 from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.gemv import MAX_BATCH
-from alspec.launch.cli import Parser, check_writable, parse, parse_tokens, print_config
+from alspec.launch.cli import Parser, check_picture, check_writable, parse, parse_tokens, print_config
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
 from alspec.models.config import LlamaConfig
@@ -105,9 +104,8 @@ def _check(config: LatencyConfig) -> None:
         raise UserError("flags: --speculation: latency measures --modes; leave --speculation out")
     if config.batch > MAX_BATCH:
         raise UserError(f"flags: --batch: a captured step serves up to {MAX_BATCH} requests, found {config.batch}")
-    if config.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("flags: --plot: needs matplotlib; pip install 'alspec[plot]'")
-    for name in ("rows", "json_file", "plot", "trace"):
+    check_picture("flags: --plot", config.plot)
+    for name in ("rows", "json_file", "trace"):
         check_writable(f"flags: --{name.removesuffix('_file')}", getattr(config, name))
 
 

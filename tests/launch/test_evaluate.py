@@ -211,6 +211,23 @@ def test_mistakes(text: Path, flags: list[str], expected: str, capsys: pytest.Ca
     assert expected in err
 
 
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_plot_that_is_no_picture(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plot.foo"
+    assert evaluate.main(["--text", str(text), "--plot", str(picture)]) == 2
+    expected = f"flags: --plot: expected a file that ends in .png, .svg, .pdf, found {str(picture)!r}"
+    assert capsys.readouterr().err == f"alspec: exit 2: {expected}\n"
+
+
+def test_plot_without_matplotlib(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert evaluate.main(["--text", str(text), "--plot", str(tmp_path / "plot.png")]) == 2
+    expected = "flags: --plot: needs matplotlib; pip install -e '.[plot]'"
+    assert capsys.readouterr().err == f"alspec: exit 2: {expected}\n"
+
+
 def test_broken_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.jsonl.xz"
     path.write_bytes(b"not xz")
