@@ -255,7 +255,7 @@ def test_plot_trace_draws_and_counts(
     picture = tmp_path / "picture.png"
     argv = ["plot_trace", str(tmp_path / "trace.json"), str(picture), "--step", "1", "--layers", "0:2"]
     monkeypatch.setattr("sys.argv", argv)
-    plot_trace.main()
+    assert plot_trace.main() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "in 1 of 2 layers" in capsys.readouterr().out
 
@@ -293,7 +293,7 @@ def test_plot_trace_of_captured_steps(
     drawn = []
     draw = plot_trace._draw
     monkeypatch.setattr(plot_trace, "_draw", lambda bars, *rest: (drawn.extend(bars), draw(bars, *rest)))
-    plot_trace.main()
+    assert plot_trace.main() == 0
     spans = [(bar["rank"], bar["op"][:4], bar["layer"], bar["begin"], bar["end"]) for bar in drawn]
     assert sorted(spans) == [
         (0, "full", 0, 0, 10),
@@ -336,7 +336,7 @@ def test_plot_trace_tells_what_became_of_guesses(
     parts = []
     original = plot_trace._parts
     monkeypatch.setattr(plot_trace, "_parts", lambda *given: parts.extend(original(*given)) or parts)
-    plot_trace.main()
+    assert plot_trace.main() == 0
     assert [(part["rank"], part["op"], part["begin"], part["end"], part["words"]) for part in parts] == [
         (0, "predictor", 0, 2, ""),
         (0, "full_attention", 2, 10, "full attention"),
@@ -356,3 +356,47 @@ def test_plot_trace_tells_what_became_of_guesses(
     assert "2 of 3 guesses were accepted" in out
     assert "where accepted, the next full attention began 12 us after this one" in out
     assert "where rejected, the next full attention began 20 us after this one" in out
+
+
+def test_plot_trace_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and exit 2, and no picture."""
+
+    def row(op: str, start: float) -> dict[str, Any]:
+        return {"op": op, "layer": 0, "step": 1, "start_us": start, "end_us": start + 4.0}
+
+    alone, pair, broken = (tmp_path / name for name in ("alone.json", "pair.json", "broken.json"))
+    write_trace(alone, [[row("full_attention", 0.0), row("post_attention", 4.0)]])
+    write_trace(pair, [[row("full_attention", 0.0)], [row("post_attention", 2.0)]])
+    broken.write_text("no JSON", encoding="utf-8")
+    (tmp_path / "broken.gz").write_bytes(b"no gzip")
+    (tmp_path / "list.json").write_text("[1, 2]", encoding="utf-8")
+    (tmp_path / "foreign.json").write_text('{"traceEvents": [{"ph": "X", "name": "a", "args": {}}]}', encoding="utf-8")
+    picture = tmp_path / "picture.png"
+
+    def refused(*flags: object) -> str:
+        assert plot_trace.main([str(flag) for flag in flags]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("alspec: exit 2: ")
+        assert err.count("\n") == 1
+        assert not picture.exists()
+        return err
+
+    if HAS_MATPLOTLIB:
+        assert "trace: cannot read nowhere.json: No such file or directory" in refused(
+            "nowhere.json", picture, "--step", 1
+        )
+        for name in ("broken.json", "broken.gz", "list.json", "foreign.json"):
+            assert f"trace: {tmp_path / name}: broken at " in refused(tmp_path / name, picture, "--step", 1)
+        for layers in ("4", "a:b", "4:", "-1:2", "3:3"):
+            expected = f"flags: --layers: expected first:last such as 4:8, found {layers!r}"
+            assert expected in refused(pair, picture, "--step", 1, f"--layers={layers}")
+        expected = "picture: expected a file that ends in .png, .svg, .pdf, found 'picture.foo'"
+        assert expected in refused(pair, "picture.foo", "--step", 1)
+        assert f"{alone} has no pair" in refused(alone, picture, "--step", 1)
+        assert f"{pair} has no operation of step 2, layers 0:4" in refused(pair, picture, "--step", 2)
+    assert "flags: the following arguments are required: --step" in refused(pair, picture)
+    assert "unknown flag --stp; the nearest valid name is --step" in refused(pair, picture, "--step", 1, "--stp", 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "picture: needs matplotlib; pip install -e '.[plot]'" in refused("nowhere.json", picture, "--step", 1)
