@@ -52,7 +52,8 @@ def _flag(path: tuple[str, ...], field: FieldInfo) -> str:
 
 def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None:
     for path, field in _leaves(schema):
-        default = "" if field.default in (None, (), False) else f" (default: {field.default})"
+        is_nothing = field.default is None or field.default is False or field.default == ()
+        default = "" if is_nothing else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("%", "%%")
         options: dict[str, Any] = {"dest": ".".join(path), "default": argparse.SUPPRESS, "help": text}
         if field.annotation is bool:

@@ -348,3 +348,6 @@ def test_help_shows_every_description(capsys: pytest.CaptureFixture[str]) -> Non
     for _, field in ALL_FIELDS:
         if not isinstance(field.default, BaseModel):
             assert " ".join(field.description.split()) in shown
+    for text in ("0: greedy (default: 0.0)", "0: all (default: 0)", "random numbers (default: 0)"):
+        assert text in shown
+    assert not any(text in shown for text in ("(default: None)", "(default: ())", "(default: False)"))
