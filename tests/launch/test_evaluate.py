@@ -77,6 +77,22 @@ def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "bits per byte" in capsys.readouterr().out
 
 
+def test_hit_rates_where_no_guess_leaves_out_a_token(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is counted up to 2 S + 63 tokens: rows have no rate, and the table has a dash for it."""
+    rows = tmp_path / "rows.jsonl"
+    flags = ["--text", str(text), "--windows", "1", "--thresholds", "0,inf", "--transport", "gloo"]
+    plot = ["--plot", str(tmp_path / "plot.svg")] if HAS_MATPLOTLIB else []
+    assert evaluate.main([*flags, "--contexts", "319", "--rows", str(rows), *plot]) == 0
+    assert [(row["hit_rate"], row["hit_rate_per_layer"]) for row in rows_of(rows)] == [(None, None)] * 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if "bf16" in line]
+    assert [re.split(r" *\u2502 *", line)[-2] for line in lines] == ["-", "-"]
+    rows.unlink()
+    assert evaluate.main([*flags, "--contexts", "320", "--rows", str(rows)]) == 0
+    assert [row["hit_rate"] for row in rows_of(rows)] == [0.0, 1.0]
+
+
 def test_caches_needles_and_baselines(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every combination of the flags once, and in fixed layers the verdicts that their hit rates give."""
     rows = tmp_path / "rows.jsonl"
@@ -198,6 +214,10 @@ def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPa
         (
             ["--codecs", "turbo-mixed", "--low-heads", "5", "--contexts", "64", "--windows", "1"],
             "--low-heads: a rank has 4 KV heads",
+        ),
+        (
+            ["--baselines", "--contexts", "128,575", "--windows", "1", "--chunk", "256"],
+            "in 575 tokens no guess leaves out one, give --contexts beyond 575",
         ),
         (["--windos", "3"], "unknown flag --windos; the nearest valid name is --windows"),
     ],
