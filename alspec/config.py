@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -240,6 +241,18 @@ def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
     return sorted(field.alias or name for name, field in schema.model_fields.items())
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe loading with the booleans of YAML 1.2, true and false: off and on are text, as the fields spell them."""
+
+
+_BOOL = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a configuration file: a YAML mapping of field names, safe loading.
 
@@ -247,7 +260,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         UserError: unreadable file, broken YAML, or anything that is not a mapping.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"config: cannot read {path}: {error.strerror}; give an existing YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

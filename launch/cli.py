@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -15,9 +16,10 @@ from pydantic.fields import FieldInfo
 from alspec.config import check_fields, load_yaml, validate
 from alspec.errors import UserError
 
-__all__ = ["Parser", "check_writable", "parse", "parse_tokens", "print_config"]
+__all__ = ["Parser", "check_picture", "check_writable", "parse", "parse_tokens", "print_config"]
 
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,7 +52,8 @@ def _flag(path: tuple[str, ...], field: FieldInfo) -> str:
 
 def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None:
     for path, field in _leaves(schema):
-        default = "" if field.default in (None, (), False) else f" (default: {field.default})"
+        is_nothing = field.default is None or field.default is False or field.default == ()
+        default = "" if is_nothing else f" (default: {field.default})"
         text = f"{field.description}{default}".replace("%", "%%")
         options: dict[str, Any] = {"dest": ".".join(path), "default": argparse.SUPPRESS, "help": text}
         if field.annotation is bool:
@@ -132,6 +135,21 @@ def check_writable(name: str, path: Path | None) -> None:
         raise UserError(
             f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"
         ) from None
+
+
+def check_picture(name: str, path: Path | None) -> None:
+    """As `check_writable`, for a file that matplotlib is to write.
+
+    Raises:
+        UserError: matplotlib is missing, or the name does not end like a picture's; else names the file.
+    """
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"{name}: needs matplotlib; pip install -e '.[plot]'")
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise UserError(f"{name}: expected a file that ends in {', '.join(PICTURE_SUFFIXES)}, found {str(path)!r}")
+    check_writable(name, path)
 
 
 def print_config(config: BaseModel) -> None:

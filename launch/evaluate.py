@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -20,10 +19,11 @@ from rich.table import Table
 from alspec.config import EngineConfig
 from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.flashq import SELECTORS
-from alspec.launch.cli import Parser, check_writable, parse, parse_tokens, print_config
+from alspec.launch.cli import Parser, check_picture, check_writable, parse, parse_tokens, print_config
 from alspec.launch.evaluate_tasks import (
     Quality,
     Task,
+    first_guess,
     needle_tasks,
     read_text,
     recall_task,
@@ -75,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         depths = _numbers("--depths", args.depths, 1.0)
         caches = _caches(config, args)
         _check(args)
+        _check_baselines(args, contexts[-1], config.speculation.chunk_size)
         text = read_text(args.text)
         # The runtime's own cache is not used: what each codec holds is computed from the keys and values of the text.
         speculation = config.speculation.model_copy(update={"mode": "simulated"})
@@ -124,10 +125,17 @@ def _check(args: Namespace) -> None:
         raise UserError("flags: nothing to measure; give one of --windows, --recall, --needles or --records")
     if args.baselines and not args.windows:
         raise UserError("flags: --baselines takes its fixed layers from bits per byte; give --windows")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("flags: --plot: needs matplotlib; pip install 'alspec[plot]'")
+    check_picture("flags: --plot", args.plot)
     check_writable("flags: --rows", args.rows)
-    check_writable("flags: --plot", args.plot)
+
+
+def _check_baselines(args: Namespace, longest: int, chunk_size: int) -> None:
+    """Whether there are hit rates to take the fixed layers from."""
+    if args.baselines and longest <= first_guess(chunk_size):
+        raise UserError(
+            f"flags: --baselines takes its fixed layers from hit rates; in {longest} tokens no guess leaves out one, "
+            f"give --contexts beyond {first_guess(chunk_size)}"
+        )
 
 
 def _numbers(flag: str, text: str, most: float) -> list[float]:
@@ -239,6 +247,7 @@ def _evaluate(
             qualities = dict(zip(under, measure(task, cache, under), strict=True))
         if args.baselines:  # fixed layers are those of the longest context, which comes last
             hit_rates = qualities[str(base)].hit_rates
+            assert hit_rates is not None  # _check_baselines
             fixed = {"fixed": [math.inf if rate > FIXED_LAYER_HIT_RATE else 0.0 for rate in hit_rates]}
             for task in texts:
                 measure(task, cache, fixed)
@@ -254,6 +263,7 @@ def _evaluate(
 
 
 def _row(engine: Engine, task: Task, cache: CacheSetting, threshold: str, quality: Quality) -> dict[str, Any]:
+    rates = quality.hit_rates
     return {
         "bench": "quality",
         "impl": "alspec.simulated",
@@ -271,8 +281,8 @@ def _row(engine: Engine, task: Task, cache: CacheSetting, threshold: str, qualit
         },
         "value": quality.value,
         "unit": task.measure,
-        "hit_rate": sum(quality.hit_rates) / len(quality.hit_rates),
-        "hit_rate_per_layer": [round(rate, 4) for rate in quality.hit_rates],
+        "hit_rate": None if rates is None else sum(rates) / len(rates),
+        "hit_rate_per_layer": None if rates is None else [round(rate, 4) for rate in rates],
         **provenance(
             engine.placement.world_size if engine.device.type == "cuda" else 0,
             shlex.join(["launch/evaluate.py", *sys.argv[1:]]),
@@ -296,7 +306,8 @@ def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
         table.add_column(column)
     for (cache, threshold), line in lines.items():
         values = [f"{sum(row['value'] for row in line[column]) / len(line[column]):.4f}" for column in columns]
-        table.add_row(cache, threshold, *values, f"{line[shown][0]['hit_rate']:.3f}")
+        hit_rate = line[shown][0]["hit_rate"]
+        table.add_row(cache, threshold, *values, "-" if hit_rate is None else f"{hit_rate:.3f}")
     return table
 
 

@@ -26,6 +26,7 @@ from alspec.runtime.quality import TextScore, score_under
 __all__ = [
     "Quality",
     "Task",
+    "first_guess",
     "needle_tasks",
     "read_text",
     "recall_task",
@@ -58,7 +59,7 @@ class Quality:
     """One measured value, and each layer's share of accepted verdicts where sink and window leave something out."""
 
     value: float
-    hit_rates: list[float]
+    hit_rates: list[float] | None  # None where they leave out nothing
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ def read_text(path: Path) -> str:
     except (lzma.LZMAError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(f"flags: --text: {path}: broken at {error!r}; give .txt, .jsonl or .jsonl.xz") from None
     return text
+
+
+def first_guess(chunk_size: int) -> int:
+    """The first position whose guess leaves out a token: before it A~ is A, and every layer hits."""
+    return 2 * chunk_size + 63
 
 
 def text_task(engine: Engine, ids: list[int], context: int) -> Task:
@@ -215,8 +221,7 @@ def _bits_per_byte(
 ) -> list[Quality]:
     """Bits per UTF-8 byte; every token of a window counts, but for one that opens it without a BOS before it."""
     assert engine.tokenizer is not None
-    # The first position whose guess leaves out a token: before it A~ is A, and every layer hits.
-    meaningful = 2 * engine.config.speculation.chunk_size + 63
+    meaningful = first_guess(engine.config.speculation.chunk_size)
     num_bytes, counted = 0, 0
     nats, hits = [0.0] * len(thresholds), torch.zeros(len(thresholds), engine.model_config.num_layers)
     for window in task.texts:
@@ -225,7 +230,7 @@ def _bits_per_byte(
         for index, score in enumerate(_scores(engine, window, thresholds, 0, cache)):
             nats[index] += float(score.nll.double().sum())
             hits[index] += score.hits[:, meaningful:].sum(1)
-    rates = (hits / max(counted, 1)).tolist()
+    rates = _shares(hits, counted)
     return [Quality(of / math.log(2) / num_bytes, layers) for of, layers in zip(nats, rates, strict=True)]
 
 
@@ -239,8 +244,16 @@ def _recall(engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], c
             # Greedy decoding follows the answer exactly where every token of it is the greedy one given those before.
             right[index] += score.predicted[len(prompt) - 1 :].tolist() == answer
             hits[index] += score.hits[:, len(prompt) :].sum(1)
-    rates = (hits / counted).tolist()
+    rates = _shares(hits, counted)
     return [Quality(of / len(task.texts), layers) for of, layers in zip(right, rates, strict=True)]
+
+
+def _shares(hits: torch.Tensor, counted: int) -> list[list[float] | None]:
+    """Hits of each lambda and layer as shares of the positions counted; None for each lambda where there are none."""
+    if not counted:
+        return [None] * len(hits)
+    rates: list[list[float] | None] = (hits / counted).tolist()
+    return rates
 
 
 def _scores(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import gc
-import importlib.util
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from rich.table import Table
 from alspec.config import LatencyConfig, SpeculationMode
 from alspec.errors import AlspecError, UserError, report
 from alspec.kernels.gemv import MAX_BATCH
-from alspec.launch.cli import Parser, check_writable, parse, parse_tokens, print_config
+from alspec.launch.cli import Parser, check_picture, check_writable, parse, parse_tokens, print_config
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
 from alspec.models.config import LlamaConfig
@@ -28,7 +27,7 @@ from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
-from alspec.runtime.placement import Placement, choose_mode
+from alspec.runtime.placement import Placement, choose_device, choose_mode
 from alspec.runtime.profile import Profile, first_tokens, forced_verdicts, measure, prepare, room, stream_limit
 from alspec.runtime.stats import percentile, provenance
 from alspec.runtime.timeline import write_trace
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         _check(config)
         rates = _hit_rates(config.hit_rates)
         command = shlex.join(["launch/latency.py", *(sys.argv[1:] if argv is None else argv)])
-        _check_modes(config)
+        _check_modes(config, rates)
         found: list[Measured] = []
         for mode in _modes(config):
             found += _measure_mode(config, mode, rates, command)
@@ -105,20 +104,22 @@ def _check(config: LatencyConfig) -> None:
         raise UserError("flags: --speculation: latency measures --modes; leave --speculation out")
     if config.batch > MAX_BATCH:
         raise UserError(f"flags: --batch: a captured step serves up to {MAX_BATCH} requests, found {config.batch}")
-    if config.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("flags: --plot: needs matplotlib; pip install 'alspec[plot]'")
-    for name in ("rows", "json_file", "plot", "trace"):
+    check_picture("flags: --plot", config.plot)
+    for name in ("rows", "json_file", "trace"):
         check_writable(f"flags: --{name.removesuffix('_file')}", getattr(config, name))
 
 
-def _check_modes(config: LatencyConfig) -> None:
+def _check_modes(config: LatencyConfig, rates: list[float | None]) -> None:
     """Whether all of them can run, before the first is measured."""
+    placement = Placement.from_environment()
     if config.random_weights is not None:
         model = LlamaConfig.from_shape(config.random_weights)
     else:
         model = LlamaConfig.from_folder(config.model or DEMO_CHECKPOINT)
     for mode in _modes(config):
-        choose_mode(mode, model, Placement.from_environment().world_size)
+        choose_mode(mode, model, placement.world_size)
+    if "paired" in _modes(config) and rates != [None] and choose_device(config, placement)[0].type != "cuda":
+        raise UserError("flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs")
 
 
 def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
@@ -143,8 +144,6 @@ def _measure_mode(config: LatencyConfig, mode: str, rates: list[float | None], c
     speculation = config.speculation.model_copy(update={"mode": mode})
     engine = Engine(config.model_copy(update={"speculation": speculation}))
     contexts = _contexts(config, engine)
-    if mode == "paired" and rates != [None] and engine.device.type != "cuda":
-        raise UserError("flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs")
     text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
     found: list[Measured] = []
 

@@ -106,7 +106,7 @@ def _register() -> None:
         from lm_eval.api.model import LM
         from lm_eval.api.registry import register_model
     except ImportError as error:
-        raise UserError(f"lm-eval cannot be imported ({error}); pip install 'alspec[lm-eval]'") from None
+        raise UserError(f"lm-eval cannot be imported ({error}); pip install -e '.[lm-eval]'") from None
 
     @register_model("alspec")
     class AlspecLM(LM):  # type: ignore[misc]

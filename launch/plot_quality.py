@@ -63,11 +63,11 @@ def _needle_map(axes: Any, rows: list[Row]) -> None:
 
 
 def _hit_map(axes: Any, rows: list[Row]) -> Any:
-    """Lambda across, layers up."""
-    rates = [row["hit_rate_per_layer"] for row in rows]
+    """Lambda across, layers up; empty where no position was counted."""
+    rates = [row["hit_rate_per_layer"] or [math.nan] for row in rows]
     image = axes.imshow(list(zip(*rates, strict=True)), origin="lower", **COLORS)
     axes.set_xticks(range(len(rows)), list(map(threshold_name, rows)))
-    axes.set_yticks(range(len(rates[0])))
+    axes.set_yticks([] if rows[0]["hit_rate_per_layer"] is None else range(len(rates[0])))
     axes.set_xlabel("lambda")
     axes.set_ylabel("layer")
     return image

@@ -5,12 +5,16 @@ Traces are of operations launched one by one (generate.py) or of the kernels ins
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
+import sys
+import zlib
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from alspec.errors import AlspecError, UserError, report
+from alspec.launch.cli import Parser, check_picture
 
 __all__ = ["main"]
 
@@ -43,30 +47,68 @@ VISIBLE, ROOM_FOR_WORDS = 0.005, 0.12
 HALF = 0.28  # of a bar's height; lanes are 1 apart
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Draw a timeline of sender and receiver from a trace.")
-    parser.add_argument("trace", type=Path, help="file written by --trace of generate.py or latency.py, plain or .gz")
-    parser.add_argument("picture", type=Path, help="PNG or SVG to write")
-    parser.add_argument("--step", type=int, required=True, help="decode step to draw")
-    parser.add_argument("--layers", default="0:4", help="first:last layer (the last one is not drawn)")
-    parser.add_argument("--title", default="", help="what was run, and where")
-    args = parser.parse_args()
-    first, last = (int(part) for part in args.layers.split(":"))
-    data = args.trace.read_bytes()
-    trace = json.loads(gzip.decompress(data) if args.trace.suffix == ".gz" else data)
-    bars = [bar for event in trace["traceEvents"] if event["ph"] == "X" for bar in work(event)]
-    chosen = [bar for bar in bars if bar["step"] == args.step and first <= bar["layer"] < last]
-    if not chosen:
-        parser.error(f"{args.trace} has no operation of step {args.step}, layers {args.layers}")
-    _draw(chosen, args.picture, args.title)
-    print(overlap(bars))
-    found = guesses(bars)
-    if found:
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        parser = Parser(
+            prog="plot_trace",
+            description="Draw a timeline of sender and receiver from a trace of a pair.",
+            allow_abbrev=False,
+        )
+        parser.add_argument(
+            "trace", type=Path, help="file written by --trace of generate.py or latency.py, plain or .gz"
+        )
+        parser.add_argument("picture", type=Path, help="PNG, SVG or PDF to write")
+        parser.add_argument("--step", type=int, required=True, help="decode step to draw")
+        parser.add_argument("--layers", default="0:4", help="first:last layer (the last one is not drawn)")
+        parser.add_argument("--title", default="", help="what was run, and where")
+        args = parser.parse_args(argv)
+        check_picture("picture", args.picture)
+        first, last = _layers(args.layers)
+        bars = _read(args.trace)
+        found = guesses(bars)
+        if not found:
+            raise UserError(
+                f"trace: {args.trace} has no pair, no rank that works on the guess of another; trace one with "
+                "generate.py --speculation paired or latency.py --modes paired"
+            )
+        chosen = [bar for bar in bars if bar["step"] == args.step and first <= bar["layer"] < last]
+        if not chosen:
+            raise UserError(f"trace: {args.trace} has no operation of step {args.step}, layers {args.layers}")
+        _draw(chosen, args.picture, args.title)
+        print(overlap(bars))
         print(outcomes(found))
-    skew_us = clock_skew_us(bars)
-    if skew_us is not None:
-        print(f"the last kernel of a step ends within {skew_us:.1f} us on all ranks, by the clocks of this trace")
+        skew_us = clock_skew_us(bars)
+        if skew_us is not None:
+            print(f"the last kernel of a step ends within {skew_us:.1f} us on all ranks, by the clocks of this trace")
+    except AlspecError as error:
+        return report(error)
+    return 0
+
+
+def _layers(text: str) -> tuple[int, int]:
+    """`4:8` -> (4, 8)."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise UserError(f"flags: --layers: expected first:last such as 4:8, found {text!r}")
+    return int(first), int(last)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """What was done in a trace, as bars.
+
+    Raises:
+        UserError: unreadable, or not a trace of this project.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"trace: cannot read {path}: {error.strerror}; give a file written by --trace") from None
+    try:
+        trace = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        return [bar for event in trace["traceEvents"] if event["ph"] == "X" for bar in work(event)]
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"trace: {path}: broken at {error!r}; give a file written by --trace") from None
 
 
 def work(event: dict[str, Any]) -> list[dict[str, Any]]:
@@ -252,4 +294,4 @@ def _draw_lanes(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

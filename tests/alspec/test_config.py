@@ -320,6 +320,17 @@ def test_every_field_has_its_flag() -> None:
     assert parse_generate("--prompt-file=f").prompt_file == Path("f")
 
 
+def test_off_and_on_in_a_file_are_text(tmp_path: Path) -> None:
+    """They are values of some fields; where a field is true or false, every spelling of that is."""
+    text = "speculation: {mode: off}\ncuda_graph: on\nchat: on\ncolor: true\ndebug: off\nsystem: yes\nprompt: trueish\n"
+    config = parse_generate("--config", str(write(tmp_path / "config.yaml", text)))
+    assert (config.speculation.mode, config.cuda_graph) == ("off", "on")
+    assert (config.chat, config.color, config.debug) == (True, True, False)
+    assert (config.system, config.prompt) == ("yes", "trueish")
+    assert load_yaml(write(tmp_path / "config.yaml", "a: [true, FALSE, no]")) == {"a": [True, False, "no"]}
+    assert yaml.safe_load("off") is False, "other readers of YAML are left as they are"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -348,3 +359,6 @@ def test_help_shows_every_description(capsys: pytest.CaptureFixture[str]) -> Non
     for _, field in ALL_FIELDS:
         if not isinstance(field.default, BaseModel):
             assert " ".join(field.description.split()) in shown
+    for text in ("0: greedy (default: 0.0)", "0: all (default: 0)", "random numbers (default: 0)"):
+        assert text in shown
+    assert not any(text in shown for text in ("(default: None)", "(default: ())", "(default: False)"))

@@ -77,6 +77,22 @@ def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "bits per byte" in capsys.readouterr().out
 
 
+def test_hit_rates_where_no_guess_leaves_out_a_token(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is counted up to 2 S + 63 tokens: rows have no rate, and the table has a dash for it."""
+    rows = tmp_path / "rows.jsonl"
+    flags = ["--text", str(text), "--windows", "1", "--thresholds", "0,inf", "--transport", "gloo"]
+    plot = ["--plot", str(tmp_path / "plot.svg")] if HAS_MATPLOTLIB else []
+    assert evaluate.main([*flags, "--contexts", "319", "--rows", str(rows), *plot]) == 0
+    assert [(row["hit_rate"], row["hit_rate_per_layer"]) for row in rows_of(rows)] == [(None, None)] * 2
+    lines = [line for line in capsys.readouterr().out.splitlines() if "bf16" in line]
+    assert [re.split(r" *\u2502 *", line)[-2] for line in lines] == ["-", "-"]
+    rows.unlink()
+    assert evaluate.main([*flags, "--contexts", "320", "--rows", str(rows)]) == 0
+    assert [row["hit_rate"] for row in rows_of(rows)] == [0.0, 1.0]
+
+
 def test_caches_needles_and_baselines(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every combination of the flags once, and in fixed layers the verdicts that their hit rates give."""
     rows = tmp_path / "rows.jsonl"
@@ -199,6 +215,10 @@ def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPa
             ["--codecs", "turbo-mixed", "--low-heads", "5", "--contexts", "64", "--windows", "1"],
             "--low-heads: a rank has 4 KV heads",
         ),
+        (
+            ["--baselines", "--contexts", "128,575", "--windows", "1", "--chunk", "256"],
+            "in 575 tokens no guess leaves out one, give --contexts beyond 575",
+        ),
         (["--windos", "3"], "unknown flag --windos; the nearest valid name is --windows"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -209,6 +229,23 @@ def test_mistakes(text: Path, flags: list[str], expected: str, capsys: pytest.Ca
     assert err.startswith("alspec: exit 2: ")
     assert err.count("\n") == 1
     assert expected in err
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_plot_that_is_no_picture(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plot.foo"
+    assert evaluate.main(["--text", str(text), "--plot", str(picture)]) == 2
+    expected = f"flags: --plot: expected a file that ends in .png, .svg, .pdf, found {str(picture)!r}"
+    assert capsys.readouterr().err == f"alspec: exit 2: {expected}\n"
+
+
+def test_plot_without_matplotlib(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert evaluate.main(["--text", str(text), "--plot", str(tmp_path / "plot.png")]) == 2
+    expected = "flags: --plot: needs matplotlib; pip install -e '.[plot]'"
+    assert capsys.readouterr().err == f"alspec: exit 2: {expected}\n"
 
 
 def test_broken_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +275,7 @@ def test_plot_trace_draws_and_counts(
     picture = tmp_path / "picture.png"
     argv = ["plot_trace", str(tmp_path / "trace.json"), str(picture), "--step", "1", "--layers", "0:2"]
     monkeypatch.setattr("sys.argv", argv)
-    plot_trace.main()
+    assert plot_trace.main() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "in 1 of 2 layers" in capsys.readouterr().out
 
@@ -276,7 +313,7 @@ def test_plot_trace_of_captured_steps(
     drawn = []
     draw = plot_trace._draw
     monkeypatch.setattr(plot_trace, "_draw", lambda bars, *rest: (drawn.extend(bars), draw(bars, *rest)))
-    plot_trace.main()
+    assert plot_trace.main() == 0
     spans = [(bar["rank"], bar["op"][:4], bar["layer"], bar["begin"], bar["end"]) for bar in drawn]
     assert sorted(spans) == [
         (0, "full", 0, 0, 10),
@@ -319,7 +356,7 @@ def test_plot_trace_tells_what_became_of_guesses(
     parts = []
     original = plot_trace._parts
     monkeypatch.setattr(plot_trace, "_parts", lambda *given: parts.extend(original(*given)) or parts)
-    plot_trace.main()
+    assert plot_trace.main() == 0
     assert [(part["rank"], part["op"], part["begin"], part["end"], part["words"]) for part in parts] == [
         (0, "predictor", 0, 2, ""),
         (0, "full_attention", 2, 10, "full attention"),
@@ -339,3 +376,47 @@ def test_plot_trace_tells_what_became_of_guesses(
     assert "2 of 3 guesses were accepted" in out
     assert "where accepted, the next full attention began 12 us after this one" in out
     assert "where rejected, the next full attention began 20 us after this one" in out
+
+
+def test_plot_trace_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and exit 2, and no picture."""
+
+    def row(op: str, start: float) -> dict[str, Any]:
+        return {"op": op, "layer": 0, "step": 1, "start_us": start, "end_us": start + 4.0}
+
+    alone, pair, broken = (tmp_path / name for name in ("alone.json", "pair.json", "broken.json"))
+    write_trace(alone, [[row("full_attention", 0.0), row("post_attention", 4.0)]])
+    write_trace(pair, [[row("full_attention", 0.0)], [row("post_attention", 2.0)]])
+    broken.write_text("no JSON", encoding="utf-8")
+    (tmp_path / "broken.gz").write_bytes(b"no gzip")
+    (tmp_path / "list.json").write_text("[1, 2]", encoding="utf-8")
+    (tmp_path / "foreign.json").write_text('{"traceEvents": [{"ph": "X", "name": "a", "args": {}}]}', encoding="utf-8")
+    picture = tmp_path / "picture.png"
+
+    def refused(*flags: object) -> str:
+        assert plot_trace.main([str(flag) for flag in flags]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("alspec: exit 2: ")
+        assert err.count("\n") == 1
+        assert not picture.exists()
+        return err
+
+    if HAS_MATPLOTLIB:
+        assert "trace: cannot read nowhere.json: No such file or directory" in refused(
+            "nowhere.json", picture, "--step", 1
+        )
+        for name in ("broken.json", "broken.gz", "list.json", "foreign.json"):
+            assert f"trace: {tmp_path / name}: broken at " in refused(tmp_path / name, picture, "--step", 1)
+        for layers in ("4", "a:b", "4:", "-1:2", "3:3"):
+            expected = f"flags: --layers: expected first:last such as 4:8, found {layers!r}"
+            assert expected in refused(pair, picture, "--step", 1, f"--layers={layers}")
+        expected = "picture: expected a file that ends in .png, .svg, .pdf, found 'picture.foo'"
+        assert expected in refused(pair, "picture.foo", "--step", 1)
+        assert f"{alone} has no pair" in refused(alone, picture, "--step", 1)
+        assert f"{pair} has no operation of step 2, layers 0:4" in refused(pair, picture, "--step", 2)
+    assert "flags: the following arguments are required: --step" in refused(pair, picture)
+    assert "unknown flag --stp; the nearest valid name is --step" in refused(pair, picture, "--step", 1, "--stp", 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "picture: needs matplotlib; pip install -e '.[plot]'" in refused("nowhere.json", picture, "--step", 1)

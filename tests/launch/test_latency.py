@@ -253,8 +253,21 @@ def test_mistakes(
 
 def test_plot_without_matplotlib(profile: Profile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    expected = "alspec: exit 2: flags: --plot: needs matplotlib; pip install 'alspec[plot]'\n"
+    expected = "alspec: exit 2: flags: --plot: needs matplotlib; pip install -e '.[plot]'\n"
     assert profile("--plot", tmp_path / "plot.png") == (2, "", expected)
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+@pytest.mark.parametrize("name", ["plot.foo", "plot"])
+def test_plot_that_is_no_picture(
+    name: str, profile: Profile, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before anything is measured, and nothing is written."""
+    monkeypatch.setattr(latency, "Engine", None)
+    picture = tmp_path / name
+    expected = f"flags: --plot: expected a file that ends in .png, .svg, .pdf, found {str(picture)!r}"
+    assert profile("--model", checkpoint, "--plot", picture) == (2, "", f"alspec: exit 2: {expected}\n")
+    assert not picture.exists()
 
 
 def test_what_does_not_fit(profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +336,19 @@ def test_pairs_need_two_ranks(profile: Profile, checkpoint: Path) -> None:
     code, _, err = profile(*flags)
     assert code == 2
     assert "paired needs an even number of ranks" in err
+
+
+def test_forced_verdicts_are_refused_before_the_first_mode(
+    profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_engine(*args: object) -> None:
+        raise AssertionError("a mode was measured before the mistake was found")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(latency, "Engine", no_engine)
+    flags = ("--model", checkpoint, "--transport", "gloo", *SMALL, "--modes", "off,paired", "--hit-rates", 0.5)
+    message = "flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs"
+    assert profile(*flags) == (2, "", f"alspec: exit 2: {message}\n")
 
 
 @pytest.mark.gpu

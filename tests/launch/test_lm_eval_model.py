@@ -81,6 +81,5 @@ def test_requests_that_cannot_be_answered(engine: Engine) -> None:
 def test_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
     assert lm_eval_model.main() == 2
     assert (
-        "lm-eval cannot be imported (No module named 'lm_eval'); pip install 'alspec[lm-eval]'"
-        in capsys.readouterr().err
+        "lm-eval cannot be imported (No module named 'lm_eval'); pip install -e '.[lm-eval]'" in capsys.readouterr().err
     )
