@@ -195,7 +195,7 @@ def lean_merge_sizes(group_pad: int, width: int, programs_of_head: int, spec: bo
     """`merge_sizes` for so many programs to each head of each request.
 
     More at once are faster for one head's many partials (7 % with 4 KV heads at 4K tokens) and slower for few (1 % with
-    8 KV heads, 4 % where they are narrow; H200). With a guess they spill registers on Blackwell; there it comes last at
+    8 KV heads; heads of 128, H200). With a guess they spill registers on Blackwell; there it comes last at
     short contexts, and what is then left to merge should be little.
     """
     registers = FEW_HEADS_REGISTERS if programs_of_head > WIDE and not spec else MERGE_REGISTERS

@@ -93,6 +93,7 @@ class Engine:
         self.transport: Transport | None = None
         self._step = 0
         self._texts = 0  # begun so far; the last one owns the cache
+        self._exchanges = itertools.count()
         self._is_closed = False
         self._is_warm = self.device.type != "cuda"
 
@@ -276,19 +277,32 @@ class Engine:
 
     def _check_agreement(self) -> None:
         """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""
-        if self.store is None:
-            return
         chosen = {"resolved transport": "symm" if self._uses_symm else self.backend}
         chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
-        own = shared_settings(self.config) | chosen
-        for rank, text in enumerate(_exchange(self.store, self.placement, "settings", json.dumps(own))):
+        self._agree(shared_settings(self.config) | chosen)
+
+    def _agree(self, own: dict[str, Any]) -> None:
+        """Compare what every rank has been given, as JSON holds it.
+
+        Raises:
+            UserError: naming what is not the same everywhere.
+        """
+        for rank, text in enumerate(self._exchange(json.dumps(own))):
             other = json.loads(text)
             name = next((name for name in own | other if own.get(name) != other.get(name)), None)
             if name is not None:
                 raise UserError(
-                    f"ranks disagree on {name}: rank {self.placement.rank} has {own.get(name)}, rank {rank} has "
-                    f"{other.get(name)}; give the same flags everywhere, --transport and --dtype among them"
+                    f"ranks disagree on {name}: rank {self.placement.rank} has {own.get(name)!r}, rank {rank} has "
+                    f"{other.get(name)!r}; give the same to all, --transport and --dtype too where hosts differ"
                 )
+
+    def _exchange(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; all ranks call it equally often."""
+        if self.store is None:
+            return [text]
+        key = f"alspec/exchange/{next(self._exchanges)}"
+        self.store.set(f"{key}/{self.placement.rank}", text)
+        return [self.store.get(f"{key}/{rank}").decode() for rank in range(self.placement.world_size)]
 
     def _connected(self) -> Transport:
         assert self.transport is not None, "load comes first"
@@ -461,13 +475,7 @@ class Engine:
         if self.tokenizer is None:
             raise UserError("prompt: random weights have no tokenizer; use token ids")
         sampling = sampling or SamplingConfig()
-        if self.store is not None:
-            asked = f"{prompt!r} with {sampling!r}"
-            for rank, other in enumerate(_exchange(self.store, self.placement, f"stream {self._texts}", asked)):
-                if other != asked:
-                    raise UserError(
-                        f"stream: ranks disagree: rank {self.placement.rank} has {asked}, rank {rank} {other}"
-                    )
+        self._agree({"prompt": prompt} | sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields)))
         prompts = [self.tokenizer.encode(prompt)]
         needed = self.check_prompts(prompts, sampling.max_new_tokens)
         if self.transport is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
@@ -520,9 +528,7 @@ class Engine:
 
     def gather_rows(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Rows of every rank, on every rank."""
-        if self.store is None:
-            return [rows]
-        return [json.loads(text) for text in _exchange(self.store, self.placement, "rows", json.dumps(rows))]
+        return [json.loads(text) for text in self._exchange(json.dumps(rows))]
 
     def close(self) -> None:
         """Leave in order: all ranks meet, then the heartbeat says goodbye, then the process groups end.
@@ -557,12 +563,6 @@ def broadcast_text(store: dist.Store | None, rank: int, key: str, text: str | No
             store.set(key, text)
         return text
     return str(store.get(key).decode())
-
-
-def _exchange(store: dist.Store, placement: Placement, key: str, text: str) -> list[str]:
-    """Every rank's text, in rank order."""
-    store.set(f"alspec/{key}/{placement.rank}", text)
-    return [store.get(f"alspec/{key}/{rank}").decode() for rank in range(placement.world_size)]
 
 
 def refuse_unavailable(config: EngineConfig) -> None:

@@ -49,6 +49,32 @@ def test_flags_that_are_not_the_same_everywhere(checkpoint: Path) -> None:
     assert "alspec: exit 2: ranks disagree on max_new_tokens: rank " in done.stderr
 
 
+def test_a_stream_of_other_prompts_on_other_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    """It is refused on all, and the next one, which they share, goes on."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"""
+import os
+from alspec import Engine, SamplingConfig
+from alspec.errors import UserError
+with Engine.from_pretrained({str(checkpoint)!r}, transport="gloo") as engine:
+    sampling = SamplingConfig(max_new_tokens=3, ignore_eos=True)
+    for prompt in ("The " + os.environ["RANK"], "The", "The old " * int(os.environ["RANK"]), "The"):
+        try:
+            print(f"<{{len(list(engine.stream(prompt, sampling)))}} tokens>", flush=True)
+        except UserError as error:
+            print(f"<{{error}}>", flush=True)
+""",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("<3 tokens>") == 4
+    assert done.stdout.count("<ranks disagree on prompt: rank ") == 4
+
+
 def test_paired_is_simulated(checkpoint: Path, generate_text: GenerateText, tmp_path: Path) -> None:
     """The same text and hit map; only rank 0 reads the prompt from stdin, prints and writes."""
     expected = generate_text(
