@@ -346,7 +346,7 @@ def lean_decode_kernel(
     # So many that a head's partials are merged in one round. With a batch the other heads hide one head's merge.
     FEW: tl.constexpr = min(PROGRAMS // 8 * 8, ROUND * HKV) if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
     leaders, lead_run, followers, run, longer = _schedule(
-        num_guesses if PART == ALL else 0, 2 * _tiles_in(chunk_size, is_long, BLOCK_N) + GUESS_OVERHEAD, total_rest,
+        num_guesses, 2 * _tiles_in(chunk_size, is_long, BLOCK_N) + GUESS_OVERHEAD, total_rest,
         PROGRAMS, FEW, SPEC and PART == ALL,
     )  # fmt: skip
     tile = _run_start(program, leaders, lead_run, followers, run, longer)
