@@ -97,8 +97,10 @@ def test_a_lost_rank_ends_the_job_and_is_named(wave: list[tuple[str, int, str, i
 @pytest.mark.parametrize("places", [[("off", "0,1"), ("paired", "2,3")], [("paired", "0,1,2,3")]], ids=["2", "4"])
 def test_a_slow_host_changes_nothing_but_time(places: list[tuple[str, str]]) -> None:
     """Each rank in turn, under tensor parallelism and in a pair."""
-    if NUM_GPUS < 4:
+    if any(len(gpus.split(",")) > 2 for _, gpus in places) and NUM_GPUS < 4:
         pytest.skip(f"needs 4 GPUs, found {NUM_GPUS}")
+    if NUM_GPUS < 4:
+        places = [(mode, "0,1") for mode, _ in places]
     with jobs(*((len(gpus.split(",")), gpus, [WORKER, mode, "delay"]) for mode, gpus in places)) as running:
         for job, (mode, gpus) in zip(running, places, strict=True):
             code, out, error = outcome(job)
@@ -131,8 +133,8 @@ def test_words_that_never_come_and_bad_numbers_name_rank_and_operation() -> None
 
 
 def test_jobs_start_and_stop() -> None:
-    """`CYCLES` jobs, two at a time where there are GPUs for it: exit 0, soon after the last token."""
-    places = ["0,1", "2,3"][: NUM_GPUS // 2]
+    """`CYCLES` jobs, two at a time: exit 0, soon after the last token."""
+    places = ["0,1", "2,3" if NUM_GPUS >= 4 else "0,1"]
     command = [str(REPOSITORY / "launch" / "generate.py"), "--speculation", "off", "--cuda-graph", "on"]
     command += ["--prompt", "The", "--max-new-tokens", "30"]
     for _ in range(CYCLES // len(places)):
