@@ -31,7 +31,7 @@ from .faults import LOADING, Heartbeat
 from .generation import Generation, IdDecoder, Request, Token
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits
 from .placement import Placement, choose_device, choose_mode
-from .prefill import prefill
+from .prefill import CHUNK_TOKENS, prefill
 from .replay import DecodeLoop, StepRecord
 from .sampling import sample
 from .step import DecodeState, StepProgram
@@ -227,12 +227,13 @@ class Engine:
         if not self._is_warm:
             self._warm_up()
             self._is_warm = True
+        if self.device.type == "cuda" and max_context > CHUNK_TOKENS:
+            newest_causal_mask(1, 2)  # loads what prompts of several chunks need: seconds
 
     def _warm_up(self) -> None:
         """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches."""
         batch_size = self.cache.batch_size
         prefill(self.model, self.cache, self._connected(), 0, [0], self._operation)
-        newest_causal_mask(1, 2)  # for prompts of several chunks
         if self.loop is not None:
             return  # `prepare` warms it up, for the sampling asked for
         assert self.program is not None

@@ -10,7 +10,7 @@ from .codecs import Cache
 from .step import OperationHook, gather_logits
 from .transport import Transport
 
-__all__ = ["prefill"]
+__all__ = ["CHUNK_TOKENS", "prefill"]
 
 # Bounds the activations (n x intermediate_size) while keeping the products large: 2048 took 12 % longer on an H200. A
 # multiple of the quantised cache's blocks.
