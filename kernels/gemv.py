@@ -384,9 +384,9 @@ def _push_tile(
     exists = rows < num_rows
     for request in tl.static_range(B):
         if residual_ptr is not None:
-            # Elsewhere -0.0, which adds nothing. Here, where its latency is that of the inputs.
+            # Here, where its latency is that of the inputs.
             at = residual_ptr + request * out_width + rows
-            residual = tl.load(at, mask=exists & (rank == 0), other=-0.0, cache_modifier=".cg")
+            residual = tl.load(at, mask=exists & (rank == 0), other=0.0, cache_modifier=".cg")
         y = _dot(w, _inputs(x_ptr, request, K, KP))
         if squares_ptr is not None:
             y *= _rstd(squares_ptr, request, eps, K, S, SP)
@@ -394,7 +394,7 @@ def _push_tile(
         is_bad = (~(tl.abs(y) < float("inf"))) & exists & (fault == 0)
         tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
         if residual_ptr is not None:
-            y += residual
+            y = tl.where(rank == 0, y + residual, y)  # -0.0 stays what it is: no constant of Triton's is -0.0
         if PUSH:
             words = pack_words(y, epoch)
             at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows

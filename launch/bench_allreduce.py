@@ -70,8 +70,8 @@ def _push_kernel(
         bases = bases + (tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)),)  # noqa: RUF005 (Triton has no *)
     if PDL:
         gdc_wait()
-    x = tl.load(x_ptr + own, mask=inside & (rank == 0), other=-0.0, cache_modifier=".cg")
-    words = pack_words(partial + x, epoch)
+    x = tl.load(x_ptr + own, mask=inside & (rank == 0), other=0.0, cache_modifier=".cg")
+    words = pack_words(tl.where(rank == 0, partial + x, partial), epoch)
     for peer in tl.static_range(T):
         tl.store(bases[peer] + at, words, mask=inside)
 

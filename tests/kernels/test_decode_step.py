@@ -195,6 +195,17 @@ def test_small_and_large_values_travel(device: torch.device) -> None:
     assert torch.equal(x[0], values)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_only_the_first_rank_adds_the_stream_and_negative_zeros_stay(device: torch.device, first: bool) -> None:
+    hidden = 64
+    exchange = replace(exchanges(device, 1, hidden, 1, 2, 3)[0], words=None, peers=None, tp_rank=0 if first else 1)
+    x = torch.full((1, hidden), -0.0 if first else torch.nan, device=device)
+    push_partial(torch.full((1, 16), -0.0, device=device), torch.ones(hidden, 16, device=device), x, exchange, 0)
+    assert (exchange.partial == 0).all()
+    if device.type == "cuda":  # sums of the interpreter begin with 0.0
+        assert (exchange.partial.view(torch.int32) == -(2**31)).all()
+
+
 def test_gate_of_zero_skips_everything(device: torch.device) -> None:
     batch, hidden = 2, 64
     exchange = exchanges(device, batch, hidden, 1, 1, 3)[0]
