@@ -77,13 +77,19 @@ def _read(config: GenerateConfig) -> list[str | list[int]]:
         text = _read_file(config.prompt_file)
         if config.prompt_file.suffix == ".jsonl":
             return _read_jsonl(text, config.prompt_file)
+        text = _without_line_end(text)
     elif sys.stdin is None or sys.stdin.isatty():
         raise UserError("prompt: none given; use --prompt TEXT, --prompt-file F, --prompt-ids 1,2,3 or standard input")
     else:
-        text = _read_stdin()
+        text = _without_line_end(_read_stdin())
     if not text.strip():
         raise UserError("prompt: expected a text, found an empty one; use --prompt TEXT or standard input")
     return [text]
+
+
+def _without_line_end(text: str) -> str:
+    """Editors and `echo` end the last line; a prompt goes on."""
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _read_stdin() -> str:

@@ -144,10 +144,12 @@ def test_every_source_of_the_same_prompt(
     generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = generate_text("--prompt", PROMPT, *SMALL)
-    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
-    assert generate_text("--prompt-file", tmp_path / "prompt.txt", *SMALL) == expected
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
-    assert generate_text(*SMALL) == expected
+    # Editors and `echo` end the last line; more than that was meant.
+    for end in ("", "\n", "\r\n"):
+        (tmp_path / "prompt.txt").write_bytes((PROMPT + end).encode())
+        assert generate_text("--prompt-file", tmp_path / "prompt.txt", *SMALL) == expected
+        monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + end))
+        assert generate_text(*SMALL) == expected
     ids = generate_json("--prompt", PROMPT, *SMALL)["requests"][0]["prompt_ids"]
     assert generate_text("--prompt-ids", ",".join(map(str, ids)), *SMALL) == expected
 
