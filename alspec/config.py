@@ -140,7 +140,8 @@ class GenerateConfig(EngineConfig, SamplingConfig):
 
     prompt: str | None = Field(default=None, description="text to continue")
     prompt_file: Path | None = Field(
-        default=None, description="file with a prompt, less its last line end; *.jsonl: one request a line, run as a batch"
+        default=None,
+        description="file with a prompt, less its last line end; *.jsonl: one request a line, run as a batch",
     )
     prompt_ids: Annotated[tuple[int, ...] | None, BeforeValidator(_ids)] = Field(
         default=None, description="token ids, such as 1,2,3"

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .flashq import BLOCK, MIN_SCALE
 from .flashq_layout import TurboLayer, record_words
-from .launch import launch_options
+from .launch import launch, launch_options
 
 __all__ = ["flashq_restore", "flashq_store", "turbo_append", "turbo_compact"]
 
@@ -334,7 +334,7 @@ def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate
         if x.shape != (batch_size, num_heads, head_dim) or x.stride(2) != 1:
             expected = f"[{batch_size}, {num_heads}, {head_dim}] with contiguous channels"
             raise ValueError(f"{name}: expected {expected}, found {list(x.shape)}")
-    _turbo_append_kernel[(batch_size * num_heads, 2)](
+    launch(_turbo_append_kernel, (batch_size * num_heads, 2))(
         k, v, seq_lens, layer.tail, layer.tail_scale, gate, *k.stride()[:2], *v.stride()[:2], H=num_heads, D=head_dim,
         num_warps=1, **launch_options(k.device),
     )  # fmt: skip
@@ -401,7 +401,7 @@ def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
     num_layers, num_rows = layers.tail.shape[:-5].numel(), layers.batch_size * layers.num_kv_heads
     # Few programs, for in 63 steps of 64 they have nothing to do: then each goes over several layers.
     together = min(num_layers, triton.cdiv(COMPACT_ROWS, num_rows))
-    _turbo_compact_kernel[(num_rows, 2, together)](
+    launch(_turbo_compact_kernel, (num_rows, 2, together))(
         seq_lens, layers.words, layers.offset, layers.bits, layers.scales, layers.tail, layers.tail_scale,
         layers.words.shape[-1], num_layers, num_rows, layers.num_blocks, H=layers.num_kv_heads, D=layers.head_dim,
         num_warps=NUM_WARPS, **launch_options(seq_lens.device),

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import launch_options, prefer_l1
+from .launch import launch, launch_options, prefer_l1
 from .mailbox import Handover
 from .residual import BLOCK as STREAM_BLOCK
 from .residual import _write_stream, num_square_sums
@@ -83,7 +83,7 @@ def meet(handover: Handover, patience_ns: int) -> None:
     Capture: graph-safe; allocates nothing.
     """
     exchange, world_size = handover.exchange, handover.meeting.shape[0]
-    compiled = _meet_kernel[(1,)](
+    compiled = launch(_meet_kernel, (1,))(
         handover.meeting, handover.meeting_peers, exchange.epoch, exchange.fault, exchange.rank, patience_ns,
         fault_code(LATE_WORD, 2 * handover.shape.num_layers + 1, 0), WORLD=world_size,
         PAD=triton.next_power_of_2(world_size), num_warps=1, **launch_options(exchange.epoch.device),
@@ -149,7 +149,7 @@ def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) ->
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange = handover.shape, handover.exchange
-    compiled = _take_turn_kernel[(1,)](
+    compiled = launch(_take_turn_kernel, (1,))(
         handover.own.verdicts, handover.priority, handover.sends, handover.receives, handover.gates, hits,
         exchange.epoch, exchange.fault, layer, shape.num_layers, patience_ns, handover.late(max(layer - 1, 0)),
         B=shape.batch_size, P=triton.next_power_of_2(shape.batch_size + 1), num_warps=1,
@@ -268,7 +268,7 @@ def _send(
 ) -> None:
     shape = handover.shape
     num_words = shape.hidden_size if k_cache is None else shape.message_words
-    compiled = _send_kernel[(triton.cdiv(num_words, BLOCK), shape.batch_size)](
+    compiled = launch(_send_kernel, (triton.cdiv(num_words, BLOCK), shape.batch_size))(
         x, k_cache, v_cache, seq_lens, handover.paired.inbox, handover.exchange.epoch, handover.sends, slot, capacity,
         shape.message_words, HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK,
         num_warps=1, **launch_options(x.device),
@@ -355,7 +355,8 @@ def receive_handover(
     """
     shape, exchange, own = handover.shape, handover.exchange, handover.own
     group = shape.num_qo_heads // shape.num_kv_heads
-    compiled = _receive_handover_kernel[(shape.num_kv_heads + triton.cdiv(shape.message_words, BLOCK), x.shape[0])](
+    grid = (shape.num_kv_heads + triton.cdiv(shape.message_words, BLOCK), x.shape[0])
+    compiled = launch(_receive_handover_kernel, grid)(
         x, k_cache, v_cache, seq_lens, attn_out, own.inbox, own.spec_out, own.flags, exchange.epoch, exchange.fault,
         handover.receives, layer, patience_ns, handover.late(layer), k_cache.shape[2], shape.flag_stride,
         HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, GROUP=group, D=shape.head_dim,
@@ -410,7 +411,7 @@ def receive_stream(
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange = handover.shape, handover.exchange
-    compiled = _receive_stream_kernel[(num_square_sums(shape.hidden_size), shape.batch_size)](
+    compiled = launch(_receive_stream_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
         handover.own.inbox[-1], x, gamma, x_norm, square_sums, exchange.epoch, exchange.fault, handover.receives,
         patience_ns, handover.late(shape.num_layers), shape.message_words, HIDDEN=shape.hidden_size,
         BLOCK=STREAM_BLOCK, num_warps=1, **launch_options(x.device),
@@ -524,7 +525,7 @@ def decide(
     """
     threshold2, always = squared(threshold)
     shape, exchange = handover.shape, handover.exchange
-    compiled = _decide_kernel[(1,)](
+    compiled = launch(_decide_kernel, (1,))(
         sums, live, forced, hits, handover.own.sums, handover.sums_peers, handover.paired.verdicts, handover.priority,
         handover.gates, exchange.epoch, exchange.fault, handover.sends, layer, exchange.tp_rank, patience_ns,
         fault_code(LATE_WORD, 2 * layer, exchange.rank - exchange.tp_rank), threshold2, ALWAYS=always,

@@ -1,19 +1,63 @@
-"""How decode kernels are launched: dependent launch, and how an SM splits its memory between L1 and shared memory."""
+"""How decode kernels are launched: compiled side by side, dependent launch, an SM's memory between L1 and shared."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+import triton
 
-__all__ = ["launch_options", "prefer_l1"]
+__all__ = ["compiling", "launch", "launch_options", "prefer_l1"]
+
+_to_compile: ContextVar[list[Any] | None] = ContextVar("_to_compile", default=None)
 
 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver API.
 PREFERRED_CARVEOUT = 9
 RESERVED_BYTES = 1024  # of shared memory, the driver's in each program
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`, but in a `compiling` block: there it is compiled for the arguments and not launched."""
+    kernels = _to_compile.get()
+    if kernels is None:
+        return kernel[grid]  # type: ignore[no-any-return]
+
+    def only_compile(*args: Any, **options: Any) -> None:
+        kernels.append(kernel.warmup(*args, grid=grid, **options))
+
+    return only_compile
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Launches in this block, on the current GPU, start nothing: at its end their kernels are compiled and loaded.
+
+    One after the other, those of a step take 4 to 10 s; here they have a thread each. What Triton's cache on disk holds
+    is read. Other operations of PyTorch in the block run.
+    """
+    kernels: list[Any] = []
+    device = torch.cuda.current_device()
+    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+        token = _to_compile.set(kernels)
+        try:
+            with triton.AsyncCompileMode(pool):
+                yield
+        finally:
+            _to_compile.reset(token)
+        # What is left for a first launch: the program that launches it (C with Triton 3.6), and its code on the device.
+        list(pool.map(_load, {id(kernel): kernel for kernel in kernels}.values()))
+
+
+def _load(kernel: Any) -> None:
+    # A kernel that was compiled before the block is no future.
+    (kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel).run  # noqa: B018 (a property that loads)
 
 
 @functools.cache

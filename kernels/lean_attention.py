@@ -28,6 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .launch import launch
 from .lean_kernel import lean_decode_kernel
 from .merge import WIDE, merge_sizes
 
@@ -148,7 +149,7 @@ def lean_decode_attention(
     programs_of_head = workspace.num_programs // (batch_size * num_kv_heads)
     merge_round, wide = lean_merge_sizes(group_pad, width, programs_of_head, speculation is not None)
     spec = speculation
-    lean_decode_kernel[(workspace.num_programs,)](
+    launch(lean_decode_kernel, (workspace.num_programs,))(
         q,
         k_cache,
         v_cache,

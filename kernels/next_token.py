@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from .exchange import LogitExchange
-from .launch import launch_options, prefer_l1
+from .launch import launch, launch_options, prefer_l1
 from .words import BAD_NUMBERS, INTERPRETED, LATE_WORD, await_words, fault_code
 
 __all__ = ["RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
@@ -88,7 +88,7 @@ def collect_logits(
     Capture: graph-safe; allocates nothing.
     """
     batch_size, vocab_size = logits.shape
-    compiled = _collect_logits_kernel[(num_candidates(vocab_size), batch_size)](
+    compiled = launch(_collect_logits_kernel, (num_candidates(vocab_size), batch_size))(
         exchange.words, gathered, exchange.epoch, exchange.fault, logits, best, best_token, patience_ns,
         fault_code(LATE_WORD, slot, 0), fault_code(BAD_NUMBERS, slot, 0), exchange.shard.shape[1], vocab_size,
         WORLD=exchange.world_size, WORDS=exchange.words is not None, BLOCK=BLOCK, num_warps=8,
@@ -187,7 +187,7 @@ def finish_step(
     """
     batch_size, candidates = best.shape
     num_hits = 1 if hits is None else hits.numel()
-    compiled = _finish_step_kernel[(1,)](
+    compiled = launch(_finish_step_kernel, (1,))(
         best, best_token, sampled, token_ids, seq_lens, exchange.epoch, exchange.fault, ring, stamps, hits,
         hits_ring, num_hits, candidates, capacity, C=triton.next_power_of_2(candidates), B=batch_size,
         RING_STEPS=RING_STEPS, RING_HEADER=RING_HEADER, HITS=triton.next_power_of_2(num_hits), num_warps=1,

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .exchange import Exchange
-from .launch import launch_options, prefer_l1
+from .launch import launch, launch_options, prefer_l1
 from .words import LATE_WORD, await_words, fault_code
 
 __all__ = ["embed_norm", "num_square_sums", "reduce_norm"]
@@ -90,7 +90,7 @@ def embed_norm(
     """
     batch_size, hidden = x.shape
     half = inv_freq.shape[0]
-    compiled = _embed_norm_kernel[(num_square_sums(hidden), batch_size)](
+    compiled = launch(_embed_norm_kernel, (num_square_sums(hidden), batch_size))(
         token_ids, seq_lens, table, gamma, inv_freq, x, x_norm, square_sums, rope,
         HIDDEN=hidden, HALF=half, HALF_PAD=triton.next_power_of_2(half), BLOCK=BLOCK,
         PDL=launch_options(x.device)["PDL"], num_warps=1,
@@ -193,7 +193,7 @@ def reduce_norm(
     """
     batch_size, hidden = x.shape
     tp_size = exchange.tp_size
-    compiled = _reduce_norm_kernel[(num_square_sums(hidden), batch_size)](
+    compiled = launch(_reduce_norm_kernel, (num_square_sums(hidden), batch_size))(
         exchange.words, exchange.partial, exchange.epoch, exchange.fault, x, gamma, x_norm, square_sums, gate,
         next_gate, verdict, slot, patience_ns, fault_code(LATE_WORD, slot, exchange.rank - exchange.tp_rank),
         HIDDEN=hidden, T=tp_size, T_PAD=triton.next_power_of_2(tp_size), WORDS=exchange.words is not None, BLOCK=BLOCK,

@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .exchange import Exchange
 from .handover import _judge, _message, _store_message, squared
-from .launch import launch_options, prefer_l1
+from .launch import launch, launch_options, prefer_l1
 from .lean_attention import Speculation
 from .mailbox import PairShape
 from .residual import BLOCK as STREAM_BLOCK
@@ -87,7 +87,7 @@ class Swap:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
         gate_words = new(3, shape.num_layers + 1, 4, dtype=torch.int32)
-        gate_words[group, 0, 0] = 1
+        gate_words[group, 0, 0] = gate_words[group, -1, 0] = 1  # as after a step
         return cls(
             shape=shape,
             group=group,
@@ -207,7 +207,7 @@ def _pack(
     is_dependent: bool,
 ) -> None:
     shape, num_values = swap.shape, out.shape[1]
-    compiled = _pack_kernel[(triton.cdiv(num_values, BLOCK), shape.batch_size)](
+    compiled = launch(_pack_kernel, (triton.cdiv(num_values, BLOCK), shape.batch_size))(
         x, k_cache, v_cache, seq_lens, out, swap.gates(layer).sends, capacity, num_values, HIDDEN=shape.hidden_size,
         HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK, num_warps=1,
         **(launch_options(x.device) if is_dependent else {"PDL": False}),
@@ -270,7 +270,7 @@ def unpack_handover(
     shape = swap.shape
     spec_out, message = swap.box_parts(1 - swap.group)
     blocks = triton.cdiv(spec_out.shape[1], BLOCK) + triton.cdiv(message.shape[1], BLOCK)
-    compiled = _unpack_handover_kernel[(blocks, shape.batch_size)](
+    compiled = launch(_unpack_handover_kernel, (blocks, shape.batch_size))(
         spec_out, message, x, k_cache, v_cache, seq_lens, attn_out, swap.gates(layer).receives, k_cache.shape[2],
         HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, OUT=spec_out.shape[1], BLOCK=BLOCK,
         num_warps=1, **launch_options(x.device),
@@ -313,7 +313,7 @@ def unpack_stream(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_s
     Capture: graph-safe; allocates nothing.
     """
     shape = swap.shape
-    compiled = _unpack_stream_kernel[(num_square_sums(shape.hidden_size), shape.batch_size)](
+    compiled = launch(_unpack_stream_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
         swap.streams[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).receives,
         HIDDEN=shape.hidden_size, BLOCK=STREAM_BLOCK, num_warps=1, **launch_options(x.device),
     )  # fmt: skip
@@ -381,7 +381,7 @@ def settle(swap: Swap, layer: int, live: Tensor, threshold: float, hits: Tensor,
     """
     threshold2, always = squared(threshold)
     shape, gates, following = swap.shape, swap.gates(layer), swap.gates(layer + 1)
-    compiled = _settle_kernel[(1,)](
+    compiled = launch(_settle_kernel, (1,))(
         swap.sums, live, forced, hits, gates.sends, gates.redoes, following.sends, following.receives, layer,
         swap.group, threshold2, ALWAYS=always, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
         HQ=shape.num_qo_heads, HQ_PAD=triton.next_power_of_2(shape.num_qo_heads), T=shape.tp_size, num_warps=1,

@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
-from .launch import prefer_l1
+from .launch import launch, prefer_l1
 from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
 from .merge import merge_sizes
 from .turbo_kernel import turbo_decode_kernel
@@ -105,7 +105,7 @@ def turbo_decode_attention(
     pdl = settings.pdl and part != "predictor"
     num_programs = workspace.num_programs
     merge_round, wide = turbo_merge_sizes(group_pad, warps)
-    compiled = turbo_decode_kernel[(num_programs,)](
+    compiled = launch(turbo_decode_kernel, (num_programs,))(
         q,
         layer.words,
         layer.offset,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..config import SamplingConfig, SpeculationConfig
 from ..kernels.exchange import Exchange, LogitExchange
+from ..kernels.launch import compiling
 from ..kernels.mailbox import Handover, PairShape
 from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
 from ..kernels.swap import Swap
@@ -152,6 +153,9 @@ class DecodeLoop:
         self.release()
         self._sampling = key
         self.begin([0] * self._requests.shape[0], [1] * self._requests.shape[0])
+        if self._is_cuda:
+            with compiling():
+                self._issue(_no_operation)
         for _ in range(2):
             self._issue(_no_operation)
             self._launched += 1
