@@ -376,28 +376,16 @@ def gate_up_silu(
 
 @triton.jit
 def _push_tile(
-    w, rows, x_ptr, squares_ptr, residual_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, num_rows,
-    out_width, eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
-    PEERS: tl.constexpr, SOURCES: tl.constexpr, PUSH: tl.constexpr,
+    w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, num_rows, out_width, eps,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, PEERS: tl.constexpr,
+    SOURCES: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
-    """Products of one tile, to every peer; the first rank's with the residual stream in them."""
+    """Products of one tile, to every peer."""
     exists = rows < num_rows
     for request in tl.static_range(B):
-        if residual_ptr is not None:
-            # Here, where its latency is that of the inputs.
-            at = residual_ptr + request * out_width + rows
-            residual = tl.load(at, mask=exists & (rank == 0), other=0.0, cache_modifier=".cg")
         y = _dot(w, _inputs(x_ptr, request, K, KP))
         if squares_ptr is not None:
             y *= _rstd(squares_ptr, request, eps, K, S, SP)
-        # NaN compares with nothing. Only the first fault of a step is kept.
-        is_bad = (~(tl.abs(y) < float("inf"))) & exists & (fault == 0)
-        tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
-        if residual_ptr is not None:
-            if SOURCES == 1:  # beside being shorter, this does not spill registers on Blackwell
-                y += residual
-            else:
-                y = tl.where(rank == 0, y + residual, y)  # -0.0 stays what it is: no constant of Triton's is -0.0
         if PUSH:
             words = pack_words(y, epoch)
             at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
@@ -405,13 +393,15 @@ def _push_tile(
                 tl.store(bases[peer] + at, words, mask=exists)
         else:
             tl.store(out_ptr + request * out_width + rows, y, mask=exists)
+        # NaN compares with nothing. Only the first fault of a step is kept.
+        is_bad = (~(tl.abs(y) < float("inf"))) & exists & (fault == 0)
+        tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
 
 
 @triton.jit(do_not_specialize=["slot", "rank", "code"])
 def _push_partial_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32, or None: the input is not normalised
-    residual_ptr,  # [B, out_width] fp32, or None
     w_ptr,  # [num_rows, K]
     out_ptr,  # [B, out_width] fp32: where nothing is pushed
     peers_ptr,  # [PEERS] int64: address of each peer's words [slots, B, SOURCES, out_width]
@@ -462,36 +452,32 @@ def _push_partial_kernel(
             following = first + tl.num_programs(0) * ROWS
             w_next = _weights(w_ptr, following + tl.arange(0, ROWS), num_rows, K, KP, True)
             _push_tile(
-                w, first + tl.arange(0, ROWS), x_ptr, squares_ptr, residual_ptr, out_ptr, bases, epoch, fault,
-                fault_ptr, slot, rank, code, num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+                w, first + tl.arange(0, ROWS), x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank,
+                code, num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
             )  # fmt: skip
             first = following
             w = w_next
     else:
         _push_tile(
-            w, rows, x_ptr, squares_ptr, residual_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code,
-            num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+            w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, num_rows, out_width,
+            eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
         )  # fmt: skip
 
 
-def push_partial(
-    act: Tensor, weight: Tensor, x: Tensor, exchange: Exchange, slot: int, gate: Tensor | None = None
-) -> None:
+def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, slot: int, gate: Tensor | None = None) -> None:
     """Row-parallel projection: this rank's partial sums, to every rank of the group. Oracle: `push_partial_ref`.
 
-        partial = act W^T, fp32;  on the group's first rank x + act W^T
+        partial = x W^T, fp32
 
     With peers, the sums go into the words of `slot` in every rank's memory, without one into `exchange.partial`; either
-    way what they add up to is the new `x`, and `reduce_norm` need not read the old one: it can wait for words from the
-    start, not for this kernel's end first. A product that is not finite is noted in the fault word.
+    way `reduce_norm` adds them up. A sum that is not finite is noted in the fault word.
 
     Args:
-        act: [B, K].  weight: [hidden, K], this rank's columns.  x: [B, hidden] fp32, the residual stream.
-        gate: [1] int32; 0 skips everything.
+        x: [B, K].  weight: [hidden, K], this rank's columns.  gate: [1] int32; 0 skips everything.
     Capture: graph-safe; allocates nothing.
     """
     _push(
-        act, None, x, weight, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, gate, slot,
+        x, None, weight, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, gate, slot,
         exchange.tp_rank, fault_code(BAD_NUMBERS, slot, exchange.rank), exchange.tp_size, 0.0,
     )  # fmt: skip
 
@@ -510,7 +496,7 @@ def lm_head(
     local = exchange.shard
     code = fault_code(BAD_NUMBERS, slot, exchange.rank)
     _push(
-        x_norm, square_sums, None, weight, local, exchange.peers, exchange.epoch, exchange.fault, None, 0,
+        x_norm, square_sums, weight, local, exchange.peers, exchange.epoch, exchange.fault, None, 0,
         exchange.rank, code, exchange.world_size, eps,
     )  # fmt: skip
 
@@ -518,7 +504,6 @@ def lm_head(
 def _push(
     x: Tensor,
     square_sums: Tensor | None,
-    residual: Tensor | None,
     weight: Tensor,
     local: Tensor,
     peers: Tensor | None,
@@ -541,7 +526,6 @@ def _push(
     compiled = launch(_push_partial_kernel, (num_programs,))(
         x,
         square_sums,
-        residual,
         weight,
         local,
         peers,

@@ -104,7 +104,7 @@ def _reduce_norm_kernel(
     partial_ptr,  # [B, hidden] fp32, where there are no words
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
-    x_ptr,  # [B, hidden] fp32, written
+    x_ptr,  # [B, hidden] fp32
     gamma_ptr,  # [hidden]
     x_norm_ptr,  # [B, hidden]
     squares_ptr,  # [B, S] fp32
@@ -129,9 +129,7 @@ def _reduce_norm_kernel(
     inside = channels < HIDDEN
     gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     epoch = tl.load(epoch_ptr)
-    # A word of this rank's own comes from a push that has waited for all before it, and has read what it needs: nothing
-    # that is overwritten here is still to be read.
-    if PDL and (gate_ptr is not None or not WORDS):
+    if PDL:
         gdc_wait()
     rejected = epoch.to(tl.int64) << 32  # a verdict's word: 0.0 under the epoch
     if gate_ptr is not None:
@@ -143,6 +141,7 @@ def _reduce_norm_kernel(
         if not is_open:
             return
     at = request * HIDDEN + channels
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if WORDS:
         ranks = tl.arange(0, T_PAD)
         base = words_ptr + (slot * tl.num_programs(1) + request).to(tl.int64) * (T * HIDDEN)
@@ -150,14 +149,14 @@ def _reduce_norm_kernel(
         ptr = base + ranks[:, None] * HIDDEN + channels[None, :]
         codes = (code + ranks)[:, None] + tl.zeros([T_PAD, BLOCK], tl.int32)
         if verdict_ptr is None:
-            x = tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes), 0)
+            x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes), 0)
         else:
             # Ranks of a rejected group stop one by one: who waits for one that stopped stops too.
             end_ptr = tl.zeros_like(codes).to(tl.int64) + verdict_ptr.to(tl.int64)
             end = tl.zeros_like(end_ptr) + rejected
-            x = tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes, end_ptr, end), 0)
+            x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes, end_ptr, end), 0)
     else:
-        x = tl.load(partial_ptr + at, mask=inside, other=0.0)
+        x += tl.load(partial_ptr + at, mask=inside, other=0.0)
     _write_stream(x, at, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
@@ -173,20 +172,16 @@ def reduce_norm(
     next_gate: Tensor | None = None,
     verdict: Tensor | None = None,
 ) -> None:
-    """The end of an all-reduce, and what the next RMSNorm needs. Oracle: `reduce_norm_ref`.
+    """All-reduce, residual, and what the next RMSNorm needs. Oracle: `reduce_norm_ref`.
 
-        x = sum over ranks of partial;  x_norm = x * gamma;  square_sums = partial sums of x^2
+        x += sum over ranks of partial;  x_norm = x * gamma;  square_sums = partial sums of x^2
 
-    The first rank's partial sums have the old `x` in them. With words, the kernel waits for those of all ranks, at most
-    `patience_ns`, and every rank adds them in the same order: `x` has the same bits on all of them. Without,
-    `exchange.partial` holds the sum already.
-
-    With words and no gate it does not wait for the kernel ahead, the push: it knows by this rank's own words that the
-    push has run and read its inputs. That lets the kernels behind it come early, too, with more of their weights.
+    With words, the kernel waits for those of all ranks, at most `patience_ns`, and every rank adds them in the same
+    order: `x` has the same bits on all of them. Without, `exchange.partial` holds the sum already.
 
     Args:
-        slot: as given to `push_partial`.  Written: x [B, hidden] fp32, x_norm [B, hidden] in gamma's dtype, square_sums
-        [B, S] fp32.  gamma: [hidden].  gate: [1] int32; 0 skips everything.
+        slot: as given to `push_partial`.  x: [B, hidden] fp32, in place.  gamma: [hidden].  Written: x_norm [B, hidden]
+        in gamma's dtype, square_sums [B, S] fp32.  gate: [1] int32; 0 skips everything.
         next_gate: [1] int32, written for the kernels that follow: open if `gate` is, and if `verdict`, [1] int64, is no
         word of this step that rejects. A rejection also ends the waits: what was computed is worth nothing.
     Capture: graph-safe; allocates nothing.

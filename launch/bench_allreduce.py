@@ -45,7 +45,6 @@ BLOCK = 64  # words of one program
 @triton.jit(do_not_specialize=["slot", "rank"])
 def _push_kernel(
     partial_ptr,  # [B, hidden] fp32
-    x_ptr,  # [B, hidden] fp32
     peers_ptr,  # [T] int64: address of each peer's words [slots, B, T, hidden]
     epoch_ptr,  # [1] int32
     slot,
@@ -62,31 +61,28 @@ def _push_kernel(
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < HIDDEN
     epoch = tl.load(epoch_ptr)
-    own = request * HIDDEN + channels
-    partial = tl.load(partial_ptr + own, mask=inside, other=0.0)
+    words = pack_words(tl.load(partial_ptr + request * HIDDEN + channels, mask=inside, other=0.0), epoch)
     at = ((slot * tl.num_programs(1) + request) * T + rank).to(tl.int64) * HIDDEN + channels
     bases = ()
     for peer in tl.static_range(T):
         bases = bases + (tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)),)  # noqa: RUF005 (Triton has no *)
     if PDL:
         gdc_wait()
-    x = tl.load(x_ptr + own, mask=inside & (rank == 0), other=0.0, cache_modifier=".cg")
-    words = pack_words(tl.where(rank == 0, partial + x, partial), epoch)
     for peer in tl.static_range(T):
         tl.store(bases[peer] + at, words, mask=inside)
 
 
-def push(partial: Tensor, x: Tensor, exchange: Exchange, slot: int) -> None:
+def push(partial: Tensor, exchange: Exchange, slot: int) -> None:
     """The end of `push_partial` without its product: sums that are there already, as words to every rank.
 
     Args:
-        partial: [B, hidden] fp32, not written by the kernel ahead.  x: [B, hidden] fp32, the residual stream.
+        partial: [B, hidden] fp32, not written by the kernel ahead.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, hidden = partial.shape
     assert exchange.peers is not None
     compiled = _push_kernel[(triton.cdiv(hidden, BLOCK), batch_size)](
-        partial, x, exchange.peers, exchange.epoch, slot, exchange.tp_rank, HIDDEN=hidden, T=exchange.tp_size,
+        partial, exchange.peers, exchange.epoch, slot, exchange.tp_rank, HIDDEN=hidden, T=exchange.tp_size,
         BLOCK=BLOCK, num_warps=2, **launch_options(partial.device),
     )  # fmt: skip
     prefer_l1(compiled)
@@ -124,7 +120,7 @@ class AllReduce:
     def ours(self) -> None:
         """`SLOTS` pushes and reductions over one epoch, which ends with two launches that nothing overlaps."""
         for slot in range(SLOTS):
-            push(self.partial, self.x, self.exchange, slot)
+            push(self.partial, self.exchange, slot)
             reduce_norm(self.exchange, slot, PATIENCE_NS, self.x, self.gamma, self.x_norm, self.square_sums)
         self._next_epoch()
 
@@ -182,7 +178,7 @@ class AllReduce:
         _compare("one-shot sum", one_shot.view_as(total), total, TOLERANCE)
         # One reduction onto -0.0: the sum alone.
         self.x.fill_(-0.0)
-        push(self.partial, self.x, self.exchange, 0)
+        push(self.partial, self.exchange, 0)
         reduce_norm(self.exchange, 0, PATIENCE_NS, self.x, self.gamma, self.x_norm, self.square_sums)
         self._next_epoch()
         self._transport.barrier()

@@ -302,7 +302,7 @@ class Decoder:
     def _row_parallel(self, slot: int, act: Tensor, weight: Tensor, gamma: Tensor, branch: Branch) -> None:
         """Product of a layer's first (o) or second (down) row-parallel weight, summed over the group."""
         at, exchange, half = self.buffers, branch.exchange, slot % 2
-        push_partial(act, weight, at.x, exchange, slot, branch.gates[half])
+        push_partial(act, weight, exchange, slot, branch.gates[half])
         if exchange.words is None:
             branch.all_reduce(exchange.partial)
         patience = STEP_PATIENCE_NS if slot == 0 and self.pairing is None else PATIENCE_NS

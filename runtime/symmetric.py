@@ -156,7 +156,7 @@ def _differs_from_nccl(transport: Transport) -> str:
     weight[:, 0] = values
     x, x_norm, square_sums = new_stream(1, hidden, torch.float32, device)
     x.fill_(-0.0)
-    push_partial(torch.ones(1, 16, device=device), weight, x, exchange, 0)
+    push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
     reduce_norm(exchange, 0, TEST_PATIENCE_NS, x, values, x_norm, square_sums)
     dist.all_reduce(values)
     transport.synchronize()

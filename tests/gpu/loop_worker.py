@@ -70,10 +70,10 @@ def lost(engine: Engine) -> int:
     return _generate(engine)
 
 
-def _lose(act, weight, x, exchange, slot, *rest):
+def _lose(act, weight, exchange, slot, *rest):
     """Every push but one."""
     if slot != LOST_SLOT:
-        gemv.push_partial(act, weight, x, exchange, slot, *rest)
+        gemv.push_partial(act, weight, exchange, slot, *rest)
 
 
 def nan(engine: Engine) -> int:

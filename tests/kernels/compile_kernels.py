@@ -175,7 +175,7 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "o": push(hidden // tp_size, hidden, gemv.PROGRAMS_PER_SM, squares_ptr=None),
         "gate_up": compile_for(capability, gemv._gate_up_silu_kernel, warps, gate_up, out_ptr="*bf16"),
         "down": push(mlp, hidden, gemv.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
-        "lm_head": push(hidden, vocab // tp_size, 0, residual_ptr=None),
+        "lm_head": push(hidden, vocab // tp_size, 0),
         "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
         "collect_logits": compile_for(capability, next_token._collect_logits_kernel, 8, collect),
         "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),

@@ -31,12 +31,12 @@ def test_push_and_reduce(num_ranks: int, batch_size: int, hidden: int, device: t
         partials = [torch.randn(batch_size, hidden, device=device) for _ in ranks]
         before = torch.randn(batch_size, hidden, device=device)
         for exchange, partial in zip(ranks, partials, strict=True):
-            push(partial, before, exchange, slot)
+            push(partial, exchange, slot)
         expected = before.double() + sum(partial.double() for partial in partials)
         streams = []
         for exchange in ranks:
             x, x_norm, square_sums = new_stream(batch_size, hidden, torch.float32, device)
-            x.fill_(torch.nan)
+            x.copy_(before)
             x_norm.fill_(torch.nan)
             square_sums.fill_(torch.nan)
             reduce_norm(exchange, slot, 10**9, x, gamma, x_norm, square_sums)

@@ -146,14 +146,14 @@ def test_all_reduce_over_words(
     ranks = exchanges(device, batch, hidden, 3, tp_size, epoch)
     acts = [normal(device, dtype, batch, width) for _ in ranks]
     weights = [normal(device, dtype, hidden, width) for _ in ranks]
-    start, gamma = normal(device, torch.float32, batch, hidden), normal(device, dtype, hidden)
     for exchange, act, weight in zip(ranks, acts, weights, strict=True):
-        push_partial(act, weight, start, exchange, slot)
+        push_partial(act, weight, exchange, slot)
     partials = torch.stack([push_partial_ref(act, weight) for act, weight in zip(acts, weights, strict=True)])
+    start, gamma = normal(device, torch.float32, batch, hidden), normal(device, dtype, hidden)
     expected = reduce_norm_ref(partials, start, gamma)
     outputs = []
     for exchange in ranks:
-        x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
+        x, x_norm = start.clone(), nan(device, dtype, batch, hidden)
         squares = nan(device, torch.float32, batch, num_square_sums(hidden))
         reduce_norm(exchange, slot, PATIENCE_NS, x, gamma, x_norm, squares)
         check(x, expected[0], torch.float32)
@@ -169,13 +169,10 @@ def test_partial_sums_without_words(device: torch.device, dtype: torch.dtype, ch
     batch, hidden, width = 2, 96, 128
     exchange = replace(exchanges(device, batch, hidden, 1, 1, 3)[0], words=None, peers=None)
     act, weight = normal(device, dtype, batch, width), normal(device, dtype, hidden, width)
-    x, gamma = normal(device, torch.float32, batch, hidden), normal(device, dtype, hidden)
+    push_partial(act, weight, exchange, 5)
     expected = push_partial_ref(act, weight)
-    # Of the ranks that a collective sums up, the first alone adds the stream.
-    push_partial(act, weight, x, replace(exchange, tp_rank=1, tp_size=2), 5)
     check(exchange.partial, expected, torch.float32)
-    push_partial(act, weight, x, exchange, 5)
-    check(exchange.partial, x.double() + expected, torch.float32)
+    x, gamma = normal(device, torch.float32, batch, hidden), normal(device, dtype, hidden)
     total = reduce_norm_ref(expected[None], x, gamma)[0]
     x_norm, squares = nan(device, dtype, batch, hidden), nan(device, torch.float32, batch, num_square_sums(hidden))
     reduce_norm(exchange, 5, PATIENCE_NS, x, gamma, x_norm, squares)
@@ -188,22 +185,11 @@ def test_small_and_large_values_travel(device: torch.device) -> None:
     values = torch.tensor([1e-40, 3e38, -1e-45, 0.0] * (hidden // 4), device=device)
     weight = torch.zeros(hidden, 16, device=device)
     weight[:, 0] = values
+    push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
     x, gamma = torch.zeros(1, hidden, device=device), torch.ones(hidden, device=device)
-    push_partial(torch.ones(1, 16, device=device), weight, x, exchange, 0)
     squares = torch.empty(1, num_square_sums(hidden), device=device)
     reduce_norm(exchange, 0, PATIENCE_NS, x, gamma, torch.empty_like(x), squares)
     assert torch.equal(x[0], values)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_only_the_first_rank_adds_the_stream_and_negative_zeros_stay(device: torch.device, first: bool) -> None:
-    hidden = 64
-    exchange = replace(exchanges(device, 1, hidden, 1, 2, 3)[0], words=None, peers=None, tp_rank=0 if first else 1)
-    x = torch.full((1, hidden), -0.0 if first else torch.nan, device=device)
-    push_partial(torch.full((1, 16), -0.0, device=device), torch.ones(hidden, 16, device=device), x, exchange, 0)
-    assert (exchange.partial == 0).all()
-    if device.type == "cuda":  # sums of the interpreter begin with 0.0
-        assert (exchange.partial.view(torch.int32) == -(2**31)).all()
 
 
 def test_gate_of_zero_skips_everything(device: torch.device) -> None:
@@ -216,9 +202,9 @@ def test_gate_of_zero_skips_everything(device: torch.device) -> None:
     out = nan(device, torch.float32, batch, hidden // 2)
     gate_up_silu(x_norm, squares, weight, out, EPS, closed)
     assert out.isnan().all()
-    x = normal(device, torch.float32, batch, hidden)
-    push_partial(x_norm, weight, x, exchange, 0, closed)
+    push_partial(x_norm, weight, exchange, 0, closed)
     assert torch.equal(exchange.words, before)
+    x = normal(device, torch.float32, batch, hidden)
     kept = x.clone()
     reduce_norm(exchange, 0, 0, x, squares[0, :1].expand(hidden).contiguous(), x_norm, squares, closed)
     assert torch.equal(x, kept)
@@ -238,7 +224,7 @@ def test_an_open_gate_changes_no_bit(device: torch.device, gate: int) -> None:
     batch, hidden = 2, 96
     opened = torch.tensor([gate], dtype=torch.int32, device=device)
     x_norm, squares = stream(device, torch.float32, batch, hidden)
-    weight, x = normal(device, torch.float32, 96, hidden), normal(device, torch.float32, batch, hidden)
+    weight = normal(device, torch.float32, 96, hidden)
     rope, seq_lens = torch.rand(batch, 2, 8, device=device), torch.ones(batch, dtype=torch.int32, device=device)
     found = []
     for pointer in (None, opened):
@@ -247,7 +233,7 @@ def test_an_open_gate_changes_no_bit(device: torch.device, gate: int) -> None:
         k, v = (nan(device, torch.float32, batch, 2, 1, 16) for _ in range(2))
         qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, k, v, EPS, pointer)
         gate_up_silu(x_norm, squares, weight, out, EPS, pointer)
-        push_partial(x_norm, weight, x, exchange, 0, pointer)
+        push_partial(x_norm, weight, exchange, 0, pointer)
         found.append((q, k, v, out, exchange.words))
     assert all(torch.equal(plain, gated) for plain, gated in zip(*found, strict=True))
     assert not any(each.isnan().any() for each in found[1][:4])
@@ -259,9 +245,8 @@ def test_bad_numbers_name_slot_and_rank(device: torch.device, bad: float) -> Non
     act = torch.ones(1, 32, device=device)
     weight = torch.ones(64, 32, device=device)
     weight[17, 5] = bad
-    x = torch.ones(1, 64, device=device)
-    push_partial(act, weight, x, ranks[1], 2)
-    push_partial(act, weight, x, ranks[1], 3)  # the first one is kept
+    push_partial(act, weight, ranks[1], 2)
+    push_partial(act, weight, ranks[1], 3)  # the first one is kept
     assert split_fault(int(ranks[1].fault)) == (BAD_NUMBERS, 2, 3)
     assert int(ranks[0].fault) == 0
 
@@ -272,8 +257,8 @@ def test_a_missing_rank_is_named_after_the_deadline() -> None:
     device = torch.device("cuda")
     ranks = exchanges(device, 1, 64, 2, 2, 3)
     act, weight = torch.ones(1, 32, device=device), torch.ones(64, 32, device=device)
+    push_partial(act, weight, ranks[0], 1)
     x, gamma = torch.zeros(1, 64, device=device), torch.ones(64, device=device)
-    push_partial(act, weight, x, ranks[0], 1)
     squares = torch.empty(1, num_square_sums(64), device=device)
     reduce_norm(ranks[0], 1, 10**7, x, gamma, torch.empty_like(x), squares)
     assert split_fault(int(ranks[0].fault)) == (LATE_WORD, 1, 3)

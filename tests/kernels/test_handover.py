@@ -169,7 +169,7 @@ def test_a_rejection_closes_what_follows(
     rank.gates.copy_(torch.tensor([[gate], [7], [7]]))
     x, squares = torch.ones(2, 96, device=device), torch.zeros(2, num_square_sums(96), device=device)
     x_norm, gamma = nan(device, torch.float32, 2, 96), torch.ones(96, device=device)
-    rank.exchange.partial.fill_(2.0)
+    rank.exchange.partial.fill_(1.0)
     reduce_norm(
         rank.exchange, 2 * layer, PATIENCE_NS, x, gamma, x_norm, squares, rank.gate(0), rank.gate(1),
         rank.verdict(layer),
@@ -517,10 +517,10 @@ class ToyRank:
 
     def post_attention(self, layer: int, exchange: Exchange, gate: Tensor | None) -> None:
         _, o, gate_up, down = self.weights[layer]
-        push_partial(self.attn_out.flatten(1), o, self.x, exchange, 2 * layer, gate)
+        push_partial(self.attn_out.flatten(1), o, exchange, 2 * layer, gate)
         reduce_norm(exchange, 2 * layer, 0, self.x, self.ones, self.x_norm, self.squares, gate)
         gate_up_silu(self.x_norm, self.squares, gate_up, self.mlp, 1e-5, gate)
-        push_partial(self.mlp, down, self.x, exchange, 2 * layer + 1, gate)
+        push_partial(self.mlp, down, exchange, 2 * layer + 1, gate)
         reduce_norm(exchange, 2 * layer + 1, 0, self.x, self.ones, self.x_norm, self.squares, gate)
 
 
