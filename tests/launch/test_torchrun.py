@@ -81,7 +81,8 @@ def test_paired_is_simulated(checkpoint: Path, generate_text: GenerateText, tmp_
         *FLAGS, "--speculation", "simulated", "--prompt", PROMPT, "--json", tmp_path / "simulated.json"
     )
     outputs = ("--json", tmp_path / "paired.json", "--trace", tmp_path / "trace.json")
-    done = torchrun("--model", checkpoint, *FLAGS, "--speculation", "paired", *outputs, stdin=PROMPT)
+    # The last line end is `echo`'s, not the prompt's.
+    done = torchrun("--model", checkpoint, *FLAGS, "--speculation", "paired", *outputs, stdin=PROMPT + "\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected
     assert done.stderr.count("mode: paired, 2 rank(s) on CPU, fp32") == 1
