@@ -227,8 +227,6 @@ class Engine:
         if not self._is_warm:
             self._warm_up()
             self._is_warm = True
-        if self.device.type == "cuda" and max_context > CHUNK_TOKENS:
-            newest_causal_mask(1, 2)  # loads what prompts of several chunks need: seconds
 
     def _warm_up(self) -> None:
         """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches."""
@@ -346,6 +344,8 @@ class Engine:
         transport = self._connected()
         if self.loop is not None:
             self.prepare(sampling)
+        if any(len(request.prompt_ids) > CHUNK_TOKENS for request in requests):
+            newest_causal_mask(1, 2)  # loads what prompts of several chunks need, in seconds that are not the prompt's
         transport.barrier()
         self.timeline.start()
         started = time.perf_counter()

@@ -154,6 +154,7 @@ class DecodeLoop:
         self._sampling = key
         self.begin([0] * self._requests.shape[0], [1] * self._requests.shape[0])
         if self._is_cuda:
+            # What else is in a step, collectives and copies, runs once more, between steps.
             with compiling():
                 self._issue(_no_operation)
         for _ in range(2):
