@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.gemv import push_partial
@@ -92,7 +93,8 @@ def _allocate(num_words: int, transport: Transport) -> tuple[Tensor, list[int], 
     All ranks of the job call it together.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    memory = symm_mem.empty(num_words, dtype=torch.int64, device=transport.device)
+    # `symm_mem.empty` would load SymPy for the strides of one dimension, which takes 2 s.
+    memory = _SymmetricMemory.empty_strided_p2p((num_words,), (1,), torch.int64, transport.device)
     assert dist.group.WORLD is not None
     handle = symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
     memory.zero_()
