@@ -35,7 +35,7 @@ from .launch import launch, launch_options, prefer_l1
 from .mailbox import Handover
 from .residual import BLOCK as STREAM_BLOCK
 from .residual import _write_stream, num_square_sums
-from .words import INTERPRETED, LATE_WORD, await_flag, await_words, fault_code, pack_words
+from .words import LATE_WORD, await_words, fault_code, pack_words
 
 __all__ = [
     "decide",
@@ -47,7 +47,7 @@ __all__ = [
     "take_turn",
 ]
 
-BLOCK = 64  # words of one program of a handover
+BLOCK = 32  # words of one program of a handover: a thread that waits for two would wait for one after the other
 
 
 @triton.jit(do_not_specialize=["rank", "patience_ns", "code"])
@@ -282,10 +282,9 @@ def _receive_handover_kernel(
     k_ptr,  # [B, HKV, N, D]
     v_ptr,
     seq_lens_ptr,  # [B] int32, with the new token
-    attn_out_ptr,  # [B, HKV GROUP, D]
+    attn_out_ptr,  # [B, OUT]
     inbox_ptr,  # [L + 1, B, M] int64
-    spec_out_ptr,  # [L, B, HKV GROUP, D] fp32
-    flags_ptr,  # [L, flag_stride] int32
+    spec_out_ptr,  # [L, B, OUT] int64
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     gate_ptr,  # [1] int32
@@ -293,16 +292,16 @@ def _receive_handover_kernel(
     patience_ns,
     code,
     capacity,
-    flag_stride,
     HIDDEN: tl.constexpr,
+    OUT: tl.constexpr,
+    SPEC_BLOCKS: tl.constexpr,
     HKV: tl.constexpr,
-    GROUP: tl.constexpr,
     D: tl.constexpr,
-    OUT_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One KV head's `A~`, or BLOCK words of one request; grid [HKV + M / BLOCK, B]."""
+    """BLOCK words of one request, of `A~` or of the message; grid [SPEC_BLOCKS + message / BLOCK, B]."""
+    MESSAGE: tl.constexpr = HIDDEN + 2 * HKV * D
     if PDL:
         gdc_launch_dependents()
     request = tl.program_id(1)
@@ -311,25 +310,17 @@ def _receive_handover_kernel(
         gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
-    slot = layer * tl.num_programs(1) + request
-    if tl.program_id(0) < HKV:
-        head = tl.program_id(0)
-        flag_at = flags_ptr + layer * flag_stride + request * HKV + head
-        flag = await_flag(flag_at, epoch, patience_ns, fault_ptr, code)
-        c = tl.arange(0, OUT_PAD)
-        inside = c < GROUP * D
-        source = (slot * HKV + head).to(tl.int64) * (GROUP * D) + c
-        # .cg: the paired rank wrote it, and L1 may hold older bytes.
-        spec_out = tl.load(spec_out_ptr + source, mask=inside, cache_modifier=".cg")
-        if INTERPRETED:
-            spec_out = tl.where(flag == epoch, spec_out, float("nan"))
-        out = attn_out_ptr + (request * HKV + head) * (GROUP * D) + c
-        tl.store(out, spec_out.to(attn_out_ptr.dtype.element_ty), mask=inside)
+    slot = (layer * tl.num_programs(1) + request).to(tl.int64)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    codes = code + tl.zeros_like(place)
+    if tl.program_id(0) < SPEC_BLOCKS:
+        exist = place < OUT
+        spec_out = await_words(spec_out_ptr + slot * OUT + place, exist, epoch, patience_ns, fault_ptr, codes)
+        tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=exist)
     else:
-        place = (tl.program_id(0) - HKV) * BLOCK + tl.arange(0, BLOCK)
-        exist = place < HIDDEN + 2 * HKV * D
-        words = inbox_ptr + slot.to(tl.int64) * (HIDDEN + 2 * HKV * D) + place
-        value = await_words(words, exist, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
+        place -= SPEC_BLOCKS * BLOCK
+        exist = place < MESSAGE
+        value = await_words(inbox_ptr + slot * MESSAGE + place, exist, epoch, patience_ns, fault_ptr, codes)
         _store_message(value, place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
 
 
@@ -354,13 +345,13 @@ def receive_handover(
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange, own = handover.shape, handover.exchange, handover.own
-    group = shape.num_qo_heads // shape.num_kv_heads
-    grid = (shape.num_kv_heads + triton.cdiv(shape.message_words, BLOCK), x.shape[0])
+    spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, BLOCK)
+    grid = (spec_blocks + triton.cdiv(shape.message_words, BLOCK), x.shape[0])
     compiled = launch(_receive_handover_kernel, grid)(
-        x, k_cache, v_cache, seq_lens, attn_out, own.inbox, own.spec_out, own.flags, exchange.epoch, exchange.fault,
-        handover.receives, layer, patience_ns, handover.late(layer), k_cache.shape[2], shape.flag_stride,
-        HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, GROUP=group, D=shape.head_dim,
-        OUT_PAD=triton.next_power_of_2(group * shape.head_dim), BLOCK=BLOCK, num_warps=1, **launch_options(x.device),
+        x, k_cache, v_cache, seq_lens, attn_out, own.inbox, own.spec_out, exchange.epoch, exchange.fault,
+        handover.receives, layer, patience_ns, handover.late(layer), k_cache.shape[2],
+        HIDDEN=shape.hidden_size, OUT=shape.num_qo_heads * shape.head_dim, SPEC_BLOCKS=spec_blocks,
+        HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK, num_warps=1, **launch_options(x.device),
     )  # fmt: skip
     prefer_l1(compiled)
 

@@ -85,9 +85,9 @@ class Speculation:
     """Where the speculative output of a launch goes."""
 
     chunk_size: int  # S, a multiple of 64
-    spec_out: Tensor  # [B, Hq, D]; may be the paired rank's memory
+    # [B, Hq, D], may be the paired rank's memory; with `epoch` int64: fp32 values as words under it (see words.py)
+    spec_out: Tensor
     sums: Tensor  # [B, Hq, 2] fp32: dist2, norm2 of each query head; the verdict is about their sums
-    flag: Tensor | None = None  # [B, Hkv] int32, released per head with the epoch's value
     epoch: Tensor | None = None  # [1] int32
 
 
@@ -157,7 +157,6 @@ def lean_decode_attention(
         out,
         lse,
         spec.spec_out if spec else None,
-        spec.flag if spec else None,
         spec.epoch if spec else None,
         spec.sums if spec else None,
         workspace.o,
@@ -184,7 +183,6 @@ def lean_decode_attention(
         WIDE=wide,
         SPEC=spec is not None,
         PART=PARTS[part],
-        FLAG=spec is not None and spec.flag is not None,
         PDL=pdl,
         EARLY=pdl and newest_only and gate is None and spec is None,
         num_warps=NUM_WARPS,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .merge import arrive, finish, inverse_of_sum, log2_of_sum, output_at, store_partial
+from .merge import arrive, finish, inverse_of_sum, log2_of_sum, output_at, send_guess, store_partial
 from .prefetch import prefetch
 
 __all__ = ["ALL", "PREDICTOR", "REST", "lean_decode_kernel", "locate"]
@@ -287,8 +287,7 @@ def lean_decode_kernel(
     out_ptr,  # [B, Hkv * GROUP, head_dim]
     lse_ptr,  # [B, Hkv * GROUP] fp32
     spec_out_ptr,  # [B, Hkv * GROUP, head_dim], may lie in the paired rank's memory
-    spec_flag_ptr,  # [B, Hkv] int32 beside spec_out: the epoch, once that head's A~ is there
-    epoch_ptr,  # [1] int32
+    epoch_ptr,  # [1] int32, where A~ goes as words, or None
     sums_ptr,  # [B, Hkv * GROUP, 2] fp32: dist2, norm2
     o_partial_ptr,  # [G + 2 B Hkv, GROUP, D] fp32 partials: of runs, then A~ of each head
     lse_partial_ptr,  # [G + 2 B Hkv, GROUP] fp32
@@ -314,7 +313,6 @@ def lean_decode_kernel(
     WIDE: tl.constexpr,
     SPEC: tl.constexpr,
     PART: tl.constexpr,
-    FLAG: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -332,7 +330,8 @@ def lean_decode_kernel(
         seq_lens = tl.load(seq_lens_ptr + requests)
     else:
         seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)
-    if FLAG:
+    epoch = None
+    if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)  # here, where its latency is that of seq_lens
     sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
     # The tokens of one KV head: those of all could be too many for an integer.
@@ -404,11 +403,7 @@ def lean_decode_kernel(
             current = slot - program
             if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
                 if is_guess:
-                    at, exists = output_at(current, o.shape[1], GROUP, D, HEAD_DIM)
-                    tl.store(spec_out_ptr + at, tl.trans(o).to(spec_out_ptr.dtype.element_ty), mask=exists)
-                    if FLAG:
-                        tl.debug_barrier()
-                        tl.atomic_xchg(spec_flag_ptr + current, epoch, sem="release", scope="sys")
+                    send_guess(o, current, spec_out_ptr, epoch, o.shape[1], GROUP, D, HEAD_DIM)
                     slot = PROGRAMS + num_outputs + current
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, o.shape[1], GROUP, D)
 

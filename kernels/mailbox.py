@@ -1,6 +1,6 @@
 """Where a rank finds what its paired rank hands over, and where it puts what it hands over itself.
 
-Each layer has slots of its own and all words and flags carry the epoch, so that nothing is reset, and nothing is
+Each layer has slots of its own and all words carry the epoch, so that nothing is reset, and nothing is
 overwritten before the step's logits have told every rank that it was read.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, T ranks of a group,
@@ -47,15 +47,9 @@ class PairShape:
             (layers + 1) * batch * self.message_words,
             layers * (batch + 1),
             layers * self.tp_size * batch * 2,
-            layers * batch * self.num_qo_heads * self.head_dim / 2,
-            layers * self.flag_stride / 2,
+            layers * batch * self.num_qo_heads * self.head_dim,
         )
-        return tuple(-(-math.ceil(size) // 2) * 2 for size in sizes)
-
-    @property
-    def flag_stride(self) -> int:
-        """Flags of a layer, filled up to 16 bytes: compiled kernels rely on it."""
-        return -(-self.batch_size * self.num_kv_heads // 4) * 4
+        return tuple(-(-size // 2) * 2 for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -65,14 +59,13 @@ class Mailbox:
     inbox: Tensor  # [L + 1, B, M] int64: x, k and v; in slot L only x
     verdicts: Tensor  # [L, B + 1] int64: each request's hit, then the layer's verdict
     sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads
-    spec_out: Tensor  # [L, B, Hq, D] fp32: A~
-    flags: Tensor  # [L, B Hkv, filled up] int32: the epoch, once that head's A~ is there
+    spec_out: Tensor  # [L, B, Hq, D] int64: A~
 
     @classmethod
     def view(cls, memory: Tensor, shape: PairShape) -> Mailbox:
         """A mailbox in `sum(shape.part_words())` words: memory [words] int64."""
         layers, batch = shape.num_layers, shape.batch_size
-        inbox, verdicts, sums, spec_out, flags = memory.split(shape.part_words())
+        inbox, verdicts, sums, spec_out = memory.split(shape.part_words())
 
         def cut(part: Tensor, *sizes: int) -> Tensor:
             return part[: math.prod(sizes)].view(sizes)
@@ -81,8 +74,7 @@ class Mailbox:
             inbox=cut(inbox, layers + 1, batch, shape.message_words),
             verdicts=cut(verdicts, layers, batch + 1),
             sums=cut(sums, layers, shape.tp_size, batch, 2),
-            spec_out=cut(spec_out.view(torch.float32), layers, batch, shape.num_qo_heads, shape.head_dim),
-            flags=cut(flags.view(torch.int32), layers, shape.flag_stride),
+            spec_out=cut(spec_out, layers, batch, shape.num_qo_heads, shape.head_dim),
         )
 
 
@@ -142,10 +134,8 @@ class Handover:
         )
 
     def speculation(self, layer: int, chunk_size: int, sums: Tensor) -> Speculation:
-        """For the attention of a layer: `A~` and its flags go to the paired rank."""
-        batch, num_kv_heads = self.shape.batch_size, self.shape.num_kv_heads
-        flags = self.paired.flags[layer, : batch * num_kv_heads].view(batch, num_kv_heads)
-        return Speculation(chunk_size, self.paired.spec_out[layer], sums, flags, self.exchange.epoch)
+        """For the attention of a layer: `A~` goes to the paired rank."""
+        return Speculation(chunk_size, self.paired.spec_out[layer], sums, self.exchange.epoch)
 
     def gate(self, part: int) -> Tensor:
         """[1] int32: of `gates`; aligned, as compiled kernels rely on."""

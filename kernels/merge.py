@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .words import INTERPRETED
+from .words import INTERPRETED, pack_words
 
 __all__ = [
     "WIDE",
@@ -20,6 +20,7 @@ __all__ = [
     "log2_of_sum",
     "merge_sizes",
     "output_at",
+    "send_guess",
     "store_partial",
     "sum_of_warps",
 ]
@@ -78,6 +79,25 @@ def store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS: tl.constexpr, GROUP: tl.co
     real = rows < GROUP
     tl.store(o_ptr + (slot * GROUP + rows)[None, :] * D + tl.arange(0, D)[:, None], o, mask=real[None, :])
     tl.store(lse_ptr + slot * GROUP + rows, lse, mask=real)
+
+
+@triton.jit
+def send_guess(
+    o,
+    output,
+    spec_out_ptr,
+    epoch,  # or None
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Write `A~` of an output, o [D, ROWS]; with an epoch as words, which need no fence and no flag behind them."""
+    at, exists = output_at(output, ROWS, GROUP, D, HEAD_DIM)
+    o = tl.trans(o)
+    if epoch is not None:
+        o = pack_words(o, epoch)
+    tl.store(spec_out_ptr + at, o.to(spec_out_ptr.dtype.element_ty), mask=exists)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .lean_kernel import ALL, PREDICTOR, REST, locate
-from .merge import arrive, finish, output_at, store_partial
+from .merge import arrive, finish, send_guess, store_partial
 from .prefetch import prefetch
 from .sas import sas_cutoff
 from .turbo_block import (
@@ -86,8 +86,7 @@ def turbo_decode_kernel(
     out_ptr,  # [B, Hkv * GROUP, D]
     lse_ptr,  # [B, Hkv * GROUP] fp32
     spec_out_ptr,  # [B, Hkv * GROUP, D], may lie in the paired rank's memory
-    spec_flag_ptr,  # [B, Hkv] int32 beside spec_out: the epoch, once that head's A~ is there
-    epoch_ptr,  # [1] int32
+    epoch_ptr,  # [1] int32, where A~ goes as words, or None
     sums_ptr,  # [B, Hkv * GROUP, 2] fp32: dist2, norm2
     o_partial_ptr,  # [G + 2 B Hkv, GROUP, D] fp32 partials: of runs, then A~ of each head
     lse_partial_ptr,  # [G + 2 B Hkv, GROUP] fp32
@@ -111,7 +110,6 @@ def turbo_decode_kernel(
     SAS: tl.constexpr,
     SPEC: tl.constexpr,
     PART: tl.constexpr,
-    FLAG: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -132,7 +130,8 @@ def turbo_decode_kernel(
     bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
     # In units of 16 bytes: 32 bits are picked in one instruction.
     offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
-    if FLAG:
+    epoch = None
+    if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)
     # The rest of an output is `lengths` steps, one of them the tail's where there is no guess. Before it lies its
     # lead-in, steps without work: a guess's due, or what a tail takes beyond other steps.
@@ -234,11 +233,7 @@ def turbo_decode_kernel(
         slot = program + output
         if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
             if is_guess:
-                at, real = output_at(output, HEADS, GROUP, D, D)
-                tl.store(spec_out_ptr + at, tl.trans(o).to(spec_out_ptr.dtype.element_ty), mask=real)
-                if FLAG:
-                    tl.debug_barrier()
-                    tl.atomic_xchg(spec_flag_ptr + output, epoch, sem="release", scope="sys")
+                send_guess(o, output, spec_out_ptr, epoch, HEADS, GROUP, D, D)
                 slot = PROGRAMS + OUTPUTS + output
         store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS, GROUP, D)
 

@@ -16,7 +16,6 @@ __all__ = [
     "BAD_NUMBERS",
     "INTERPRETED",
     "LATE_WORD",
-    "await_flag",
     "await_words",
     "fault_code",
     "pack_words",
@@ -120,47 +119,3 @@ def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code, end_ptr=None, en
                 dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
     return value.to(tl.float32, bitcast=True)
-
-
-# $0: the flag.  $1: its address.  $2: epoch.  $3: nanoseconds to wait.  $4: fault word.  $5: what to write there.
-_AWAIT_FLAG = tl.constexpr("""
-{
-    .reg .pred late, early;
-    .reg .u64 begin, now;
-    mov.u64 begin, %globaltimer;
-AGAIN:
-    ld.acquire.sys.global.u32 $0, [$1];
-    setp.eq.u32 early, $0, $2;
-    @early bra DONE;
-    mov.u64 now, %globaltimer;
-    sub.u64 now, now, begin;
-    setp.ge.u64 late, now, $3;
-    @!late bra AGAIN;
-    setp.ne.u64 late, $3, 0;
-    @late st.volatile.global.u32 [$4], $5;
-DONE:
-}
-""")
-
-
-@triton.jit
-def await_flag(ptr, epoch, patience_ns, fault_ptr, code):
-    """Wait until the flag at `ptr`, a scalar, is `epoch`; what was written before its release can be read then.
-
-    Deadline and fault as `await_words`.
-
-    Returns:
-        int32, the flag: `epoch`, unless it is late.
-    """
-    if INTERPRETED:
-        return tl.load(ptr)
-    else:  # noqa: RET505 (the compiler compiles what comes after a return)
-        fault = tl.load(fault_ptr, volatile=True)
-        patience = tl.where(fault == 0, patience_ns, 0).to(tl.int64)
-        # Every thread acquires for itself. The barrier keeps the loads after it where they are.
-        flag = tl.inline_asm_elementwise(
-            _AWAIT_FLAG, "=&r,l,r,l,l,r", [ptr.to(tl.int64), epoch, patience, fault_ptr.to(tl.int64), code],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        tl.debug_barrier()
-        return flag

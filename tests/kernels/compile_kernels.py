@@ -34,8 +34,8 @@ from alspec.kernels import (
 )
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
-INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "spec_flag_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
-INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "flags_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
+INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
+INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
 INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr"}
 WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
 WIDE |= {"meeting_ptr", "offset_ptr"}
@@ -81,15 +81,16 @@ def lean(
         "BLOCK_N": 64 if capability >= 100 else 128, "LONG": capability == 90 and head_dim == 64,
         "STAGES": 3 if capability == 90 else 2, "ROUND": merge_round,
         "WIDE": wide, "SPEC": spec, "PART": lean_attention.PARTS[part],
-        "FLAG": spec and part == "all", "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
+        "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
     if part != "all":
-        constants |= dict.fromkeys(["spec_flag_ptr", "epoch_ptr"])
+        constants |= dict.fromkeys(["epoch_ptr"])
     if not gate:
         constants["gate_ptr"] = None
     if not spec:
-        constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
-    return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants)
+        constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr", "sums_ptr"])
+    types = {"spec_out_ptr": "*i64"} if spec and part == "all" else {}
+    return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants, **types)
 
 
 def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False) -> Any:
@@ -101,13 +102,14 @@ def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: boo
         "GROUP": group, "GROUP_PAD": group_pad, "D": head_dim,
         "HKV": 8, "OUTPUTS": 8 * batch_size, "OUTPUTS_PAD": max(32, 8 * batch_size),
         "PROGRAMS": 132 * settings.per_sm, "PER_SM": settings.per_sm, "WARPS": warps,
-        "ROUND": merge_round, "WIDE": wide, "SAS": sas, "SPEC": spec, "PART": 0, "FLAG": spec, "PDL": capability >= 90,
+        "ROUND": merge_round, "WIDE": wide, "SAS": sas, "SPEC": spec, "PART": 0, "PDL": capability >= 90,
         "gate_ptr": None,
         "EARLY": capability >= 90 and not spec,
     }  # fmt: skip
     if not spec:
-        constants |= dict.fromkeys(["spec_out_ptr", "spec_flag_ptr", "epoch_ptr", "sums_ptr"])
-    return compile_for(capability, turbo_kernel.turbo_decode_kernel, warps, constants)
+        constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr", "sums_ptr"])
+    types = {"spec_out_ptr": "*i64"} if spec else {}
+    return compile_for(capability, turbo_kernel.turbo_decode_kernel, warps, constants, **types)
 
 
 def prefill(head_dim: int) -> Any:
@@ -190,7 +192,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     turn = {"B": batch_size, "P": triton.next_power_of_2(batch_size + 1)} | pdl
     message = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": handover.BLOCK} | pdl
     only_x = message | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"])
-    receive = message | {"GROUP": 4, "OUT_PAD": 512}
+    receive = message | {"OUT": heads * 128, "SPEC_BLOCKS": heads * 128 // handover.BLOCK}
     stream = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
     settle = {
@@ -210,7 +212,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "take_turn": compiled(handover._take_turn_kernel, turn),
         "send_handover": compiled(handover._send_kernel, message),
         "send_stream": compiled(handover._send_kernel, only_x),
-        "receive_handover": compiled(handover._receive_handover_kernel, receive, attn_out_ptr="*bf16"),
+        "receive_handover": compiled(handover._receive_handover_kernel, receive, attn_out_ptr="*bf16", spec_out_ptr="*i64"),
         "receive_stream": compiled(handover._receive_stream_kernel, stream),
         "decide": compiled(handover._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(handover._decide_kernel, decide),

@@ -325,7 +325,7 @@ class _Machine:
         return known.get(operand)
 
     def _constant(self, operand: str, kind: str) -> Values:
-        value = int(operand[2:], 16) if re.match("0[fFdD]", operand) else 0 if operand == SHARED else int(operand, 0)
+        value = int(operand[2:], 16) if re.match("0[fFdD]", operand) else 0 if operand == SHARED else int(operand.rstrip("U"), 0)
         if kind == "pred":
             return self.everyone if value else ~self.everyone
         bits = BITS[WIDTH[kind]](value & ((1 << 8 * WIDTH[kind]) - 1))

@@ -39,9 +39,9 @@ def lean(lengths: tuple[int, ...], num_programs: int, group: int, head_dim: int)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     workspace = LeanWorkspace.allocate(batch, group * heads, heads, head_dim, device, num_programs)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
-    flag, epoch = (torch.ones(shape, dtype=torch.int32, device=device) for shape in ((batch, heads), (1,)))
+    epoch = torch.ones(1, dtype=torch.int32, device=device)
     sums = torch.empty(batch, group * heads, 2, device=device)
-    speculation = Speculation(128, torch.empty_like(q), sums, flag, epoch)
+    speculation = Speculation(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
     for spec, parts in ((None, ("all",)), (speculation, ("all",)), (speculation, ("predictor", "rest"))):
         for part in parts:
             lean_decode_attention(q, k, v, seq_lens, head_dim**-0.5, workspace, out, lse, spec, part)

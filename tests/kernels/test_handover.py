@@ -233,6 +233,11 @@ def copy(state: State) -> State:
     return State(*(getattr(state, field.name).clone() for field in fields(state)))
 
 
+def words_of(values: Tensor, epoch: int) -> Tensor:
+    """Values under an epoch, as a kernel packs them."""
+    return values.float().view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
+
+
 def same(found: State, expected: State) -> bool:
     return all(
         torch.allclose(getattr(found, field.name), getattr(expected, field.name), rtol=0, atol=0, equal_nan=True)
@@ -255,15 +260,15 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     # A~ as the attention kernel leaves it; of a dtype's values, for the interpreter truncates where a GPU rounds.
     speculation = source.speculation(layer, 64, nan(device, torch.float32, 1))
     assert speculation.spec_out.data_ptr() == target.own.spec_out[layer].data_ptr()
-    speculation.spec_out.copy_(torch.randn_like(speculation.spec_out).to(dtype))
-    speculation.flag.fill_(epoch)
+    guess = torch.randn(speculation.spec_out.shape, device=device).to(dtype)
+    speculation.spec_out.copy_(words_of(guess, epoch))
     receive_handover(target, layer, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, PATIENCE_NS)
     assert torch.equal(theirs.x.view(torch.int32), mine.x.view(torch.int32))
     written = torch.arange(capacity, device=device) == (seq_lens - 1)[:, None]
     for found, sent, old in ((theirs.k, mine.k, before.k), (theirs.v, mine.v, before.v)):
         expected = torch.where(written[:, None, :, None], sent, old)
         assert torch.equal(found, expected)
-    assert torch.equal(theirs.attn_out, speculation.spec_out.to(dtype))
+    assert torch.equal(theirs.attn_out, guess)
     assert int(target.exchange.fault) == 0
     # Nothing came to the sender, and only this layer's slot was written.
     assert all(torch.equal(now, then) for now, then in zip(copied(source.own), boxes, strict=True))
@@ -280,7 +285,7 @@ def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capa
     seq_lens = torch.ones(shape.batch_size, dtype=torch.int32, device=device)
     for rank in (source, target):
         rank.own.inbox.fill_(3 << 32)
-        rank.own.flags.fill_(3)
+        rank.own.spec_out.fill_(3 << 32)
     boxes = copied(source.own), copied(target.own)
     send_handover(source, 0, state.x, state.k, state.v, seq_lens)
     send_stream(source, state.x)
@@ -315,7 +320,7 @@ def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, st
     send_handover(source, 0, mine.x, mine.k, mine.v, seq_lens)
     send_stream(source, mine.x)
     decide(source, 0, sums_for(device, [True, True], 4), live, 0.5, hits, 0)
-    target.own.flags.fill_(stale)
+    target.own.spec_out.fill_(stale << 32)
     theirs.attn_out.zero_()
     receive_handover(target, 0, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, 0)
     assert theirs.x.isnan().all()
@@ -337,11 +342,11 @@ def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
     shape = PairShape(4, 1, 1, 64, 4, 2, 16)
     seq_lens = torch.ones(1, dtype=torch.int32, device=device)
     hits = torch.zeros(4, 1, dtype=torch.int32, device=device)
-    for missing in ("verdict", "words", "flags", "stream"):
+    for missing in ("verdict", "words", "guess", "stream"):
         _, (target,) = pairs(device, shape, 6)
         state = drawn(device, shape, 5, torch.bfloat16)
         target.receives.fill_(1)
-        target.own.flags.fill_(5 if missing == "flags" else 6)
+        target.own.spec_out.fill_((5 if missing == "guess" else 6) << 32)
         target.own.inbox.fill_((5 if missing in ("words", "stream") else 6) << 32)
         target.own.verdicts.fill_(5 << 32)
         if missing == "verdict":
@@ -481,7 +486,6 @@ def test_mailboxes_keep_apart_and_aligned(device: torch.device) -> None:
         assert (part.data_ptr() - memory.data_ptr()) % 16 == 0
         assert not part.any(), f"{field.name} overlaps another part"
         part.fill_(number + 1)
-    assert all(flags.data_ptr() % 16 == 0 for flags in mailbox.flags)
 
 
 class ToyRank:
