@@ -1,4 +1,4 @@
-"""Memory on its way to the L2 before anything waits for it."""
+"""When memory is asked for: ahead of who waits for it, or behind who waits longest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .words import INTERPRETED
 
-__all__ = ["prefetch", "prefetch_by_warp", "prefetch_lines"]
+__all__ = ["prefetch", "prefetch_by_warp", "prefetch_lines", "wait_cycles"]
 
 
 @triton.jit
@@ -46,4 +46,16 @@ def prefetch_lines(pointers):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def wait_cycles(cycles: tl.constexpr):
+    """Do nothing for so many cycles of the SM's clock."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred early; .reg .u64 start, now; mov.u64 start, %clock64;"
+            " AGAIN: mov.u64 now, %clock64; sub.u64 now, now, start; setp.lt.u64 early, now, $1;"
+            " @early bra AGAIN; mov.u32 $0, 0; }",
+            "=r,l", [tl.full([], cycles, tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip

@@ -212,7 +212,9 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "take_turn": compiled(handover._take_turn_kernel, turn),
         "send_handover": compiled(handover._send_kernel, message),
         "send_stream": compiled(handover._send_kernel, only_x),
-        "receive_handover": compiled(handover._receive_handover_kernel, receive, attn_out_ptr="*bf16", spec_out_ptr="*i64"),
+        "receive_handover": compiled(
+            handover._receive_handover_kernel, receive, attn_out_ptr="*bf16", spec_out_ptr="*i64"
+        ),
         "receive_stream": compiled(handover._receive_stream_kernel, stream),
         "decide": compiled(handover._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(handover._decide_kernel, decide),

@@ -325,7 +325,8 @@ class _Machine:
         return known.get(operand)
 
     def _constant(self, operand: str, kind: str) -> Values:
-        value = int(operand[2:], 16) if re.match("0[fFdD]", operand) else 0 if operand == SHARED else int(operand.rstrip("U"), 0)
+        digits = "0x" + operand[2:] if re.match("0[fFdD]", operand) else "0" if operand == SHARED else operand
+        value = int(digits.rstrip("U"), 0)
         if kind == "pred":
             return self.everyone if value else ~self.everyone
         bits = BITS[WIDTH[kind]](value & ((1 << 8 * WIDTH[kind]) - 1))
