@@ -312,8 +312,8 @@ def ready(rows: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys((row["case"]["seen_by"], row["case"]["chunk_size"]) for row in rows))
     parts = [
         "## Time to the guess",
-        "From the end of the kernel before speculative decode until a waiting kernel has seen every head's flag, p50 in"
-        " microseconds, cold L2, for chunk sizes S. On the second GPU (flags and `A~` in its memory) the waiting kernel"
+        "From the end of the kernel before speculative decode until a waiting kernel has seen all of `A~`, p50 in"
+        " microseconds, cold L2, for chunk sizes S. On the second GPU (`A~` in its memory) the waiting kernel"
         " answers, and the time ends when the first GPU has the answer: it holds the way back. " + where(*rows),
     ]
     for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
