@@ -1,4 +1,4 @@
-"""What a person sees: streamed text on stdout, the closing panel on stderr."""
+"""What a person sees: streamed text on stdout; on stderr what is waited for, and the closing panel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, Self
 
 from rich.color import Color
 from rich.console import Console
@@ -18,7 +18,36 @@ from alspec.predictor import KV_TILE
 from alspec.runtime.generation import Generation, Token
 from alspec.runtime.memory import GIB
 
-__all__ = ["Printer", "print_panel", "use_utf8"]
+__all__ = ["Printer", "StatusLine", "print_panel", "use_utf8"]
+
+
+class StatusLine:
+    """What is being waited for, on stderr while it is a terminal; cleared before anything else is printed.
+
+    No spinner: whoever ends this process meanwhile, the heartbeat for one, would leave a terminal without its cursor.
+    """
+
+    def __init__(self, is_first: bool) -> None:
+        self._enabled = is_first and sys.stderr.isatty()
+        self._is_shown = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Instead of what stands there."""
+        if self._enabled:
+            print(f"\r\x1b[Kalspec: {text}", end="", file=sys.stderr, flush=True)
+            self._is_shown = True
+
+    def clear(self) -> None:
+        """Leave an empty line behind."""
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._is_shown = False
 
 
 class Printer:

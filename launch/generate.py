@@ -13,7 +13,7 @@ import torch
 from alspec.config import GenerateConfig
 from alspec.errors import AlspecError, report
 from alspec.launch.cli import Parser, parse, print_config
-from alspec.launch.display import Printer, print_panel, use_utf8
+from alspec.launch.display import Printer, StatusLine, print_panel, use_utf8
 from alspec.launch.plan import print_plan
 from alspec.launch.prompts import read_prompts
 from alspec.runtime.engine import Engine
@@ -55,14 +55,20 @@ def _generate(config: GenerateConfig, engine: Engine) -> int:
     if is_first and config.color and (is_batch or engine.mode == "off"):
         why = "a batch is printed as JSON" if is_batch else "nothing is speculated"
         print(f"alspec: --color shades nothing: {why}", file=sys.stderr)
-    engine.load(len(prompts), max_context)
-    for notice in engine.notices if is_first else []:
-        print(f"alspec: {notice}", file=sys.stderr)
-    generation = engine.start_generation(prompts, config)
-    printer = Printer(generation, is_batch, config.color) if is_first else None
-    for token in engine.run(generation, config):
-        if printer is not None:
-            printer.show(token)
+    with StatusLine(is_first) as status:
+        status.show("loading weights")
+        engine.load(len(prompts), max_context)
+        status.clear()
+        for notice in engine.notices if is_first else []:
+            print(f"alspec: {notice}", file=sys.stderr)
+        generation = engine.start_generation(prompts, config)
+        printer = Printer(generation, is_batch, config.color) if is_first else None
+        total = sum(map(len, prompts))
+        status.show("preparing")
+        for token in engine.run(generation, config, lambda done: status.show(f"prompt: {done} of {total} tokens")):
+            status.clear()
+            if printer is not None:
+                printer.show(token)
     if printer is not None:
         printer.close()
     _finish(config, engine, generation)

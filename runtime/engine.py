@@ -325,21 +325,27 @@ class Engine:
             ]
         )
 
-    def run(self, generation: Generation, sampling: SamplingConfig) -> Iterator[Token]:
+    def run(
+        self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None = None
+    ) -> Iterator[Token]:
         """Prefill, then decode until every request has ended; yields tokens as they come.
 
+        Args:
+            progress: told how many tokens of all prompts are done, now and then before the first token comes.
         Raises:
             BadNumbersError: NaN or Inf in the logits; no token of that step is yielded.
             UserError: another text has begun since the last token, and has the cache.
         """
         self._texts += 1
         text = self._texts
-        for token in self._run(generation, sampling):
+        for token in self._run(generation, sampling, progress):
             yield token
             if text != self._texts:
                 raise UserError("stream: another text of this engine has begun; finish one first, or use two engines")
 
-    def _run(self, generation: Generation, sampling: SamplingConfig) -> Iterator[Token]:
+    def _run(
+        self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None
+    ) -> Iterator[Token]:
         requests = generation.requests
         transport = self._connected()
         if self.loop is not None:
@@ -350,10 +356,14 @@ class Engine:
         self.timeline.start()
         started = time.perf_counter()
         self._step = 0
-        parts = [
-            prefill(self.model, self.cache, transport, index, request.prompt_ids, self._operation)
-            for index, request in enumerate(requests)
-        ]
+        parts, done = [], 0
+        for index, request in enumerate(requests):
+            if progress is not None:
+                progress(done)
+            in_prompt = None if progress is None else lambda tokens, before=done: progress(before + tokens)
+            ids = request.prompt_ids
+            parts.append(prefill(self.model, self.cache, transport, index, ids, self._operation, progress=in_prompt))
+            done += len(ids)
         logits, layer_sums = torch.cat([part[0] for part in parts]), torch.stack([part[1] for part in parts]).sum(0)
         tokens = self._choose(logits, layer_sums, requests, sampling)
         generation.prefill_us = (time.perf_counter() - started) * 1e6

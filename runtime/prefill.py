@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,12 +27,14 @@ def prefill(
     token_ids: list[int],
     operation: OperationHook,
     chunk_tokens: int = CHUNK_TOKENS,
+    progress: Callable[[int], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Process one request's prompt with full causal attention. Each group does it on its own.
 
     Args:
         request: index in the batch.  token_ids: the prompt, at least one token.
         chunk_tokens: tokens at a time; a multiple of 64 with a quantised cache.
+        progress: told how many tokens are done, after each chunk that another one follows.
     Returns:
         logits: [1, V] fp32 after the last token, the same on every rank.
         layer_sums: [L] fp32, not finite where this rank's activations were not.
@@ -48,5 +52,8 @@ def prefill(
                 attn_out = cache.prefill_attention(layer, request, start, q, k, v, model.sm_scale)
                 x, partial = model.post_attention(layer, x, attn_out)
                 layer_sums[layer] += x[-1].sum() + partial[-1].sum()
+        if progress is not None and start + chunk_tokens < len(token_ids):
+            transport.synchronize()
+            progress(start + chunk_tokens)
         x = model.reduce_residual(x[-1:], None if partial is None else partial[-1:].contiguous())
     return gather_logits(model, transport, x), layer_sums

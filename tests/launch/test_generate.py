@@ -19,6 +19,8 @@ import yaml
 import alspec
 from alspec import Engine, SamplingConfig, SpeculationConfig
 from alspec.config import GenerateConfig
+from alspec.errors import UserError
+from alspec.launch.display import StatusLine
 from alspec.models import config as model_config
 
 Run = Callable[..., tuple[int, str, str]]
@@ -49,6 +51,41 @@ def generate_json(generate_text: GenerateText, tmp_path: Path) -> Callable[..., 
         return read_json(tmp_path / "out.json")
 
     return call
+
+
+def test_a_terminal_sees_what_is_waited_for(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--model", checkpoint, "--transport", "gloo", *SMALL)
+    prompt = ("--prompt", LONG_PROMPT)
+    code, text, plain = run(*flags, *prompt)
+    assert code == 0
+    assert "\x1b[K" not in plain, "stderr is no terminal"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr("alspec.runtime.prefill.prefill.__defaults__", (64, None))
+    code, again, err = run(*flags, *prompt)
+    assert (code, again) == (0, text)
+    shown = re.findall(r"\r\x1b\[Kalspec: ([^\r]*)", err)
+    assert shown[:2] == ["loading weights", "preparing"]
+    total = int(shown[2].removeprefix("prompt: 0 of ").removesuffix(" tokens"))
+    assert total > 128
+    assert shown[2:] == [f"prompt: {done} of {total} tokens" for done in range(0, total, 64)]
+    assert err.split(shown[-1])[1].startswith("\r\x1b[K"), "the text does not begin on an empty line"
+
+
+@pytest.mark.parametrize(("is_first", "expected"), [(True, "\r\x1b[Kalspec: loading\r\x1b[K"), (False, "")])
+def test_an_error_stands_on_a_line_of_its_own(
+    is_first: bool, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+
+    def fail() -> None:
+        with StatusLine(is_first) as status:
+            status.show("loading")
+            raise UserError("no")
+
+    with pytest.raises(UserError):
+        fail()
+    assert capsys.readouterr().err == expected
 
 
 def test_stdout_is_the_text_and_a_newline(run: Run, checkpoint: Path, tmp_path: Path) -> None:
