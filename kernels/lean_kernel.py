@@ -359,6 +359,7 @@ def lean_decode_kernel(
     if SPEC and PART == ALL and PDL:  # noqa: SIM102 (one is of the compiler, the other of the program)
         if (program >= num_guesses) & (total_rest >= LONG_TILES * PROGRAMS):
             wait_cycles(HEAD_START)
+
     # First the guess of a head, sent and merged before this program's run of the rest begins. At least once, even where
     # there is nothing to do: what follows is then no branch, and is computed while `seq_lens` is on its way.
     guesses, turns = 0, (program >= 0).to(tl.int32)

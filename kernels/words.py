@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 __all__ = [
     "BAD_NUMBERS",
@@ -20,6 +22,7 @@ __all__ = [
     "fault_code",
     "pack_words",
     "split_fault",
+    "unpack_words",
 ]
 
 # Triton's interpreter knows no inline assembly: there, everything that is read has been written before.
@@ -40,6 +43,11 @@ def fault_code(kind: int, slot: int, rank: int) -> int:
 def split_fault(code: int) -> tuple[int, int, int]:
     """kind, slot and rank of a fault word."""
     return code >> 28, code >> 8 & 0xFFFFF, code & 0xFF
+
+
+def unpack_words(words: Tensor, epoch: int) -> Tensor:
+    """What kernels read out of words, from the host: fp32, NaN where a word is of another epoch."""
+    return torch.where(words >> 32 == epoch, words.view(torch.float32)[..., ::2], torch.nan)
 
 
 @triton.jit

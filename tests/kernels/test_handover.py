@@ -486,6 +486,7 @@ def test_mailboxes_keep_apart_and_aligned(device: torch.device) -> None:
         assert (part.data_ptr() - memory.data_ptr()) % 16 == 0
         assert not part.any(), f"{field.name} overlaps another part"
         part.fill_(number + 1)
+    assert all(words.data_ptr() % 16 == 0 for words in mailbox.spec_out)
 
 
 class ToyRank:

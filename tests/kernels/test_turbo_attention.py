@@ -20,6 +20,7 @@ from alspec.kernels.flashq_layout import BlockCodes, TurboLayer, pack_record, re
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
+from alspec.kernels.words import unpack_words
 from alspec.sas import Softmax, cutoff
 
 S = 128
@@ -84,13 +85,10 @@ class Launch:
 
     @property
     def guess(self) -> Tensor:
-        """`A~`: its words, once each carries this epoch, are fp32."""
+        """`A~`, NaN where a word did not come."""
         assert self.speculation is not None
-        words = self.speculation.spec_out
-        if self.speculation.epoch is None:
-            return words
-        assert bool((words >> 32 == EPOCH).all()), "a word did not come"
-        return words.view(torch.float32)[..., ::2]
+        found = self.speculation.spec_out
+        return found if found.is_floating_point() else unpack_words(found, EPOCH)
 
     def compare(self, tolerance: float = TOLERANCE) -> None:
         args, scale = (self.q.cpu(), self.k, self.v, self.seq_lens.cpu()), self.q.shape[-1] ** -0.5
@@ -239,7 +237,10 @@ def test_ragged_batches_on_any_grid(
 def test_two_launches_give_what_one_gives(device: torch.device, num_programs: int) -> None:
     launch = draw((65, 700, 319, 1), 2, 2, 64, device, num_programs, S)
     launch.run()
-    one = [output.clone() for output in launch.outputs()]
+    assert launch.speculation is not None
+    one = [output.clone() for output in (launch.out, launch.lse, launch.guess, launch.speculation.sums)]
+    # As a plain tensor, which is what two launches are for.
+    launch.speculation = replace(launch.speculation, spec_out=torch.empty_like(launch.out), epoch=None)
     launch.run("predictor", "rest")
     launch.compare()
     for found, expected in zip(launch.outputs(), one, strict=True):
