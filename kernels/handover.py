@@ -47,7 +47,7 @@ __all__ = [
     "take_turn",
 ]
 
-BLOCK = 32  # words of one program of a handover: a thread that waits for two would wait for one after the other
+BLOCK = 32  # words of one program of a handover, one for each thread
 
 
 @triton.jit(do_not_specialize=["rank", "patience_ns", "code"])
@@ -276,6 +276,47 @@ def _send(
     prefer_l1(compiled)
 
 
+@triton.jit
+def _receive_guess(
+    spec_out_ptr,
+    spec_lse_ptr,
+    attn_out_ptr,
+    program,
+    layer,
+    request,
+    num_requests,
+    epoch,
+    patience_ns,
+    fault_ptr,
+    code,
+    OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    VALUES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """VALUES of `A~`: one word of each, or all parts and their lse, merged."""
+    place = program * VALUES + tl.arange(0, VALUES)
+    exist = place < OUT
+    if PARTS == 1:
+        at = spec_out_ptr + (layer * num_requests + request).to(tl.int64) * OUT + place
+        spec_out = await_words(at, exist, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
+    else:
+        PAD: tl.constexpr = BLOCK // VALUES // 2
+        word = tl.arange(0, 2 * PAD)[None, :]
+        part = word % PAD
+        slot = (layer * PARTS + part).to(tl.int64) * num_requests + request
+        lse_at = spec_lse_ptr + slot * (OUT // D) + (place // D)[:, None]
+        at = tl.where(word < PAD, spec_out_ptr + slot * OUT + place[:, None], lse_at)
+        codes = code + tl.zeros([VALUES, 2 * PAD], tl.int32)
+        words = await_words(at, exist[:, None] & (part < PARTS), epoch, patience_ns, fault_ptr, codes)
+        o, lse = tl.split(tl.permute(tl.reshape(words, [VALUES, 2, PAD]), (0, 2, 1)))
+        lse = tl.where((tl.arange(0, PAD) < PARTS)[None, :], lse, float("-inf"))
+        weight = tl.exp2(lse - tl.max(lse, 1)[:, None])
+        spec_out = tl.sum(o * weight, 1) / tl.sum(weight, 1)
+    tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=exist)
+
+
 @triton.jit(do_not_specialize=["layer", "patience_ns", "code"])
 def _receive_handover_kernel(
     x_ptr,  # [B, HIDDEN] fp32
@@ -284,7 +325,8 @@ def _receive_handover_kernel(
     seq_lens_ptr,  # [B] int32, with the new token
     attn_out_ptr,  # [B, OUT]
     inbox_ptr,  # [L + 1, B, M] int64
-    spec_out_ptr,  # [L, B, OUT] int64
+    spec_out_ptr,  # [L, PARTS, B, OUT] int64
+    spec_lse_ptr,  # [L, PARTS, B, OUT / D] int64
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     gate_ptr,  # [1] int32
@@ -294,6 +336,8 @@ def _receive_handover_kernel(
     capacity,
     HIDDEN: tl.constexpr,
     OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    VALUES: tl.constexpr,  # of `A~` for each program
     SPEC_BLOCKS: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -314,9 +358,10 @@ def _receive_handover_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     codes = code + tl.zeros_like(place)
     if tl.program_id(0) < SPEC_BLOCKS:
-        exist = place < OUT
-        spec_out = await_words(spec_out_ptr + slot * OUT + place, exist, epoch, patience_ns, fault_ptr, codes)
-        tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=exist)
+        _receive_guess(
+            spec_out_ptr, spec_lse_ptr, attn_out_ptr, tl.program_id(0), layer, request, tl.num_programs(1), epoch,
+            patience_ns, fault_ptr, code, OUT, PARTS, VALUES, D, BLOCK,
+        )  # fmt: skip
     else:
         place -= SPEC_BLOCKS * BLOCK
         exist = place < MESSAGE
@@ -345,13 +390,18 @@ def receive_handover(
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange, own = handover.shape, handover.exchange, handover.own
-    spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, BLOCK)
-    grid = (spec_blocks + triton.cdiv(shape.message_words, BLOCK), x.shape[0])
+    # A word for each thread, for who waits for two waits for one after the other. Of parts there are several for each
+    # value, and larger programs: as many more would start in vain on a rank that sends.
+    block = BLOCK if shape.guess_parts == 1 else 4 * BLOCK
+    values = block if shape.guess_parts == 1 else block // (2 * triton.next_power_of_2(shape.guess_parts))
+    spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, values)
+    grid = (spec_blocks + triton.cdiv(shape.message_words, block), x.shape[0])
     compiled = launch(_receive_handover_kernel, grid)(
-        x, k_cache, v_cache, seq_lens, attn_out, own.inbox, own.spec_out, exchange.epoch, exchange.fault,
+        x, k_cache, v_cache, seq_lens, attn_out, own.inbox, own.spec_out, own.spec_lse, exchange.epoch, exchange.fault,
         handover.receives, layer, patience_ns, handover.late(layer), k_cache.shape[2],
-        HIDDEN=shape.hidden_size, OUT=shape.num_qo_heads * shape.head_dim, SPEC_BLOCKS=spec_blocks,
-        HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK, num_warps=1, **launch_options(x.device),
+        HIDDEN=shape.hidden_size, OUT=shape.num_qo_heads * shape.head_dim, PARTS=shape.guess_parts, VALUES=values,
+        SPEC_BLOCKS=spec_blocks, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=block, num_warps=block // 32,
+        **launch_options(x.device),
     )  # fmt: skip
     prefer_l1(compiled)
 

@@ -32,7 +32,7 @@ from .launch import launch
 from .lean_kernel import lean_decode_kernel
 from .merge import WIDE, merge_sizes
 
-__all__ = ["LeanWorkspace", "Part", "Speculation", "lean_decode_attention"]
+__all__ = ["LeanWorkspace", "Part", "Speculation", "guess_parts", "lean_decode_attention"]
 
 Part = Literal["all", "predictor", "rest"]
 PARTS = {"all": 0, "predictor": 1, "rest": 2}
@@ -41,6 +41,7 @@ TILE_BYTES = 32768  # of K, and of V, in one tile
 # For the partials loaded together; and where heads are so few that each has more partials than fit into those.
 MERGE_REGISTERS = 96
 FEW_HEADS_REGISTERS = 128
+MAX_GUESS_PARTS = 5  # for each head
 NUM_WARPS = 4  # one warp group: a product of 64 rows or more is one Hopper matrix instruction
 
 
@@ -69,8 +70,8 @@ class LeanWorkspace:
     ) -> LeanWorkspace:
         """Room for any `seq_lens`. A grid smaller than the device holds leaves part of it to other work."""
         group, outputs = num_qo_heads // num_kv_heads, batch_size * num_kv_heads
-        # Neighbouring outputs may share a run, so each adds one to the runs' partials; and each has one of its guess.
-        slots = num_programs + 2 * outputs
+        # Neighbouring outputs may share a run, so each adds one to the runs' partials; and each has those of its guess.
+        slots = num_programs + (1 + MAX_GUESS_PARTS) * outputs
         return cls(
             num_programs=num_programs,
             o=torch.empty(slots, group, triton.next_power_of_2(head_dim), device=device),
@@ -89,6 +90,14 @@ class Speculation:
     spec_out: Tensor
     sums: Tensor  # [B, Hq, 2] fp32: dist2, norm2 of each query head; the verdict is about their sums
     epoch: Tensor | None = None  # [1] int32
+    # [P, B, Hq] int64, then `spec_out` is [P, B, Hq, D]: `A~` comes as P partials, each with its lse, base 2, which
+    # whoever receives them merges; those without tokens have an lse of -inf. For one request, with an epoch.
+    spec_lse: Tensor | None = None
+
+    @property
+    def parts(self) -> int:
+        """P."""
+        return 1 if self.spec_lse is None else self.spec_lse.shape[0]
 
 
 def lean_decode_attention(
@@ -140,6 +149,9 @@ def lean_decode_attention(
         raise ValueError(f"q: {num_qo_heads} heads are no multiple of {num_kv_heads} KV heads")
     if capacity * head_dim >= 2**31:
         raise ValueError(f"k_cache: {capacity} tokens of one head overflow 32-bit offsets")
+    parts = speculation.parts if speculation else 1
+    if parts > 1 and (batch_size > 1 or part != "all" or parts > MAX_GUESS_PARTS):
+        raise ValueError(f"spec_lse: {parts} parts; up to {MAX_GUESS_PARTS} of one request in one launch, else 1")
     group = num_qo_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     width = triton.next_power_of_2(head_dim)
@@ -157,6 +169,7 @@ def lean_decode_attention(
         out,
         lse,
         spec.spec_out if spec else None,
+        spec.spec_lse if spec else None,
         spec.epoch if spec else None,
         spec.sums if spec else None,
         workspace.o,
@@ -182,12 +195,38 @@ def lean_decode_attention(
         ROUND=merge_round,
         WIDE=wide,
         SPEC=spec is not None,
+        GUESS_PARTS=parts,
         PART=PARTS[part],
         PDL=pdl,
         EARLY=pdl and newest_only and gate is None and spec is None,
         num_warps=NUM_WARPS,
         **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def guess_parts(
+    chunk_size: int,
+    batch_size: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """In how many parts `A~` should leave: each of as many tiles as its program asks for at once.
+
+    A third tile is asked for when the first is there, and by then everybody waits for memory. Not with a batch, not so
+    many that few programs are left for the rest, nor that merging them spills registers: 3 with more than 4 query heads
+    to a KV head, 1 with more than 8. On Hopper only: elsewhere nothing has been measured.
+    """
+    group = num_qo_heads // num_kv_heads
+    if batch_size > 1 or group > 8 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return 1
+    block_n, _, num_stages, _ = _settings(device, triton.next_power_of_2(head_dim) * dtype.itemsize)
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    tiles = 2 * -(-chunk_size // block_n) + 1
+    wanted = -(-tiles // max(1, num_stages - 1))
+    return max(1, min(wanted, MAX_GUESS_PARTS if group <= 4 else 3, programs // (3 * num_kv_heads)))
 
 
 def lean_merge_sizes(group_pad: int, width: int, programs_of_head: int, spec: bool) -> tuple[int, int]:

@@ -18,10 +18,11 @@ PREDICTOR = tl.constexpr(1)
 REST = tl.constexpr(2)
 
 WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this many tokens, whatever BLOCK_N is
-GUESS_OVERHEAD = tl.constexpr(6)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
+GUESS_OVERHEAD = tl.constexpr(3)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
 # Cycles that programs with a guess have ahead of the others: memory serves who asks first, and the first tiles of all
-# take 4 us. Not where runs are short: it would be 2 to 4 % of the whole.
+# take 4 us. Not where runs are shorter than 3 tiles: memory is not busy for long.
 HEAD_START = tl.constexpr(1000)
+BUSY_TILES = tl.constexpr(3)
 # Tiles are long where every program has so many: its run may be one tile longer than others, which is little then.
 LONG_TILES = tl.constexpr(8)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
@@ -282,6 +283,18 @@ def _tiles_of(outputs, rest, HKV: tl.constexpr, B_PAD: tl.constexpr):
 
 
 @triton.jit
+def _parts(sink, window, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
+    """Tiles of a part of the guess, and how many parts it has; sink, window: its tokens, [1] where it has parts."""
+    part_tiles = tl.cdiv(2 * _tiles_in(chunk_size, is_long, BLOCK_N) + 1, GUESS_PARTS)
+    parts = 1
+    if GUESS_PARTS > 1:
+        tiles = tl.sum(_tiles_in(sink, is_long, BLOCK_N) + _tiles_in(window, is_long, BLOCK_N), 0)
+        for part in tl.static_range(1, GUESS_PARTS):
+            parts += (part * part_tiles < tiles).to(tl.int32)
+    return part_tiles, parts
+
+
+@triton.jit
 def lean_decode_kernel(
     q_ptr,  # [B, Hkv * GROUP, head_dim]
     k_ptr,  # [B, Hkv, capacity, head_dim]
@@ -289,11 +302,12 @@ def lean_decode_kernel(
     seq_lens_ptr,  # [B] int32
     out_ptr,  # [B, Hkv * GROUP, head_dim]
     lse_ptr,  # [B, Hkv * GROUP] fp32
-    spec_out_ptr,  # [B, Hkv * GROUP, head_dim], may lie in the paired rank's memory
+    spec_out_ptr,  # [B, Hkv * GROUP, head_dim], or as words of GUESS_PARTS parts, maybe in the paired rank's memory
+    spec_lse_ptr,  # [GUESS_PARTS, B, Hkv * GROUP] words, or None where there is one part
     epoch_ptr,  # [1] int32, where A~ goes as words, or None
     sums_ptr,  # [B, Hkv * GROUP, 2] fp32: dist2, norm2
-    o_partial_ptr,  # [G + 2 B Hkv, GROUP, D] fp32 partials: of runs, then A~ of each head
-    lse_partial_ptr,  # [G + 2 B Hkv, GROUP] fp32
+    o_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, GROUP, D] fp32 partials: of runs, then of each head A~'s parts
+    lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, GROUP] fp32
     counters_ptr,  # [B Hkv] int32 and
     group_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at groups of partials; all 0 between launches
     gate_ptr,  # [1] int32 or None
@@ -315,6 +329,7 @@ def lean_decode_kernel(
     ROUND: tl.constexpr,
     WIDE: tl.constexpr,
     SPEC: tl.constexpr,
+    GUESS_PARTS: tl.constexpr,  # 1 with a batch
     PART: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -344,11 +359,12 @@ def lean_decode_kernel(
     rest_end = tl.cumsum(rest_tiles, 0)
     total_rest = tl.sum(rest_tiles, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    num_guesses = num_outputs if SPEC and PART != REST else 0
+    part_tiles, parts = _parts(sink, seq_lens - window, chunk_size, is_long, BLOCK_N, GUESS_PARTS)
+    num_guesses = num_outputs * parts if SPEC and PART != REST else 0
     # So many that a head's partials are merged in one round. With a batch the other heads hide one head's merge.
     FEW: tl.constexpr = min(PROGRAMS // 8 * 8, ROUND * HKV) if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
     leaders, lead_run, followers, run, longer = _schedule(
-        num_guesses, 2 * _tiles_in(chunk_size, is_long, BLOCK_N) + GUESS_OVERHEAD, total_rest,
+        num_guesses, tl.minimum(part_tiles, 2 * _tiles_in(chunk_size, is_long, BLOCK_N)) + GUESS_OVERHEAD, total_rest,
         PROGRAMS, FEW, SPEC and PART == ALL,
     )  # fmt: skip
     tile = _run_start(program, leaders, lead_run, followers, run, longer)
@@ -357,7 +373,7 @@ def lean_decode_kernel(
         tile = last + 0
 
     if SPEC and PART == ALL and PDL:  # noqa: SIM102 (one is of the compiler, the other of the program)
-        if (program >= num_guesses) & (total_rest >= LONG_TILES * PROGRAMS):
+        if (program >= num_guesses) & (total_rest >= BUSY_TILES * PROGRAMS):
             wait_cycles(HEAD_START)
 
     # First the guess of a head, sent and merged before this program's run of the rest begins. At least once, even where
@@ -370,6 +386,9 @@ def lean_decode_kernel(
     for turn in tl.range(turns, disable_licm=LONG):
         is_guess = turn < guesses
         guess = program + turn * PROGRAMS
+        part = 0
+        if GUESS_PARTS > 1:
+            part = guess // HKV
         if B_PAD == 1:
             request, before = 0, 0
         else:
@@ -394,9 +413,16 @@ def lean_decode_kernel(
             prefetch(v_ptr + at, size)
             gdc_wait()
         if SPEC:
-            begin, end = tl.where(is_guess, 0, begin), tl.where(is_guess, sink_r, end)
+            sink_tiles = _tiles_in(sink_r, is_long, BLOCK_N)
+            guess_tiles = sink_tiles + _tiles_in(seq_len - window_r, is_long, BLOCK_N)
+            first, from_end = 0, sink_r
+            if GUESS_PARTS > 1:
+                first = part * part_tiles
+                guess_tiles = tl.minimum(guess_tiles - first, part_tiles)
+                from_end = tl.where(first < sink_tiles, sink_r, seq_len)
+                first = first * block_n + tl.where(first < sink_tiles, 0, window_r - sink_tiles * block_n)
+            begin, end = tl.where(is_guess, first, begin), tl.where(is_guess, from_end, end)
             begin2, end2 = tl.where(is_guess, window_r, begin2), tl.where(is_guess, seq_len, end2)
-            guess_tiles = _tiles_in(sink_r, is_long, BLOCK_N) + _tiles_in(seq_len - window_r, is_long, BLOCK_N)
             count = tl.where(is_guess, guess_tiles, count)
         work = (
             q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_guess, tile, count, seq_lens, rest_end,
@@ -410,8 +436,11 @@ def lean_decode_kernel(
             current = slot - program
             if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
                 if is_guess:
-                    send_guess(o, current, spec_out_ptr, epoch, o.shape[1], GROUP, D, HEAD_DIM)
-                    slot = PROGRAMS + num_outputs + current
+                    send_guess(
+                        o, lse, current, part, parts, num_outputs, spec_out_ptr, spec_lse_ptr, epoch,
+                        o.shape[1], GROUP, D, HEAD_DIM, GUESS_PARTS,
+                    )  # fmt: skip
+                    slot = PROGRAMS + num_outputs + current * GUESS_PARTS + part
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, o.shape[1], GROUP, D)
 
             # Then the tickets of all outputs that have a partial of this program, 32 at a time: one latency for all.
@@ -425,7 +454,8 @@ def lean_decode_kernel(
                 runs = tl.where(tiles > 0, last_run - first_run + 1, 0)
                 arrived = arrive(
                     counters_ptr, group_counters_ptr, program, outputs, first_run, runs, is_guess,
-                    (outputs <= current) & ((tiles > 0) | is_guess), WIDE, PART == PREDICTOR, SPEC and PART == ALL,
+                    (outputs <= current) & ((tiles > 0) | is_guess), WIDE, PART == PREDICTOR,
+                    parts if SPEC and PART == ALL else 0,
                 )  # fmt: skip
                 lane = tl.min(tl.where(arrived, lanes, 32), 0)
                 while lane < 32:
@@ -433,8 +463,9 @@ def lean_decode_kernel(
                     finish(
                         o_partial_ptr, lse_partial_ptr, counters_ptr, program, output + lane,
                         tl.sum(tl.where(here, first_run, 0), 0), tl.sum(tl.where(here, runs, 0), 0),
-                        PROGRAMS + num_outputs + output + lane, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
-                        GROUP, GROUP_PAD, D, HEAD_DIM, ROUND, SPEC, SPEC and PART == ALL,
+                        PROGRAMS + num_outputs + (output + lane) * GUESS_PARTS, parts, is_guess, out_ptr, lse_ptr,
+                        sums_ptr, WIDE, parts if SPEC and PART == ALL else 0,
+                        GROUP, GROUP_PAD, D, HEAD_DIM, ROUND, SPEC, GUESS_PARTS,
                     )  # fmt: skip
                     lane = tl.min(tl.where(arrived & (lanes > lane), lanes, 32), 0)
                 output += 32

@@ -3,8 +3,8 @@
 Each layer has slots of its own and all words carry the epoch, so that nothing is reset, and nothing is
 overwritten before the step's logits have told every rank that it was read.
 
-Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, T ranks of a group,
-M = hidden + 2 Hkv D words of a request's handover.
+Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, P parts of a guess,
+T ranks of a group, M = hidden + 2 Hkv D words of a request's handover.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class PairShape:
     num_qo_heads: int  # of one rank
     num_kv_heads: int
     head_dim: int
+    guess_parts: int = 1  # P, in which `A~` comes
 
     @property
     def message_words(self) -> int:
@@ -47,7 +48,8 @@ class PairShape:
             (layers + 1) * batch * self.message_words,
             layers * (batch + 1),
             layers * self.tp_size * batch * 2,
-            layers * batch * self.num_qo_heads * self.head_dim,
+            layers * self.guess_parts * batch * self.num_qo_heads * self.head_dim,
+            layers * self.guess_parts * batch * self.num_qo_heads,
         )
         return tuple(-(-size // 2) * 2 for size in sizes)
 
@@ -59,13 +61,15 @@ class Mailbox:
     inbox: Tensor  # [L + 1, B, M] int64: x, k and v; in slot L only x
     verdicts: Tensor  # [L, B + 1] int64: each request's hit, then the layer's verdict
     sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads
-    spec_out: Tensor  # [L, B, Hq, D] int64: A~
+    spec_out: Tensor  # [L, P, B, Hq, D] int64: A~, in parts
+    spec_lse: Tensor  # [L, P, B, Hq] int64: of each part, base 2; unused where there is one
 
     @classmethod
     def view(cls, memory: Tensor, shape: PairShape) -> Mailbox:
         """A mailbox in `sum(shape.part_words())` words: memory [words] int64."""
         layers, batch = shape.num_layers, shape.batch_size
-        inbox, verdicts, sums, spec_out = memory.split(shape.part_words())
+        parts, heads = shape.guess_parts, shape.num_qo_heads
+        inbox, verdicts, sums, spec_out, spec_lse = memory.split(shape.part_words())
 
         def cut(part: Tensor, *sizes: int) -> Tensor:
             return part[: math.prod(sizes)].view(sizes)
@@ -74,7 +78,8 @@ class Mailbox:
             inbox=cut(inbox, layers + 1, batch, shape.message_words),
             verdicts=cut(verdicts, layers, batch + 1),
             sums=cut(sums, layers, shape.tp_size, batch, 2),
-            spec_out=cut(spec_out, layers, batch, shape.num_qo_heads, shape.head_dim),
+            spec_out=cut(spec_out, layers, parts, batch, heads, shape.head_dim),
+            spec_lse=cut(spec_lse, layers, parts, batch, heads),
         )
 
 
@@ -135,7 +140,10 @@ class Handover:
 
     def speculation(self, layer: int, chunk_size: int, sums: Tensor) -> Speculation:
         """For the attention of a layer: `A~` goes to the paired rank."""
-        return Speculation(chunk_size, self.paired.spec_out[layer], sums, self.exchange.epoch)
+        box, in_parts = self.paired, self.shape.guess_parts > 1
+        return Speculation(
+            chunk_size, box.spec_out[layer], sums, self.exchange.epoch, box.spec_lse[layer] if in_parts else None
+        )
 
     def gate(self, part: int) -> Tensor:
         """[1] int32: of `gates`; aligned, as compiled kernels rely on."""

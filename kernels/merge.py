@@ -84,20 +84,43 @@ def store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS: tl.constexpr, GROUP: tl.co
 @triton.jit
 def send_guess(
     o,
+    lse,
     output,
+    part,
+    parts,  # that there are
+    num_outputs,
     spec_out_ptr,
+    spec_lse_ptr,  # or None, with one part
     epoch,  # or None
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    GUESS_PARTS: tl.constexpr,
 ):
-    """Write `A~` of an output, o [D, ROWS]; with an epoch as words, which need no fence and no flag behind them."""
+    """Write a part of `A~` of an output, o [D, ROWS] and lse [ROWS].
+
+    With an epoch as words, which need no fence and no flag behind them. The first part also writes those that are not
+    there, as partials of no tokens: who waits does not know how many there are.
+    """
     at, exists = output_at(output, ROWS, GROUP, D, HEAD_DIM)
     o = tl.trans(o)
     if epoch is not None:
         o = pack_words(o, epoch)
-    tl.store(spec_out_ptr + at, o.to(spec_out_ptr.dtype.element_ty), mask=exists)
+    to = spec_out_ptr
+    if GUESS_PARTS > 1:
+        to += part * (num_outputs * GROUP * HEAD_DIM)
+    tl.store(to + at, o.to(spec_out_ptr.dtype.element_ty), mask=exists)
+    if GUESS_PARTS > 1:
+        rows = tl.arange(0, ROWS)
+        lse_at = spec_lse_ptr + output * GROUP + rows
+        tl.store(lse_at + part * (num_outputs * GROUP), pack_words(lse, epoch), mask=rows < GROUP)
+        if part == 0:
+            nothing = pack_words(tl.full([ROWS], float("-inf"), tl.float32), epoch)
+            zeros = pack_words(tl.zeros([ROWS, D], tl.float32), epoch)
+            for absent in range(parts, GUESS_PARTS):
+                tl.store(lse_at + absent * (num_outputs * GROUP), nothing, mask=rows < GROUP)
+                tl.store(spec_out_ptr + absent * (num_outputs * GROUP * HEAD_DIM) + at, zeros, mask=exists)
 
 
 @triton.jit
@@ -215,6 +238,34 @@ def _merge(
 
 
 @triton.jit
+def _guess(
+    o_ptr, lse_ptr, slot, parts, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
+    GUESS_PARTS: tl.constexpr,
+):  # fmt: skip
+    """`A~` [GROUP_PAD, D] and its lse [GROUP_PAD], of `parts` partials from `slot` on."""
+    rows = tl.arange(0, GROUP_PAD)
+    real = rows < GROUP
+    row = slot * GROUP + rows
+    at = o_ptr + row[:, None] * D + tl.arange(0, D)[None, :]
+    o = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
+    lse = tl.load(lse_ptr + row, mask=real, other=0.0, cache_modifier=".cg")
+    if GUESS_PARTS > 1:
+        total = tl.full([GROUP_PAD], 1.0, tl.float32)
+        for part in tl.static_range(1, GUESS_PARTS):
+            here = real & (part < parts)
+            part_o = tl.load(at + part * (GROUP * D), mask=here[:, None], other=0.0, cache_modifier=".cg")
+            part_lse = tl.load(lse_ptr + row + part * GROUP, mask=here, other=float("-inf"), cache_modifier=".cg")
+            largest = tl.maximum(lse, part_lse)
+            alpha, weight = tl.exp2(lse - largest), tl.exp2(part_lse - largest)
+            o = o * alpha[:, None] + part_o * weight[:, None]
+            total = total * alpha + weight
+            lse = largest
+        o *= inverse_of_sum(total)[:, None]
+        lse += log2_of_sum(total)
+    return o, lse
+
+
+@triton.jit
 def _arrive(counter_ptr, contributors, takes):
     """Take a ticket, on one counter or on several; whether all contributors have come. The last puts it back to 0."""
     # Each ticket is taken by one thread: all threads' stores must come before it, and their loads after it.
@@ -289,7 +340,7 @@ def arrive(
     takes,  # whether it has left one
     wide,
     IS_ALONE: tl.constexpr,  # this launch leaves `A~` only: an output that has no other partial is complete
-    WITH_GUESS: tl.constexpr,  # `A~` takes a ticket in this launch
+    guesses,  # parts of `A~` that take a ticket in this launch
 ):
     """After a program has left its partial of an output: its ticket. Of several outputs, tensors, all at once.
 
@@ -304,7 +355,7 @@ def arrive(
         tl.debug_barrier()
     else:
         counter_ptr = tl.where(in_group, group_counters_ptr + group_slot, counters_ptr + output)
-        is_last = _arrive(counter_ptr, tl.where(in_group, members, groups + (1 if WITH_GUESS else 0)), takes)
+        is_last = _arrive(counter_ptr, tl.where(in_group, members, groups + guesses), takes)
     return is_last
 
 
@@ -317,19 +368,21 @@ def finish(
     output,
     first_run,
     runs,
-    spec_slot,  # where `A~` of this output is
+    spec_slot,  # where `A~` of this output begins
+    parts,  # how many it has
     is_guess,
     out_ptr,
     out_lse_ptr,
     sums_ptr,
     wide,
+    guesses,  # as in `arrive`
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROUND: tl.constexpr,
     SPEC: tl.constexpr,
-    WITH_GUESS: tl.constexpr,
+    GUESS_PARTS: tl.constexpr,
 ):
     """What the last to arrive does: merge its group if there are two levels, then, if that was the last, the output."""
     log_fan, group_slot, members = _group(program, output, first_run, runs)
@@ -344,17 +397,12 @@ def finish(
             tl.debug_barrier()
             o = tl.trans(o * inverse_of_sum(row_sum)[:, None])
             store_partial(o, row_max + log2_of_sum(row_sum), o_ptr, lse_ptr, group_slot, GROUP_PAD, GROUP, D)
-            is_last = _arrive(counters_ptr + output, count + (1 if WITH_GUESS else 0), count > 0)
+            is_last = _arrive(counters_ptr + output, count + guesses, count > 0)
     if is_last:
         spec_o, spec_lse = 0.0, 0.0
         if SPEC:
             # Here, where its latency is that of the others.
-            rows = tl.arange(0, GROUP_PAD)
-            spec_row = spec_slot * GROUP + rows
-            spec_at = o_ptr + spec_row[:, None] * D + tl.arange(0, D)[None, :]
-            real = rows < GROUP
-            spec_o = tl.load(spec_at, mask=real[:, None], other=0.0, cache_modifier=".cg")
-            spec_lse = tl.load(lse_ptr + spec_row, mask=real, other=0.0, cache_modifier=".cg")
+            spec_o, spec_lse = _guess(o_ptr, lse_ptr, spec_slot, parts, GROUP, GROUP_PAD, D, GUESS_PARTS)
         row_max, row_sum, o = _merge(
             o_ptr, lse_ptr, first_run + output, stride, count, GROUP, GROUP_PAD, D, ROUND
         )  # fmt: skip

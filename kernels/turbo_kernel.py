@@ -233,7 +233,7 @@ def turbo_decode_kernel(
         slot = program + output
         if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
             if is_guess:
-                send_guess(o, output, spec_out_ptr, epoch, HEADS, GROUP, D, D)
+                send_guess(o, lse, output, 0, 1, OUTPUTS, spec_out_ptr, None, epoch, HEADS, GROUP, D, D, 1)
                 slot = PROGRAMS + OUTPUTS + output
         store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS, GROUP, D)
 
@@ -243,13 +243,13 @@ def turbo_decode_kernel(
         runs = tl.where(length > 0, last_run - first_run + 1, 0)
         is_last = arrive(
             counters_ptr, group_counters_ptr, program, output, first_run, runs, is_guess, runs >= 0, WIDE,
-            PART == PREDICTOR, SPEC and PART == ALL,
+            PART == PREDICTOR, 1 if SPEC and PART == ALL else 0,
         )  # fmt: skip
         if is_last:
             finish(
                 o_partial_ptr, lse_partial_ptr, counters_ptr, program, output, first_run, runs,
-                PROGRAMS + OUTPUTS + output, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
-                GROUP, GROUP_PAD, D, D, ROUND, SPEC, SPEC and PART == ALL,
+                PROGRAMS + OUTPUTS + output, 1, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
+                1 if SPEC and PART == ALL else 0, GROUP, GROUP_PAD, D, D, ROUND, SPEC, 1,
             )  # fmt: skip
         here = tl.where(is_guess, here, before + length)
         guess += 1

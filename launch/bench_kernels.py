@@ -21,13 +21,13 @@ from rich.table import Table
 from torch import Tensor
 
 from alspec.errors import AlspecError, UserError, report
-from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
+from alspec.kernels.lean_attention import LeanWorkspace, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, parse_tokens
-from alspec.launch.spec_ready import spec_ready_us
+from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import percentile, provenance, stream_bandwidth
 from alspec.runtime.turbo_cache import TURBO_CODECS
@@ -90,14 +90,17 @@ def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     speculation = None
     if chunk_size:
-        sums = torch.full((batch, hq, 2), math.nan, device=device)
-        speculation = Speculation(chunk_size, torch.full_like(out, math.nan), sums)
+        speculation, _ = pair_speculation(chunk_size, case.q[0], hkv, device)
+        speculation.spec_out.fill_(-1)
 
     def run(i: int) -> tuple[Tensor, ...]:
         lean_decode_attention(
             case.q[i], case.k[i], case.v[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation
         )
-        return (out,) if speculation is None else (out, speculation.spec_out, speculation.sums)
+        if speculation is None:
+            return (out,)
+        lse_words = () if speculation.spec_lse is None else (speculation.spec_lse,)
+        return (out, speculation.spec_out, speculation.sums, *lse_words)
 
     return run
 
@@ -137,7 +140,8 @@ def check(case: Case | TurboCase, run: Callable[[int], tuple[Tensor, ...]], chun
     found = run(case.q.shape[0] - 1)
     if chunk_size:
         spec_out, full_out, sums = speculative_decode_attention_ref(*args, chunk_size, scale)
-        found = (*found[:2], found[2].sum(1))
+        guess = found[1] if found[1].is_floating_point() else merged(found[1], found[3] if len(found) > 3 else None, 0)
+        found = (found[0], guess, found[2].sum(1))
         wanted: tuple[Tensor, ...] = (full_out, spec_out, sums)
     else:
         wanted = (decode_attention_ref(*args, scale)[0],)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -9,14 +11,16 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from alspec.errors import AlspecError
-from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
+from alspec.kernels.launch import RESERVED_BYTES, prefer_l1
+from alspec.kernels.lean_attention import LeanWorkspace, Speculation, guess_parts, lean_decode_attention
 from alspec.kernels.words import unpack_words
 from alspec.runtime.stats import percentile
 
-__all__ = ["spec_ready_us"]
+__all__ = ["merged", "pair_speculation", "spec_ready_us"]
 
 REPETITIONS = 25
 FLUSH_BYTES = 200 * 2**20
+POLLED = 256  # words of a program that waits
 # The start waits until everything behind it is queued and the waiting kernels spin.
 HEAD_START_CYCLES = 2_000_000
 DEADLINE_NS = 50_000_000
@@ -35,22 +39,56 @@ def _wait_and_copy(
     copy_ptr,  # [size] fp32
     size,
     time_ptr,  # [1] int64: when all was seen, in ns
+    seen_ptr,  # [1] int32: programs that have seen theirs; 0 between launches
     ack_ptr,  # [1] int64: a word of the epoch, once seen
     deadline_ns,
     PAD: tl.constexpr,
 ):
-    """Spin until all words carry the epoch, acknowledge, copy their values. Past the deadline: return at once."""
+    """Spin until all words carry the epoch, acknowledge, copy their values. Past the deadline: return at once.
+
+    PAD words of a program.
+    """
     start = globaltimer()
-    at = tl.arange(0, PAD)
+    at = tl.program_id(0) * PAD + tl.arange(0, PAD)
     late = 1
     words = tl.full([PAD], 0, tl.int64)
     while (late > 0) & (globaltimer() - start < deadline_ns):
         words = tl.load(words_ptr + at, mask=at < size, other=0, volatile=True)
         late = tl.sum(((words >> 32 != epoch) & (at < size)).to(tl.int32))
     if late == 0:
-        tl.store(time_ptr, globaltimer())
-        tl.store(ack_ptr, tl.full([], epoch, tl.int64) << 32)
+        tl.atomic_max(time_ptr, globaltimer())
+        if tl.atomic_add(seen_ptr, 1) == tl.num_programs(0) - 1:
+            tl.store(seen_ptr, 0)
+            tl.store(ack_ptr, tl.full([], epoch, tl.int64) << 32)
         tl.store(copy_ptr + at, words.to(tl.int32).to(tl.float32, bitcast=True), mask=at < size)
+
+
+def pair_speculation(chunk_size: int, q: Tensor, num_kv_heads: int, device: torch.device) -> tuple[Speculation, Tensor]:
+    """For attention of q [B, Hq, D], with `A~` on `device` as a pair has it there; and all of its words, 0.
+
+    Its epoch is 0.
+    """
+    batch, hq, dim = q.shape
+    parts = guess_parts(chunk_size, batch, hq, num_kv_heads, dim, q.dtype, q.device)
+    size = parts * q.numel()
+    words = torch.zeros(size + (parts * batch * hq if parts > 1 else 0), dtype=torch.int64, device=device)
+    speculation = Speculation(
+        chunk_size,
+        words[:size].view(parts, *q.shape),
+        torch.full((batch, hq, 2), torch.nan, device=q.device),
+        torch.zeros(1, dtype=torch.int32, device=q.device),
+        words[size:].view(parts, batch, hq) if parts > 1 else None,
+    )
+    return speculation, words
+
+
+def merged(spec_out: Tensor, spec_lse: Tensor | None, epoch: int) -> Tensor:
+    """`A~` [B, Hq, D] fp32 of the words of a `Speculation` under an epoch; NaN where one is missing."""
+    o = unpack_words(spec_out, epoch)
+    if spec_lse is None:
+        return o[0]
+    weight = (unpack_words(spec_lse, epoch) * math.log(2)).softmax(0)
+    return (o * weight[..., None]).sum(0)
 
 
 def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, peer: bool) -> dict[str, float]:
@@ -73,10 +111,10 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     sms = torch.cuda.get_device_properties(here).multi_processor_count
     workspace = LeanWorkspace.allocate(batch, hq, k.shape[1], dim, here, sms)
     out, lse = torch.empty_like(q), torch.empty(batch, hq, device=here)
-    spec_out = torch.zeros(q.shape, dtype=torch.int64, device=there)
-    epoch = torch.zeros(1, dtype=torch.int32, device=here)
-    speculation = Speculation(chunk_size, spec_out, torch.empty(batch, hq, 2, device=here), epoch)
-    copy = torch.zeros(q.shape, device=there)
+    speculation, words = pair_speculation(chunk_size, q, k.shape[1], there)
+    epoch = speculation.epoch
+    assert epoch is not None
+    copy = torch.zeros(words.shape, device=there)
     times = torch.zeros(2, dtype=torch.int64, device=here)  # start, and when all was seen
     ack, no_ack = (torch.zeros(1, dtype=torch.int64, device=here) for _ in range(2))
     far_time = torch.zeros(1, dtype=torch.int64, device=there)
@@ -92,7 +130,7 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
         _stamp[(1,)](times)
         _await(ack, 0, nothing, times[1:], no_ack)
     with torch.cuda.device(there):
-        _await(spec_out, 0, copy, far_time, ack)
+        _await(words, 0, copy, far_time, ack)
     samples = []
     for repetition in range(1, REPETITIONS + 1):
         times.zero_()
@@ -100,7 +138,7 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
         copy.fill_(torch.nan)
         _synchronize(here, there)
         with torch.cuda.device(there), torch.cuda.stream(waiting):
-            _await(spec_out, repetition, copy, far_time if peer else times[1:], ack)
+            _await(words, repetition, copy, far_time if peer else times[1:], ack)
         with torch.cuda.device(here):
             if peer:
                 with torch.cuda.stream(acknowledged):
@@ -112,7 +150,7 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
                 lean_decode_attention(q, k, v, seq_lens, dim**-0.5, workspace, out, lse, speculation)
         _synchronize(here, there)
         start, seen = times[:2].tolist()
-        if not seen or not torch.equal(copy, unpack_words(spec_out, repetition)):
+        if not seen or not torch.equal(copy, unpack_words(words, repetition)):
             raise AlspecError(f"spec_ready: repetition {repetition}: A~ did not come")
         samples.append((seen - start) / 1e3)
     samples = samples[5:]
@@ -120,9 +158,14 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
 
 
 def _await(words: Tensor, epoch: int, copy: Tensor, time: Tensor, ack: Tensor) -> None:
-    # Few enough threads that the attention kernel finds room beside them on their SM.
-    pad = max(256, triton.next_power_of_2(words.numel()))
-    _wait_and_copy[(1,)](words, epoch, copy, words.numel(), time, ack, DEADLINE_NS, pad, num_warps=8)
+    # Many small programs: what polls many words takes much of its SM's share of the memory's rate.
+    seen = torch.zeros(1, dtype=torch.int32, device=words.device)
+    compiled = _wait_and_copy[(triton.cdiv(words.numel(), POLLED),)](
+        words, epoch, copy, words.numel(), time, seen, ack, DEADLINE_NS, POLLED, num_warps=1
+    )
+    # All of an SM's memory as shared memory, which attention needs: while a program runs, its SM cannot change that.
+    room = torch.cuda.get_device_properties(words.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    prefer_l1(compiled, (room + RESERVED_BYTES) // (compiled.metadata.shared + RESERVED_BYTES))
 
 
 def _synchronize(here: torch.device, there: torch.device) -> None:

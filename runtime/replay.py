@@ -15,12 +15,14 @@ from torch import Tensor
 from ..config import SamplingConfig, SpeculationConfig
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.launch import compiling
+from ..kernels.lean_attention import guess_parts
 from ..kernels.mailbox import Handover, PairShape
 from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
 from ..kernels.swap import Swap
 from ..models.decoder import SPARE_SMS, DecodeBuffers, Decoder, Pairing
 from ..models.llama import Llama
 from .codecs import Cache
+from .kv_cache import KVCache
 from .sampling import sample
 from .step import OperationHook
 from .symmetric import exchanges
@@ -97,8 +99,18 @@ class DecodeLoop:
         tp_size = transport.placement.tp_size
         num_heads = config.num_qo_heads // tp_size
         shape = PairShape(
-            config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim
+            config.num_layers,
+            batch_size,
+            tp_size,
+            config.hidden_size,
+            num_heads,
+            cache.num_kv_heads,
+            config.head_dim,
         )
+        if speculation is not None and isinstance(cache, KVCache):
+            dtype, device = cache.layers.k.dtype, transport.device
+            heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
+            shape = replace(shape, guess_parts=guess_parts(speculation.chunk_size, *heads, dtype, device))
         exchange, logit_exchange, words = exchanges(
             transport, use_symm, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
             shape if speculation and use_symm else None,

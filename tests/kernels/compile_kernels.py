@@ -72,6 +72,7 @@ def lean(
     gate: bool = False,
     part: str = "all",
     kv_heads: int = 8,
+    guess_parts: int = 1,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
     merge_round, wide = lean_attention.lean_merge_sizes(group, head_dim, 132 // (kv_heads * batch_size), spec)
@@ -80,7 +81,7 @@ def lean(
         "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size),
         "BLOCK_N": 64 if capability >= 100 else 128, "LONG": capability == 90 and head_dim == 64,
         "STAGES": 3 if capability == 90 else 2, "ROUND": merge_round,
-        "WIDE": wide, "SPEC": spec, "PART": lean_attention.PARTS[part],
+        "WIDE": wide, "SPEC": spec, "GUESS_PARTS": guess_parts, "PART": lean_attention.PARTS[part],
         "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
     if part != "all":
@@ -89,7 +90,9 @@ def lean(
         constants["gate_ptr"] = None
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr", "sums_ptr"])
-    types = {"spec_out_ptr": "*i64"} if spec and part == "all" else {}
+    if guess_parts == 1:
+        constants["spec_lse_ptr"] = None
+    types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and part == "all" else {}
     return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants, **types)
 
 
@@ -192,7 +195,9 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     turn = {"B": batch_size, "P": triton.next_power_of_2(batch_size + 1)} | pdl
     message = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": handover.BLOCK} | pdl
     only_x = message | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"])
-    receive = message | {"OUT": heads * 128, "SPEC_BLOCKS": heads * 128 // handover.BLOCK}
+    receive = message | {"OUT": heads * 128, "PARTS": 1, "VALUES": handover.BLOCK}
+    receive |= {"SPEC_BLOCKS": heads * 128 // handover.BLOCK}
+    in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
     stream = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
     settle = {
@@ -213,7 +218,17 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "send_handover": compiled(handover._send_kernel, message),
         "send_stream": compiled(handover._send_kernel, only_x),
         "receive_handover": compiled(
-            handover._receive_handover_kernel, receive, attn_out_ptr="*bf16", spec_out_ptr="*i64"
+            handover._receive_handover_kernel, receive, attn_out_ptr="*bf16", spec_out_ptr="*i64", spec_lse_ptr="*i64"
+        ),
+        "receive_handover, in parts": compile_for(
+            capability,
+            handover._receive_handover_kernel,
+            4,
+            in_parts,
+            x_ptr="*fp32",
+            attn_out_ptr="*bf16",
+            spec_out_ptr="*i64",
+            spec_lse_ptr="*i64",
         ),
         "receive_stream": compiled(handover._receive_stream_kernel, stream),
         "decide": compiled(handover._decide_kernel, decide | {"forced_ptr": None}),
@@ -286,6 +301,9 @@ def main(capability: int) -> None:
     compiled |= quantised_cache(capability)
     if capability == 90:
         compiled |= {f"lean, head 64, batch {size}, spec {spec}": lean(90, 4, 64, size, spec) for size, spec in BOTH}
+        for group, head_dim, parts in ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5)):
+            name = f"lean, {group} x {head_dim}, guess in {parts} parts"
+            compiled[name] = lean(90, group, head_dim, 1, True, True, guess_parts=parts)
         compiled["turbo"] = turbo(capability, 4, 128, 1, False)
         compiled["turbo, batch 8, spec True"] = turbo(capability, 4, 128, 8, True)
         compiled["turbo, head 64"] = turbo(capability, 7, 64, 1, True)

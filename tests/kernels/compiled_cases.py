@@ -96,12 +96,13 @@ def lean(
     head_dim: int,
     num_programs: int,
     chunk_size: int = 0,
+    parts: int = 1,
     **how: Any,
 ) -> Found:
     """Lean attention as launched on Ampere, but with tiles of 64 tokens: more of them in a short context."""
     kernel = Emulated(lean_attention.lean_decode_kernel, 80, **how)
     launch = test_lean_attention.Launch.draw(
-        lengths, group, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16
+        lengths, group, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16, parts
     )
     settings = (64, False, 2, False)
     with (
@@ -217,6 +218,8 @@ def _small_turbo(**how: Any) -> Found:
 CASES: dict[str, Callable[[], Found]] = {
     "lean, 4 x 128": sound(lambda: lean((700,), 4, 2, 128, 8)),
     "lean, 4 x 128, guess": sound(lambda: lean((900,), 4, 2, 128, 8, S)),
+    "lean, 4 x 128, guess in parts": sound(lambda: lean((900,), 4, 2, 128, 12, S, 3)),
+    "lean, 2 x 64, guess in parts, not all there": sound(lambda: lean((250,), 2, 1, 64, 5, S, 5)),
     "lean, 1 x 64, guess, ragged": sound(lambda: lean((65, 500, 300), 1, 2, 64, 7, S)),
     "lean, 2 x 16, ragged": sound(lambda: lean((513, 1, 1), 2, 2, 16, 7)),
     "lean, 8 x 128, two levels": sound(lambda: lean((1500,), 8, 1, 128, 20, WIDE=8)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -260,7 +261,8 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     # A~ as the attention kernel leaves it; of a dtype's values, for the interpreter truncates where a GPU rounds.
     speculation = source.speculation(layer, 64, nan(device, torch.float32, 1))
     assert speculation.spec_out.data_ptr() == target.own.spec_out[layer].data_ptr()
-    guess = torch.randn(speculation.spec_out.shape, device=device).to(dtype)
+    assert speculation.spec_lse is None
+    guess = torch.randn(theirs.attn_out.shape, device=device).to(dtype)
     speculation.spec_out.copy_(words_of(guess, epoch))
     receive_handover(target, layer, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, PATIENCE_NS)
     assert torch.equal(theirs.x.view(torch.int32), mine.x.view(torch.int32))
@@ -275,6 +277,50 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     assert not target.own.inbox[:layer].any()
     assert not target.own.inbox[-1].any()
     assert ((target.own.inbox[layer] >> 32) == epoch).all()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("parts", "absent"), [(2, 0), (2, 1), (3, 0), (4, 2), (5, 0), (5, 4)])
+def test_parts_of_a_guess_are_merged(device: torch.device, check: Check, parts: int, absent: int, batch: int) -> None:
+    shape, epoch, layer = PairShape(3, batch, 1, 97, 9, 3, 20, parts), 6, 1
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    target.receives.fill_(1)
+    speculation = source.speculation(layer, 64, nan(device, torch.float32, 1))
+    assert speculation.spec_lse is not None
+    assert speculation.spec_lse.data_ptr() == target.own.spec_lse[layer].data_ptr()
+    o, lse = torch.randn(parts, batch, 9, 20), 20 * torch.randn(parts, batch, 9)
+    o[parts - absent :] = 0
+    lse[parts - absent :] = -torch.inf
+    speculation.spec_out.copy_(words_of(o.to(device), epoch))
+    speculation.spec_lse.copy_(words_of(lse.to(device), epoch))
+    state = drawn(device, shape, 5, torch.float32)
+    target.own.inbox.fill_(epoch << 32)
+    seq_lens = torch.full((batch,), 3, dtype=torch.int32, device=device)
+    receive_handover(target, layer, state.x, state.k, state.v, seq_lens, state.attn_out, PATIENCE_NS)
+    weight = (lse.double() * math.log(2)).softmax(0)
+    check(state.attn_out, (o.double() * weight[..., None]).sum(0).to(device), torch.float32)
+    assert int(target.exchange.fault) == 0
+
+
+@pytest.mark.parametrize("length", [1, 200, 256, 300, 400])
+def test_what_attention_sends_in_parts_arrives_as_one_guess(device: torch.device, check: Check, length: int) -> None:
+    shape, epoch, layer, chunk = PairShape(2, 1, 1, 64, 4, 2, 16, 3), 6, 1, 128
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    state, theirs = (drawn(device, shape, 400, torch.float32) for _ in range(2))
+    seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
+    q = torch.randn(1, 4, 16).to(device)
+    sums, lse = nan(device, torch.float32, 1, 4, 2), nan(device, torch.float32, 1, 4)
+    workspace = LeanWorkspace.allocate(1, 4, 2, 16, device, 11)
+    lean_decode_attention(
+        q, state.k, state.v, seq_lens, 0.25, workspace, state.attn_out, lse, source.speculation(layer, chunk, sums)
+    )
+    target.receives.fill_(1)
+    target.own.inbox.fill_(epoch << 32)
+    receive_handover(target, layer, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, PATIENCE_NS)
+    spec_out, full_out, expected = speculative_decode_attention_ref(q, state.k, state.v, seq_lens, chunk, 0.25)
+    check(theirs.attn_out, spec_out, torch.float32)
+    check(state.attn_out, full_out, torch.float32)
+    check(sums.sum(1), expected, torch.float32)
 
 
 @pytest.mark.parametrize(("shape", "capacity"), SHAPES)
@@ -304,11 +350,12 @@ def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capa
         assert all(torch.equal(now, then) for now, then in zip(copied(rank.own), box, strict=True))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("stale", [5, 7, 0, -6])
-def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, stale: int) -> None:
+def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, stale: int, parts: int) -> None:
     if device.type == "cuda":
         pytest.skip("waits for its deadline there: see the test below")
-    shape, capacity, epoch = PairShape(2, 2, 1, 64, 4, 2, 16), 5, 6
+    shape, capacity, epoch = PairShape(2, 2, 1, 64, 4, 2, 16, parts), 5, 6
     ((source,), (target,)) = pairs(device, shape, epoch)
     source.exchange.epoch.fill_(stale)
     source.sends.fill_(1)
@@ -320,7 +367,9 @@ def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, st
     send_handover(source, 0, mine.x, mine.k, mine.v, seq_lens)
     send_stream(source, mine.x)
     decide(source, 0, sums_for(device, [True, True], 4), live, 0.5, hits, 0)
-    target.own.spec_out.fill_(stale << 32)
+    # Of parts, those of the guess are here, and their lse is not.
+    target.own.spec_out.fill_((stale if parts == 1 else epoch) << 32)
+    target.own.spec_lse.fill_(stale << 32)
     theirs.attn_out.zero_()
     receive_handover(target, 0, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, 0)
     assert theirs.x.isnan().all()
@@ -342,8 +391,9 @@ def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
     shape = PairShape(4, 1, 1, 64, 4, 2, 16)
     seq_lens = torch.ones(1, dtype=torch.int32, device=device)
     hits = torch.zeros(4, 1, dtype=torch.int32, device=device)
-    for missing in ("verdict", "words", "guess", "stream"):
-        _, (target,) = pairs(device, shape, 6)
+    for missing in ("verdict", "words", "guess", "lse", "stream"):
+        _, (target,) = pairs(device, replace(shape, guess_parts=3) if missing == "lse" else shape, 6)
+        target.own.spec_lse.fill_((5 if missing == "lse" else 6) << 32)
         state = drawn(device, shape, 5, torch.bfloat16)
         target.receives.fill_(1)
         target.own.spec_out.fill_((5 if missing == "guess" else 6) << 32)
@@ -478,7 +528,7 @@ def test_attention_puts_the_guess_into_the_paired_rank_unless_its_gate_is_closed
 
 
 def test_mailboxes_keep_apart_and_aligned(device: torch.device) -> None:
-    shape = PairShape(3, 3, 2, 97, 9, 3, 20)
+    shape = PairShape(3, 3, 2, 97, 9, 3, 20, 5)
     memory = torch.zeros(sum(shape.part_words()), dtype=torch.int64, device=device)
     mailbox = Mailbox.view(memory, shape)
     for number, field in enumerate(fields(mailbox)):

@@ -69,6 +69,7 @@ class Launch:
         num_programs: int,
         chunk_size: int,
         dtype: torch.dtype = torch.float32,
+        parts: int = 1,
     ) -> Launch:
         batch, capacity = len(lengths), max(lengths) + 70
         generator = torch.Generator().manual_seed(sum(lengths) + ratio * head_dim)
@@ -94,9 +95,10 @@ class Launch:
         if chunk_size:
             launch.speculation = Speculation(
                 chunk_size,
-                spec_out=torch.empty_like(q, dtype=torch.int64),
+                spec_out=torch.empty(parts, *q.shape, dtype=torch.int64, device=device),
                 sums=torch.empty(batch, q.shape[1], 2, device=device),
                 epoch=torch.tensor([EPOCH], dtype=torch.int32, device=device),
+                spec_lse=torch.empty(parts, *q.shape[:2], dtype=torch.int64, device=device) if parts > 1 else None,
             )
         return launch
 
@@ -104,6 +106,7 @@ class Launch:
         outputs = [self.out, self.lse]
         if self.speculation is not None:
             outputs += [self.speculation.spec_out, self.speculation.sums]
+            outputs += [] if self.speculation.spec_lse is None else [self.speculation.spec_lse]
         for output in outputs:
             output.fill_(math.nan if output.is_floating_point() else 0)
         scale = self.q.shape[-1] ** -0.5
@@ -117,7 +120,14 @@ class Launch:
         """`A~`, NaN where a word did not come."""
         assert self.speculation is not None
         found = self.speculation.spec_out
-        return found if found.is_floating_point() else unpack_words(found, EPOCH)
+        if found.is_floating_point():
+            return found
+        o = unpack_words(found, EPOCH)
+        if self.speculation.spec_lse is None:
+            return o[0]
+        # A partial of no tokens has no weight, but is there.
+        weight = (unpack_words(self.speculation.spec_lse, EPOCH).double() * math.log(2)).softmax(0)
+        return (o.double() * weight[..., None]).sum(0)
 
     def compare(self, check: Check) -> None:
         scale, dtype = self.q.shape[-1] ** -0.5, self.q.dtype
@@ -241,6 +251,30 @@ def test_a_run_meets_more_outputs_than_it_takes_tickets_on_at_once(
     launch = Launch.draw(lengths, 1, 40, 16, device, 1, chunk_size)
     launch.run()
     launch.compare(check)
+
+
+@pytest.mark.parametrize("num_programs", [1, 7, 40])
+@pytest.mark.parametrize(("chunk_size", "parts"), [(128, 2), (128, 3), (256, 3), (512, 5), (512, 4)])
+@pytest.mark.parametrize("length", [1, 128, 129, 300, 320, 447, 640, 1088, 1101])
+def test_a_guess_in_parts(
+    device: torch.device, check: Check, length: int, chunk_size: int, parts: int, num_programs: int
+) -> None:
+    """Of 128 tokens a tile: one part to all of them, windows of whole tiles and not, few programs and many."""
+    launch = Launch.draw((length,), 4, 3, 64, device, num_programs, chunk_size, parts=parts)
+    launch.run()
+    launch.compare(check)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(100, 1), (384, 2), (385, 3)])
+def test_parts_without_tokens_say_so(device: torch.device, length: int, expected: int) -> None:
+    launch = Launch.draw((length,), 2, 2, 64, device, 9, 128, parts=3)
+    launch.run()
+    assert launch.speculation is not None
+    assert launch.speculation.spec_lse is not None
+    lse = unpack_words(launch.speculation.spec_lse, EPOCH)
+    assert lse[:expected].isfinite().all()
+    assert (lse[expected:] == -math.inf).all()
+    assert not unpack_words(launch.speculation.spec_out, EPOCH)[expected:].any()
 
 
 @pytest.mark.parametrize("seed", range(6))
