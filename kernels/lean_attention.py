@@ -7,8 +7,9 @@ contiguous runs of tiles over ragged work; the schedule, and which length tiles 
 it; the last one to arrive merges all partials, in tile order. Nobody waits, so nothing can deadlock, and the result
 does not depend on who arrives last.
 
-With `chunk_size` (S) given, each head's sink and window are the first work of one program. What it computes is `A~`,
-which leaves at once, and also one more partial of the full output. Its run of other tiles is that much shorter.
+With `chunk_size` (S) given, each head's sink and window are the first work of one program, or of several, a part each.
+What it computes is `A~`, which leaves at once, and also one more partial of the full output. Its run of other tiles is
+that much shorter.
 
 Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level Speculation (Cai et al., 2025), Algorithm 3.
 The tickets instead of a host block that waits, and the device-side schedule, are ours. **(corrected)**: the program

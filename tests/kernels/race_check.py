@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
+from alspec.kernels.lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref
 from alspec.launch.bench_turbo import TurboCase, turbo_run
+from alspec.launch.spec_ready import pair_speculation
 
 # Lengths, programs, query heads of a KV head, head_dim: one, two and many partials for an output, one and two levels.
 LEAN = (
@@ -42,10 +43,18 @@ def lean(lengths: tuple[int, ...], num_programs: int, group: int, head_dim: int)
     epoch = torch.ones(1, dtype=torch.int32, device=device)
     sums = torch.empty(batch, group * heads, 2, device=device)
     speculation = Speculation(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
-    for spec, parts in ((None, ("all",)), (speculation, ("all",)), (speculation, ("predictor", "rest"))):
+    # Of one request in parts, as a pair has it.
+    in_parts, _ = pair_speculation(128, q, heads, device)
+    launches: tuple[tuple[str, Speculation | None, tuple[Part, ...]], ...] = (
+        ("plain", None, ("all",)),
+        ("guess", speculation, ("all",)),
+        (f"guess in {in_parts.parts}", in_parts, ("all",)),
+        ("two launches", speculation, ("predictor", "rest")),
+    )
+    for name, spec, parts in launches:
         for part in parts:
             lean_decode_attention(q, k, v, seq_lens, head_dim**-0.5, workspace, out, lse, spec, part)
-        report(f"{'+'.join(parts)}, {lengths}, {num_programs} programs, {group} x {head_dim}", out, q, k, v, seq_lens)
+        report(f"{name}, {lengths}, {num_programs} programs, {group} x {head_dim}", out, q, k, v, seq_lens)
 
 
 def report(
