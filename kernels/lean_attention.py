@@ -151,8 +151,14 @@ def lean_decode_attention(
     if capacity * head_dim >= 2**31:
         raise ValueError(f"k_cache: {capacity} tokens of one head overflow 32-bit offsets")
     parts = speculation.parts if speculation else 1
-    if parts > 1 and (batch_size > 1 or part != "all" or parts > MAX_GUESS_PARTS):
-        raise ValueError(f"spec_lse: {parts} parts; up to {MAX_GUESS_PARTS} of one request in one launch, else 1")
+    if parts > 1:
+        assert speculation is not None
+        if batch_size > 1 or part != "all" or speculation.epoch is None or parts > MAX_GUESS_PARTS:
+            raise ValueError(
+                f"spec_lse: expected {MAX_GUESS_PARTS} parts at most, of one request, as words, in one launch"
+            )
+        if speculation.spec_out.shape != (parts, *q.shape):
+            raise ValueError(f"spec_out: expected {[parts, *q.shape]}, found {list(speculation.spec_out.shape)}")
     group = num_qo_heads // num_kv_heads
     group_pad = triton.next_power_of_2(group)
     width = triton.next_power_of_2(head_dim)

@@ -166,6 +166,8 @@ def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculat
         raise ValueError(f"q: expected {layer.batch_size} contiguous requests, found {batch_size}")
     if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
         raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
+    if speculation is not None and speculation.parts > 1:
+        raise ValueError(f"spec_lse: {speculation.parts} parts, over a quantised cache `A~` comes in one")
     if speculation is None and part != "all":
         raise ValueError(f"part: {part!r} needs speculation")
     if speculation is not None and speculation.chunk_size % BLOCK:

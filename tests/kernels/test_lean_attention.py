@@ -265,6 +265,28 @@ def test_a_guess_in_parts(
     launch.compare(check)
 
 
+REFUSED = (((300,), 2), ((300, 70), 2), ((300,), 6))  # the first is not, as it is
+
+
+def test_parts_that_do_not_fit_are_refused(device: torch.device) -> None:
+    one, two, many = (Launch.draw(lengths, 2, 2, 16, device, 9, 128, parts=p) for lengths, p in REFUSED)
+    for launch in (two, many):
+        with pytest.raises(ValueError, match="spec_lse"):
+            launch.run()
+    assert one.speculation is not None
+    good = one.speculation
+    for wrong, name in (
+        (replace(good, epoch=None), "spec_lse"),
+        (replace(good, spec_out=good.spec_out[:1]), "spec_out"),
+    ):
+        one.speculation = wrong
+        with pytest.raises(ValueError, match=name):
+            one.run()
+    one.speculation, one.in_two = good, True
+    with pytest.raises(ValueError, match="spec_lse"):
+        one.run()
+
+
 @pytest.mark.parametrize(("length", "expected"), [(100, 1), (384, 2), (385, 3)])
 def test_parts_without_tokens_say_so(device: torch.device, length: int, expected: int) -> None:
     launch = Launch.draw((length,), 2, 2, 64, device, 9, 128, parts=3)

@@ -420,6 +420,9 @@ def test_what_it_refuses(device: torch.device) -> None:
         turbo_decode_attention(launch.q, launch.layer, *args, part="rest")
     with pytest.raises(ValueError, match="seq_lens"):
         turbo_decode_attention(launch.q, launch.layer, launch.seq_lens.long(), *args[1:])
+    in_parts = Speculation(128, launch.out, launch.lse, spec_lse=torch.empty(2, 1, 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="spec_lse"):
+        turbo_decode_attention(launch.q, launch.layer, *args, in_parts)
 
 
 @pytest.mark.gpu
