@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -126,11 +127,12 @@ def check_writable(name: str, path: Path | None) -> None:
     """
     if path is None:
         return
-    is_new = not path.exists()
     try:
-        path.open("a").close()
-        if is_new:
-            path.unlink(missing_ok=True)  # another rank may have been faster
+        if path.exists():
+            path.open("a").close()
+        else:
+            # Not the file itself: ranks that create it and take it away again get in each other's way.
+            tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UserError(
             f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from alspec.config import GenerateConfig
 from alspec.launch import generate
+from alspec.launch.cli import check_writable
 from alspec.models.checkpoint import write_checksums
 from alspec.runtime.engine import Engine
 
@@ -463,3 +465,12 @@ def test_world_without_torchrun(refused: Refused, checkpoint: Path, monkeypatch:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert "use torchrun" in refused("--model", checkpoint, "--prompt", "a", "--transport", "gloo")
+
+
+def test_ranks_that_look_whether_a_file_can_be_written_leave_none_behind(tmp_path: Path) -> None:
+    """All at once: one that made the file and took it away again would do so between another's looking and opening."""
+    path = tmp_path / "rows.jsonl"
+    with ThreadPoolExecutor(8) as threads:
+        for _ in threads.map(lambda _: check_writable("flags: --rows", path), range(400)):
+            assert not path.exists()
+    assert not list(tmp_path.iterdir())
