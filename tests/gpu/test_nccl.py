@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,8 +18,11 @@ from alspec.models.tokenizer import Tokenizer
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 MAX_NEW_TOKENS = 24
-# The last one ends at the demo checkpoint's last position; all run over one graph, captured at a length of 1.
-PROMPT_LENS = (40, 256, 319, 320, 1500, 8192 - MAX_NEW_TOKENS)
+# Prompts by their length, and where each begins in the licence, over and over: a text that no change here changes. All
+# run over one graph, captured at a length of 1; the last one ends at the demo checkpoint's last position. Chosen on the
+# CPU, by `simulated` at all thresholds below: the best token leads by 0.05, over quantised caches by 0.25, and there no
+# verdict is nearer than 3 % to its threshold. Rounding decides what is nearer: other codes had moved a lead by 0.03.
+PROMPTS = {40: 10438, 256: 7082, 319: 8814, 320: 1673, 1500: 6021, 8192 - MAX_NEW_TOKENS: 4006}
 THRESHOLDS = ("0", "0.05", "0.1", "0.25", "inf")
 LONG = {"threshold": "0.1", "sampling": {"max_new_tokens": 1500, "temperature": 0.8, "top_p": 0.95, "seed": 3}}
 MIN_SWAPS = 5000
@@ -99,11 +101,10 @@ pytestmark = [
 
 def _batches() -> list[list[list[int]]]:
     """Prompts of English, so that the verdicts are those of real text, and one ragged batch."""
-    text = " ".join(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[2].glob("*/*.py")))
+    text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
-    ids = tokenizer.encode(text, add_bos=False)
-    starts = random.Random(5)
-    cut = [ids[at : at + n] for n in PROMPT_LENS for at in [starts.randrange(len(ids) - n)]]
+    ids = 4 * tokenizer.encode(text, add_bos=False)
+    cut = [ids[start : start + length] for length, start in PROMPTS.items()]
     return [*([prompt] for prompt in cut), [cut[0], cut[2], cut[4]]]
 
 
@@ -146,7 +147,7 @@ def test_every_job_ran_as_asked(results: dict[str, list[dict]]) -> None:
     for world_size, runs in RUNS.items():
         for run in runs:
             rows = results[run.name]
-            assert len(short(rows)) == (len(PROMPT_LENS) + 1) * len(run.thresholds)
+            assert len(short(rows)) == (len(PROMPTS) + 1) * len(run.thresholds)
             assert {row["device"] for row in rows} == {"cuda"}
             if world_size > 1:
                 assert {row["transport"] for row in rows} == {run.transport}
