@@ -242,7 +242,10 @@ def _guess(
     o_ptr, lse_ptr, slot, parts, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     GUESS_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`A~` [GROUP_PAD, D] and its lse [GROUP_PAD], of `parts` partials from `slot` on."""
+    """`A~` [GROUP_PAD, D] and its lse [GROUP_PAD], of `parts` partials from `slot` on.
+
+    Not by `_merge`: its loop would wait for these before the loads of the others leave.
+    """
     rows = tl.arange(0, GROUP_PAD)
     real = rows < GROUP
     row = slot * GROUP + rows

@@ -90,8 +90,8 @@ def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     speculation = None
     if chunk_size:
-        speculation, _ = pair_speculation(chunk_size, case.q[0], hkv, device)
-        speculation.spec_out.fill_(-1)
+        speculation, words = pair_speculation(chunk_size, case.q[0], hkv, device)
+        words.fill_(-1)  # of another epoch
 
     def run(i: int) -> tuple[Tensor, ...]:
         lean_decode_attention(

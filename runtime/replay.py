@@ -98,19 +98,14 @@ class DecodeLoop:
         config, batch_size = model.config, cache.batch_size
         tp_size = transport.placement.tp_size
         num_heads = config.num_qo_heads // tp_size
-        shape = PairShape(
-            config.num_layers,
-            batch_size,
-            tp_size,
-            config.hidden_size,
-            num_heads,
-            cache.num_kv_heads,
-            config.head_dim,
-        )
+        parts = 1
         if speculation is not None and isinstance(cache, KVCache):
-            dtype, device = cache.layers.k.dtype, transport.device
             heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
-            shape = replace(shape, guess_parts=guess_parts(speculation.chunk_size, *heads, dtype, device))
+            parts = guess_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)
+        shape = PairShape(
+            config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim,
+            parts,
+        )  # fmt: skip
         exchange, logit_exchange, words = exchanges(
             transport, use_symm, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
             shape if speculation and use_symm else None,

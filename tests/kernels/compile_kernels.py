@@ -197,6 +197,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     only_x = message | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"])
     receive = message | {"OUT": heads * 128, "PARTS": 1, "VALUES": handover.BLOCK}
     receive |= {"SPEC_BLOCKS": heads * 128 // handover.BLOCK}
+    words = {"attn_out_ptr": "*bf16", "spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"}
     in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
     stream = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
@@ -209,27 +210,16 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "T_PAD": tp_size,
     } | pdl  # fmt: skip
 
-    def compiled(kernel: Any, constants: dict[str, Any], **types: str) -> Any:
-        return compile_for(capability, kernel, 1, constants, x_ptr="*fp32", **types)
+    def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 1, **types: str) -> Any:
+        return compile_for(capability, kernel, num_warps, constants, x_ptr="*fp32", **types)
 
     return {
         "meet": compiled(handover._meet_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
         "take_turn": compiled(handover._take_turn_kernel, turn),
         "send_handover": compiled(handover._send_kernel, message),
         "send_stream": compiled(handover._send_kernel, only_x),
-        "receive_handover": compiled(
-            handover._receive_handover_kernel, receive, attn_out_ptr="*bf16", spec_out_ptr="*i64", spec_lse_ptr="*i64"
-        ),
-        "receive_handover, in parts": compile_for(
-            capability,
-            handover._receive_handover_kernel,
-            4,
-            in_parts,
-            x_ptr="*fp32",
-            attn_out_ptr="*bf16",
-            spec_out_ptr="*i64",
-            spec_lse_ptr="*i64",
-        ),
+        "receive_handover": compiled(handover._receive_handover_kernel, receive, **words),
+        "receive_handover, in parts": compiled(handover._receive_handover_kernel, in_parts, 4, **words),
         "receive_stream": compiled(handover._receive_stream_kernel, stream),
         "decide": compiled(handover._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(handover._decide_kernel, decide),
