@@ -111,8 +111,9 @@ def _write_record(q1, record_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.
     inverse = 0.5 / step.to(tl.float32)
     codes = ((2 * (q1 - low[None, :]) + step[None, :]).to(tl.float32) + 0.5) * inverse[None, :]
     words = _pack_codes(codes.to(tl.int32), BITS, D, IS_V)
-    tl.store(record_ptr + IS_V * CODES + tl.arange(0, CODES), words)
-    params_ptr = record_ptr + 2 * CODES + IS_V * (D // 2) + tl.arange(0, D // 4)
+    part_ptr = record_ptr + IS_V * (CODES + D // 2)
+    tl.store(part_ptr + tl.arange(0, CODES), words)
+    params_ptr = part_ptr + CODES + tl.arange(0, D // 4)
     tl.store(params_ptr, _pack_params(step, D, IS_V))
     tl.store(params_ptr + D // 4, _pack_params(low + 128, D, IS_V))
 
@@ -412,8 +413,9 @@ def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
 def _restore_tensor(record_ptr, q1_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
     """K or V of one record -> [64, D] int8."""
     CODES: tl.constexpr = 2 * D * BITS
-    codes = _unpack_codes(tl.load(record_ptr + IS_V * CODES + tl.arange(0, CODES)), BITS, D, IS_V)
-    params_ptr = record_ptr + 2 * CODES + IS_V * (D // 2) + tl.arange(0, D // 4)
+    part_ptr = record_ptr + IS_V * (CODES + D // 2)
+    codes = _unpack_codes(tl.load(part_ptr + tl.arange(0, CODES)), BITS, D, IS_V)
+    params_ptr = part_ptr + CODES + tl.arange(0, D // 4)
     step = _unpack_params(tl.load(params_ptr), D, IS_V)
     low = _unpack_params(tl.load(params_ptr + D // 4), D, IS_V) - 128
     q1 = codes * step[None, :] + low[None, :]

@@ -2,7 +2,7 @@
 
 A record holds one block of 64 tokens of one KV head as 32-bit words, bit 0 first:
 
-    [K codes: 2 D b][V codes: 2 D b][K parameters: D / 2][V parameters: D / 2]      words, D = head_dim, b = 4 or 2 bits
+    [K codes: 2 D b][K parameters: D / 2][V codes: 2 D b][V parameters: D / 2]      words, D = head_dim, b = 4 or 2 bits
 
 Decode multiplies `S^T = K q^T` and `O^T = V^T P^T` with the instruction m16n8k16, whose left operand A is [16, 16].
 Lane `4 g + t` of a warp (g < 8, t < 4) holds four 32-bit registers of it, (kh, rh) in the order 00, 01, 10, 11: rows
@@ -121,8 +121,8 @@ def pack_record(k: BlockCodes, v: BlockCodes, bits: int) -> Tensor:
     lead = k.codes.shape[:-2]
     parts = [
         _pack_codes(k.codes, bits).reshape(*lead, -1),
-        _pack_codes(v.codes, bits, transposed=True).reshape(*lead, -1),
         *(_pack_bytes(_k_order(value)) for value in (k.s_int, k.z + 128)),
+        _pack_codes(v.codes, bits, transposed=True).reshape(*lead, -1),
         *(_pack_bytes(_v_order(value)) for value in (v.s_int, v.z + 128)),
     ]
     return torch.cat(parts, -1)
@@ -132,7 +132,7 @@ def unpack_record(words: Tensor, bits: int, head_dim: int) -> tuple[BlockCodes, 
     """K and V of records [..., record_words(bits, D)] int32: the inverse of `pack_record`, all int32."""
     _check(bits, head_dim)
     codes, params = 2 * head_dim * bits, head_dim // 4
-    k_codes, v_codes, k_s, k_z, v_s, v_z = words.split([codes, codes, params, params, params, params], -1)
+    k_codes, k_s, k_z, v_codes, v_s, v_z = words.split(2 * [codes, params, params], -1)
     k = BlockCodes(
         _unpack_codes(k_codes, bits, head_dim), _k_channels(_unpack_bytes(k_s)), _k_channels(_unpack_bytes(k_z)) - 128
     )

@@ -69,7 +69,7 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True}
 
 
-def prefer_l1(compiled: Any, per_sm: int = 0) -> None:
+def prefer_l1(compiled: Any, per_sm: int = 0, declared: int = 0) -> None:
     """Ask for all of an SM's memory as L1 wherever this kernel runs, but what `per_sm` programs need as shared memory.
 
     What is loaded into registers, as weight tiles and quantised records are, lies in L1 on its way. The attention
@@ -80,9 +80,10 @@ def prefer_l1(compiled: Any, per_sm: int = 0) -> None:
     Args:
         compiled: what a launch returned; None in the interpreter.
         per_sm: programs that are to live on an SM side by side; 0: as many as do without being asked for.
+        declared: bytes of shared memory of a program that the kernel declares itself, unknown to the compiler.
     """
     if compiled is not None:
-        _prefer_l1(compiled.function, per_sm * (compiled.metadata.shared + RESERVED_BYTES))
+        _prefer_l1(compiled.function, per_sm * (compiled.metadata.shared + declared + RESERVED_BYTES))
 
 
 @functools.cache

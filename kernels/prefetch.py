@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .words import INTERPRETED
 
-__all__ = ["prefetch", "prefetch_by_warp", "prefetch_lines", "wait_cycles"]
+__all__ = ["prefetch", "wait_cycles"]
 
 
 @triton.jit
@@ -24,28 +24,6 @@ def prefetch(pointer, size):
             " setp.eq.u32 first, thread, 0; setp.ne.and.u32 first, bytes, 0, first;"
             " @first cp.async.bulk.prefetch.L2.global [start], bytes; mov.u32 $0, 0; }",
             "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def prefetch_by_warp(pointers, sizes):
-    """The same by the first thread of each warp, with the pointer and size that it holds, both multiples of 16."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred first; .reg .u32 lane; mov.u32 lane, %laneid;"
-            " setp.eq.u32 first, lane, 0; setp.ne.and.u32 first, $2, 0, first;"
-            " @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r", [pointers.to(tl.int64), sizes], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def prefetch_lines(pointers):
-    """Fetch the 128 bytes into which each pointer points into the L2."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from .launch import launch, prefer_l1
 from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
 from .merge import merge_sizes
 from .turbo_kernel import turbo_decode_kernel
+from .turbo_records import slots_bytes
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
 
@@ -41,18 +42,18 @@ class TurboSettings:
 
     per_sm: int  # programs of one SM: the workspace says how many there are in all
     num_warps: int  # of a program: 1, 2 or 4
-    pdl: bool  # dependent launch
+    sm90: bool  # compute capability 9.0 or later: dependent launches, records by bulk copies
 
 
-GPU_SETTINGS = TurboSettings(per_sm=2, num_warps=4, pdl=True)
+GPU_SETTINGS = TurboSettings(per_sm=2, num_warps=4, sm90=True)
 
 
 @functools.cache
 def turbo_settings(device: torch.device) -> TurboSettings:
     """Settings for a device."""
     if device.type != "cuda":
-        return TurboSettings(per_sm=4, num_warps=1, pdl=False)
-    return replace(GPU_SETTINGS, pdl=torch.cuda.get_device_capability(device) >= (9, 0))
+        return TurboSettings(per_sm=4, num_warps=1, sm90=False)
+    return replace(GPU_SETTINGS, sm90=torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def turbo_decode_attention(
@@ -102,7 +103,7 @@ def turbo_decode_attention(
     settings = settings or turbo_settings(q.device)
     warps, spec = settings.num_warps, speculation
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
-    pdl = settings.pdl and part != "predictor"
+    pdl = settings.sm90 and part != "predictor"
     num_programs = workspace.num_programs
     merge_round, wide = turbo_merge_sizes(group_pad, warps)
     compiled = launch(turbo_decode_kernel, (num_programs,))(
@@ -143,10 +144,11 @@ def turbo_decode_attention(
         PART=PARTS[part],
         PDL=pdl,
         EARLY=pdl and newest_only and gate is None and spec is None,
+        BULK=settings.sm90,
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )
-    prefer_l1(compiled, settings.per_sm)
+    prefer_l1(compiled, settings.per_sm, slots_bytes(warps, head_dim) if settings.sm90 else 0)
 
 
 def turbo_merge_sizes(group_pad: int, num_warps: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ import triton.language as tl
 from .flashq_layout import BLOCK
 from .merge import inverse_of_sum, log2_of_sum, sum_of_warps
 from .sas import sas_exp2
-from .turbo_records import end_of_basic_block, load_k, load_scales, load_v, prefetch_step, rows_of_warps
+from .turbo_records import load_k, load_scales, load_v, receive_k, receive_v, rows_of_warps, send_part
 from .words import INTERPRETED
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
@@ -202,21 +202,30 @@ def _powers(BITS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIGN: tl.const
 
 
 @triton.jit
-def _rows_sum(z, q, initial, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """initial + z q [W, 16, HEADS], all rows alike, of z [W, D, 8], for each row, and q [W, D, COLUMNS].
+def _rows_sum(z, q, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
+    """z q 2^shift [W, 16, HEADS], all rows alike, of z [W, D, 8], for each row, and q [W, D, COLUMNS].
 
-    Rows 0 to 7 of the left operand are even channel tiles of z, the others odd ones, each for one of two products: so
-    every register of the operand is another, and none has to be copied.
+    2^shift is the power of two of a channel's place in its byte (flashq_layout.py), which q was divided by. It depends
+    on two bits of the channel tile. One chooses the product, the other a half of the left operand's rows, and of the
+    right one's columns: so each sum has one power, and every register of the left operand is another.
     """
-    PAIRS: tl.constexpr = D // 32
-    z = tl.permute(tl.reshape(z, [W, PAIRS, 2, 16, 8]), (0, 2, 4, 1, 3))
-    z = tl.reshape(z, [W, 16, D // 2])
-    even, odd = tl.split(tl.permute(tl.reshape(q, [W, PAIRS, 2, 16, COLUMNS]), (0, 1, 3, 4, 2)))
-    even = _of_heads(tl.dot(z, tl.reshape(even, [W, D // 2, COLUMNS]), initial), HEADS)
-    odd = _of_heads(tl.dot(z, tl.reshape(odd, [W, D // 2, COLUMNS])), HEADS)
-    even, _ = tl.split(tl.permute(tl.reshape(even, [W, 2, 8, HEADS]), (0, 2, 3, 1)))
-    _, odd = tl.split(tl.permute(tl.reshape(odd, [W, 2, 8, HEADS]), (0, 2, 3, 1)))
-    return tl.reshape(tl.broadcast_to((even + odd)[:, None, :, :], [W, 2, 8, HEADS]), [W, 16, HEADS])
+    # No factor on either side of the products: the left operand has to come as it was read (turbo_records.py).
+    SAME: tl.constexpr = 2 if D * BITS > 256 else 1  # channel tiles in a row with one place
+    ROW: tl.constexpr = 1 << BITS * (1 // SAME % (8 // BITS))
+    PRODUCT: tl.constexpr = 1 << BITS * (2 // SAME % (8 // BITS))
+    z = tl.permute(tl.reshape(z, [W, D // 64, 2, 2, 16, 8]), (0, 3, 5, 1, 4, 2))
+    q = tl.permute(tl.reshape(q, [W, D // 64, 2, 2, 16, COLUMNS]), (0, 1, 4, 3, 5, 2))
+    z_low, z_high = tl.split(z)
+    q_low, q_high = tl.split(q)
+    low = tl.dot(tl.reshape(z_low, [W, 16, D // 4]), tl.reshape(q_low, [W, D // 4, 2 * COLUMNS]))
+    high = tl.dot(tl.reshape(z_high, [W, 16, D // 4]), tl.reshape(q_high, [W, D // 4, 2 * COLUMNS]))
+    total = _of_heads(tl.reshape(low, [W, 2, 8, 2, COLUMNS]), HEADS)
+    total += _of_heads(tl.reshape(high, [W, 2, 8, 2, COLUMNS]), HEADS) * PRODUCT
+    even, odd = tl.split(tl.permute(total, (0, 1, 2, 4, 3)))
+    even, _ = tl.split(tl.permute(even, (0, 2, 3, 1)))
+    _, odd = tl.split(tl.permute(odd, (0, 2, 3, 1)))
+    total = even + odd * ROW
+    return tl.reshape(tl.broadcast_to(total[:, None, :, :], [W, 2, 8, HEADS]), [W, 16, HEADS])
 
 
 @triton.jit
@@ -248,12 +257,14 @@ def attend_blocks(
     scales_ptr,
     blocks,  # (first, split, second, count): [first, first + split), then those from `second` on; `count` > 0 of both
     cutoff,  # of SAS weights, below the maximum so far
+    slots,  # with BULK: the first step has been asked for
+    phase,  # of it; each step has the other one
     HEADS: tl.constexpr,
     BITS: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
     SAS: tl.constexpr,
-    BULK: tl.constexpr,  # of `prefetch_step`
+    BULK: tl.constexpr,
 ):
     """Go on with an online softmax over the records of one (request, KV head)."""
     TILES: tl.constexpr = D // 16
@@ -264,40 +275,33 @@ def attend_blocks(
     warps = tl.arange(0, W)
     count = blocks[3]
     unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)  # the bytes are z + 128
-    unbias = tl.broadcast_to(unbias[None, None, :], [W, 16, COLUMNS])
+    unbias = _of_heads(unbias, HEADS)[None, None, :]
     q_power = _powers(BITS, D, D // 2, -1)[:, None]
     q_words = tl.permute(tl.reshape(_pairs(even * q_power, odd * q_power), [TILES, 2, 4, COLUMNS]), (0, 2, 1, 3))
     q_words = tl.reshape(q_words, [D // 2, COLUMNS])
-    z_power = _powers(BITS, D, D, 1).to(tl.float16)[None, :, None]
     v_power = (_powers(BITS, D, D, -1) * (1.0 / ULP))[None, :, None]
     ones = tl.full([W, 16, TOKENS], 1.0, tl.float16)
     qk_scale *= 1.0 / ULP / ULP
-    k_words, k_s, k_z = load_k(records_ptr, 0, blocks, W, D, BITS)
     k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
-    # Of 2-bit records V comes a whole step ahead too, beside K. Eight columns for heads leave no registers for that.
-    AHEAD: tl.constexpr = BITS == 2 and HEADS < COLUMNS
-    if AHEAD:
-        next_v_words, next_v_s, next_v_z = load_v(records_ptr, 0, blocks, W, D, BITS)
-    for i in tl.range(0, tl.cdiv(count, W), num_stages=1):
-        if AHEAD:
-            v_words, v_s, v_z = next_v_words, next_v_s, next_v_z
+    steps = tl.cdiv(count, W)
+    for i in tl.range(0, steps, num_stages=1):
+        if BULK:
+            k_words, k_s, k_z, done = receive_k(slots, phase, W, D, BITS)
+            send_part(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, False, W, D)
         else:
+            k_words, k_s, k_z = load_k(records_ptr, i, blocks, W, D, BITS)
             v_words, v_s, v_z = load_v(records_ptr, i, blocks, W, D, BITS)
         next_k_scale, next_v_scale = load_scales(scales_ptr, i + 1, blocks, W)
-        if not AHEAD:
-            prefetch_step(records_ptr, i, blocks, W, D, BITS, BULK)
 
         # S^T = K q^T: rows of K [t of the lane][channel tile][kh][i] -> channels
         q = _from_pairs(q_words, W, D)
-        bias = _rows_sum(_for_columns(k_z, W, D) * z_power, q, unbias, HEADS, W, D) * ULP
+        bias = (_rows_sum(_for_columns(k_z, W, D), q, HEADS, W, D, BITS) + unbias) * ULP
         k = tl.reshape(_codes(k_words, BITS), [W, TW, CW, 8, 4, 2, 2, 2, TF, CF])
         k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
         s = _of_heads(tl.dot(k, q * _for_columns(k_s, W, D)), HEADS) + _on_rows(bias, W, TOKENS)
-        k_words, k_s, k_z = load_k(records_ptr, i + 1, blocks, W, D, BITS)
-        if AHEAD:
-            next_v_words, next_v_s, next_v_z = load_v(records_ptr, i + 1, blocks, W, D, BITS)
-            end_of_basic_block(i)
-            prefetch_step(records_ptr, i, blocks, W, D, BITS, BULK)
+        if BULK:
+            v_words, v_s, v_z, done = receive_v(slots, phase, W, D, BITS)
+            send_part(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, True, W, D)
 
         unit = k_scale[:, None] * qk_scale[None, :]
         largest = tl.max(s, 1) * unit
@@ -331,7 +335,8 @@ def attend_blocks(
         acc += z * _on_rows(weight * (1.0 / ULP), W, D)
         acc += o * s_int
         k_scale, v_scale = next_k_scale, next_v_scale
-    return row_max, row_sum, acc
+        phase ^= 1
+    return row_max, row_sum, acc, phase
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from .turbo_block import (
     no_tokens,
     scaled_query,
 )
-from .turbo_records import prefetch_blocks
+from .turbo_records import open_slots, send_part
 
 __all__ = ["turbo_decode_kernel"]
 
@@ -112,6 +112,7 @@ def turbo_decode_kernel(
     PART: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
+    BULK: tl.constexpr,  # whether records come by bulk copies into shared memory
 ):
     """One launch, or with `PART` a part of one; grid [programs]."""
     if PDL:
@@ -121,6 +122,9 @@ def turbo_decode_kernel(
     if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
         if tl.load(gate_ptr) == 0:
             return
+    slots, phase = 0, 0
+    if BULK:
+        slots = open_slots(WARPS, D)
     SMS: tl.constexpr = PROGRAMS // PER_SM
     place, sm = tl.program_id(0) // SMS, tl.program_id(0) % SMS
     # All that the schedule and the addresses need of every output, loaded together: one latency, not one after another.
@@ -181,7 +185,7 @@ def turbo_decode_kernel(
         length = _pick(lengths, output)
         seq_len = _pick(seq_lens, output)
         records = records_ptr + _pick(offsets, output).to(tl.int64) * 4
-        is_low = _pick(bits, output) == 2
+        width = _pick(bits, output)
         rest = _pick(rest_at, output)
         sink_o, window_o, full = _block_ranges(seq_len, chunk_blocks, SPEC)
         first_step = here - before
@@ -195,14 +199,18 @@ def turbo_decode_kernel(
             second = window_o
         else:
             has_tail = first_step == 0
+        blocks = (first, split, second, count)
 
         tail = tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4)
         scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
         if PDL:
-            # Memory answers while q comes and becomes an operand. Not more than one step: the first would come later.
+            # Memory answers while q comes and becomes an operand.
             if has_tail:
                 prefetch(tail, 2 * TOKENS * D)
-            prefetch_blocks(records, scales, first, tl.minimum(count, WARPS), is_low, D)
+            prefetch(scales + first * 2, tl.where(count > 0, 16, 0))
+        if BULK:
+            send_part(slots, records, 0, blocks, width, count > 0, (), False, WARPS, D)
+            send_part(slots, records, 0, blocks, width, count > 0, (), True, WARPS, D)
         if EARLY:
             gdc_wait()
         even, odd, inverse = scaled_query(q_ptr, output, GROUP, HEADS, D)
@@ -216,17 +224,16 @@ def turbo_decode_kernel(
             )  # fmt: skip
         else:
             row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
-        blocks = (first, split, second, count)
         if count > 0:
-            if is_low:
-                row_max, row_sum, acc = attend_blocks(
-                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff,
-                    HEADS, 2, WARPS, D, SAS, PDL,
+            if width == 2:
+                row_max, row_sum, acc, phase = attend_blocks(
+                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff, slots, phase,
+                    HEADS, 2, WARPS, D, SAS, BULK,
                 )  # fmt: skip
             else:
-                row_max, row_sum, acc = attend_blocks(
-                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff,
-                    HEADS, 4, WARPS, D, SAS, PDL,
+                row_max, row_sum, acc, phase = attend_blocks(
+                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff, slots, phase,
+                    HEADS, 4, WARPS, D, SAS, BULK,
                 )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 

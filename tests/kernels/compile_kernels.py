@@ -107,7 +107,7 @@ def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: boo
         "PROGRAMS": 132 * settings.per_sm, "PER_SM": settings.per_sm, "WARPS": warps,
         "ROUND": merge_round, "WIDE": wide, "SAS": sas, "SPEC": spec, "PART": 0, "PDL": capability >= 90,
         "gate_ptr": None,
-        "EARLY": capability >= 90 and not spec,
+        "EARLY": capability >= 90 and not spec, "BULK": capability >= 90,
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr", "sums_ptr"])
@@ -260,7 +260,7 @@ def quantised_cache(capability: int) -> dict[str, Any]:
 
 
 def report(ptx: str) -> dict[str, int]:
-    """Assemble PTX once more: registers, spilled bytes, 16-byte copies and loads, products in the foreground."""
+    """Assemble PTX once more: registers, spilled bytes, 16-byte copies, products in the foreground."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     tool = next(path for path in (folder / "ptxas-blackwell", folder / "ptxas") if path.exists() and _knows(path, arch))
@@ -272,7 +272,6 @@ def report(ptx: str) -> dict[str, int]:
         "registers": int(re.search(r"Used (\d+) registers", told)[1]),
         "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", told)),
         "async_copies": ptx.count("cp.async.cg.shared.global"),
-        "wide_loads": ptx.count("ld.global.v4.b32"),
         "serialised": told.count("wgmma.mma_async instructions are serialized"),
     }
 

@@ -128,7 +128,7 @@ def turbo(
     """Attention over the quantised cache as launched on Hopper, half of the heads with 2 bits."""
     kernel = Emulated(turbo_attention.turbo_decode_kernel, capability, **how)
     launch = test_turbo_attention.draw(lengths, group, num_kv_heads, head_dim, CPU, num_programs, chunk_size)
-    launch.settings = replace(turbo_attention.GPU_SETTINGS, pdl=capability >= 90)
+    launch.settings = replace(turbo_attention.GPU_SETTINGS, sm90=capability >= 90)
     launch.softmax = softmax
     with mock.patch.object(turbo_attention, "turbo_decode_kernel", kernel):
         launch.run()
@@ -234,6 +234,12 @@ CASES: dict[str, Callable[[], Found]] = {
     "broken lean, tiles not waited for": broken(_small_lean, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
     "broken lean, no barriers": broken(_small_lean, r"bar\.sync\s*0;", "", "shared"),
     "broken turbo, by way of L1": broken(_small_turbo, r"ld\.global\.cg", "ld.global", "stale"),
+    "broken turbo, records not waited for": broken(
+        _small_turbo, r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+),[^;]*;", r"setp.eq.u32 \1, 0, 0;", "error"
+    ),
+    "broken turbo, the same part twice": broken(
+        _small_turbo, r"mad\.lo\.u32 (\w+), \w+, 16,", r"mad.lo.u32 \1, 0, 16,", "error"
+    ),
     "broken turbo, not transposed": broken(_small_turbo, r"(movmatrix[^;]*) (%\w+), u;", r"mov.b32 \2, u;", "error"),
 }
 

@@ -6,14 +6,15 @@ other. Arithmetic is IEEE; what the hardware approximates (`ex2.approx`) is corr
 
 A race is an access to bytes that another warp has touched since the last barrier, one of the two writing; two writes of
 the same value count as none. Asynchronous copies are in flight, and their target not a number, until they are waited
-for. What is in no memory, misaligned or not implemented raises an error that names the instruction.
+for, one by one or, those by bulk, all that a barrier in memory counts. What is in no memory, misaligned or not
+implemented raises an error that names the instruction.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -142,9 +143,10 @@ def _statements(body: str) -> Iterator[str]:
         yield match[1] or match[2] or match[3].strip()
 
 
-def _parse(body: str) -> tuple[list[Instruction], dict[str, int], dict[str, str]]:
-    """Instructions, labels and the types of registers."""
+def _parse(body: str) -> tuple[list[Instruction], dict[str, int], dict[str, str], dict[str, int]]:
+    """Instructions, labels, the types of registers, and the sizes of shared variables."""
     code: list[Instruction] = []
+    variables: dict[str, int] = {}
     labels: dict[str, int] = {}
     registers: dict[str, str] = {}
     scopes: list[dict[str, str]] = []  # new names of what nested blocks declare
@@ -170,16 +172,22 @@ def _parse(body: str) -> tuple[list[Instruction], dict[str, int], dict[str, str]
                 if len(scopes) > 1:
                     scopes[-1][plain] = f"{plain}_of_{len(registers)}"
                 registers[unique(plain)] = kind[1:]
+        elif variable := re.fullmatch(r"\.shared\s+\.align\s+\d+\s+\.b8\s+(\w+)\[(\d+)\]", statement):
+            assert variable[1] not in variables, f"declared twice: {variable[1]}"
+            variables[variable[1]] = int(variable[2])
         elif statement and not statement.startswith("."):
             match = re.match(r"(?:@(!?[\w%$]+)\s+)?([\w.:]+)\s*(.*)", statement, re.S)
             assert match, statement
             words = match[2].split(".")
             length = next((n for n in (4, 3, 2) if ".".join(words[:n]) in OPERATIONS.keys() | NO_EFFECT), 1)
-            # By commas outside brackets.
-            operands = tuple(unique(x).strip() for x in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{}[\]])+", match[3]))
+            # By commas outside brackets; of two results, `_` is none.
+            operands = tuple(
+                unique(x).strip().removeprefix("_|")
+                for x in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{}[\]])+", match[3])
+            )
             head = (" ".join(statement.split()), unique(match[1] or ""), ".".join(words[:length]))
             code.append(Instruction(*head, tuple(words[length:]), operands))
-    return code, labels, registers
+    return code, labels, registers, variables
 
 
 class Kernel:
@@ -192,7 +200,7 @@ class Kernel:
         self.parameters = re.findall(r"\.param\s+\.(\w+)[^,]*?([\w$]+)\s*(?:,|$)", entry[1].strip())
         self.num_threads = int(re.search(r"\.reqntid\s+(\d+)", entry[2])[1])
         self.num_warps = self.num_threads // WARP
-        self.code, self.labels, self.kinds = _parse(ptx[entry.end() :])
+        self.code, self.labels, self.kinds, self.variables = _parse(ptx[entry.end() :])
 
     def run(
         self, programs: Iterable[int], grid: int, arguments: Sequence[float], shared_bytes: int, memory: Memory
@@ -227,8 +235,13 @@ class _Machine:
         self.on = self.everyone = np.ones(kernel.num_threads, bool)  # who takes part in this instruction
         self.places: dict[str, int] = {}
         self.registers: list[Values] = []
+        self.variables = {SHARED: 0}  # where they begin
+        for name, size in kernel.variables.items():
+            self.variables[name] = shared_bytes = (shared_bytes + 127) // 128 * 128
+            shared_bytes += size
         self.shared = Memory(max(shared_bytes, 1), kernel.num_warps)
         self.shared.exists[:shared_bytes] = True
+        self.arrivals: dict[int, Arrival] = {}  # of bulk copies, by the address of their barrier
         self.program, self.clock = 0, 0  # barriers
         self.groups: list[list[tuple[Values, Values, Values]]] = []  # of copies in flight; the last is not committed
         self.steps = [self._bind(instruction) for instruction in kernel.code]
@@ -239,6 +252,7 @@ class _Machine:
         self.program, self.clock, self.groups = program, self.clock + 1, [[]]
         self.registers[:] = self.unset
         self.shared.bytes[:], self.shared.written_at[:] = 0xFF, -1
+        self.arrivals.clear()
         at, count = 0, 0
         with np.errstate(all="ignore"):
             while at < len(self.steps):
@@ -249,6 +263,8 @@ class _Machine:
                     raise
                 count += 1
                 at = at + 1 if target is None else target
+        # Copies that nobody waited for write into whatever comes next.
+        self.shared.races += sum(len(arrival.copies) for arrival in self.arrivals.values())
         return count
 
     def _bind(self, i: Instruction) -> Callable[[], int | None]:
@@ -301,7 +317,7 @@ class _Machine:
         special = self._special(operand)
         if special is not None:
             return lambda: special().astype(dtype)
-        if operand == SHARED or re.match(r"-?\d", operand):
+        if operand in self.variables or re.match(r"-?\d", operand):
             constant = self._constant(operand, kind)
             return lambda: constant
         place, held = self.place(operand.lstrip("!"))
@@ -325,7 +341,7 @@ class _Machine:
         return known.get(operand)
 
     def _constant(self, operand: str, kind: str) -> Values:
-        digits = "0x" + operand[2:] if re.match("0[fFdD]", operand) else "0" if operand == SHARED else operand
+        digits = "0x" + operand[2:] if re.match("0[fFdD]", operand) else str(self.variables.get(operand, operand))
         value = int(digits.rstrip("U"), 0)
         if kind == "pred":
             return self.everyone if value else ~self.everyone
@@ -337,8 +353,8 @@ class _Machine:
         match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+)\s*)?\]", operand)
         assert match, f"no address: {operand}"
         offset = int(match[2] or "0", 0)
-        if match[1] == SHARED:
-            return lambda: np.full(self.threads.size, offset)
+        if match[1] in self.variables:
+            return lambda: np.full(self.threads.size, self.variables[match[1]] + offset)
         base = self.reader(match[1], f"u{8 * self.place(match[1])[1].itemsize}")
         return lambda: base().astype(np.int64) + offset
 
@@ -526,6 +542,54 @@ def _wait(m: _Machine, i: Instruction) -> None:
             m.shared.settle(address, data, warps, m.clock)
 
 
+@dataclass
+class Arrival:
+    """A barrier that counts the bytes of copies: what the phase in progress waits for, and what is on its way."""
+
+    phase: int = 0
+    expected: int = -1  # until somebody has arrived
+    copies: list[tuple[Values, Values, Values]] = field(default_factory=list)
+
+
+@_operation("mbarrier.init", "address", "u32", result=None)
+def _init_arrival(m: _Machine, i: Instruction, address: Values, count: Values) -> None:
+    assert (count[m.on] == 1).all(), "arrivals of several"
+    for at in address[m.on]:
+        m.arrivals[int(at)] = Arrival()
+
+
+@_operation("mbarrier.arrive.expect_tx", "address", "u32", result="b64")
+def _expect(m: _Machine, i: Instruction, address: Values, size: Values) -> Values:
+    for at, expected in zip(address[m.on], size[m.on], strict=True):
+        assert m.arrivals[int(at)].expected < 0, "expected twice"
+        m.arrivals[int(at)].expected = int(expected)
+    return np.zeros(m.on.size, np.uint64)
+
+
+@_operation("cp.async.bulk", "address", "address", "u32", "address", result=None)
+def _bulk_copy(m: _Machine, i: Instruction, to: Values, source: Values, size: Values, barrier: Values) -> None:
+    for thread in np.flatnonzero(m.on):
+        chunks = np.arange(0, size[thread], 16)
+        warps = np.full(chunks.size, m.warps[thread])
+        data = m.memory.load(source[thread] + chunks, 16, warps, m.clock)
+        m.shared.store(to[thread] + chunks, np.full_like(data, 0xFF), warps, m.clock, m.program, NEVER)
+        m.arrivals[int(barrier[thread])].copies.append((to[thread] + chunks, data, warps))
+
+
+@_operation("mbarrier.try_wait.parity", "address", "u32", result="pred")
+def _arrived(m: _Machine, i: Instruction, address: Values, parity: Values) -> Values:
+    """Everything that can arrive has: who still has to wait would do so forever."""
+    for at in {int(x) for x in address[m.on]}:
+        arrival = m.arrivals[at]
+        if arrival.expected == sum(data.size for _, data, _ in arrival.copies):
+            for places, data, warps in arrival.copies:
+                m.shared.settle(places, data, warps, m.clock)
+            m.arrivals[at] = Arrival(arrival.phase ^ 1)
+    done = np.array([m.arrivals[int(at)].phase != which & 1 for at, which in zip(address, parity, strict=True)])
+    assert done[m.on].all(), "waits for what never comes"
+    return done
+
+
 @_operation("bar.sync barrier.sync", result=None)
 def _barrier(m: _Machine, i: Instruction) -> None:
     assert i.operands in (("0",), ("0", str(m.threads.size))), "barrier of some threads"
@@ -547,6 +611,12 @@ def _shuffle(m: _Machine, i: Instruction, x: Values, by: Values, clamp: Values) 
     chosen = source[i.modifiers[1]]
     inside = chosen >= last if "up" in i.modifiers else chosen <= last
     return x[m.warps * WARP + np.where(inside, chosen, lane)]
+
+
+@_operation("elect.sync", "s32", result="pred")
+def _elect(m: _Machine, i: Instruction, members: Values) -> Values:
+    assert (members == -1).all(), "some lanes only"
+    return m.lanes == 0
 
 
 @_operation("redux", "", "s32")

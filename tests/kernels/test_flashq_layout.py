@@ -41,7 +41,7 @@ def test_every_lane_loads_its_operand_registers(bits: int, head_dim: int) -> Non
     tiles = head_dim // 16
     rows, columns = {"k": 4, "v": tiles}, {"k": tiles, "v": 4}
     size = 2 * head_dim * bits
-    for side, codes, begin in (("k", k.codes, 0), ("v", v.codes.T, size)):
+    for side, codes, begin in (("k", k.codes, 0), ("v", v.codes.T, size + head_dim // 2)):
         loads: dict[tuple[int, int], set[int]] = {}
         for row_tile in range(rows[side]):
             for column_tile in range(columns[side]):
@@ -73,16 +73,17 @@ def test_every_lane_loads_its_operand_registers(bits: int, head_dim: int) -> Non
 @pytest.mark.parametrize(("bits", "head_dim"), SHAPES)
 def test_parameters_lie_where_lanes_use_them(bits: int, head_dim: int) -> None:
     k, v = draw((), bits, head_dim, 5), draw((), bits, head_dim, 6)
-    params = pack_record(k, v, bits)[4 * head_dim * bits :].view(torch.uint8).tolist()
+    k_part, v_part = pack_record(k, v, bits).chunk(2)
+    k_params, v_params = (part[2 * head_dim * bits :].view(torch.uint8).tolist() for part in (k_part, v_part))
     tiles = head_dim // 16
     for channel in range(head_dim):
         tile, rest = divmod(channel, 16)
         at_k = ((rest % 8 // 2 * tiles + tile) * 2 + rest // 8) * 2 + rest % 2
         at_v = (rest % 8 * tiles + tile) * 2 + rest // 8
-        assert params[at_k] == k.s_int[channel]
-        assert params[head_dim + at_k] == k.z[channel] + 128
-        assert params[2 * head_dim + at_v] == v.s_int[channel]
-        assert params[3 * head_dim + at_v] == v.z[channel] + 128
+        assert k_params[at_k] == k.s_int[channel]
+        assert k_params[head_dim + at_k] == k.z[channel] + 128
+        assert v_params[at_v] == v.s_int[channel]
+        assert v_params[head_dim + at_v] == v.z[channel] + 128
 
 
 def test_sizes() -> None:

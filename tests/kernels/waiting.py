@@ -1,8 +1,6 @@
-"""What loops of decode attention wait for, read off the machine code: `python tests/kernels/waiting.py turbo`, or lean.
+"""What is in the loops of decode attention, by the machine code: `python tests/kernels/waiting.py turbo`, or lean.
 
-An instruction of NVIDIA GPUs (compute capability 7.0 on) says how many cycles its warp waits after it, on which of six
-scoreboards it will announce its result, and which of them it waits for. Scoreboards are what makes loads overlap: an
-instruction that waits for one waits for all loads announced there, those issued a moment ago too.
+An instruction of NVIDIA GPUs (compute capability 7.0 on) says how many cycles its warp waits after it.
 """
 
 from __future__ import annotations
@@ -18,18 +16,15 @@ from pathlib import Path
 import compile_kernels
 import triton
 
-NO_SCOREBOARD = 7
 MIN_LOOP = 100  # instructions: shorter loops are of no interest
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction with its control bits (bits 105 to 125 of its 128)."""
+    """One instruction, with the first of its control bits (bits 105 to 108 of its 128)."""
 
     text: str
     cycles: int  # until the next one may follow
-    announces: int | None  # scoreboard of its result
-    waits: tuple[int, ...]  # scoreboards it waits for
 
     @property
     def name(self) -> str:
@@ -52,20 +47,6 @@ class Loop:
         """Instructions of a name."""
         return sum(instruction.name == name for instruction in self.body)
 
-    def loads(self) -> list[tuple[int, int, int]]:
-        """Loads of 16 bytes: cycle, scoreboard, and the cycle of the next wait for it, beyond `cycles` if around."""
-        found, cycle, starts = [], 0, []
-        for instruction in self.body:
-            starts.append(cycle)
-            cycle += instruction.cycles
-        for place, instruction in enumerate(self.body):
-            if "LDG" in instruction.text and ".128" in instruction.text and instruction.announces is not None:
-                board = instruction.announces
-                after = [*range(place + 1, len(self.body)), *range(place + 1)]
-                first = next((at for at in after if board in self.body[at].waits), place)
-                found.append((starts[place], board, starts[first] + (self.cycles if first <= place else 0)))
-        return found
-
 
 def loops(cubin: bytes) -> list[Loop]:
     """Loops of a kernel, innermost and outer ones."""
@@ -79,9 +60,7 @@ def loops(cubin: bytes) -> list[Loop]:
         if not (match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/", line)):
             continue
         control = int(re.search(r"0x([0-9a-f]{16})", following)[1], 16) >> 41
-        board = control >> 5 & 7
-        waits = tuple(bit for bit in range(6) if control >> 11 >> bit & 1)
-        code.append(Instruction(match[1], control & 15, None if board == NO_SCOREBOARD else board, waits))
+        code.append(Instruction(match[1], control & 15))
         branch = re.search(r"BRA.*?`\((\.L_x_\d+)\)", match[1])
         if branch and len(code) - labels.get(branch[1], len(code)) >= MIN_LOOP:
             found.append(Loop(labels[branch[1]], code[labels[branch[1]] :]))
@@ -103,8 +82,6 @@ def main(name: str) -> None:
     for loop in loops(kernel.asm["cubin"]):
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(i.name for i in loop.body).most_common(8))
         print(f"at {loop.begin}: {len(loop.body)} instructions, {loop.cycles} cycles; {kinds}")
-        for cycle, board, waited in loop.loads():
-            print(f"    load at {cycle}, scoreboard {board}, waited for at {waited}")
 
 
 if __name__ == "__main__":
