@@ -14,13 +14,17 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["compiling", "launch", "launch_options", "prefer_l1"]
+__all__ = ["compiling", "declares_shared_memory", "launch", "launch_options", "prefer_l1"]
 
 _to_compile: ContextVar[list[Any] | None] = ContextVar("_to_compile", default=None)
 
-# CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of the CUDA driver API.
+# CU_FUNC_ATTRIBUTE_... of the CUDA driver API: SHARED_SIZE_BYTES (what a kernel declares itself),
+# MAX_DYNAMIC_SHARED_SIZE_BYTES and PREFERRED_SHARED_MEMORY_CARVEOUT.
+DECLARED_SHARED = 1
+MAX_DYNAMIC_SHARED = 8
 PREFERRED_CARVEOUT = 9
 RESERVED_BYTES = 1024  # of shared memory, the driver's in each program
+UNASKED_BYTES = 49152  # of shared memory, which a program may have without asking
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -69,7 +73,27 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True}
 
 
-def prefer_l1(compiled: Any, per_sm: int = 0, declared: int = 0) -> None:
+def declares_shared_memory(kernel: Any) -> None:
+    """See that a kernel can be launched which declares shared memory in its assembly.
+
+    The driver takes that from the 48 KB that a program has unasked, and Triton asks for more only where what it has
+    allocated itself is more.
+    """
+    triton.knobs.runtime.kernel_load_end_hook.add(_AskForShared(kernel.__name__))
+
+
+class _AskForShared:
+    """What Triton calls when a kernel has been loaded."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: Any, function: int, name: str, *_: Any) -> None:
+        if name == self.name:
+            _driver().cuFuncSetAttribute(ctypes.c_void_p(function), MAX_DYNAMIC_SHARED, UNASKED_BYTES)
+
+
+def prefer_l1(compiled: Any, per_sm: int = 0) -> None:
     """Ask for all of an SM's memory as L1 wherever this kernel runs, but what `per_sm` programs need as shared memory.
 
     What is loaded into registers, as weight tiles and quantised records are, lies in L1 on its way. The attention
@@ -80,15 +104,17 @@ def prefer_l1(compiled: Any, per_sm: int = 0, declared: int = 0) -> None:
     Args:
         compiled: what a launch returned; None in the interpreter.
         per_sm: programs that are to live on an SM side by side; 0: as many as do without being asked for.
-        declared: bytes of shared memory of a program that the kernel declares itself, unknown to the compiler.
     """
     if compiled is not None:
-        _prefer_l1(compiled.function, per_sm * (compiled.metadata.shared + declared + RESERVED_BYTES))
+        _prefer_l1(compiled.function, compiled.metadata.shared, per_sm)
 
 
 @functools.cache
-def _prefer_l1(function: int, num_bytes: int) -> None:
+def _prefer_l1(function: int, dynamic: int, per_sm: int) -> None:
     # A preference: where the driver has none of it, kernels are slower, not wrong.
+    declared = ctypes.c_int()
+    _driver().cuFuncGetAttribute(ctypes.byref(declared), DECLARED_SHARED, ctypes.c_void_p(function))
+    num_bytes = per_sm * (declared.value + dynamic + RESERVED_BYTES)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     # An SM has what one program may ask for, and that program's reserve.
     whole = properties.shared_memory_per_block_optin + RESERVED_BYTES  # type: ignore[attr-defined]  # missing in the stub

@@ -24,11 +24,10 @@ import triton
 from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
-from .launch import launch, prefer_l1
+from .launch import declares_shared_memory, launch, prefer_l1
 from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
 from .merge import merge_sizes
 from .turbo_kernel import turbo_decode_kernel
-from .turbo_records import slots_bytes
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
 
@@ -44,6 +43,8 @@ class TurboSettings:
     num_warps: int  # of a program: 1, 2 or 4
     sm90: bool  # compute capability 9.0 or later: dependent launches, records by bulk copies
 
+
+declares_shared_memory(turbo_decode_kernel)
 
 GPU_SETTINGS = TurboSettings(per_sm=2, num_warps=4, sm90=True)
 
@@ -148,7 +149,7 @@ def turbo_decode_attention(
         num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )
-    prefer_l1(compiled, settings.per_sm, slots_bytes(warps, head_dim) if settings.sm90 else 0)
+    prefer_l1(compiled, settings.per_sm)
 
 
 def turbo_merge_sizes(group_pad: int, num_warps: int) -> tuple[int, int]:

@@ -30,7 +30,6 @@ __all__ = [
     "receive_v",
     "rows_of_warps",
     "send_part",
-    "slots_bytes",
 ]
 
 LANE_WORDS = tl.constexpr(128)  # of a warp's load: four for each lane
@@ -44,8 +43,8 @@ def part_bytes(bits, head_dim):
 
 
 @triton.constexpr_function
-def slots_bytes(warps, head_dim):
-    """Shared memory of a program: slots for K and V of 4 bits, then barriers. No more than 48 KB can be declared."""
+def _slots_bytes(warps, head_dim):
+    """Shared memory of a program: slots for K and V of 4 bits, then barriers. More than 48 KB cannot be declared."""
     return warps * (2 * part_bytes(4, head_dim) + BARRIERS.value)
 
 
@@ -127,7 +126,7 @@ def load_scales(scales_ptr, step, blocks, W: tl.constexpr):
 @triton.jit
 def open_slots(W: tl.constexpr, D: tl.constexpr):
     """The address of this program's slots in shared memory, their barriers ready. Once in a kernel."""
-    SIZE: tl.constexpr = slots_bytes(W, D)
+    SIZE: tl.constexpr = _slots_bytes(W, D)
     # Not in braces: should the compiler ever write it twice, the assembler refuses the second declaration.
     slots = tl.inline_asm_elementwise(
         f".shared .align 128 .b8 record_slots[{SIZE}]; mov.u32 $0, record_slots;",
