@@ -5,8 +5,8 @@ partials are merged by whoever arrives last, and the guess over sink and window 
 
 - The unit of work is a *step*: as many blocks of 64 tokens of one (request, KV head) as a program has warps. Each warp
   has an online softmax of its own; they are merged when the program leaves the head.
-- Steps are dealt alike whether their records have 4 or 2 bits: measured, they take as long, for the work on codes, not
-  the bytes, is what a program waits for. A head's decode buffer counts as one to three; with a guess, as part of it.
+- Steps are dealt alike whether their records have 4 or 2 bits: measured, they take about as long, for of 2 bits it is
+  the work on codes that takes the time. A head's decode buffer counts as one to three; with a guess, as part of it.
 - A program is four warps, two on an SM: one ticket and one partial for all four, merged through shared memory.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections

@@ -9,7 +9,8 @@ import torch
 import triton
 from triton.runtime._async_compile import active_mode
 
-from alspec.kernels.launch import compiling, launch
+from alspec.kernels import launch as launch_module
+from alspec.kernels.launch import compiling, declares_shared_memory, launch
 from alspec.kernels.probes import _increment_kernel
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -79,6 +80,23 @@ def test_an_error_is_told_and_leaves_no_mode_on(no_device: None) -> None:
     assert active_mode.get() is None
     launch(kernel, (1,))(5)
     assert kernel.launched == [5]
+
+
+def test_a_kernel_with_shared_memory_of_its_own_asks_for_the_rest_when_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int | None, int, int]] = []
+
+    class Driver:
+        def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> None:  # noqa: N802 (CUDA's name)
+            asked.append((function.value, attribute, value))
+
+    monkeypatch.setattr(launch_module, "_driver", Driver)
+    monkeypatch.setattr(triton.knobs.runtime.kernel_load_end_hook, "calls", [])
+    declares_shared_memory(_increment_kernel)
+    for function, name in ((1, "other_kernel"), (2, "_increment_kernel")):
+        triton.knobs.runtime.kernel_load_end_hook(None, function, name, {}, "hash")
+    assert asked == [(2, 8, 48 * 1024)]
 
 
 @pytest.mark.gpu
