@@ -37,7 +37,7 @@ BARRIERS = tl.constexpr(16)  # bytes of a warp's two barriers, K's and V's
 
 
 @triton.constexpr_function
-def part_bytes(bits, head_dim):
+def _part_bytes(bits, head_dim):
     """Of K, or V, of a block: codes and parameters."""
     return 4 * (2 * head_dim * bits + head_dim // 2)
 
@@ -45,7 +45,7 @@ def part_bytes(bits, head_dim):
 @triton.constexpr_function
 def _slots_bytes(warps, head_dim):
     """Shared memory of a program: slots for K and V of 4 bits, then barriers. More than 48 KB cannot be declared."""
-    return warps * (2 * part_bytes(4, head_dim) + BARRIERS.value)
+    return warps * (2 * _part_bytes(4, head_dim) + BARRIERS.value)
 
 
 @triton.jit
@@ -151,13 +151,13 @@ def _warps_and_lanes(W: tl.constexpr):
 @triton.jit
 def _slot_of(slots, warps, IS_V: tl.constexpr, D: tl.constexpr):
     """A warp's slot for K, or behind it for V."""
-    return slots + warps * (2 * part_bytes(4, D)) + (part_bytes(4, D) if IS_V else 0)
+    return slots + warps * (2 * _part_bytes(4, D)) + (_part_bytes(4, D) if IS_V else 0)
 
 
 @triton.jit
 def _barriers_of(slots, warps, W: tl.constexpr, D: tl.constexpr):
     """A warp's barriers: K's, and 8 bytes behind it V's."""
-    return slots + W * 2 * part_bytes(4, D) + warps * BARRIERS
+    return slots + W * 2 * _part_bytes(4, D) + warps * BARRIERS
 
 
 @triton.jit
@@ -168,7 +168,8 @@ def send_part(
 
     Args:
         goes: whether anything is asked for; whoever asks has to receive.
-        after: values [W, 32] that were read from the slot, which is free with them.
+        after: values [W, 32] that were read from the slot, which is free with them. What is sent arrives a memory's
+            latency later than reads that the warp has issued, all of them before this.
     """
     warps, lanes = _warps_and_lanes(W)
     size = 8 * D * bits + 2 * D
@@ -176,7 +177,7 @@ def send_part(
     slot, barrier = _slot_of(slots, warps, IS_V, D), _barriers_of(slots, warps, W, D)
     if IS_V:
         record, barrier = record + size, barrier + 8
-    # One of the elected, not of those that a comparison picks: of more than one thread the compiler makes a loop.
+    # By a thread that is elected: of one that a comparison picks the assembler does not know that it is one, and loops.
     operands = (barrier + lanes * 0, slot + lanes * 0, record + lanes * 0, size + 0 * (warps + lanes))
     operands = operands + (goes.to(tl.int32) + 0 * (warps + lanes),) + after  # noqa: RUF005 (Triton has no *)
     tl.inline_asm_elementwise(
@@ -196,7 +197,7 @@ def _await_part(slots, phase, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constex
     No deadline: a copy of this program's own always ends.
     """
     warps, _ = _warps_and_lanes(W)
-    FIRST: tl.constexpr = W * 2 * part_bytes(4, D) + (8 if IS_V else 0)
+    FIRST: tl.constexpr = W * 2 * _part_bytes(4, D) + (8 if IS_V else 0)
     slots = tl.inline_asm_elementwise(
         "{ .reg .pred done; .reg .u32 barrier; mov.u32 barrier, %tid.x; shr.u32 barrier, barrier, 5;"
         f" mad.lo.u32 barrier, barrier, {BARRIERS}, $1;"
