@@ -226,6 +226,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "lean, 4 x 64, guess, two levels": sound(lambda: lean((1500,), 4, 1, 64, 20, S, WIDE=8)),
     "turbo, 4 x 128": sound(lambda: turbo((700,), 4, 2, 128, 6)),
     "turbo, 4 x 128, guess": sound(lambda: turbo((900,), 4, 2, 128, 6, S)),
+    "turbo, 8 x 128, guess": sound(lambda: turbo((900,), 8, 1, 128, 4, S)),
     "turbo, 2 x 64, ragged": sound(lambda: turbo((65, 700, 319), 2, 2, 64, 20)),
     "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
     "turbo, 4 x 128, two levels, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80, WIDE=4)),
