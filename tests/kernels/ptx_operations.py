@@ -1,0 +1,355 @@
+"""What PTX instructions do: functions of the machine of ptx_emulator.py, the instruction and its operands' values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from ptx_emulator import Machine, Memory
+
+__all__ = [
+    "BITS",
+    "KINDS",
+    "NO_EFFECT",
+    "OPERATIONS",
+    "UNKNOWN",
+    "WARP",
+    "WIDTH",
+    "Arrival",
+    "Instruction",
+    "Values",
+    "parts_of",
+]
+
+Values = NDArray[np.generic]
+
+WARP = 32
+NEVER = np.iinfo(np.int64).max
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+KINDS = {"pred": np.dtype(bool)}
+KINDS |= {
+    f"{sign}{8 * size}": np.dtype(f"{sign.replace('b', 'u').replace('s', 'i')}{size}")
+    for sign in "bus"
+    for size in BITS
+}
+# Two halves are twice as many elements; bf16, which NumPy lacks, is decoded.
+KINDS |= {"f16": np.dtype("f2"), "f16x2": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")}
+KINDS |= {"bf16": np.dtype("u2"), "bf16x2": np.dtype("u2")}
+WIDTH = {kind: 4 if kind.endswith("x2") else dtype.itemsize for kind, dtype in KINDS.items()}
+NO_EFFECT = {"griddepcontrol", "prefetch", "membar", "fence", "createpolicy", "nanosleep", "cp.async.bulk.prefetch"}
+NO_EFFECT |= {"bar.warp"}  # a warp's threads are in step here
+UNKNOWN = {"cc", "sat", "satfinite", "relu", "rz", "rm", "rp", "rna"}  # modifiers with which no operation is known
+COMPARE = {
+    "eq": np.equal, "ne": lambda a, b: (a < b) | (a > b), "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+    "equ": lambda a, b: ~((a < b) | (a > b)), "neu": np.not_equal, "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b), "gtu": lambda a, b: ~(a <= b), "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: (a == a) & (b == b), "nan": lambda a, b: (a != a) | (b != b),
+}  # fmt: skip
+LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction; names are unique, those of nested blocks too."""
+
+    text: str
+    guard: str  # predicate with its `!`, or nothing
+    op: str
+    modifiers: tuple[str, ...]
+    operands: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """The last type that it names."""
+        return next((name for name in reversed(self.modifiers) if name in KINDS), "b32")
+
+    def resolve(self, kind: str) -> str:
+        """A type by what it is here: "", of the instruction; wide; to, the first it names; pair, the second, twice."""
+        star, kind = kind[: kind.startswith("*")], kind.lstrip("*")
+        named = [name for name in self.modifiers if name in KINDS]
+        if kind == "wide":
+            kind = f"{self.kind[0]}{16 * WIDTH[self.kind]}"
+        elif kind in ("to", "pair"):
+            kind = named[0] if kind == "to" else named[1] + "x2"
+        return star + (kind or self.kind)
+
+
+def parts_of(operand: str) -> list[str]:
+    """The registers of a vector, or the one that it is."""
+    return [part.strip() for part in operand.strip("{} ").split(",")]
+
+
+# An operation: a function of the machine, the instruction and the values of its operands; what types these have, and
+# what type the result has, or None. "": the last type that the instruction names; see `Instruction.resolve`.
+OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str | None]] = {}
+
+
+def _operation(names: str, *sources: str, result: str | None = "") -> Callable[[Callable[..., Any]], None]:
+    def register(function: Callable[..., Any]) -> None:
+        OPERATIONS.update(dict.fromkeys(names.split(), (function, sources, result)))
+
+    return register
+
+
+def _plain(**functions: np.ufunc) -> None:
+    for name, function in functions.items():
+        _operation(name.strip("_"), *[""] * function.nin)(lambda m, i, *values, f=function: f(*values))
+
+
+_plain(add=np.add, sub=np.subtract, mul=np.multiply, neg=np.negative, abs=np.abs, not_=np.invert, sqrt=np.sqrt)
+_plain(and_=np.bitwise_and, or_=np.bitwise_or, xor=np.bitwise_xor, ex2=np.exp2, lg2=np.log2)
+_operation("mul.lo", "", "")(lambda m, i, a, b: a * b)
+_operation("mul.wide", "", "", result="wide")(lambda m, i, a, b: np.multiply(a, b, dtype=KINDS[i.resolve("wide")]))
+_operation("mul.hi", "", "")(
+    lambda m, i, a, b: (a.astype(KINDS[i.resolve("wide")]) * b >> 8 * a.itemsize).astype(a.dtype)
+)
+_operation("mad.lo", "", "", "")(lambda m, i, a, b, c: a * b + c)
+_operation("mad.wide", "", "", "wide", result="wide")(lambda m, i, a, b, c: np.multiply(a, b, dtype=c.dtype) + c)
+# Rounded once; the product is exact in fp64.
+_operation("fma", "", "", "")(lambda m, i, a, b, c: (a.astype(np.float64) * b + c).astype(a.dtype))
+_operation("rcp", "")(lambda m, i, x: 1 / x)
+_operation("selp", "", "", "pred")(lambda m, i, a, b, which: np.where(which, a, b))
+_operation("mov cvta ld.param", "")(lambda m, i, x: x)
+_operation("cp.async.commit_group", result=None)(lambda m, i: m.groups.append([]))
+# Of a number and none the number, unless `.NaN`.
+_operation("min", "", "")(lambda m, i, a, b: (np.minimum if "NaN" in i.modifiers else np.fmin)(a, b))
+_operation("max", "", "")(lambda m, i, a, b: (np.maximum if "NaN" in i.modifiers else np.fmax)(a, b))
+
+
+@_operation("div rem", "", "")
+def _divide(m: Machine, i: Instruction, a: Values, b: Values) -> Values:
+    if a.dtype.kind == "f":
+        return a / b
+    size = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
+    quotient = np.where(b == 0, -1, np.where((a < 0) != (b < 0), -size, size)).astype(a.dtype)
+    return quotient if i.op == "div" else a - quotient * b
+
+
+@_operation("shl shr", "", "u32")
+def _shift(m: Machine, i: Instruction, x: Values, by: Values) -> Values:
+    """By as many bits as a register has or more: all gone, but for the sign's copies."""
+    bits = 8 * WIDTH[i.kind]
+    count = np.minimum(by, bits - 1).astype(x.dtype)
+    moved = x << count if i.op == "shl" else x >> count
+    return moved if x.dtype.kind == "i" and i.op == "shr" else np.where(by < bits, moved, x.dtype.type(0))
+
+
+@_operation("bfe", "", "u32", "u32")
+def _extract(m: Machine, i: Instruction, x: Values, first: Values, count: Values) -> Values:
+    """Bits above the top one are copies of the sign, or zeros."""
+    assert WIDTH[i.kind] == 4, "type"
+    x, count = x.astype(f"{x.dtype.kind}8"), np.minimum(count & 255, 32)
+    first, above = np.minimum(first & 255, 32).astype(x.dtype), (64 - np.maximum(count, 1)).astype(x.dtype)
+    return np.where(count == 0, 0, x >> first << above >> above).astype(KINDS[i.kind])
+
+
+@_operation("prmt", "", "", "")
+def _permute_bytes(m: Machine, i: Instruction, a: Values, b: Values, selector: Values) -> Values:
+    choice = (selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)) & 15
+    picked = np.take_along_axis(np.stack([a, b], 1).view(np.uint8), (choice & 7).astype(np.int64), 1)
+    return np.where(choice & 8, np.where(picked & 128, 255, 0), picked).astype(np.uint8).view(np.uint32)[:, 0]
+
+
+@_operation("setp", "", "", "pred", result="pred")
+def _compare(m: Machine, i: Instruction, a: Values, b: Values, third: Values | None = None) -> Values:
+    found = COMPARE[i.modifiers[0]](a, b)
+    return found if third is None else LOGIC[i.modifiers[1]](found, third)
+
+
+@_operation("cvt", "", "", result="to")
+def _convert(m: Machine, i: Instruction, x: Values, low: Values | None = None) -> Values:
+    """To the first type named, of the second; into pairs, the first operand is the upper half."""
+    rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+    to = i.resolve("to")
+    dtype = np.dtype(np.float32) if to.startswith("bf16") else KINDS[to]
+    x = x if low is None else np.stack([low, x], 1).reshape(-1)
+    for name in rounding.keys() & set(i.modifiers):
+        x = rounding[name](x)
+        if dtype.kind != "f":
+            x = np.clip(np.nan_to_num(x.astype(np.float64)), np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return x.astype(dtype)
+
+
+def _space(m: Machine, i: Instruction) -> Memory:
+    assert {"global", "shared"} & set(i.modifiers), "another space"
+    return m.shared if "shared" in i.modifiers else m.memory
+
+
+@_operation("ld", "address", result="*")
+def _load(m: Machine, i: Instruction, address: Values) -> Values:
+    on, space = m.on, _space(m, i)
+    data = np.zeros((on.size, WIDTH[i.kind] * len(parts_of(i.operands[0]))), np.uint8)
+    if on.any():
+        by_l1 = space is m.memory and not {"cg", "volatile", "relaxed", "acquire"} & set(i.modifiers)
+        data[on] = space.load(address[on], data.shape[1], m.warps[on], m.clock, m.program if by_l1 else None)
+    return data.view(KINDS[i.kind])
+
+
+@_operation("st", "address", "*", result=None)
+def _store(m: Machine, i: Instruction, address: Values, values: Values) -> None:
+    if m.on.any():
+        _space(m, i).store(address[m.on], values.view(np.uint8)[m.on], m.warps[m.on], m.clock, m.program)
+
+
+@_operation("atom", "address", "")
+def _atomic(m: Machine, i: Instruction, address: Values, values: Values) -> Values:
+    functions = {"add": np.add, "exch": lambda a, b: b, "min": np.minimum, "max": np.maximum}
+    function, old = next(functions[name] for name in i.modifiers if name in functions), np.zeros_like(values)
+    space, places = _space(m, i), np.flatnonzero(m.on)
+    for thread, at in zip(places, space.at(address[m.on], values.itemsize), strict=True):
+        old[thread] = space.bytes[at].view(values.dtype)[0]
+        space.bytes[at] = function(old[[thread]], values[[thread]]).view(np.uint8)
+    return old
+
+
+@_operation("cp.async", "address", "address", "u32", "u32", result=None)
+def _copy(m: Machine, i: Instruction, to: Values, source: Values, size: Values, real: Values | None = None) -> None:
+    """Without a source where its size is 0: zeros."""
+    assert "L2::cache_hint" not in i.modifiers, "cache hint"
+    on, size = m.on, int(size[0])
+    used = on if real is None else on & (real > 0)
+    assert real is None or np.isin(real[on], (0, size)).all(), "a part of a copy"
+    data = np.zeros((on.size, size), np.uint8)
+    data[used] = m.memory.load(source[used], size, m.warps[used], m.clock)
+    m.shared.store(to[on], np.full_like(data[on], 0xFF), m.warps[on], m.clock, m.program, NEVER)
+    m.groups[-1].append((to[on], data[on], m.warps[on]))
+
+
+@_operation("cp.async.wait_group", result=None)
+def _wait(m: Machine, i: Instruction) -> None:
+    while len(m.groups) - 1 > int(i.operands[0]):
+        for address, data, warps in m.groups.pop(0):
+            m.shared.settle(address, data, warps, m.clock)
+
+
+@dataclass
+class Arrival:
+    """A barrier that counts the bytes of copies: what the phase in progress waits for, and what is on its way."""
+
+    phase: int = 0
+    expected: int = -1  # until somebody has arrived
+    copies: list[tuple[Values, Values, Values]] = field(default_factory=list)
+
+
+@_operation("mbarrier.init", "address", "u32", result=None)
+def _init_arrival(m: Machine, i: Instruction, address: Values, count: Values) -> None:
+    assert (count[m.on] == 1).all(), "arrivals of several"
+    for at in address[m.on]:
+        m.arrivals[int(at)] = Arrival()
+
+
+@_operation("mbarrier.arrive.expect_tx", "address", "u32", result="b64")
+def _expect(m: Machine, i: Instruction, address: Values, size: Values) -> Values:
+    for at, expected in zip(address[m.on], size[m.on], strict=True):
+        assert m.arrivals[int(at)].expected < 0, "expected twice"
+        m.arrivals[int(at)].expected = int(expected)
+    return np.zeros(m.on.size, np.uint64)
+
+
+@_operation("cp.async.bulk", "address", "address", "u32", "address", result=None)
+def _bulk_copy(m: Machine, i: Instruction, to: Values, source: Values, size: Values, barrier: Values) -> None:
+    for thread in np.flatnonzero(m.on):
+        chunks = np.arange(0, size[thread], 16)
+        warps = np.full(chunks.size, m.warps[thread])
+        data = m.memory.load(source[thread] + chunks, 16, warps, m.clock)
+        m.shared.store(to[thread] + chunks, np.full_like(data, 0xFF), warps, m.clock, m.program, NEVER)
+        m.arrivals[int(barrier[thread])].copies.append((to[thread] + chunks, data, warps))
+
+
+@_operation("mbarrier.try_wait.parity", "address", "u32", result="pred")
+def _arrived(m: Machine, i: Instruction, address: Values, parity: Values) -> Values:
+    """Everything that can arrive has: who still has to wait would do so forever."""
+    for at in {int(x) for x in address[m.on]}:
+        arrival = m.arrivals[at]
+        if arrival.expected == sum(data.size for _, data, _ in arrival.copies):
+            for places, data, warps in arrival.copies:
+                m.shared.settle(places, data, warps, m.clock)
+            m.arrivals[at] = Arrival(arrival.phase ^ 1)
+    done = np.array([m.arrivals[int(at)].phase != which & 1 for at, which in zip(address, parity, strict=True)])
+    assert done[m.on].all(), "waits for what never comes"
+    return done
+
+
+@_operation("bar.sync barrier.sync", result=None)
+def _barrier(m: Machine, i: Instruction) -> None:
+    assert i.operands in (("0",), ("0", str(m.threads.size))), "barrier of some threads"
+    m.clock += 1
+
+
+@_operation("bra ret exit", result=None)
+def _branch(m: Machine, i: Instruction) -> int | None:
+    assert m.on.all() == m.on.any(), "threads part here"
+    target = m.kernel.labels[i.operands[0]] if i.operands else len(m.kernel.code)
+    return target if m.on[0] else None
+
+
+@_operation("shfl", "", "u32", "u32")
+def _shuffle(m: Machine, i: Instruction, x: Values, by: Values, clamp: Values) -> Values:
+    lane, by, last, segment = m.lanes, by.astype(np.int64) & 31, clamp & 31, clamp.astype(np.int64) >> 8 & 31
+    last = (lane & segment) | (last & ~segment)
+    source = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": (lane & segment) | (by & ~segment)}
+    chosen = source[i.modifiers[1]]
+    inside = chosen >= last if "up" in i.modifiers else chosen <= last
+    return x[m.warps * WARP + np.where(inside, chosen, lane)]
+
+
+@_operation("elect.sync", "s32", result="pred")
+def _elect(m: Machine, i: Instruction, members: Values) -> Values:
+    assert (members == -1).all(), "some lanes only"
+    return m.lanes == 0
+
+
+@_operation("redux", "", "s32")
+def _reduce(m: Machine, i: Instruction, x: Values, members: Values) -> Values:
+    assert (members == -1).all(), "some lanes only"
+    function = {"add": np.add, "min": np.minimum, "max": np.maximum}[i.modifiers[1]]
+    return np.repeat(function.reduce(x.reshape(-1, WARP), axis=1, dtype=x.dtype), WARP)
+
+
+# Matrices. Axes: w warp, g lane // 4, t lane % 4, e half of a register, n register, of the left operand r + 2 c for the
+# upper or lower rows and columns.
+
+
+def _rows(m: Machine, address: Values, count: int) -> tuple[Values, Values]:
+    """Addresses of the rows of `count` matrices, which the first lanes have, and their warps."""
+    assert m.on.all(), "some threads only"
+    return address.reshape(-1, WARP)[:, : 8 * count].reshape(-1), np.repeat(np.arange(m.kernel.num_warps), 8 * count)
+
+
+@_operation("ldmatrix.sync.aligned.m8n8", "address", result="*b32")
+def _load_matrices(m: Machine, i: Instruction, address: Values) -> Values:
+    count = len(parts_of(i.operands[0]))
+    at, warps = _rows(m, address, count)
+    data = m.shared.load(at, 16, warps, m.clock).view(np.uint16).reshape(-1, count, 8, 8)
+    data = np.ascontiguousarray(data.swapaxes(2, 3) if "trans" in i.modifiers else data)
+    return data.view(np.uint32).swapaxes(0, 1).reshape(count, -1).T
+
+
+@_operation("stmatrix.sync.aligned.m8n8", "address", "*b32", result=None)
+def _store_matrices(m: Machine, i: Instruction, address: Values, values: Values) -> None:
+    count = values.shape[1]
+    data = np.ascontiguousarray(values.reshape(-1, WARP, count).swapaxes(1, 2)).view(np.uint16).reshape(-1, 8, 8)
+    data = np.ascontiguousarray(data.swapaxes(1, 2) if "trans" in i.modifiers else data)
+    at, warps = _rows(m, address, count)
+    m.shared.store(at, data.view(np.uint8).reshape(-1, 16), warps, m.clock, m.program)
+
+
+@_operation("movmatrix", "b32", result="b32")
+def _transpose(m: Machine, i: Instruction, x: Values) -> Values:
+    return np.ascontiguousarray(x.view(np.uint16).reshape(-1, 8, 8).swapaxes(1, 2)).reshape(-1).view(np.uint32)
+
+
+@_operation("mma.sync.aligned.m16n8k16", "*pair", "*pair", "*", result="*")
+def _product(m: Machine, i: Instruction, a: Values, b: Values, start: Values) -> Values:
+    """Of fp16 or bf16, summed in fp32: each sum is rounded once here."""
+    a = a.astype(np.float64).reshape(-1, 8, 4, 2, 2, 2)  # w g t e c r
+    a = a.transpose(0, 5, 1, 4, 2, 3).reshape(-1, 16, 16)  # of w r g c t e
+    b = b.astype(np.float64).reshape(-1, 8, 4, 2, 2).transpose(0, 4, 2, 3, 1).reshape(-1, 16, 8)  # of w n t e g
+    product = (a @ b).reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4)  # w g t r e
+    return (product.reshape(-1, 4) + start).astype(np.float32)
