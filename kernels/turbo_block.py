@@ -25,7 +25,7 @@ import triton.language as tl
 from .flashq_layout import BLOCK
 from .merge import inverse_of_sum, log2_of_sum, sum_of_warps
 from .sas import sas_exp2
-from .turbo_records import load_k, load_scales, load_v, receive_k, receive_v, rows_of_warps, send_part
+from .turbo_records import await_part, load_scales, part_of, read_k, read_v, send_part
 from .words import INTERPRETED
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
@@ -286,11 +286,11 @@ def attend_blocks(
     steps = tl.cdiv(count, W)
     for i in tl.range(0, steps, num_stages=1):
         if BULK:
-            k_words, k_s, k_z, done = receive_k(slots, phase, W, D, BITS)
+            k_words, k_s, k_z, done = read_k(await_part(slots, phase, False, W, D), D, BITS)
             send_part(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, False, W, D)
         else:
-            k_words, k_s, k_z = load_k(records_ptr, i, blocks, W, D, BITS)
-            v_words, v_s, v_z = load_v(records_ptr, i, blocks, W, D, BITS)
+            k_words, k_s, k_z, _ = read_k(part_of(records_ptr, i, blocks, False, W, D, BITS), D, BITS)
+            v_words, v_s, v_z, _ = read_v(part_of(records_ptr, i, blocks, True, W, D, BITS), D, BITS)
         next_k_scale, next_v_scale = load_scales(scales_ptr, i + 1, blocks, W)
 
         # S^T = K q^T: rows of K [t of the lane][channel tile][kh][i] -> channels
@@ -300,7 +300,7 @@ def attend_blocks(
         k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
         s = _of_heads(tl.dot(k, q * _for_columns(k_s, W, D)), HEADS) + _on_rows(bias, W, TOKENS)
         if BULK:
-            v_words, v_s, v_z, done = receive_v(slots, phase, W, D, BITS)
+            v_words, v_s, v_z, done = read_v(await_part(slots, phase, True, W, D), D, BITS)
             send_part(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, True, W, D)
 
         unit = k_scale[:, None] * qk_scale[None, :]
@@ -340,6 +340,17 @@ def attend_blocks(
 
 
 @triton.jit
+def _rows_of_warps(x, W: tl.constexpr):
+    """[N W, M], rows of the warps by turns -> [W, N M].
+
+    A tensor of 128 words in a row is loaded 16 bytes by each lane, and a row is of one warp: so each has its own block.
+    """
+    N: tl.constexpr = x.shape[0] // W
+    M: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, [N, W, M]), (1, 0, 2)), [W, N * M])
+
+
+@triton.jit
 def attend_tail(
     even,  # q of `scaled_query`
     odd,
@@ -368,14 +379,14 @@ def attend_tail(
     token = row % W * T + r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // 16 % 8
     at = token * (D // 4) + r // 4 % 4 * TILES + r // 128 % (D // 64) * 4 + r % 4
     at = tl.multiple_of(tl.max_contiguous(at, [1, 4]), [1, 4])
-    k_words = rows_of_warps(tl.load(tail_ptr + at), W)
+    k_words = _rows_of_warps(tl.load(tail_ptr + at), W)
     # V [token tile][kh][i][g][t][words]: lane g has D / 8 channels in a row, one of each channel tile and rh.
     row = tl.arange(0, W * T // 4)[:, None]
     r = row // W * D + tl.arange(0, D)[None, :]
     token = row % W * T + r // (4 * D) * 16 + r // (2 * D) % 2 * 8 + r // RUN % 4 * 2 + r // D % 2
     at = token * (D // 4) + r // (4 * RUN) % 8 * RUN + r % RUN
     at = tl.multiple_of(tl.max_contiguous(at, [1, RUN]), [1, RUN])
-    v_words = rows_of_warps(tl.load(tail_ptr + TOKENS * D // 4 + at), W)
+    v_words = _rows_of_warps(tl.load(tail_ptr + TOKENS * D // 4 + at), W)
     k = _bytes_as_halves(k_words ^ -2139062144)  # + 128 in each byte
     k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])

@@ -4,10 +4,10 @@ A step takes W blocks, one for each warp. The order of a record's words (flashq_
 16 bytes of a lane at a time. From compute capability 9.0 on (BULK) each warp has a slot for K and one for V in shared
 memory. One instruction of one lane brings a part there, and a barrier of the warp's own counts its bytes; lanes read it
 where they use it, and once they have, the same part of the next block is on its way. So memory is asked all the time,
-by no register and by no address that a loop has to compute, and no warp waits for another. Elsewhere words go straight
-into registers.
+by no register and by no address that a loop has to compute, and no warp waits for another. Elsewhere lanes read the
+same words from memory.
 
-Reads are inline assembly, for Triton does not know this memory. Three rules keep them right:
+Reads of slots are inline assembly, for Triton does not know this memory. Three rules keep them right:
 
 - What reads depends on what waits (the address comes out of the wait), and what sends depends on what has been read
   (`after`). Reads are pure: the compiler may do them twice, in different layouts, which become one again further down.
@@ -22,13 +22,12 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "load_k",
+    "await_part",
     "load_scales",
-    "load_v",
     "open_slots",
-    "receive_k",
-    "receive_v",
-    "rows_of_warps",
+    "part_of",
+    "read_k",
+    "read_v",
     "send_part",
 ]
 
@@ -49,17 +48,6 @@ def _slots_bytes(warps, head_dim):
 
 
 @triton.jit
-def rows_of_warps(x, W: tl.constexpr):
-    """[N W, M], rows of the warps by turns -> [W, N M].
-
-    A tensor of 128 words in a row is loaded 16 bytes by each lane, and a row is of one warp: so each has its own block.
-    """
-    N: tl.constexpr = x.shape[0] // W
-    M: tl.constexpr = x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(x, [N, W, M]), (1, 0, 2)), [W, N * M])
-
-
-@triton.jit
 def _block_of(step, warps, blocks, W: tl.constexpr):
     """The block of each warp in a step, the last one again beyond the end.
 
@@ -71,49 +59,17 @@ def _block_of(step, warps, blocks, W: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(records_ptr, step, blocks, row_size, places, W: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr):
-    """N rows of words for each warp, [W, N M]: `places` [M] in each of them, `row_size` words apart."""
-    rows = tl.arange(0, N * W)
-    block = _block_of(step, rows % W, blocks, W).to(tl.int64)
-    # Constants come last, so that they become offsets in the instructions.
-    at = (records_ptr + block * STRIDE)[:, None] + places[None, :]
-    return rows_of_warps(tl.load(at + (rows // W * row_size)[:, None]), W)
+def _records_of(records_ptr, step, blocks, part_size, W: tl.constexpr):
+    """Where the record of each warp's block in a step begins, [W, 1]; a part has so many bytes."""
+    block = _block_of(step, tl.arange(0, W)[:, None], blocks, W)
+    return records_ptr + block.to(tl.int64) * (part_size // 2)
 
 
 @triton.jit
-def load_k(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """K of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, 2 D] the words of a lane's channels.
-
-    Those are the same for all g of a lane (g, t), [D / 64][g][t][4]: for each column of q, or row of an operand.
-    """
-    CODES: tl.constexpr = 2 * D * BITS
-    STRIDE: tl.constexpr = 2 * CODES + D
-    TILES: tl.constexpr = D // 16
-    r = tl.arange(0, LANE_WORDS)
-    words = _load_rows(records_ptr, step, blocks, LANE_WORDS, r, W, CODES // LANE_WORDS, STRIDE)
-    places = tl.multiple_of(tl.max_contiguous(r // 4 % 4 * TILES + r % 4, [4]), [4])
-    s_int = _load_rows(records_ptr + CODES, step, blocks, 4, places, W, TILES // 4, STRIDE)
-    z = _load_rows(records_ptr + (CODES + D // 4), step, blocks, 4, places, W, TILES // 4, STRIDE)
-    return words, s_int, z
-
-
-@triton.jit
-def load_v(records_ptr, step, blocks, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """V of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, D] the words of a lane's rows.
-
-    Those are the same for all t, [g][t][D / 32]: for each column of an output.
-    """
-    CODES: tl.constexpr = 2 * D * BITS
-    STRIDE: tl.constexpr = 2 * CODES + D
-    RUN: tl.constexpr = D // 32
-    r = tl.arange(0, LANE_WORDS)
-    records_ptr += CODES + D // 2
-    words = _load_rows(records_ptr, step, blocks, LANE_WORDS, r, W, CODES // LANE_WORDS, STRIDE)
-    r = tl.arange(0, D)
-    places = tl.multiple_of(tl.max_contiguous(r // (4 * RUN) * RUN + r % RUN, [RUN]), [RUN])
-    params = _load_rows(records_ptr + CODES, step, blocks, D // 4, places, W, 2, STRIDE)
-    s_int, z = tl.split(tl.permute(tl.reshape(params, [W, 2, D]), (0, 2, 1)))
-    return words, s_int, z
+def part_of(records_ptr, step, blocks, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
+    """Where K, or V, of each warp's block in a step begins, [W, 1]."""
+    SIZE: tl.constexpr = _part_bytes(BITS, D)
+    return _records_of(records_ptr, step, blocks, SIZE, W) + (SIZE // 4 if IS_V else 0)
 
 
 @triton.jit
@@ -173,12 +129,12 @@ def send_part(
     """
     warps, lanes = _warps_and_lanes(W)
     size = 8 * D * bits + 2 * D
-    record = (records_ptr + _block_of(step, warps, blocks, W).to(tl.int64) * (size // 2)).to(tl.int64)
+    part = _records_of(records_ptr, step, blocks, size, W).to(tl.int64)
     slot, barrier = _slot_of(slots, warps, IS_V, D), _barriers_of(slots, warps, W, D)
     if IS_V:
-        record, barrier = record + size, barrier + 8
+        part, barrier = part + size, barrier + 8
     # By a thread that is elected: of one that a comparison picks the assembler does not know that it is one, and loops.
-    operands = (barrier + lanes * 0, slot + lanes * 0, record + lanes * 0, size + 0 * (warps + lanes))
+    operands = (barrier + lanes * 0, slot + lanes * 0, part + lanes * 0, size + 0 * (warps + lanes))
     operands = operands + (goes.to(tl.int32) + 0 * (warps + lanes),) + after  # noqa: RUF005 (Triton has no *)
     tl.inline_asm_elementwise(
         "{ .reg .pred first, goes; .reg .b64 state; setp.ne.u32 goes, $5, 0;"
@@ -191,7 +147,7 @@ def send_part(
 
 
 @triton.jit
-def _await_part(slots, phase, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+def await_part(slots, phase, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
     """The slots [W, 1] of a part, which is there once they are known; phase: 0 and 1 by turns.
 
     No deadline: a copy of this program's own always ends.
@@ -208,31 +164,40 @@ def _await_part(slots, phase, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def _read(at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
-    """SIZE words, 2 or 4, of each lane from its address `at` [W, 32] on: the first [W, 32], and all [W, 32 SIZE]."""
-    if SIZE == 4:
-        x = tl.inline_asm_elementwise(
-            f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{OFFSET}];", "=r,=r,=r,=r,r", [at],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
+def _read(part, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
+    """SIZE words, 2 or 4, of each lane from word `at` [1, 32] + OFFSET of its warp's part on: [W, 32 SIZE].
+
+    And with a part in shared memory one of them, [W, 32], in a tuple: with it that read is done.
+    """
+    if part.dtype.is_ptr():
+        words = tl.load((part + at + OFFSET)[:, :, None] + tl.arange(0, SIZE)[None, None, :])
+        done = ()
     else:
-        x = tl.inline_asm_elementwise(
-            f"ld.shared.v2.b32 {{$0, $1}}, [$2+{OFFSET}];", "=r,=r,r", [at],
-            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    return x[0], tl.reshape(_side_by_side(x, SIZE), [at.shape[0], at.shape[1] * SIZE])
+        at = part + at * 4
+        BYTES: tl.constexpr = OFFSET * 4
+        if SIZE == 4:
+            x = tl.inline_asm_elementwise(
+                f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{BYTES}];", "=r,=r,=r,=r,r", [at],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            x = tl.inline_asm_elementwise(
+                f"ld.shared.v2.b32 {{$0, $1}}, [$2+{BYTES}];", "=r,=r,r", [at],
+                dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+        words, done = _side_by_side(x, SIZE), (x[0],)
+    return tl.reshape(words, [part.shape[0], 32 * SIZE]), done
 
 
 @triton.jit
-def _read_rows(at, OFFSET: tl.constexpr, STRIDE: tl.constexpr, N: tl.constexpr):
-    """N times 16 bytes of each lane, STRIDE apart, [W, N 128]; and one value of each, with which that read is done."""
+def _read_rows(part, at, OFFSET: tl.constexpr, STRIDE: tl.constexpr, N: tl.constexpr):
+    """N times four words of each lane, STRIDE apart: [W, N 128]."""
     rows, done = (), ()
     for n in tl.static_range(N):
-        first, row = _read(at, OFFSET + STRIDE * n, 4)
-        rows, done = rows + (row,), done + (first,)  # noqa: RUF005 (Triton has no *)
-    W: tl.constexpr = at.shape[0]
-    words = tl.permute(tl.reshape(_side_by_side(rows, N), [W, LANE_WORDS, N]), (0, 2, 1))
-    return tl.reshape(words, [W, N * LANE_WORDS]), done
+        row, row_done = _read(part, at, OFFSET + STRIDE * n, 4)
+        rows, done = rows + (row,), done + row_done  # noqa: RUF005 (Triton has no *)
+    words = tl.reshape(_side_by_side(rows, N), [part.shape[0], LANE_WORDS, N])
+    return tl.reshape(tl.permute(words, (0, 2, 1)), [part.shape[0], N * LANE_WORDS]), done
 
 
 @triton.jit
@@ -252,28 +217,31 @@ def _side_by_side(x, N: tl.constexpr):
 
 
 @triton.jit
-def receive_k(slots, phase, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """`load_k` of what `send_part` has asked for; and what frees the slot. phase: of a step, 0 and 1 by turns."""
-    CODES: tl.constexpr = 8 * D * BITS
+def read_k(part, D: tl.constexpr, BITS: tl.constexpr):
+    """K of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, 2 D] the words of a lane's channels.
+
+    Those are the same for all g of a lane (g, t), [D / 64][g][t][4]: for each column of q, or row of an operand. And
+    what frees the slot, if `part` is one: it is what `part_of` or `await_part` has returned.
+    """
+    CODES: tl.constexpr = 2 * D * BITS
     TILES: tl.constexpr = D // 16
-    _, lanes = _warps_and_lanes(W)
-    slot = _await_part(slots, phase, False, W, D)
-    words, done = _read_rows(slot + lanes * 16, 0, 4 * LANE_WORDS, CODES // (4 * LANE_WORDS))
-    at = slot + lanes % 4 * (4 * TILES)
-    s_int, s_done = _read_rows(at, CODES, 16, TILES // 4)
-    z, z_done = _read_rows(at, CODES + D, 16, TILES // 4)
+    lanes = tl.arange(0, 32)[None, :]
+    words, done = _read_rows(part, lanes * 4, 0, LANE_WORDS, CODES // LANE_WORDS)
+    s_int, s_done = _read_rows(part, lanes % 4 * TILES, CODES, 4, TILES // 4)
+    z, z_done = _read_rows(part, lanes % 4 * TILES, CODES + D // 4, 4, TILES // 4)
     return words, s_int, z, done + s_done + z_done
 
 
 @triton.jit
-def receive_v(slots, phase, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """The same of `load_v`."""
-    CODES: tl.constexpr = 8 * D * BITS
+def read_v(part, D: tl.constexpr, BITS: tl.constexpr):
+    """V of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, D] the words of a lane's rows.
+
+    Those are the same for all t, [g][t][D / 32]: for each column of an output. And what frees the slot.
+    """
+    CODES: tl.constexpr = 2 * D * BITS
     RUN: tl.constexpr = D // 32
-    _, lanes = _warps_and_lanes(W)
-    slot = _await_part(slots, phase, True, W, D)
-    words, done = _read_rows(slot + lanes * 16, 0, 4 * LANE_WORDS, CODES // (4 * LANE_WORDS))
-    at = slot + lanes // 4 * (4 * RUN)
-    s_done, s_int = _read(at, CODES, RUN)
-    z_done, z = _read(at, CODES + D, RUN)
-    return words, s_int, z, done + (s_done, z_done)  # noqa: RUF005 (Triton has no *)
+    lanes = tl.arange(0, 32)[None, :]
+    words, done = _read_rows(part, lanes * 4, 0, LANE_WORDS, CODES // LANE_WORDS)
+    s_int, s_done = _read(part, lanes // 4 * RUN, CODES, RUN)
+    z, z_done = _read(part, lanes // 4 * RUN, CODES + D // 4, RUN)
+    return words, s_int, z, done + s_done + z_done
