@@ -125,8 +125,6 @@ def turbo_decode_kernel(
     slots, phase = 0, 0
     if BULK:
         slots = open_slots(WARPS, D)
-    SMS: tl.constexpr = PROGRAMS // PER_SM
-    place, sm = tl.program_id(0) // SMS, tl.program_id(0) % SMS
     # All that the schedule and the addresses need of every output, loaded together: one latency, not one after another.
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < OUTPUTS
@@ -160,9 +158,10 @@ def turbo_decode_kernel(
     used = tl.cdiv(total, tl.maximum(tl.cdiv(total, PROGRAMS), 1))
     even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
     used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
-    # Neighbours share an SM, so that the programs at the beginnings of outputs, which have more to do, do not.
-    per_sm = tl.cdiv(used, SMS)
-    program = tl.where(place < per_sm, sm * per_sm + place, PROGRAMS)
+    # All SMs work where few programs do; those at the beginnings of outputs, which have more to do, are on SMs apart.
+    SMS: tl.constexpr = PROGRAMS // PER_SM
+    place, sm = tl.program_id(0) // SMS, tl.program_id(0) % SMS
+    program = place * SMS + (sm + place * (SMS // 8)) % SMS
     begin = _run_start(program, used, total)
     end = _run_start(program + 1, used, total)
     here = tl.sum(tl.minimum(tl.maximum(begin - rest_at, 0), lengths), 0)
