@@ -6,9 +6,10 @@ the matrix unit the other takes. The method is in turbo_prefill.py, whose kernel
 is FlashAttention-3's (Shah et al., 2024).
 
 A tile of 64 queries and 128 tokens (D 128) takes 256 cycles for q8 k8^T and 512 for P V of the matrix unit, which both
-groups share, and for each group 528 of exponentials and about 530 issued instructions: the matrix unit sets the pace
-only where softmax and product overlap. ptxas would put the exponentials behind the wait for the product, since nothing
-in PTX ties one to the other: `_finish_softmax` does.
+groups share, and for each group 528 of exponentials. Waits for the matrix unit are 4 % of a tile's time; what counts
+is a group's own instructions. So the largest score of a tile is not looked for, nor anything rescaled, while the
+maximum of the tiles before will do (`_attend_tiles`): 390 instead of 530 instructions. And ptxas would put the
+exponentials behind the wait for the product, since nothing in PTX ties one to the other: the vote between them does.
 """
 
 from __future__ import annotations
@@ -40,18 +41,20 @@ Q_MAX = gl.constexpr(127.0)
 TINY = gl.constexpr(1e-37)
 HIDDEN = gl.constexpr(-(2**22))  # below every score of INT8, and MAGIC still takes it
 
-# A barrier of one warp group whose NUMBER ptxas cannot know before the sums: no sum of weights is negative.
-_AFTER_SUMS = """
+# A barrier of one warp group, behind all sums (which ptxas has to have before it), at which its threads find out
+# whether a sum of any of them, $4 to $7, is above 2^15.
+_VOTE = """
 {
-    .reg .b32 bits, number;
-    or.b32 bits, $4, $5;    or.b32 bits, bits, $6;    or.b32 bits, bits, $7;
-    shr.u32 bits, bits, 31;    add.u32 number, bits, NUMBER;
-    bar.sync number, 128;
+    .reg .pred above;  .reg .f32 most, other;
+    max.f32 most, $4, $5;    max.f32 other, $6, $7;    max.f32 most, most, other;
+    setp.gt.f32 above, most, 0f47000000;
+    barrier.cta.red.or.pred above, NUMBER, 128, above;
+    selp.u32 grown_PART, 1, 0, above;
     mov.b32 $0, $4;    mov.b32 $1, $5;    mov.b32 $2, $6;    mov.b32 $3, $7;
 }
 """
-_AFTER_SUMS_0 = gl.constexpr(_AFTER_SUMS.replace("NUMBER", "10"))  # Triton takes numbers from 0 up
-_AFTER_SUMS_1 = gl.constexpr(_AFTER_SUMS.replace("NUMBER", "12"))
+_VOTE_0 = gl.constexpr(_VOTE.replace("NUMBER", "10").replace("PART", "0"))  # Triton takes numbers from 0 up
+_VOTE_1 = gl.constexpr(_VOTE.replace("NUMBER", "12").replace("PART", "1"))
 
 
 @gluon.jit
@@ -81,83 +84,139 @@ def _unpack(packed, layout: gl.constexpr):
 
 
 @gluon.jit
+def _weights(s, scale, row_max, row_sum):
+    """P = 2^(x - m + 10) [rows, tile] fp32, and its sums [rows, 8] of every 8th token, which is what one thread has.
+
+    s: [rows, blocks, 64] fp32, MAGIC + n of scores x = n scale.  scale: [rows, blocks].  row_max: [rows], m.
+    row_sum: as the sums, for their layout; sums of threads meet after the last tile.
+    """
+    rows: gl.constexpr = s.shape[0]
+    tile: gl.constexpr = s.shape[1] * s.shape[2]
+    shift = gl.convert_layout(row_max - P_SHIFT, gl.SliceLayout(1, scale.type.layout), assert_trivial=True)
+    p = gl.exp2(s * scale[:, :, None] - (scale * MAGIC + shift[:, None])[:, :, None]).reshape([rows, tile])
+    return p, gl.convert_layout(gl.sum(p.reshape([rows, tile // 8, 8]), 1), row_sum.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _scale_of(s, k_scale, q_scale):
+    """Scale of scores, [rows, blocks].  s: [rows, blocks, 64].  k_scale: [blocks].  q_scale: [rows]."""
+    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout))
+    return gl.maximum(gl.convert_layout(q_scale, of_row, assert_trivial=True)[:, None] * k_scale[None, :], TINY)
+
+
+@gluon.jit
+def _as_floats(s):
+    """Scores int32 as MAGIC + s, fp32."""
+    return (s + MAGIC_BITS).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _in_blocks(s):
+    return s.reshape([s.shape[0], s.shape[1] // BLOCK, BLOCK])
+
+
+@gluon.jit
 def _softmax(s, k_scale, q_scale, row_max, row_sum, positions, start, MASKED: gl.constexpr):
     """One step of the online softmax over tokens from `start`.
 
         x = s s_Q s_K,   m' = max(m, max x),   P = 2^(x - m' + 10),   alpha = 2^(m - m'),   sum' = sum alpha + P
 
-    s: [rows, tile] int32.  k_scale: [2].  q_scale, row_max, positions: [rows].  row_sum: [rows, 8], of every 8th token,
-    which is what one thread has; they meet after the last tile.
+    s: [rows, tile] int32.  k_scale: [2].  q_scale, row_max, positions: [rows].  row_sum: [rows, 8].
     Returns P [rows, tile] fp32, m', sum', alpha.
     """
-    rows: gl.constexpr = s.shape[0]
-    tile: gl.constexpr = s.shape[1]
-    blocks: gl.constexpr = tile // BLOCK
     row_layout: gl.constexpr = row_max.type.layout
     sum_layout: gl.constexpr = row_sum.type.layout
     if MASKED:
-        tokens = start + gl.arange(0, tile, layout=gl.SliceLayout(0, s.type.layout))
+        tokens = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
         last = gl.convert_layout(positions, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
         visible = tokens[None, :] <= last[:, None]
         s = gl.where(visible, s, HIDDEN)
-        visible = visible.reshape([rows, blocks, BLOCK])
-    s = s.reshape([rows, blocks, BLOCK])
-    block_layout: gl.constexpr = gl.SliceLayout(2, s.type.layout)
-    of_row: gl.constexpr = gl.SliceLayout(1, block_layout)
-    scale = gl.maximum(gl.convert_layout(q_scale, of_row, assert_trivial=True)[:, None] * k_scale[None, :], TINY)
+        visible = _in_blocks(visible)
+    s = _in_blocks(s)
+    scale = _scale_of(s, k_scale, q_scale)
     # The largest among integers: of those the hardware compares three at once.
-    largest = (gl.max(s, 2) + MAGIC_BITS).to(gl.float32, bitcast=True)
-    s = (s + MAGIC_BITS).to(gl.float32, bitcast=True)
+    largest = _as_floats(gl.max(s, 2))
+    s = _as_floats(s)
     if MASKED:
         largest = gl.where(largest > MAGIC + HIDDEN, largest, float("-inf"))
         s = gl.where(visible, s, float("-inf"))
-    base = scale * MAGIC
-    new_max = gl.convert_layout(gl.max(largest * scale - base, 1), row_layout, assert_trivial=True)
+    new_max = gl.convert_layout(gl.max(largest * scale - scale * MAGIC, 1), row_layout, assert_trivial=True)
     new_max = gl.maximum(row_max, new_max)
-    shift = gl.convert_layout(new_max - P_SHIFT, of_row, assert_trivial=True)
-    p = gl.exp2(s * scale[:, :, None] - (base + shift[:, None])[:, :, None]).reshape([rows, tile])
+    p, part = _weights(s, scale, new_max, row_sum)
     alpha = gl.exp2(row_max - new_max)
-    part = gl.convert_layout(gl.sum(p.reshape([rows, tile // 8, 8]), 1), sum_layout, assert_trivial=True)
     row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sum_layout), assert_trivial=True)[:, None] + part
     return p, new_max, row_sum, alpha
 
 
 @gluon.jit
-def _finish_softmax(row_sum, part: gl.constexpr):
-    """A barrier of the group that ptxas cannot put before the sums, nor the wait that follows before the barrier."""
-    asm: gl.constexpr = _AFTER_SUMS_0 if part == 0 else _AFTER_SUMS_1
-    return gl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r,r", [row_sum], gl.float32, False, 4)
+def _declare_vote(zero, part: gl.constexpr):
+    """The register of `_vote`: once in a kernel, for the assembler takes no second declaration."""
+    asm: gl.constexpr = ".reg .u32 grown_0; mov.u32 $0, $1;" if part == 0 else ".reg .u32 grown_1; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [zero], gl.int32, False, 1)
+
+
+@gluon.jit
+def _vote(sums, zero, part: gl.constexpr):
+    """sums [rows, 8] of a tile's weights, all threads of the group being here; whether one of them is above 2^15.
+
+    All below, no weight is beyond what fp16 takes. With the true maximum a thread's 16 weights come to 2^14.
+    """
+    asm: gl.constexpr = _VOTE_0 if part == 0 else _VOTE_1
+    sums = gl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r,r", [sums], gl.float32, False, 4)
+    # A scalar, for a branch: Triton has none that comes out of a tensor's assembly.
+    read: gl.constexpr = "mov.u32 $0, grown_0;" if part == 0 else "mov.u32 $0, grown_1;"
+    return sums, gl.inline_asm_elementwise(read, "=r,r", [zero], gl.int32, False, 1) != 0
+
+
+@gluon.jit
+def _rescaled(acc, alpha):
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def _attend_tiles(
     part: gl.constexpr, first, last, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles,
-    ready, empty, p, alpha, row_max, row_sum, acc,
-    MASKED: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
+    ready, empty, p, row_max, row_sum, acc, MASKED: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Tiles [first, last), first at least 1; P, packed, and its alpha come in from the tile before."""
+    """Tiles [first, last), first at least 1; P, packed, comes in from the tile before.
+
+    Where every row sees every token, weights are relative to a maximum m of earlier tiles, and nothing is rescaled: one
+    that is too small does as well while fp16 holds the weights. Where it does not, m and weights are found anew.
+    """
     rows: gl.constexpr = q8.shape[0]
     tile_tokens: gl.constexpr = k_tiles.shape[1]
     stages: gl.constexpr = k_tiles.shape[0]
-    row_layout: gl.constexpr = row_max.type.layout
     scale_layout: gl.constexpr = k_scale.type.layout
     none = gl.zeros([rows, tile_tokens], gl.int32, s_layout)
     for tile in range(first, last):
         next_scale = _scales(k_scale_ptr, tile + 1, num_blocks, scale_layout)
         stage, before = tile % stages, (tile - 1) % stages
+        start = tile * tile_tokens
         mbarrier.wait(ready.index(stage), (tile // stages) & 1)
         s = warpgroup_mma(q8, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-        acc = acc * gl.convert_layout(alpha, row_layout, assert_trivial=True)[:, None]
         acc = warpgroup_mma(_unpack(p, p_layout), v_tiles.index(before), acc, is_async=True)
-        s = warpgroup_mma_wait(1, [s])  # the product with V goes on
-        next_p, row_max, row_sum, alpha = _softmax(
-            s, k_scale, q_scale, row_max, row_sum, positions, tile * tile_tokens, MASKED
-        )
-        row_sum = _finish_softmax(row_sum, part)
-        acc, _ = warpgroup_mma_wait(0, [acc, p])  # the product reads P till here
+        s = warpgroup_mma_wait(1, [s])  # the product with V goes on, and reads P till it is waited for
+        if MASKED:
+            next_p, row_max, row_sum, alpha = _softmax(s, k_scale, q_scale, row_max, row_sum, positions, start, True)
+            acc, _ = warpgroup_mma_wait(0, [acc, p])
+            acc = _rescaled(acc, alpha)
+        else:
+            blocks = _in_blocks(s)
+            next_p, sums = _weights(_as_floats(blocks), _scale_of(blocks, k_scale, q_scale), row_max, row_sum)
+            sums, grown = _vote(sums, tile, part)
+            acc, _ = warpgroup_mma_wait(0, [acc, p])
+            if grown:
+                s = warpgroup_mma(q8, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, [s])
+                next_p, row_max, row_sum, alpha = _softmax(
+                    s, k_scale, q_scale, row_max, row_sum, positions, start, False
+                )
+                acc = _rescaled(acc, alpha)
+            else:
+                row_sum += sums
         mbarrier.arrive(empty.index(stage), count=1)
         p, k_scale = _pack(next_p), next_scale
-    return p, alpha, k_scale, row_max, row_sum, acc
+    return p, k_scale, row_max, row_sum, acc
 
 
 @gluon.jit
@@ -166,6 +225,7 @@ def _attend(
     num_qo_heads, num_queries, num_blocks, full_tiles, tiles, qk_scale, q_parts, k_tiles, v_tiles, ready, empty,
 ):  # fmt: skip
     """What warp group `part` does with its 64 queries."""
+    _declare_vote(tiles, part)
     rows: gl.constexpr = q_parts.shape[1]
     dim: gl.constexpr = q_parts.shape[2]
     tile_tokens: gl.constexpr = k_tiles.shape[1]
@@ -201,19 +261,18 @@ def _attend(
     s = warpgroup_mma(q8, k_tiles.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(empty.index(0), count=1)
-    p, row_max, row_sum, alpha = _softmax(s, k_scale, q_scale, row_max, row_sum, positions, 0, True)
+    p, row_max, row_sum, _ = _softmax(s, k_scale, q_scale, row_max, row_sum, positions, 0, True)
     p = _pack(p)
     k_scale = _scales(k_scale_ptr, 1, num_blocks, scale_layout)
-    p, alpha, k_scale, row_max, row_sum, acc = _attend_tiles(
+    p, k_scale, row_max, row_sum, acc = _attend_tiles(
         part, 1, full_tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles, ready, empty,
-        p, alpha, row_max, row_sum, acc, False, s_layout, p_layout,
+        p, row_max, row_sum, acc, False, s_layout, p_layout,
     )  # fmt: skip
-    p, alpha, k_scale, row_max, row_sum, acc = _attend_tiles(
+    p, k_scale, row_max, row_sum, acc = _attend_tiles(
         part, gl.maximum(full_tiles, 1), tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles,
-        v_tiles, ready, empty, p, alpha, row_max, row_sum, acc, True, s_layout, p_layout,
+        v_tiles, ready, empty, p, row_max, row_sum, acc, True, s_layout, p_layout,
     )  # fmt: skip
     mbarrier.wait(ready.index(tiles % stages), (tiles // stages) & 1)
-    acc = acc * gl.convert_layout(alpha, row_layout, assert_trivial=True)[:, None]
     acc = warpgroup_mma(_unpack(p, p_layout), v_tiles.index((tiles - 1) % stages), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
 

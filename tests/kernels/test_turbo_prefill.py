@@ -135,18 +135,37 @@ def test_dtypes(dtype: torch.dtype, device: torch.device) -> None:
     case.check(*turbo_prefill_attention(*case.args()), case.score_error() + P_AND_V)
 
 
+def representable(case: Case) -> None:
+    """Queries of integers up to 127, times a power of two for each row, lose nothing as INT8."""
+    generator = torch.Generator(case.q.device).manual_seed(1)
+    integers = torch.randint(-127, 128, case.q.shape, generator=generator, device=case.q.device).float()
+    integers[..., 5] = 127
+    exponent = torch.randint(-7, -4, (*case.q.shape[:2], 1), generator=generator, device=case.q.device)
+    case.q = integers * 2.0**exponent
+
+
 @by_softmax
 def test_only_p_and_v_round_where_queries_are_representable(softmax: Softmax, device: torch.device) -> None:
-    """Integers up to 127, times a power of two for each row, lose nothing as INT8."""
     case = Case.draw(129, 321, (4, 2), 64, device)
-    generator = torch.Generator(device).manual_seed(1)
-    integers = torch.randint(-127, 128, case.q.shape, generator=generator, device=device).float()
-    integers[..., 5] = 127
-    exponent = torch.randint(-7, -4, (*case.q.shape[:2], 1), generator=generator, device=device)
-    case.q = integers * 2.0**exponent
+    representable(case)
     tolerance = P_AND_V + 2 * case.unit()
     assert tolerance < case.score_error() / 10, "else this test is none"
     case.check(*turbo_prefill_attention(*case.args(), softmax), tolerance + SAS[softmax])
+
+
+@by_softmax
+@pytest.mark.parametrize("growth", [1.05, 1.3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_maximum_grows_from_tile_to_tile(
+    head_dim: int, growth: float, softmax: Softmax, device: torch.device
+) -> None:
+    """By less than a power of two in some rows and tiles, by ten or twenty of them in others."""
+    case = Case.draw(150, 1100, (4, 2), head_dim, device)
+    representable(case)
+    blocks = torch.arange(case.k_scale.shape[1], device=device)
+    case.k_scale *= growth ** (blocks - blocks[-1])
+    case.sm_scale *= 4
+    case.check(*turbo_prefill_attention(*case.args(), softmax), P_AND_V + 2 * case.unit() + SAS[softmax])
 
 
 @by_softmax
@@ -163,10 +182,11 @@ def test_zeros(softmax: Softmax, device: torch.device) -> None:
     torch.testing.assert_close(lse[::2], torch.log2(lengths)[:, None].expand(-1, 4), rtol=0, atol=1e-5)
 
 
-def test_outliers(device: torch.device) -> None:
+@pytest.mark.parametrize(("num_tokens", "block"), [(260, 1), (1100, 7)])
+def test_outliers(num_tokens: int, block: int, device: torch.device) -> None:
     """A block with a hundred times the scale of the others, a channel of q likewise, and scores of thousands."""
-    case = Case.draw(100, 260, (4, 2), 64, device)
-    case.k_scale[:, 1] *= 100
+    case = Case.draw(100, num_tokens, (4, 2), 64, device)
+    case.k_scale[:, block] *= 100
     case.v_scale[:, 2] *= 100
     case.q[..., 3] *= 100
     out, lse = turbo_prefill_attention(*case.args())
