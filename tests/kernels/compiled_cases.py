@@ -241,6 +241,9 @@ CASES: dict[str, Callable[[], Found]] = {
     "broken turbo, the same part twice": broken(
         _small_turbo, r"mad\.lo\.u32 (\w+), \w+, 16,", r"mad.lo.u32 \1, 0, 16,", "error"
     ),
+    "broken turbo, copies ahead of reads": broken(
+        partial(turbo, (900,), 4, 1, 128, 2), r"or\.b32 read, read, [^;]*;", "", "shared"
+    ),
     "broken turbo, not transposed": broken(_small_turbo, r"(movmatrix[^;]*) (%\w+), u;", r"mov.b32 \2, u;", "error"),
 }
 

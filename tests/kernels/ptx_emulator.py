@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from ptx_operations import (
@@ -203,6 +204,7 @@ class Machine:
         self.arrivals: dict[int, Arrival] = {}  # of bulk copies, by the address of their barrier
         self.program, self.clock = 0, 0  # barriers
         self.groups: list[list[tuple[Values, Values, Values]]] = []  # of copies in flight; the last is not committed
+        self.loading: list[tuple[frozenset[int], Values]] = []  # registers, and the bytes [threads, n] of shared memory
         self.steps = [self._bind(instruction) for instruction in kernel.code]
         self.unset = list(self.registers)
 
@@ -212,6 +214,7 @@ class Machine:
         self.registers[:] = self.unset
         self.shared.bytes[:], self.shared.written_at[:] = 0xFF, -1
         self.arrivals.clear()
+        self.loading.clear()
         at, count = 0, 0
         with np.errstate(all="ignore"):
             while at < len(self.steps):
@@ -234,23 +237,47 @@ class Machine:
                 raise NotImplementedError("not implemented")
             function, sources, result = OPERATIONS[i.op]
             operands = i.operands if result is None else i.operands[1:]
-            reads = [self.reader(x, i.resolve(kind)) for x, kind in zip(operands, sources, strict=False)]
-            write = None if result is None else self.writer(i.operands[0], i.resolve(result))
-            guard = self.reader(i.guard or "1", "pred")
+            with self._touching() as used:
+                reads = [self.reader(x, i.resolve(kind)) for x, kind in zip(operands, sources, strict=False)]
+                guard = self.reader(i.guard or "1", "pred")
+            with self._touching() as set_here:
+                write = None if result is None else self.writer(i.operands[0], i.resolve(result))
         except Exception as error:
             error.add_note(f"in {i.text}")
             raise
         flush = _flushed if "ftz" in i.modifiers else lambda values: values
 
+        loads = i.op == "ld" and "shared" in i.modifiers
+
         def step() -> int | None:
+            if self.loading and i.op != "mov":  # which the assembler may do without
+                self.loading = [load for load in self.loading if not load[0] & used]
             self.on = guard()
-            found = function(self, i, *[flush(read()) for read in reads])
+            values = [flush(read()) for read in reads]
+            found = function(self, i, *values)
+            if loads:
+                self.loading.append((frozenset(set_here), values[0]))
             return found if write is None else write(flush(found))
 
         return step
 
+    @contextmanager
+    def _touching(self) -> Iterator[set[int]]:
+        """The registers that operands turn out to be."""
+        self.touched: set[int] = set()
+        yield self.touched
+
+    def still_loading(self, begin: int, end: int) -> bool:
+        """Whether a load of shared memory [begin, end) may be under way."""
+        return any(((at >= begin) & (at < end)).any() for _, at in self.loading)
+
     def place(self, name: str) -> tuple[int, np.dtype]:
         """Where a register is, and of which type of bits."""
+        self.touched.add(self._place(name))
+        place = self.places[name]
+        return place, self.registers[place].dtype
+
+    def _place(self, name: str) -> int:
         if name not in self.places:
             kind = self.kernel.kinds.get(name) or self.kernel.kinds.get(name.rstrip("0123456789"))
             assert kind, f"no operand: {name}"
@@ -258,8 +285,7 @@ class Machine:
             # What was never written is not a number, and no address.
             unset = np.array(False) if kind == "pred" else np.array(-1).astype(BITS[WIDTH[kind]])
             self.registers.append(np.full(self.threads.size, unset))
-        place = self.places[name]
-        return place, self.registers[place].dtype
+        return self.places[name]
 
     def reader(self, operand: str, kind: str) -> Read:
         """How to get an operand's values: floats as such, also of bf16; with `*` as [threads, n], n of a vector."""

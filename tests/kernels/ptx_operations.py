@@ -259,6 +259,7 @@ def _bulk_copy(m: Machine, i: Instruction, to: Values, source: Values, size: Val
         warps = np.full(chunks.size, m.warps[thread])
         data = m.memory.load(source[thread] + chunks, 16, warps, m.clock)
         m.shared.store(to[thread] + chunks, np.full_like(data, 0xFF), warps, m.clock, m.program, NEVER)
+        m.shared.races += m.still_loading(to[thread], to[thread] + size[thread])
         m.arrivals[int(barrier[thread])].copies.append((to[thread] + chunks, data, warps))
 
 

@@ -451,3 +451,29 @@ def test_one_captured_graph_serves_every_length(softmax: Softmax, chunk_size: in
         graph.replay()
         torch.cuda.synchronize()
         replace(launch, k=k, v=v).compare()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+def test_thousands_of_replays_are_alike(chunk_size: int, codec: str) -> None:
+    """A copy that is early, or a read that is late, shows in a few launches of a thousand."""
+    device = torch.device("cuda")
+    launch = draw((8000,), 4, 8, 128, device, 264, chunk_size, codec, 4, dtype=torch.bfloat16)
+    launch.run()
+    launch.compare()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch.run()
+    for length in (2 * S + 70, 2049, 7936, 8000):
+        launch.seq_lens.fill_(length)
+        graph.replay()
+        first = [output.clone() for output in launch.outputs()]
+        differ = torch.zeros((), dtype=torch.int64, device=device)
+        for _ in range(2000):
+            graph.replay()
+            for ours, theirs in zip(launch.outputs(), first, strict=True):
+                differ += (ours != theirs).any()
+        assert not first[0].isnan().any()
+        assert int(differ) == 0, f"{int(differ)} outputs of 2000 replays differ at {length} tokens"
