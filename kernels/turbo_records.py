@@ -123,8 +123,8 @@ def _copy_after(reads):
 
     $1: barrier.  $2: to.  $3: from.  $4: bytes.  $5: whether.
 
-    A copy can overtake reads of its target that were issued before it: seen on an H200, in 5 of 1000 launches, beside
-    another program's stores. So its target depends on them, by the bits of an address that are 0 in shared memory.
+    A copy can overtake reads of its target that were issued before it: seen on an H200 in a fifth of all launches of
+    one length. So its target depends on what they brought, by bits of an address that are 0 in shared memory.
     """
     values = " ".join([f"or.b32 read, read, ${6 + i};" for i in range(reads)])
     return (
