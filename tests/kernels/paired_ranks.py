@@ -1,0 +1,48 @@
+"""Handovers of all ranks of a pair in one process, for the tests of kernels between groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from alspec.kernels.exchange import Exchange
+from alspec.kernels.mailbox import Handover, PairShape
+
+__all__ = ["PATIENCE_NS", "nan", "pairs"]
+
+PATIENCE_NS = 10**8
+
+
+def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[Handover]]:
+    """The handovers of every rank: [group][tp_rank]."""
+    size, tp_size = sum(shape.part_words()), shape.tp_size
+    memories = [[torch.zeros(size, dtype=torch.int64, device=device) for _ in range(tp_size)] for _ in range(2)]
+    meetings = torch.zeros(2 * tp_size, 2 * tp_size, dtype=torch.int64, device=device)
+    return [
+        [
+            Handover.build(
+                shape,
+                Exchange(
+                    partial=nan(device, torch.float32, shape.batch_size, shape.hidden_size),
+                    epoch=torch.tensor([epoch], dtype=torch.int32, device=device),
+                    fault=torch.zeros(1, dtype=torch.int32, device=device),
+                    tp_rank=tp_rank,
+                    tp_size=tp_size,
+                    rank=group * tp_size + tp_rank,
+                ),
+                group,
+                (1 - group) * tp_size + tp_rank,
+                memories[group][tp_rank],
+                memories[1 - group][tp_rank],
+                [memory.data_ptr() for memory in memories[group]],
+                meetings[group * tp_size + tp_rank],
+                [meeting.data_ptr() for meeting in meetings],
+            )
+            for tp_rank in range(tp_size)
+        ]
+        for group in range(2)
+    ]
