@@ -125,7 +125,7 @@ def turbo_decode_kernel(
     slots, phase = 0, 0
     if BULK:
         slots = open_slots(WARPS, D)
-    # All that the schedule and the addresses need of every output, loaded together: one latency, not one after another.
+    # All that the schedule and the addresses need of every output.
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < OUTPUTS
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)

@@ -458,7 +458,7 @@ def test_one_captured_graph_serves_every_length(softmax: Softmax, chunk_size: in
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
 def test_thousands_of_replays_are_alike(chunk_size: int, codec: str) -> None:
-    """A copy that is early, or a read that is late, shows in a few launches of a thousand."""
+    """A copy that is early, or a read that is late, shows in some launches of thousands."""
     device = torch.device("cuda")
     launch = draw((8000,), 4, 8, 128, device, 264, chunk_size, codec, 4, dtype=torch.bfloat16)
     launch.run()
