@@ -6,8 +6,9 @@ other. Arithmetic is IEEE; what the hardware approximates (`ex2.approx`) is corr
 
 A race is an access to bytes that another warp has touched since the last barrier, one of the two writing; two writes of
 the same value count as none. Asynchronous copies are in flight, and their target not a number, until they are waited
-for, one by one or, those by bulk, all that a barrier in memory counts. What is in no memory, misaligned or not
-implemented raises an error that names the instruction.
+for, one by one or, those by bulk, all that a barrier in memory counts; a copy into what has been loaded, but into
+registers that nobody has used yet, is a race too. What is in no memory, misaligned or not implemented raises an error
+that names the instruction.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ class Machine:
             raise
         flush = _flushed if "ftz" in i.modifiers else lambda values: values
 
-        loads = i.op == "ld" and "shared" in i.modifiers
+        loads = "shared" in i.modifiers and i.op.split(".")[0] in ("ld", "ldmatrix")
 
         def step() -> int | None:
             if self.loading and i.op != "mov":  # which the assembler may do without
@@ -267,9 +268,9 @@ class Machine:
         self.touched: set[int] = set()
         yield self.touched
 
-    def still_loading(self, begin: int, end: int) -> bool:
-        """Whether a load of shared memory [begin, end) may be under way."""
-        return any(((at >= begin) & (at < end)).any() for _, at in self.loading)
+    def still_loading(self, begin: Values, size: int) -> bool:
+        """Whether a load of shared memory may be under way that begins in one of the ranges of so many bytes."""
+        return any(((at >= begin[:, None]) & (at < begin[:, None] + size)).any() for _, at in self.loading)
 
     def place(self, name: str) -> tuple[int, np.dtype]:
         """Where a register is, and of which type of bits."""

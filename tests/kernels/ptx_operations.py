@@ -218,6 +218,7 @@ def _copy(m: Machine, i: Instruction, to: Values, source: Values, size: Values, 
     data = np.zeros((on.size, size), np.uint8)
     data[used] = m.memory.load(source[used], size, m.warps[used], m.clock)
     m.shared.store(to[on], np.full_like(data[on], 0xFF), m.warps[on], m.clock, m.program, NEVER)
+    m.shared.races += m.still_loading(to[on], size)
     m.groups[-1].append((to[on], data[on], m.warps[on]))
 
 
@@ -259,7 +260,7 @@ def _bulk_copy(m: Machine, i: Instruction, to: Values, source: Values, size: Val
         warps = np.full(chunks.size, m.warps[thread])
         data = m.memory.load(source[thread] + chunks, 16, warps, m.clock)
         m.shared.store(to[thread] + chunks, np.full_like(data, 0xFF), warps, m.clock, m.program, NEVER)
-        m.shared.races += m.still_loading(to[thread], to[thread] + size[thread])
+        m.shared.races += m.still_loading(to[[thread]], size[thread])
         m.arrivals[int(barrier[thread])].copies.append((to[thread] + chunks, data, warps))
 
 
