@@ -41,21 +41,6 @@ Q_MAX = gl.constexpr(127.0)
 TINY = gl.constexpr(1e-37)
 HIDDEN = gl.constexpr(-(2**22))  # below every score of INT8, and MAGIC still takes it
 
-# A barrier of one warp group, behind all sums (which ptxas has to have before it), at which its threads find out
-# whether a sum of any of them, $4 to $7, is above 2^15.
-_VOTE = """
-{
-    .reg .pred above;  .reg .f32 most, other;
-    max.f32 most, $4, $5;    max.f32 other, $6, $7;    max.f32 most, most, other;
-    setp.gt.f32 above, most, 0f47000000;
-    barrier.cta.red.or.pred above, NUMBER, 128, above;
-    selp.u32 grown_PART, 1, 0, above;
-    mov.b32 $0, $4;    mov.b32 $1, $5;    mov.b32 $2, $6;    mov.b32 $3, $7;
-}
-"""
-_VOTE_0 = gl.constexpr(_VOTE.replace("NUMBER", "10").replace("PART", "0"))  # Triton takes numbers from 0 up
-_VOTE_1 = gl.constexpr(_VOTE.replace("NUMBER", "12").replace("PART", "1"))
-
 
 @gluon.jit
 def _scales(k_scale_ptr, tile, num_blocks, layout: gl.constexpr):
@@ -148,11 +133,32 @@ def _softmax(s, k_scale, q_scale, row_max, row_sum, positions, start, MASKED: gl
     return p, new_max, row_sum, alpha
 
 
-@gluon.jit
-def _declare_vote(zero, part: gl.constexpr):
-    """The register of `_vote`: once in a kernel, for the assembler takes no second declaration."""
-    asm: gl.constexpr = ".reg .u32 grown_0; mov.u32 $0, $1;" if part == 0 else ".reg .u32 grown_1; mov.u32 $0, $1;"
-    gl.inline_asm_elementwise(asm, "=r,r", [zero], gl.int32, False, 1)
+@gluon.constexpr_function
+def _declaration(part):
+    """Assembly of the register that a group votes into: once in a kernel, the assembler takes no second one."""
+    return f".reg .u32 grown_{part}; mov.u32 $0, $1;"
+
+
+@gluon.constexpr_function
+def _vote_of(part):
+    """Assembly of a group's barrier, behind sums $4 to $7 (ptxas has to have them before it): is one above 2^15?"""
+    number = 10 + 2 * part  # Triton takes numbers from 0 up
+    return f"""
+    {{
+        .reg .pred above;  .reg .f32 most, other;
+        max.f32 most, $4, $5;    max.f32 other, $6, $7;    max.f32 most, most, other;
+        setp.gt.f32 above, most, 0f47000000;
+        barrier.cta.red.or.pred above, {number}, 128, above;
+        selp.u32 grown_{part}, 1, 0, above;
+        mov.b32 $0, $4;    mov.b32 $1, $5;    mov.b32 $2, $6;    mov.b32 $3, $7;
+    }}
+    """
+
+
+@gluon.constexpr_function
+def _result(part):
+    """Assembly that reads what a group has found: a scalar, for a branch. A tensor's assembly has none to return."""
+    return f"mov.u32 $0, grown_{part};"
 
 
 @gluon.jit
@@ -161,11 +167,8 @@ def _vote(sums, zero, part: gl.constexpr):
 
     All below, no weight is beyond what fp16 takes. With the true maximum a thread's 16 weights come to 2^14.
     """
-    asm: gl.constexpr = _VOTE_0 if part == 0 else _VOTE_1
-    sums = gl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r,r", [sums], gl.float32, False, 4)
-    # A scalar, for a branch: Triton has none that comes out of a tensor's assembly.
-    read: gl.constexpr = "mov.u32 $0, grown_0;" if part == 0 else "mov.u32 $0, grown_1;"
-    return sums, gl.inline_asm_elementwise(read, "=r,r", [zero], gl.int32, False, 1) != 0
+    sums = gl.inline_asm_elementwise(_vote_of(part), "=&r,=&r,=&r,=&r,r,r,r,r", [sums], gl.float32, False, 4)
+    return sums, gl.inline_asm_elementwise(_result(part), "=r,r", [zero], gl.int32, False, 1) != 0
 
 
 @gluon.jit
@@ -225,7 +228,7 @@ def _attend(
     num_qo_heads, num_queries, num_blocks, full_tiles, tiles, qk_scale, q_parts, k_tiles, v_tiles, ready, empty,
 ):  # fmt: skip
     """What warp group `part` does with its 64 queries."""
-    _declare_vote(tiles, part)
+    gl.inline_asm_elementwise(_declaration(part), "=r,r", [tiles], gl.int32, False, 1)
     rows: gl.constexpr = q_parts.shape[1]
     dim: gl.constexpr = q_parts.shape[2]
     tile_tokens: gl.constexpr = k_tiles.shape[1]
