@@ -1,27 +1,42 @@
 """The tables that people read are those of the measured rows."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_tables_are_those_of_the_rows(tmp_path: Path) -> None:
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """What the tables are made from and written to, in a folder of its own."""
     shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
     shutil.copy(ROOT / "README.md", tmp_path)
-    subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
+    return tmp_path
+
+
+def make_tables(project: Path, **rows: list[str]) -> list[str]:
+    """Lines of docs/results/README.md, with other rows in the files named."""
+    for name, lines in rows.items():
+        (project / "docs" / "results" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    subprocess.run([sys.executable, project / "docs" / "results" / "tables.py"], check=True)
+    return (project / "docs" / "results" / "README.md").read_text().splitlines()
+
+
+def test_tables_are_those_of_the_rows(project: Path) -> None:
+    make_tables(project)
     for name in ("README.md", "docs/results/README.md"):
-        assert (tmp_path / name).read_text() == (ROOT / name).read_text(), f"run docs/results/tables.py: {name} is old"
+        assert (project / name).read_text() == (ROOT / name).read_text(), f"run docs/results/tables.py: {name} is old"
 
 
-def test_tables_of_decode_steps(tmp_path: Path) -> None:
+def test_tables_of_decode_steps(project: Path) -> None:
     """A line for each configuration, a column for each context; the README has captured steps of the 8B shape alone."""
-    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
-    shutil.copy(ROOT / "README.md", tmp_path)
-    (tmp_path / "docs" / "results" / "turbo_attention.jsonl").unlink()  # so that whole steps are what is quantised
+    (project / "docs" / "results" / "turbo_attention.jsonl").unlink()  # so that whole steps are what is quantised
 
     def row(
         shape: str, world: int, context: int, tokens_per_s: float, cuda_graph: bool = True, kv_cache: str = "bf16"
@@ -56,17 +71,17 @@ def test_tables_of_decode_steps(tmp_path: Path) -> None:
         row("llama-3.1-8b", 1, 8192, 160.0, kv_cache="turbo4"),
         row("llama-3.1-8b", 1, 1024, 125.0, kv_cache="turbo-mixed"),
     ]
-    (tmp_path / "docs" / "results" / "decode_step.jsonl").write_text("\n".join(rows) + "\n")
     for _ in range(2):
-        subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
-        short = (tmp_path / "README.md").read_text().split("<!-- decode_step -->")[1].split("<!-- /decode_step -->")[0]
+        long = make_tables(project, decode_step=rows)
+        readme = (project / "README.md").read_text()
+        short = readme.split("<!-- decode_step -->")[1].split("<!-- /decode_step -->")[0]
         assert [line for line in short.splitlines() if line.startswith("|")] == [
-            "| GPUs, off | transport | 1024 | 8192 |",
-            "| --- | --- | --- | --- |",
-            "| 1 |  | 250 (88%) | 240 (88%) |",
-            "| 4 | symm | 800 (88%) |  |",
+            "| GPUs, off | 1024 | 8192 |",
+            "| --- | --- | --- |",
+            "| 1 | 250 (88%) | 240 (88%) |",
+            "| 4 | 800 (88%) |  |",
         ]
-        caches = (tmp_path / "README.md").read_text().split("<!-- quantised -->")[1].split("<!-- /quantised -->")[0]
+        caches = readme.split("<!-- quantised -->")[1].split("<!-- /quantised -->")[0]
         assert [line for line in caches.splitlines() if line.startswith("|")] == [
             "| whole step, ms | 1024 |",
             "| --- | --- |",
@@ -74,18 +89,22 @@ def test_tables_of_decode_steps(tmp_path: Path) -> None:
             "| turbo4 | 5.00 |",
             "| turbo-mixed | 8.00 |",
         ]
-    long = (tmp_path / "docs" / "results" / "README.md").read_text()
-    assert "| llama-3.1-8b | 4 | off |  | symm | one by one | bf16 | 1 | bf16, random numbers | 90 (88%) |  |" in long
-    assert "| llama-3.1-70b | 4 | off |  | symm | captured | bf16 | 1 | bf16, random numbers | 100 (88%) |  |" in long
+    assert "| llama-3.1-8b | 4 | off | symm | one by one | bf16 | 1 | bf16, random numbers |  | 90 (88%) |  |" in long
+    assert "| llama-3.1-70b | 4 | off | symm | captured | bf16 | 1 | bf16, random numbers |  | 100 (88%) |  |" in long
 
 
-def test_tables_of_pairs_and_all_reduces(tmp_path: Path) -> None:
+def test_tables_of_pairs_and_all_reduces(project: Path) -> None:
     """A pair beside `off` on the same GPUs and beside the latency model; all-reduces, a column for each."""
-    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
-    shutil.copy(ROOT / "README.md", tmp_path)
     rest = {"gpu": "NVIDIA H200", "num_gpus": 2, "versions": {"torch": "2.11.0"}, "command": "launch/latency.py"}
 
-    def row(mode: str, p50: float, hit_rate: float | None = None, text: str | None = None, part: str = "") -> str:
+    def row(
+        mode: str,
+        p50: float,
+        hit_rate: float | None = None,
+        text: str | None = None,
+        part: str = "",
+        commit: str = "new",
+    ) -> str:
         case = {"shape": "llama-3.1-8b", "world": 2, "mode": mode, "transport": "symm", "cuda_graph": True}
         case |= {"dtype": "bf16", "batch": 1, "context": 8192, "kv_cache": "bf16", "hit_rate": hit_rate}
         case |= {"forced": False, "text": text}
@@ -94,17 +113,17 @@ def test_tables_of_pairs_and_all_reduces(tmp_path: Path) -> None:
         if part:
             case["part"] = part
             bench = {"bench": "decode_parts", "untraced_us": 1000.0, "num_layers": 10}
-        return json.dumps(bench | {"case": case} | shown | rest)
+        return json.dumps(bench | {"case": case, "commit": commit} | shown | rest)
 
     parts = {"attention": 70.0, "sender": 80.0, "receiver": 20.0, "layer": 40.0, "fixed": 50.0, "step": 1100.0}
     rows = [
         row("off", 1200.0),
         row("paired", 1050.0, 0.5),
+        row("paired", 1000.0, 1.0, commit="old"),
         row("paired", 900.0, 0.5, "book.txt"),
         row("off", 990.0, text="book.txt"),
         *(row("paired", p50, 0.5, part=part) for part, p50 in parts.items()),
     ]
-    (tmp_path / "docs" / "results" / "decode_step.jsonl").write_text("\n".join(rows) + "\n")
     sums = [
         {"bench": "allreduce_rmsnorm", "impl": impl, "case": {"world": 4, "batch": batch}, "bytes": 16384 * batch}
         | {"us": {"p20": p50 - 1, "p50": p50, "p80": p50 + 1}}
@@ -112,12 +131,12 @@ def test_tables_of_pairs_and_all_reduces(tmp_path: Path) -> None:
         for batch in (4, 1)
         for impl, p50 in (("nccl", 20.0), ("alspec", 2.0 + batch))
     ]
-    (tmp_path / "docs" / "results" / "allreduce.jsonl").write_text("\n".join(map(json.dumps, sums)) + "\n")
-    subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
-    long = (tmp_path / "docs" / "results" / "README.md").read_text().splitlines()
+    long = make_tables(project, decode_step=rows, allreduce=list(map(json.dumps, sums)))
     # 5 accepted layers of max(80, 20 + 40) and 5 rejected ones of 80 + 40, and 50.
     begin = "| llama-3.1-8b | 1 + 1 | symm | 1 |"
     assert f"{begin} bf16, random numbers | 8192 | 50% | 1.050 | 1.200 | 1.14x | 1.050 | +0.0% | +10.0% |" in long
+    # Of another commit than `off`: marked. 10 accepted layers, and 50.
+    assert f"{begin} bf16, random numbers | 8192 | 100% | 1.000 | 1.200 | 1.20x\\* | 0.850 | +17.6% | +10.0% |" in long
     assert f"{begin} bf16, book.txt | 8192 | 50% | 0.900 | 0.990 | 1.10x |  |  |  |" in long
     parts_line = "| llama-3.1-8b | 2 | 8192 | bf16, random numbers | 50% | 70.0 | 80.0 | 20.0 | 40.0 | 50.0 | 1100.0 |"
     assert parts_line in long
@@ -127,10 +146,8 @@ def test_tables_of_pairs_and_all_reduces(tmp_path: Path) -> None:
     ]
 
 
-def test_tables_of_attention_over_quantised_caches(tmp_path: Path) -> None:
+def test_tables_of_attention_over_quantised_caches(project: Path) -> None:
     """How many times faster than bf16 under the same heading; SAS beside exact; prefill against SDPA."""
-    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
-    shutil.copy(ROOT / "README.md", tmp_path)
     rest = {"gpu": "NVIDIA H200", "num_gpus": 1, "versions": {"torch": "2.11.0"}, "command": "launch/bench_kernels.py"}
 
     def row(bench: str, impl: str, us: float, **case: object) -> str:
@@ -145,14 +162,11 @@ def test_tables_of_attention_over_quantised_caches(tmp_path: Path) -> None:
         row("decode_attention", "alspec.turbo_decode_attention.sas", 10.0, codec="turbo4", **at),
         row("speculative_decode", "alspec.turbo_decode_attention", 7.0, codec="turbo4", **at),
     ]
-    (tmp_path / "docs" / "results" / "turbo_attention.jsonl").write_text("\n".join(rows) + "\n")
-    rows = [
+    prompts = [
         row("prefill_attention", impl, us, tokens=4096, **at)
         for impl, us in (("torch.sdpa", 900.0), ("alspec.turbo_prefill_attention", 600.0))
     ]
-    (tmp_path / "docs" / "results" / "prefill_attention.jsonl").write_text("\n".join(rows) + "\n")
-    subprocess.run([sys.executable, tmp_path / "docs" / "results" / "tables.py"], check=True)
-    long = (tmp_path / "docs" / "results" / "README.md").read_text().splitlines()
+    long = make_tables(project, turbo_attention=rows, prefill_attention=prompts)
     plain = long.index("### 32/8 heads of 128, plain")
     assert long[plain + 4 : plain + 8] == [
         "| torch SDPA, bf16 | 15.0 (0.80x) |",
@@ -173,18 +187,13 @@ def quality_row(measure: str, context: int, value: float, rates: list[float] | N
     return json.dumps({"bench": "quality", "case": case | of_case, "value": value} | hits | rest)
 
 
-def tables_of(folder: Path, name: str, rows: list[str], title: str) -> list[str]:
-    """Lines of the tables in one section of docs/results/README.md, with these rows in one file."""
-    shutil.copytree(ROOT / "docs" / "results", folder / "docs" / "results")
-    shutil.copy(ROOT / "README.md", folder)
-    (folder / "docs" / "results" / name).write_text("\n".join(rows) + "\n")
-    subprocess.run([sys.executable, folder / "docs" / "results" / "tables.py"], check=True)
-    text = (folder / "docs" / "results" / "README.md").read_text()
-    section = text.split(f"## {title}\n")[1].split("## ")[0]
-    return [line for line in section.splitlines() if line.startswith("|") and not line.startswith("| ---")]
+def section(lines: list[str], title: str) -> list[str]:
+    """Lines of the tables under one heading."""
+    text = "\n".join(lines).split(f"## {title}\n")[1].split("## ")[0]
+    return [line for line in text.splitlines() if line.startswith("|") and not line.startswith("| ---")]
 
 
-def test_tables_of_caches(tmp_path: Path) -> None:
+def test_tables_of_caches(project: Path) -> None:
     """Each cache and lambda at the longest context, with its change against bf16; over contexts, layers and depths."""
     bf16, turbo4 = ({"cache": cache, "threshold": "0.1"} for cache in ("bf16", "turbo4"))
     rows = [
@@ -200,7 +209,7 @@ def test_tables_of_caches(tmp_path: Path) -> None:
         quality_row("needle", 8192, 1.0, **turbo4 | {"threshold": "inf", "depth": 0.0, "samples": 5}),
         quality_row("needle", 8192, 0.6, **turbo4 | {"cache": "turbo4, sas", "depth": 0.0, "samples": 5}),
     ]
-    assert tables_of(tmp_path, "quality_codecs.jsonl", rows, "Demo checkpoint over caches") == [
+    assert section(make_tables(project, quality_codecs=rows), "Demo checkpoint over caches") == [
         "| lambda | cache | bits per byte | change | fact recalled | change | hit rate |",
         "| 0.1 | bf16 | 1.2500 |  | 100.0% |  | 0.500 |",
         "| 0.1 | turbo4 | 1.2600 | +0.80% | 99.5% | -0.5 points | 0.500 |",
@@ -219,7 +228,7 @@ def test_tables_of_caches(tmp_path: Path) -> None:
     ]
 
 
-def test_table_of_selectors(tmp_path: Path) -> None:
+def test_table_of_selectors(project: Path) -> None:
     """Settings of half the heads in one table, selectors over the number of heads in another."""
     at = {"threshold": "0.0", "selector": "gap_std", "low_heads": None}
     rows = [quality_row("bits per byte", 8192, 1.25, cache="bf16", **at)]
@@ -230,7 +239,7 @@ def test_table_of_selectors(tmp_path: Path) -> None:
     ):
         of = at | {"cache": f"turbo-mixed, {selector}, {low} heads low", "selector": selector, "low_heads": low}
         rows += [quality_row("bits per byte", 8192, bits, **of), quality_row("recall", 8192, recall, **of)]
-    assert tables_of(tmp_path, "quality_ablations.jsonl", rows, "Softmax, block sizes and selectors") == [
+    assert section(make_tables(project, quality_ablations=rows), "Softmax, block sizes and selectors") == [
         "| lambda | cache | bits per byte | change | hit rate |",
         "| 0 | bf16 | 1.2500 |  | 0.500 |",
         "| heads of lowest priority by | 1 | 2 |",
@@ -239,8 +248,35 @@ def test_table_of_selectors(tmp_path: Path) -> None:
     ]
 
 
-def test_the_readme_names_files_that_exist() -> None:
-    named = [word.strip("`.,;:()") for word in (ROOT / "README.md").read_text().split() if word.startswith("`")]
-    paths = [word for word in named if word.endswith((".py", ".jsonl", ".gz", ".png")) and "/" in word]
-    assert len(paths) >= 8
-    assert [path for path in paths if not (ROOT / path).exists() and not path.startswith("corpus/")] == []
+def test_picture(project: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = project / "drawn.png"
+    subprocess.run([sys.executable, project / "docs" / "results" / "pictures.py", picture], check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+PAGES = ["README.md", "models/demo/README.md", *(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
+FOLDERS = "alspec|docs|kernels|launch|models|runtime|tests"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Links to files and to headings of them, and every path of a file that is named."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, heading = link.partition("#")
+        if "://" in link:
+            continue
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), f"{page}: {link}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], link
+    for path in re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/.-]+\.(?:py|jsonl|json\.gz|png|md)\b", text):
+        assert (ROOT / path).exists(), f"{page}: {path}"
+
+
+def test_pages_are_looked_at() -> None:
+    """The test above has pages, and finds in them what it looks for."""
+    assert {"docs/lean_attention.md", "docs/results/README.md"} <= set(PAGES)
+    assert re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/.-]+\.py\b", "see `kernels/words.py`.") == ["kernels/words.py"]

@@ -18,11 +18,13 @@ def quality(rows: list[dict[str, Any]]) -> str:
     columns = sorted({key for found in values.values() for key in found})
     text = next(key for key in reversed(columns) if key[0] == "bits per byte")
     recall = next((key for key in columns if key[0] == "recall"), None)
-    head = ["lambda", *(f"{measure}, {context} tokens" for measure, context in columns), "hit rate, text"]
+    names = [f"{QUALITY_COLUMNS[measure]}, {context} tokens" for measure, context in columns]
+    head = ["lambda", *names, "hit rate, text"]
     lines = []
     for threshold, found in values.items():
         cells = [
-            f"{found[key]['value']:.4f}" if key[0] != "recall" else f"{found[key]['value']:.1%}" for key in columns
+            f"{found[key]['value']:.4f}" if key[0] == "bits per byte" else f"{found[key]['value']:.1%}"
+            for key in columns
         ]
         lines.append([f"{float(threshold):g}", *cells, f"{found[text]['hit_rate']:.3f}"])
     layers = range(len(next(iter(values.values()))[text]["hit_rate_per_layer"]))
@@ -43,7 +45,8 @@ def quality(rows: list[dict[str, Any]]) -> str:
         [
             "## Demo checkpoint over lambda",
             f"Reference semantics (`simulated`), S = {case['chunk_size']}, {case['dtype']}. lambda 0 is full attention,"
-            f" inf is attention sink in every layer. {where(rows[0])}",
+            " inf is attention sink in every layer.",
+            where(rows[0]),
             table(head, lines),
             f"Hit rate of each layer on text, at positions where the guess leaves tokens out ({text[1]} tokens):",
             per_layer[0],
@@ -92,7 +95,7 @@ def codecs(title: str, rows: list[dict[str, Any]]) -> str:
         )
     notes.append("What has no cell or line was not measured, though a command may name it.")
     return "\n\n".join(
-        [f"## {title}", " ".join([*notes, where(*rows)]), table([*head, "hit rate"], cells)],
+        [f"## {title}", " ".join(notes), where(*rows), table([*head, "hit rate"], cells)],
     )
 
 
@@ -116,8 +119,8 @@ def ablated(title: str, rows: list[dict[str, Any]]) -> list[str]:
     lines = [[selector, *(cell(of.get(count, {})) for count in counts)] for selector, of in found.items()]
     return [
         codecs(title, [row for row in rows if row["case"]["low_heads"] is None]),
-        f"Bits per byte and facts recalled at lambda 0, by how many of the KV heads `turbo-mixed` holds at 2 bits."
-        f" {where(*few)}",
+        "Bits per byte and facts recalled at lambda 0, by how many of the KV heads `turbo-mixed` holds at 2 bits.",
+        where(*few),
         table(["heads of lowest priority by", *map(str, counts)], lines),
     ]
 

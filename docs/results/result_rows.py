@@ -11,7 +11,7 @@ PARTS = "decode_parts"
 
 
 def read(name: str, bench: str | None = None) -> list[dict[str, Any]]:
-    """Rows of one file, oldest first: of one bench, or all but the parts of steps. None if there is no such file."""
+    """Rows of one file, oldest first: of one bench, or all but the parts of steps. [] if there is no such file."""
     path = HERE / name
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [row for row in map(json.loads, lines) if (row["bench"] == bench if bench else row["bench"] != PARTS)]
@@ -24,8 +24,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def where(*rows: dict[str, Any]) -> str:
-    """Hardware, versions and commands of rows."""
+    """Hardware, versions and commands of rows, a paragraph of its own; several commands are folded away."""
     row = rows[0]
     gpu = f"{max(row['num_gpus'] for row in rows)} x {row['gpu']}" if row["gpu"] else "CPU"
-    commands = dict.fromkeys(f"`{row['command']}`" for row in rows)
-    return f"{gpu}, torch {row['versions']['torch']}, {', '.join(commands)}"
+    commands = "\n".join(dict.fromkeys(row["command"] for row in rows))
+    block = f"```\n{commands}\n```"
+    if "\n" in commands:
+        block = f"<details><summary>The commands that wrote these rows</summary>\n\n{block}\n\n</details>"
+    return f"{gpu}, torch {row['versions']['torch']}:\n\n{block}"

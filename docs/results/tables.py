@@ -9,7 +9,9 @@ from result_rows import HERE, PARTS, read, table, where
 
 from alspec.latency_model import StepCosts, speculative_step_us
 
+OTHER_COMMIT = "\\* The pair is of an earlier commit than `off`."
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
+SHORT_STEPS = (1024, 8192, 32768, 131072)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
 
 
@@ -31,10 +33,14 @@ def main() -> None:
         text = f"{before}{begin}\n{lines}\n{end}{rest.partition(end)[2]}"
     project.write_text(text, encoding="utf-8")
     ablations = read("quality_ablations.jsonl")
-    parts = [
-        "# Measured rows and their tables",
-        "One JSON line for each measured value, written by the command that it names."
-        " `python docs/results/tables.py` makes the tables from them.",
+    sections = [
+        steps(read("decode_step.jsonl")),
+        against_off(read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
+        allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
+        decode(read("decode_attention.jsonl")),
+        quantised(read("turbo_attention.jsonl")),
+        prefill(read("prefill_attention.jsonl")),
+        ready(read("ready.jsonl")),
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
         over_contexts(read("quality_codecs.jsonl")),
@@ -48,22 +54,29 @@ def main() -> None:
             )
             for part in ablated(title, [row for row in ablations if row["case"]["dtype"] == dtype])
         ),
-        steps(read("decode_step.jsonl")),
-        against_off(read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
-        allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
-        decode(read("decode_attention.jsonl")),
-        quantised(read("turbo_attention.jsonl")),
-        prefill(read("prefill_attention.jsonl")),
-        ready(read("ready.jsonl")),
+    ]
+    parts = [
+        "# Measured rows and their tables",
+        "One JSON line for each measured value, written by the command that it names."
+        " `python docs/results/tables.py` makes the tables from them, `python docs/results/pictures.py` the picture.",
+        "\n".join(contents(sections)),
+        "![ms/token of whole steps, and microseconds of decode attention, over contexts](latency.png)",
+        *sections,
     ]
     (HERE / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+
+
+def contents(sections: list[str]) -> list[str]:
+    """A link to each section that has a heading."""
+    titles = [section.splitlines()[0][3:] for section in sections if section.startswith("## ")]
+    return [f"- [{title}](#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
 
 
 def decode(rows: list[dict[str, Any]]) -> str:
     """Decode attention, one table for each shape: rivals, ours, ours with guess and verdict."""
     if not rows:
         return ""
-    parts = ["## Decode attention", "Microseconds, p50 or p20 / p50 / p80. " + where(*rows)]
+    parts = ["## Decode attention", "Microseconds, p50 or p20 / p50 / p80.", where(*rows)]
     head = ["context", "torch SDPA", "FlashInfer", "lean decode", "TB/s", "of stream", "against SDPA"]
     head += ["with guess and verdict", "its cost"]
     for shape, contexts in by_shape(rows).items():
@@ -85,29 +98,20 @@ def steps(rows: list[dict[str, Any]]) -> str:
         return ""
     contexts = sorted({row["case"]["context"] for row in rows})
     lines: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["case"]["hit_rate"] or 0.0):
         case = row["case"]
-        key = (case["shape"], str(case["world"]), case["mode"], hits(row), case["transport"] or "")
+        key = (case["shape"], str(case["world"]), case["mode"], case["transport"] or "")
         key += ("captured" if case["cuda_graph"] else "one by one", case["dtype"], str(case["batch"]))
-        key += (cache_of(row),)
-        lines.setdefault(key, {})[case["context"]] = row
-    head = [
-        "shape",
-        "GPUs",
-        "mode",
-        "hits",
-        "transport",
-        "launches",
-        "dtype",
-        "batch",
-        "cache",
-        *map(str, contexts),
-    ]
-    cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in sorted(lines.items())]
+        lines.setdefault((*key, cache_of(row), hits(row)), {})[case["context"]] = row
+    head = ["shape", "GPUs", "mode", "transport", "launches", "dtype", "batch", "cache", "hits", *map(str, contexts)]
+    # Stable: lines that differ in hits only stay in their order.
+    ordered = sorted(lines.items(), key=lambda item: item[0][:-1])
+    cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in ordered]
     parts = [
         "## Decode steps",
         "Tokens/s at the median step (share of the limit: a rank's bytes at the stream bandwidth of the run), over the"
-        " tokens in the cache. " + where(*rows),
+        " tokens in the cache.",
+        where(*rows),
         table(head, cells),
     ]
     return "\n\n".join(parts)
@@ -128,7 +132,7 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
         p50, off = row["us"]["p50"] / 1e3, base["us"]["p50"] / 1e3
         line = [case["shape"], f"{case['world'] // 2} + {case['world'] // 2}", case["transport"], str(case["batch"])]
         line += [cache_of(row), str(case["context"]), hits(row)]
-        cells = [f"{p50:.3f}", f"{off:.3f}", f"{off / p50:.2f}x", "", "", ""]
+        cells = [f"{p50:.3f}", f"{off:.3f}", against(base, row), "", "", ""]
         found = measured.get(_setting(row))
         # Of several requests the layer's verdict is another rate than the requests'.
         if found and case["batch"] == 1:
@@ -141,7 +145,8 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
     head = ["shape", "GPUs", "transport", "batch", "cache", "context", "hits", "paired, ms", "off, ms", "against off"]
     head += ["model, ms", "measured against model", "steps slower while traced"]
     text = [
-        "Medians. The model (`alspec/latency_model.py`) is given the parts of a layer below, which are medians over the"
+        "Medians. Hits are forced in whole layers: `--hit-rates 0.65` accepts 20 of 32."
+        " The model (`alspec/latency_model.py`) is given the parts of a layer below, which are medians over the"
         " kernels of some traced steps, each counted from when the kernel before it had ended. The parts are of a run"
         " of their own. `checkpoint` is the bundled model: after a text, lambda = 0.1, real verdicts."
     ]
@@ -155,13 +160,21 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
         ]
         for found in measured.values()
     ]
+    if any("*" in cell for line in lines.values() for cell in line):
+        text.append(OTHER_COMMIT)
     tables = [table(head, list(lines.values()))]
     if cells:
         tables += [
-            "Parts of traced steps, in microseconds. " + where(*parts),
+            "Parts of traced steps, in microseconds.",
+            where(*parts),
             table(["shape", "GPUs", "context", "cache", "hits", *names], cells),
         ]
     return "\n\n".join(["## Pairs against tensor parallelism", *text, *tables])
+
+
+def against(base: dict[str, Any], row: dict[str, Any]) -> str:
+    """How many times as fast as `base`; marked where the two are of different commits."""
+    return f"{base['us']['p50'] / row['us']['p50']:.2f}x" + ("" if base["commit"] == row["commit"] else "\\*")
 
 
 def predicted_us(parts: dict[str, dict[str, Any]], hit_rate: float) -> float:
@@ -204,7 +217,8 @@ def allreduce(rows: list[dict[str, Any]]) -> str:
             "## All-reduce alone",
             "p20 / p50 / p80 in microseconds of one all-reduce inside a CUDA graph of many, on the slowest rank. Ours"
             " also adds the residual and leaves what the next norm needs, in two dependent launches, a push and a"
-            " reduction; two launches that do nothing stand beside it. " + where(*rows),
+            " reduction; two launches that do nothing stand beside it.",
+            where(*rows),
             table(["GPUs", "batch", "KB", *impls], cells),
         ]
     )
@@ -260,7 +274,8 @@ def quantised(rows: list[dict[str, Any]]) -> str:
     parts = [
         "## Decode attention over quantised caches",
         "p50 in microseconds, and how many times faster than the lean kernel over bf16 under the same heading: plain,"
-        " then with guess and verdict. " + where(*rows),
+        " then with guess and verdict.",
+        where(*rows),
     ]
     for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
         for bench, title in (("decode_attention", "plain"), ("speculative_decode", "with guess and verdict")):
@@ -299,7 +314,8 @@ def prefill(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
             "## Prefill attention over the INT8 stage",
-            "p50 in microseconds, rate, and speed against SDPA; 32/8 heads of 128, causal. " + where(*rows),
+            "p50 in microseconds, rate, and speed against SDPA; 32/8 heads of 128, causal.",
+            where(*rows),
             table(["tokens", "context", *impls], lines),
         ]
     )
@@ -314,7 +330,8 @@ def ready(rows: list[dict[str, Any]]) -> str:
         "## Time to the guess",
         "From the end of the kernel before speculative decode until a waiting kernel has seen all of `A~`, p50 in"
         " microseconds, cold L2, for chunk sizes S. On the second GPU (`A~` in its memory) the waiting kernel"
-        " answers, and the time ends when the first GPU has the answer: it holds the way back. " + where(*rows),
+        " answers, and the time ends when the first GPU has the answer: it holds the way back.",
+        where(*rows),
     ]
     for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
         lines: dict[int, list[str]] = {}
@@ -323,23 +340,21 @@ def ready(rows: list[dict[str, Any]]) -> str:
                 line = lines.setdefault(row["case"]["context"], [str(row["case"]["context"])])
                 line.append(f"{row['us']['p50']:.1f}")
         head = ["context", *(f"{place}, S = {chunk_size}" for place, chunk_size in columns)]
-        parts += [f"### {shape} heads of {rows[0]['case']['head_dim']}", table(head, list(lines.values()))]
+        ordered = [lines[context] for context in sorted(lines)]
+        parts += [f"### {shape} heads of {rows[0]['case']['head_dim']}", table(head, ordered)]
     return "\n\n".join(parts)
 
 
 def short_decode() -> str:
-    """Medians of the 8B shape's decode attention over contexts, whole and as one rank of four has it."""
-    shapes = by_shape(read("decode_attention.jsonl"))
-    parts = []
-    for shape in ("32/8 heads of 128", "8/2 heads of 128"):
-        contexts = {context: found for context, found in shapes[shape].items() if context in SHORT_CONTEXTS}
-        names = ("torch SDPA", "FlashInfer", "lean decode", "with guess and verdict")
-        lines = [
-            [name, *(f"{found[name]['us']['p50']:.1f}" if name in found else "" for found in contexts.values())]
-            for name in names
-        ]
-        parts += [table([f"{shape}, us", *contexts], lines), ""]
-    return "\n".join([*parts, where(*read("decode_attention.jsonl"))])
+    """Medians of the 8B shape's decode attention over contexts."""
+    rows = read("decode_attention.jsonl")
+    shape = "32/8 heads of 128"
+    contexts = {context: found for context, found in by_shape(rows)[shape].items() if context in SHORT_CONTEXTS}
+    lines = [
+        [name, *(f"{found[name]['us']['p50']:.1f}" if name in found else "" for found in contexts.values())]
+        for name in ("torch SDPA", "FlashInfer", "lean decode", "with guess and verdict")
+    ]
+    return "\n\n".join([table([f"{shape}, us", *contexts], lines), where(*rows)])
 
 
 def short_steps() -> str:
@@ -355,37 +370,36 @@ def short_steps() -> str:
     ]
     if not rows:
         return ""
-    plain = {
-        (row["case"]["world"], row["case"]["transport"], row["case"]["context"]): row
-        for row in rows
-        if row["case"]["mode"] == "off"
-    }
-    contexts = sorted({row["case"]["context"] for row in rows})
-    lines = [
-        [str(world), transport or "", *(rate(plain.get((world, transport, context))) for context in contexts)]
-        for world, transport in sorted({key[:2] for key in plain}, key=str)
-    ]
-    pairs: dict[tuple[int, str, str], dict[int, str]] = {}
-    for row in rows:
+    plain = {_setting(row): row for row in rows if row["case"]["mode"] == "off"}
+    off: dict[int, dict[int, str]] = {}
+    for row in plain.values():
         case = row["case"]
-        if case["mode"] == "paired" and case["hit_rate"] in SHORT_HIT_RATES:
-            base = plain.get((case["world"], case["transport"], case["context"]))
-            if base is None:
-                continue
-            ratio = base["us"]["p50"] / row["us"]["p50"]
-            found = pairs.setdefault((case["world"], case["transport"], hits(row)), {})
-            found[case["context"]] = f"{row['tokens_per_s']:.0f} ({ratio:.2f}x)"
-    paired = [
-        [f"{world // 2} + {world // 2}", transport, label, *(found.get(context, "") for context in contexts)]
-        for (world, transport, label), found in sorted(
-            pairs.items(), key=lambda item: (item[0][0], item[0][1] != "symm", int(item[0][2].split("%")[0]))
+        if case["transport"] in (None, "symm"):
+            off.setdefault(case["world"], {})[case["context"]] = rate(row)
+    pairs: dict[tuple[int, str, float], dict[int, str]] = {}
+    for row in rows:
+        case, base = row["case"], plain.get(_setting(row))
+        if case["mode"] == "paired" and case["hit_rate"] in SHORT_HIT_RATES and base is not None:
+            found = pairs.setdefault((case["world"], case["transport"], case["hit_rate"]), {})
+            found[case["context"]] = f"{row['tokens_per_s']:.0f} ({against(base, row)})"
+    contexts = sorted(set().union(*off.values()) & set(SHORT_STEPS))
+    tables = [
+        table(
+            ["GPUs, off", *map(str, contexts)],
+            [[str(world), *(off[world].get(context, "") for context in contexts)] for world in sorted(off)],
         )
     ]
-    head = list(map(str, contexts))
-    tables = [table(["GPUs, off", "transport", *head], lines)]
-    if paired:
-        tables.append(table(["GPUs, paired", "transport", "hits", *head], paired))
-    return "\n".join(["\n\n".join(tables), "", where(*rows)])
+    if pairs:
+        contexts = sorted(set().union(*pairs.values()))
+        lines = [
+            [f"{world // 2} + {world // 2}", transport, f"{hit_rate:.0%}", *(found.get(at, "") for at in contexts)]
+            for (world, transport, hit_rate), found in sorted(
+                pairs.items(), key=lambda item: (item[0][0], item[0][1] != "symm", item[0][2])
+            )
+        ]
+        tables.append(table(["GPUs, paired", "transport", "hits", *map(str, contexts)], lines))
+    notes = [OTHER_COMMIT] if any("*" in cell for found in pairs.values() for cell in found.values()) else []
+    return "\n\n".join([*tables, *notes, where(*rows)])
 
 
 def short_quantised() -> str:

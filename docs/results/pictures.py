@@ -1,0 +1,112 @@
+"""Draw the README's picture of the measured rows beside this file: `python docs/results/pictures.py [FILE.png]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from result_rows import HERE, read
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
+
+Row = dict[str, Any]
+# Colour: what was measured. Line: GPUs, or where the rows come from.
+CACHES = {"bf16": "tab:blue", "turbo4": "tab:orange", "turbo-mixed": "tab:green"}
+RIVALS = {"torch.sdpa": ("torch SDPA, bf16", "black", "--"), "flashinfer": ("FlashInfer, bf16", "dimgray", ":")}
+GPUS = {1: ("-", "o"), 2: ("--", "s"), 4: (":", "^")}
+# Tokens/s reported for gpt-fast, the same decode on H200s, by GPUs and context; not measured side by side.
+REPORTED = {1: {8192: 158, 131072: 84}, 4: {8192: 221, 131072: 156}}
+
+
+def main() -> None:
+    """Whole steps on the left, attention of a layer on the right, both over the tokens in the cache."""
+    picture = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "latency.png"
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    steps(left, read("decode_step.jsonl"))
+    attention(right, read("decode_attention.jsonl"), read("turbo_attention.jsonl"))
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("tokens in the cache")
+        axes.grid(alpha=0.3)
+    figure.savefig(picture, dpi=130)
+
+
+def steps(axes: Any, rows: list[Row]) -> None:
+    """Captured steps of the 8B shape, one request: tensor parallelism, and a pair whose guesses are all accepted."""
+    of_shape = [
+        row
+        for row in rows
+        if row["case"]["shape"] == "llama-3.1-8b"
+        and row["case"]["transport"] in (None, "symm")
+        and row["case"]["cuda_graph"]
+        and row["case"]["batch"] == 1
+    ]
+    for cache, color in CACHES.items():
+        for world, (line, marker) in GPUS.items():
+            found = medians(of_shape, lambda case, c=cache, w=world: (case["kv_cache"], case["world"]) == (c, w), "off")
+            axes.plot(*series(found, 1e3), color=color, linestyle=line, marker=marker, markersize=4)
+    pair = medians(
+        of_shape, lambda case: (case["kv_cache"], case["world"], case["hit_rate"]) == ("bf16", 2, 1), "paired"
+    )
+    axes.plot(*series(pair, 1e3), color="tab:red", linestyle="", marker="D")
+    for world, tokens_per_s in REPORTED.items():
+        times = {context: 1e6 / rate for context, rate in tokens_per_s.items()}
+        axes.plot(*series(times, 1e3), color="gray", linestyle="", marker=GPUS[world][1], fillstyle="none")
+    axes.set_ylim(top=24)
+    handles = [Line2D([], [], color=color, label=cache) for cache, color in CACHES.items()]
+    handles += [
+        Line2D(
+            [], [], color="black", linestyle=line, marker=marker, markersize=4, label=f"{world} GPU{'s'[: world - 1]}"
+        )
+        for world, (line, marker) in GPUS.items()
+    ]
+    pair_label, reported = "1 + 1 GPUs, all guesses accepted (forced)", "gpt-fast as reported, 1 and 4 GPUs"
+    handles.append(Line2D([], [], color="tab:red", linestyle="", marker="D", label=pair_label))
+    handles.append(Line2D([], [], color="gray", linestyle="", marker="o", fillstyle="none", label=reported))
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", ncols=2)
+    axes.set_ylabel("ms/token (median step)")
+    axes.set_title("8B shape, one request, whole decode step", fontsize=10)
+
+
+def attention(axes: Any, plain: list[Row], quantised: list[Row]) -> None:
+    """Decode attention of a layer with 32/8 heads of 128, beside its rivals."""
+    rows = [row for row in plain if row["case"]["heads"] == "32/8" and row["case"]["head_dim"] == 128]
+    for impl, (label, color, line) in RIVALS.items():
+        found = medians([row for row in rows if row["impl"] == impl], lambda case: isinstance(case["context"], int))
+        axes.plot(*series(found, 1), color=color, linestyle=line, marker=".", label=label)
+    ours = [row for row in quantised if row["case"]["heads"] == "32/8" and row["bench"] == "decode_attention"]
+    ours = [row for row in ours if row["impl"].startswith("alspec") and not row["impl"].endswith(".sas")]
+    ours = [row for row in ours if row["case"]["codec"] != "bf16"]
+    lean = [row for row in rows if row["bench"] == "decode_attention" and row["impl"].startswith("alspec")]
+    for cache, color in CACHES.items():
+        found = medians(lean, lambda case: isinstance(case["context"], int)) if cache == "bf16" else {}
+        found = found or medians(ours, lambda case, c=cache: case["codec"] == c)
+        name = "lean, bf16" if cache == "bf16" else cache
+        axes.plot(*series(found, 1), color=color, marker="o", markersize=4, label=name)
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_ylabel("us (median launch)")
+    axes.set_title("decode attention of a layer, 32/8 heads of 128", fontsize=10)
+
+
+def medians(rows: list[Row], of: Callable[[Row], bool], mode: str | None = None) -> dict[int, float]:
+    """Median microseconds over contexts of the rows that belong; of repeated rows the last."""
+    belong = [row for row in rows if (mode is None or row["case"]["mode"] == mode) and of(row["case"])]
+    return {int(row["case"]["context"]): row["us"]["p50"] for row in belong}
+
+
+def series(found: dict[int, float], unit_us: float) -> tuple[list[int], list[float]]:
+    """Contexts in ascending order, and the values there."""
+    contexts = sorted(found)
+    return contexts, [found[context] / unit_us for context in contexts]
+
+
+if __name__ == "__main__":
+    main()
