@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from alspec.config import GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.cli import check_writable
-from alspec.runtime.engine import Engine, broadcast_text
+from alspec.runtime.engine import Engine
 
 __all__ = ["read_prompts", "read_text_ids"]
 
@@ -60,7 +60,7 @@ def _from_first_rank(engine: Engine, read: Callable[[], _T]) -> _T:
             message = {"found": read()}
         except UserError as error:
             message = {"error": str(error)}
-    message = json.loads(broadcast_text(engine.store, engine.placement.rank, "alspec/prompts", json.dumps(message)))
+    message = json.loads(engine.agreement.broadcast(json.dumps(message)))
     if "error" in message:
         raise UserError(message["error"])
     found: _T = message["found"]

@@ -17,15 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import EngineConfig, SamplingConfig, validate
-from ..errors import BadNumbersError, RankFailureError, UserError
+from ..errors import UserError
 from ..kernels.attention import newest_causal_mask
 from ..kernels.gemv import MAX_BATCH
-from ..kernels.words import BAD_NUMBERS, split_fault
 from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
 from ..models.llama import Llama, load_weights, random_weights
 from ..models.tokenizer import Tokenizer
+from .agreement import Agreement, shared_settings
+from .bad_steps import bad_logits_error, fault_error
 from .codecs import Cache, check_codec, new_cache
 from .faults import LOADING, Heartbeat
 from .generation import Generation, IdDecoder, Request, Token
@@ -40,7 +41,7 @@ from .timeline import Timeline
 from .transport import Transport, connect_store
 from .turbo_cache import TURBO_CODECS
 
-__all__ = ["Engine", "broadcast_text", "refuse_unavailable"]
+__all__ = ["Engine", "refuse_unavailable"]
 
 _JOBS = itertools.count()
 
@@ -86,14 +87,14 @@ class Engine:
         # Engines of one process, one after the other, have keys of their own; ranks create them in the same order.
         job = f"alspec-{next(_JOBS)}"
         several = self.placement.world_size > 1
-        self.store = dist.PrefixStore(job, connect_store(self.placement)) if several else None
+        self._store = dist.PrefixStore(job, connect_store(self.placement)) if several else None
+        self.agreement = Agreement(self.placement, self._store)
         self.heartbeat = Heartbeat(self.placement, job=job)
         self.timeline = Timeline(self.device, trace)
         self.memory: MemoryPlan | None = None
         self.transport: Transport | None = None
         self._step = 0
         self._texts = 0  # begun so far; the last one owns the cache
-        self._exchanges = itertools.count()
         self._is_closed = False
         self._is_warm = self.device.type != "cuda"
 
@@ -250,7 +251,7 @@ class Engine:
 
     def _load_model(self) -> None:
         config, placement = self.model_config, self.placement
-        if self.store is not None and dist.is_initialized():
+        if self._store is not None and dist.is_initialized():
             raise UserError("engine: several ranks have one engine at a time in a process; close the other one first")
         self._check_agreement()
         self.heartbeat.mark(0, LOADING, -1)
@@ -264,7 +265,7 @@ class Engine:
             weights = load_weights(self.checkpoint, config, placement.shard, self.dtype, self.device)
         else:
             weights = random_weights(config, placement.shard, self.dtype, self.device)
-        self.transport = Transport(placement, self.device, self.backend, self.store)
+        self.transport = Transport(placement, self.device, self.backend, self._store)
         if self._uses_symm:
             reason = symmetric_fault(self.transport)
             if reason and self.config.transport == "symm":
@@ -278,30 +279,7 @@ class Engine:
         """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""
         chosen = {"resolved transport": "symm" if self._uses_symm else self.backend}
         chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
-        self._agree(shared_settings(self.config) | chosen)
-
-    def _agree(self, own: dict[str, Any]) -> None:
-        """Compare what every rank has been given, as JSON holds it.
-
-        Raises:
-            UserError: naming what is not the same everywhere.
-        """
-        for rank, text in enumerate(self._exchange(json.dumps(own))):
-            other = json.loads(text)
-            name = next((name for name in own | other if own.get(name) != other.get(name)), None)
-            if name is not None:
-                raise UserError(
-                    f"ranks disagree on {name}: rank {self.placement.rank} has {own.get(name)!r}, rank {rank} has "
-                    f"{other.get(name)!r}; give the same to all, --transport and --dtype too where hosts differ"
-                )
-
-    def _exchange(self, text: str) -> list[str]:
-        """Every rank's text, in rank order; all ranks call it equally often."""
-        if self.store is None:
-            return [text]
-        key = f"alspec/exchange/{next(self._exchanges)}"
-        self.store.set(f"{key}/{self.placement.rank}", text)
-        return [self.store.get(f"{key}/{rank}").decode() for rank in range(self.placement.world_size)]
+        self.agreement.require_same(shared_settings(self.config) | chosen)
 
     def _connected(self) -> Transport:
         assert self.transport is not None, "load comes first"
@@ -426,7 +404,7 @@ class Engine:
         assert self.loop is not None
         self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
         self._step = 0
-        self._check_fault(self.loop.prepare(sampling))
+        self._raise_fault(self.loop.prepare(sampling))
 
     def decode(
         self, token_ids: list[int], seq_lens: list[int], num_steps: int, live: Callable[[], list[bool]] | None = None
@@ -445,35 +423,13 @@ class Engine:
             self.timeline.step = self._step
             self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
             record = self.loop.step(num_steps - self._step + 1, live() if live else None)
-            self._check_fault(record.fault)
+            self._raise_fault(record.fault)
             yield record
 
-    def _check_fault(self, code: int) -> None:
-        """Raise what a kernel noted: bad numbers, or a rank that it waited for in vain."""
-        if not code:
-            return
-        kind, _, late_rank = split_fault(code)
-        if kind != BAD_NUMBERS:
-            where = self._operation_of(code)
-            raise RankFailureError(f"rank {late_rank} stalled at step {self._step}, operation {where}: no data came")
-        codes = [code]
-        if self.mode == "off":
-            # NaN spreads to every rank within the step: all come here and learn where it began.
-            own = torch.tensor([code], device=self.device)
-            codes = self._connected().all_gather_world(own).flatten().tolist()
-        first = min(codes)
-        raise BadNumbersError(
-            f"NaN or Inf: first seen on rank {split_fault(first)[2]}, {self._operation_of(first)}, step {self._step}; "
-            "check the weights (--verify-checksums) or use --dtype fp32"
-        )
-
-    def _operation_of(self, code: int) -> str:
-        slot = split_fault(code)[1]
-        if slot == 2 * self.model_config.num_layers:
-            return "the LM head"
-        if slot == 2 * self.model_config.num_layers + 1:
-            return "the start of a step"
-        return f"{('attention', 'MLP')[slot % 2]} output, layer {slot // 2}"
+    def _raise_fault(self, code: int) -> None:
+        if code:
+            spreads = self.mode == "off"
+            raise fault_error(code, self._step, self.model_config.num_layers, self._connected(), spreads)
 
     def stream(self, prompt: str, sampling: SamplingConfig | None = None) -> Iterator[Token]:
         """Generate from one text prompt, the same on every rank, loading the model on first use.
@@ -486,7 +442,8 @@ class Engine:
         if self.tokenizer is None:
             raise UserError("prompt: random weights have no tokenizer; use token ids")
         sampling = sampling or SamplingConfig()
-        self._agree({"prompt": prompt} | sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields)))
+        settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
+        self.agreement.require_same({"prompt": prompt} | settings)
         prompts = [self.tokenizer.encode(prompt)]
         needed = self.check_prompts(prompts, sampling.max_new_tokens)
         if self.transport is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
@@ -509,26 +466,10 @@ class Engine:
         finite = torch.isfinite(logits).all().to(tokens.dtype)
         *chosen, is_finite = torch.cat([tokens, finite[None]]).tolist()
         if not is_finite:
-            self._raise_bad_numbers(logits, layer_sums)
+            raise bad_logits_error(logits, layer_sums, self._step, self._connected())
         return [
             token if request.live else request.token_ids[-1] for token, request in zip(chosen, requests, strict=True)
         ]
-
-    def _raise_bad_numbers(self, logits: Tensor, layer_sums: Tensor) -> None:
-        """Every rank sees the same logits, so every rank comes here and learns where it began."""
-        finite = torch.isfinite(self._connected().all_gather_world(layer_sums)).cpu()  # [world, L]
-        bad = [
-            (layer, rank) for rank, layers in enumerate(finite.tolist()) for layer, ok in enumerate(layers) if not ok
-        ]
-        if bad:
-            where = "rank {1}, layer {0}".format(*min(bad))
-        else:
-            token = int(torch.isfinite(logits).all(0).int().argmin())
-            where = f"rank {token // -(-logits.shape[1] // self.placement.world_size)}, the LM head"
-        raise BadNumbersError(
-            f"NaN or Inf in the logits: first seen on {where}, step {self._step}; "
-            "check the weights (--verify-checksums) or use --dtype fp32"
-        )
 
     def _push(self, requests: list[Request], tokens: list[int], hits: Tensor | None) -> Iterator[Token]:
         for index, (request, token_id) in enumerate(zip(requests, tokens, strict=True)):
@@ -539,7 +480,7 @@ class Engine:
 
     def gather_rows(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Rows of every rank, on every rank."""
-        return [json.loads(text) for text in self._exchange(json.dumps(rows))]
+        return [json.loads(text) for text in self.agreement.exchange(json.dumps(rows))]
 
     def close(self) -> None:
         """Leave in order: all ranks meet, then the heartbeat says goodbye, then the process groups end.
@@ -554,26 +495,6 @@ class Engine:
             self.heartbeat.stop()
             self.transport.close()
         self._is_closed = True
-
-
-def shared_settings(config: EngineConfig) -> dict[str, Any]:
-    """What must be the same on every rank: all but files and folders, what only rank 0 reads, and what it shows."""
-    rank_0 = {"prompt", "prompt_ids", "chat", "system", "color", "debug"}
-    names = {name for name, field in type(config).model_fields.items() if "Path" not in str(field.annotation)}
-    settings: dict[str, Any] = {}
-    for name, value in config.model_dump(mode="json", include=names - rank_0).items():
-        settings |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-    return settings
-
-
-def broadcast_text(store: dist.Store | None, rank: int, key: str, text: str | None) -> str:
-    """Rank 0's `text` on every rank."""
-    if store is None or rank == 0:
-        assert text is not None
-        if store is not None:
-            store.set(key, text)
-        return text
-    return str(store.get(key).decode())
 
 
 def refuse_unavailable(config: EngineConfig) -> None:

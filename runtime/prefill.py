@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..models.llama import Llama
 from .codecs import Cache
-from .step import OperationHook, gather_logits
+from .operation import OperationHook
+from .step import gather_logits
 from .transport import Transport
 
 __all__ = ["CHUNK_TOKENS", "prefill"]
@@ -55,5 +56,5 @@ def prefill(
         if progress is not None and start + chunk_tokens < len(token_ids):
             transport.synchronize()
             progress(start + chunk_tokens)
-        x = model.reduce_residual(x[-1:], None if partial is None else partial[-1:].contiguous())
+    x = model.reduce_residual(x[-1:], None if partial is None else partial[-1:].contiguous())
     return gather_logits(model, transport, x), layer_sums

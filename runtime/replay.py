@@ -23,8 +23,8 @@ from ..models.decoder import SPARE_SMS, DecodeBuffers, Decoder, Pairing
 from ..models.llama import Llama
 from .codecs import Cache
 from .kv_cache import KVCache
+from .operation import OperationHook, no_operation
 from .sampling import sample
-from .step import OperationHook
 from .symmetric import exchanges
 from .transport import Transport
 
@@ -163,9 +163,9 @@ class DecodeLoop:
         if self._is_cuda:
             # What else is in a step, collectives and copies, runs once more, between steps.
             with compiling():
-                self._issue(_no_operation)
+                self._issue(no_operation)
         for _ in range(2):
-            self._issue(_no_operation)
+            self._issue(no_operation)
             self._launched += 1
         self._taken = self._launched
         fault = int(self._exchange.fault)
@@ -173,7 +173,7 @@ class DecodeLoop:
             self._graph = torch.cuda.CUDAGraph()
             # Other threads (the heartbeat, NCCL's watchdog) may call CUDA meanwhile.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._issue(_no_operation)
+                self._issue(no_operation)
         return fault
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
@@ -245,15 +245,3 @@ class DecodeLoop:
                 at.best, at.best_token, sampled, at.token_ids, at.seq_lens, self._capacity, self._logit_exchange,
                 self._ring, self._stamps, None if decoder.pairing is None else decoder.pairing.hits, self._hits_ring,
             )  # fmt: skip
-
-
-class _NoOperation:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def _no_operation(name: str, layer: int) -> _NoOperation:
-    return _NoOperation()

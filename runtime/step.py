@@ -9,8 +9,6 @@ Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L lay
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +19,10 @@ from ..models.llama import Llama
 from ..priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from ..verdict import accepts, combine_sums, layer_verdict
 from .codecs import Cache
+from .operation import OperationHook
 from .transport import PairMessage, Transport
 
 __all__ = ["DecodeState", "StepProgram", "StepResult", "gather_logits"]
-
-# Called around every operation with its name and layer: progress for the heartbeat, times for the timeline.
-OperationHook = Callable[[str, int], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig, RopeScaling
 from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random_weights
 from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.operation import no_operation
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.step import DecodeState, StepProgram
@@ -50,10 +51,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def no_operation(name: str, layer: int) -> nullcontext[None]:
-    return nullcontext()
 
 
 def save_reference(

@@ -11,7 +11,6 @@ import json
 import os
 import runpy
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,13 @@ from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, load_weights
 from alspec.runtime.codecs import Cache, new_cache
 from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.operation import no_operation
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.replay import DecodeLoop
 from alspec.runtime.transport import Transport, connect_store
 
 CPU = torch.device("cpu")
-
-
-def no_operation(name: str, layer: int) -> nullcontext[None]:
-    return nullcontext()
 
 
 def digest(cache: Cache) -> str:

@@ -15,7 +15,8 @@ from alspec.config import GenerateConfig, LatencyConfig, SamplingConfig
 from alspec.errors import DoesNotFitError, UserError
 from alspec.runtime import engine as engine_module
 from alspec.runtime import transport as transport_module
-from alspec.runtime.engine import Engine, shared_settings
+from alspec.runtime.agreement import shared_settings
+from alspec.runtime.engine import Engine
 from alspec.runtime.faults import Heartbeat, run_guarded
 from alspec.runtime.placement import Placement
 

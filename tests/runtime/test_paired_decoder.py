@@ -6,7 +6,6 @@ The interpreter cannot wait, so in each layer the rank that sends goes first; wh
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from alspec.models.config import LlamaConfig
 from alspec.models.decoder import DecodeBuffers, Decoder, Pairing
 from alspec.models.llama import Llama, load_weights
 from alspec.runtime.codecs import Cache, new_cache
+from alspec.runtime.operation import no_operation
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.step import DecodeState, StepProgram
@@ -30,10 +30,6 @@ S = 128
 # The second step fills a block, which the third reads.
 PROMPT = torch.randint(256, (382,), generator=torch.Generator().manual_seed(2)).tolist()
 STEPS = 3
-
-
-def _no_operation(name: str, layer: int) -> nullcontext[None]:
-    return nullcontext()
 
 
 class Pair:
@@ -51,7 +47,7 @@ class Pair:
         self.ranks = []
         self.caches = [_cache(config, codec) for _ in range(2)]
         for group, cache in enumerate(self.caches):
-            prefill(model, cache, transport, 0, PROMPT, _no_operation)
+            prefill(model, cache, transport, 0, PROMPT, no_operation)
             exchange = Exchange(torch.zeros(1, config.hidden_size), self.epoch, torch.zeros(1, dtype=torch.int32))
             own, paired = memories[group], memories[1 - group]
             handover = Handover.build(
@@ -124,8 +120,8 @@ def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, req
     transport = Transport(Placement(), CPU, "gloo", None)
     model = Llama(config, weights, transport.all_reduce)
     cache = _cache(config, codec)
-    prefill(model, cache, transport, 0, PROMPT, _no_operation)
-    program = StepProgram(model, cache, transport, "simulated", threshold, S, _no_operation)
+    prefill(model, cache, transport, 0, PROMPT, no_operation)
+    program = StepProgram(model, cache, transport, "simulated", threshold, S, no_operation)
     pair = Pair(model, threshold, codec)
     token_id, verdicts = 5, set()
     for step in range(1, STEPS + 1):

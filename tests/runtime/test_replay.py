@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, load_weights
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.operation import no_operation
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.replay import DecodeLoop
@@ -48,18 +48,18 @@ class Setting:
     def prefill(self) -> list[int]:
         """Fill the cache; returns the first new token of each request."""
         logits = [
-            prefill(self.model, self.cache, self.transport, request, ids, _no_operation)[0]
+            prefill(self.model, self.cache, self.transport, request, ids, no_operation)[0]
             for request, ids in enumerate(self.prompts)
         ]
         return torch.cat(logits).argmax(1).tolist()
 
     def loop(self) -> DecodeLoop:
-        return DecodeLoop.build(self.model, self.cache, self.transport, False, False, _no_operation)
+        return DecodeLoop.build(self.model, self.cache, self.transport, False, False, no_operation)
 
     def tokens(self, sampling: SamplingConfig) -> list[list[int]]:
         """The reference: each step's tokens, by the step program and `sample`."""
         token_ids = self.prefill()
-        program = StepProgram(self.model, self.cache, self.transport, "off", 0.1, 128, _no_operation)
+        program = StepProgram(self.model, self.cache, self.transport, "off", 0.1, 128, no_operation)
         steps = []
         for step in range(1, sampling.max_new_tokens):
             seq_lens = torch.tensor([len(ids) + step for ids in self.prompts], dtype=torch.int32)
@@ -70,10 +70,6 @@ class Setting:
             ).tolist()  # fmt: skip
             steps.append(token_ids)
         return steps
-
-
-def _no_operation(name: str, layer: int) -> nullcontext[None]:
-    return nullcontext()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, load_weights
 from alspec.runtime.codecs import new_cache
+from alspec.runtime.operation import no_operation
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.step import DecodeState, StepProgram
@@ -26,10 +26,6 @@ from alspec.runtime.transport import Transport
 CPU = torch.device("cpu")
 S = 128
 GENERATOR = torch.Generator().manual_seed(2)
-
-
-def no_operation(name: str, layer: int) -> nullcontext[None]:
-    return nullcontext()
 
 
 def prompt(length: int) -> list[int]:

@@ -1,0 +1,77 @@
+"""What ranks tell each other as text, through the job's key-value store: settings that must agree, prompts, rows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+from ..config import EngineConfig
+from ..errors import UserError
+from .placement import Placement
+
+__all__ = ["Agreement", "shared_settings"]
+
+
+class Agreement:
+    """Exchanges of text between all ranks of a job; with one rank there is nobody to ask.
+
+    Every rank makes the same calls in the same order.
+
+    Args:
+        store: the job's store; None with one rank.
+    """
+
+    def __init__(self, placement: Placement, store: dist.Store | None) -> None:
+        self._placement = placement
+        self._store = store
+        self._calls = itertools.count()
+
+    def _key(self) -> str:
+        return f"alspec/exchange/{next(self._calls)}"
+
+    def exchange(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        if self._store is None:
+            return [text]
+        key = self._key()
+        self._store.set(f"{key}/{self._placement.rank}", text)
+        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self._placement.world_size)]
+
+    def broadcast(self, text: str | None) -> str:
+        """Rank 0's text on every rank; the others give None."""
+        if self._store is None:
+            assert text is not None
+            return text
+        key = self._key()
+        if self._placement.rank == 0:
+            assert text is not None
+            self._store.set(key, text)
+        return str(self._store.get(key).decode())
+
+    def require_same(self, own: dict[str, Any]) -> None:
+        """Compare what every rank has been given, as JSON holds it.
+
+        Raises:
+            UserError: naming what is not the same everywhere.
+        """
+        for rank, text in enumerate(self.exchange(json.dumps(own))):
+            other = json.loads(text)
+            name = next((name for name in own | other if own.get(name) != other.get(name)), None)
+            if name is not None:
+                raise UserError(
+                    f"ranks disagree on {name}: rank {self._placement.rank} has {own.get(name)!r}, rank {rank} has "
+                    f"{other.get(name)!r}; give the same to all, --transport and --dtype too where hosts differ"
+                )
+
+
+def shared_settings(config: EngineConfig) -> dict[str, Any]:
+    """What must be the same on every rank: all but files and folders, what only rank 0 reads, and what it shows."""
+    rank_0 = {"prompt", "prompt_ids", "chat", "system", "color", "debug"}
+    names = {name for name, field in type(config).model_fields.items() if "Path" not in str(field.annotation)}
+    settings: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json", include=names - rank_0).items():
+        settings |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return settings

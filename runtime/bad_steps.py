@@ -1,0 +1,63 @@
+"""From what a step left on the device to the error that names rank, layer and step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import AlspecError, BadNumbersError, RankFailureError
+from ..kernels.words import BAD_NUMBERS, split_fault
+from .transport import Transport
+
+__all__ = ["bad_logits_error", "fault_error"]
+
+
+def fault_error(code: int, step: int, num_layers: int, transport: Transport, spreads: bool) -> AlspecError:
+    """What a kernel noted in the fault word: bad numbers, or a rank that it waited for in vain.
+
+    Args:
+        code: not 0; see kernels/words.py.
+        spreads: bad numbers reach every rank within the step, so that all come here and learn where they began.
+    """
+    kind, _, late_rank = split_fault(code)
+    if kind != BAD_NUMBERS:
+        where = _operation_of(code, num_layers)
+        return RankFailureError(f"rank {late_rank} stalled at step {step}, operation {where}: no data came")
+    codes = [code]
+    if spreads:
+        codes = transport.all_gather_world(torch.tensor([code], device=transport.device)).flatten().tolist()
+    first = min(codes)
+    return _bad_numbers("NaN or Inf", f"rank {split_fault(first)[2]}, {_operation_of(first, num_layers)}", step)
+
+
+def bad_logits_error(logits: Tensor, layer_sums: Tensor, step: int, transport: Transport) -> BadNumbersError:
+    """Where NaN or Inf in the logits began. Every rank sees the same logits, so every rank comes here.
+
+    Args:
+        logits: [B, V] fp32.
+        layer_sums: [L] fp32 of this rank, not finite where its activations were not.
+    """
+    finite = torch.isfinite(transport.all_gather_world(layer_sums)).cpu()  # [world, L]
+    bad = [(layer, rank) for rank, layers in enumerate(finite.tolist()) for layer, ok in enumerate(layers) if not ok]
+    if bad:
+        where = "rank {1}, layer {0}".format(*min(bad))
+    else:
+        token = int(torch.isfinite(logits).all(0).int().argmin())
+        where = f"rank {token // -(-logits.shape[1] // transport.placement.world_size)}, the LM head"
+    return _bad_numbers("NaN or Inf in the logits", where, step)
+
+
+def _bad_numbers(what: str, where: str, step: int) -> BadNumbersError:
+    return BadNumbersError(
+        f"{what}: first seen on {where}, step {step}; check the weights (--verify-checksums) or use --dtype fp32"
+    )
+
+
+def _operation_of(code: int, num_layers: int) -> str:
+    """Slots 2 l and 2 l + 1 are the all-reduces of layer l; two more follow the last layer's."""
+    slot = split_fault(code)[1]
+    if slot == 2 * num_layers:
+        return "the LM head"
+    if slot == 2 * num_layers + 1:
+        return "the start of a step"
+    return f"{('attention', 'MLP')[slot % 2]} output, layer {slot // 2}"

@@ -1,0 +1,16 @@
+"""The hook around every operation of a prompt or step: progress for the heartbeat, times for the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+__all__ = ["OperationHook", "no_operation"]
+
+OperationHook = Callable[[str, int], AbstractContextManager[None]]
+"""(name, layer) -> a context to launch the operation in."""
+
+
+def no_operation(name: str, layer: int) -> AbstractContextManager[None]:
+    """Where nobody watches."""
+    return nullcontext()
