@@ -169,7 +169,9 @@ class DecodeLoop:
             self._launched += 1
         self._taken = self._launched
         fault = int(self._exchange.fault)
-        if self._use_graph and not fault:
+        if fault:
+            self._sampling = None  # nothing is prepared: the next call tries again
+        elif self._use_graph:
             self._graph = torch.cuda.CUDAGraph()
             # Other threads (the heartbeat, NCCL's watchdog) may call CUDA meanwhile.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
@@ -220,8 +222,10 @@ class DecodeLoop:
 
     def release(self) -> None:
         """Give the graph back; before the buffers and process groups that it refers to."""
-        if self._graph is not None:
+        if self._is_cuda:
+            # Steps that were launched ahead still write to the ring, captured or not.
             torch.cuda.synchronize(self._device)
+        if self._graph is not None:
             self._graph.reset()
             self._graph = None
 

@@ -146,3 +146,14 @@ def test_bad_weights_name_operation_and_rank(small_folder: Path) -> None:
     setting.model.weights.layers[1].down[17, 5] = 0.0
     # The next text begins without it.
     assert _run(loop, setting.prefill(), GREEDY)
+
+
+def test_a_preparation_that_failed_is_tried_again(small_folder: Path) -> None:
+    setting = Setting(small_folder)
+    loop = setting.loop()
+    setting.model.weights.layers[0].o[3, 2] = torch.nan
+    for _ in range(2):
+        assert split_fault(loop.prepare(GREEDY)) == (BAD_NUMBERS, 0, 0)
+    setting.model.weights.layers[0].o[3, 2] = 0.0
+    assert loop.prepare(GREEDY) == 0
+    assert _run(loop, setting.prefill(), GREEDY)
