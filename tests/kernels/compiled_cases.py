@@ -42,7 +42,7 @@ TYPES = {
 }  # fmt: skip
 S = 128
 CPU = torch.device("cpu")
-CONFLICTS = ("shared", "global", "stale")
+CONFLICTS = ("shared", "global", "stale", "unordered")
 
 Found = dict[str, float]  # error, counts
 
@@ -234,6 +234,16 @@ CASES: dict[str, Callable[[], Found]] = {
     "broken lean, other lanes": broken(_small_lean, r"(shfl\.sync\.bfly[^;]*), 8, 31,", r"\1, 4, 31,", "error"),
     "broken lean, tiles not waited for": broken(_small_lean, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
     "broken lean, no barriers": broken(_small_lean, r"bar\.sync\s*0;", "", "shared"),
+    "broken lean, tickets that publish nothing": broken(
+        _small_lean, r"(atom\.global\.gpu)\.acq_rel", r"\1.relaxed", "unordered"
+    ),
+    "broken lean, tickets that see nothing": broken(
+        _small_lean, r"(atom\.global\.gpu)\.acq_rel", r"\1.release", "unordered"
+    ),
+    "broken lean, no barrier ahead of tickets": broken(
+        _small_lean, r"bar\.sync\s*0;(?=(?:(?!bar\.sync|atom)[^;]*;){0,40}[^;]*atom)", "", "unordered"
+    ),
+    "broken turbo, barriers that copies do not see": broken(_small_turbo, r"fence\.proxy\.async[^;]*;", "", "shared"),
     "broken turbo, by way of L1": broken(_small_turbo, r"ld\.global\.cg", "ld.global", "stale"),
     "broken turbo, records not waited for": broken(
         _small_turbo, r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+),[^;]*;", r"setp.eq.u32 \1, 0, 0;", "error"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BITS",
     "KINDS",
+    "NEVER",
     "NO_EFFECT",
     "OPERATIONS",
     "UNKNOWN",
@@ -187,7 +188,7 @@ def _load(m: Machine, i: Instruction, address: Values) -> Values:
     data = np.zeros((on.size, WIDTH[i.kind] * len(parts_of(i.operands[0]))), np.uint8)
     if on.any():
         by_l1 = space is m.memory and not {"cg", "volatile", "relaxed", "acquire"} & set(i.modifiers)
-        data[on] = space.load(address[on], data.shape[1], m.warps[on], m.clock, m.program if by_l1 else None)
+        data[on] = space.load(address[on], data.shape[1], m.warps[on], m.clock, m.program, by_l1)
     return data.view(KINDS[i.kind])
 
 
@@ -202,6 +203,11 @@ def _atomic(m: Machine, i: Instruction, address: Values, values: Values) -> Valu
     functions = {"add": np.add, "exch": lambda a, b: b, "min": np.minimum, "max": np.maximum}
     function, old = next(functions[name] for name in i.modifiers if name in functions), np.zeros_like(values)
     space, places = _space(m, i), np.flatnonzero(m.on)
+    for warp in np.unique(m.warps[m.on]):
+        if {"acq_rel", "release"} & set(i.modifiers):
+            space.release(warp, m.clock, m.program)
+        if {"acq_rel", "acquire"} & set(i.modifiers):
+            space.acquire(warp, m.clock)
     for thread, at in zip(places, space.at(address[m.on], values.itemsize), strict=True):
         old[thread] = space.bytes[at].view(values.dtype)[0]
         space.bytes[at] = function(old[[thread]], values[[thread]]).view(np.uint8)
@@ -216,7 +222,7 @@ def _copy(m: Machine, i: Instruction, to: Values, source: Values, size: Values, 
     used = on if real is None else on & (real > 0)
     assert real is None or np.isin(real[on], (0, size)).all(), "a part of a copy"
     data = np.zeros((on.size, size), np.uint8)
-    data[used] = m.memory.load(source[used], size, m.warps[used], m.clock)
+    data[used] = m.memory.load(source[used], size, m.warps[used], m.clock, m.program)
     m.shared.store(to[on], np.full_like(data[on], 0xFF), m.warps[on], m.clock, m.program, NEVER)
     m.shared.races += m.still_loading(to[on], size)
     m.groups[-1].append((to[on], data[on], m.warps[on]))
@@ -233,6 +239,8 @@ def _wait(m: Machine, i: Instruction) -> None:
 class Arrival:
     """A barrier that counts the bytes of copies: what the phase in progress waits for, and what is on its way."""
 
+    initialiser: int  # the thread; copies see the barrier once it has passed a fence
+    is_seen: bool = False
     phase: int = 0
     expected: int = -1  # until somebody has arrived
     copies: list[tuple[Values, Values, Values]] = field(default_factory=list)
@@ -241,8 +249,14 @@ class Arrival:
 @_operation("mbarrier.init", "address", "u32", result=None)
 def _init_arrival(m: Machine, i: Instruction, address: Values, count: Values) -> None:
     assert (count[m.on] == 1).all(), "arrivals of several"
-    for at in address[m.on]:
-        m.arrivals[int(at)] = Arrival()
+    for thread in np.flatnonzero(m.on):
+        m.arrivals[int(address[thread])] = Arrival(thread)
+
+
+@_operation("fence.proxy.async", result=None)
+def _fence(m: Machine, i: Instruction) -> None:
+    for arrival in m.arrivals.values():
+        arrival.is_seen |= bool(m.on[arrival.initialiser])
 
 
 @_operation("mbarrier.arrive.expect_tx", "address", "u32", result="b64")
@@ -258,10 +272,11 @@ def _bulk_copy(m: Machine, i: Instruction, to: Values, source: Values, size: Val
     for thread in np.flatnonzero(m.on):
         chunks = np.arange(0, size[thread], 16)
         warps = np.full(chunks.size, m.warps[thread])
-        data = m.memory.load(source[thread] + chunks, 16, warps, m.clock)
+        data = m.memory.load(source[thread] + chunks, 16, warps, m.clock, m.program)
         m.shared.store(to[thread] + chunks, np.full_like(data, 0xFF), warps, m.clock, m.program, NEVER)
-        m.shared.races += m.still_loading(to[[thread]], size[thread])
-        m.arrivals[int(barrier[thread])].copies.append((to[thread] + chunks, data, warps))
+        arrival = m.arrivals[int(barrier[thread])]
+        m.shared.races += m.still_loading(to[[thread]], size[thread]) + (not arrival.is_seen)
+        arrival.copies.append((to[thread] + chunks, data, warps))
 
 
 @_operation("mbarrier.try_wait.parity", "address", "u32", result="pred")
@@ -272,7 +287,7 @@ def _arrived(m: Machine, i: Instruction, address: Values, parity: Values) -> Val
         if arrival.expected == sum(data.size for _, data, _ in arrival.copies):
             for places, data, warps in arrival.copies:
                 m.shared.settle(places, data, warps, m.clock)
-            m.arrivals[at] = Arrival(arrival.phase ^ 1)
+            m.arrivals[at] = replace(arrival, phase=arrival.phase ^ 1, expected=-1, copies=[])
     done = np.array([m.arrivals[int(at)].phase != which & 1 for at, which in zip(address, parity, strict=True)])
     assert done[m.on].all(), "waits for what never comes"
     return done
@@ -328,7 +343,7 @@ def _rows(m: Machine, address: Values, count: int) -> tuple[Values, Values]:
 def _load_matrices(m: Machine, i: Instruction, address: Values) -> Values:
     count = len(parts_of(i.operands[0]))
     at, warps = _rows(m, address, count)
-    data = m.shared.load(at, 16, warps, m.clock).view(np.uint16).reshape(-1, count, 8, 8)
+    data = m.shared.load(at, 16, warps, m.clock, m.program).view(np.uint16).reshape(-1, count, 8, 8)
     data = np.ascontiguousarray(data.swapaxes(2, 3) if "trans" in i.modifiers else data)
     return data.view(np.uint32).swapaxes(0, 1).reshape(count, -1).T
 
