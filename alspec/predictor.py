@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_SIZES", "KV_TILE", "predictor_ranges"]
+__all__ = ["CHUNK_SIZES", "KV_TILE", "predictor_ranges", "shortest_guess"]
 
 KV_TILE = 64
 CHUNK_SIZES = (128, 256, 512)
+
+
+def shortest_guess(chunk_size: int) -> int:
+    """Tokens in the cache from which on `A~` leaves some out: `2 S + 64`. Of fewer, `A~ = A`, and no guess can miss."""
+    return 2 * chunk_size + KV_TILE
 
 
 def predictor_ranges(seq_lens: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ def _finish(config: GenerateConfig, engine: Engine, generation: Generation) -> N
 
 def _summary(engine: Engine, generation: Generation) -> dict[str, Any]:
     assert engine.memory is not None
-    summary = summarize(generation)
+    summary = summarize(generation, engine.config.speculation.chunk_size)
     limit = stream_bandwidth(engine.device)
     gb_per_s = share = None
     if generation.step_us:

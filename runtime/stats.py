@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
+from ..predictor import shortest_guess
 from .codecs import bytes_per_token
 from .generation import Generation
 from .memory import plan_memory
@@ -74,8 +75,11 @@ def _copy_seconds(source: Tensor, target: Tensor) -> list[float]:
     return [end - start for start, end in itertools.pairwise(moments)]
 
 
-def summarize(generation: Generation) -> dict[str, Any]:
-    """Counts, times and hit rates of one generation; times are None where nothing was decoded."""
+def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
+    """Counts, times and hit rates of one generation; times are None where nothing was decoded.
+
+    Hit rates are those of guesses that left tokens out, with S = `chunk_size`; None where there was none of them.
+    """
     new_tokens = [len(request.token_ids) for request in generation.requests]
     steps_ms = [us / 1e3 for us in generation.step_us]
     decoded = sum(new_tokens) - len(new_tokens)
@@ -83,9 +87,13 @@ def summarize(generation: Generation) -> dict[str, Any]:
     if generation.hits:
         hits = torch.stack(generation.hits).float()  # [steps, L, B]
         steps = torch.arange(hits.shape[0])
-        live = torch.stack([steps < count - 1 for count in new_tokens], dim=1)[:, None, :]
-        per_layer = ((hits * live).sum((0, 2)) / live.sum()).tolist()
-        hit_rate = sum(per_layer) / len(per_layer)
+        live = torch.stack([steps < count - 1 for count in new_tokens], dim=1)
+        # The first step reads the prompt and the first new token.
+        lengths = torch.tensor([len(request.prompt_ids) + 1 for request in generation.requests]) + steps[:, None]
+        counted = (live & (lengths >= shortest_guess(chunk_size)))[:, None, :]
+        if counted.any():
+            per_layer = ((hits * counted).sum((0, 2)) / counted.sum()).tolist()
+            hit_rate = sum(per_layer) / len(per_layer)
     return {
         "prompt_tokens": [len(request.prompt_ids) for request in generation.requests],
         "new_tokens": new_tokens,
@@ -111,13 +119,21 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The revision measured, where the code stands in a git checkout; `-dirty` where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
+    """The revision measured, where this code stands in its git checkout; `-dirty` where files differ from it."""
+    # Of an installed copy, the checkout around it may be somebody else's: there this file is not tracked.
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    return _git("describe", "--always", "--dirty")
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says in this folder; None where it fails."""
+    command, folder = ["git", *arguments], Path(__file__).resolve().parent
     try:
-        done = subprocess.run(command, cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def provenance(num_gpus: int, command: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from alspec.config import SamplingConfig
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Shard, random_weights
+from alspec.predictor import predictor_ranges
 from alspec.runtime.generation import Generation, IdDecoder, Request
 from alspec.runtime.stats import percentile, step_bytes, stream_bandwidth, summarize, versions
 
@@ -73,9 +74,9 @@ def test_summary() -> None:
             [[True, True], [True, True]],
         ]
     )
-    generation = Generation([request(10, 4), request(5, 2)], 2_000.0, [1_000.0, 3_000.0, 2_000.0], list(hits))
-    summary = summarize(generation)
-    assert summary["prompt_tokens"] == [10, 5]
+    generation = Generation([request(400, 4), request(319, 2)], 2_000.0, [1_000.0, 3_000.0, 2_000.0], list(hits))
+    summary = summarize(generation, 128)
+    assert summary["prompt_tokens"] == [400, 319]
     assert summary["new_tokens"] == [4, 2]
     assert summary["ttft_ms"] == 2.0
     assert summary["ms_per_token_p50"] == 2.0
@@ -89,13 +90,26 @@ def test_summary() -> None:
 
 def test_summary_counts_live_requests_only() -> None:
     hits = [torch.tensor([[True, False]]), torch.tensor([[True, False]])]
-    summary = summarize(Generation([request(3, 3), request(3, 1)], 1.0, [1.0, 1.0], hits))
+    summary = summarize(Generation([request(1000, 3), request(1000, 1)], 1.0, [1.0, 1.0], hits), 128)
     assert summary["hit_rate"] == 1.0
+
+
+@pytest.mark.parametrize(("prompt_tokens", "rate"), [(319, 1 / 3), (318, 0.0), (317, 0.0), (316, None), (4, None)])
+def test_summary_counts_guesses_that_leave_tokens_out(prompt_tokens: int, rate: float | None) -> None:
+    """With S = 128 from 320 tokens on; before, `A~ = A` and every layer hits. Only the first of three steps hits."""
+    hits = [torch.tensor([[True]]), torch.tensor([[False]]), torch.tensor([[False]])]
+    n = torch.tensor([prompt_tokens + step for step in (1, 2, 3)])
+    sink_end, window_start = predictor_ranges(n, 128)
+    if prompt_tokens < 319:  # a guess of all tokens hits, others miss
+        hits = [torch.tensor([[bool(end == start)]]) for end, start in zip(sink_end, window_start, strict=True)]
+    summary = summarize(Generation([request(prompt_tokens, 4)], 1.0, [1.0] * 3, hits), 128)
+    assert summary["hit_rate"] == pytest.approx(rate)
+    assert summary["hit_rate_per_layer"] == (None if rate is None else pytest.approx([rate]))
 
 
 def test_summary_of_one_token() -> None:
     """Nothing was decoded: no times per token and no hit rate, not a division by zero."""
-    summary = summarize(Generation([request(4, 1)], 500.0))
+    summary = summarize(Generation([request(4, 1)], 500.0), 128)
     assert summary["ttft_ms"] == 0.5
     for name in ("ms_per_token_p50", "ms_per_token_p90", "ms_per_token_p99", "tokens_per_s", "hit_rate"):
         assert summary[name] is None
