@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +14,9 @@ from ..config import EngineConfig
 from ..errors import UserError
 from .placement import Placement
 
-__all__ = ["Agreement", "shared_settings"]
+__all__ = ["Agreement", "fingerprint", "shared_settings"]
+
+SAMPLED_BYTES, SAMPLES = 4096, 64  # of each file of weights
 
 
 class Agreement:
@@ -75,3 +79,19 @@ def shared_settings(config: EngineConfig) -> dict[str, Any]:
     for name, value in config.model_dump(mode="json", include=names - rank_0).items():
         settings |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
     return settings
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a model folder's weights and tokenizer: equal for equal files, and for others only by bad luck.
+
+    Weights are read in some places, evenly spread, for all of them would take as long as loading.
+    """
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), folder / "tokenizer.json"]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(max(size - SAMPLED_BYTES, 0) * sample // (SAMPLES - 1))
+                digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()[:16]

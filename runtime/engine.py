@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +25,12 @@ from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
 from ..models.llama import Llama, load_weights, random_weights
 from ..models.tokenizer import Tokenizer
-from .agreement import Agreement, shared_settings
+from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
 from .codecs import Cache, check_codec, new_cache
 from .faults import LOADING, Heartbeat
 from .generation import Generation, IdDecoder, Request, Token
-from .memory import DTYPES, MemoryPlan, available_bytes, check_fits
+from .memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
 from .placement import Placement, choose_device, choose_mode
 from .prefill import CHUNK_TOKENS, prefill
 from .replay import DecodeLoop, StepRecord
@@ -72,6 +72,7 @@ class Engine:
             self.model_config = LlamaConfig.from_shape(config.random_weights)
         else:
             self._open(config.model or DEMO_CHECKPOINT)
+        check_max_context(config.max_context, self.model_config)
         self.mode, num_groups = choose_mode(config.speculation.mode, self.model_config, environment.world_size)
         self.placement = replace(environment, num_groups=num_groups)
         check_codec(config.kv_cache, self.model_config, self.placement.tp_size)
@@ -91,7 +92,8 @@ class Engine:
         self.agreement = Agreement(self.placement, self._store)
         self.heartbeat = Heartbeat(self.placement, job=job)
         self.timeline = Timeline(self.device, trace)
-        self.memory: MemoryPlan | None = None
+        self.memory: MemoryPlan | None = None  # of what is loaded, cache included
+        self._weights_bytes = 0  # of those that are loaded
         self.transport: Transport | None = None
         self._step = 0
         self._texts = 0  # begun so far; the last one owns the cache
@@ -107,8 +109,8 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error the other ranks may be anywhere: there is no meeting them.
-        if kind is None:
+        # What the user gave is wrong on all ranks alike. After another error they may be anywhere: no meeting them.
+        if kind is None or issubclass(kind, UserError):
             self.close()
 
     def _open(self, folder: Path) -> None:
@@ -168,38 +170,44 @@ class Engine:
                     f"give ids from 0 to {config.vocab_size - 1}"
                 )
         needed = max(map(len, prompts)) + max_new_tokens
-        limit = min(config.max_position_embeddings, self.config.max_context or config.max_position_embeddings)
+        limit = self.config.max_context or config.max_position_embeddings
         if needed > limit:
-            name = "max_context" if limit == self.config.max_context else "the model's max_position_embeddings"
+            name = "max_context" if self.config.max_context else "the model's max_position_embeddings"
+            advice = "shorten the prompt or lower --max-new-tokens"
+            if limit < config.max_position_embeddings:
+                advice += f", or raise --max-context (up to {config.max_position_embeddings})"
             raise UserError(
                 f"prompt: {needed} tokens needed ({needed - max_new_tokens} of prompt, {max_new_tokens} new), "
-                f"{name} is {limit}; shorten the prompt or lower --max-new-tokens"
+                f"{name} is {limit}; {advice}"
             )
         return self.config.max_context or needed
 
     def load(self, batch_size: int, max_context: int) -> None:
         """Take memory: connect the ranks, read this rank's weights, allocate the cache.
 
-        Called again for a larger batch or context, it replaces the cache only.
+        Called again for a larger batch or context, it replaces the cache only; after an error it starts over with what
+        it lacks.
 
         Raises:
             DoesNotFitError: before anything is allocated.
+            UserError: settings that ranks disagree on; symmetric memory asked for that does not work; after `close`.
         """
+        self._refuse_closed()
         config, placement = self.model_config, self.placement
-        held = 0 if self.memory is None else self.memory.weights_bytes + self.cache.num_bytes
+        held = self._weights_bytes + (0 if self.memory is None else self.cache.num_bytes)
         available = available_bytes(self.device, placement.local_world_size) + held
         codec = self.config.kv_cache
         memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available, codec)
         if self.memory is not None:
             # The old cache goes before the new one comes, and a graph before what it refers to.
             self._release()
+            self.memory = self.program = None
             del self.cache
-            self.program = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self.memory = memory
-        if self.transport is None:
+        if not self._weights_bytes:
             self._load_model()
+            self._weights_bytes = memory.weights_bytes
         self.cache = new_cache(
             codec, config, placement.tp_size, batch_size, max_context, self.dtype, self.device, self.config.softmax
         )
@@ -211,7 +219,7 @@ class Engine:
                 self._connected(),
                 self._uses_symm,
                 self._wants_graph,
-                self._operation,
+                self._looped_operation,
                 self.config.speculation if is_paired else None,
             )
         else:
@@ -225,6 +233,7 @@ class Engine:
                 speculation.chunk_size,
                 self._operation,
             )
+        self.memory = memory
         if not self._is_warm:
             self._warm_up()
             self._is_warm = True
@@ -252,7 +261,10 @@ class Engine:
     def _load_model(self) -> None:
         config, placement = self.model_config, self.placement
         if self._store is not None and dist.is_initialized():
-            raise UserError("engine: several ranks have one engine at a time in a process; close the other one first")
+            raise UserError(
+                "engine: torch.distributed is in use in this process; close the other engine first, or end your own "
+                "process group: several ranks have one at a time"
+            )
         self._check_agreement()
         self.heartbeat.mark(0, LOADING, -1)
         self.heartbeat.start()
@@ -279,6 +291,9 @@ class Engine:
         """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""
         chosen = {"resolved transport": "symm" if self._uses_symm else self.backend}
         chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
+        chosen |= {"the model's config": repr(self.model_config)}
+        if self.checkpoint is not None and self._store is not None:
+            chosen |= {"the model's files (fingerprint)": fingerprint(self.config.model or DEMO_CHECKPOINT)}
         self.agreement.require_same(shared_settings(self.config) | chosen)
 
     def _connected(self) -> Transport:
@@ -291,6 +306,14 @@ class Engine:
         if self._is_warm:
             self.heartbeat.mark(self._step, name, layer)
         with self.timeline.span(name, layer):
+            yield
+
+    @contextmanager
+    def _looped_operation(self, name: str, layer: int) -> Iterator[None]:
+        # The loop launches ahead of the step that the host reads.
+        assert self.loop is not None
+        self.timeline.step = self.loop.next_step
+        with self._operation(name, layer):
             yield
 
     def start_generation(self, prompts: list[list[int]], sampling: SamplingConfig) -> Generation:
@@ -420,7 +443,6 @@ class Engine:
         assert self.loop is not None
         self.loop.begin(token_ids, seq_lens)
         for self._step in range(1, num_steps + 1):
-            self.timeline.step = self._step
             self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
             record = self.loop.step(num_steps - self._step + 1, live() if live else None)
             self._raise_fault(record.fault)
@@ -431,24 +453,45 @@ class Engine:
             spreads = self.mode == "off"
             raise fault_error(code, self._step, self.model_config.num_layers, self._connected(), spreads)
 
-    def stream(self, prompt: str, sampling: SamplingConfig | None = None) -> Iterator[Token]:
-        """Generate from one text prompt, the same on every rank, loading the model on first use.
+    def stream(
+        self, prompt: str | Sequence[int], sampling: SamplingConfig | None = None, **options: Any
+    ) -> Iterator[Token]:
+        """Generate from one prompt, the same on every rank, loading the model on first use.
 
+        Args:
+            prompt: a text, or token ids.
+            sampling, options: either all of it, or fields of `SamplingConfig`: `stream("...", temperature=0.8)`.
         Raises:
-            UserError: a prompt that does not fit, or not the same on every rank; as `run`; after `close`.
+            UserError: options that do not exist or have no such value; a prompt that is none, does not fit, or is not
+                the same on every rank; as `run`; after `close`.
         """
-        if self._is_closed:
-            raise UserError("engine: it is closed; create another one")
-        if self.tokenizer is None:
-            raise UserError("prompt: random weights have no tokenizer; use token ids")
-        sampling = sampling or SamplingConfig()
+        if sampling is not None and (options or not isinstance(sampling, SamplingConfig)):
+            raise UserError("Engine.stream: expected either a SamplingConfig or its fields by name")
+        self._refuse_closed()
+        sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
-        self.agreement.require_same({"prompt": prompt} | settings)
-        prompts = [self.tokenizer.encode(prompt)]
+        ids = self._encode(prompt)
+        self.agreement.require_same({"prompt": prompt if isinstance(prompt, str) else ids} | settings)
+        prompts = [ids]
         needed = self.check_prompts(prompts, sampling.max_new_tokens)
-        if self.transport is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
+        if self.memory is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
             self.load(1, needed)
         yield from self.run(self.start_generation(prompts, sampling), sampling)
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise UserError("engine: it is closed; create another one")
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
+                raise UserError(f"prompt: expected a text or token ids, found {prompt!r:.80}")
+            return list(prompt)
+        if self.tokenizer is None:
+            raise UserError("prompt: random weights have no tokenizer; give token ids")
+        if not prompt:
+            raise UserError("prompt: expected a text, found an empty one")
+        return self.tokenizer.encode(prompt)
 
     def _choose(
         self, logits: Tensor, layer_sums: Tensor, requests: list[Request], sampling: SamplingConfig

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from ..errors import DoesNotFitError
+from ..errors import DoesNotFitError, UserError
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
 from .codecs import cache_bytes
 from .prefill import CHUNK_TOKENS
 
-__all__ = ["DTYPES", "GIB", "MemoryPlan", "available_bytes", "check_fits", "plan_memory"]
+__all__ = ["DTYPES", "GIB", "MemoryPlan", "available_bytes", "check_fits", "check_max_context", "plan_memory"]
 
 GIB = 2**30
+# Of version 2 and 1, as a container sees its own: folder, limit, what is taken.
+CONTROL_GROUPS = [
+    ("sys/fs/cgroup", "memory.max", "memory.current"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -71,10 +79,40 @@ def plan_memory(
 def available_bytes(device: torch.device, local_world_size: int) -> int:
     """Free memory for one rank: of its GPU, or its share of what this host has available."""
     if device.type == "cuda":
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # blocks that PyTorch keeps of what is gone are free, too
         return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as meminfo:
-        kib = next(int(line.split()[1]) for line in meminfo if line.startswith("MemAvailable:"))
-    return kib * 1024 // local_world_size
+    return _host_bytes(Path("/")) // local_world_size
+
+
+def _host_bytes(root: Path) -> int:
+    """Memory that this host, or the container we are in, has available; of files under `root`."""
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except OSError:  # not Linux: all there is
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for folder, limit, used in CONTROL_GROUPS:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or no limit ("max")
+            group = root / folder
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # Files read once are the first to go where memory is asked for.
+            taken = int((group / used).read_text()) - int(statistics["inactive_file"])
+            available = min(available, max(int((group / limit).read_text()) - taken, 0))
+    return available
+
+
+def check_max_context(max_context: int | None, config: LlamaConfig) -> None:
+    """Refuse a cache for more tokens than the model has positions.
+
+    Raises:
+        UserError: it is larger.
+    """
+    if max_context is not None and max_context > config.max_position_embeddings:
+        raise UserError(
+            f"max_context: expected up to the model's max_position_embeddings, {config.max_position_embeddings}, found "
+            f"{max_context}"
+        )
 
 
 def check_fits(

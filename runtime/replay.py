@@ -77,7 +77,7 @@ class DecodeLoop:
             shape = (RING_STEPS, *decoder.pairing.hits.shape)
             self._hits_ring = torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda)
         self._requests = torch.arange(batch_size, device=self._device)
-        self._launched = self._taken = int(exchange.epoch) - 1
+        self._begun = self._launched = self._taken = int(exchange.epoch) - 1
 
     @classmethod
     def build(
@@ -185,7 +185,12 @@ class DecodeLoop:
         at.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         self._exchange.fault.zero_()
         # What was launched ahead and not read belongs to the text before.
-        self._taken = self._launched
+        self._begun = self._taken = self._launched
+
+    @property
+    def next_step(self) -> int:
+        """The step that is launched next, or is being launched; `begin` comes before the first, 1."""
+        return self._launched - self._begun + 1
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """The next step's result, with more steps in flight behind it, at most `remaining` with this one.

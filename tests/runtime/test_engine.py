@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from alspec.config import GenerateConfig, LatencyConfig, SamplingConfig
+from alspec.config import EngineConfig, GenerateConfig, LatencyConfig, SamplingConfig
 from alspec.errors import DoesNotFitError, UserError
+from alspec.models.config import LlamaConfig
+from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime import engine as engine_module
 from alspec.runtime import transport as transport_module
-from alspec.runtime.agreement import shared_settings
+from alspec.runtime.agreement import fingerprint, shared_settings
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import Heartbeat, run_guarded
 from alspec.runtime.placement import Placement
@@ -54,6 +60,70 @@ def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: p
     assert len(list(engine.stream("The road", SAMPLING))) == 4, "the engine must stay usable"
 
 
+@pytest.mark.parametrize(
+    ("name", "error"), [("load_weights", KeyboardInterrupt), ("new_cache", torch.OutOfMemoryError)]
+)
+def test_an_engine_that_failed_to_load_loads_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    for prompt in ("The road", "The road " * 90):  # the second one needs another cache
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, name, fail)
+            if name == "new_cache" or engine.memory is None:
+                with pytest.raises(error):
+                    list(engine.stream(prompt, SAMPLING))
+        assert len(list(engine.stream(prompt, SAMPLING))) == 4
+
+
+def test_a_cache_beyond_the_models_positions_is_refused() -> None:
+    with pytest.raises(UserError, match=r"max_context: expected up to .* 8192, found 8193"):
+        Engine.from_pretrained(transport="gloo", max_context=8193)
+    engine = Engine.from_pretrained(transport="gloo", max_context=100)
+    with pytest.raises(UserError, match=r"max_context is 100; .* or raise --max-context \(up to 8192\)"):
+        engine.check_prompts([[1] * 90], 11)
+
+
+def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    expected = [token.token_id for token in engine.stream("The road", SAMPLING)]
+    assert [token.token_id for token in engine.stream("The road", max_new_tokens=4, ignore_eos=True)] == expected
+    ids = engine.tokenizer.encode("The road")
+    assert [token.token_id for token in engine.stream(ids, SAMPLING)] == expected
+    for prompt in (5, ["a", "b"], None, ""):
+        with pytest.raises(UserError, match="prompt: expected a text"):
+            next(engine.stream(prompt, SAMPLING))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"max_new_token.*max_new_tokens"):
+        next(engine.stream("The road", max_new_token=4))
+    for sampling in ({"max_new_tokens": 2}, 3):
+        with pytest.raises(UserError, match="either a SamplingConfig or its fields"):
+            next(engine.stream("The road", sampling))  # type: ignore[arg-type]
+
+
+def test_random_weights_take_ids() -> None:
+    torch.set_num_threads(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_qo_heads": 4, "num_kv_heads": 2}
+    config = LlamaConfig.model_validate(sizes | {"head_dim": 16, "vocab_size": 301})
+    with mock.patch.object(LlamaConfig, "from_shape", return_value=config):
+        engine = Engine(EngineConfig(random_weights="llama-3.2-1b", transport="gloo"))
+    with pytest.raises(UserError, match="random weights have no tokenizer; give token ids"):
+        next(engine.stream("The road"))
+    assert len(list(engine.stream([1, 2, 3], SAMPLING))) == 4
+
+
+def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        shutil.copytree(DEMO_CHECKPOINT, folder)
+    assert fingerprint(one) == fingerprint(two) == fingerprint(DEMO_CHECKPOINT)
+    shard = next(two.glob("*.safetensors"))
+    tensors = load_file(shard)
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, shard)
+    assert fingerprint(two) != fingerprint(one)
+
+
 def test_out_of_memory_is_exit_3() -> None:
     def work() -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nmore")
@@ -85,10 +155,11 @@ def test_a_block_closes_the_engine_and_an_error_in_it_does_not_meet_the_others()
     with pytest.raises(UserError, match="engine: it is closed"):
         next(engine.stream("The road", SAMPLING))
     engine.close()  # again: nothing happens
-    engine = Engine.from_pretrained(transport="gloo", dtype="fp32")
-    with pytest.raises(KeyError), engine:
-        raise KeyError
-    assert not engine._is_closed
+    for error, closes in ((KeyError, False), (UserError, True)):  # the latter is raised on all ranks alike
+        engine = Engine.from_pretrained(transport="gloo", dtype="fp32")
+        with pytest.raises(error), engine:
+            raise error
+        assert engine._is_closed == closes
 
 
 def test_ranks_share_all_settings_but_files_and_what_the_first_one_reads() -> None:

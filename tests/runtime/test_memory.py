@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from alspec.errors import DoesNotFitError
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import LlamaWeights, Shard, random_weights
 from alspec.runtime.kv_cache import KVCache
-from alspec.runtime.memory import available_bytes, check_fits, plan_memory
+from alspec.runtime.memory import _host_bytes, available_bytes, check_fits, plan_memory
 from alspec.runtime.prefill import CHUNK_TOKENS
 
 CPU = torch.device("cpu")
@@ -93,6 +94,34 @@ def test_largest_context_that_fits(batch_size: int, max_context: int, share: flo
     plan = check_fits(MODEL, Shard(), torch.float32, batch_size, context, available)
     assert plan.total_bytes <= available
     assert total(context + 64) > available or context + 64 >= max_context
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 2**30),
+        ({"memory.max": "max", "memory.current": "5", "memory.stat": "inactive_file 0\n"}, 2**30),
+        ({"memory.max": "1000", "memory.current": "700", "memory.stat": "file 600\ninactive_file 500\n"}, 800),
+        ({"memory.max": "1000", "memory.current": "1700", "memory.stat": "inactive_file 500\n"}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": "4096",
+                "memory/memory.usage_in_bytes": "96",
+                "memory/memory.stat": "cache 3\ninactive_file 0\n",
+            },
+            4000,
+        ),
+    ],
+    ids=["no container", "no limit", "limit", "beyond the limit", "version 1"],
+)
+def test_memory_of_a_container(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  1048576 kB\n")
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert _host_bytes(tmp_path) == expected
 
 
 def test_message_names_need_and_have() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -123,6 +125,23 @@ def test_a_text_left_early_leaves_nothing_behind(setting: Setting) -> None:
     loop.begin([1, 2], [9, 9])
     loop.step(remaining=5)
     assert _run(loop, setting.prefill(), GREEDY) == expected
+
+
+def test_steps_that_are_launched_are_counted_from_the_beginning_of_a_text(setting: Setting) -> None:
+    loop, launched = setting.loop(), []
+    loop.prepare(GREEDY)
+
+    def operation(name: str, layer: int) -> AbstractContextManager[None]:
+        if name == "embed":
+            launched.append(loop.next_step)
+        return nullcontext()
+
+    with mock.patch.object(loop, "_operation", operation):
+        for _ in range(2):
+            loop.begin([1, 2], [9, 9])
+            for step in (1, 2, 3):
+                loop.step(remaining=4 - step)
+    assert launched == [1, 2, 3] * 2
 
 
 def test_steps_stop_at_the_end_of_the_cache(setting: Setting) -> None:
