@@ -14,42 +14,53 @@ from alspec.models.llama import Shard
 from alspec.runtime.codecs import bytes_per_token, check_codec
 from alspec.runtime.engine import refuse_unavailable
 from alspec.runtime.memory import DTYPES, GIB, plan_memory
+from alspec.runtime.stats import step_bytes
 
 __all__ = ["print_plan", "step_costs"]
 
-# Measured on H200s (NVLink, CUDA 13.0) with separate kernels in one CUDA graph. They set the scale of a prediction for
-# a captured step; a step launched from the host takes longer.
-STREAM_BYTES_PER_S = 4.3e12
-LAYER_OVERHEAD_US = 14.0  # time per layer beyond bytes with tensor parallelism
-ALONE_OVERHEAD_US = 10.0  # the same with one rank in the group
-HOP_US = 2.4  # one-way put and flag to the paired GPU
+# Measured on H200s, captured steps of one request over peer memory (NVLink); other transports and steps launched from
+# the host take longer. Each constant names its rows in docs/results, by bench; tests/launch/test_plan.py compares every
+# predicted step with its row. decode_parts is one run: llama-3.1-8b, 131072 tokens, 1 + 1 GPUs, half of the guesses
+# accepted.
+STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.23 to 4.27
+ATTENTION_US = 4.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 5.4, less the time of its bytes
+ALL_REDUCE_US = 2.3  # allreduce_rmsnorm on 4 GPUs, batch 1; there are two in a layer
+FIXED_US = 10.0  # decode_step in mode off, shapes of 10 to 80 layers: fitted, outside of layers
+LAYER_US = 1.8  # the same, in each layer
+PAIR_FIXED_US = 15.0  # decode_parts, fixed: 148.8, less the time of its bytes and FIXED_US
+HANDOVER_US = 7.2  # decode_parts, layer: 111.4, less the time of its bytes and LAYER_US
+VERDICT_US = 3.3  # decode_parts: sender 131.2, less attention 127.9
+GUESS_US = 17.9  # decode_parts, receiver; where all attention takes less, the guess comes no later than its end
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
 
 
 def step_costs(
     config: LlamaConfig, world_size: int, num_groups: int, dtype: torch.dtype, context: int, kv_cache: str = "bf16"
 ) -> StepCosts:
-    """Parts of one decode step on groups of `world_size / num_groups` ranks, predicted from bytes."""
+    """Parts of one decode step on groups of `world_size / num_groups` ranks: the time of bytes, and constants."""
     tp_size = world_size // num_groups
     shard = Shard(0, tp_size, 0, world_size)
     cache = bytes_per_token(kv_cache, config, tp_size, dtype) * context
     head = config.hidden_size * dtype.itemsize * -(-config.vocab_size // world_size)
-    plan = plan_memory(config, shard, dtype, 1, 1)
-    table = config.vocab_size * config.hidden_size * dtype.itemsize
-    layers = plan.weights_bytes - table - (0 if config.tie_word_embeddings else head)
+    layers = step_bytes(config, shard, dtype, [], kv_cache) - head
 
     def microseconds(num_bytes: float) -> float:
         return num_bytes / STREAM_BYTES_PER_S * 1e6
 
-    attention = microseconds(cache / config.num_layers)
-    overhead = LAYER_OVERHEAD_US if tp_size > 1 else ALONE_OVERHEAD_US
+    attention_us = microseconds(cache / config.num_layers) + ATTENTION_US
+    fixed_us = microseconds(head) + FIXED_US
+    layer_us = microseconds(layers / config.num_layers) + LAYER_US
+    if tp_size > 1:
+        layer_us += 2 * ALL_REDUCE_US
+    if num_groups > 1:
+        fixed_us, layer_us = fixed_us + PAIR_FIXED_US, layer_us + HANDOVER_US
     return StepCosts(
         num_layers=config.num_layers,
-        fixed_us=microseconds(head),
-        layer_us=microseconds(layers / config.num_layers) + overhead,
-        attention_us=attention,
-        sender_us=attention,
-        receiver_us=HOP_US,
+        fixed_us=fixed_us,
+        layer_us=layer_us,
+        attention_us=attention_us,
+        sender_us=attention_us + VERDICT_US,
+        receiver_us=min(GUESS_US, attention_us),
     )
 
 
@@ -68,8 +79,8 @@ def print_plan(config: GenerateConfig) -> None:
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.max_position_embeddings
     table = Table(
-        title=f"{context} tokens, {config.dtype or model.dtype}, cache {config.kv_cache}; captured step, "
-        f"{STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}"
+        title=f"{context} tokens, {config.dtype or model.dtype}, cache {config.kv_cache}; captured step over peer "
+        f"memory, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}"
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token"):
         table.add_column(name, justify="left" if name == "mode" else "right")

@@ -1,0 +1,72 @@
+"""What `--plan` predicts against the measured rows in docs/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
+from alspec.launch.plan import step_costs
+from alspec.models.config import LlamaConfig
+from alspec.models.demo import DEMO_CHECKPOINT
+
+STEP_TOLERANCE = 0.10  # of a whole step
+PART_TOLERANCE = 0.03  # of a part, against the row that its constant comes from
+ROWS = [
+    json.loads(line)
+    for line in (Path(__file__).parents[2] / "docs" / "results" / "decode_step.jsonl").read_text().splitlines()
+]
+# What the plan is of: captured steps of one request over peer memory.
+STEPS = [
+    row
+    for row in ROWS
+    if row["bench"] == "decode_step"
+    and row["case"]["cuda_graph"]
+    and row["case"]["batch"] == 1
+    and row["case"]["transport"] in (None, "symm")
+]
+PARTS = [row for row in ROWS if row["bench"] == "decode_parts" and row["case"]["part"] != "step"]
+
+
+def predicted(case: dict[str, Any]) -> StepCosts:
+    shape = case["shape"]
+    config = LlamaConfig.from_folder(DEMO_CHECKPOINT) if shape == "checkpoint" else LlamaConfig.from_shape(shape)
+    num_groups = 2 if case["mode"] == "paired" else 1
+    assert case["dtype"] == "bf16"
+    return step_costs(config, case["world"], num_groups, torch.bfloat16, case["context"], case["kv_cache"])
+
+
+def name_of(row: dict[str, Any]) -> str:
+    names = ("shape", "world", "mode", "kv_cache", "context", "hit_rate")
+    return "-".join(str(row["case"][name]) for name in names if row["case"][name] is not None)
+
+
+def test_rows_cover_what_is_planned() -> None:
+    found = {(row["case"]["world"], row["case"]["mode"]) for row in STEPS}
+    assert found == {(1, "off"), (2, "off"), (4, "off"), (2, "paired"), (4, "paired")}
+    assert {row["case"]["kv_cache"] for row in STEPS} == {"bf16", "turbo4", "turbo-mixed"}
+
+
+@pytest.mark.parametrize("row", STEPS, ids=name_of)
+def test_predicted_step_is_near_the_measured_one(row: dict[str, Any]) -> None:
+    costs, hit_rate = predicted(row["case"]), row["case"]["hit_rate"]
+    step_us = tp_step_us(costs) if row["case"]["mode"] == "off" else speculative_step_us(costs, hit_rate)
+    assert step_us == pytest.approx(row["us"]["p50"], rel=STEP_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in PARTS if row["case"]["part"] != "step"], ids=lambda r: r["case"]["part"]
+)
+def test_predicted_part_is_near_the_measured_one(row: dict[str, Any]) -> None:
+    part_us = getattr(predicted(row["case"]), f"{row['case']['part']}_us")
+    assert part_us == pytest.approx(row["us"]["p50"], rel=PART_TOLERANCE)
+
+
+def test_guess_comes_no_later_than_attention_ends() -> None:
+    config = LlamaConfig.from_shape("llama-3.1-8b")
+    short, long = (step_costs(config, 2, 2, torch.bfloat16, context) for context in (1024, 131072))
+    assert short.receiver_us == short.attention_us < long.receiver_us < long.attention_us
