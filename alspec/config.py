@@ -17,6 +17,7 @@ from .predictor import CHUNK_SIZES
 from .sas import Softmax
 
 __all__ = [
+    "TURBO_CODECS",
     "EngineConfig",
     "GenerateConfig",
     "LatencyConfig",
@@ -24,12 +25,15 @@ __all__ = [
     "SpeculationConfig",
     "check_fields",
     "load_yaml",
+    "refuse_unavailable",
     "validate",
 ]
 
 SpeculationMode = Literal["auto", "off", "paired", "colocated", "simulated"]
 KVCacheCodec = Literal["bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant3", "turboquant2"]
 Transport = Literal["auto", "symm", "nccl", "gloo"]
+
+TURBO_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that the runtime has
 
 _SchemaT = TypeVar("_SchemaT", bound=BaseModel)
 
@@ -194,6 +198,20 @@ class LatencyConfig(EngineConfig):
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
     )
     debug: bool = Field(default=False, description="show the traceback of an error")
+
+
+def refuse_unavailable(config: EngineConfig) -> None:
+    """Refuse what the schema accepts and the runtime does not have: not yet, or not in this combination.
+
+    Raises:
+        UserError: codec or placement that is not available; a softmax that the codec does not have.
+    """
+    if config.speculation.mode == "colocated":
+        raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
+    if config.kv_cache not in ("bf16", *TURBO_CODECS):
+        raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16, {', '.join(TURBO_CODECS)}")
+    if config.softmax == "sas" and config.kv_cache not in TURBO_CODECS:
+        raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed")
 
 
 def validate(

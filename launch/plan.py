@@ -6,13 +6,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import GenerateConfig
+from alspec.config import GenerateConfig, refuse_unavailable
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.runtime.codecs import bytes_per_token, check_codec
-from alspec.runtime.engine import refuse_unavailable
 from alspec.runtime.memory import DTYPES, GIB, plan_memory
 from alspec.runtime.stats import step_bytes
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import EngineConfig, SamplingConfig, validate
+from ..config import EngineConfig, SamplingConfig, refuse_unavailable, validate
 from ..errors import UserError
 from ..kernels.attention import newest_causal_mask
 from ..kernels.gemv import MAX_BATCH
@@ -39,9 +39,8 @@ from .step import DecodeState, StepProgram
 from .symmetric import symmetric_fault
 from .timeline import Timeline
 from .transport import Transport, connect_store
-from .turbo_cache import TURBO_CODECS
 
-__all__ = ["Engine", "refuse_unavailable"]
+__all__ = ["Engine"]
 
 _JOBS = itertools.count()
 
@@ -538,17 +537,3 @@ class Engine:
             self.heartbeat.stop()
             self.transport.close()
         self._is_closed = True
-
-
-def refuse_unavailable(config: EngineConfig) -> None:
-    """Name what the schema knows and the runtime does not have: at all yet, or together.
-
-    Raises:
-        UserError: codec or placement that is not available; a softmax that the codec does not have.
-    """
-    if config.speculation.mode == "colocated":
-        raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
-    if config.kv_cache not in ("bf16", *TURBO_CODECS):
-        raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16, {', '.join(TURBO_CODECS)}")
-    if config.softmax == "sas" and config.kv_cache not in TURBO_CODECS:
-        raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed")

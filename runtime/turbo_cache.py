@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..config import TURBO_CODECS
 from ..kernels.attention import dequantized_prefill_attention
 from ..kernels.flashq import BLOCK, head_priority, select_bits
 from ..kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append, turbo_compact
@@ -24,8 +25,6 @@ from ..kernels.turbo_prefill import turbo_prefill_attention
 from ..sas import Softmax
 
 __all__ = ["TURBO_CODECS", "TurboCache"]
-
-TURBO_CODECS = ("turbo4", "turbo2", "turbo-mixed")
 
 
 class TurboCache:

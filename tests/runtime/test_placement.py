@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from alspec.config import EngineConfig, SpeculationConfig
+from alspec.config import EngineConfig, SpeculationConfig, refuse_unavailable
 from alspec.errors import UserError
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Shard
-from alspec.runtime.engine import refuse_unavailable
 from alspec.runtime.placement import Placement, choose_device, choose_mode
 
 
