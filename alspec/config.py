@@ -7,10 +7,18 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
 from .errors import UserError
 from .predictor import CHUNK_SIZES
@@ -18,8 +26,13 @@ from .sas import Softmax
 
 __all__ = [
     "TURBO_CODECS",
+    "BenchConfig",
+    "CommandConfig",
+    "DoctorConfig",
     "EngineConfig",
+    "EvaluateConfig",
     "GenerateConfig",
+    "HitRate",
     "LatencyConfig",
     "SamplingConfig",
     "SpeculationConfig",
@@ -32,6 +45,8 @@ __all__ = [
 SpeculationMode = Literal["auto", "off", "paired", "colocated", "simulated"]
 KVCacheCodec = Literal["bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant3", "turboquant2"]
 Transport = Literal["auto", "symm", "nccl", "gloo"]
+EvaluatedCodec = Literal["bf16", "int8", "turbo4", "turbo2", "turbo-mixed"]
+Selector = Literal["gap_std", "entropy", "min_max", "variation"]
 
 TURBO_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that the runtime has
 
@@ -54,6 +69,45 @@ def _ids(value: Any) -> Any:
     return value
 
 
+def _items(value: Any) -> Any:
+    """Accept the flag's spelling `a,b`, and one value alone, beside a list."""
+    return [item.strip() for item in str(value).split(",")] if isinstance(value, str | int | float) else value
+
+
+def _tokens(value: Any) -> int:
+    """A number of tokens such as 4096 or 4k; k is 1024."""
+    text = str(value).lower()
+    digits, scale = text.removesuffix("k"), 1024 if text.endswith("k") else 1
+    if not digits.isdecimal() or int(digits) * scale < 2:
+        raise ValueError("expected lengths such as 1k,8k or 4096")
+    return int(digits) * scale
+
+
+def _hit_rate(value: Any) -> float | str:
+    if value == "real":
+        return "real"
+    try:
+        rate = float(value)
+    except (TypeError, ValueError):
+        rate = math.nan
+    if not 0 <= rate <= 1:
+        raise ValueError("expected real or numbers from 0 to 1")
+    return rate
+
+
+_ItemT = TypeVar("_ItemT")
+_Several = Annotated[tuple[_ItemT, ...], Field(min_length=1), BeforeValidator(_items)]
+_Tokens = Annotated[int, BeforeValidator(_tokens)]
+_Share = Annotated[float, Field(ge=0.0, le=1.0)]
+# JSON has no infinity; the text is read back as one.
+_Threshold = Annotated[
+    float,
+    Field(ge=0.0),
+    PlainSerializer(lambda threshold: threshold if math.isfinite(threshold) else "inf", when_used="json"),
+]
+HitRate = Annotated[float | Literal["real"], BeforeValidator(_hit_rate)]
+
+
 class _Schema(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -66,19 +120,14 @@ class SpeculationConfig(_Schema):
         description="off: tensor parallelism only; paired: two groups; simulated: the reference semantics in one group",
         json_schema_extra={"flag": "speculation"},
     )
-    threshold: float = Field(
-        default=0.10, ge=0.0, description="lambda: accept if |A~ - A| < lambda |A|; 0 accepts never, inf always"
+    threshold: _Threshold = Field(
+        default=0.10, description="lambda: accept if |A~ - A| < lambda |A|; 0 accepts never, inf always"
     )
     chunk_size: Annotated[int, BeforeValidator(_one_of_chunk_sizes)] = Field(
         default=128,
         description="S: tokens of the sink and of the recent window, 128, 256 or 512",
         json_schema_extra={"flag": "chunk"},
     )
-
-    @field_serializer("threshold", when_used="json")
-    def _threshold_in_json(self, threshold: float) -> float | str:
-        # JSON has no infinity; the text is read back as one.
-        return threshold if math.isfinite(threshold) else "inf"
 
 
 class EngineConfig(_Schema):
@@ -108,10 +157,6 @@ class EngineConfig(_Schema):
     )
     verify_checksums: bool = Field(default=False, description="compare the model folder with its SHA256SUMS first")
 
-    @field_serializer("model")
-    def _path_as_text(self, model: Path | None) -> str | None:
-        return None if model is None else str(model)
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.model is not None and self.random_weights is not None:
@@ -139,7 +184,13 @@ class SamplingConfig(_Schema):
         return self
 
 
-class GenerateConfig(EngineConfig, SamplingConfig):
+class CommandConfig(_Schema):
+    """What every command can be told."""
+
+    debug: bool = Field(default=False, description="show the traceback of an error")
+
+
+class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
     """Everything `launch/generate.py` can be told."""
 
     prompt: str | None = Field(default=None, description="text to continue")
@@ -155,11 +206,6 @@ class GenerateConfig(EngineConfig, SamplingConfig):
     json_file: Path | None = Field(default=None, alias="json", description="write everything measured to this file")
     trace: Path | None = Field(default=None, description="write a Perfetto trace of all ranks' operations to this file")
     color: bool = Field(default=False, description="shade each token by its speculation hit rate")
-    debug: bool = Field(default=False, description="show the traceback of an error")
-
-    @field_serializer("prompt_file", "json_file", "trace")
-    def _paths_as_text(self, path: Path | None) -> str | None:
-        return None if path is None else str(path)
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
@@ -173,17 +219,18 @@ class GenerateConfig(EngineConfig, SamplingConfig):
         return self
 
 
-class LatencyConfig(EngineConfig):
+class LatencyConfig(CommandConfig, EngineConfig):
     """Everything `launch/latency.py` can be told."""
 
-    contexts: str | None = Field(
+    contexts: _Several[_Tokens] | None = Field(
         default=None, description="tokens in the cache; default: 1k,8k,32k,128k as far as the model's positions go"
     )
-    modes: str = Field(
-        default="off", description="speculation modes to measure, such as off,paired; in place of --speculation"
+    modes: _Several[Literal["off", "paired"]] = Field(
+        default=("off",), description="speculation modes to measure, such as off,paired; in place of --speculation"
     )
-    hit_rates: str = Field(
-        default="real", description="of paired: real verdicts, or forced ones for profiling, such as real,0.5,0.875,1"
+    hit_rates: _Several[HitRate] = Field(
+        default=("real",),
+        description="of paired: real verdicts, or forced ones for profiling, such as real,0.5,0.875,1",
     )
     prompt_file: Path | None = Field(
         default=None,
@@ -197,7 +244,76 @@ class LatencyConfig(EngineConfig):
     trace: Path | None = Field(
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
     )
-    debug: bool = Field(default=False, description="show the traceback of an error")
+
+
+class EvaluateConfig(CommandConfig, EngineConfig):
+    """Everything `launch/evaluate.py` can be told."""
+
+    text: Path | None = Field(default=None, description=".txt, or .jsonl / .jsonl.xz with a 'text' field; needed")
+    contexts: _Several[_Tokens] = Field(
+        default=(1024, 8192), description="lengths in tokens, of windows for bits per byte and of needle prompts"
+    )
+    windows: int = Field(default=16, ge=0, description="windows of the longest context to score; 0: no bits per byte")
+    recall: int = Field(
+        default=0, ge=0, description="recall prompts of the longest context, in the demo checkpoint's form"
+    )
+    records: Path | None = Field(
+        default=None, description="key-value retrieval cases (.jsonl.gz) to recall from as well"
+    )
+    needles: int = Field(
+        default=0,
+        ge=0,
+        description="prompts, in that form too, for each context and depth of a needle, and of a pair of --records",
+    )
+    depths: _Several[_Share] = Field(
+        default=(0.0, 0.25, 0.5, 0.75, 1.0), description="where the needle stands in its prompt, 0 to 1"
+    )
+    thresholds: _Several[_Threshold] = Field(
+        default=(0.0, 0.05, 0.1, 0.15, 0.2, 0.25, math.inf), description="lambda values"
+    )
+    baselines: bool = Field(
+        default=False, description="measure sink and window in all layers and in fixed layers as well"
+    )
+    codecs: _Several[EvaluatedCodec] | None = Field(
+        default=None, description=f"what the cache holds: {', '.join(get_args(EvaluatedCodec))} (default: --kv-cache)"
+    )
+    softmaxes: _Several[Softmax] | None = Field(
+        default=None, description=f"{', '.join(get_args(Softmax))} (default: --softmax)"
+    )
+    block_sizes: _Several[_Tokens] = Field(default=(64,), description="tokens of a quantised block")
+    selectors: _Several[Selector] = Field(
+        default=("gap_std",), description=f"of turbo-mixed's 2-bit heads: {', '.join(get_args(Selector))}"
+    )
+    low_heads: _Several[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None, description="how many heads turbo-mixed holds at 2 bits, such as 0,1,2 (default: half)"
+    )
+    rows: Path | None = Field(default=None, description="append one JSON line for each value to this file")
+    plot: Path | None = Field(
+        default=None, description="picture to write: needles over context and depth, hit rates of layers over lambda"
+    )
+
+
+class DoctorConfig(CommandConfig):
+    """Everything `launch/doctor.py` can be told."""
+
+    transport: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="as in generate")
+    deadline: float = Field(default=60.0, gt=0.0, allow_inf_nan=False, description="seconds for one check")
+    json_file: Path | None = Field(
+        default=None, alias="json", description="write the outcomes on all ranks to this file"
+    )
+
+
+class BenchConfig(CommandConfig):
+    """Everything `launch/bench_kernels.py` can be told."""
+
+    bench: Literal["allreduce", "decode", "prefill", "ready", "turbo"] | None = Field(
+        default=None, description="only this one; default: decode and ready"
+    )
+    contexts: _Several[_Tokens] = Field(
+        default=tuple(2**power for power in range(10, 19)),
+        description="tokens in the cache, of decode, ready and turbo",
+    )
+    rows: Path | None = Field(default=None, description="append one JSON line for each measurement to this file")
 
 
 def refuse_unavailable(config: EngineConfig) -> None:
@@ -231,7 +347,8 @@ def validate(
         return schema.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-    path = tuple(str(part) for part in first["loc"])
+    # Of an item in a list, the list is named.
+    path = tuple(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(path[-1], _keys(schema, path[:-1]), n=1, cutoff=0.0)
         raise UserError(f"{source}: unknown key {spell(path)!r}; the nearest valid name is {nearest[0]!r}")

@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import json
 import math
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +19,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from alspec.errors import AlspecError, UserError, report
+from alspec.config import BenchConfig
+from alspec.errors import AlspecError, UserError
 from alspec.kernels.lean_attention import LeanWorkspace, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.bench_turbo import TurboCase, turbo_run
-from alspec.launch.cli import Parser, check_writable, parse_tokens
+from alspec.launch.cli import Parser, check_writable, run_command
 from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import percentile, provenance, stream_bandwidth
@@ -41,7 +41,6 @@ WARMUP_MS = 20  # of replays, so that the clocks have settled
 REPLAYS = 25
 CHUNK_SIZE = 128
 SHAPES = ((32, 8, 128), (8, 2, 128), (32, 8, 64))
-CONTEXTS = "1k,2k,4k,8k,16k,32k,64k,128k,256k"
 TOLERANCE = 1e-2  # relative RMS of a bf16 output against fp64
 
 
@@ -179,14 +178,11 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
 class Results:
     """Rows on their way to the file, and the table."""
 
-    def __init__(self, rows: Path | None) -> None:
-        placement = Placement.from_environment()
-        several = placement.world_size > 1
+    def __init__(self, rows: Path | None, command: str) -> None:
         # Ranks of a job measure together; the first one writes.
-        self._is_first = placement.rank == 0
+        self._is_first = Placement.from_environment().rank == 0
         self._rows = rows if self._is_first else None
-        torchrun = f"torchrun --nproc-per-node {placement.local_world_size} " if several else ""
-        self._command = torchrun + shlex.join(["launch/bench_kernels.py", *sys.argv[1:]])
+        self._command = command
         self.stream = stream_bandwidth(torch.device("cuda"))
         self._table = Table(title=f"stream {self.stream / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}")
         for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "TFLOP/s", "speed-up"):
@@ -351,26 +347,22 @@ BENCHES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        parser = Parser(prog="bench_kernels", description="Kernels against PyTorch.", allow_abbrev=False)
-        parser.add_argument("--contexts", default=CONTEXTS, help="tokens in the cache, of decode and ready")
-        parser.add_argument("--rows", type=Path, help="append one JSON line for each measurement to this file")
-        parser.add_argument("--bench", choices=sorted(BENCHES), help="only this one")
-        args = parser.parse_args(argv)
-        if not torch.cuda.is_available():
-            raise UserError("bench_kernels: needs a CUDA GPU, found none")
-        check_writable("flags: --rows", args.rows)
-        placement = Placement.from_environment()
-        if (placement.world_size > 1) != (args.bench == "allreduce"):
-            raise UserError("bench_kernels: torchrun is for --bench allreduce, and for that alone")
-        torch.cuda.set_device(placement.local_rank)
-        results = Results(args.rows)
-        contexts = parse_tokens("--contexts", args.contexts)
-        for name in [args.bench] if args.bench else ["decode", "ready"]:
-            BENCHES[name](results, contexts)
-        results.show()
-    except AlspecError as error:
-        return report(error)
+    parser = Parser(prog="bench_kernels", description="Kernels against PyTorch.", allow_abbrev=False)
+    return run_command(parser, BenchConfig, argv, lambda config, args: _run(config, args.command))
+
+
+def _run(config: BenchConfig, command: str) -> int:
+    if not torch.cuda.is_available():
+        raise UserError("bench_kernels: needs a CUDA GPU, found none")
+    check_writable("flags: --rows", config.rows)
+    placement = Placement.from_environment()
+    if (placement.world_size > 1) != (config.bench == "allreduce"):
+        raise UserError("bench_kernels: torchrun is for --bench allreduce, and for that alone")
+    torch.cuda.set_device(placement.local_rank)
+    results = Results(config.rows, command)
+    for name in [config.bench] if config.bench else ["decode", "ready"]:
+        BENCHES[name](results, list(config.contexts))
+    results.show()
     return 0
 
 

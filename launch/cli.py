@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import shlex
+import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -14,12 +17,14 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from alspec.config import check_fields, load_yaml, validate
-from alspec.errors import UserError
+from alspec.config import CommandConfig, check_fields, load_yaml, validate
+from alspec.errors import AlspecError, UserError, report
+from alspec.runtime.placement import Placement
 
-__all__ = ["Parser", "check_picture", "check_writable", "parse", "parse_tokens", "print_config"]
+__all__ = ["Parser", "check_picture", "check_writable", "parse", "print_config", "run_command"]
 
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
+_CommandT = TypeVar("_CommandT", bound=CommandConfig)
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -54,7 +59,7 @@ def _flag(path: tuple[str, ...], field: FieldInfo) -> str:
 def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None:
     for path, field in _leaves(schema):
         is_nothing = field.default is None or field.default is False or field.default == ()
-        default = "" if is_nothing else f" (default: {field.default})"
+        default = "" if is_nothing else f" (default: {_written(field.default)})"
         text = f"{field.description}{default}".replace("%", "%%")
         options: dict[str, Any] = {"dest": ".".join(path), "default": argparse.SUPPRESS, "help": text}
         if field.annotation is bool:
@@ -66,15 +71,56 @@ def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None
         parser.add_argument(_flag(path, field), **options)
 
 
+def _written(default: Any) -> str:
+    """A default as its flag would be written."""
+    if isinstance(default, tuple):
+        return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in default)
+    return str(default)
+
+
 def _choices(annotation: Any) -> list[str]:
-    """The values of a Literal, also inside an optional; none for other types."""
+    """The values of a Literal, also inside an optional; none for other types, and for lists."""
     if get_origin(annotation) is Literal:
         return [str(value) for value in get_args(annotation)]
+    if get_origin(annotation) is tuple:
+        return []
     return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
+def run_command(
+    parser: argparse.ArgumentParser,
+    schema: type[_CommandT],
+    argv: list[str] | None,
+    run: Callable[[_CommandT, argparse.Namespace], int],
+) -> int:
+    """Run a command, or show its configuration; returns the exit code, after the one line of an error.
+
+    Args:
+        argv: the words of the command line; None: those of this process.
+        run: gets the configuration and the namespace of `parse`, in which `command` is how all of this was started.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in words  # for errors of the flags themselves
+    try:
+        config, args = parse(parser, schema, words)
+        debug = config.debug
+        placement = Placement.from_environment()
+        if args.print_config:
+            # Once, not by every rank of torchrun.
+            if placement.rank == 0:
+                print_config(config)
+            return 0
+        torchrun = f"torchrun --nproc-per-node {placement.local_world_size} " if placement.world_size > 1 else ""
+        args.command = torchrun + shlex.join([f"launch/{parser.prog}.py", *words])
+        return run(config, args)
+    except AlspecError as error:
+        if debug:
+            traceback.print_exc()
+        return report(error)
+
+
 def parse(
-    parser: argparse.ArgumentParser, schema: type[_ConfigT], argv: list[str] | None
+    parser: argparse.ArgumentParser, schema: type[_ConfigT], argv: list[str]
 ) -> tuple[_ConfigT, argparse.Namespace]:
     """Merge defaults, `--config` file and flags (the later win) into one validated configuration.
 
@@ -102,21 +148,6 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for part in path[:-1]:
         values = values.setdefault(part, {})
     values[path[-1]] = value
-
-
-def parse_tokens(flag: str, text: str) -> list[int]:
-    """Token counts such as `1k,8k` or `4096`; k is 1024.
-
-    Raises:
-        UserError: anything else, or less than 2.
-    """
-    counts = []
-    for item in text.lower().split(","):
-        digits, scale = item.strip().removesuffix("k"), 1024 if item.strip().endswith("k") else 1
-        if not digits.isdigit() or int(digits) * scale < 2:
-            raise UserError(f"flags: {flag}: expected lengths such as 1k,8k or 4096, found {item!r}")
-        counts.append(int(digits) * scale)
-    return counts
 
 
 def check_writable(name: str, path: Path | None) -> None:

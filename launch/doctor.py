@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import traceback
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from alspec.errors import AlspecError, RankFailureError, UserError, report
+from alspec.errors import RankFailureError, UserError, report
 
 # A torch or Triton that cannot be imported is an answer as well.
 try:
     from rich.console import Console
     from rich.text import Text
 
-    from alspec.launch.cli import Parser, check_writable
+    from alspec.config import DoctorConfig
+    from alspec.launch.cli import Parser, check_writable, run_command
     from alspec.runtime.checkup import Check, run_checks
     from alspec.runtime.diagnostics import CHECKS
     from alspec.runtime.faults import Heartbeat, run_guarded
@@ -36,31 +35,18 @@ COLORS = {"fail": "red", "pass": "green", "skip": "yellow"}  # what one rank say
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
-    try:
-        parser = Parser(prog="doctor", description="Check an installation.", epilog=EPILOG, allow_abbrev=False)
-        parser.add_argument("--transport", choices=["auto", "nccl", "gloo"], default="auto", help="as in generate")
-        parser.add_argument("--deadline", type=float, default=60.0, help="seconds for one check (default: 60)")
-        parser.add_argument("--json", type=Path, help="write the outcomes on all ranks to this file")
-        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        args = parser.parse_args(argv)
-        if not 0 < args.deadline < float("inf"):
-            raise UserError(f"flags: --deadline: expected seconds > 0, found {args.deadline:g}")
-        check_writable("flags: --json", args.json)
-        return _examine(args)
-    except AlspecError as error:
-        if debug:
-            traceback.print_exc()
-        return report(error)
+    parser = Parser(prog="doctor", description="Check an installation.", epilog=EPILOG, allow_abbrev=False)
+    return run_command(parser, DoctorConfig, argv, lambda config, _: _examine(config))
 
 
-def _examine(args: argparse.Namespace) -> int:
+def _examine(config: DoctorConfig) -> int:
+    check_writable("flags: --json", config.json_file)
     placement = Placement.from_environment()
     # A rank may be busy for long in one call that lets no other thread run, such as CUDA's start.
-    heartbeat = Heartbeat(placement, patience_s=args.deadline)
-    outcomes = run_checks(placement, args.transport, args.deadline, heartbeat, args.debug)
+    heartbeat = Heartbeat(placement, patience_s=config.deadline)
+    outcomes = run_checks(placement, config.transport, config.deadline, heartbeat, config.debug)
     width = max(map(len, CHECKS))
-    return run_guarded(heartbeat, lambda: _print(outcomes, args.json, placement.rank == 0, width))
+    return run_guarded(heartbeat, lambda: _print(outcomes, config.json_file, placement.rank == 0, width))
 
 
 def _print(outcomes: Iterable[list[Check]], json_file: Path | None, is_first: bool, width: int) -> int:

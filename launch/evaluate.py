@@ -5,21 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shlex
 import sys
-import traceback
-from argparse import Namespace
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import EngineConfig
-from alspec.errors import AlspecError, UserError, report
-from alspec.kernels.flashq import SELECTORS
-from alspec.launch.cli import Parser, check_picture, check_writable, parse, parse_tokens, print_config
+from alspec.config import EvaluateConfig, refuse_unavailable
+from alspec.errors import UserError
+from alspec.launch.cli import Parser, check_picture, check_writable, run_command
 from alspec.launch.evaluate_tasks import (
     Quality,
     Task,
@@ -32,10 +27,9 @@ from alspec.launch.evaluate_tasks import (
     text_task,
 )
 from alspec.launch.plot_quality import draw, threshold_name
-from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
+from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
-from alspec.runtime.placement import Placement
 from alspec.runtime.stats import provenance
 
 __all__ = ["main"]
@@ -52,131 +46,69 @@ FIXED_LAYER_HIT_RATE = 0.8
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
-    try:
-        parser = Parser(
-            prog="evaluate",
-            description="Quality under speculation and quantisation.",
-            epilog=EPILOG,
-            allow_abbrev=False,
-        )
-        _add_flags(parser)
-        config, args = parse(parser, EngineConfig, argv)
-        if args.print_config:
-            if Placement.from_environment().rank == 0:
-                print_config(config)
-            return 0
-        if config.speculation.mode not in ("auto", "simulated"):
-            raise UserError("flags: --speculation: evaluate is always simulated; leave it out")
-        if config.max_context is not None:
-            raise UserError("flags: --max-context: lengths come from --contexts; leave it out")
-        contexts = sorted(set(parse_tokens("--contexts", args.contexts)))
-        thresholds = _numbers("--thresholds", args.thresholds, math.inf)
-        depths = _numbers("--depths", args.depths, 1.0)
-        caches = _caches(config, args)
-        _check(args)
-        _check_baselines(args, contexts[-1], config.speculation.chunk_size)
-        text = read_text(args.text)
-        # The runtime's own cache is not used: what each codec holds is computed from the keys and values of the text.
-        speculation = config.speculation.model_copy(update={"mode": "simulated"})
-        engine = Engine(config.model_copy(update={"speculation": speculation, "kv_cache": "bf16", "softmax": "exact"}))
-
-        def evaluate() -> int:
-            tasks = _tasks(engine, args, contexts, depths, text)
-            return _evaluate(engine, args, tasks, thresholds, caches)
-
-        return run_guarded(engine.heartbeat, evaluate)
-    except AlspecError as error:
-        if debug:
-            traceback.print_exc()
-        return report(error)
-
-
-def _add_flags(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--text", type=Path, required=True, help=".txt, or .jsonl / .jsonl.xz with a 'text' field")
-    add("--contexts", default="1k,8k", help="lengths in tokens, of windows for bits per byte and of needle prompts")
-    add("--windows", type=int, default=16, help="windows of the longest context to score; 0: no bits per byte")
-    add("--recall", type=int, default=0, help="recall prompts of the longest context, in the demo checkpoint's form")
-    add("--records", type=Path, help="key-value retrieval cases (.jsonl.gz) to recall from as well")
-    add(
-        "--needles",
-        type=int,
-        default=0,
-        help="prompts, likewise, for each context and depth of a needle, and of a pair of --records",
+    parser = Parser(
+        prog="evaluate",
+        description="Quality under speculation and quantisation.",
+        epilog=EPILOG,
+        allow_abbrev=False,
     )
-    add("--depths", default="0,0.25,0.5,0.75,1", help="where it stands, 0 to 1")
-    add("--thresholds", default="0,0.05,0.1,0.15,0.2,0.25,inf", help="lambda values")
-    add("--baselines", action="store_true", help="measure sink and window in all layers and in fixed layers as well")
-    add("--codecs", help=f"what the cache holds: {', '.join(CODECS)} (default: --kv-cache)")
-    add("--softmaxes", help=f"{', '.join(SOFTMAXES)} (default: --softmax)")
-    add("--block-sizes", default="64", help="tokens of a quantised block")
-    add("--selectors", default=SELECTORS[0], help=f"of turbo-mixed's 2-bit heads: {', '.join(SELECTORS)}")
-    add("--low-heads", help="how many heads turbo-mixed holds at 2 bits, such as 0,1,2 (default: half)")
-    add("--rows", type=Path, help="append one JSON line for each value to this file")
-    add("--plot", type=Path, help="picture to write: needles over context and depth, hit rates of layers over lambda")
-    add("--debug", action="store_true", help="show the traceback of an error")
+    return run_command(parser, EvaluateConfig, argv, lambda config, args: _run(config, args.command))
 
 
-def _check(args: Namespace) -> None:
-    if min(args.windows, args.recall, args.needles) < 0:
-        raise UserError("flags: expected --windows, --recall and --needles >= 0")
-    if not (args.windows or args.recall or args.needles or args.records):
+def _run(config: EvaluateConfig, command: str) -> int:
+    _check(config)
+    contexts = sorted(set(config.contexts))
+    _check_baselines(config, contexts[-1])
+    caches = _caches(config)
+    assert config.text is not None  # _check
+    text = read_text(config.text)
+    # The runtime's own cache is not used: what each codec holds is computed from the keys and values of the text.
+    speculation = config.speculation.model_copy(update={"mode": "simulated"})
+    engine = Engine(config.model_copy(update={"speculation": speculation, "kv_cache": "bf16", "softmax": "exact"}))
+
+    def evaluate() -> int:
+        return _evaluate(engine, config, _tasks(engine, config, contexts, text), caches, command)
+
+    return run_guarded(engine.heartbeat, evaluate)
+
+
+def _check(config: EvaluateConfig) -> None:
+    """What can be wrong before the model is looked at."""
+    if config.text is None:
+        raise UserError("flags: --text: none given; give a .txt, .jsonl or .jsonl.xz file")
+    if config.speculation.mode not in ("auto", "simulated"):
+        raise UserError("flags: --speculation: evaluate is always simulated; leave it out")
+    if config.max_context is not None:
+        raise UserError("flags: --max-context: lengths come from --contexts; leave it out")
+    # Here sas is measured over bf16 as well, which the runtime does not do.
+    refuse_unavailable(config.model_copy(update={"softmax": "exact"}))
+    if not (config.windows or config.recall or config.needles or config.records):
         raise UserError("flags: nothing to measure; give one of --windows, --recall, --needles or --records")
-    if args.baselines and not args.windows:
+    if config.baselines and not config.windows:
         raise UserError("flags: --baselines takes its fixed layers from bits per byte; give --windows")
-    check_picture("flags: --plot", args.plot)
-    check_writable("flags: --rows", args.rows)
+    check_picture("flags: --plot", config.plot)
+    check_writable("flags: --rows", config.rows)
 
 
-def _check_baselines(args: Namespace, longest: int, chunk_size: int) -> None:
+def _check_baselines(config: EvaluateConfig, longest: int) -> None:
     """Whether there are hit rates to take the fixed layers from."""
-    if args.baselines and longest <= first_guess(chunk_size):
+    chunk_size = config.speculation.chunk_size
+    if config.baselines and longest <= first_guess(chunk_size):
         raise UserError(
             f"flags: --baselines takes its fixed layers from hit rates; in {longest} tokens no guess leaves out one, "
             f"give --contexts beyond {first_guess(chunk_size)}"
         )
 
 
-def _numbers(flag: str, text: str, most: float) -> list[float]:
-    """Comma-separated numbers from 0 to `most`."""
-    values = []
-    for item in text.split(","):
-        try:
-            values.append(float(item))
-        except ValueError:
-            values.append(math.nan)
-        if not 0 <= values[-1] <= most:
-            expected = "numbers >= 0 or inf" if math.isinf(most) else f"numbers from 0 to {most:g}"
-            raise UserError(f"flags: {flag}: expected {expected}, found {item!r}")
-    return values
-
-
-def _whole(flag: str, item: str) -> int:
-    if not item.isdigit():
-        raise UserError(f"flags: {flag}: expected whole numbers separated by commas, found {item!r}")
-    return int(item)
-
-
-def _caches(config: EngineConfig, args: Namespace) -> list[CacheSetting]:
+def _caches(config: EvaluateConfig) -> list[CacheSetting]:
     """Every combination of the flags, without what a codec does not depend on."""
-
-    def names(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
-        unknown = next((name for name in text.split(",") if name not in known), None)
-        if unknown is not None:
-            raise UserError(f"flags: {flag}: expected some of {', '.join(known)}, found {unknown!r}")
-        return text.split(",")
-
-    codecs = names("--codecs", args.codecs or config.kv_cache, CODECS)
-    softmaxes = names("--softmaxes", args.softmaxes or config.softmax, SOFTMAXES)
-    selectors = names("--selectors", args.selectors, SELECTORS)
-    block_sizes = parse_tokens("--block-sizes", args.block_sizes)
-    low_heads = (
-        [None] if args.low_heads is None else [_whole("--low-heads", item) for item in args.low_heads.split(",")]
-    )
+    codecs = config.codecs or (config.kv_cache,)
+    softmaxes = config.softmaxes or (config.softmax,)
+    low_heads = config.low_heads or (None,)
+    settings = itertools.product(codecs, softmaxes, config.block_sizes, config.selectors, low_heads)
     default = CacheSetting()
     caches = []
-    for codec, softmax, block, selector, low in itertools.product(codecs, softmaxes, block_sizes, selectors, low_heads):
+    for codec, softmax, block, selector, low in settings:
         is_mixed = codec == "turbo-mixed"
         caches.append(
             CacheSetting(
@@ -190,7 +122,7 @@ def _caches(config: EngineConfig, args: Namespace) -> list[CacheSetting]:
     return list(dict.fromkeys(caches))
 
 
-def _tasks(engine: Engine, args: Namespace, contexts: list[int], depths: list[float], text: str) -> list[Task]:
+def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: str) -> list[Task]:
     if engine.tokenizer is None:
         raise UserError("evaluate: random weights have no tokenizer; give a --model folder")
     longest = max(contexts)
@@ -198,27 +130,27 @@ def _tasks(engine: Engine, args: Namespace, contexts: list[int], depths: list[fl
     if longest > limit:
         raise UserError(f"flags: --contexts: {longest} is beyond the model's {limit} positions")
     tasks = []
-    if args.windows:
+    if config.windows:
         ids = engine.tokenizer.encode(text, add_bos=False)
-        needed = args.windows * longest
+        needed = config.windows * longest
         if len(ids) < needed:
             raise UserError(
-                f"flags: --text: {args.windows} windows of {longest} tokens needed, {args.text} has {len(ids)}"
+                f"flags: --text: {config.windows} windows of {longest} tokens needed, {config.text} has {len(ids)}"
             )
         tasks += [text_task(engine, ids[:needed], context) for context in contexts]
-    if args.recall:
-        tasks.append(recall_task(engine, text, longest, args.recall))
-    if args.records is not None:
-        tasks.append(records_task(engine, args.records, args.recall or 100))
-    if args.needles:
-        tasks += needle_tasks(engine, text, contexts, depths, args.needles)
-    if args.needles and args.records is not None:
-        tasks += record_needle_tasks(engine, args.records, contexts, depths, args.needles)
+    if config.recall:
+        tasks.append(recall_task(engine, text, longest, config.recall))
+    if config.records is not None:
+        tasks.append(records_task(engine, config.records, config.recall or 100))
+    if config.needles:
+        tasks += needle_tasks(engine, text, contexts, config.depths, config.needles)
+    if config.needles and config.records is not None:
+        tasks += record_needle_tasks(engine, config.records, contexts, config.depths, config.needles)
     return tasks
 
 
 def _evaluate(
-    engine: Engine, args: Namespace, tasks: list[Task], thresholds: list[float], caches: list[CacheSetting]
+    engine: Engine, config: EvaluateConfig, tasks: list[Task], caches: list[CacheSetting], command: str
 ) -> int:
     num_kv_heads = engine.model_config.num_kv_heads // engine.placement.tp_size
     if max((cache.low_heads or 0 for cache in caches), default=0) > num_kv_heads:
@@ -227,16 +159,17 @@ def _evaluate(
         raise UserError("flags: --codecs: turbo-mixed needs two KV heads on each rank; run fewer ranks")
     engine.load(1, max(task.context for task in tasks))
     num_layers, base = engine.model_config.num_layers, engine.config.speculation.threshold
-    if args.baselines:
-        thresholds = sorted({*thresholds, base, math.inf})
+    thresholds = sorted({*config.thresholds, base, math.inf}) if config.baselines else config.thresholds
     rows: list[dict[str, Any]] = []
 
     def measure(task: Task, cache: CacheSetting, under: dict[str, list[float]]) -> list[Quality]:
         qualities = task.run(engine, list(under.values()), cache)
-        measured = [_row(engine, task, cache, name, quality) for name, quality in zip(under, qualities, strict=True)]
+        measured = [
+            _row(engine, task, cache, name, quality, command) for name, quality in zip(under, qualities, strict=True)
+        ]
         rows.extend(measured)
-        if args.rows is not None and engine.placement.rank == 0:
-            with args.rows.open("a", encoding="utf-8") as file:
+        if config.rows is not None and engine.placement.rank == 0:
+            with config.rows.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in measured)
         return qualities
 
@@ -245,7 +178,7 @@ def _evaluate(
         under = {str(threshold): [threshold] * num_layers for threshold in thresholds}
         for task in texts:
             qualities = dict(zip(under, measure(task, cache, under), strict=True))
-        if args.baselines:  # fixed layers are those of the longest context, which comes last
+        if config.baselines:  # fixed layers are those of the longest context, which comes last
             hit_rates = qualities[str(base)].hit_rates
             assert hit_rates is not None  # _check_baselines
             fixed = {"fixed": [math.inf if rate > FIXED_LAYER_HIT_RATE else 0.0 for rate in hit_rates]}
@@ -256,13 +189,15 @@ def _evaluate(
             measure(task, cache, under)
     if engine.placement.rank == 0:
         Console(width=180).print(_table(engine, rows))
-        if args.plot is not None:
-            draw(args.plot, rows)
+        if config.plot is not None:
+            draw(config.plot, rows)
     engine.close()
     return 0
 
 
-def _row(engine: Engine, task: Task, cache: CacheSetting, threshold: str, quality: Quality) -> dict[str, Any]:
+def _row(
+    engine: Engine, task: Task, cache: CacheSetting, threshold: str, quality: Quality, command: str
+) -> dict[str, Any]:
     rates = quality.hit_rates
     return {
         "bench": "quality",
@@ -283,10 +218,7 @@ def _row(engine: Engine, task: Task, cache: CacheSetting, threshold: str, qualit
         "unit": task.measure,
         "hit_rate": None if rates is None else sum(rates) / len(rates),
         "hit_rate_per_layer": None if rates is None else [round(rate, 4) for rate in rates],
-        **provenance(
-            engine.placement.world_size if engine.device.type == "cuda" else 0,
-            shlex.join(["launch/evaluate.py", *sys.argv[1:]]),
-        ),
+        **provenance(engine.placement.world_size if engine.device.type == "cuda" else 0, command),
     }
 
 

@@ -113,7 +113,7 @@ def recall_task(engine: Engine, text: str, context: int, count: int) -> Task:
     return _answered("recall", context, recall_prompts(count, context, _core(engine), text, seed=1))
 
 
-def needle_tasks(engine: Engine, text: str, contexts: list[int], depths: list[float], count: int) -> list[Task]:
+def needle_tasks(engine: Engine, text: str, contexts: list[int], depths: Sequence[float], count: int) -> list[Task]:
     """As `recall_task`, with the fact asked for at given depths of texts of given lengths: a task for each pair."""
     core = _core(engine)
     text = text[: 40 * max(contexts)]  # some ten of the longest contexts: enough to draw from, quick to tokenize
@@ -138,7 +138,9 @@ def records_task(engine: Engine, path: Path, count: int) -> Task:
     return _answered("record recall", longest, prompts)
 
 
-def record_needle_tasks(engine: Engine, path: Path, contexts: list[int], depths: list[float], count: int) -> list[Task]:
+def record_needle_tasks(
+    engine: Engine, path: Path, contexts: list[int], depths: Sequence[float], count: int
+) -> list[Task]:
     """As `records_task`, with as many pairs as a context holds, the one asked for at given depths among them.
 
     The first context that holds all pairs of a case is as long as they are; longer ones would say the same.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
+from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from alspec.config import GenerateConfig
-from alspec.errors import AlspecError, report
-from alspec.launch.cli import Parser, parse, print_config
+from alspec.launch.cli import Parser, run_command
 from alspec.launch.display import Printer, StatusLine, print_panel, use_utf8
 from alspec.launch.plan import print_plan
 from alspec.launch.prompts import read_prompts
@@ -27,25 +26,21 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code of interface errors and of success."""
-    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
-    try:
-        parser = Parser(prog="generate", description="Generate text with a Llama model.", allow_abbrev=False)
-        parser.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
-        config, args = parse(parser, GenerateConfig, argv)
-        debug = debug or config.debug
-        if args.print_config or args.plan:
-            # Once, not by every rank of torchrun.
-            if Placement.from_environment().rank == 0:
-                (print_config if args.print_config else print_plan)(config)
-            return 0
-        use_utf8()
-        engine = Engine(config, trace=config.trace is not None)
-        return run_guarded(engine.heartbeat, lambda: _generate(config, engine))
-    except AlspecError as error:
-        if debug:
-            traceback.print_exc()
-        return report(error)
+    """Run the command line; returns the exit code."""
+    parser = Parser(prog="generate", description="Generate text with a Llama model.", allow_abbrev=False)
+    parser.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
+    return run_command(parser, GenerateConfig, argv, _run)
+
+
+def _run(config: GenerateConfig, args: Namespace) -> int:
+    if args.plan:
+        # Once, not by every rank of torchrun.
+        if Placement.from_environment().rank == 0:
+            print_plan(config)
+        return 0
+    use_utf8()
+    engine = Engine(config, trace=config.trace is not None)
+    return run_guarded(engine.heartbeat, lambda: _generate(config, engine))
 
 
 def _generate(config: GenerateConfig, engine: Engine) -> int:
@@ -134,6 +129,7 @@ def _everything(config: GenerateConfig, generation: Generation, summary: dict[st
         "ttft_us": generation.prefill_us,
         "step_us": generation.step_us,
         "hit_map": [hits.int().tolist() for hits in generation.hits],
+        # JSON has no infinity: the settings hold such a threshold as text.
         "summary": summary | {"threshold": settings["speculation"]["threshold"]},
         "config": settings,
         "versions": versions(),

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import json
-import math
 import os
-import shlex
 import sys
-import traceback
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import LatencyConfig, SpeculationMode
-from alspec.errors import AlspecError, UserError, report
+from alspec.config import HitRate, LatencyConfig
+from alspec.errors import UserError
 from alspec.kernels.gemv import MAX_BATCH
-from alspec.launch.cli import Parser, check_picture, check_writable, parse, parse_tokens, print_config
+from alspec.launch.cli import Parser, check_picture, check_writable, run_command
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
 from alspec.models.config import LlamaConfig
@@ -34,7 +30,7 @@ from alspec.runtime.timeline import write_trace
 
 __all__ = ["main"]
 
-CONTEXTS = "1k,8k,32k,128k"
+CONTEXTS = (1024, 8192, 32768, 131072)
 Measured = tuple[dict[str, Any], Profile]  # a row, and what it was made from
 EPILOG = (
     "A step's time is that of the rank that takes longest for it: on GPUs by the device's clock, over a cache of random"
@@ -46,58 +42,28 @@ EPILOG = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
-    try:
-        parser = Parser(prog="latency", description="Latency per token.", epilog=EPILOG, allow_abbrev=False)
-        config, args = parse(parser, LatencyConfig, argv)
-        debug = debug or config.debug
-        if args.print_config:
-            if Placement.from_environment().rank == 0:
-                print_config(config)
-            return 0
-        _check(config)
-        rates = _hit_rates(config.hit_rates)
-        command = shlex.join(["launch/latency.py", *(sys.argv[1:] if argv is None else argv)])
-        _check_modes(config, rates)
-        found: list[Measured] = []
-        for mode in _modes(config):
-            found += _measure_mode(config, mode, rates, command)
-            _release()
-        if Placement.from_environment().rank == 0:
-            _write(config, found)
-        return 0
-    except AlspecError as error:
-        if debug:
-            traceback.print_exc()
-        return report(error)
+    parser = Parser(prog="latency", description="Latency per token.", epilog=EPILOG, allow_abbrev=False)
+    return run_command(parser, LatencyConfig, argv, lambda config, args: _run(config, args.command))
+
+
+def _run(config: LatencyConfig, command: str) -> int:
+    _check(config)
+    _check_modes(config)
+    found: list[Measured] = []
+    for mode in _modes(config):
+        found += _measure_mode(config, mode, command)
+        _release()
+    if Placement.from_environment().rank == 0:
+        _write(config, found)
+    return 0
 
 
 def _modes(config: LatencyConfig) -> list[str]:
-    return list(dict.fromkeys(map(str.strip, config.modes.split(","))))
-
-
-def _hit_rates(text: str) -> list[float | None]:
-    """`real,0.5` -> [None, 0.5]."""
-    rates: list[float | None] = []
-    for item in map(str.strip, text.split(",")):
-        try:
-            rates.append(None if item == "real" else float(item))
-        except ValueError:
-            rates.append(math.nan)
-        if rates[-1] is not None and not 0 <= rates[-1] <= 1:
-            raise UserError(f"flags: --hit-rates: expected real or numbers from 0 to 1, found {item!r}")
-    return rates
+    return list(dict.fromkeys(config.modes))
 
 
 def _check(config: LatencyConfig) -> None:
     """What can be wrong before the model is looked at."""
-    known = get_args(SpeculationMode)
-    for mode in _modes(config):
-        if mode not in known:
-            nearest = difflib.get_close_matches(mode, known, n=1, cutoff=0.0)[0]
-            raise UserError(f"flags: --modes: unknown mode {mode!r}; the nearest valid name is {nearest!r}")
-        if mode not in ("off", "paired"):
-            raise UserError(f"flags: --modes: {mode} is not available yet; use off or paired")
     if config.trace is not None and len(_modes(config)) > 1:
         raise UserError("flags: --trace: one mode at a time; give one to --modes")
     if config.speculation.mode not in ("auto", "off"):
@@ -109,7 +75,7 @@ def _check(config: LatencyConfig) -> None:
         check_writable(f"flags: --{name.removesuffix('_file')}", getattr(config, name))
 
 
-def _check_modes(config: LatencyConfig, rates: list[float | None]) -> None:
+def _check_modes(config: LatencyConfig) -> None:
     """Whether all of them can run, before the first is measured."""
     placement = Placement.from_environment()
     if config.random_weights is not None:
@@ -118,16 +84,17 @@ def _check_modes(config: LatencyConfig, rates: list[float | None]) -> None:
         model = LlamaConfig.from_folder(config.model or DEMO_CHECKPOINT)
     for mode in _modes(config):
         choose_mode(mode, model, placement.world_size)
-    if "paired" in _modes(config) and rates != [None] and choose_device(config, placement)[0].type != "cuda":
+    is_forced = any(rate != "real" for rate in config.hit_rates)
+    if "paired" in _modes(config) and is_forced and choose_device(config, placement)[0].type != "cuda":
         raise UserError("flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs")
 
 
 def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
     limit = engine.model_config.max_position_embeddings
     if config.contexts is None:
-        contexts = [context for context in parse_tokens("--contexts", CONTEXTS) if context <= limit] or [limit]
+        contexts = [context for context in CONTEXTS if context <= limit] or [limit]
     else:
-        contexts = sorted(set(parse_tokens("--contexts", config.contexts)))
+        contexts = sorted(set(config.contexts))
     if contexts[-1] > limit:
         raise UserError(f"flags: --contexts: {contexts[-1]} is beyond the model's {limit} positions")
     needed = room(contexts[-1], config.steps)
@@ -139,16 +106,17 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
     return contexts
 
 
-def _measure_mode(config: LatencyConfig, mode: str, rates: list[float | None], command: str) -> list[Measured]:
+def _measure_mode(config: LatencyConfig, mode: str, command: str) -> list[Measured]:
     """One engine for one mode."""
     speculation = config.speculation.model_copy(update={"mode": mode})
     engine = Engine(config.model_copy(update={"speculation": speculation}))
     contexts = _contexts(config, engine)
     text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
+    rates = config.hit_rates if mode == "paired" else ("real",)
     found: list[Measured] = []
 
     def sweep() -> int:
-        found.extend(_sweep(config, engine, contexts, rates if mode == "paired" else [None], text_ids, command))
+        found.extend(_sweep(config, engine, contexts, rates, text_ids, command))
         return 0
 
     run_guarded(engine.heartbeat, sweep)
@@ -166,7 +134,7 @@ def _sweep(
     config: LatencyConfig,
     engine: Engine,
     contexts: list[int],
-    rates: list[float | None],
+    rates: tuple[HitRate, ...],
     text_ids: list[int] | None,
     command: str,
 ) -> list[Measured]:
@@ -243,8 +211,8 @@ def _append(config: LatencyConfig, rows: list[dict[str, Any]]) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _forced(engine: Engine, rate: float | None) -> torch.Tensor | None:
-    if rate is None:
+def _forced(engine: Engine, rate: HitRate) -> torch.Tensor | None:
+    if rate == "real":
         return None
     verdicts = forced_verdicts(engine.model_config.num_layers, rate)
     return torch.tensor(verdicts, dtype=torch.int32, device=engine.device)
@@ -263,11 +231,9 @@ def _write(config: LatencyConfig, found: list[Measured]) -> None:
 
 
 def _row(
-    config: LatencyConfig, engine: Engine, profile: Profile, rate: float | None, stream: float, command: str
+    config: LatencyConfig, engine: Engine, profile: Profile, rate: HitRate, stream: float, command: str
 ) -> dict[str, Any]:
     ranks = engine.placement.world_size
-    if ranks > 1:
-        command = f"torchrun --nproc-per-node {engine.placement.local_world_size} {command}"
     return {
         "bench": "decode_step",
         "impl": f"alspec.{engine.mode}",
@@ -284,7 +250,7 @@ def _row(
             "kv_cache": config.kv_cache,
             "softmax": config.softmax,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
-            "forced": rate is not None,
+            "forced": rate != "real",
         },
         "us": {name: round(profile.us[name], 3) for name in ("p20", "p50", "p80", "p99")},
         "bytes": profile.read_bytes,

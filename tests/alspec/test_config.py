@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,18 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from alspec.config import EngineConfig, GenerateConfig, SamplingConfig, SpeculationConfig, load_yaml, validate
+from alspec.config import (
+    BenchConfig,
+    DoctorConfig,
+    EngineConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    LatencyConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    load_yaml,
+    validate,
+)
 from alspec.errors import UserError
 from alspec.launch.cli import Parser, parse, print_config
 
@@ -34,14 +46,20 @@ def fields(schema: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tupl
             yield from fields(type(field.default), (*path, name))
 
 
-ALL_FIELDS = list(fields(GenerateConfig))
+COMMANDS = (GenerateConfig, LatencyConfig, EvaluateConfig, DoctorConfig, BenchConfig)
 
 
-@pytest.mark.parametrize(("path", "field"), ALL_FIELDS, ids=[".".join(path) for path, _ in ALL_FIELDS])
-def test_every_field_has_a_description_and_a_default(path: tuple[str, ...], field: Any) -> None:
-    assert field.description
-    assert len(field.description) > 5
-    assert not field.is_required()
+@pytest.mark.parametrize("schema", COMMANDS)
+def test_every_field_has_a_description_and_a_default(schema: type[BaseModel]) -> None:
+    for path, field in fields(schema):
+        assert field.description, path
+        assert len(field.description) > 5, path
+        assert not field.is_required(), path
+
+
+@pytest.mark.parametrize("schema", COMMANDS)
+def test_defaults_would_be_accepted(schema: type[BaseModel]) -> None:
+    assert validate(schema, schema().model_dump(by_alias=True), "source") == schema()
 
 
 def test_defaults_are_valid() -> None:
@@ -135,28 +153,95 @@ def test_wrong_value_names_the_field(values: dict[str, Any], field: str) -> None
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("values", "expected"),
     [
-        {"speculation": {"threshold": 0.0}},
-        {"speculation": {"threshold": math.inf}},
-        {"speculation": {"chunk_size": 512}},
-        {"speculation": {"chunk_size": "256"}},
-        {"max_context": 1},
-        {"max_new_tokens": 1},
-        {"temperature": 0.0},
-        {"top_k": 0},
-        {"top_p": 1.0},
-        {"top_p": 1e-6},
-        {"seed": 0},
-        {"seed": 2**63 - 1},
-        {"prompt_ids": "1, 2,3"},
-        {"prompt_ids": [1, 2, 3]},
-        {"stop": ["a", "b"]},
+        ({"speculation": {"threshold": 0.0}}, {"speculation": SpeculationConfig(threshold=0.0)}),
+        ({"speculation": {"threshold": "inf"}}, {"speculation": SpeculationConfig(threshold=math.inf)}),
+        ({"speculation": {"chunk_size": 512}}, {"speculation": SpeculationConfig(chunk_size=512)}),
+        ({"speculation": {"chunk_size": "256"}}, {"speculation": SpeculationConfig(chunk_size=256)}),
+        ({"max_context": 1}, {"max_context": 1}),
+        ({"max_new_tokens": "1"}, {"max_new_tokens": 1}),
+        ({"temperature": "0"}, {"temperature": 0.0}),
+        ({"top_k": 0}, {"top_k": 0}),
+        ({"top_p": "1"}, {"top_p": 1.0}),
+        ({"top_p": 1e-6}, {"top_p": 1e-6}),
+        ({"seed": 0}, {"seed": 0}),
+        ({"seed": str(2**63 - 1)}, {"seed": 2**63 - 1}),
+        ({"prompt_ids": "1, 2,3"}, {"prompt_ids": (1, 2, 3)}),
+        ({"prompt_ids": [1, 2, 3]}, {"prompt_ids": (1, 2, 3)}),
+        ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+        ({"json": "out.json"}, {"json_file": Path("out.json")}),
     ],
     ids=str,
 )
-def test_bounds_themselves_are_valid(values: dict[str, Any]) -> None:
-    validate(GenerateConfig, values, "source")
+def test_bounds_themselves_are_valid(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = validate(GenerateConfig, values, "source")
+    left = {name: value for name, value in vars(config).items() if value != getattr(GenerateConfig(), name)}
+    default = {name: value for name, value in expected.items() if value == getattr(GenerateConfig(), name)}
+    assert left | default == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "expected"),
+    [
+        (LatencyConfig, {"contexts": "1k, 4096,8K"}, (1024, 4096, 8192)),
+        (LatencyConfig, {"contexts": 64}, (64,)),
+        (LatencyConfig, {"contexts": ["2k", 2]}, (2048, 2)),
+        (LatencyConfig, {"contexts": None}, None),
+        (LatencyConfig, {"modes": "off,paired,off"}, ("off", "paired", "off")),
+        (LatencyConfig, {"hit_rates": "real, 0.5,1"}, ("real", 0.5, 1.0)),
+        (LatencyConfig, {"hit_rates": [0, "real"]}, (0.0, "real")),
+        (LatencyConfig, {"hit_rates": 0.875}, (0.875,)),
+        (EvaluateConfig, {"thresholds": "0,1e-1,inf"}, (0.0, 0.1, math.inf)),
+        (EvaluateConfig, {"thresholds": [0.2, "inf", math.inf]}, (0.2, math.inf, math.inf)),
+        (EvaluateConfig, {"depths": "0,1"}, (0.0, 1.0)),
+        (EvaluateConfig, {"codecs": "int8"}, ("int8",)),
+        (EvaluateConfig, {"low_heads": "0,3"}, (0, 3)),
+        (EvaluateConfig, {"block_sizes": "32,128"}, (32, 128)),
+    ],
+    ids=str,
+)
+def test_lists(schema: type[BaseModel], values: dict[str, Any], expected: object) -> None:
+    """As a flag writes them, as YAML does, and one value alone."""
+    found = getattr(validate(schema, values, "source"), next(iter(values)))
+    assert found == expected
+    assert [type(item) for item in found or ()] == [type(item) for item in expected or ()]
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "message"),
+    [
+        (LatencyConfig, {"contexts": "1k,x"}, "contexts: expected lengths such as 1k,8k or 4096, found 'x'"),
+        (LatencyConfig, {"contexts": ""}, "contexts: expected lengths such as 1k,8k or 4096, found ''"),
+        (LatencyConfig, {"contexts": [64, 1]}, "contexts: expected lengths such as 1k,8k or 4096, found 1"),
+        (LatencyConfig, {"contexts": 1.5}, "contexts: expected lengths such as 1k,8k or 4096, found '1.5'"),
+        (LatencyConfig, {"contexts": []}, "contexts: Tuple should have at least 1 item after validation, not 0"),
+        (LatencyConfig, {"contexts": {"a": 1}}, "contexts: Input should be a valid tuple"),
+        (LatencyConfig, {"modes": "simulated"}, "modes: Input should be 'off' or 'paired', found 'simulated'"),
+        (LatencyConfig, {"hit_rates": "real,nan"}, "hit_rates: expected real or numbers from 0 to 1, found 'nan'"),
+        (LatencyConfig, {"hit_rates": [None]}, "hit_rates: expected real or numbers from 0 to 1, found None"),
+        (
+            EvaluateConfig,
+            {"thresholds": "0,nan"},
+            "thresholds: Input should be greater than or equal to 0, found 'nan'",
+        ),
+        (EvaluateConfig, {"thresholds": "low"}, "thresholds: Input should be a valid number"),
+        (EvaluateConfig, {"low_heads": "-1"}, "low_heads: Input should be greater than or equal to 0, found '-1'"),
+        (EvaluateConfig, {"windows": -1}, "windows: Input should be greater than or equal to 0, found -1"),
+        (BenchConfig, {"bench": "fast"}, "bench: Input should be 'allreduce', 'decode', 'prefill', 'ready' or 'turbo'"),
+        (DoctorConfig, {"deadline": "inf"}, "deadline: Input should be a finite number, found 'inf'"),
+    ],
+    ids=str,
+)
+def test_wrong_values_of_other_commands(schema: type[BaseModel], values: dict[str, Any], message: str) -> None:
+    assert refused(values, schema).startswith(f"source: {message}")
+
+
+def test_json_has_no_infinity() -> None:
+    config = EvaluateConfig(thresholds=(0.5, math.inf), speculation=SpeculationConfig(threshold=math.inf))
+    shown = json.loads(json.dumps(config.model_dump(mode="json", by_alias=True), allow_nan=False))
+    assert (shown["thresholds"], shown["speculation"]["threshold"]) == ([0.5, "inf"], "inf")
+    assert validate(EvaluateConfig, shown, "source") == config
 
 
 @pytest.mark.parametrize(
@@ -177,7 +262,7 @@ def test_inconsistent_fields(values: dict[str, Any], words: tuple[str, ...]) -> 
 
 
 def test_configuration_is_frozen() -> None:
-    for schema in (SpeculationConfig, EngineConfig, SamplingConfig, GenerateConfig):
+    for schema in (SpeculationConfig, EngineConfig, SamplingConfig, *COMMANDS):
         with pytest.raises(ValidationError):
             schema().__setattr__(next(iter(schema.model_fields)), None)
 
@@ -356,7 +441,7 @@ def test_help_shows_every_description(capsys: pytest.CaptureFixture[str]) -> Non
         parse(parser, GenerateConfig, ["--help"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for _, field in ALL_FIELDS:
+    for _, field in fields(GenerateConfig):
         if not isinstance(field.default, BaseModel):
             assert " ".join(field.description.split()) in shown
     for text in ("0: greedy (default: 0.0)", "0: all (default: 0)", "random numbers (default: 0)"):

@@ -180,8 +180,8 @@ def test_nccl_without_gpus(examine: Examine) -> None:
     ("flags", "message"),
     [
         (("--jsn", "x"), "unknown flag --jsn; the nearest valid name is --json"),
-        (("--deadline", "0"), "--deadline: expected seconds > 0, found 0"),
-        (("--deadline", "nan"), "--deadline: expected seconds > 0, found nan"),
+        (("--deadline", "0"), "--deadline: Input should be greater than 0, found '0'"),
+        (("--deadline", "nan"), "--deadline: Input should be a finite number, found 'nan'"),
         (("--json", "nowhere/out.json"), "--json: cannot write nowhere/out.json"),
         (("--transport", "mpi"), "'mpi'"),
     ],

@@ -9,15 +9,18 @@ import lzma
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+import yaml
 
-from alspec.config import EngineConfig, validate
+from alspec.config import EngineConfig, EvaluateConfig, EvaluatedCodec, Selector, validate
 from alspec.errors import UserError
+from alspec.kernels.flashq import SELECTORS
 from alspec.launch import bench_kernels, evaluate, plot_trace
 from alspec.launch.evaluate_tasks import record_needle_tasks
+from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.timeline import write_trace
 
@@ -198,17 +201,25 @@ def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPa
     [
         (["--contexts", "8q"], "--contexts: expected lengths such as 1k,8k or 4096, found '8q'"),
         (["--contexts", "16k"], "16384 is beyond the model's 8192 positions"),
-        (["--thresholds", "0,-1"], "--thresholds: expected numbers >= 0 or inf, found '-1'"),
+        (["--thresholds", "0,-1"], "--thresholds: Input should be greater than or equal to 0, found '-1'"),
         (["--windows", "100", "--contexts", "1k"], "100 windows of 1024 tokens needed"),
         (
             ["--records", "nowhere.jsonl.gz", "--contexts", "64", "--windows", "1"],
             "--records: cannot read nowhere.jsonl.gz",
         ),
         (["--text", "nowhere.txt"], "--text: cannot read nowhere.txt: No such file or directory"),
-        (["--kv-cache", "turboquant3"], "--codecs: expected some of bf16, int8, turbo4, turbo2, turbo-mixed"),
-        (["--softmaxes", "exact,fast"], "--softmaxes: expected some of exact, sas, found 'fast'"),
-        (["--selectors", "size"], "--selectors: expected some of gap_std, entropy, min_max, variation, found 'size'"),
-        (["--depths", "0,1.5"], "--depths: expected numbers from 0 to 1, found '1.5'"),
+        (["--kv-cache", "turboquant3"], "kv_cache: turboquant3 is not available yet"),
+        (
+            ["--codecs", "bf16,turboquant3"],
+            "--codecs: Input should be 'bf16', 'int8', 'turbo4', 'turbo2' or 'turbo-mixed', found 'turboquant3'",
+        ),
+        (["--softmaxes", "exact,fast"], "--softmaxes: Input should be 'exact' or 'sas', found 'fast'"),
+        (["--selectors", "size"], "'min_max' or 'variation', found 'size'"),
+        (["--depths", "0,1.5"], "--depths: Input should be less than or equal to 1, found '1.5'"),
+        (["--low-heads", "0,x"], "--low-heads: Input should be a valid integer"),
+        (["--recall", "-1"], "--recall: Input should be greater than or equal to 0, found '-1'"),
+        (["--speculation", "off"], "--speculation: evaluate is always simulated; leave it out"),
+        (["--max-context", "64"], "--max-context: lengths come from --contexts; leave it out"),
         (["--windows", "0"], "nothing to measure"),
         (["--windows", "0", "--recall", "1", "--baselines"], "--baselines takes its fixed layers from bits per byte"),
         (
@@ -229,6 +240,34 @@ def test_mistakes(text: Path, flags: list[str], expected: str, capsys: pytest.Ca
     assert err.startswith("alspec: exit 2: ")
     assert err.count("\n") == 1
     assert expected in err
+
+
+def test_text_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(["--recall", "1"]) == 2
+    expected = "flags: --text: none given; give a .txt, .jsonl or .jsonl.xz file"
+    assert capsys.readouterr().err == f"alspec: exit 2: {expected}\n"
+
+
+def test_settings_from_a_file(text: Path, tmp_path: Path) -> None:
+    """Lists as YAML writes them; flags win."""
+    settings = {"text": str(text), "contexts": [200], "windows": 2, "thresholds": [0.1, "inf"], "transport": "gloo"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    rows = tmp_path / "rows.jsonl"
+    assert evaluate.main(["--config", str(tmp_path / "config.yaml"), "--windows", "1", "--rows", str(rows)]) == 0
+    found = [(row["case"]["context"], row["case"]["samples"], row["case"]["threshold"]) for row in rows_of(rows)]
+    assert found == [(200, 1, "0.1"), (200, 1, "inf")]
+    assert all(row["command"].startswith("launch/evaluate.py --config ") for row in rows_of(rows))
+
+
+def test_choices_are_those_of_the_runtime() -> None:
+    config = EvaluateConfig.model_validate(
+        {"codecs": list(CODECS), "softmaxes": list(SOFTMAXES), "selectors": list(SELECTORS)}
+    )
+    assert (config.codecs, config.softmaxes, config.selectors) == (CODECS, SOFTMAXES, SELECTORS)
+    assert get_args(EvaluatedCodec) == CODECS
+    assert get_args(Selector) == SELECTORS
+    assert EvaluateConfig().block_sizes == (CacheSetting().block_size,)
+    assert EvaluateConfig().selectors == (CacheSetting().selector,)
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")

@@ -79,7 +79,7 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
     assert "after prompts of random tokens" in out
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["rows"] == read_rows(tmp_path)
-    assert written["config"]["contexts"] == "24,16"
+    assert written["config"]["contexts"] == [24, 16]
     for line, row, sample in zip(lines, written["rows"], written["samples"], strict=True):
         context = int(line[0])
         assert (row["bench"], row["impl"]) == ("decode_step", "alspec.off")
@@ -172,7 +172,7 @@ def test_default_contexts_are_those_the_model_has(checkpoint: Path) -> None:
 def test_print_config(profile: Profile, tmp_path: Path) -> None:
     code, out, _ = profile("--contexts", "1k", "--json", "a.json", "--print-config")
     shown = yaml.safe_load(out)
-    assert (code, shown["contexts"], shown["json"], shown["steps"]) == (0, "1k", "a.json", 100)
+    assert (code, shown["contexts"], shown["json"], shown["steps"]) == (0, [1024], "a.json", 100)
     (tmp_path / "config.yaml").write_text(out, encoding="utf-8")
     assert profile("--config", tmp_path / "config.yaml", "--print-config") == (0, out, "")
 
@@ -196,11 +196,11 @@ def test_plot_of_one_context(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    (("--modes", "off,colocated"), "flags: --modes: colocated is not available yet; use off or paired"),
+    (("--modes", "off,colocated"), "flags: --modes: Input should be 'off' or 'paired', found 'colocated'"),
     (("--hit-rates", "real,1.5"), "flags: --hit-rates: expected real or numbers from 0 to 1, found '1.5'"),
     (("--hit-rates", "half"), "flags: --hit-rates: expected real or numbers from 0 to 1, found 'half'"),
     (("--modes", "off,paired", "--trace", "t.json"), "flags: --trace: one mode at a time; give one to --modes"),
-    (("--modes", "pared"), "flags: --modes: unknown mode 'pared'; the nearest valid name is 'paired'"),
+    (("--modes", "pared"), "flags: --modes: Input should be 'off' or 'paired', found 'pared'"),
     (
         ("--prompt-file", "no/such/file"),
         "prompt_file: cannot read no/such/file: No such file or directory; give an existing text file",

@@ -169,7 +169,7 @@ def test_ranks_share_all_settings_but_files_and_what_the_first_one_reads() -> No
     assert {"seed", "max_new_tokens", "dtype", "kv_cache", "max_context", "stop"} <= set(settings)
     assert not {"prompt", "model", "json_file", "trace", "prompt_file", "color"} & set(settings)
     settings = shared_settings(LatencyConfig.model_validate({"modes": "off,paired", "rows": "rows.jsonl"}))
-    assert settings["modes"] == "off,paired"
+    assert settings["modes"] == ["off", "paired"]
     assert not {"rows", "plot"} & set(settings)
 
 
