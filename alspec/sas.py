@@ -41,29 +41,26 @@ Softmax = Literal["exact", "sas"]
 # POLY(f) = 1 + c1 f + c2 f^2 + c3 f^3: least largest relative error against 2^f on [-1/2, 1/2] with POLY(0) = 1.
 COEFFICIENTS = (0.69328293, 0.24221101, 0.05500895)
 RELATIVE_ERROR = 1.02e-4  # of POLY, rounding of fp32 included
-DROPPED_MASS = 2.0**-10  # of a row's softmax, at most, with the default cutoff
+DROPPED_MASS = 2.0**-10  # of a row's softmax, at most, with the cutoff below
 
 MAGIC = 1.5 * 2.0**23  # adding it to |x| < 2^22 rounds x to an integer, the low bits of the sum
 
 
-def cutoff(num_tokens: int, dropped_mass: float = DROPPED_MASS) -> float:
-    """`n_r`, in nats: what lies further below a row's maximum counts as 0, at most `dropped_mass` of the softmax.
+def cutoff(num_tokens: int) -> float:
+    """`n_r`, in nats: what lies further below a row's maximum counts as 0, at most `DROPPED_MASS` of the softmax.
 
-        n_r = ln(n - 1) + ln((1 - mass) / mass)
+        n_r = ln(n - 1) + ln((1 - mass) / mass),   mass = DROPPED_MASS
 
     The least value for which `dropped_mass_bound` allows it.
 
     Args:
         num_tokens: n >= 1, the most tokens that a row sees.
-        dropped_mass: share of the softmax, in (0, 1).
     Raises:
         ValueError: out of range.
     """
     if num_tokens < 1:
         raise ValueError(f"num_tokens: expected >= 1, found {num_tokens}")
-    if not 0 < dropped_mass < 1:
-        raise ValueError(f"dropped_mass: expected within (0, 1), found {dropped_mass}")
-    return max(0.0, math.log(max(num_tokens - 1, 1)) + math.log((1 - dropped_mass) / dropped_mass))
+    return math.log(max(num_tokens - 1, 1)) + math.log((1 - DROPPED_MASS) / DROPPED_MASS)
 
 
 def dropped_mass_bound(num_tokens: int, n_r: float) -> float:

@@ -141,14 +141,6 @@ class LlamaConfig(_Frozen):
                 f"valid sizes of one group: {', '.join(map(str, self.valid_tp_sizes))}"
             )
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all weights; a tied embedding counts once."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_qo_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * layer + self.hidden_size
-
     def inv_freq(self) -> torch.Tensor:
         """Rotary frequencies of this model, [head_dim / 2] fp32, on CPU; see `rope_inv_freq`."""
         return rope_inv_freq(self.head_dim, self.rope_theta, self.rope_scaling)

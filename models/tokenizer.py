@@ -127,13 +127,6 @@ class Tokenizer:
         """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
         return str(self._core.decode(list(ids), skip_special_tokens=True))
 
-    def token_text(self, token_id: int) -> str:
-        """Text that one token adds inside a text; special tokens are spelled out, partial characters are U+FFFD."""
-        once = self._core.decode([token_id], skip_special_tokens=False)
-        twice = self._core.decode([token_id, token_id], skip_special_tokens=False)
-        # A sentencepiece decoder drops the first space of a text: the second copy of the token has kept it.
-        return str(twice[len(once) :])
-
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
         """The prompt for `messages` (dicts with `role` and `content`), up to the opening of the assistant's turn.
 

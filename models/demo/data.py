@@ -33,6 +33,10 @@ ANSWER_WEIGHT = 4.0
 REPEAT_WEIGHT = 2.0
 RANDOM_WEIGHT = 0.05  # random keys and values cannot be predicted: little is learned from them where first stated
 
+BOOKS_SHARE = 0.75  # of the pieces of running text that training rows are made of
+MAX_WORDS = 3000  # that keys are chosen from
+NUM_FACTS = 8  # in each prompt of `recall_prompts`
+
 FACTS = [
     ("The code for {k} is {v}.", "What is the code for {k}?"),
     ("The secret number of {k} is {v}.", "What is the secret number of {k}?"),
@@ -76,9 +80,9 @@ def encode_corpus(path: Path, codec: Codec) -> tuple[Ids, Ids]:
     return np.concatenate([empty, *streams[True]]), np.concatenate([empty, *streams[False]])
 
 
-def common_words(text: str, limit: int = 3000) -> list[str]:
+def common_words(text: str) -> list[str]:
     """Lower-case words of 4 to 8 letters, most frequent first, without the 100 most frequent where enough remain."""
-    words = [word for word, _ in Counter(re.findall(r"\b[a-z]{4,8}\b", text)).most_common(limit + 100)]
+    words = [word for word, _ in Counter(re.findall(r"\b[a-z]{4,8}\b", text)).most_common(MAX_WORDS + 100)]
     return words[100:] if len(words) >= 200 else words
 
 
@@ -145,7 +149,6 @@ def recall_prompts(
     tokenizer: Tokenizer,
     corpus_text: str,
     seed: int,
-    num_facts: int = 8,
     depth: float | None = None,
 ) -> list[RecallPrompt]:
     """Make recall prompts: facts 'The code for <word> is <5 digits>.' scattered over running text, one asked for.
@@ -158,19 +161,18 @@ def recall_prompts(
         context_tokens: length of prompt and answer together, reached up to one answer's length.
         tokenizer: of the checkpoint.
         corpus_text: any running text; repeated where it is too short. Words for keys are taken from it too.
-        num_facts: facts in each prompt.
     Raises:
-        UserError: `corpus_text` has fewer than `num_facts` distinct words of 4 to 8 letters, or the context is too
+        UserError: `corpus_text` has fewer than `NUM_FACTS` distinct words of 4 to 8 letters, or the context is too
             short for the facts.
     """
     codec, rng = Codec(tokenizer), random.Random(seed)
     words = common_words(corpus_text)
-    if len(words) < num_facts:
-        raise UserError(f"corpus_text: expected at least {num_facts} words of 4 to 8 letters, found {len(words)}")
+    if len(words) < NUM_FACTS:
+        raise UserError(f"corpus_text: expected at least {NUM_FACTS} words of 4 to 8 letters, found {len(words)}")
     stream = np.array(codec.encode(corpus_text), dtype=np.uint16)
     prompts = []
     for _ in range(num_prompts):
-        keys = rng.sample(words, num_facts)
+        keys = rng.sample(words, NUM_FACTS)
         values = [_digits(rng, 5) for _ in keys]
         facts = [FACTS[0][0].format(k=key, v=value) for key, value in zip(keys, values, strict=True)]
         head = [codec.bos, *codec.encode(f"<|user|>{INTRO}\n\n")]
@@ -180,7 +182,7 @@ def recall_prompts(
         size = context_tokens - used
         if size < 64:
             raise UserError(
-                f"context_tokens: expected at least {used + 64} for {num_facts} facts, found {context_tokens}"
+                f"context_tokens: expected at least {used + 64} for {NUM_FACTS} facts, found {context_tokens}"
             )
         repeated = np.tile(stream, size // len(stream) + 2)
         start = rng.randrange(len(stream))
@@ -216,11 +218,9 @@ class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         batch_size: int,
         length: int,
         seed: int,
-        books_share: float = 0.75,
     ) -> None:
         self.books_file, self.other_file, self.words, self.codec_file = books, other, words, codec_file
         self.mixture, self.batch_size, self.length, self.seed = mixture, batch_size, length, seed
-        self.books_share = books_share
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Open the token streams in this worker and draw batches for ever."""
@@ -243,7 +243,7 @@ class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             yield torch.from_numpy(ids), torch.from_numpy(np.stack([row[1] for row in rows]))
 
     def _slice(self, count: int, books_only: bool = False) -> Ids:
-        stream = self.books if books_only or self.rng.random() < self.books_share else self.other
+        stream = self.books if books_only or self.rng.random() < BOOKS_SHARE else self.other
         start = self.rng.randrange(len(stream) - count)
         return np.array(stream[start : start + count])
 

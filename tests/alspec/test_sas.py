@@ -90,7 +90,6 @@ def test_bound_is_reached_and_cutoff_keeps_it(num_tokens: int) -> None:
     ("call", "name"),
     [
         (lambda: cutoff(0), "num_tokens"),
-        (lambda: cutoff(10, 0.0), "dropped_mass"),
         (lambda: dropped_mass_bound(0, 1.0), "num_tokens"),
         (lambda: dropped_mass_bound(5, math.nan), "n_r"),
     ],

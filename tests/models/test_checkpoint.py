@@ -100,7 +100,8 @@ def test_tolerated_tensors(make_folder: Callable[..., Path]) -> None:
     save_file(tensors, path)
     checkpoint = open_folder(folder)
     assert "lm_head.weight" not in checkpoint.entries
-    assert checkpoint.total_bytes == 4 * LlamaConfig.from_folder(folder).num_parameters
+    del tensors["lm_head.weight"], tensors["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert checkpoint.total_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_snapshot_of_links(single_folder: Path, tmp_path: Path) -> None:

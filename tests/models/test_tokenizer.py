@@ -240,13 +240,6 @@ def test_streaming_any_tokens_equals_decoding_them(
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_token_text(byte_level: Tokenizer, metaspace: Tokenizer) -> None:
-    assert [metaspace.token_text(i) for i in metaspace.encode("the cat the")] == ["<s>", " the", " ", *"cat", " the"]
-    ids = byte_level.encode("the cat")
-    assert "".join(byte_level.token_text(i) for i in ids) == "<|begin|>the cat"
-    assert byte_level.token_text(byte_level.encode("\u00e9", add_bos=False)[0]) == "\ufffd"
-
-
 def test_a_whole_folder(make_folder: Callable[..., Path]) -> None:
     folder = make_folder(num_hidden_layers=1)
     tokenizer = Tokenizer.from_folder(folder, LlamaConfig.from_folder(folder))
