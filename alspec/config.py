@@ -339,7 +339,7 @@ def validate(
     """Build `schema` from `values`, or raise one line that names the field.
 
     Args:
-        source: where the values stood, the beginning of the line.  spell: how a field's path is written there.
+        source: where the values come from; the line begins with it.  spell: how a field's path is written there.
     Raises:
         UserError: unknown key (with the nearest valid name), wrong type or value.
     """
@@ -347,7 +347,7 @@ def validate(
         return schema.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-    # Of an item in a list, the list is named.
+    # A wrong item of a list is reported under the name of the list.
     path = tuple(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(path[-1], _keys(schema, path[:-1]), n=1, cutoff=0.0)
@@ -358,7 +358,7 @@ def validate(
 
 
 def check_fields(schema: type[BaseModel], values: dict[str, Any], source: str) -> None:
-    """As `validate`, but each field for itself: what excludes or needs each other is judged with the flags.
+    """Check each field by itself; whether fields exclude or need each other is only known once the flags are added.
 
     Raises:
         UserError: unknown key, wrong type or value.
@@ -378,7 +378,7 @@ def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loading with the booleans of YAML 1.2, true and false: off and on are text, as the fields spell them."""
+    """Safe loading in which only true and false are booleans, as in YAML 1.2: `off` and `on` are values of fields."""
 
 
 _BOOL = "tag:yaml.org,2002:bool"

@@ -1,1 +1,1 @@
-"""Command lines."""
+"""The command lines, one module each, and what they share."""

@@ -73,7 +73,7 @@ def _push_kernel(
 
 
 def push(partial: Tensor, exchange: Exchange, slot: int) -> None:
-    """The end of `push_partial` without its product: sums that are there already, as words to every rank.
+    """Send partial sums to every rank as words: the end of `push_partial`, without its product.
 
     Args:
         partial: [B, hidden] fp32, not written by the kernel ahead.
@@ -190,7 +190,7 @@ class AllReduce:
         self.check_fault()
 
     def check_fault(self) -> None:
-        """Every word came in time."""
+        """Raise if a word did not come in time."""
         if int(self.exchange.fault):
             raise AlspecError(f"allreduce: a word did not come: fault {int(self.exchange.fault):#x}")
 
@@ -236,7 +236,7 @@ def time_chains(
             for _ in range(repeats):
                 run()
     samples: dict[str, list[float]] = {name: [] for name in chains}
-    # In turns, so that all see the same clocks.
+    # In turns, so that all are measured at the same clock rates.
     for replay in range(WARMUP_REPLAYS + REPLAYS):
         for name, (_, calls, repeats) in chains.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -97,7 +97,7 @@ def run_command(
 
     Args:
         argv: the words of the command line; None: those of this process.
-        run: gets the configuration and the namespace of `parse`, in which `command` is how all of this was started.
+        run: gets the configuration and the namespace of `parse`, to which `command` is added: how this was started.
     """
     words = sys.argv[1:] if argv is None else argv
     debug = "--debug" in words  # for errors of the flags themselves
@@ -151,7 +151,7 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def check_writable(name: str, path: Path | None) -> None:
-    """Find out before the work whether its result can be stored; leaves no file behind.
+    """Find out before the work whether its result can be written to `path`; leaves no file behind.
 
     Raises:
         UserError: names the file.
@@ -162,7 +162,7 @@ def check_writable(name: str, path: Path | None) -> None:
         if path.exists():
             path.open("a").close()
         else:
-            # Not the file itself: ranks that create it and take it away again get in each other's way.
+            # Try a file beside it: ranks that created and removed the file itself would get in each other's way.
             tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UserError(
@@ -174,7 +174,7 @@ def check_picture(name: str, path: Path | None) -> None:
     """As `check_writable`, for a file that matplotlib is to write.
 
     Raises:
-        UserError: matplotlib is missing, or the name does not end like a picture's; else names the file.
+        UserError: matplotlib is missing, the name does not end like a picture's, or the file cannot be written.
     """
     if path is None:
         return

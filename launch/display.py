@@ -1,4 +1,4 @@
-"""What a person sees: streamed text on stdout; on stderr what is waited for, and the closing panel."""
+"""What a person sees: streamed text on stdout; a status line and the closing panel on stderr."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["Printer", "StatusLine", "print_panel", "use_utf8"]
 
 
 class StatusLine:
-    """What is being waited for, on stderr while it is a terminal; cleared before anything else is printed.
+    """One line on stderr, if that is a terminal, that says what the command is doing; clear it before other output.
 
-    No spinner: whoever ends this process meanwhile, the heartbeat for one, would leave a terminal without its cursor.
+    Not a spinner: those hide the cursor, and it would stay hidden if the heartbeat ended the process meanwhile.
     """
 
     def __init__(self, is_first: bool) -> None:
@@ -38,13 +38,13 @@ class StatusLine:
         self.clear()
 
     def show(self, text: str) -> None:
-        """Instead of what stands there."""
+        """Replace the line with `text`."""
         if self._enabled:
             print(f"\r\x1b[Kalspec: {text}", end="", file=sys.stderr, flush=True)
             self._is_shown = True
 
     def clear(self) -> None:
-        """Leave an empty line behind."""
+        """Erase the line."""
         if self._is_shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._is_shown = False
@@ -64,14 +64,14 @@ class Printer:
         try:
             self._show(token)
         except BrokenPipeError:
-            # The reader left (`| head`): go on without one, so that the other ranks end as they should.
+            # The reader is gone (`| head`): go on without output, so that the other ranks end in order.
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
     def _show(self, token: Token) -> None:
         if self._is_batch:
             self._flush_finished()
         elif self._color and token.hit_rate is not None:
-            # Not through a console: it would wrap lines and change tabs and control characters.
+            # Not through a rich console, which would wrap lines and change tabs and control characters.
             sys.stdout.write(_shade(token.hit_rate).render(token.text))
         else:
             sys.stdout.write(token.text)
@@ -119,7 +119,7 @@ def print_panel(summary: dict[str, Any]) -> None:
 
 
 def _mode(summary: dict[str, Any]) -> list[str]:
-    """What is in force."""
+    """The parts of the panel's first row."""
     parts = [summary["mode"], f"{summary['world_size']} rank(s) on {summary['device']}", summary["dtype"]]
     if summary["transport"] is not None:
         parts.append(summary["transport"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from alspec.errors import RankFailureError, UserError, report
 
-# A torch or Triton that cannot be imported is an answer as well.
+# That torch or Triton cannot be imported is a finding too: report it like any other.
 try:
     from rich.console import Console
     from rich.text import Text
@@ -30,7 +30,8 @@ EPILOG = (
     "Alone it looks at every GPU of this host; under torchrun, one rank for each GPU, also at what connects them. "
     "exit code: 0 nothing failed, 2 the setup is at fault, 5 a rank failed or stalled."
 )
-COLORS = {"fail": "red", "pass": "green", "skip": "yellow"}  # what one rank says speaks for all in this order
+# Of several ranks' outcomes the first in this order is shown.
+COLORS = {"fail": "red", "pass": "green", "skip": "yellow"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 def _examine(config: DoctorConfig) -> int:
     check_writable("flags: --json", config.json_file)
     placement = Placement.from_environment()
-    # A rank may be busy for long in one call that lets no other thread run, such as CUDA's start.
+    # One call, such as CUDA's start, may keep a rank from beating for as long as a check may take.
     heartbeat = Heartbeat(placement, patience_s=config.deadline)
     outcomes = run_checks(placement, config.transport, config.deadline, heartbeat, config.debug)
     width = max(map(len, CHECKS))
@@ -65,7 +66,7 @@ def _print(outcomes: Iterable[list[Check]], json_file: Path | None, is_first: bo
         )
         sys.stdout.flush()
         if json_file is not None:
-            # Again after each check: a stall in the next one ends the process.
+            # Written anew after each check: a stall in the next one ends the process.
             json_file.write_text(json.dumps({"world_size": len(by_rank), "checks": rows}, indent=1), encoding="utf-8")
     failed = [check for check in checks if check.status == "fail"]
     if not failed:

@@ -60,9 +60,9 @@ def _run(config: EvaluateConfig, command: str) -> int:
     contexts = sorted(set(config.contexts))
     _check_baselines(config, contexts[-1])
     caches = _caches(config)
-    assert config.text is not None  # _check
+    assert config.text is not None  # checked above
     text = read_text(config.text)
-    # The runtime's own cache is not used: what each codec holds is computed from the keys and values of the text.
+    # The engine's own cache stays unused: what each codec would hold is computed from the keys and values of the text.
     speculation = config.speculation.model_copy(update={"mode": "simulated"})
     engine = Engine(config.model_copy(update={"speculation": speculation, "kv_cache": "bf16", "softmax": "exact"}))
 
@@ -73,14 +73,14 @@ def _run(config: EvaluateConfig, command: str) -> int:
 
 
 def _check(config: EvaluateConfig) -> None:
-    """What can be wrong before the model is looked at."""
+    """Find the mistakes that can be found without the model."""
     if config.text is None:
         raise UserError("flags: --text: none given; give a .txt, .jsonl or .jsonl.xz file")
     if config.speculation.mode not in ("auto", "simulated"):
         raise UserError("flags: --speculation: evaluate is always simulated; leave it out")
     if config.max_context is not None:
         raise UserError("flags: --max-context: lengths come from --contexts; leave it out")
-    # Here sas is measured over bf16 as well, which the runtime does not do.
+    # sas is measured over bf16 too, which the runtime itself does not offer.
     refuse_unavailable(config.model_copy(update={"softmax": "exact"}))
     if not (config.windows or config.recall or config.needles or config.records):
         raise UserError("flags: nothing to measure; give one of --windows, --recall, --needles or --records")
@@ -91,7 +91,7 @@ def _check(config: EvaluateConfig) -> None:
 
 
 def _check_baselines(config: EvaluateConfig, longest: int) -> None:
-    """Whether there are hit rates to take the fixed layers from."""
+    """Refuse --baselines where no context is long enough for hit rates, which choose the fixed layers."""
     chunk_size = config.speculation.chunk_size
     if config.baselines and longest <= first_guess(chunk_size):
         raise UserError(
@@ -101,7 +101,7 @@ def _check_baselines(config: EvaluateConfig, longest: int) -> None:
 
 
 def _caches(config: EvaluateConfig) -> list[CacheSetting]:
-    """Every combination of the flags, without what a codec does not depend on."""
+    """Every combination of the flags, each once: a codec ignores the settings that it does not depend on."""
     codecs = config.codecs or (config.kv_cache,)
     softmaxes = config.softmaxes or (config.softmax,)
     low_heads = config.low_heads or (None,)
@@ -180,7 +180,7 @@ def _evaluate(
             qualities = dict(zip(under, measure(task, cache, under), strict=True))
         if config.baselines:  # fixed layers are those of the longest context, which comes last
             hit_rates = qualities[str(base)].hit_rates
-            assert hit_rates is not None  # _check_baselines
+            assert hit_rates is not None  # `_check_baselines` refused contexts without hit rates
             fixed = {"fixed": [math.inf if rate > FIXED_LAYER_HIT_RATE else 0.0 for rate in hit_rates]}
             for task in texts:
                 measure(task, cache, fixed)
@@ -232,7 +232,7 @@ def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
     columns = list(dict.fromkeys(column for line in lines.values() for column in line))
     name = engine.config.model or "demo checkpoint"
     table = Table(title=f"{name}, S = {engine.config.speculation.chunk_size}, {engine.dtype_name}")
-    # Hits are those of the longest text, or of the first task where no text is scored.
+    # The hit rate shown is that of the longest text, or of the first task where no text is scored.
     shown = max((column for column in columns if column.startswith("bits")), default=columns[0], key=columns.index)
     for column in ("cache", "lambda", *columns, f"hit rate, {shown}"):
         table.add_column(column)

@@ -1,4 +1,4 @@
-"""What `launch/evaluate.py` measures: windows of a text, and prompts whose answers the prompt states."""
+"""What `launch/evaluate.py` measures: windows of a text, and prompts that state the answer to their question."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-MAX_VOCAB = 2**16  # of tokens that prompts in the demo checkpoint's form are put together from
+MAX_VOCAB = 2**16  # largest vocabulary that prompts in the demo checkpoint's form can be built with
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Quality:
-    """One measured value, and each layer's share of accepted verdicts where sink and window leave something out."""
+    """One measured value, and each layer's hit rate over the positions whose guess leaves out tokens."""
 
     value: float
-    hit_rates: list[float] | None  # None where they leave out nothing
+    hit_rates: list[float] | None  # None where no guess leaves out a token
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def read_text(path: Path) -> str:
 
 
 def first_guess(chunk_size: int) -> int:
-    """The first position whose guess leaves out a token: before it A~ is A, and every layer hits."""
+    """The first position whose guess leaves out a token; before it A~ = A, so every layer would count as a hit."""
     return 2 * chunk_size + 63
 
 
@@ -143,10 +143,11 @@ def record_needle_tasks(
 ) -> list[Task]:
     """As `records_task`, with as many pairs as a context holds, the one asked for at given depths among them.
 
-    The first context that holds all pairs of a case is as long as they are; longer ones would say the same.
+    Contexts stop at the first that holds all pairs of every case: longer ones would give the same prompts. Its tasks
+    are labelled with the length of these prompts.
 
     Raises:
-        UserError: as there, or a context that holds no pair.
+        UserError: as `records_task`, or a context that holds no pair.
     """
     cases, tasks = _record_cases(path, count), []
     for context in contexts:
@@ -243,7 +244,7 @@ def _recall(engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], c
     right, hits = [0] * len(thresholds), torch.zeros(len(thresholds), engine.model_config.num_layers)
     for prompt, answer in zip(task.texts, task.answers, strict=True):
         for index, score in enumerate(_scores(engine, prompt + answer, thresholds, len(prompt), cache)):
-            # Greedy decoding follows the answer exactly where every token of it is the greedy one given those before.
+            # Greedy decoding states the answer if each of its tokens is the greedy one after those before it.
             right[index] += score.predicted[len(prompt) - 1 :].tolist() == answer
             hits[index] += score.hits[:, len(prompt) :].sum(1)
     rates = _shares(hits, counted)

@@ -31,7 +31,7 @@ from alspec.runtime.timeline import write_trace
 __all__ = ["main"]
 
 CONTEXTS = (1024, 8192, 32768, 131072)
-Measured = tuple[dict[str, Any], Profile]  # a row, and what it was made from
+Measured = tuple[dict[str, Any], Profile]  # a row, and the profile that it was made from
 EPILOG = (
     "A step's time is that of the rank that takes longest for it: on GPUs by the device's clock, over a cache of random"
     " numbers; on the CPU by the host's, after prompts of random tokens. Verdicts on random numbers mean nothing:"
@@ -63,7 +63,7 @@ def _modes(config: LatencyConfig) -> list[str]:
 
 
 def _check(config: LatencyConfig) -> None:
-    """What can be wrong before the model is looked at."""
+    """Find the mistakes that can be found without the model."""
     if config.trace is not None and len(_modes(config)) > 1:
         raise UserError("flags: --trace: one mode at a time; give one to --modes")
     if config.speculation.mode not in ("auto", "off"):
@@ -76,7 +76,7 @@ def _check(config: LatencyConfig) -> None:
 
 
 def _check_modes(config: LatencyConfig) -> None:
-    """Whether all of them can run, before the first is measured."""
+    """Refuse a mode that cannot run here before the first one is measured."""
     placement = Placement.from_environment()
     if config.random_weights is not None:
         model = LlamaConfig.from_shape(config.random_weights)
@@ -107,7 +107,7 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
 
 
 def _measure_mode(config: LatencyConfig, mode: str, command: str) -> list[Measured]:
-    """One engine for one mode."""
+    """Measure one mode, with an engine of its own."""
     speculation = config.speculation.model_copy(update={"mode": mode})
     engine = Engine(config.model_copy(update={"speculation": speculation}))
     contexts = _contexts(config, engine)
@@ -124,7 +124,7 @@ def _measure_mode(config: LatencyConfig, mode: str, command: str) -> list[Measur
 
 
 def _release() -> None:
-    """Give back what the last mode's engine held, for the next one's."""
+    """Free the memory of one mode's engine for the next one's."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -147,7 +147,7 @@ def _sweep(
             "flags: --trace: a pair's branches over nccl overlap, and their kernels have no layer of their own here; "
             "generate.py --trace shows the operations"
         )
-    # The timeline holds what was launched one by one since the last context began.
+    # Steps launched one by one are recorded as they run; captured ones are profiled afterwards, by `_trace`.
     engine.timeline.enabled = config.trace is not None and engine.loop is None
     found = []
     for rate in rates:
@@ -170,7 +170,7 @@ def _sweep(
 def _trace(
     config: LatencyConfig, engine: Engine, context: int, text_ids: list[int] | None, row: dict[str, Any]
 ) -> None:
-    """Write the trace of some steps like those of `row`, and a pair's rows of what is in them."""
+    """Write a trace of some steps like those of `row` and, for a pair, the rows of their parts."""
     assert config.trace is not None
     verdicts: list[list[int]] = []
     if engine.loop is None:
@@ -189,7 +189,7 @@ def _trace(
 
 
 def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: int) -> list[dict[str, Any]]:
-    """A row of bench `decode_parts` for each part of traced steps like those of the `decode_step` row."""
+    """Rows of bench `decode_parts`, one for each part of the traced steps; `row` is that of the untraced ones."""
     kept = {name: value for name, value in row.items() if name not in ("us", "bytes", "tokens_per_s", "share_of_limit")}
     return [
         kept
@@ -256,7 +256,7 @@ def _row(
         "bytes": profile.read_bytes,
         "stream_tb_s": round(stream / 1e12, 3),
         "tokens_per_s": round(profile.tokens_per_s, 2),
-        # A pair skips part of what is counted here.
+        # A pair does not read all of `bytes`: closed launches skip their weights.
         "share_of_limit": round(profile.bytes_per_s / stream, 4) if engine.mode == "off" else None,
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }

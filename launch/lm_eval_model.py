@@ -20,7 +20,7 @@ from alspec.runtime.quality import TextScore, score_text
 
 __all__ = ["cache_setting", "generate_until", "loglikelihood", "loglikelihood_rolling", "main", "open_engine"]
 
-# Of lm-eval's own models, where a task does not say how much to generate.
+# As in lm-eval's own models, for tasks that do not say how much to generate.
 DEFAULT_NEW_TOKENS = 256
 PLAIN = CacheSetting()
 
@@ -33,7 +33,7 @@ def open_engine(threshold: float = 0.1, **options: Any) -> Engine:
 
 
 def cache_setting(kv_cache: str = "bf16", softmax: str = "exact") -> CacheSetting:
-    """What likelihoods read.
+    """The cache that likelihoods are computed over.
 
     Raises:
         UserError: a name that is not known.
@@ -50,7 +50,7 @@ def loglikelihood(engine: Engine, context: str, continuation: str, cache: CacheS
     A context that is too long loses its beginning; an empty one is the BOS token.
     """
     ids = _encode(engine, context + continuation)
-    # A space is a part of the word after it. One token at least is given.
+    # A space belongs to the token of the word after it. The context keeps at least one token.
     start = max(len(_encode(engine, context.rstrip(" "))), 1)
     if start >= len(ids):
         raise UserError(f"lm-eval: expected a continuation that adds tokens, found {continuation!r}")
@@ -74,7 +74,7 @@ def loglikelihood_rolling(engine: Engine, text: str, cache: CacheSetting = PLAIN
 
 
 def generate_until(engine: Engine, context: str, settings: dict[str, Any]) -> str:
-    """What decoding says after `context`, up to one of the texts in `settings["until"]`."""
+    """Text generated after `context`, up to one of the texts in `settings["until"]`."""
     until = settings.get("until") or []
     temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
     sampling = SamplingConfig(

@@ -42,7 +42,7 @@ LABELS = {
     "lm_head": "LM head",
 }
 HATCHES = {"in_vain": "////"}
-# Shares of the picture's width: what is narrower gets no entry in the legend, or no words.
+# Shares of the picture's width: narrower bars get no entry in the legend, or no words.
 VISIBLE, ROOM_FOR_WORDS = 0.005, 0.12
 HALF = 0.28  # of a bar's height; lanes are 1 apart
 
@@ -95,7 +95,7 @@ def _layers(text: str) -> tuple[int, int]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """What was done in a trace, as bars.
+    """The operations of a trace, as bars.
 
     Raises:
         UserError: unreadable, or not a trace of this project.
@@ -112,7 +112,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def work(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a slice of the trace really did, as a list of one bar or none.
+    """The bar of a slice of the trace while it really worked, in a list; none if it did nothing.
 
     A kernel of a captured step whose gate was closed did nothing. One that was launched early waited until it was
     ready, and only then began.
@@ -200,7 +200,7 @@ def _parts(bars: list[dict[str, Any]], found: dict[tuple[int, int], dict[str, An
             joined[-1]["end"] = max(joined[-1]["end"], bar["end"])
         else:
             joined.append(bar | {"words": ""})
-    # Where no operation of its own makes the guess, attention begins with it.
+    # Where the guess is not an operation of its own, it is the beginning of attention.
     is_fused = not any(bar["op"] == "predictor" for bar in bars)
     parts = []
     for bar in joined:

@@ -53,7 +53,7 @@ def read_text_ids(path: Path, engine: Engine) -> list[int]:
 
 
 def _from_first_rank(engine: Engine, read: Callable[[], _T]) -> _T:
-    """What rank 0 reads, on every rank; its `UserError` likewise."""
+    """Call `read` on rank 0 and return its result on every rank; raise its `UserError` on every rank too."""
     message: dict[str, Any] = {}
     if engine.placement.rank == 0:
         try:
@@ -88,7 +88,7 @@ def _read(config: GenerateConfig) -> list[str | list[int]]:
 
 
 def _without_line_end(text: str) -> str:
-    """Editors and `echo` end the last line; a prompt goes on."""
+    """Drop the line end that editors and `echo` add: the model is to continue the line."""
     return text.removesuffix("\n").removesuffix("\r")
 
 

@@ -1,4 +1,4 @@
-"""How long after the start of speculative decode `A~` can be used, seen by a kernel that waits for its words."""
+"""How long after the start of speculative decode `A~` can be used, measured by a kernel that waits for its words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["merged", "pair_speculation", "spec_ready_us"]
 REPETITIONS = 25
 FLUSH_BYTES = 200 * 2**20
 POLLED = 256  # words of a program that waits
-# The start waits until everything behind it is queued and the waiting kernels spin.
+# The first launch is held back until everything after it is queued and the waiting kernels spin.
 HEAD_START_CYCLES = 2_000_000
 DEADLINE_NS = 50_000_000
 
@@ -64,9 +64,9 @@ def _wait_and_copy(
 
 
 def pair_speculation(chunk_size: int, q: Tensor, num_kv_heads: int, device: torch.device) -> tuple[Speculation, Tensor]:
-    """For attention of q [B, Hq, D], with `A~` on `device` as a pair has it there; and all of its words, 0.
+    """What attention of q [B, Hq, D] writes for a pair, with the words of `A~` on `device`; and these words, zeroed.
 
-    Its epoch is 0.
+    Their epoch is 0.
     """
     batch, hq, dim = q.shape
     parts = guess_parts(chunk_size, batch, hq, num_kv_heads, dim, q.dtype, q.device)
@@ -123,7 +123,7 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     acknowledged = torch.cuda.Stream(here)
     nothing = torch.zeros(1, device=here)
     with torch.cuda.device(here):
-        # Compiled and loaded before anything spins, for loading a kernel waits for the device. Epoch 0 is there.
+        # Compile and load before anything spins: loading a kernel waits for the device. The words of epoch 0 are there.
         flush.fill_(1)
         torch.cuda._sleep(1)
         lean_decode_attention(q, k, v, seq_lens, dim**-0.5, workspace, out, lse, speculation)
@@ -158,12 +158,12 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
 
 
 def _await(words: Tensor, epoch: int, copy: Tensor, time: Tensor, ack: Tensor) -> None:
-    # Many small programs: what polls many words takes much of its SM's share of the memory's rate.
+    # Many small programs: one that polls many words takes much of its SM's share of memory bandwidth.
     seen = torch.zeros(1, dtype=torch.int32, device=words.device)
     compiled = _wait_and_copy[(triton.cdiv(words.numel(), POLLED),)](
         words, epoch, copy, words.numel(), time, seen, ack, DEADLINE_NS, POLLED, num_warps=1
     )
-    # All of an SM's memory as shared memory, which attention needs: while a program runs, its SM cannot change that.
+    # Give all of an SM's memory to shared memory, as attention needs: an SM cannot change that while a program runs.
     room = torch.cuda.get_device_properties(words.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     prefer_l1(compiled, (room + RESERVED_BYTES) // (compiled.metadata.shared + RESERVED_BYTES))
 
