@@ -89,6 +89,7 @@ class Handover:
 
     shape: PairShape
     exchange: Exchange
+    group: int  # 0 sends first
     paired_rank: int  # in the job
     own: Mailbox
     paired: Mailbox  # the paired rank's memory
@@ -123,20 +124,29 @@ class Handover:
         """
         device = memory.device
         begin = 8 * sum(shape.part_words()[:2])
-        return cls(
+        handover = cls(
             shape=shape,
             exchange=exchange,
+            group=group,
             paired_rank=paired_rank,
             own=Mailbox.view(memory, shape),
             paired=Mailbox.view(paired_memory, shape),
             sums_peers=torch.tensor([address + begin for address in group_addresses], device=device),
-            priority=torch.tensor([2, 0] if group == 0 else [0, 2], dtype=torch.int32, device=device),
+            priority=torch.zeros(2, dtype=torch.int32, device=device),
             sends=torch.zeros(1, dtype=torch.int32, device=device),
             receives=torch.zeros(1, dtype=torch.int32, device=device),
-            gates=torch.full((3, 4), int(group == 0), dtype=torch.int32, device=device),
+            gates=torch.zeros(3, 4, dtype=torch.int32, device=device),
             meeting=meeting,
             meeting_peers=torch.tensor(list(meeting_addresses), device=device),
         )
+        handover.reset_roles()
+        return handover
+
+    def reset_roles(self) -> None:
+        """Group 0 is the next sender, and opens its gates. After a fault the two groups may have come to disagree."""
+        self.priority[0].fill_(2 * (self.group == 0))
+        self.priority[1].fill_(2 * (self.group == 1))
+        self.gates.fill_(int(self.group == 0))
 
     def speculation(self, layer: int, chunk_size: int, sums: Tensor) -> Speculation:
         """For the attention of a layer: `A~` goes to the paired rank."""

@@ -59,7 +59,7 @@ def _collect_logits_kernel(
         at = (source * num_requests + request).to(tl.int64) * rows + tokens - source * rows
         logits = tl.load(gathered_ptr + at, mask=inside, other=0.0)
     tl.store(logits_ptr + request.to(tl.int64) * vocab_size + tokens, logits, mask=inside)
-    is_bad = (~(tl.abs(logits) < float("inf"))) & inside & (tl.load(fault_ptr) == 0)
+    is_bad = (~(tl.abs(logits) < float("inf"))) & inside & (tl.load(fault_ptr, volatile=True) == 0)
     tl.store(fault_ptr + tl.zeros_like(tokens), bad_code + source, mask=is_bad)
     logits = tl.where(inside, logits, float("-inf"))
     best = tl.max(logits, 0)

@@ -2,7 +2,7 @@
 
 A rank pushes words into its peers' memory with plain stores: no fence, no separate flag, no memset between steps. The
 reader polls until the upper half is the epoch it expects. Every wait has a deadline; on expiry it notes who is missing
-in the fault word and goes on, so that no kernel hangs, and waits after a fault do not wait at all.
+in the fault word and goes on, so that no kernel hangs, and later waits of that step do not wait at all.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # Kinds of fault: kind << 28 | slot << 8 | rank, the first of a step.
 BAD_NUMBERS = 1
 LATE_WORD = 2
+LATE = tl.constexpr(LATE_WORD)
 
 
 def fault_code(kind: int, slot: int, rank: int) -> int:
@@ -78,6 +79,7 @@ AGAIN:
     sub.u64 now, now, begin;
     setp.ge.u64 late, now, $5;
     @!late bra AGAIN;
+    mov.u32 $0, 0x7FC00000;
     setp.ne.u64 late, $5, 0;
     @late st.volatile.global.u32 [$6], $7;
 DONE:
@@ -98,7 +100,7 @@ def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code, end_ptr=None, en
         ptr: tensor of pointers to int64.  mask: whose words exist; the others count as -0.0, which adds nothing.
         code: as `ptr`, int32.  end_ptr, end: a word, and the value of it that ends all waits; values may be old then.
     Returns:
-        fp32, as `ptr`.
+        fp32, as `ptr`; NaN where the word did not come, for an old value may look like a right one.
     """
     # All loads leave together; only words that are not here yet are polled one by one.
     none = (epoch.to(tl.int64) << 32) | 0x80000000
@@ -108,9 +110,10 @@ def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code, end_ptr=None, en
     if INTERPRETED:
         value = tl.where(flag == epoch, value, 0x7FC00000)
     else:
-        # A fault in this step: its waits are over.
+        # Somebody was late in this step: its waits are over. After bad numbers they are not: everything still comes,
+        # and a rank that runs ahead would write over words that another one has not read.
         fault = tl.load(fault_ptr, volatile=True)
-        patience = tl.where(fault == 0, patience_ns, 0).to(tl.int64)
+        patience = tl.where(fault >> 28 == LATE, 0, patience_ns).to(tl.int64)
         if end_ptr is None:
             value = tl.inline_asm_elementwise(
                 _AWAIT, "=&r,r,r,l,r,l,l,r",

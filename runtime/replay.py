@@ -184,6 +184,10 @@ class DecodeLoop:
         at.token_ids.copy_(torch.tensor(token_ids))
         at.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         self._exchange.fault.zero_()
+        # Behind the steps in flight here, and at the same place on every rank.
+        pairing = self._decoder.pairing
+        if pairing is not None and isinstance(pairing.handover, Handover):
+            pairing.handover.reset_roles()
         # What was launched ahead and not read belongs to the text before.
         self._begun = self._taken = self._launched
 

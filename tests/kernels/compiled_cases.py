@@ -31,8 +31,10 @@ import ptx_emulator
 import test_lean_attention
 import test_turbo_attention
 from conftest import _check as check
+from paired_ranks import pairs
 
-from alspec.kernels import lean_attention, turbo_attention
+from alspec.kernels import handover, lean_attention, turbo_attention
+from alspec.kernels.mailbox import PairShape
 from alspec.kernels.merge import _merge
 from alspec.kernels.reference import decode_attention_ref
 
@@ -166,6 +168,21 @@ def merges(group: int, head_dim: int) -> Found:
     return {"error": float((out - expected).norm() / expected.norm())} | kernel.counts
 
 
+def late_verdict(stale: bool, **how: Any) -> Found:
+    """A receiver's turn to learn that its guess was accepted, in a word of this step, or of the one before."""
+    shape, epoch = PairShape(2, 1, 1, 64, 4, 2, 16), 6
+    (_, (target,)) = pairs(CPU, shape, epoch)
+    target.own.verdicts.fill_((epoch - stale) << 32 | int(torch.tensor(1.0).view(torch.int32)))
+    target.priority.copy_(torch.tensor([1, 2]))
+    hits = torch.full((2, 1), -1, dtype=torch.int32)
+    kernel = Emulated(handover._take_turn_kernel, 90, **how)
+    with mock.patch.object(handover, "_take_turn_kernel", kernel):
+        handover.take_turn(target, 1, hits, 0)
+    assert hits[0].tolist() == [1 - stale]
+    assert target.sends.tolist() == [1 - stale]
+    return {"error": 0.0} | kernel.counts
+
+
 def _error(launch: Any) -> Found:
     softmax = getattr(launch, "softmax", "exact")
     out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, launch.q.shape[-1] ** -0.5, softmax)
@@ -231,6 +248,9 @@ CASES: dict[str, Callable[[], Found]] = {
     "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
     "turbo, 4 x 128, two levels, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80, WIDE=4)),
     **{f"merge, {group} x 64": sound(partial(merges, group, 64)) for group in (1, 2, 4, 8, 16)},
+    "verdict": sound(lambda: late_verdict(False)),
+    "verdict, of the step before": sound(lambda: late_verdict(True)),
+    "broken verdict, old words": broken(partial(late_verdict, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
     "broken lean, other lanes": broken(_small_lean, r"(shfl\.sync\.bfly[^;]*), 8, 31,", r"\1, 4, 31,", "error"),
     "broken lean, tiles not waited for": broken(_small_lean, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
     "broken lean, no barriers": broken(_small_lean, r"bar\.sync\s*0;", "", "shared"),

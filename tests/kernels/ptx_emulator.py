@@ -367,6 +367,8 @@ class Machine:
     def writer(self, operand: str, kind: str) -> Callable[[Values], None]:
         """How to set a register, or those of a vector, for those who take part."""
         parts = parts_of(operand)
+        if operand == "_":  # of a vector, what nobody wants
+            return lambda values: None
         if kind.startswith("*"):
             writes = [self.writer(part, kind[1:]) for part in parts]
             return lambda values: [write(values[..., n]) for n, write in enumerate(writes)] and None

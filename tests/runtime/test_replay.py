@@ -8,9 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from paired_ranks import pairs
 
 from alspec.config import SamplingConfig
 from alspec.kernels.flashq_reference import flashq_dequantize
+from alspec.kernels.mailbox import PairShape
 from alspec.kernels.words import BAD_NUMBERS, split_fault
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
@@ -142,6 +144,20 @@ def test_steps_that_are_launched_are_counted_from_the_beginning_of_a_text(settin
             for step in (1, 2, 3):
                 loop.step(remaining=4 - step)
     assert launched == [1, 2, 3] * 2
+
+
+def test_a_text_begins_with_the_first_roles(setting: Setting) -> None:
+    """After a fault, two groups may disagree on who sends."""
+    loop = setting.loop()
+    for group, ranks in enumerate(pairs(torch.device("cpu"), PairShape(2, 2, 1, 64, 4, 2, 16), 6)):
+        handover = ranks[0]
+        first = handover.priority.tolist(), handover.gates.tolist()
+        assert first[0] == [2 - 2 * group, 2 * group]
+        handover.priority.copy_(torch.tensor([1, 2]))
+        handover.gates.copy_(torch.tensor([[1, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]]))
+        with mock.patch.object(loop._decoder, "pairing", mock.Mock(handover=handover)):
+            loop.begin([1, 2], [9, 9])
+        assert (handover.priority.tolist(), handover.gates.tolist()) == first
 
 
 def test_steps_stop_at_the_end_of_the_cache(setting: Setting) -> None:
