@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -76,7 +77,8 @@ class Engine:
         self.placement = replace(environment, num_groups=num_groups)
         check_codec(config.kv_cache, self.model_config, self.placement.tp_size)
         self.device, self.backend, notice = choose_device(config, self.placement)
-        self.notices = [notice] if notice else []
+        self.notices = [notice] if notice else []  # choices that a user may not expect
+        self._told = False  # by `stream`; commands print them
         # The fused kernels of a whole step: those steps can be captured, and their results travel in symmetric memory.
         self._has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")
         self._uses_symm = self._wants_symm()
@@ -338,6 +340,8 @@ class Engine:
         """
         self._texts += 1
         text = self._texts
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has its own, and this may be another than `load`'s
         for token in self._run(generation, sampling, progress):
             yield token
             if text != self._texts:
@@ -475,6 +479,9 @@ class Engine:
         needed = self.check_prompts(prompts, sampling.max_new_tokens)
         if self.memory is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
             self.load(1, needed)
+        for notice in () if self._told or self.placement.rank else self.notices:
+            warnings.warn(notice, stacklevel=2)
+        self._told = True
         yield from self.run(self.start_generation(prompts, sampling), sampling)
 
     def _refuse_closed(self) -> None:

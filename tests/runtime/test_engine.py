@@ -102,6 +102,14 @@ def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
             next(engine.stream("The road", sampling))  # type: ignore[arg-type]
 
 
+def test_what_a_user_may_not_expect_is_said_once(engine: Engine) -> None:
+    engine.notices.append("running somewhere else")
+    with pytest.warns(UserWarning, match="running somewhere else") as told:
+        for _ in range(2):
+            list(engine.stream("The road", SAMPLING))
+    assert len(told) == 1
+
+
 def test_random_weights_take_ids() -> None:
     torch.set_num_threads(1)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_qo_heads": 4, "num_kv_heads": 2}
