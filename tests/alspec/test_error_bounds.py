@@ -67,6 +67,7 @@ def test_worst_case_overflows_to_infinity_but_no_error_stays_no_error() -> None:
     assert worst_case_bound([1.0, 1.0], 0.1, 1, math.inf) == math.inf
     assert worst_case_bound([0.0] * 200, 1e10, 1, math.inf) == 0
     assert worst_case_bound([0.0, 1.0], 0.5, 1, math.inf) == 1.5  # only the last layer errs
+    assert worst_case_bound([1.0, 2.0], 0.5, 0, math.inf) == 5.25  # no error reaches an attention
 
 
 def with_norm(weight: Tensor, norm: float) -> Tensor:

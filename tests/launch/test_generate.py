@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import alspec
@@ -22,6 +23,9 @@ from alspec.config import GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.display import StatusLine
 from alspec.models import config as model_config
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.llama import Shard
+from alspec.runtime.stats import step_bytes
 
 Run = Callable[..., tuple[int, str, str]]
 GenerateText = Callable[..., str]
@@ -140,6 +144,19 @@ def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
     assert GenerateConfig.model_validate(found["config"]).max_new_tokens == 12
     assert set(found["versions"]) == {"python", "torch", "cuda", "alspec", "triton"}
     assert found["versions"]["alspec"] == "0.1.0"
+
+
+@pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])
+def test_bytes_read(kv_cache: str, run: Run, tmp_path: Path) -> None:
+    """Step i of 11 reads the prompt and i tokens after it, as the cache holds them: 6 on the average."""
+    flags = ("--transport", "gloo", "--kv-cache", kv_cache, "--json", tmp_path / "out.json", *SMALL)
+    code, _, err = run("--prompt", "The road", *flags)
+    assert code == 0, err
+    summary = read_json(tmp_path / "out.json")["summary"]
+    config, tokens = model_config.LlamaConfig.from_folder(DEMO_CHECKPOINT), summary["prompt_tokens"][0] + 6
+    read = step_bytes(config, Shard(), torch.float32, [tokens], kv_cache)
+    assert summary["gb_per_s"] == pytest.approx(read / summary["ms_per_token_p50"] / 1e6)
+    assert summary["share_of_limit"] == pytest.approx(summary["gb_per_s"] / summary["stream_gb_per_s"])
 
 
 @pytest.mark.parametrize(("threshold", "hit_rate"), [("0", 0.0), ("inf", 1.0)])
@@ -425,6 +442,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.err == ""
     for flag in ("--model", "--prompt", "--threshold", "--chunk", "--plan", "--print-config", "--config"):
         assert flag in captured.out
+    text = " ".join(captured.out.split())
+    for default in ("tokens to generate for each prompt (default: 128)", "inf always (default: 0.1)"):
+        assert default in text
+    assert not re.search(r"default: (None|False|\(\))", text), "no value to show"
 
 
 # Without a checkpoint.

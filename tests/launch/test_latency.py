@@ -150,6 +150,21 @@ def test_steps_after_a_text(
         assert tokenizer.decode(second).removeprefix("<begin>") == (text * 4)[10 : context + 8]
 
 
+@pytest.mark.parametrize("text", ["", " \n\t\n"], ids=repr)
+def test_text_without_words(text: str, profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(text, encoding="utf-8")
+    found = profile("--model", checkpoint, "--transport", "gloo", "--prompt-file", path)
+    assert found == (2, "", f"alspec: exit 2: prompt_file: {path} is empty; give a text file\n")
+
+
+def test_text_for_random_weights(profile: Profile, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox.", encoding="utf-8")
+    flags = ("--random-weights", "llama-3.2-1b", "--transport", "gloo", "--prompt-file", tmp_path / "text.txt")
+    message = "prompt_file: random weights have no tokenizer; leave it out, or use --model"
+    assert profile(*flags, "--contexts", 64) == (2, "", f"alspec: exit 2: {message}\n")
+
+
 def test_rows_of_parts() -> None:
     row = {"bench": "decode_step", "case": {"context": 64}, "us": {"p50": 7.0}, "bytes": 3, "tokens_per_s": 1.0}
     row |= {"share_of_limit": None, "gpu": "one", "command": "latency"}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -90,14 +91,28 @@ def test_single_file_comes_before_an_index(single_folder: Path, sharded_folder: 
     assert {path.name for path in open_folder(single_folder).files.values()} == {"model.safetensors"}
 
 
-def test_tolerated_tensors(make_folder: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["single", "sharded"])
+def test_tolerated_tensors(is_sharded: bool, make_folder: Callable[..., Path]) -> None:
+    """In shards also where the index does not name them, where they are not, and twice."""
     folder = make_folder(tie_word_embeddings=True)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    buffer = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+    tensors[buffer.format(0)] = torch.ones(4)
     save_file(tensors, path)
+    if is_sharded:
+        path.unlink()
+        first, second = dict(tensors), {buffer.format(0): torch.ones(4)}
+        second["model.norm.weight"] = first.pop("model.norm.weight")
+        weight_map = dict.fromkeys(first, "one.safetensors") | {"model.norm.weight": "two.safetensors"}
+        del weight_map["lm_head.weight"]
+        weight_map[buffer.format(1)] = "two.safetensors"
+        save_file(first, folder / "one.safetensors")
+        save_file(second, folder / "two.safetensors")
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     checkpoint = open_folder(folder)
     assert "lm_head.weight" not in checkpoint.entries
     del tensors["lm_head.weight"], tensors["model.layers.0.self_attn.rotary_emb.inv_freq"]

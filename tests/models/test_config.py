@@ -143,7 +143,11 @@ def test_spellings(overrides: dict[str, Any], expected: dict[str, Any], tmp_path
     ("tokenizer_config", "tokenizer", "expected"),
     [
         (None, None, (2, 5, 6)),
-        ({"eos_token": "<end>", "added_tokens_decoder": {"9": {"content": "<end>"}}}, None, (2, 5, 6, 9)),
+        (
+            {"eos_token": "<end>", "added_tokens_decoder": {"0": {"content": "<pad>"}, "9": {"content": "<end>"}}},
+            None,
+            (2, 5, 6, 9),
+        ),
         ({"eos_token": {"content": "<end>"}}, {"added_tokens": [{"id": 11, "content": "<end>"}]}, (2, 5, 6, 11)),
         ({"eos_token": None}, {"added_tokens": [{"id": 11, "content": "<end>"}]}, (2, 5, 6)),
         ({"eos_token": "<end>"}, None, (2, 5, 6)),

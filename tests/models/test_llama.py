@@ -235,6 +235,7 @@ def test_shards_join_to_the_checkpoint(tp_size: int, max_shard_size: str | int, 
         for layer in layers:
             assert torch.equal(layer.input_norm, stored(prefix + "input_layernorm.weight"))
             assert torch.equal(layer.post_norm, stored(prefix + "post_attention_layernorm.weight"))
+            assert all(tensor.is_contiguous() for tensor in vars(layer).values()), "kernels read rows one after another"
     assert torch.equal(torch.cat([rank.lm_head for rank in ranks]), stored("lm_head.weight"))
     for rank in ranks:
         assert torch.equal(rank.embedding, stored("model.embed_tokens.weight"))
@@ -354,19 +355,22 @@ def test_random_weights_of_paired_ranks_are_replicas(tied: bool) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_random_layers_differ() -> None:
+def test_random_weights_are_unrelated() -> None:
     weights = random_shard(Shard())
-    drawn = [layer.qkv.flatten()[:1000] for layer in weights.layers] + [
-        layer.o.flatten()[:1000] for layer in weights.layers
-    ]
-    for i, left in enumerate(drawn):
-        assert not any(torch.equal(left, right) for right in drawn[i + 1 :])
+    drawn = [weights.embedding, weights.lm_head]
+    drawn += [tensor for layer in weights.layers for tensor in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    related = torch.corrcoef(torch.stack([tensor.flatten()[:1000] for tensor in drawn])).fill_diagonal_(0)
+    assert float(related.abs().max()) < 0.2, "more than 6 standard errors"
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @torch.no_grad()
 def test_random_weights_keep_activations_near_unit_size(tp_size: int) -> None:
     """Every weight N(0, 1/fan_in): after some layers the logits are finite and of unit size, at every T."""
+    hidden, attention, mlp = SHAPE.hidden_size, SHAPE.num_qo_heads * SHAPE.head_dim, SHAPE.intermediate_size
+    for layer in random_shard(Shard(tp_size - 1, tp_size, tp_size - 1, tp_size)).layers:
+        for weight, fan_in in ((layer.qkv, hidden), (layer.o, attention), (layer.gate_up, hidden), (layer.down, mlp)):
+            assert float(weight.std()) == pytest.approx(fan_in**-0.5, rel=0.02)
     ids = prompt(SHAPE.vocab_size, 40)
 
     def work(transport: ThreadTransport) -> Tensor:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,3 +249,15 @@ def test_a_whole_folder(make_folder: Callable[..., Path]) -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "the cat"}])
     assert ids.count(BOS) == 1
     assert tokenizer.decode(ids) == "the cat"
+
+
+def test_an_interrupt_is_no_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library panics with is no `Exception` either."""
+
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_file=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer.from_folder(tmp_path, config())

@@ -28,7 +28,8 @@ def written(tensor: Tensor) -> set[tuple[int, int, int]]:
 
 
 def test_sizes(cache: KVCache) -> None:
-    assert (cache.batch_size, cache.max_context) == (B, N)
+    sizes = (cache.num_layers, cache.batch_size, cache.num_kv_heads, cache.max_context, cache.head_dim)
+    assert sizes == (L, B, HKV, N, D)
     assert cache.num_bytes == cache.k.nbytes + cache.v.nbytes
     assert cache.num_bytes == B * N * KVCache.bytes_per_token(L, HKV, D, torch.float32)
     assert KVCache.bytes_per_token(32, 8, 128, torch.bfloat16) == 128 * 1024

@@ -14,6 +14,7 @@ from alspec.models.llama import Shard, random_weights
 from alspec.predictor import predictor_ranges
 from alspec.runtime.generation import Generation, IdDecoder, Request
 from alspec.runtime.stats import percentile, step_bytes, stream_bandwidth, summarize, versions
+from alspec.runtime.turbo_cache import TurboCache
 
 CPU = torch.device("cpu")
 
@@ -52,6 +53,11 @@ def test_step_bytes(tp_size: int, tied: bool) -> None:
     read += weights.final_norm.nbytes + weights.lm_head.nbytes
     cache = 2 * config.num_layers * (config.num_kv_heads // tp_size) * config.head_dim * 2
     assert step_bytes(config, shard, torch.bfloat16, [100, 7]) == read + 107 * cache
+    wide = config.model_copy(update={"head_dim": 64})
+    heads = wide.num_kv_heads // tp_size
+    smaller, larger = (TurboCache("turbo2", wide.num_layers, 1, heads, n, 64, CPU).num_bytes for n in (64, 256))
+    weights_alone = step_bytes(wide, shard, torch.bfloat16, [0])
+    assert step_bytes(wide, shard, torch.bfloat16, [128, 64], "turbo2") == weights_alone + larger - smaller
 
 
 def test_stream_bandwidth_is_plausible() -> None:

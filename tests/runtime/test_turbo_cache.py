@@ -113,6 +113,7 @@ def test_planned_bytes(codec: str, max_context: int) -> None:
     cache = TurboCache(codec, 3, 2, 4, max_context, 64, CPU)
     assert cache.num_bytes == TurboCache.bytes_for(codec, 3, 2, 4, max_context, 64)
     assert cache.num_bytes == sum(tensor.nbytes for tensor in cache._all.tensors.values())
+    assert all(len(tensor.flatten()) for tensor in cache._all.tensors.values()), "kernels get addresses"
 
 
 @by_codec
@@ -330,8 +331,10 @@ def test_what_a_codec_refuses() -> None:
     check_codec("turbo4", MODEL, 8)
     with pytest.raises(UserError, match=r"kv_cache: turbo2 needs a head_dim of 64 or 128, the model has 96"):
         check_codec("turbo2", MODEL.model_copy(update={"head_dim": 96}), 1)
+    # 32 query heads: eight for each of 4 KV heads, nine of 36 query heads.
+    check_codec("turbo4", MODEL.model_copy(update={"num_kv_heads": 4}), 1)
     with pytest.raises(
-        UserError, match=r"kv_cache: turbo4 takes up to 8 query heads for each KV head, the model has 16"
+        UserError, match=r"kv_cache: turbo4 takes up to 8 query heads for each KV head, the model has 9"
     ):
-        check_codec("turbo4", MODEL.model_copy(update={"num_kv_heads": 2}), 1)
+        check_codec("turbo4", MODEL.model_copy(update={"num_qo_heads": 36, "num_kv_heads": 4}), 1)
     check_codec("bf16", MODEL.model_copy(update={"head_dim": 96}), 8)
