@@ -307,11 +307,23 @@ def _dtype(raw: dict[str, Any], path: Path) -> DType:
 
 def _eos_token_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     """Union of the end-of-text ids of config.json, generation_config.json and the tokenizer."""
-    ids = _id_list(raw, folder / "config.json")
-    generation_path = folder / "generation_config.json"
+    path, generation_path = folder / "config.json", folder / "generation_config.json"
+    found = {f"{path}: eos_token_id": _id_list(raw, path)}
     if generation_path.exists():
-        ids |= _id_list(read_json(generation_path, "for the end-of-text tokens"), generation_path)
-    return tuple(sorted(ids | _tokenizer_eos_id(folder)))
+        generation = read_json(generation_path, "for the end-of-text tokens")
+        found[f"{generation_path}: eos_token_id"] = _id_list(generation, generation_path)
+    path, ids = _tokenizer_eos_id(folder)
+    found[f"{path}: eos_token"] = ids
+    vocab_size = raw["vocab_size"]
+    if type(vocab_size) is int and vocab_size > 0:  # else that is refused
+        for where, ids in found.items():
+            outside = [token_id for token_id in sorted(ids) if not 0 <= token_id < vocab_size]
+            if outside:
+                raise UserError(
+                    f"{where}: expected ids from 0 to {vocab_size - 1} (vocab_size of config.json is {vocab_size}), "
+                    f"found {show(outside)}; use the files that belong together"
+                )
+    return tuple(sorted(set().union(*found.values())))
 
 
 def _id_list(raw: dict[str, Any], path: Path) -> set[int]:
@@ -322,26 +334,31 @@ def _id_list(raw: dict[str, Any], path: Path) -> set[int]:
     return set(ids)
 
 
-def _tokenizer_eos_id(folder: Path) -> set[int]:
-    """The id of tokenizer_config.json's eos_token; empty when there is none (`Tokenizer` checks that it exists)."""
+def _tokenizer_eos_id(folder: Path) -> tuple[Path, set[int]]:
+    """The id of tokenizer_config.json's eos_token and the file it stands in; empty when there is none.
+
+    That the vocabulary has it, `Tokenizer` checks.
+    """
     path = folder / "tokenizer_config.json"
     if not path.exists():
-        return set()
+        return path, set()
     tokenizer_config = read_json(path, "for the special tokens")
     token = tokenizer_config.get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     if content is None:
-        return set()
+        return path, set()
     added = tokenizer_config.get("added_tokens_decoder")
     for token_id, entry in added.items() if isinstance(added, dict) else ():
         if token_id.isdecimal() and isinstance(entry, dict) and entry.get("content") == content:
-            return {int(token_id)}
+            return path, {int(token_id)}
     # Folders of 2023 list their special tokens in tokenizer.json only.
-    if not (folder / "tokenizer.json").is_file():
-        return set()
-    added = read_json(folder / "tokenizer.json", "for the vocabulary").get("added_tokens")
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return path, set()
+    added = read_json(path, "for the vocabulary").get("added_tokens")
     entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
-    return {entry["id"] for entry in entries if entry.get("content") == content and type(entry.get("id")) is int}
+    ids = {entry["id"] for entry in entries if entry.get("content") == content and type(entry.get("id")) is int}
+    return path, ids
 
 
 def _user_error(error: ValidationError, where: str) -> UserError:

@@ -170,6 +170,34 @@ def test_eos_is_the_union(
 
 
 @pytest.mark.parametrize(
+    ("file", "field", "others"),
+    [
+        ("generation_config", "eos_token_id", {"generation_config": {"eos_token_id": [2, 32000]}}),
+        (
+            "tokenizer_config",
+            "eos_token",
+            {"tokenizer_config": {"eos_token": "<end>", "added_tokens_decoder": {"32000": {"content": "<end>"}}}},
+        ),
+        (
+            "tokenizer",
+            "eos_token",
+            {
+                "tokenizer_config": {"eos_token": "<end>"},
+                "tokenizer": {"added_tokens": [{"id": 32000, "content": "<end>"}]},
+            },
+        ),
+    ],
+)
+def test_an_impossible_eos_is_named_where_it_stands(
+    file: str, field: str, others: dict[str, Any], tmp_path: Path
+) -> None:
+    write(tmp_path, LLAMA_2_CHAT, **others)
+    expected = f"{tmp_path / file}.json: {field}: expected ids from 0 to 31999 (vocab_size of config.json is 32000), "
+    with pytest.raises(UserError, match=re.escape(expected + "found [32000]")):
+        LlamaConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("overrides", "needles"),
     [
         ({"architectures": ["MistralForCausalLM"]}, ["architectures", "LlamaForCausalLM", "MistralForCausalLM"]),
@@ -212,7 +240,9 @@ def test_eos_is_the_union(
         ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
         ({"torch_dtype": "int8"}, ["torch_dtype", "bfloat16", "'int8'"]),
         ({"bos_token_id": 32000}, ["bos_token_id (32000)", "vocab_size (32000)"]),
-        ({"eos_token_id": [2, 40000]}, ["eos_token_id (2, 40000)", "vocab_size (32000)"]),
+        ({"eos_token_id": [2, 40000]}, ["eos_token_id: expected ids from 0 to 31999", "found [40000]"]),
+        ({"eos_token_id": -1}, ["eos_token_id: expected ids from 0 to 31999", "found [-1]"]),
+        ({"eos_token_id": 2, "vocab_size": 0}, ["vocab_size", "found 0"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
         ({"hidden_act": "a\nb\x1b[31m" + "x" * 1000}, ["hidden_act", r"a\nb\x1b[31m", "..."]),
     ],
