@@ -69,6 +69,13 @@ def _ids(value: Any) -> Any:
     return value
 
 
+def _not_empty(value: Any) -> Any:
+    """Refuse the empty text, which as a path would be the current directory."""
+    if value == "":
+        raise ValueError("expected a folder")
+    return value
+
+
 def _items(value: Any) -> Any:
     """Accept the flag's spelling `a,b`, and one value alone, beside a list."""
     return [item.strip() for item in str(value).split(",")] if isinstance(value, str | int | float) else value
@@ -133,7 +140,9 @@ class SpeculationConfig(_Schema):
 class EngineConfig(_Schema):
     """What is loaded and how it is executed."""
 
-    model: Path | None = Field(default=None, description="Hugging Face folder; default: the bundled demo checkpoint")
+    model: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
+        default=None, description="Hugging Face folder; default: the bundled demo checkpoint"
+    )
     random_weights: str | None = Field(
         default=None, description="shape with random weights, such as llama-3.1-8b (profiling without a download)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -94,7 +95,10 @@ class LlamaConfig(_Frozen):
         folder = Path(folder)
         if not folder.is_dir():
             found = "a file" if folder.exists() else "nothing"
-            raise UserError(f"{folder}: expected a model folder, found {found}; give the folder that holds config.json")
+            raise UserError(
+                f"{folder}: expected a model folder, found {found}; give the folder that holds config.json"
+                + _download_hint(folder)
+            )
         path = folder / "config.json"
         raw = read_json(path, "for the model's shape")
         _check_runnable(raw, path)
@@ -212,6 +216,13 @@ def rope_inv_freq(head_dim: int, rope_theta: float, scaling: RopeScaling | None 
     blended = (1 - smooth) * freq / scaling.factor + smooth * freq
     stretched = torch.where(wavelength > context / low, freq / scaling.factor, blended)
     return torch.where(wavelength < context / high, freq, stretched)
+
+
+def _download_hint(folder: Path) -> str:
+    """What to do with a name such as meta-llama/Llama-3.1-8B; empty for what cannot be one."""
+    if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(folder), re.ASCII):
+        return ""
+    return f" (names on a hub are not downloaded; `hf download {folder} --local-dir DIR`, then give DIR)"
 
 
 def _check_runnable(raw: dict[str, Any], path: Path) -> None:

@@ -362,6 +362,17 @@ def test_model_folder_missing(refused: Refused, tmp_path: Path) -> None:
     assert message.startswith(f"{folder}: expected a model folder, found nothing; give the folder")
 
 
+def test_model_is_a_name_on_a_hub(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refused("--model", "meta-llama/Llama-3.1-8B", "--prompt", "a")
+    assert "names on a hub are not downloaded; `hf download meta-llama/Llama-3.1-8B --local-dir DIR`" in message
+
+
+def test_model_is_empty(refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint)
+    assert refused("--model", "", "--prompt", "a") == "flags: --model: expected a folder, found ''"
+
+
 def test_model_is_a_file(refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint / "config.json", "--prompt", "a")
     assert "expected a model folder, found a file" in message

@@ -197,6 +197,20 @@ def test_an_impossible_eos_is_named_where_it_stands(
         LlamaConfig.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"])
+def test_names_on_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hint = f"(names on a hub are not downloaded; `hf download {name} --local-dir DIR`, then give DIR)"
+    with pytest.raises(UserError, match=re.escape(hint)):
+        LlamaConfig.from_folder(Path(name))
+    Path(name).parent.mkdir()
+    Path(name).touch()
+    for other in (name, "../models/llama", "llama", "models/llama/8b", "models/a b", str(tmp_path / "none")):
+        with pytest.raises(UserError, match="expected a model folder, found") as caught:
+            LlamaConfig.from_folder(Path(other))
+        assert "downloaded" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("overrides", "needles"),
     [
