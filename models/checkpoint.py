@@ -15,7 +15,7 @@ from .config import LlamaConfig
 from .files import read_json, show
 from .safetensors_header import TensorEntry, read_header
 
-__all__ = ["Checkpoint", "expected_tensors", "verify_checksums", "write_checksums"]
+__all__ = ["Checkpoint", "expected_tensors", "verify_checksums"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -228,15 +228,6 @@ def _sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's permissions") from None
-
-
-def write_checksums(folder: Path) -> Path:
-    """Write SHA256SUMS (as sha256sum does) over a folder's weights, tokenizer and configuration; return its path."""
-    path = Path(folder) / _MANIFEST
-    path.write_text(
-        "".join(f"{_sha256(file)}  {file.name}\n" for file in _covered_files(Path(folder))), encoding="utf-8"
-    )
-    return path
 
 
 def verify_checksums(folder: Path) -> None:

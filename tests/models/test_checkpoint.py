@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from alspec.errors import UserError
-from alspec.models.checkpoint import Checkpoint, expected_tensors, verify_checksums, write_checksums
+from alspec.models.checkpoint import Checkpoint, expected_tensors, verify_checksums
 from alspec.models.config import LlamaConfig
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -20,6 +21,14 @@ O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
 def open_folder(folder: Path) -> Checkpoint:
     return Checkpoint.open(folder, LlamaConfig.from_folder(folder))
+
+
+def write_checksums(folder: Path) -> Path:
+    """SHA256SUMS as sha256sum writes it."""
+    files = sorted(path for path in folder.iterdir() if path.name != "SHA256SUMS")
+    lines = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
+    (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
+    return folder / "SHA256SUMS"
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
