@@ -19,6 +19,9 @@ DType = Literal["bf16", "fp16", "fp32"]
 
 _DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
+# Where RoPE settings stand, the one that is followed first.
+_ROPE_NAMES = ("rope_scaling", "rope_parameters")
+
 # Our field names, where they differ, as config.json spells them.
 _JSON_NAMES = {
     "num_layers": "num_hidden_layers",
@@ -87,7 +90,8 @@ class LlamaConfig(_Frozen):
 
         Understands the spellings of Llama 2 and 3, TinyLlama and SmolLM folders: a missing `num_key_value_heads` means
         as many as query heads, a missing or null `head_dim` means hidden_size / num_attention_heads, RoPE settings
-        stand in `rope_scaling` (`type` or `rope_type`) or in `rope_parameters`, and a missing dtype means fp32.
+        stand in `rope_scaling` (`type` or `rope_type`) or, without one, in `rope_parameters`, and a missing dtype means
+        fp32.
 
         Raises:
             UserError: no folder, no or broken config.json, or a model this runtime does not run, naming the field.
@@ -103,7 +107,7 @@ class LlamaConfig(_Frozen):
         raw = read_json(path, "for the model's shape")
         _check_runnable(raw, path)
         values = _required_sizes(raw, path) | {
-            "rope_theta": _rope_settings(raw).get("rope_theta", raw.get("rope_theta", 10_000.0)),
+            "rope_theta": _rope_theta(raw, path),
             "rope_scaling": _rope_scaling(raw, path),
             "dtype": _dtype(raw, path),
             "eos_token_ids": _eos_token_ids(raw, folder),
@@ -240,12 +244,13 @@ def _check_runnable(raw: dict[str, Any], path: Path) -> None:
             "give the unquantised checkpoint (the KV cache is quantised by --kv-cache)"
         )
     plain = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
-    settings = raw | {key: value for key, value in _rope_settings(raw).items() if key == "partial_rotary_factor"}
-    for name, expected in plain.items():
-        if settings.get(name) not in (None, expected):
-            raise UserError(
-                f"{path}: {name}: expected {expected!r}, found {show(settings[name])}; this variant is not supported"
-            )
+    for settings in (raw, *(raw.get(name) for name in _ROPE_NAMES)):
+        for name, expected in plain.items():
+            value = settings.get(name) if isinstance(settings, dict) else None
+            if value not in (None, expected):
+                raise UserError(
+                    f"{path}: {name}: expected {expected!r}, found {show(value)}; this variant is not supported"
+                )
 
 
 def _required_sizes(raw: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -270,20 +275,32 @@ def _required_sizes(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     return values
 
 
-def _rope_settings(raw: dict[str, Any]) -> dict[str, Any]:
-    """The mapping with the RoPE settings: `rope_parameters` (newer) or `rope_scaling`; empty when neither is there."""
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = raw.get(name)
-        if isinstance(settings, dict):
-            return settings
-    return {}
+def _rope_settings(raw: dict[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
+    """The mapping that says how positions are rotated, with its name; empty when neither is there.
+
+    As in transformers, `rope_scaling` (older) replaces the whole of `rope_parameters` where both stand.
+    """
+    for name in _ROPE_NAMES:
+        if not isinstance(raw.get(name), dict | None):
+            raise UserError(f"{path}: {name}: expected an object or null, found {show(raw[name])}; correct it")
+    name = next((name for name in _ROPE_NAMES if raw.get(name)), _ROPE_NAMES[0])
+    return name, raw.get(name) or {}
+
+
+def _rope_theta(raw: dict[str, Any], path: Path) -> Any:
+    name, settings = _rope_settings(raw, path)
+    theta = settings.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    replaced = (raw.get("rope_parameters") or {}).get("rope_theta", theta)
+    if replaced != theta:
+        raise UserError(
+            f"{path}: rope_parameters.rope_theta: expected {show(theta)} as beside {name}, which replaces "
+            f"rope_parameters, found {show(replaced)}; give rope_theta in {name} too"
+        )
+    return theta
 
 
 def _rope_scaling(raw: dict[str, Any], path: Path) -> RopeScaling | None:
-    for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(raw.get(name), dict | None):
-            raise UserError(f"{path}: {name}: expected an object or null, found {show(raw[name])}; correct it")
-    settings = _rope_settings(raw)
+    where, settings = _rope_settings(raw, path)
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if rope_type == "default":
         return None
@@ -293,18 +310,18 @@ def _rope_scaling(raw: dict[str, Any], path: Path) -> RopeScaling | None:
     }
     if not isinstance(rope_type, str) or rope_type not in needed:
         raise UserError(
-            f"{path}: rope_scaling.rope_type: expected default, linear or llama3, found {show(rope_type)}; "
+            f"{path}: {where}.rope_type: expected default, linear or llama3, found {show(rope_type)}; "
             "this scaling is not supported"
         )
     for name in needed[rope_type]:
         if settings.get(name) is None:
-            raise UserError(f"{path}: rope_scaling.{name}: expected a number, found none; {rope_type} scaling needs it")
+            raise UserError(f"{path}: {where}.{name}: expected a number, found none; {rope_type} scaling needs it")
     try:
         return RopeScaling.model_validate(
             {"rope_type": rope_type} | {name: settings[name] for name in needed[rope_type]}
         )
     except ValidationError as error:
-        raise _user_error(error, f"{path}: rope_scaling") from None
+        raise _user_error(error, f"{path}: {where}") from None
 
 
 def _dtype(raw: dict[str, Any], path: Path) -> DType:

@@ -223,6 +223,7 @@ def test_names_on_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"mlp_bias": True}, ["mlp_bias", "False", "True"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}, "rope_parameters": {}}, ["partial_rotary_factor", "0.5"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq", "unquantised"]),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, ["rope_type", "linear or llama3", "'yarn'"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", "'dynamic'"]),
@@ -231,6 +232,13 @@ def test_names_on_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "none"]),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["rope_scaling: factor", "0.5"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor", "none"]),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters.low_freq_factor", "none"]),
+        ({"rope_parameters": {"type": "yarn"}}, ["rope_parameters.rope_type", "'yarn'"]),
+        ({"rope_parameters": 7, "rope_scaling": {"factor": 2.0}}, ["rope_parameters", "an object", "7"]),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}},
+            ["rope_parameters.rope_theta: expected 10000.0", "found 500000.0", "give rope_theta in rope_scaling too"],
+        ),
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA_3_SCALING, "low_freq_factor": 4.0}},
             ["low_freq_factor must be below high_freq_factor"],
@@ -330,6 +338,41 @@ def test_inv_freq_against_transformers(head_dim: int, scaling: dict[str, Any], t
         head_dim, theta, None if scaling["rope_type"] == "default" else RopeScaling.model_validate(scaling)
     )
     assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, oracle.inv_freq, rtol=2e-7, atol=0.0)
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"rope_theta": 5e5},
+        {"rope_parameters": {**DEFAULT, **LLAMA_3_SCALING, "rope_type": "llama3"}},
+        {"rope_parameters": {**LINEAR, "rope_theta": 5e5}, "rope_scaling": None},
+        {"rope_parameters": {**LINEAR, "rope_theta": 5e5}, "rope_scaling": {}},
+        {"rope_parameters": {}, "rope_scaling": LINEAR},
+        {"rope_parameters": {}, "rope_scaling": LINEAR, "rope_theta": 5e5},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LINEAR},
+        {"rope_parameters": DEFAULT, "rope_scaling": LINEAR, "rope_theta": 5e5},
+        {"rope_parameters": DEFAULT, "rope_scaling": {**LINEAR, "rope_theta": 5e5}},
+        {"rope_parameters": DEFAULT, "rope_scaling": {**DEFAULT, **LLAMA_3_SCALING, "rope_type": "llama3"}},
+        {"rope_parameters": {**DEFAULT, **LINEAR}, "rope_scaling": DEFAULT},
+        {
+            "rope_parameters": {**DEFAULT, **LINEAR},
+            "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        },
+    ],
+)
+def test_rope_settings_against_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import LlamaConfig as Oracle
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    write(tmp_path, {name: value for name, value in LLAMA_2_CHAT.items() if name != "rope_scaling"} | settings)
+    oracle = LlamaRotaryEmbedding(Oracle.from_pretrained(tmp_path))
+    ours = LlamaConfig.from_folder(tmp_path).inv_freq()
     torch.testing.assert_close(ours, oracle.inv_freq, rtol=2e-7, atol=0.0)
 
 
