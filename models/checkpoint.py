@@ -239,9 +239,10 @@ def verify_checksums(folder: Path) -> None:
     folder = Path(folder)
     path = folder / _MANIFEST
     if not path.is_file():
+        covered = [pattern for pattern in _COVERED if any(folder.glob(pattern))]
         raise UserError(
-            f"{path}: expected a manifest, found none; write one from a good copy: "
-            f"sha256sum {' '.join(_COVERED[:2])} > {_MANIFEST}"
+            f"{path}: expected a manifest, found none; write one in a good copy of the folder: "
+            f"sha256sum {' '.join(covered or _COVERED)} > {_MANIFEST}"
         )
     digests = _read_manifest(path)
     missing = [name for name in digests if not (folder / name).is_file()]

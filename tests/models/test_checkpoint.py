@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -193,6 +194,19 @@ def test_checksums_name_every_fault(sharded_folder: Path) -> None:
         "not covered 'extra.safetensors'",
     ):
         assert part in str(caught.value)
+
+
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
+@pytest.mark.parametrize("has_template", [False, True])
+def test_the_manifest_that_is_asked_for(has_template: bool, sharded_folder: Path) -> None:
+    if has_template:
+        (sharded_folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    with pytest.raises(UserError, match="found none; write one in a good copy of the folder: ") as caught:
+        verify_checksums(sharded_folder)
+    found = re.search(r"sha256sum .* > SHA256SUMS$", str(caught.value))
+    assert found is not None
+    subprocess.run(found.group(), shell=True, cwd=sharded_folder, check=True)
+    verify_checksums(sharded_folder)
 
 
 @pytest.mark.parametrize(
