@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import UserError
@@ -24,6 +27,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Refuse at once; jinja2 would print the unsafe attribute as nothing and fail on its next use only."""
         raise SecurityError(f"access to attribute {show(attribute)} of {type(obj).__name__} is unsafe")
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said, for training; a prompt has its body as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared by jinja2)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        # A call block, as in transformers, so that names set in the body stay there.
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
@@ -75,21 +93,28 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # jinja2's own filter escapes <, > and & for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def render_chat(template: str, messages: list[dict[str, Any]], special_tokens: dict[str, str], where: str) -> str:
     """Render `messages` and the opening of the assistant's turn, with the conventions of Hugging Face templates.
 
     The template sees `messages`, `add_generation_prompt=True`, `tools=None`, `documents=None` and `special_tokens`
-    (such as `bos_token`), the functions `raise_exception` and `strftime_now`, and a `tojson` that escapes nothing.
+    (such as `bos_token`), the functions `raise_exception` and `strftime_now`, a `tojson` that escapes nothing, and the
+    block `{% generation %}`.
 
     Raises:
         UserError: the template is broken, calls `raise_exception`, or reaches for what the sandbox forbids.
     """
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -100,6 +100,30 @@ def test_bos_is_added_where_the_template_does_not(single_folder: Path) -> None:
     assert tokenizer.encode_chat(USER_ONLY)[0] == 0
 
 
+ASSISTANT_ONLY = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}" + ASSISTANT_ONLY + "{% endfor %}",
+        "{% for m in messages %}\n  {%- generation -%}\n {{ m.content }}\n {% endgeneration %}\n{% endfor %}\n",
+        "{% for m in messages %}\n  {% generation %}\n{{ loop.index }}\n  {% endgeneration %}\n\n{% endfor %}",
+        "{% set n = 1 %}{% generation %}{% set n = 2 %}{{ n }}{% endgeneration %}{{ n }}",
+        "{% generation %}{% generation %}{{ bos_token }}{% endgeneration %}<&>{% endgeneration %}",
+        "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}{{ '\u00e9' | tojson(true) }}",
+    ],
+)
+def test_blocks_and_filters_against_transformers(template: str, single_folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    oracle = PreTrainedTokenizerFast.from_pretrained(single_folder)
+    (single_folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    expected = oracle.apply_chat_template(TWO_TURNS, chat_template=template, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(TWO_TURNS) == expected
+
+
 def test_tojson_escapes_nothing() -> None:
     assert render("{{ messages | tojson }}", [{"a": "<\u00e9 & 'x'>"}]) == '[{"a": "<\u00e9 & \'x\'>"}]'
     assert render("{{ messages[0] | tojson(indent=2) }}", [{"a": 1}]) == '{\n  "a": 1\n}'
@@ -123,6 +147,7 @@ def test_blocks_are_trimmed_and_loops_can_be_left() -> None:
         "{{ messages.append(1) }}",
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
         "{{ '{0.__class__}'.format(1) }}",
+        "{% generation %}{{ ''.__class__ }}{% endgeneration %}",
     ],
 )
 def test_sandbox_refuses(template: str) -> None:
@@ -135,6 +160,7 @@ def test_sandbox_refuses(template: str) -> None:
     ("template", "needles"),
     [
         ("{% for %}", ["TemplateSyntaxError"]),
+        ("{% generation %}", ["TemplateSyntaxError", "endgeneration"]),
         ("{{ raise_exception('Roles must\nalternate') }}", ["TemplateError", r"Roles must\nalternate"]),
         ("{{ messages[0].content.nothing.more }}", ["UndefinedError", "nothing"]),
         ("{{ 1 / 0 }}", ["ZeroDivisionError"]),
