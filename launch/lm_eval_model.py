@@ -22,13 +22,16 @@ __all__ = ["cache_setting", "generate_until", "loglikelihood", "loglikelihood_ro
 
 # As in lm-eval's own models, for tasks that do not say how much to generate.
 DEFAULT_NEW_TOKENS = 256
+# What the engine decodes when it is loaded.
+WARM_UP_TOKENS = 2
 PLAIN = CacheSetting()
 
 
 def open_engine(threshold: float = 0.1, **options: Any) -> Engine:
     """A loaded engine of one rank that simulates speculation; options are fields of `EngineConfig`."""
     engine = Engine.from_pretrained(speculation={"mode": "simulated", "threshold": threshold}, **options)
-    engine.load(1, engine.config.max_context or engine.model_config.max_position_embeddings)
+    # Likelihoods read no cache: `generate_until` takes what its texts need.
+    engine.load(1, min(WARM_UP_TOKENS, _longest(engine)))
     return engine
 
 
@@ -47,14 +50,17 @@ def cache_setting(kv_cache: str = "bf16", softmax: str = "exact") -> CacheSettin
 def loglikelihood(engine: Engine, context: str, continuation: str, cache: CacheSetting = PLAIN) -> tuple[float, bool]:
     """Nats of `continuation` after `context`, negative, and whether greedy decoding would say it.
 
-    A context that is too long loses its beginning; an empty one is the BOS token.
+    As in lm-eval's own models, whitespace between the two is a part of the continuation, a context that is too long
+    loses its beginning, and an empty one is the BOS token, or the EOS token of a tokenizer without BOS.
     """
     ids = _encode(engine, context + continuation)
-    # A space belongs to the token of the word after it. The context keeps at least one token.
-    start = max(len(_encode(engine, context.rstrip(" "))), 1)
+    start = len(_encode(engine, context.rstrip()))
+    if not start:
+        prefix = _prefix(engine)
+        ids, start = ids if ids[:1] == prefix else prefix + ids, 1
     if start >= len(ids):
         raise UserError(f"lm-eval: expected a continuation that adds tokens, found {continuation!r}")
-    dropped = min(max(len(ids) - engine.cache.max_context, 0), start - 1)
+    dropped = min(max(len(ids) - _longest(engine), 0), start - 1)
     ids, start = ids[dropped:], start - dropped
     score = _score(engine, ids, start, cache)
     answer = torch.tensor(ids[start:])
@@ -62,15 +68,15 @@ def loglikelihood(engine: Engine, context: str, continuation: str, cache: CacheS
 
 
 def loglikelihood_rolling(engine: Engine, text: str, cache: CacheSetting = PLAIN) -> float:
-    """Nats of a whole text, negative, in windows of the model's length that begin with BOS.
+    """Nats of a whole text, negative, in windows of the model's length that begin with what an empty context is.
 
-    Each token counts once; without a BOS, all but the first of each window.
+    Each token counts once.
     """
-    bos = _encode(engine, "")
-    ids = _encode(engine, text)[len(bos) :]
-    step = engine.cache.max_context - len(bos)
-    windows = [bos + ids[start : start + step] for start in range(0, len(ids), step)]
-    return -sum(float(_score(engine, ids, 0, cache).nll.double().sum()) for ids in windows if len(ids) > 1)
+    prefix = _prefix(engine)
+    ids = _encode(engine, text)[len(_encode(engine, "")) :]
+    step = _longest(engine) - 1
+    windows = [prefix + ids[start : start + step] for start in range(0, len(ids), step)]
+    return -sum(float(_score(engine, ids, 0, cache).nll.double().sum()) for ids in windows)
 
 
 def generate_until(engine: Engine, context: str, settings: dict[str, Any]) -> str:
@@ -82,10 +88,14 @@ def generate_until(engine: Engine, context: str, settings: dict[str, Any]) -> st
         stop=(until,) if isinstance(until, str) else tuple(until),
         temperature=temperature,
     )
-    room = engine.cache.max_context - sampling.max_new_tokens
+    room = _longest(engine) - sampling.max_new_tokens
     if room < 1:
-        raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {engine.cache.max_context} tokens")
-    generation = engine.start_generation([_encode(engine, context)[-room:]], sampling)
+        raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {_longest(engine)} tokens")
+    prompts = [_encode(engine, context)[-room:] or _prefix(engine)]
+    needed = engine.check_prompts(prompts, sampling.max_new_tokens)
+    if engine.cache.max_context < needed:
+        engine.load(1, needed)
+    generation = engine.start_generation(prompts, sampling)
     return "".join(token.text for token in engine.run(generation, sampling))
 
 
@@ -134,13 +144,31 @@ def _register() -> None:
         def generate_until(self, requests: list[Any]) -> list[str]:
             if self.cache != PLAIN:
                 raise UserError("lm-eval: tasks that generate decode from kv_cache bf16 with softmax exact only")
-            return [generate_until(self.engine, *request.args) for request in requests]
+            # The longest first, which takes the memory once.
+            order = sorted(range(len(requests)), key=lambda index: len(requests[index].args[0]), reverse=True)
+            answers = {index: generate_until(self.engine, *requests[index].args) for index in order}
+            return [answers[index] for index in range(len(requests))]
 
 
 def _encode(engine: Engine, text: str) -> list[int]:
     if engine.tokenizer is None:
         raise UserError("lm-eval: random weights have no tokenizer; give a model folder")
     return engine.tokenizer.encode(text)
+
+
+def _prefix(engine: Engine) -> list[int]:
+    """What an empty context is."""
+    assert engine.tokenizer is not None
+    token_id = engine.tokenizer.prefix_token_id
+    if token_id is None:
+        raise UserError("lm-eval: an empty context needs a BOS or EOS token, which this tokenizer has not")
+    return [token_id]
+
+
+def _longest(engine: Engine) -> int:
+    """Tokens of the longest text that the model reads, or is allowed to."""
+    longest = engine.model_config.max_position_embeddings
+    return min(longest, engine.config.max_context or longest)
 
 
 def _score(engine: Engine, ids: list[int], start: int, cache: CacheSetting) -> TextScore:

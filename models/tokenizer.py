@@ -89,6 +89,14 @@ class Tokenizer:
                 return config.bos_token_id
         return None
 
+    @property
+    def prefix_token_id(self) -> int | None:
+        """What stands for the beginning of a text: the begin token, else the tokenizer's end token; None: neither."""
+        if self.bos_token_id is not None:
+            return self.bos_token_id
+        token = self._special_tokens.get("eos_token")
+        return None if token is None else self._core.token_to_id(token)
+
     def _decide_adds_bos(self, add_bos_token: Any) -> bool:
         """What the folder says of BOS: `add_bos_token` where it is set, else what tokenizer.json does by itself."""
         if self.bos_token_id is None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +30,26 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
+@pytest.fixture
+def open_copy(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """An engine of the demo checkpoint with other tokenizer settings; None leaves one out."""
+    engines = []
+
+    def open_with(**overrides: Any) -> Engine:
+        folder = Path(shutil.copytree(DEMO_CHECKPOINT, tmp_path / "model"))
+        changed = {"tokenizer_config.json": overrides, "config.json": {"bos_token_id": None} if overrides else {}}
+        for name, values in changed.items():
+            settings = json.loads((folder / name).read_text(encoding="utf-8")) | values
+            settings = {key: value for key, value in settings.items() if value is not None}
+            (folder / name).write_text(json.dumps(settings), encoding="utf-8")
+        engines.append(open_engine(threshold=0.0, transport="gloo", dtype="fp32", max_context=160, model=folder))
+        return engines[-1]
+
+    yield open_with
+    for engine in engines:
+        engine.close()
+
+
 @torch.no_grad()
 def oracle_nats(ids: list[int], start: int) -> float:
     transformers = pytest.importorskip("transformers")
@@ -41,6 +67,60 @@ def test_loglikelihood(engine: Engine, context: str) -> None:
     nats, is_greedy = loglikelihood(engine, context, continuation)
     assert nats == pytest.approx(-oracle_nats(ids, start), rel=1e-4)
     assert not is_greedy
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\n\n", " \t\n", "\u00a0"])
+def test_whitespace_belongs_to_the_continuation(engine: Engine, space: str) -> None:
+    assert engine.tokenizer is not None
+    context, continuation = "He walked slowly down the", "road to the village."
+    ids, start = engine.tokenizer.encode(context + space + continuation), len(engine.tokenizer.encode(context))
+    expected = pytest.approx(-oracle_nats(ids, start), rel=1e-4)
+    assert loglikelihood(engine, context + space, continuation)[0] == expected
+    assert loglikelihood(engine, context, space + continuation)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "prefix"),
+    [({"add_bos_token": False}, "<|bos|>"), ({"bos_token": None}, "<|eos|>"), ({"eos_token": None}, "<|bos|>")],
+)
+@pytest.mark.parametrize("context", ["", " "])
+def test_an_empty_context_is_bos_or_eos(
+    settings: dict[str, Any], prefix: str, context: str, open_copy: Callable[..., Engine]
+) -> None:
+    """Every token counts, also where the tokenizer adds no BOS."""
+    engine = open_copy(**settings)
+    assert engine.tokenizer is not None
+    text = "The road to the village."
+    first, *ids = engine.tokenizer.encode(prefix + context + text)
+    expected = pytest.approx(-oracle_nats([first, *ids], 1), rel=1e-4)
+    assert loglikelihood(engine, context, text)[0] == expected
+    assert loglikelihood(engine, "", prefix + context + text)[0] == expected
+    if not context:
+        assert loglikelihood_rolling(engine, text) == expected
+
+
+def test_a_tokenizer_without_bos_and_eos(open_copy: Callable[..., Engine]) -> None:
+    engine = open_copy(bos_token=None, eos_token=None)
+    assert loglikelihood(engine, "He walked", " down")[0] < 0
+    for call in (lambda: loglikelihood(engine, "", "He"), lambda: loglikelihood_rolling(engine, "He")):
+        with pytest.raises(UserError, match="an empty context needs a BOS or EOS token"):
+            call()
+
+
+def test_memory_is_taken_for_what_is_generated() -> None:
+    with open_engine(threshold=0.0, transport="gloo", dtype="fp32") as engine:
+        longest = engine.model_config.max_position_embeddings
+        loglikelihood(engine, "a river and a boat. " * 50, "the captain")
+        assert engine.cache.max_context < 8
+        assert generate_until(engine, "He walked", {"max_gen_toks": 4})
+        assert engine.cache.max_context < 16
+        with pytest.raises(UserError, match=f"max_gen_toks: {longest} leaves no room in {longest} tokens"):
+            generate_until(engine, "He walked", {"max_gen_toks": longest})
+        assert generate_until(engine, "a river and a boat. " * 10, {"max_gen_toks": 4})
+        room = engine.cache.max_context
+        assert 50 < room < 100
+        assert generate_until(engine, "He walked", {"max_gen_toks": 4})
+        assert engine.cache.max_context == room
 
 
 def test_what_decoding_says_is_greedy(engine: Engine) -> None:
@@ -75,6 +155,36 @@ def test_requests_that_cannot_be_answered(engine: Engine) -> None:
         loglikelihood(engine, "He walked", "")
     with pytest.raises(UserError, match="max_gen_toks: 160 leaves no room in 160 tokens"):
         generate_until(engine, "He walked", {"max_gen_toks": 160})
+
+
+def test_requests_of_a_task_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[str, Any] = {}
+
+    def register_model(name: str) -> Callable[[type], type]:
+        return lambda model: registered.setdefault(name, model)
+
+    parts: dict[str, dict[str, Any]] = {
+        "": {},
+        ".api": {},
+        ".api.model": {"LM": object},
+        ".api.registry": {"register_model": register_model},
+    }
+    for name, content in parts.items():
+        module = ModuleType(f"lm_eval{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    lm_eval_model._register()
+    model = registered["alspec"](threshold=0.0, transport="gloo", dtype="fp32")
+    loads: list[int] = []
+    load = model.engine.load
+    monkeypatch.setattr(model.engine, "load", lambda *room: (loads.append(room[1]), load(*room)))
+    contexts = ["He walked", "He walked slowly down the road to the village", "The old man stood by the"]
+    requests = [SimpleNamespace(args=(context, {"max_gen_toks": 4})) for context in contexts]
+    answers = model.generate_until(requests)
+    assert len(loads) == 1
+    for context, answer in zip(contexts, answers, strict=True):
+        assert generate_until(model.engine, context, {"max_gen_toks": 4}) == answer
+    model.engine.close()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
