@@ -103,8 +103,9 @@ _COLUMN_PARALLEL = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "ml
 def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
     """Weights of `config`'s shape drawn on the device, N(0, 1/fan_in), so that activations stay near unit size.
 
-    Every rank of one tensor-parallel position draws the same numbers (paired ranks hold replicas); embeddings and LM
-    head do not depend on the rank except for the rows taken.
+    Every rank of one tensor-parallel position draws the same numbers (paired ranks hold replicas). Embeddings and LM
+    head are the same at every world size except for the rows taken; the layers are others at every tensor-parallel
+    size, because each position draws its own part.
     """
     generator = torch.Generator(device)
     heads = (config.num_qo_heads + 2 * config.num_kv_heads) // shard.tp_size
@@ -129,7 +130,7 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
 
     embedding = draw(config.vocab_size, config.hidden_size, 1, 0)
     start, stop = shard.vocab_range(config.vocab_size)
-    # The whole LM head is drawn and sliced, so that the model is the same at every world size.
+    # The whole LM head is drawn and sliced: it does not depend on the number of ranks.
     head = (
         embedding if config.tie_word_embeddings else draw(config.vocab_size, config.hidden_size, config.hidden_size, 1)
     )
