@@ -492,7 +492,7 @@ class Engine:
         if not isinstance(prompt, str):
             if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
                 raise UserError(f"prompt: expected a text or token ids, found {prompt!r:.80}")
-            return list(prompt)
+            return [int(token) for token in prompt]
         if self.tokenizer is None:
             raise UserError("prompt: random weights have no tokenizer; give token ids")
         if not prompt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -330,14 +331,24 @@ def test_world_size_that_the_model_does_not_divide_by(
     assert "valid sizes of one group: 1, 2" in message
 
 
+@pytest.fixture
+def patient_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
+    """One with positions for every context."""
+    folder = make_checkpoint()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**15}))
+    return folder
+
+
 @pytest.mark.parametrize("context", [10**6, 10**15], ids=str)
 def test_context_that_does_not_fit(
-    context: int, refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    context: int, refused: Refused, patient_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit 3, with a largest context that really fits: one tile more does not."""
     # Much more than the tiny model and its buffers take, much less than the cache asked for.
     monkeypatch.setattr("alspec.runtime.engine.available_bytes", lambda *_: 64 * 2**20)
-    flags = ("--model", checkpoint, "--prompt", "a", "--max-new-tokens", "2", "--transport", "gloo", "--max-context")
+    flags = ("--model", patient_checkpoint, "--prompt", "a", "--max-new-tokens", "2", "--transport", "gloo")
+    flags += ("--max-context",)
     message = refused(*flags, context, exit_code=3)
     assert message.startswith("does not fit: a rank needs ")
     assert "and has 0.06 GiB" in message
@@ -348,8 +359,13 @@ def test_context_that_does_not_fit(
     assert refused(*flags, largest + 64, exit_code=3)
 
 
-def test_enormous_context_on_this_machine(refused: Refused, checkpoint: Path) -> None:
-    message = refused("--model", checkpoint, "--prompt", "a", "--max-context", 10**15, exit_code=3)
+def test_context_beyond_the_models_positions(refused: Refused, checkpoint: Path) -> None:
+    message = refused("--model", checkpoint, "--prompt", "a", "--max-context", 10**6)
+    assert message.startswith("max_context: expected up to the model's max_position_embeddings, ")
+
+
+def test_enormous_context_on_this_machine(refused: Refused, patient_checkpoint: Path) -> None:
+    message = refused("--model", patient_checkpoint, "--prompt", "a", "--max-context", 10**15, exit_code=3)
     assert "the largest context that fits is " in message
 
 
