@@ -1,8 +1,6 @@
 """The quantised cache written and read back on a GPU: store of a prompt, a token, a full tail; restore of a prefix.
 
-Codes are put into fragment order (flashq_layout.py) in registers, as one permutation of a block's axes. What must match
-the oracles to the bit is exact: division is `tl.div_rn`, and half-to-even rounding adds and subtracts 1.5 * 2^23, after
-the clamp, which for an integer bound comes to the same.
+How a block becomes the words of a record, and back, is in flashq_record.py; the oracles are in flashq_reference.py.
 
 Shapes: B requests, H KV heads of this rank, D head_dim, n tokens, NB blocks of capacity, W words of a layer.
 """
@@ -17,120 +15,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .flashq import BLOCK, MIN_SCALE
 from .flashq_layout import TurboLayer, record_words
+from .flashq_record import TOKENS, record_at, restore_side, to_int8, write_side
 from .launch import launch, launch_options
 
 __all__ = ["flashq_restore", "flashq_store", "turbo_append", "turbo_compact"]
 
-TOKENS = tl.constexpr(BLOCK)
 NUM_WARPS = 4
 STORE_WARPS = 8  # with fewer, a block of 128 channels spills
 COMPACT_ROWS = 64  # heads of all requests and layers at work together: with K and V a program for each SM of an H200
-
-
-@triton.jit
-def _to_int8(x, scale):
-    """`rint(clamp(x / scale, -119, 119))` as int32."""
-    ratio = tl.minimum(tl.maximum(tl.div_rn(x, scale), -119.0), 119.0)
-    return ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
-
-
-@triton.jit
-def _pack_fields(x, BITS: tl.constexpr, LOG: tl.constexpr):
-    """Rows of 2^LOG integers of BITS bits, [N, 2^LOG] -> words [N], the first in the lowest bits.
-
-    By halves and not as a sum of shifted fields: Triton 3.6 and 3.7 compile such a sum wrongly where permuted rows lie
-    in several warps (2-bit codes of 64 channels with 8 warps).
-    """
-    for level in tl.static_range(LOG):
-        low, high = tl.split(tl.reshape(x, [x.shape[0], 2 ** (LOG - level - 1), 2]))
-        x = low | (high << (BITS * 2**level))
-    return tl.reshape(x, [x.shape[0]])
-
-
-@triton.jit
-def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    """[64, D] int32 -> [2 D BITS] words; the permutation of `flashq_layout._pack_codes`."""
-    CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
-    CW: tl.constexpr = D // 16 // CF
-    TF: tl.constexpr = 16 // BITS // CF
-    TW: tl.constexpr = 4 // TF
-    if IS_V:
-        x = tl.reshape(codes, [TW, TF, 2, 4, 2, CF, CW, 2, 8])
-        x = tl.permute(x, [6, 0, 8, 3, 2, 7, 4, 1, 5])
-    else:
-        x = tl.reshape(codes, [TW, TF, 2, 8, CF, CW, 2, 4, 2])
-        x = tl.permute(x, [0, 5, 3, 7, 6, 2, 8, 1, 4])
-    return _pack_fields(tl.reshape(x, [2 * D * BITS, 32 // BITS]), BITS, 3 if BITS == 4 else 4)
-
-
-@triton.jit
-def _unpack_codes(words, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    """The inverse of `_pack_codes`."""
-    CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
-    CW: tl.constexpr = D // 16 // CF
-    TF: tl.constexpr = 16 // BITS // CF
-    TW: tl.constexpr = 4 // TF
-    x = (words[:, None] >> (BITS * tl.arange(0, 32 // BITS))[None, :]) & ((1 << BITS) - 1)
-    if IS_V:
-        x = tl.permute(tl.reshape(x, [CW, TW, 8, 4, 2, 2, 2, TF, CF]), [1, 7, 4, 3, 6, 8, 0, 5, 2])
-    else:
-        x = tl.permute(tl.reshape(x, [TW, CW, 8, 4, 2, 2, 2, TF, CF]), [0, 7, 5, 2, 8, 1, 4, 3, 6])
-    return tl.reshape(x, [TOKENS, D])
-
-
-@triton.jit
-def _pack_params(values, D: tl.constexpr, IS_V: tl.constexpr):
-    """Bytes [D] int32 of the channels -> [D / 4] words."""
-    if IS_V:
-        x = tl.permute(tl.reshape(values, [D // 16, 2, 8]), [2, 0, 1])
-    else:
-        x = tl.permute(tl.reshape(values, [D // 16, 2, 4, 2]), [2, 0, 1, 3])
-    return _pack_fields(tl.reshape(x, [D // 4, 4]), 8, 2)
-
-
-@triton.jit
-def _unpack_params(words, D: tl.constexpr, IS_V: tl.constexpr):
-    """The inverse of `_pack_params`."""
-    x = (words[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255
-    if IS_V:
-        x = tl.permute(tl.reshape(x, [8, D // 16, 2]), [1, 2, 0])
-    else:
-        x = tl.permute(tl.reshape(x, [4, D // 16, 2, 2]), [1, 2, 0, 3])
-    return tl.reshape(x, [D])
-
-
-@triton.jit
-def _write_record(q1, record_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    """Stage 2 of a block [64, D] int32, and its words."""
-    LEVELS: tl.constexpr = (1 << BITS) - 1
-    CODES: tl.constexpr = 2 * D * BITS
-    low = tl.min(q1, 0)
-    step = (tl.max(q1, 0) - low + LEVELS - 1) // LEVELS
-    step = tl.maximum(step, 1)
-    # floor(m / 2 s_int) of small integers: a half more than m is never within rounding of the next multiple.
-    inverse = 0.5 / step.to(tl.float32)
-    codes = ((2 * (q1 - low[None, :]) + step[None, :]).to(tl.float32) + 0.5) * inverse[None, :]
-    words = _pack_codes(codes.to(tl.int32), BITS, D, IS_V)
-    part_ptr = record_ptr + IS_V * (CODES + D // 2)
-    tl.store(part_ptr + tl.arange(0, CODES), words)
-    params_ptr = part_ptr + CODES + tl.arange(0, D // 4)
-    tl.store(params_ptr, _pack_params(step, D, IS_V))
-    tl.store(params_ptr + D // 4, _pack_params(low + 128, D, IS_V))
-
-
-@triton.jit
-def _record_at(words_ptr, offset, bits, block, D: tl.constexpr):
-    """Address of record `block` of one request and head."""
-    return words_ptr + offset + block.to(tl.int64) * tl.where(bits == 4, 17 * D, 9 * D)
-
-
-@triton.jit
-def _compress(q1, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
-    """K's or V's part of a record."""
-    if bits == 4:
-        _write_record(q1, record_ptr, 4, D, IS_V)
-    else:
-        _write_record(q1, record_ptr, 2, D, IS_V)
 
 
 @triton.jit
@@ -157,11 +49,11 @@ def _store_tensor(
     scale = tl.where(raw == 0, 1.0, raw)
     tl.atomic_max(tail_scale_ptr, raw, sem="relaxed")
     tl.store(scale_ptr, scale)
-    q1 = _to_int8(x, scale)
+    q1 = to_int8(x, scale)
     tl.store(q1_ptr + t[:, None].to(tl.int64) * D + c[None, :], q1.to(tl.int8), mask=exists)
     if (chunk_block + 1) * TOKENS <= n:
         tl.store(cache_scale_ptr, scale)
-        _compress(q1, record_ptr, bits, D, IS_V)
+        write_side(q1, record_ptr, bits, D, IS_V)
 
 
 @triton.jit(do_not_specialize=["n", "request", "first_block"])
@@ -196,7 +88,7 @@ def _store_kernel(
     head = tl.program_id(1).to(tl.int64)
     row = request * H + head
     bits = tl.load(bits_ptr + row)
-    record_ptr = _record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
+    record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
     at_scale = head * scale_head_stride + chunk_block
     at_cache = scales_ptr + (row * num_blocks + block) * 2
     _store_tensor(
@@ -235,7 +127,7 @@ def _store_tail_kernel(
     t = tl.arange(0, TOKENS)
     exists = (t < rest)[:, None]
     x = tl.load(x_ptr + t[:, None].to(tl.int64) * token_stride + c[None, :], mask=exists, other=0.0).to(tl.float32)
-    q1 = _to_int8(x, tl.load(tail_scale_ptr + row))
+    q1 = to_int8(x, tl.load(tail_scale_ptr + row))
     tl.store(tail_ptr + (row * TOKENS + t[:, None]) * D + c[None, :], q1.to(tl.int8), mask=exists)
 
 
@@ -311,7 +203,7 @@ def _turbo_append_kernel(
     if tl.program_id(1) == 1:
         x_ptr = v_ptr + request * v_request_stride + head * v_head_stride
     c = tl.arange(0, D)
-    q1 = _to_int8(tl.load(x_ptr + c).to(tl.float32), tl.load(tail_scale_ptr + row))
+    q1 = to_int8(tl.load(x_ptr + c).to(tl.float32), tl.load(tail_scale_ptr + row))
     slot = (tl.load(seq_lens_ptr + request) - 1) % TOKENS
     tl.store(tail_ptr + (row * TOKENS + slot) * D + c, q1.to(tl.int8))
 
@@ -345,7 +237,7 @@ def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate
 def _compact_tensor(tail_ptr, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
     """Stage 2 of a full tail [64, D] int8 of K or V, into its record."""
     at = tl.arange(0, TOKENS)[:, None] * D + tl.arange(0, D)[None, :]
-    _compress(tl.load(tail_ptr + at).to(tl.int32), record_ptr, bits, D, IS_V)
+    write_side(tl.load(tail_ptr + at).to(tl.int32), record_ptr, bits, D, IS_V)
 
 
 @triton.jit(do_not_specialize=["num_layers"])
@@ -378,7 +270,7 @@ def _turbo_compact_kernel(
     while layer < num_layers:
         row = layer * num_rows + tl.program_id(0)
         bits = tl.load(bits_ptr + row)
-        record_ptr = _record_at(words_ptr + layer * layer_words, tl.load(offset_ptr + row), bits, block, D)
+        record_ptr = record_at(words_ptr + layer * layer_words, tl.load(offset_ptr + row), bits, block, D)
         scale = tl.load(tail_scale_ptr + row * 2 + is_v)
         tl.store(scales_ptr + (row * num_blocks + block) * 2 + is_v, scale)
         at_tail = tail_ptr + (row * 2 + is_v) * (TOKENS * D)
@@ -409,20 +301,6 @@ def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit
-def _restore_tensor(record_ptr, q1_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    """K or V of one record -> [64, D] int8."""
-    CODES: tl.constexpr = 2 * D * BITS
-    part_ptr = record_ptr + IS_V * (CODES + D // 2)
-    codes = _unpack_codes(tl.load(part_ptr + tl.arange(0, CODES)), BITS, D, IS_V)
-    params_ptr = part_ptr + CODES + tl.arange(0, D // 4)
-    step = _unpack_params(tl.load(params_ptr), D, IS_V)
-    low = _unpack_params(tl.load(params_ptr + D // 4), D, IS_V) - 128
-    q1 = codes * step[None, :] + low[None, :]
-    t = tl.arange(0, TOKENS)[:, None]
-    tl.store(q1_ptr + t * D + tl.arange(0, D)[None, :], q1.to(tl.int8))
-
-
 @triton.jit(do_not_specialize=["request"])
 def _restore_kernel(
     words_ptr,  # [W] int32
@@ -449,13 +327,13 @@ def _restore_kernel(
     tl.store(k_scale_ptr + at_scale, tl.load(at_cache))
     tl.store(v_scale_ptr + at_scale, tl.load(at_cache + 1))
     bits = tl.load(bits_ptr + row)
-    record_ptr = _record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
+    record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
     if bits == 4:
-        _restore_tensor(record_ptr, k8_ptr + at_q1, 4, D, 0)
-        _restore_tensor(record_ptr, v8_ptr + at_q1, 4, D, 1)
+        restore_side(record_ptr, k8_ptr + at_q1, 4, D, 0)
+        restore_side(record_ptr, v8_ptr + at_q1, 4, D, 1)
     else:
-        _restore_tensor(record_ptr, k8_ptr + at_q1, 2, D, 0)
-        _restore_tensor(record_ptr, v8_ptr + at_q1, 2, D, 1)
+        restore_side(record_ptr, k8_ptr + at_q1, 2, D, 0)
+        restore_side(record_ptr, v8_ptr + at_q1, 2, D, 1)
 
 
 def flashq_restore(

@@ -32,12 +32,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .exchange import Exchange
-from .handover import _judge, _message, _store_message, squared
+from .handover import load_message, store_message
 from .launch import launch, launch_options, prefer_l1
 from .lean_attention import Speculation
 from .mailbox import PairShape
-from .residual import BLOCK as STREAM_BLOCK
-from .residual import _write_stream, num_square_sums
+from .residual import BLOCK as RESIDUAL_BLOCK
+from .residual import num_square_sums, write_residual
+from .roles import judge, squared
 
 __all__ = ["Gates", "Swap", "SwapCalls", "pack_handover", "pack_stream", "settle", "unpack_handover", "unpack_stream"]
 
@@ -172,7 +173,7 @@ def _pack_kernel(
         return
     request = tl.program_id(1)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value, exist = _message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
+    value, exist = load_message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
     tl.store(out_ptr + request * num_values + place, value, mask=exist)
 
 
@@ -248,7 +249,7 @@ def _unpack_handover_kernel(
         place -= tl.cdiv(OUT, BLOCK) * BLOCK
         M: tl.constexpr = HIDDEN + 2 * HKV * D
         value = tl.load(message_ptr + request * M + place, mask=place < M, other=0.0)
-        _store_message(value, place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
+        store_message(value, place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
 
 
 def unpack_handover(
@@ -303,7 +304,7 @@ def _unpack_stream_kernel(
         return
     at = request * HIDDEN + channels
     x = tl.load(stream_ptr + at, mask=inside, other=0.0)
-    _write_stream(x, at, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
+    write_residual(x, at, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
 def unpack_stream(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor) -> None:
@@ -315,7 +316,7 @@ def unpack_stream(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_s
     shape = swap.shape
     compiled = launch(_unpack_stream_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
         swap.streams[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).receives,
-        HIDDEN=shape.hidden_size, BLOCK=STREAM_BLOCK, num_warps=1, **launch_options(x.device),
+        HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK, num_warps=1, **launch_options(x.device),
     )  # fmt: skip
     prefer_l1(compiled)
 
@@ -357,7 +358,7 @@ def _settle_kernel(
     for tp_rank in tl.static_range(T):
         of_rank = sums_ptr + (first_rank + tp_rank) * (B * HQ * 2)
         total += tl.sum(tl.load(of_rank + at, mask=exist, other=0.0), 1)
-    accepted, verdict = _judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
+    accepted, verdict = judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
     requests = tl.arange(0, B_PAD)
     next_sends = tl.where(verdict, 1 - sends, sends)
     tl.store(redoes_ptr, tl.where(verdict, 0, sends))

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from alspec.config import HitRate, LatencyConfig
 from alspec.errors import UserError
-from alspec.kernels.gemv import MAX_BATCH
+from alspec.kernels.gemv_tile import MAX_BATCH
 from alspec.launch.cli import Parser, check_picture, check_writable, run_command
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from ..kernels.decode_attention import CacheLayer
 from ..kernels.exchange import Exchange, LogitExchange
-from ..kernels.gemv import gate_up_silu, lm_head, push_partial, qkv_rope_append
-from ..kernels.handover import decide, meet, receive_handover, receive_stream, send_handover, send_stream, take_turn
+from ..kernels.handover import receive_handover, receive_stream, send_handover, send_stream
 from ..kernels.lean_attention import Part
 from ..kernels.mailbox import Handover
 from ..kernels.next_token import collect_logits, num_candidates
+from ..kernels.projections import gate_up_silu, qkv_rope_append
+from ..kernels.push import lm_head, push_partial
 from ..kernels.residual import embed_norm, num_square_sums, reduce_norm
+from ..kernels.roles import decide, meet, take_turn
 from ..kernels.swap import Swap, pack_handover, pack_stream, settle, unpack_handover, unpack_stream
 from .config import LlamaConfig
 from .decode_cache import DecodeCache

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..config import EngineConfig, SamplingConfig, refuse_unavailable, validate
 from ..errors import UserError
 from ..kernels.attention import newest_causal_mask
-from ..kernels.gemv import MAX_BATCH
+from ..kernels.gemv_tile import MAX_BATCH
 from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from ..kernels.exchange import Exchange, LogitExchange
-from ..kernels.gemv import push_partial
 from ..kernels.mailbox import Handover, PairShape
+from ..kernels.push import push_partial
 from ..kernels.residual import new_stream, reduce_norm
 from .placement import Placement
 from .transport import Transport

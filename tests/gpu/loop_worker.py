@@ -10,7 +10,7 @@ import torch
 
 from alspec.config import EngineConfig, SamplingConfig, validate
 from alspec.errors import AlspecError, report
-from alspec.kernels import gemv
+from alspec.kernels import push
 from alspec.models import decoder
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
@@ -73,7 +73,7 @@ def lost(engine: Engine) -> int:
 def _lose(act, weight, exchange, slot, *rest):
     """Every push but one."""
     if slot != LOST_SLOT:
-        gemv.push_partial(act, weight, exchange, slot, *rest)
+        push.push_partial(act, weight, exchange, slot, *rest)
 
 
 def nan(engine: Engine) -> int:

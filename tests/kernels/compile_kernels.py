@@ -21,12 +21,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from alspec.kernels import (
     flashq_kernels,
-    gemv,
+    gemv_tile,
     handover,
     lean_attention,
     lean_kernel,
     next_token,
+    projections,
+    push,
     residual,
+    roles,
     swap,
     turbo_attention,
     turbo_kernel,
@@ -145,30 +148,30 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
 
     def loops(num_tiles: int, per_sm: int) -> bool:
         """Whether a program takes several tiles on an H200."""
-        return gemv.programs_for(num_tiles, per_sm * 132) < num_tiles
+        return gemv_tile.programs_for(num_tiles, per_sm * 132) < num_tiles
 
-    def push(inputs: int, num_rows: int, per_sm: int, **more: Any) -> Any:
+    def pushed(inputs: int, num_rows: int, per_sm: int, **more: Any) -> Any:
         width = triton.next_power_of_2(inputs)
-        rows = gemv._rows_in_tile(num_rows, width, 2, 1)
+        rows = gemv_tile.rows_in_tile(num_rows, width, 2, 1)
         constants = {
             "K": inputs, "KP": width, "B": batch_size, "ROWS": rows, "MASKED": False, "PEERS": tp_size,
             "SOURCES": tp_size, "PUSH": True, "LOOP": loops(num_rows // rows, per_sm),
         } | gates | squares | pdl | more  # fmt: skip
-        return compile_for(capability, gemv._push_partial_kernel, gemv._num_warps(rows, width, 2), constants)
+        return compile_for(capability, push._push_partial_kernel, gemv_tile.num_warps_for(rows, width, 2), constants)
 
-    pairs = gemv._rows_in_tile(64, hidden, 2, 2)
+    pairs = gemv_tile.rows_in_tile(64, hidden, 2, 2)
     qkv = stream | {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
-    per_sm = gemv.PROGRAMS_PER_SM if gate else 0
+    per_sm = gemv_tile.PROGRAMS_PER_SM if gate else 0
     qkv |= {"LOOP": loops((heads + 2 * kv_heads) * 64 // pairs, per_sm)}
 
     def project(**more: Any) -> Any:
-        warps = gemv._num_warps(2 * pairs, hidden, 2)
-        return compile_for(capability, gemv._qkv_rope_append_kernel, warps, qkv | more, tail_ptr="*i8")
+        warps = gemv_tile.num_warps_for(2 * pairs, hidden, 2)
+        return compile_for(capability, projections._qkv_rope_append_kernel, warps, qkv | more, tail_ptr="*i8")
 
     no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
-    rows = gemv._rows_in_tile(mlp, hidden, 2, 2)
+    rows = gemv_tile.rows_in_tile(mlp, hidden, 2, 2)
     gate_up = stream | {"I": mlp, "ROWS": rows, "LOOP": loops(mlp // rows, 4 * per_sm)}
-    warps = gemv._num_warps(2 * rows, hidden, 2)
+    warps = gemv_tile.num_warps_for(2 * rows, hidden, 2)
     reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | both | pdl
     collect = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
     finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
@@ -177,10 +180,10 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "qkv": project(**no_tail),
         "qkv, quantised": project(),
         "qkv, quantised, head 64": project(HQ=2 * heads, HKV=2 * kv_heads, D=64),
-        "o": push(hidden // tp_size, hidden, gemv.PROGRAMS_PER_SM, squares_ptr=None),
-        "gate_up": compile_for(capability, gemv._gate_up_silu_kernel, warps, gate_up, out_ptr="*bf16"),
-        "down": push(mlp, hidden, gemv.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
-        "lm_head": push(hidden, vocab // tp_size, 0),
+        "o": pushed(hidden // tp_size, hidden, gemv_tile.PROGRAMS_PER_SM, squares_ptr=None),
+        "gate_up": compile_for(capability, projections._gate_up_silu_kernel, warps, gate_up, out_ptr="*bf16"),
+        "down": pushed(mlp, hidden, gemv_tile.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
+        "lm_head": pushed(hidden, vocab // tp_size, 0),
         "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
         "collect_logits": compile_for(capability, next_token._collect_logits_kernel, 8, collect),
         "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
@@ -214,15 +217,15 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         return compile_for(capability, kernel, num_warps, constants, x_ptr="*fp32", **types)
 
     return {
-        "meet": compiled(handover._meet_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
-        "take_turn": compiled(handover._take_turn_kernel, turn),
+        "meet": compiled(roles._meet_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
+        "take_turn": compiled(roles._take_turn_kernel, turn),
         "send_handover": compiled(handover._send_kernel, message),
         "send_stream": compiled(handover._send_kernel, only_x),
         "receive_handover": compiled(handover._receive_handover_kernel, receive, **words),
         "receive_handover, in parts": compiled(handover._receive_handover_kernel, in_parts, 4, **words),
         "receive_stream": compiled(handover._receive_stream_kernel, stream),
-        "decide": compiled(handover._decide_kernel, decide | {"forced_ptr": None}),
-        "decide, forced": compiled(handover._decide_kernel, decide),
+        "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
+        "decide, forced": compiled(roles._decide_kernel, decide),
         "pack_handover": compiled(swap._pack_kernel, packed, out_ptr="*fp32"),
         "pack_stream": compiled(
             swap._pack_kernel,

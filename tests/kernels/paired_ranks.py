@@ -8,7 +8,7 @@ from torch import Tensor
 from alspec.kernels.exchange import Exchange
 from alspec.kernels.mailbox import Handover, PairShape
 
-__all__ = ["PATIENCE_NS", "nan", "pairs"]
+__all__ = ["PATIENCE_NS", "nan", "pairs", "sums_for"]
 
 PATIENCE_NS = 10**8
 
@@ -46,3 +46,10 @@ def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[Hando
         ]
         for group in range(2)
     ]
+
+
+def sums_for(device: torch.device, accept: list[bool], num_heads: int) -> Tensor:
+    """[B, Hq, 2] sums of requests that accept, or do not, at a threshold of 0.5."""
+    sums = torch.rand(len(accept), num_heads, 2) + 1
+    sums[..., 0] *= torch.tensor([0.1 if each else 10.0 for each in accept])[:, None]
+    return sums.to(device)

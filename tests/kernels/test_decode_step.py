@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.exchange import Exchange, LogitExchange
-from alspec.kernels.gemv import gate_up_silu, lm_head, push_partial, qkv_rope_append
 from alspec.kernels.next_token import (
     RING_HEADER,
     RING_STEPS,
@@ -18,6 +17,8 @@ from alspec.kernels.next_token import (
     finish_step,
     num_candidates,
 )
+from alspec.kernels.projections import gate_up_silu, qkv_rope_append
+from alspec.kernels.push import lm_head, push_partial
 from alspec.kernels.reference import (
     collect_logits_ref,
     embed_norm_ref,

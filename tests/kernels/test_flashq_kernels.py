@@ -19,7 +19,7 @@ from alspec.kernels.flashq_reference import (
     turbo_append_ref,
     turbo_compact_ref,
 )
-from alspec.kernels.gemv import qkv_rope_append
+from alspec.kernels.projections import qkv_rope_append
 from alspec.kernels.reference import qkv_rope_append_ref
 
 HAS_CUDA = torch.cuda.is_available()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.flashq_kernels import turbo_compact
-from alspec.kernels.gemv import qkv_rope_append
 from alspec.kernels.lean_attention import LeanWorkspace, lean_decode_attention
 from alspec.kernels.probes import increment
+from alspec.kernels.projections import qkv_rope_append
 from alspec.kernels.turbo_attention import turbo_decode_attention, turbo_settings
 from alspec.launch.bench_turbo import TurboCase
 

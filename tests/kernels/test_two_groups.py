@@ -8,11 +8,13 @@ from paired_ranks import PATIENCE_NS, nan, pairs
 from torch import Tensor
 
 from alspec.kernels.exchange import Exchange
-from alspec.kernels.gemv import gate_up_silu, push_partial, qkv_rope_append
-from alspec.kernels.handover import decide, receive_handover, receive_stream, send_handover, send_stream, take_turn
+from alspec.kernels.handover import receive_handover, receive_stream, send_handover, send_stream
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
 from alspec.kernels.mailbox import PairShape
+from alspec.kernels.projections import gate_up_silu, qkv_rope_append
+from alspec.kernels.push import push_partial
 from alspec.kernels.residual import num_square_sums, reduce_norm
+from alspec.kernels.roles import decide, take_turn
 
 
 class ToyRank:

@@ -1,0 +1,312 @@
+"""The normalised projections of a decode step: QKV with RoPE and cache append, gate and up with SiLU.
+
+How a tile of weights is read and multiplied is in gemv_tile.py.
+
+Shapes: B requests, K inputs, Hq and Hkv this rank's query and KV heads, D head_dim, I intermediate size of this rank,
+S sums of squares of each request, N cache capacity.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .flashq_layout import BLOCK, TurboLayer
+from .flashq_record import TOKENS, to_int8
+from .gemv_tile import (
+    PROGRAMS_PER_SM,
+    dot_pairs,
+    load_inputs,
+    load_weights,
+    num_programs_on,
+    num_warps_for,
+    opens,
+    rows_in_tile,
+    rstd_of,
+)
+from .launch import launch, launch_options, prefer_l1
+
+__all__ = ["gate_up_silu", "qkv_rope_append"]
+
+
+@triton.jit
+def _qkv_tile(
+    w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, eps,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, HQ: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Products of one tile, turned and stored."""
+    HALF: tl.constexpr = D // 2
+    head = tile // (HALF // PAIRS)
+    channels = tile % (HALF // PAIRS) * PAIRS + tl.arange(0, PAIRS)
+    kv_head, is_v = tl.maximum(head - HQ, 0) % HKV, tl.maximum(head - HQ, 0) // HKV
+    for request in tl.static_range(B):
+        if tail_ptr is not None:
+            # So early that it arrives while the product is made. A query head has no use for the one that it loads.
+            row = (request * HKV + kv_head) * 2 + is_v
+            scale = tl.load(tail_scale_ptr + row)
+        x = load_inputs(x_ptr, request, K, KP)
+        rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
+        first, second = dot_pairs(w, x, PAIRS)
+        first *= rstd
+        second *= rstd
+        if head < HQ + HKV:
+            cos = tl.load(rope_ptr + request * D + channels)
+            sin = tl.load(rope_ptr + request * D + HALF + channels)
+            turned = first * cos - second * sin
+            second = second * cos + first * sin
+            first = turned
+        if head < HQ:
+            q_at = q_ptr + (request * HQ + head) * D + channels
+            tl.store(q_at, first.to(q_ptr.dtype.element_ty))
+            tl.store(q_at + HALF, second.to(q_ptr.dtype.element_ty))
+        else:
+            position = tl.load(seq_lens_ptr + request) - 1
+            low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
+            if tail_ptr is not None:
+                # Of the rounded token, as a handover passes it on: the other group comes to the same bits.
+                slot = tail_ptr + (row * TOKENS + position % TOKENS) * D + channels
+                tl.store(slot, to_int8(low.to(tl.float32), scale).to(tl.int8))
+                tl.store(slot + HALF, to_int8(high.to(tl.float32), scale).to(tl.int8))
+                position = 0
+            at = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
+            if is_v == 0:
+                tl.store(k_ptr + at, low)
+                tl.store(k_ptr + at + HALF, high)
+            else:
+                tl.store(v_ptr + at, low)
+                tl.store(v_ptr + at + HALF, high)
+
+
+@triton.jit
+def _qkv_rope_append_kernel(
+    x_ptr,  # [B, K]
+    squares_ptr,  # [B, S] fp32
+    w_ptr,  # [(Hq + 2 Hkv) D, K]
+    rope_ptr,  # [B, 2, D / 2] fp32: cosine, sine at the new token's position
+    seq_lens_ptr,  # [B] int32, with the new token
+    q_ptr,  # [B, Hq, D]
+    k_ptr,  # [B, Hkv, N, D]
+    v_ptr,
+    tail_ptr,  # [B, Hkv, 2, 64, D] int8, or None; with a tail N is 1
+    tail_scale_ptr,  # [B, Hkv, 2] fp32
+    gate_ptr,  # [1] int32 or None
+    capacity,
+    eps,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    B: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LOOP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles of channel pairs (c, c + D/2) of one head, every `num_programs`-th."""
+    TILES: tl.constexpr = D // 2 // PAIRS  # of one head
+    row = tl.arange(0, 2 * PAIRS)
+    row = row // 2 + row % 2 * (D // 2)
+    tile = tl.program_id(0)
+    if gate_ptr is not None:  # noqa: SIM102
+        if not opens(gate_ptr, PDL):
+            return
+    w = load_weights(w_ptr, tile // TILES * D + tile % TILES * PAIRS + row, 0, K, KP, False)
+    if PDL:
+        gdc_wait()
+        # Not before: attention reads lengths and older tokens as soon as it starts, and they must be there.
+        gdc_launch_dependents()
+    if gate_ptr is not None:  # noqa: SIM102
+        if tl.load(gate_ptr, volatile=True) == 0:
+            return
+    if LOOP:
+        while tile < (HQ + 2 * HKV) * TILES:
+            following = tile + tl.num_programs(0)
+            rows = following // TILES * D + following % TILES * PAIRS + row
+            w_next = load_weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
+            _qkv_tile(
+                w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
+                capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+            )  # fmt: skip
+            tile = following
+            w = w_next
+    else:
+        _qkv_tile(
+            w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
+            capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+        )  # fmt: skip
+
+
+def qkv_rope_append(
+    x_norm: Tensor,
+    square_sums: Tensor,
+    weight: Tensor,
+    rope: Tensor,
+    seq_lens: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
+    layer: TurboLayer | None = None,
+) -> None:
+    """RMSNorm's factor, QKV projection, RoPE, and the new key and value into the cache. Oracle: `qkv_rope_append_ref`.
+
+        y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
+
+    With a quantised `layer` they also go into its tail, as `turbo_append` would put them there; k_cache and v_cache
+    then hold the newest token alone, as it is. Oracle of the tail: `turbo_append_ref`.
+
+    Args:
+        x_norm: [B, K] in weight's dtype, `x * gamma`.  square_sums: [B, S] fp32.  weight: [(Hq + 2 Hkv) D, K].
+        rope: [B, 2, D/2] fp32, cosine and sine.  seq_lens: [B] int32 with the new token.  q: [B, Hq, D], written.
+        k_cache, v_cache: [B, Hkv, N, D], one position of each request written.  gate: [1] int32; 0 skips everything.
+        layer: of the same B, Hkv and D, with N = 1; its tail is written.
+    Raises:
+        ValueError: `layer` and k_cache do not fit.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, num_inputs = x_norm.shape
+    num_kv_heads, capacity, head_dim = k_cache.shape[1:]
+    if layer is not None and layer.tail.shape != (batch_size, num_kv_heads, 2, BLOCK * capacity, head_dim):
+        raise ValueError(f"layer: expected a tail for k_cache {list(k_cache.shape)}, found {list(layer.tail.shape)}")
+    num_heads = weight.shape[0] // head_dim
+    width = triton.next_power_of_2(num_inputs)
+    pairs = rows_in_tile(head_dim // 2, width, weight.itemsize, 2)
+    num_tiles = num_heads * head_dim // (2 * pairs)
+    num_programs = num_programs_on(num_tiles, PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
+    compiled = launch(_qkv_rope_append_kernel, (num_programs,))(
+        x_norm,
+        square_sums,
+        weight,
+        rope,
+        seq_lens,
+        q,
+        k_cache,
+        v_cache,
+        None if layer is None else layer.tail,
+        None if layer is None else layer.tail_scale,
+        gate,
+        capacity,
+        eps,
+        K=num_inputs,
+        KP=width,
+        S=square_sums.shape[1],
+        SP=triton.next_power_of_2(square_sums.shape[1]),
+        B=batch_size,
+        HQ=num_heads - 2 * num_kv_heads,
+        HKV=num_kv_heads,
+        D=head_dim,
+        PAIRS=pairs,
+        LOOP=num_programs < num_tiles,
+        num_warps=num_warps_for(2 * pairs, width, weight.itemsize),
+        **launch_options(x_norm.device),
+    )
+    prefer_l1(compiled)
+
+
+@triton.jit
+def _gate_up_tile(
+    w, tile, x_ptr, squares_ptr, out_ptr, eps,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Products of one tile, through SiLU, stored."""
+    for request in tl.static_range(B):
+        x = load_inputs(x_ptr, request, K, KP)
+        rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
+        gate, up = dot_pairs(w, x, ROWS)
+        gate *= rstd
+        out = gate / (1.0 + tl.exp(-gate)) * (up * rstd)
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        tl.store(out_ptr + request * I + rows, out.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _gate_up_silu_kernel(
+    x_ptr,  # [B, K]
+    squares_ptr,  # [B, S] fp32
+    w_ptr,  # [2 I, K], gate first
+    out_ptr,  # [B, I]
+    gate_ptr,  # [1] int32 or None
+    eps,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    B: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr,
+    LOOP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles of ROWS rows of gate and the same of up, every `num_programs`-th."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.arange(0, 2 * ROWS)
+    row = row // 2 + row % 2 * I
+    tile = tl.program_id(0)
+    if gate_ptr is not None:  # noqa: SIM102
+        if not opens(gate_ptr, PDL):
+            return
+    w = load_weights(w_ptr, tile * ROWS + row, 0, K, KP, False)
+    if PDL:
+        gdc_wait()
+    if gate_ptr is not None:  # noqa: SIM102
+        if tl.load(gate_ptr, volatile=True) == 0:
+            return
+    if LOOP:
+        while tile * ROWS < I:
+            following = tile + tl.num_programs(0)
+            # Rows past the end of gate count as past the end of all.
+            w_next = load_weights(w_ptr, following * ROWS + row, tl.where(following * ROWS < I, 2 * I, 0), K, KP, True)
+            _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
+            tile = following
+            w = w_next
+    else:
+        _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
+
+
+def gate_up_silu(
+    x_norm: Tensor,
+    square_sums: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
+) -> None:
+    """`silu(gate) * up` of the normalised input. Oracle: `gate_up_silu_ref`.
+
+    Args:
+        x_norm, square_sums, gate: as `qkv_rope_append`.  weight: [2 I, K], gate first.  out: [B, I], written.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, num_inputs = x_norm.shape
+    width = triton.next_power_of_2(num_inputs)
+    rows = rows_in_tile(out.shape[1], width, weight.itemsize, 2)
+    num_tiles = out.shape[1] // rows
+    num_programs = num_programs_on(num_tiles, 4 * PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
+    compiled = launch(_gate_up_silu_kernel, (num_programs,))(
+        x_norm,
+        square_sums,
+        weight,
+        out,
+        gate,
+        eps,
+        K=num_inputs,
+        KP=width,
+        S=square_sums.shape[1],
+        SP=triton.next_power_of_2(square_sums.shape[1]),
+        B=batch_size,
+        I=out.shape[1],
+        ROWS=rows,
+        LOOP=num_programs < num_tiles,
+        num_warps=num_warps_for(2 * rows, width, weight.itemsize),
+        **launch_options(x_norm.device),
+    )
+    prefer_l1(compiled)
