@@ -43,7 +43,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, 
     """One request's partial: q [Hq, D], k, v [Hkv, n, D] -> o [Hq, D] fp32, lse [Hq] fp32; n = 0 gives (0, -inf).
 
     The cutoff of SAS is that of all `seq_len` tokens, of which these are some: then it bounds what the merged output
-    lacks, for the maximum of a part is no larger than that of all.
+    lacks, for the maximum of some tokens is no larger than that of all.
     """
     num_kv_heads, num_tokens, head_dim = k.shape
     # The query heads of one KV head are the rows of one product, so K and V are read once.
@@ -187,11 +187,11 @@ def _sas_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> 
     token = torch.arange(num_tokens, device=q.device)
     at_once = max(1, SCORES_AT_ONCE[q.device.type] // (num_qo_heads * num_tokens))
     outs = []
-    for part, position in zip(q.split(at_once), token[num_tokens - num_queries :].split(at_once), strict=True):
-        rows = part.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads of a group x queries, D]
-        scores = (rows @ keys * sm_scale).unflatten(1, (-1, len(part)))
+    for queries, position in zip(q.split(at_once), token[num_tokens - num_queries :].split(at_once), strict=True):
+        rows = queries.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads x queries, D]
+        scores = (rows @ keys * sm_scale).unflatten(1, (-1, len(queries)))
         weights, _ = sas_softmax(scores.masked_fill(token > position[:, None], -math.inf), n_r)
-        outs.append((weights.flatten(1, 2) @ values).view(num_qo_heads, len(part), head_dim).transpose(0, 1))
+        outs.append((weights.flatten(1, 2) @ values).view(num_qo_heads, len(queries), head_dim).transpose(0, 1))
     return torch.cat(outs).to(q.dtype)
 
 

@@ -14,7 +14,7 @@ from ..sas import Softmax
 from .attention import decode_attention, predictor_attention, verify_attention
 from .flashq_layout import TurboLayer
 from .flashq_reference import flashq_dequantize
-from .lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
+from .lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
 from .turbo_attention import turbo_decode_attention, turbo_settings
 
 __all__ = ["CacheLayer", "DecodeAttention", "KVLayer"]
@@ -121,15 +121,15 @@ class DecodeAttention:
         return self._out, self._speculation.sums.sum(1)
 
     def _launch(
-        self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part = "all"
+        self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: Speculation | None, phase: Phase = "all"
     ) -> None:
         if isinstance(layer, TurboLayer):
             turbo_decode_attention(
-                q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
+                q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, phase
             )
         else:
             lean_decode_attention(
-                q, *layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, part
+                q, *layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, phase
             )
 
 

@@ -20,7 +20,7 @@ from .residual import BLOCK as RESIDUAL_BLOCK
 from .residual import num_square_sums, write_residual
 from .words import await_words, pack_words
 
-__all__ = ["load_message", "receive_handover", "receive_stream", "send_handover", "send_stream", "store_message"]
+__all__ = ["load_message", "receive_handover", "receive_residual", "send_handover", "send_residual", "store_message"]
 
 BLOCK = 32  # words of one program of a handover, one for each thread
 
@@ -116,7 +116,7 @@ def send_handover(
     _send(handover, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2])
 
 
-def send_stream(handover: Handover, x: Tensor) -> None:
+def send_residual(handover: Handover, x: Tensor) -> None:
     """The sender's x after the last layer, to the paired rank. Gated by `sends`; x: [B, hidden] fp32.
 
     Capture: graph-safe; allocates nothing.
@@ -310,7 +310,7 @@ def _receive_stream_kernel(
     )  # fmt: skip
 
 
-def receive_stream(
+def receive_residual(
     handover: Handover, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor, patience_ns: int
 ) -> None:
     """The sender's x after the last layer, and what the norm before the LM head needs. Gated by `receives`.

@@ -33,10 +33,10 @@ from .launch import launch
 from .lean_kernel import lean_decode_kernel
 from .merge import WIDE, merge_sizes
 
-__all__ = ["LeanWorkspace", "Part", "Speculation", "guess_parts", "lean_decode_attention"]
+__all__ = ["LeanWorkspace", "Phase", "Speculation", "guess_parts", "lean_decode_attention"]
 
-Part = Literal["all", "predictor", "rest"]
-PARTS = {"all": 0, "predictor": 1, "rest": 2}
+Phase = Literal["all", "predictor", "rest"]
+PHASES = {"all": 0, "predictor": 1, "rest": 2}
 
 TILE_BYTES = 32768  # of K, and of V, in one tile
 # For the partials loaded together; and where heads are so few that each has more partials than fit into those.
@@ -57,7 +57,7 @@ class LeanWorkspace:
     o: Tensor
     lse: Tensor
     counters: Tensor
-    group_counters: Tensor
+    bundle_counters: Tensor
 
     @classmethod
     def allocate(
@@ -70,15 +70,15 @@ class LeanWorkspace:
         num_programs: int,
     ) -> LeanWorkspace:
         """Room for any `seq_lens`. A grid smaller than the device holds leaves part of it to other work."""
-        group, outputs = num_qo_heads // num_kv_heads, batch_size * num_kv_heads
+        heads_per_kv, outputs = num_qo_heads // num_kv_heads, batch_size * num_kv_heads
         # Neighbouring outputs may share a run, so each adds one to the runs' partials; and each has those of its guess.
         slots = num_programs + (1 + MAX_GUESS_PARTS) * outputs
         return cls(
             num_programs=num_programs,
-            o=torch.empty(slots, group, triton.next_power_of_2(head_dim), device=device),
-            lse=torch.empty(slots, group, device=device),
+            o=torch.empty(slots, heads_per_kv, triton.next_power_of_2(head_dim), device=device),
+            lse=torch.empty(slots, heads_per_kv, device=device),
             counters=torch.zeros(outputs, dtype=torch.int32, device=device),
-            group_counters=torch.zeros(num_programs + outputs, dtype=torch.int32, device=device),
+            bundle_counters=torch.zeros(num_programs + outputs, dtype=torch.int32, device=device),
         )
 
 
@@ -111,7 +111,7 @@ def lean_decode_attention(
     out: Tensor,
     lse: Tensor,
     speculation: Speculation | None = None,
-    part: Part = "all",
+    phase: Phase = "all",
     gate: Tensor | None = None,
     *,
     newest_only: bool = False,
@@ -127,8 +127,8 @@ def lean_decode_attention(
         q: [B, Hq, D] bf16, fp16 or fp32, contiguous.  k_cache, v_cache: [B, Hkv, N, D] in q's dtype, contiguous.
         seq_lens: [B] int32 on the device, 1 .. N; read by the kernel, so a captured launch serves any lengths.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
-        part: with speculation, `predictor` writes `A~` only (and `A` where sink and window are everything), and `rest`,
-            launched next on the same workspace, the others.
+        phase: with speculation, `predictor` writes `A~` only (and `A` where sink and window are everything); `rest`,
+            launched next on the same workspace, writes the other outputs.
         gate: [1] int32; 0 skips everything.
         newest_only: a promise that the kernel ahead writes nothing that this one reads but q and the newest token of
             each request, and lets this one start only after its own wait for those before it. Then, without speculation
@@ -144,8 +144,8 @@ def lean_decode_attention(
         raise ValueError("q, k_cache, v_cache: expected contiguous tensors")
     if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
         raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
-    if speculation is None and part != "all":
-        raise ValueError(f"part: {part!r} needs speculation")
+    if speculation is None and phase != "all":
+        raise ValueError(f"phase: {phase!r} needs speculation")
     if num_qo_heads % num_kv_heads:
         raise ValueError(f"q: {num_qo_heads} heads are no multiple of {num_kv_heads} KV heads")
     if capacity * head_dim >= 2**31:
@@ -153,20 +153,20 @@ def lean_decode_attention(
     parts = speculation.parts if speculation else 1
     if parts > 1:
         assert speculation is not None
-        if batch_size > 1 or part != "all" or speculation.epoch is None or parts > MAX_GUESS_PARTS:
+        if batch_size > 1 or phase != "all" or speculation.epoch is None or parts > MAX_GUESS_PARTS:
             raise ValueError(
                 f"spec_lse: expected {MAX_GUESS_PARTS} parts at most, of one request, as words, in one launch"
             )
         if speculation.spec_out.shape != (parts, *q.shape):
             raise ValueError(f"spec_out: expected {[parts, *q.shape]}, found {list(speculation.spec_out.shape)}")
-    group = num_qo_heads // num_kv_heads
-    group_pad = triton.next_power_of_2(group)
+    heads_per_kv = num_qo_heads // num_kv_heads
+    heads_pad = triton.next_power_of_2(heads_per_kv)
     width = triton.next_power_of_2(head_dim)
     block_n, has_long, num_stages, pdl = _settings(q.device, width * q.itemsize)
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
-    pdl = pdl and part != "predictor"
+    pdl = pdl and phase != "predictor"
     programs_of_head = workspace.num_programs // (batch_size * num_kv_heads)
-    merge_round, wide = lean_merge_sizes(group_pad, width, programs_of_head, speculation is not None)
+    merge_round, wide = lean_merge_sizes(heads_pad, width, programs_of_head, speculation is not None)
     spec = speculation
     launch(lean_decode_kernel, (workspace.num_programs,))(
         q,
@@ -182,28 +182,28 @@ def lean_decode_attention(
         workspace.o,
         workspace.lse,
         workspace.counters,
-        workspace.group_counters,
+        workspace.bundle_counters,
         gate,
         batch_size,
         capacity,
         sm_scale * math.log2(math.e),
         spec.chunk_size if spec else 0,
         HKV=num_kv_heads,
-        GROUP=group,
-        GROUP_PAD=group_pad,
-        ROWS=max(16, group_pad),
+        HEADS_PER_KV=heads_per_kv,
+        HEADS_PAD=heads_pad,
+        ROWS=max(16, heads_pad),
         D=width,
         HEAD_DIM=head_dim,
         PROGRAMS=workspace.num_programs,
         B_PAD=_padded(batch_size),
         BLOCK_N=block_n,
-        LONG=has_long and group_pad <= 16,  # with more query heads the softmax of a long tile spills registers
+        LONG=has_long and heads_pad <= 16,  # with more query heads the softmax of a long tile spills registers
         STAGES=num_stages,
         ROUND=merge_round,
         WIDE=wide,
         SPEC=spec is not None,
         GUESS_PARTS=parts,
-        PART=PARTS[part],
+        PHASE=PHASES[phase],
         PDL=pdl,
         EARLY=pdl and newest_only and gate is None and spec is None,
         num_warps=NUM_WARPS,
@@ -226,17 +226,17 @@ def guess_parts(
     many that few programs are left for the rest, nor that merging them spills registers: 3 with more than 4 query heads
     to a KV head, 1 with more than 8. On Hopper only: elsewhere nothing has been measured.
     """
-    group = num_qo_heads // num_kv_heads
-    if batch_size > 1 or group > 8 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    heads_per_kv = num_qo_heads // num_kv_heads
+    if batch_size > 1 or heads_per_kv > 8 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return 1
     block_n, _, num_stages, _ = _settings(device, triton.next_power_of_2(head_dim) * dtype.itemsize)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     tiles = 2 * -(-chunk_size // block_n) + 1
     wanted = -(-tiles // max(1, num_stages - 1))
-    return max(1, min(wanted, MAX_GUESS_PARTS if group <= 4 else 3, programs // (3 * num_kv_heads)))
+    return max(1, min(wanted, MAX_GUESS_PARTS if heads_per_kv <= 4 else 3, programs // (3 * num_kv_heads)))
 
 
-def lean_merge_sizes(group_pad: int, width: int, programs_of_head: int, spec: bool) -> tuple[int, int]:
+def lean_merge_sizes(heads_pad: int, width: int, programs_of_head: int, spec: bool) -> tuple[int, int]:
     """`merge_sizes` for so many programs to each head of each request.
 
     More at once are faster for one head's many partials (7 % with 4 KV heads at 4K tokens) and slower for few (1 % with
@@ -244,7 +244,7 @@ def lean_merge_sizes(group_pad: int, width: int, programs_of_head: int, spec: bo
     short contexts, and what is then left to merge should be little.
     """
     registers = FEW_HEADS_REGISTERS if programs_of_head > WIDE and not spec else MERGE_REGISTERS
-    merge_round, wide = merge_sizes(group_pad, width, NUM_WARPS, registers)
+    merge_round, wide = merge_sizes(heads_pad, width, NUM_WARPS, registers)
     return merge_round, WIDE if spec else wide
 
 

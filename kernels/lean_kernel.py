@@ -11,7 +11,7 @@ from .prefetch import prefetch, wait_cycles
 
 __all__ = ["ALL", "PREDICTOR", "REST", "lean_decode_kernel", "locate"]
 
-# Which part of the work a launch does. In two launches, the first leaves `A~` and its partial for the second; a message
+# The phase that a launch does. In two launches, the first leaves `A~` and its partial for the second; a message
 # to a paired rank whose memory cannot be addressed goes out between them.
 ALL = tl.constexpr(0)
 PREDICTOR = tl.constexpr(1)
@@ -117,7 +117,7 @@ def _attend_run(
     qk_scale,
     program,
     HKV: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -134,10 +134,10 @@ def _attend_run(
     Returns:
         o [D, ROWS], normalised, and lse [ROWS], base 2, of the last output. The partials of those before are stored.
     """
-    REAL: tl.constexpr = 8 if GROUP <= 8 and ROWS == 16 else ROWS
+    REAL: tl.constexpr = 8 if HEADS_PER_KV <= 8 and ROWS == 16 else ROWS
     channels = tl.arange(0, D)
     offsets = tl.arange(0, BLOCK_N)
-    q_at, exists = output_at(0, ROWS, GROUP, D, HEAD_DIM)
+    q_at, exists = output_at(0, ROWS, HEADS_PER_KV, D, HEAD_DIM)
     row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
     slot, token, limit = program + output, begin - BLOCK_N, end + 0
     for i in tl.range(0, count, num_stages=STAGES):
@@ -157,7 +157,7 @@ def _attend_run(
                     output = request * HKV + (tile + i - before) // tl.maximum(rest, 1)
         left = limit - token
         # Loaded with every tile, so that q's latency is that of the first tile's, not before it.
-        q = tl.load(q_ptr + output * (GROUP * HEAD_DIM) + q_at, mask=exists, other=0.0)
+        q = tl.load(q_ptr + output * (HEADS_PER_KV * HEAD_DIM) + q_at, mask=exists, other=0.0)
         # Past the end the last token is read again: cheaper than a mask, and what lies there, NaN perhaps, stays out.
         rows = tl.minimum(offsets, left - 1).to(tl.int64)[:, None] * HEAD_DIM
         base = output.to(tl.int64) * (capacity * HEAD_DIM) + token * HEAD_DIM
@@ -172,7 +172,7 @@ def _attend_run(
             v = tl.load(v_at, mask=inside, other=0.0, eviction_policy="evict_first")
         if program + output != slot:
             o, lse = _normalise(row_max, row_sum, acc)
-            store_partial(o, lse, o_ptr, lse_ptr, slot, REAL, GROUP, D)
+            store_partial(o, lse, o_ptr, lse_ptr, slot, REAL, HEADS_PER_KV, D)
             row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
             # A zero unknown to the compiler: with constants alone it splits the branch, and Blackwell spills registers.
             row_sum += (slot >> 31).to(tl.float32)
@@ -296,28 +296,30 @@ def _parts(sink, window, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS
 
 @triton.jit
 def lean_decode_kernel(
-    q_ptr,  # [B, Hkv * GROUP, head_dim]
+    q_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
     k_ptr,  # [B, Hkv, capacity, head_dim]
     v_ptr,
     seq_lens_ptr,  # [B] int32
-    out_ptr,  # [B, Hkv * GROUP, head_dim]
-    lse_ptr,  # [B, Hkv * GROUP] fp32
-    spec_out_ptr,  # [B, Hkv * GROUP, head_dim], or as words of GUESS_PARTS parts, maybe in the paired rank's memory
-    spec_lse_ptr,  # [GUESS_PARTS, B, Hkv * GROUP] words, or None where there is one part
+    out_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
+    lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
+    # [B, Hkv * HEADS_PER_KV, head_dim], or [GUESS_PARTS, ...] words; may lie in the paired rank's memory
+    spec_out_ptr,
+    spec_lse_ptr,  # [GUESS_PARTS, B, Hkv * HEADS_PER_KV] words, or None where there is one part
     epoch_ptr,  # [1] int32, where A~ goes as words, or None
-    sums_ptr,  # [B, Hkv * GROUP, 2] fp32: dist2, norm2
-    o_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, GROUP, D] fp32 partials: of runs, then of each head A~'s parts
-    lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, GROUP] fp32
+    sums_ptr,  # [B, Hkv * HEADS_PER_KV, 2] fp32: dist2, norm2
+    # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then of each head the parts of A~
+    o_partial_ptr,
+    lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV] fp32
     counters_ptr,  # [B Hkv] int32 and
-    group_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at groups of partials; all 0 between launches
+    bundle_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at bundles of partials; all 0 between launches
     gate_ptr,  # [1] int32 or None
     num_requests,
     capacity,
     qk_scale,
     chunk_size,
     HKV: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -330,11 +332,11 @@ def lean_decode_kernel(
     WIDE: tl.constexpr,
     SPEC: tl.constexpr,
     GUESS_PARTS: tl.constexpr,  # 1 with a batch
-    PART: tl.constexpr,
+    PHASE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One launch, or with `PART` a part of one; grid [PROGRAMS]."""
+    """One launch, or with `PHASE` one of two; grid [PROGRAMS]."""
     if PDL:
         gdc_launch_dependents()
         if not EARLY:
@@ -360,19 +362,19 @@ def lean_decode_kernel(
     total_rest = tl.sum(rest_tiles, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     part_tiles, parts = _parts(sink, seq_lens - window, chunk_size, is_long, BLOCK_N, GUESS_PARTS)
-    num_guesses = num_outputs * parts if SPEC and PART != REST else 0
+    num_guesses = num_outputs * parts if SPEC and PHASE != REST else 0
     # So many that a head's partials are merged in one round. With a batch the other heads hide one head's merge.
     FEW: tl.constexpr = min(PROGRAMS // 8 * 8, ROUND * HKV) if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
     leaders, lead_run, followers, run, longer = _schedule(
         num_guesses, tl.minimum(part_tiles, 2 * _tiles_in(chunk_size, is_long, BLOCK_N)) + GUESS_OVERHEAD, total_rest,
-        PROGRAMS, FEW, SPEC and PART == ALL,
+        PROGRAMS, FEW, SPEC and PHASE == ALL,
     )  # fmt: skip
     tile = _run_start(program, leaders, lead_run, followers, run, longer)
     last = _run_start(program + 1, leaders, lead_run, followers, run, longer)
-    if PART == PREDICTOR:
+    if PHASE == PREDICTOR:
         tile = last + 0
 
-    if SPEC and PART == ALL and PDL:  # noqa: SIM102 (one is of the compiler, the other of the program)
+    if SPEC and PHASE == ALL and PDL:  # noqa: SIM102 (one is of the compiler, the other of the program)
         if (program >= num_guesses) & (total_rest >= BUSY_TILES * PROGRAMS):
             wait_cycles(HEAD_START)
 
@@ -429,19 +431,19 @@ def lean_decode_kernel(
             o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
         )  # fmt: skip
         if LONG and is_long:
-            o, lse, slot = _attend_run(*work, HKV, GROUP, ROWS, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC)
+            o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC)
         else:
-            o, lse, slot = _attend_run(*work, HKV, GROUP, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC)
+            o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC)
         if count > 0:
             current = slot - program
-            if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
+            if SPEC and PHASE != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
                 if is_guess:
                     send_guess(
                         o, lse, current, part, parts, num_outputs, spec_out_ptr, spec_lse_ptr, epoch,
-                        o.shape[1], GROUP, D, HEAD_DIM, GUESS_PARTS,
+                        o.shape[1], HEADS_PER_KV, D, HEAD_DIM, GUESS_PARTS,
                     )  # fmt: skip
                     slot = PROGRAMS + num_outputs + current * GUESS_PARTS + part
-            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, o.shape[1], GROUP, D)
+            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, o.shape[1], HEADS_PER_KV, D)
 
             # Then the tickets of all outputs that have a partial of this program, 32 at a time: one latency for all.
             lanes = tl.arange(0, 32)
@@ -453,9 +455,9 @@ def lean_decode_kernel(
                 last_run = _run_of(first_tile + tiles - 1, leaders, lead_run, run, longer)
                 runs = tl.where(tiles > 0, last_run - first_run + 1, 0)
                 arrived = arrive(
-                    counters_ptr, group_counters_ptr, program, outputs, first_run, runs, is_guess,
-                    (outputs <= current) & ((tiles > 0) | is_guess), WIDE, PART == PREDICTOR,
-                    parts if SPEC and PART == ALL else 0,
+                    counters_ptr, bundle_counters_ptr, program, outputs, first_run, runs, is_guess,
+                    (outputs <= current) & ((tiles > 0) | is_guess), WIDE, PHASE == PREDICTOR,
+                    parts if SPEC and PHASE == ALL else 0,
                 )  # fmt: skip
                 lane = tl.min(tl.where(arrived, lanes, 32), 0)
                 while lane < 32:
@@ -464,8 +466,8 @@ def lean_decode_kernel(
                         o_partial_ptr, lse_partial_ptr, counters_ptr, program, output + lane,
                         tl.sum(tl.where(here, first_run, 0), 0), tl.sum(tl.where(here, runs, 0), 0),
                         PROGRAMS + num_outputs + (output + lane) * GUESS_PARTS, parts, is_guess, out_ptr, lse_ptr,
-                        sums_ptr, WIDE, parts if SPEC and PART == ALL else 0,
-                        GROUP, GROUP_PAD, D, HEAD_DIM, ROUND, SPEC, GUESS_PARTS,
+                        sums_ptr, WIDE, parts if SPEC and PHASE == ALL else 0,
+                        HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, ROUND, SPEC, GUESS_PARTS,
                     )  # fmt: skip
                     lane = tl.min(tl.where(arrived & (lanes > lane), lanes, 32), 0)
                 output += 32

@@ -41,8 +41,8 @@ class PairShape:
         """M."""
         return self.hidden_size + 2 * self.num_kv_heads * self.head_dim
 
-    def part_words(self) -> tuple[int, ...]:
-        """Words (8 bytes) of each part of a `Mailbox`, in its order: every part begins at a multiple of 16 bytes."""
+    def field_words(self) -> tuple[int, ...]:
+        """Words (8 bytes) of each field of a `Mailbox`, in its order: every field begins at a multiple of 16 bytes."""
         layers, batch = self.num_layers, self.batch_size
         sizes = (
             (layers + 1) * batch * self.message_words,
@@ -66,13 +66,13 @@ class Mailbox:
 
     @classmethod
     def view(cls, memory: Tensor, shape: PairShape) -> Mailbox:
-        """A mailbox in `sum(shape.part_words())` words: memory [words] int64."""
+        """A mailbox in `sum(shape.field_words())` words: memory [words] int64."""
         layers, batch = shape.num_layers, shape.batch_size
         parts, heads = shape.guess_parts, shape.num_qo_heads
-        inbox, verdicts, sums, spec_out, spec_lse = memory.split(shape.part_words())
+        inbox, verdicts, sums, spec_out, spec_lse = memory.split(shape.field_words())
 
-        def cut(part: Tensor, *sizes: int) -> Tensor:
-            return part[: math.prod(sizes)].view(sizes)
+        def cut(words: Tensor, *sizes: int) -> Tensor:
+            return words[: math.prod(sizes)].view(sizes)
 
         return cls(
             inbox=cut(inbox, layers + 1, batch, shape.message_words),
@@ -116,14 +116,14 @@ class Handover:
         meeting: Tensor,
         meeting_addresses: Sequence[int],
     ) -> Handover:
-        """Both mailboxes in storages of `sum(shape.part_words())` int64; group 0 is the first sender.
+        """Both mailboxes in storages of `sum(shape.field_words())` int64; group 0 is the first sender.
 
         Args:
             group_addresses: of the storage of each rank of the own group, in rank order.
             meeting: [world] int64.  meeting_addresses: of every rank's, in rank order.
         """
         device = memory.device
-        begin = 8 * sum(shape.part_words()[:2])
+        begin = 8 * sum(shape.field_words()[:2])
         handover = cls(
             shape=shape,
             exchange=exchange,

@@ -25,19 +25,19 @@ __all__ = [
     "sum_of_warps",
 ]
 
-# One SM takes in 50 bytes a clock: beyond so many partials, or two rounds of loads if that is more, groups come first.
+# One SM takes in 50 bytes a clock: beyond so many partials, or two rounds of loads if that is more, bundles come first.
 WIDE = 24
 
 
-def merge_sizes(group_pad: int, width: int, num_warps: int, registers: int) -> tuple[int, int]:
+def merge_sizes(heads_pad: int, width: int, num_warps: int, registers: int) -> tuple[int, int]:
     """How many partials 1, 2 or 4 warps load at once, and beyond how many there are two levels.
 
     At once: as many as fit into so many registers, but 8, 16 and so on up to a quarter of the registers, 32 at most, or
     a power of two below 8. Of two rows 16: with more, Triton 3.6 and 3.7 hand some of the weights to the wrong rows.
     """
-    loaded = max(1, registers * 32 // (group_pad * width)) * num_warps
+    loaded = max(1, registers * 32 // (heads_pad * width)) * num_warps
     if loaded >= 8:
-        loaded = min(16 if group_pad == 2 else 32, registers // 4, loaded // 8 * 8)
+        loaded = min(16 if heads_pad == 2 else 32, registers // 4, loaded // 8 * 8)
     else:
         loaded = max(num_warps, 1 << (loaded.bit_length() - 1))
     return loaded, max(WIDE, 2 * loaded)
@@ -64,21 +64,21 @@ def inverse_of_sum(x):
 
 
 @triton.jit
-def output_at(output, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):
+def output_at(output, ROWS: tl.constexpr, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Offsets [ROWS, D] of one output's rows in `out` and the like, and which of them exist."""
     rows = tl.arange(0, ROWS)
     channels = tl.arange(0, D)
-    at = (output * GROUP + rows)[:, None] * HEAD_DIM + channels[None, :]
-    return at, (rows < GROUP)[:, None] & (channels < HEAD_DIM)[None, :]
+    at = (output * HEADS_PER_KV + rows)[:, None] * HEAD_DIM + channels[None, :]
+    return at, (rows < HEADS_PER_KV)[:, None] & (channels < HEAD_DIM)[None, :]
 
 
 @triton.jit
-def store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
-    """Write the `GROUP` real rows of a partial, o [D, ROWS], into its slot."""
+def store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS: tl.constexpr, HEADS_PER_KV: tl.constexpr, D: tl.constexpr):
+    """Write the `HEADS_PER_KV` real rows of a partial, o [D, ROWS], into its slot."""
     rows = tl.arange(0, ROWS)
-    real = rows < GROUP
-    tl.store(o_ptr + (slot * GROUP + rows)[None, :] * D + tl.arange(0, D)[:, None], o, mask=real[None, :])
-    tl.store(lse_ptr + slot * GROUP + rows, lse, mask=real)
+    real = rows < HEADS_PER_KV
+    tl.store(o_ptr + (slot * HEADS_PER_KV + rows)[None, :] * D + tl.arange(0, D)[:, None], o, mask=real[None, :])
+    tl.store(lse_ptr + slot * HEADS_PER_KV + rows, lse, mask=real)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def send_guess(
     spec_lse_ptr,  # or None, with one part
     epoch,  # or None
     ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GUESS_PARTS: tl.constexpr,
@@ -103,24 +103,24 @@ def send_guess(
     With an epoch as words, which need no fence and no flag behind them. The first part also writes those that are not
     there, as partials of no tokens: who waits does not know how many there are.
     """
-    at, exists = output_at(output, ROWS, GROUP, D, HEAD_DIM)
+    at, exists = output_at(output, ROWS, HEADS_PER_KV, D, HEAD_DIM)
     o = tl.trans(o)
     if epoch is not None:
         o = pack_words(o, epoch)
     to = spec_out_ptr
     if GUESS_PARTS > 1:
-        to += part * (num_outputs * GROUP * HEAD_DIM)
+        to += part * (num_outputs * HEADS_PER_KV * HEAD_DIM)
     tl.store(to + at, o.to(spec_out_ptr.dtype.element_ty), mask=exists)
     if GUESS_PARTS > 1:
         rows = tl.arange(0, ROWS)
-        lse_at = spec_lse_ptr + output * GROUP + rows
-        tl.store(lse_at + part * (num_outputs * GROUP), pack_words(lse, epoch), mask=rows < GROUP)
+        lse_at = spec_lse_ptr + output * HEADS_PER_KV + rows
+        tl.store(lse_at + part * (num_outputs * HEADS_PER_KV), pack_words(lse, epoch), mask=rows < HEADS_PER_KV)
         if part == 0:
             nothing = pack_words(tl.full([ROWS], float("-inf"), tl.float32), epoch)
             zeros = pack_words(tl.zeros([ROWS, D], tl.float32), epoch)
             for absent in range(parts, GUESS_PARTS):
-                tl.store(lse_at + absent * (num_outputs * GROUP), nothing, mask=rows < GROUP)
-                tl.store(spec_out_ptr + absent * (num_outputs * GROUP * HEAD_DIM) + at, zeros, mask=exists)
+                tl.store(lse_at + absent * (num_outputs * HEADS_PER_KV), nothing, mask=rows < HEADS_PER_KV)
+                tl.store(spec_out_ptr + absent * (num_outputs * HEADS_PER_KV * HEAD_DIM) + at, zeros, mask=exists)
 
 
 @triton.jit
@@ -175,8 +175,8 @@ def _merge(
     slot,
     stride,
     count,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
     D: tl.constexpr,
     ROUND: tl.constexpr,
 ):
@@ -189,35 +189,35 @@ def _merge(
     in a partial on, each has the same of them in every slot, and sums them by itself; `lse` of a row lies in one warp.
 
     Returns:
-        m, l [GROUP_PAD] and o [GROUP_PAD, D].
+        m, l [HEADS_PAD] and o [HEADS_PAD, D].
     """
     CHUNK: tl.constexpr = ROUND if ROUND < 8 else 8
     CHUNKS: tl.constexpr = ROUND // CHUNK
     PADDED: tl.constexpr = 4 if CHUNKS == 3 else CHUNKS
     SLOTS: tl.constexpr = PADDED * CHUNK
-    of_lse, values = tl.arange(0, GROUP_PAD * SLOTS), tl.arange(0, GROUP_PAD * D)
+    of_lse, values = tl.arange(0, HEADS_PAD * SLOTS), tl.arange(0, HEADS_PAD * D)
     slots, row = of_lse % SLOTS, of_lse // SLOTS
     # Rows past the last repeat it.
-    value_at = tl.minimum(values // D, GROUP - 1) * D + values % D
+    value_at = tl.minimum(values // D, HEADS_PER_KV - 1) * D + values % D
     # A load is 16 bytes of a thread, or half of that where only then all threads have their own values.
-    EACH: tl.constexpr = 2 if GROUP_PAD * D == 256 else 4
+    EACH: tl.constexpr = 2 if HEADS_PAD * D == 256 else 4
     value_at = tl.multiple_of(tl.max_contiguous(value_at, [EACH]), [EACH])
-    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    row_sum = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD * D], tl.float32)
+    row_max = tl.full([HEADS_PAD], float("-inf"), tl.float32)
+    row_sum = tl.zeros([HEADS_PAD], tl.float32)
+    acc = tl.zeros([HEADS_PAD * D], tl.float32)
     for start in tl.range(0, count, ROUND):
         # .cg: another SM wrote these, and L1 may hold older bytes.
-        lse_at = (slot + (start + slots) * stride) * GROUP + tl.minimum(row, GROUP - 1)
-        inside = (start + slots < tl.minimum(count, start + ROUND)) & (row < GROUP)
+        lse_at = (slot + (start + slots) * stride) * HEADS_PER_KV + tl.minimum(row, HEADS_PER_KV - 1)
+        inside = (start + slots < tl.minimum(count, start + ROUND)) & (row < HEADS_PER_KV)
         lse_s = tl.load(lse_ptr + lse_at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        lse_s = tl.reshape(lse_s, [GROUP_PAD, SLOTS])
+        lse_s = tl.reshape(lse_s, [HEADS_PAD, SLOTS])
         partials = ()
         for i in tl.static_range(CHUNKS):
-            o_s = tl.zeros([CHUNK, GROUP_PAD * D], tl.float32)
+            o_s = tl.zeros([CHUNK, HEADS_PAD * D], tl.float32)
             if start + i * CHUNK < count:
                 # Past the end the last slot again: a mask would make each load wait for its own comparison.
                 places = tl.minimum(start + i * CHUNK + tl.arange(0, CHUNK), count - 1) * stride
-                o_at = (slot + places)[:, None] * (GROUP * D) + value_at[None, :]
+                o_at = (slot + places)[:, None] * (HEADS_PER_KV * D) + value_at[None, :]
                 o_s = tl.load(o_ptr + o_at, cache_modifier=".cg")
             partials = partials + (o_s,)  # noqa: RUF005 (Triton has no *)
         new_max = tl.maximum(row_max, tl.max(lse_s, 1))
@@ -226,38 +226,41 @@ def _merge(
         alpha, weight = tl.exp2(row_max - base), tl.exp2(lse_s - base[:, None])
         row_sum = row_sum * alpha + tl.sum(weight, 1)
         acc = acc * _for_values(alpha, D)
-        weights = _chunks(weight, GROUP_PAD, CHUNK, PADDED)
+        weights = _chunks(weight, HEADS_PAD, CHUNK, PADDED)
         for i in tl.static_range(CHUNKS):
             factor = _for_values(weights[i], D)
             # Rounded before it is added where lanes sum together: fused with the first addition, those that hold the
             # same sum would round differently.
-            part = factor * partials[i] if GROUP_PAD * D >= 256 else tl.fma(factor, partials[i], tl.zeros_like(factor))
-            acc += tl.sum(part, 0)
+            weighted = (
+                factor * partials[i] if HEADS_PAD * D >= 256 else tl.fma(factor, partials[i], tl.zeros_like(factor))
+            )
+            acc += tl.sum(weighted, 0)
         row_max = new_max
-    return row_max, row_sum, tl.reshape(acc, [GROUP_PAD, D])
+    return row_max, row_sum, tl.reshape(acc, [HEADS_PAD, D])
 
 
 @triton.jit
 def _guess(
-    o_ptr, lse_ptr, slot, parts, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
+    o_ptr, lse_ptr, slot, parts, HEADS_PER_KV: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr,
     GUESS_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`A~` [GROUP_PAD, D] and its lse [GROUP_PAD], of `parts` partials from `slot` on.
+    """`A~` [HEADS_PAD, D] and its lse [HEADS_PAD], of `parts` partials from `slot` on.
 
     Not by `_merge`: its loop would wait for these before the loads of the others leave.
     """
-    rows = tl.arange(0, GROUP_PAD)
-    real = rows < GROUP
-    row = slot * GROUP + rows
+    rows = tl.arange(0, HEADS_PAD)
+    real = rows < HEADS_PER_KV
+    row = slot * HEADS_PER_KV + rows
     at = o_ptr + row[:, None] * D + tl.arange(0, D)[None, :]
     o = tl.load(at, mask=real[:, None], other=0.0, cache_modifier=".cg")
     lse = tl.load(lse_ptr + row, mask=real, other=0.0, cache_modifier=".cg")
     if GUESS_PARTS > 1:
-        total = tl.full([GROUP_PAD], 1.0, tl.float32)
+        total = tl.full([HEADS_PAD], 1.0, tl.float32)
         for part in tl.static_range(1, GUESS_PARTS):
             here = real & (part < parts)
-            part_o = tl.load(at + part * (GROUP * D), mask=here[:, None], other=0.0, cache_modifier=".cg")
-            part_lse = tl.load(lse_ptr + row + part * GROUP, mask=here, other=float("-inf"), cache_modifier=".cg")
+            part_o = tl.load(at + part * (HEADS_PER_KV * D), mask=here[:, None], other=0.0, cache_modifier=".cg")
+            lse_at = lse_ptr + row + part * HEADS_PER_KV
+            part_lse = tl.load(lse_at, mask=here, other=float("-inf"), cache_modifier=".cg")
             largest = tl.maximum(lse, part_lse)
             alpha, weight = tl.exp2(lse - largest), tl.exp2(part_lse - largest)
             o = o * alpha[:, None] + part_o * weight[:, None]
@@ -291,15 +294,15 @@ def _write(
     out_ptr,
     out_lse_ptr,
     sums_ptr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPEC: tl.constexpr,
 ):
     """Write an output, from what its partials merged to; with `A~`, one more partial, also the verdict's sums."""
-    rows = tl.arange(0, GROUP_PAD)
-    at, mask = output_at(output, GROUP_PAD, GROUP, D, HEAD_DIM)
+    rows = tl.arange(0, HEADS_PAD)
+    at, mask = output_at(output, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
     if SPEC:
         new_max = tl.maximum(row_max, spec_lse)
         alpha, weight = tl.exp2(row_max - new_max), tl.exp2(spec_lse - new_max)
@@ -307,23 +310,23 @@ def _write(
         row_max, row_sum = new_max, row_sum * alpha + weight
     o = o * inverse_of_sum(row_sum)[:, None]
     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_lse_ptr + output * GROUP + rows, row_max + log2_of_sum(row_sum), mask=rows < GROUP)
+    tl.store(out_lse_ptr + output * HEADS_PER_KV + rows, row_max + log2_of_sum(row_sum), mask=rows < HEADS_PER_KV)
     if SPEC:
         # A sum for each row: one over all of them costs a microsecond, and whoever decides adds up heads anyway.
         full = tl.where(mask, o, 0.0)
         delta = spec_o - full
-        sums_at = sums_ptr + (output * GROUP + rows) * 2
-        tl.store(sums_at, tl.sum(delta * delta, 1), mask=rows < GROUP)
-        tl.store(sums_at + 1, tl.sum(full * full, 1), mask=rows < GROUP)
+        sums_at = sums_ptr + (output * HEADS_PER_KV + rows) * 2
+        tl.store(sums_at, tl.sum(delta * delta, 1), mask=rows < HEADS_PER_KV)
+        tl.store(sums_at + 1, tl.sum(full * full, 1), mask=rows < HEADS_PER_KV)
 
 
 @triton.jit
-def _group(program, output, first_run, runs):
-    """Many partials are merged in two levels, the groups of the first side by side on many SMs: groups of about the
+def _bundle(program, output, first_run, runs):
+    """Many partials are merged in two levels, the bundles of the first side by side on many SMs: bundles of about the
     root of their number, in powers of two, for divisions are slow.
 
     Returns:
-        log2 of a group's size, and of the group of this program's partial the first slot and how many they are.
+        log2 of a bundle's size, and of the bundle of this program's partial the first slot and how many they are.
     """
     log_fan = tl.where(runs > 512, 5, tl.where(runs > 96, 4, 3))
     place = program - first_run
@@ -334,7 +337,7 @@ def _group(program, output, first_run, runs):
 @triton.jit
 def arrive(
     counters_ptr,  # of outputs, and
-    group_counters_ptr,  # of groups of partials
+    bundle_counters_ptr,  # of bundles of partials
     program,
     output,
     first_run,  # the program whose partial is the first of this output's; they lie in slots `program + output`
@@ -348,17 +351,17 @@ def arrive(
     """After a program has left its partial of an output: its ticket. Of several outputs, tensors, all at once.
 
     Returns:
-        Whether it has come last, to the output or, where there are two levels, to its group: it calls `finish`.
+        Whether it has come last, to the output or, where there are two levels, to its bundle: it calls `finish`.
     """
-    log_fan, group_slot, members = _group(program, output, first_run, runs)
-    groups = tl.where(runs > wide, (runs + (1 << log_fan) - 1) >> log_fan, runs)
-    in_group = (runs > wide) & (not is_guess)
+    log_fan, bundle_slot, members = _bundle(program, output, first_run, runs)
+    bundles = tl.where(runs > wide, (runs + (1 << log_fan) - 1) >> log_fan, runs)
+    in_bundle = (runs > wide) & (not is_guess)
     if IS_ALONE:
         is_last = takes & (runs == 0)
         tl.debug_barrier()
     else:
-        counter_ptr = tl.where(in_group, group_counters_ptr + group_slot, counters_ptr + output)
-        is_last = _arrive(counter_ptr, tl.where(in_group, members, groups + guesses), takes)
+        counter_ptr = tl.where(in_bundle, bundle_counters_ptr + bundle_slot, counters_ptr + output)
+        is_last = _arrive(counter_ptr, tl.where(in_bundle, members, bundles + guesses), takes)
     return is_last
 
 
@@ -379,37 +382,37 @@ def finish(
     sums_ptr,
     wide,
     guesses,  # as in `arrive`
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROUND: tl.constexpr,
     SPEC: tl.constexpr,
     GUESS_PARTS: tl.constexpr,
 ):
-    """What the last to arrive does: merge its group if there are two levels, then, if that was the last, the output."""
-    log_fan, group_slot, members = _group(program, output, first_run, runs)
+    """Merge, by the last to arrive: its bundle if there are two levels; if that was the last bundle, the output."""
+    log_fan, bundle_slot, members = _bundle(program, output, first_run, runs)
     stride, count = 1, runs
     is_last = True
     if runs > wide:
         stride, count = 1 << log_fan, (runs + (1 << log_fan) - 1) >> log_fan
         if not is_guess:
             FEW: tl.constexpr = ROUND if ROUND < 8 else 8
-            row_max, row_sum, o = _merge(o_ptr, lse_ptr, group_slot, 1, members, GROUP, GROUP_PAD, D, FEW)
-            # Into the slot of the group's first member, once every thread has read that.
+            row_max, row_sum, o = _merge(o_ptr, lse_ptr, bundle_slot, 1, members, HEADS_PER_KV, HEADS_PAD, D, FEW)
+            # Into the slot of the bundle's first member, once every thread has read that.
             tl.debug_barrier()
             o = tl.trans(o * inverse_of_sum(row_sum)[:, None])
-            store_partial(o, row_max + log2_of_sum(row_sum), o_ptr, lse_ptr, group_slot, GROUP_PAD, GROUP, D)
+            store_partial(o, row_max + log2_of_sum(row_sum), o_ptr, lse_ptr, bundle_slot, HEADS_PAD, HEADS_PER_KV, D)
             is_last = _arrive(counters_ptr + output, count + guesses, count > 0)
     if is_last:
         spec_o, spec_lse = 0.0, 0.0
         if SPEC:
             # Here, where its latency is that of the others.
-            spec_o, spec_lse = _guess(o_ptr, lse_ptr, spec_slot, parts, GROUP, GROUP_PAD, D, GUESS_PARTS)
+            spec_o, spec_lse = _guess(o_ptr, lse_ptr, spec_slot, parts, HEADS_PER_KV, HEADS_PAD, D, GUESS_PARTS)
         row_max, row_sum, o = _merge(
-            o_ptr, lse_ptr, first_run + output, stride, count, GROUP, GROUP_PAD, D, ROUND
+            o_ptr, lse_ptr, first_run + output, stride, count, HEADS_PER_KV, HEADS_PAD, D, ROUND
         )  # fmt: skip
         _write(
             row_max, row_sum, o, spec_o, spec_lse, output, out_ptr, out_lse_ptr, sums_ptr,
-            GROUP, GROUP_PAD, D, HEAD_DIM, SPEC,
+            HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, SPEC,
         )  # fmt: skip

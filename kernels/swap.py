@@ -40,7 +40,16 @@ from .residual import BLOCK as RESIDUAL_BLOCK
 from .residual import num_square_sums, write_residual
 from .roles import judge, squared
 
-__all__ = ["Gates", "Swap", "SwapCalls", "pack_handover", "pack_stream", "settle", "unpack_handover", "unpack_stream"]
+__all__ = [
+    "Gates",
+    "Swap",
+    "SwapCalls",
+    "pack_handover",
+    "pack_residual",
+    "settle",
+    "unpack_handover",
+    "unpack_residual",
+]
 
 BLOCK = 128  # values of one program
 
@@ -50,9 +59,9 @@ class SwapCalls:
     """Calls that all ranks make in the same order, on the current stream. Those of the branch beside the main one have
     communicators of their own."""
 
-    swap_aside: Callable[[Tensor], None]  # [2, ...]: each group's part, to the other group
+    swap_aside: Callable[[Tensor], None]  # [2, ...]: each group's row, to the other group
     all_reduce_aside: Callable[[Tensor], Tensor]  # sum over the group
-    swap_sums: Callable[[Tensor], None]  # [world, ...]: each rank's part, to all
+    swap_sums: Callable[[Tensor], None]  # [world, ...]: each rank's row, to all
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class Swap:
     shape: PairShape
     group: int
     boxes: Tensor  # [2, B Hq D + B M, filled up] fp32: the handovers of both groups; A~ first
-    streams: Tensor  # [2, B, hidden] fp32: x after the last layer
+    residuals: Tensor  # [2, B, hidden] fp32: x after the last layer
     sums: Tensor  # [2 T, B, Hq, 2] fp32: dist2 and norm2 of each query head, of all ranks
     gate_words: Tensor  # [3, L + 1, 4] int32: sends, receives, redoes; the first of 4 counts, for their alignment
     aside: Exchange  # partial sums of the branch beside the main one
@@ -93,7 +102,7 @@ class Swap:
             shape=shape,
             group=group,
             boxes=new(2, -(-size // 4) * 4),
-            streams=new(2, batch, shape.hidden_size),
+            residuals=new(2, batch, shape.hidden_size),
             sums=new(2 * shape.tp_size, batch, shape.num_qo_heads, 2),
             gate_words=gate_words,
             aside=Exchange(
@@ -188,12 +197,12 @@ def pack_handover(swap: Swap, layer: int, x: Tensor, k_cache: Tensor, v_cache: T
     _pack(swap, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message, launch_options(x.device)["PDL"])
 
 
-def pack_stream(swap: Swap, x: Tensor) -> None:
+def pack_residual(swap: Swap, x: Tensor) -> None:
     """The sender's x after the last layer, for the swap. Gated by `sends`; x: [B, hidden] fp32.
 
     Capture: graph-safe; allocates nothing. Not a dependent launch: the first one after a join.
     """
-    _pack(swap, swap.shape.num_layers, x, None, None, None, 0, swap.streams[swap.group], False)
+    _pack(swap, swap.shape.num_layers, x, None, None, None, 0, swap.residuals[swap.group], False)
 
 
 def _pack(
@@ -281,7 +290,7 @@ def unpack_handover(
 
 @triton.jit
 def _unpack_stream_kernel(
-    stream_ptr,  # [B, HIDDEN] fp32
+    residual_ptr,  # [B, HIDDEN] fp32
     x_ptr,  # [B, HIDDEN] fp32
     gamma_ptr,  # [HIDDEN]
     x_norm_ptr,  # [B, HIDDEN]
@@ -303,11 +312,11 @@ def _unpack_stream_kernel(
     if tl.load(gate_ptr) == 0:
         return
     at = request * HIDDEN + channels
-    x = tl.load(stream_ptr + at, mask=inside, other=0.0)
+    x = tl.load(residual_ptr + at, mask=inside, other=0.0)
     write_residual(x, at, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
-def unpack_stream(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor) -> None:
+def unpack_residual(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor) -> None:
     """The sender's x after the last layer, and what the norm before the LM head needs. Gated by `receives`.
 
     Args: as `reduce_norm`; x is overwritten.
@@ -315,7 +324,7 @@ def unpack_stream(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_s
     """
     shape = swap.shape
     compiled = launch(_unpack_stream_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
-        swap.streams[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).receives,
+        swap.residuals[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).receives,
         HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK, num_warps=1, **launch_options(x.device),
     )  # fmt: skip
     prefer_l1(compiled)

@@ -6,7 +6,7 @@ partials are merged by whoever arrives last, and the guess over sink and window 
 - The unit of work is a *step*: as many blocks of 64 tokens of one (request, KV head) as a program has warps. Each warp
   has an online softmax of its own; they are merged when the program leaves the head.
 - Steps are dealt alike whether their records have 4 or 2 bits: measured, they take about as long, for of 2 bits it is
-  the work on codes that takes the time. A head's decode buffer counts as one to three; with a guess, as part of it.
+  the work on codes that takes the time. A head's tail counts as one to three steps; with a guess, it belongs to that.
 - A program is four warps, two on an SM: one ticket and one partial for all four, merged through shared memory.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
@@ -25,14 +25,14 @@ from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import declares_shared_memory, launch, prefer_l1
-from .lean_attention import PARTS, LeanWorkspace, Part, Speculation
+from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation
 from .merge import merge_sizes
 from .turbo_kernel import turbo_decode_kernel
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
 
 MERGE_REGISTERS = 96  # for the partials loaded together
-MAX_GROUP = 8  # query heads of a KV head: the columns of one product
+MAX_HEADS_PER_KV = 8  # query heads of a KV head: the columns of one product
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def turbo_decode_attention(
     out: Tensor,
     lse: Tensor,
     speculation: Speculation | None = None,
-    part: Part = "all",
+    phase: Phase = "all",
     gate: Tensor | None = None,
     *,
     newest_only: bool = False,
@@ -88,8 +88,8 @@ def turbo_decode_attention(
         layer: the cache; read only.
         seq_lens: [B] int32 on the device, 1 .. 64 NB + 63; read by the kernel, so a captured launch serves any.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
-        part, gate: as for `lean_decode_attention`.
-        newest_only: as there; the newest token lies in the decode buffer.
+        phase, gate: as for `lean_decode_attention`.
+        newest_only: as there; the newest token lies in the tail.
         settings: other than `turbo_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
@@ -98,15 +98,15 @@ def turbo_decode_attention(
     """
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = layer.num_kv_heads
-    _check(q, layer, seq_lens, speculation, part)
-    group = num_qo_heads // num_kv_heads
-    group_pad = triton.next_power_of_2(group)
+    _check(q, layer, seq_lens, speculation, phase)
+    heads_per_kv = num_qo_heads // num_kv_heads
+    heads_pad = triton.next_power_of_2(heads_per_kv)
     settings = settings or turbo_settings(q.device)
     warps, spec = settings.num_warps, speculation
     # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
-    pdl = settings.sm90 and part != "predictor"
+    pdl = settings.sm90 and phase != "predictor"
     num_programs = workspace.num_programs
-    merge_round, wide = turbo_merge_sizes(group_pad, warps)
+    merge_round, wide = turbo_merge_sizes(heads_pad, warps)
     compiled = launch(turbo_decode_kernel, (num_programs,))(
         q,
         layer.words,
@@ -124,13 +124,13 @@ def turbo_decode_attention(
         workspace.o,
         workspace.lse,
         workspace.counters,
-        workspace.group_counters,
+        workspace.bundle_counters,
         gate,
         layer.num_blocks,
         sm_scale * math.log2(math.e),
         spec.chunk_size // BLOCK if spec else 0,
-        GROUP=group,
-        GROUP_PAD=group_pad,
+        HEADS_PER_KV=heads_per_kv,
+        HEADS_PAD=heads_pad,
         D=head_dim,
         HKV=num_kv_heads,
         OUTPUTS=batch_size * num_kv_heads,
@@ -142,7 +142,7 @@ def turbo_decode_attention(
         WIDE=wide,
         SAS=layer.softmax == "sas",
         SPEC=spec is not None,
-        PART=PARTS[part],
+        PHASE=PHASES[phase],
         PDL=pdl,
         EARLY=pdl and newest_only and gate is None and spec is None,
         BULK=settings.sm90,
@@ -152,18 +152,18 @@ def turbo_decode_attention(
     prefer_l1(compiled, settings.per_sm)
 
 
-def turbo_merge_sizes(group_pad: int, num_warps: int) -> tuple[int, int]:
+def turbo_merge_sizes(heads_pad: int, num_warps: int) -> tuple[int, int]:
     """`merge_sizes`; as many partials for heads of 64, where more of them spill registers."""
-    return merge_sizes(group_pad, max(HEAD_DIMS), num_warps, MERGE_REGISTERS)
+    return merge_sizes(heads_pad, max(HEAD_DIMS), num_warps, MERGE_REGISTERS)
 
 
-def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, part: Part) -> None:
+def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, phase: Phase) -> None:
     batch_size, num_qo_heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS or head_dim != layer.head_dim:
         raise ValueError(f"head_dim: the quantised cache takes {HEAD_DIMS}, found {head_dim} and {layer.head_dim}")
-    if num_qo_heads % layer.num_kv_heads or num_qo_heads > MAX_GROUP * layer.num_kv_heads:
+    if num_qo_heads % layer.num_kv_heads or num_qo_heads > MAX_HEADS_PER_KV * layer.num_kv_heads:
         raise ValueError(
-            f"q: {num_qo_heads} heads, expected 1 to {MAX_GROUP} for each of {layer.num_kv_heads} KV heads"
+            f"q: {num_qo_heads} heads, expected 1 to {MAX_HEADS_PER_KV} for each of {layer.num_kv_heads} KV heads"
         )
     if batch_size != layer.batch_size or not q.is_contiguous():
         raise ValueError(f"q: expected {layer.batch_size} contiguous requests, found {batch_size}")
@@ -171,7 +171,7 @@ def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculat
         raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
     if speculation is not None and speculation.parts > 1:
         raise ValueError(f"spec_lse: {speculation.parts} parts, over a quantised cache `A~` comes in one")
-    if speculation is None and part != "all":
-        raise ValueError(f"part: {part!r} needs speculation")
+    if speculation is None and phase != "all":
+        raise ValueError(f"phase: {phase!r} needs speculation")
     if speculation is not None and speculation.chunk_size % BLOCK:
         raise ValueError(f"chunk_size: expected a multiple of {BLOCK}, found {speculation.chunk_size}")

@@ -25,7 +25,7 @@ import triton.language as tl
 from .flashq_layout import BLOCK
 from .merge import inverse_of_sum, log2_of_sum, sum_of_warps
 from .sas import sas_exp2
-from .turbo_records import await_part, load_scales, part_of, read_k, read_v, send_part
+from .turbo_records import await_side, load_scales, read_k, read_v, send_side, side_of
 from .words import INTERPRETED
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
@@ -175,13 +175,13 @@ def no_tokens(HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def scaled_query(q_ptr, output, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+def scaled_query(q_ptr, output, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
     """The query heads of an output: q 2^e, fp16 values in fp32, even and odd channels [D / 2, COLUMNS]; 2^-e [HEADS].
 
     The largest of a head is in [2^14, 2^15). A power of two, so that bf16 values stay exact.
     """
     # Columns past the last head repeat it.
-    heads = output * GROUP + tl.minimum(tl.arange(0, COLUMNS) // (COLUMNS // HEADS), GROUP - 1)
+    heads = output * HEADS_PER_KV + tl.minimum(tl.arange(0, COLUMNS) // (COLUMNS // HEADS), HEADS_PER_KV - 1)
     q = tl.load(q_ptr + heads[None, :] * D + tl.arange(0, D)[:, None]).to(tl.float32)
     exponent = tl.maximum(tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23, 32)
     q *= ((268 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
@@ -258,7 +258,7 @@ def attend_blocks(
     blocks,  # (first, split, second, count): [first, first + split), then those from `second` on; `count` > 0 of both
     cutoff,  # of SAS weights, below the maximum so far
     slots,  # with BULK: the first step has been asked for
-    phase,  # of it; each step has the other one
+    parity,  # of it; each step has the other one
     HEADS: tl.constexpr,
     BITS: tl.constexpr,
     W: tl.constexpr,
@@ -286,11 +286,11 @@ def attend_blocks(
     steps = tl.cdiv(count, W)
     for i in tl.range(0, steps, num_stages=1):
         if BULK:
-            k_words, k_s, k_z, done = read_k(await_part(slots, phase, False, W, D), D, BITS)
-            send_part(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, False, W, D)
+            k_words, k_s, k_z, done = read_k(await_side(slots, parity, False, W, D), D, BITS)
+            send_side(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, False, W, D)
         else:
-            k_words, k_s, k_z, _ = read_k(part_of(records_ptr, i, blocks, False, W, D, BITS), D, BITS)
-            v_words, v_s, v_z, _ = read_v(part_of(records_ptr, i, blocks, True, W, D, BITS), D, BITS)
+            k_words, k_s, k_z, _ = read_k(side_of(records_ptr, i, blocks, False, W, D, BITS), D, BITS)
+            v_words, v_s, v_z, _ = read_v(side_of(records_ptr, i, blocks, True, W, D, BITS), D, BITS)
         next_k_scale, next_v_scale = load_scales(scales_ptr, i + 1, blocks, W)
 
         # S^T = K q^T: rows of K [t of the lane][channel tile][kh][i] -> channels
@@ -300,8 +300,8 @@ def attend_blocks(
         k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
         s = _of_heads(tl.dot(k, q * _for_columns(k_s, W, D)), HEADS) + _on_rows(bias, W, TOKENS)
         if BULK:
-            v_words, v_s, v_z, done = read_v(await_part(slots, phase, True, W, D), D, BITS)
-            send_part(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, True, W, D)
+            v_words, v_s, v_z, done = read_v(await_side(slots, parity, True, W, D), D, BITS)
+            send_side(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, True, W, D)
 
         unit = k_scale[:, None] * qk_scale[None, :]
         largest = tl.max(s, 1) * unit
@@ -335,8 +335,8 @@ def attend_blocks(
         acc += z * _on_rows(weight * (1.0 / ULP), W, D)
         acc += o * s_int
         k_scale, v_scale = next_k_scale, next_v_scale
-        phase ^= 1
-    return row_max, row_sum, acc, phase
+        parity ^= 1
+    return row_max, row_sum, acc, parity
 
 
 @triton.jit
@@ -364,7 +364,7 @@ def attend_tail(
     D: tl.constexpr,
     SAS: tl.constexpr,
 ):
-    """The online softmax of the decode buffer: `TOKENS / W` of its slots for each warp.
+    """The online softmax of the tail: `TOKENS / W` of its slots for each warp.
 
     Stored token by token, its bytes are taken as they come: which channels make a tile is the same to a sum over
     channels, if q agrees; the rows of the output are put in order afterwards, once.

@@ -19,7 +19,7 @@ from .turbo_block import (
     no_tokens,
     scaled_query,
 )
-from .turbo_records import open_slots, send_part
+from .turbo_records import open_slots, send_side
 
 __all__ = ["turbo_decode_kernel"]
 
@@ -75,7 +75,7 @@ def _run_of(step, used, total):
 # What no division needs stays a number of the launch.
 @triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"])
 def turbo_decode_kernel(
-    q_ptr,  # [B, Hkv * GROUP, D]
+    q_ptr,  # [B, Hkv * HEADS_PER_KV, D]
     records_ptr,  # [W] int32
     offset_ptr,  # [B, Hkv] int64
     bits_ptr,  # [B, Hkv] int32
@@ -83,21 +83,21 @@ def turbo_decode_kernel(
     tail_ptr,  # [B, Hkv, 2, 64, D / 4] int32
     tail_scale_ptr,  # [B, Hkv, 2] fp32
     seq_lens_ptr,  # [B] int32
-    out_ptr,  # [B, Hkv * GROUP, D]
-    lse_ptr,  # [B, Hkv * GROUP] fp32
-    spec_out_ptr,  # [B, Hkv * GROUP, D], may lie in the paired rank's memory
+    out_ptr,  # [B, Hkv * HEADS_PER_KV, D]
+    lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
+    spec_out_ptr,  # [B, Hkv * HEADS_PER_KV, D], may lie in the paired rank's memory
     epoch_ptr,  # [1] int32, where A~ goes as words, or None
-    sums_ptr,  # [B, Hkv * GROUP, 2] fp32: dist2, norm2
-    o_partial_ptr,  # [G + 2 B Hkv, GROUP, D] fp32 partials: of runs, then A~ of each head
-    lse_partial_ptr,  # [G + 2 B Hkv, GROUP] fp32
+    sums_ptr,  # [B, Hkv * HEADS_PER_KV, 2] fp32: dist2, norm2
+    o_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then A~ of each head
+    lse_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV] fp32
     counters_ptr,  # [B Hkv] int32 and
-    group_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at groups of partials; all 0 between launches
+    bundle_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at bundles of partials; all 0 between launches
     gate_ptr,  # [1] int32 or None
     num_blocks,  # NB
     qk_scale,
     chunk_blocks,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
     D: tl.constexpr,
     HKV: tl.constexpr,
     OUTPUTS: tl.constexpr,  # B HKV
@@ -109,12 +109,12 @@ def turbo_decode_kernel(
     WIDE: tl.constexpr,  # how many need no second level
     SAS: tl.constexpr,
     SPEC: tl.constexpr,
-    PART: tl.constexpr,
+    PHASE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     BULK: tl.constexpr,  # whether records come by bulk copies into shared memory
 ):
-    """One launch, or with `PART` a part of one; grid [programs]."""
+    """One launch, or with `PHASE` one of two; grid [programs]."""
     if PDL:
         gdc_launch_dependents()
         if not EARLY:
@@ -122,7 +122,7 @@ def turbo_decode_kernel(
     if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
         if tl.load(gate_ptr) == 0:
             return
-    slots, phase = 0, 0
+    slots, parity = 0, 0
     if BULK:
         slots = open_slots(WARPS, D)
     # All that the schedule and the addresses need of every output.
@@ -138,16 +138,16 @@ def turbo_decode_kernel(
     # The rest of an output is `lengths` steps, one of them the tail's where there is no guess. Before it lies its
     # lead-in, steps without work: a guess's due, or what a tail takes beyond other steps.
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
-    HEADS: tl.constexpr = COLUMNS // 2 if GROUP <= COLUMNS // 2 else COLUMNS  # that the products have room for
+    HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS  # that the products have room for
     sink, window, _ = _block_ranges(seq_lens, chunk_blocks, SPEC)
     lengths = tl.where(exists, tl.cdiv(window - sink, WARPS) + OWN_TAIL, 0)
-    if PART == PREDICTOR:
+    if PHASE == PREDICTOR:
         lengths = tl.zeros_like(lengths)
     ends = tl.cumsum(lengths, 0)
     total = tl.sum(lengths, 0)
     if SPEC:
         lead_in = tl.cdiv(2 * chunk_blocks, WARPS) + 1 + GUESS_STEPS
-        if PART == REST:
+        if PHASE == REST:
             lead_in = 0
     else:
         lead_in = tl.minimum(total // (4 * PROGRAMS), TAIL_STEPS)
@@ -168,11 +168,11 @@ def turbo_decode_kernel(
     last = tl.sum(tl.minimum(tl.maximum(end - rest_at, 0), lengths), 0)
     guess = 0
     guesses_end = 0
-    if SPEC and PART != REST:
+    if SPEC and PHASE != REST:
         guess = tl.sum((rest_at - lead_in < begin).to(tl.int32), 0)
         guesses_end = tl.sum((rest_at - lead_in < end).to(tl.int32), 0)
 
-    # First the guesses of this run, sent and merged before its part of the rest begins. Without what does not change,
+    # First the guesses of this run, sent and merged before its share of the rest begins. Without what does not change,
     # such as places in shared memory, computed ahead of it: that would take the registers of the loops over records.
     met = tl.minimum(ends, last) > tl.maximum(ends - lengths, here)
     for _ in tl.range(guesses_end - guess + tl.sum(met.to(tl.int32), 0), num_stages=1, disable_licm=True):
@@ -208,11 +208,11 @@ def turbo_decode_kernel(
                 prefetch(tail, 2 * TOKENS * D)
             prefetch(scales + first * 2, tl.where(count > 0, 16, 0))
         if BULK:
-            send_part(slots, records, 0, blocks, width, count > 0, (), False, WARPS, D)
-            send_part(slots, records, 0, blocks, width, count > 0, (), True, WARPS, D)
+            send_side(slots, records, 0, blocks, width, count > 0, (), False, WARPS, D)
+            send_side(slots, records, 0, blocks, width, count > 0, (), True, WARPS, D)
         if EARLY:
             gdc_wait()
-        even, odd, inverse = scaled_query(q_ptr, output, GROUP, HEADS, D)
+        even, odd, inverse = scaled_query(q_ptr, output, HEADS_PER_KV, HEADS, D)
         unit = inverse * qk_scale
         # By the tokens of this request, so that neither the cache's capacity nor the length at capture has a say.
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
@@ -225,37 +225,37 @@ def turbo_decode_kernel(
             row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
         if count > 0:
             if width == 2:
-                row_max, row_sum, acc, phase = attend_blocks(
-                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff, slots, phase,
+                row_max, row_sum, acc, parity = attend_blocks(
+                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff, slots, parity,
                     HEADS, 2, WARPS, D, SAS, BULK,
                 )  # fmt: skip
             else:
-                row_max, row_sum, acc, phase = attend_blocks(
-                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff, slots, phase,
+                row_max, row_sum, acc, parity = attend_blocks(
+                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff, slots, parity,
                     HEADS, 4, WARPS, D, SAS, BULK,
                 )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 
         slot = program + output
-        if SPEC and PART != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
+        if SPEC and PHASE != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
             if is_guess:
-                send_guess(o, lse, output, 0, 1, OUTPUTS, spec_out_ptr, None, epoch, HEADS, GROUP, D, D, 1)
+                send_guess(o, lse, output, 0, 1, OUTPUTS, spec_out_ptr, None, epoch, HEADS, HEADS_PER_KV, D, D, 1)
                 slot = PROGRAMS + OUTPUTS + output
-        store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS, GROUP, D)
+        store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS, HEADS_PER_KV, D)
 
         # The ticket: an output's rest is one range, and the runs that meet it use consecutive slots.
         first_run = _run_of(rest, used, total)
         last_run = _run_of(rest + length - 1, used, total)
         runs = tl.where(length > 0, last_run - first_run + 1, 0)
         is_last = arrive(
-            counters_ptr, group_counters_ptr, program, output, first_run, runs, is_guess, runs >= 0, WIDE,
-            PART == PREDICTOR, 1 if SPEC and PART == ALL else 0,
+            counters_ptr, bundle_counters_ptr, program, output, first_run, runs, is_guess, runs >= 0, WIDE,
+            PHASE == PREDICTOR, 1 if SPEC and PHASE == ALL else 0,
         )  # fmt: skip
         if is_last:
             finish(
                 o_partial_ptr, lse_partial_ptr, counters_ptr, program, output, first_run, runs,
                 PROGRAMS + OUTPUTS + output, 1, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
-                1 if SPEC and PART == ALL else 0, GROUP, GROUP_PAD, D, D, ROUND, SPEC, 1,
+                1 if SPEC and PHASE == ALL else 0, HEADS_PER_KV, HEADS_PAD, D, D, ROUND, SPEC, 1,
             )  # fmt: skip
         here = tl.where(is_guess, here, before + length)
         guess += 1

@@ -133,7 +133,7 @@ def _prefill_kernel(
     qk_scale,
     cutoff,
     HQ: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -144,7 +144,7 @@ def _prefill_kernel(
     program = tl.program_id(0)
     head = program % HQ
     first_query = (tl.cdiv(num_queries, BLOCK_M) - 1 - program // HQ) * BLOCK_M
-    kv_head = head // GROUP
+    kv_head = head // HEADS_PER_KV
     queries = first_query + tl.arange(0, BLOCK_M)
     channels = tl.arange(0, D)
     at = (queries.to(tl.int64) * HQ + head)[:, None] * D + channels[None, :]
@@ -219,11 +219,11 @@ def turbo_prefill_attention(
     v_rows = num_kv_heads * num_tokens
     log2e = math.log2(math.e)
     others = (unit, k_scale, out, lse, num_queries, num_tokens, num_blocks, k_stride, sm_scale * log2e)
-    shape = {"HQ": num_qo_heads, "GROUP": num_qo_heads // num_kv_heads, "D": head_dim}
+    shape = {"HQ": num_qo_heads, "HEADS_PER_KV": num_qo_heads // num_kv_heads, "D": head_dim}
     if softmax == "exact" and _is_hopper(q.device):
         tile = [hopper.TILE, head_dim]
         k_layout, v_layout = (gl.NVMMASharedLayout.get_default_for(tile, kind) for kind in (gl.int8, gl.float16))
-        hopper.prefill_hopper_kernel[(triton.cdiv(num_queries, 2 * hopper.GROUP_ROWS) * num_qo_heads,)](
+        hopper.prefill_hopper_kernel[(triton.cdiv(num_queries, 2 * hopper.HALF_ROWS) * num_qo_heads,)](
             q,
             HopperDescriptor(k8, [rows, head_dim], [head_dim, 1], tile, k_layout),
             HopperDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile, v_layout),

@@ -24,16 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["GROUP_ROWS", "REGISTERS", "STAGES", "TILE", "prefill_hopper_kernel"]
+__all__ = ["HALF_ROWS", "REGISTERS", "STAGES", "TILE", "prefill_hopper_kernel"]
 
 TILE = 128  # tokens, two blocks with a scale each
 STAGES = 3  # tiles of K, and of V, in flight
-GROUP_ROWS = 64  # queries of a warp group
+HALF_ROWS = 64  # queries of a warp group
 REGISTERS = 168  # a thread in the mean: 240 where it computes, 24 where it loads
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
 BLOCK = gl.constexpr(64)
-ROWS = gl.constexpr(GROUP_ROWS)
+ROWS = gl.constexpr(HALF_ROWS)
 MAGIC = gl.constexpr(1.5 * 2.0**23)  # this and those below as in turbo_prefill.py
 MAGIC_BITS = gl.constexpr(0x4B400000)
 P_SHIFT = gl.constexpr(10.0)
@@ -127,48 +127,48 @@ def _softmax(s, k_scale, q_scale, row_max, row_sum, positions, start, MASKED: gl
         s = gl.where(visible, s, float("-inf"))
     new_max = gl.convert_layout(gl.max(largest * scale - scale * MAGIC, 1), row_layout, assert_trivial=True)
     new_max = gl.maximum(row_max, new_max)
-    p, part = _weights(s, scale, new_max, row_sum)
+    p, sums = _weights(s, scale, new_max, row_sum)
     alpha = gl.exp2(row_max - new_max)
-    row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sum_layout), assert_trivial=True)[:, None] + part
+    row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sum_layout), assert_trivial=True)[:, None] + sums
     return p, new_max, row_sum, alpha
 
 
 @gluon.constexpr_function
-def _declaration(part):
+def _declaration(half):
     """Assembly of the register that a group votes into: once in a kernel, the assembler takes no second one."""
-    return f".reg .u32 grown_{part}; mov.u32 $0, $1;"
+    return f".reg .u32 grown_{half}; mov.u32 $0, $1;"
 
 
 @gluon.constexpr_function
-def _vote_of(part):
+def _vote_of(half):
     """Assembly of a group's barrier, behind sums $4 to $7 (ptxas has to have them before it): is one above 2^15?"""
-    number = 10 + 2 * part  # Triton takes numbers from 0 up
+    number = 10 + 2 * half  # Triton takes numbers from 0 up
     return f"""
     {{
         .reg .pred above;  .reg .f32 most, other;
         max.f32 most, $4, $5;    max.f32 other, $6, $7;    max.f32 most, most, other;
         setp.gt.f32 above, most, 0f47000000;
         barrier.cta.red.or.pred above, {number}, 128, above;
-        selp.u32 grown_{part}, 1, 0, above;
+        selp.u32 grown_{half}, 1, 0, above;
         mov.b32 $0, $4;    mov.b32 $1, $5;    mov.b32 $2, $6;    mov.b32 $3, $7;
     }}
     """
 
 
 @gluon.constexpr_function
-def _result(part):
+def _result(half):
     """Assembly that reads what a group has found: a scalar, for a branch. A tensor's assembly has none to return."""
-    return f"mov.u32 $0, grown_{part};"
+    return f"mov.u32 $0, grown_{half};"
 
 
 @gluon.jit
-def _vote(sums, zero, part: gl.constexpr):
+def _vote(sums, zero, half: gl.constexpr):
     """sums [rows, 8] of a tile's weights, all threads of the group being here; whether one of them is above 2^15.
 
     All below, no weight is beyond what fp16 takes. With the true maximum a thread's 16 weights come to 2^14.
     """
-    sums = gl.inline_asm_elementwise(_vote_of(part), "=&r,=&r,=&r,=&r,r,r,r,r", [sums], gl.float32, False, 4)
-    return sums, gl.inline_asm_elementwise(_result(part), "=r,r", [zero], gl.int32, False, 1) != 0
+    sums = gl.inline_asm_elementwise(_vote_of(half), "=&r,=&r,=&r,=&r,r,r,r,r", [sums], gl.float32, False, 4)
+    return sums, gl.inline_asm_elementwise(_result(half), "=r,r", [zero], gl.int32, False, 1) != 0
 
 
 @gluon.jit
@@ -178,7 +178,7 @@ def _rescaled(acc, alpha):
 
 @gluon.jit
 def _attend_tiles(
-    part: gl.constexpr, first, last, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles,
+    half: gl.constexpr, first, last, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles,
     ready, empty, p, row_max, row_sum, acc, MASKED: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """Tiles [first, last), first at least 1; P, packed, comes in from the tile before.
@@ -206,7 +206,7 @@ def _attend_tiles(
         else:
             blocks = _in_blocks(s)
             next_p, sums = _weights(_as_floats(blocks), _scale_of(blocks, k_scale, q_scale), row_max, row_sum)
-            sums, grown = _vote(sums, tile, part)
+            sums, grown = _vote(sums, tile, half)
             acc, _ = warpgroup_mma_wait(0, [acc, p])
             if grown:
                 s = warpgroup_mma(q8, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -224,13 +224,13 @@ def _attend_tiles(
 
 @gluon.jit
 def _attend(
-    part: gl.constexpr, q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, first_query, first_position, head, kv_head,
-    num_qo_heads, num_queries, num_blocks, full_tiles, tiles, qk_scale, q_parts, k_tiles, v_tiles, ready, empty,
+    half: gl.constexpr, q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, first_query, first_position, head, kv_head,
+    num_qo_heads, num_queries, num_blocks, full_tiles, tiles, qk_scale, q_halves, k_tiles, v_tiles, ready, empty,
 ):  # fmt: skip
-    """What warp group `part` does with its 64 queries."""
-    gl.inline_asm_elementwise(_declaration(part), "=r,r", [tiles], gl.int32, False, 1)
-    rows: gl.constexpr = q_parts.shape[1]
-    dim: gl.constexpr = q_parts.shape[2]
+    """What warp group `half` does with its 64 queries."""
+    gl.inline_asm_elementwise(_declaration(half), "=r,r", [tiles], gl.int32, False, 1)
+    rows: gl.constexpr = q_halves.shape[1]
+    dim: gl.constexpr = q_halves.shape[2]
     tile_tokens: gl.constexpr = k_tiles.shape[1]
     stages: gl.constexpr = k_tiles.shape[0]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_tokens, 32])
@@ -240,18 +240,18 @@ def _attend(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     q_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
 
-    queries = first_query + part * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, q_layout))
+    queries = first_query + half * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, q_layout))
     at = (queries.to(gl.int64) * num_qo_heads + head)[:, None] * dim
     at += gl.arange(0, dim, layout=gl.SliceLayout(0, q_layout))[None, :]
     q = gl.load(q_ptr + at, mask=(queries < num_queries)[:, None], other=0.0).to(gl.float32)
     step = gl.max(gl.abs(q), 1) / Q_MAX
     inverse = gl.where(step > TINY, 1.0 / gl.maximum(step, TINY), 0.0)
-    q8 = q_parts.index(part)
+    q8 = q_halves.index(half)
     q8.store((q * inverse[:, None] + MAGIC - MAGIC).to(gl.int8))
     fence_async_shared()
     _barrier()
     q_scale = gl.convert_layout(step * qk_scale, row_layout)
-    positions = first_position + part * rows + gl.arange(0, rows, layout=row_layout)
+    positions = first_position + half * rows + gl.arange(0, rows, layout=row_layout)
 
     row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
     row_sum = gl.zeros([rows, 8], gl.float32, sum_layout)
@@ -268,11 +268,11 @@ def _attend(
     p = _pack(p)
     k_scale = _scales(k_scale_ptr, 1, num_blocks, scale_layout)
     p, k_scale, row_max, row_sum, acc = _attend_tiles(
-        part, 1, full_tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles, ready, empty,
+        half, 1, full_tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles, ready, empty,
         p, row_max, row_sum, acc, False, s_layout, p_layout,
     )  # fmt: skip
     p, k_scale, row_max, row_sum, acc = _attend_tiles(
-        part, gl.maximum(full_tiles, 1), tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles,
+        half, gl.maximum(full_tiles, 1), tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles,
         v_tiles, ready, empty, p, row_max, row_sum, acc, True, s_layout, p_layout,
     )  # fmt: skip
     mbarrier.wait(ready.index(tiles % stages), (tiles // stages) & 1)
@@ -281,7 +281,7 @@ def _attend(
 
     total = gl.convert_layout(gl.sum(row_sum, 1), row_layout, assert_trivial=True)
     acc = acc * (gl.load(unit_ptr + kv_head) / total)[:, None]
-    queries = first_query + part * rows + gl.arange(0, rows, layout=row_layout)
+    queries = first_query + half * rows + gl.arange(0, rows, layout=row_layout)
     row = queries.to(gl.int64) * num_qo_heads + head
     at = row[:, None] * dim + gl.arange(0, dim, layout=gl.SliceLayout(0, o_layout))[None, :]
     gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(queries < num_queries)[:, None])
@@ -326,7 +326,7 @@ def _load_tiles(work, shared, descriptors):
 @gluon.jit(do_not_specialize=["num_queries", "num_tokens", "num_blocks", "k_stride"])
 def prefill_hopper_kernel(
     q_ptr, k_desc, v_desc, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, num_queries, num_tokens, num_blocks, k_stride,
-    qk_scale, HQ: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    qk_scale, HQ: gl.constexpr, HEADS_PER_KV: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """128 queries of one head; grid [ceil(n_q / 128) * Hq], the longest rows first; 4 warps, and 5 more.
 
@@ -335,13 +335,13 @@ def prefill_hopper_kernel(
     tile_tokens: gl.constexpr = k_desc.block_type.shape[0]
     program = gl.program_id(0)
     head = program % HQ
-    kv_head = head // GROUP
+    kv_head = head // HEADS_PER_KV
     first_query = (gl.cdiv(num_queries, 2 * ROWS) - 1 - program // HQ) * (2 * ROWS)
     first_position = num_tokens - num_queries + first_query
     full_tiles = (first_position + 1) // tile_tokens
     tiles = gl.cdiv(gl.minimum(first_position + 2 * ROWS, num_tokens), tile_tokens)
 
-    q_parts = gl.allocate_shared_memory(gl.int8, [2, ROWS, D], k_desc.layout)
+    q_halves = gl.allocate_shared_memory(gl.int8, [2, ROWS, D], k_desc.layout)
     k_tiles = gl.allocate_shared_memory(gl.int8, [STAGES, tile_tokens, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, tile_tokens, D], v_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -354,7 +354,7 @@ def prefill_hopper_kernel(
         q_ptr, unit_ptr, k_scale_ptr + kv_head * num_blocks, out_ptr, lse_ptr, first_query, first_position, head,
         kv_head, HQ + 0 * program, num_queries, num_blocks, full_tiles, tiles, qk_scale,
     )  # fmt: skip
-    shared = (q_parts, k_tiles, v_tiles, ready, empty)
+    shared = (q_halves, k_tiles, v_tiles, ready, empty)
     arguments = (work, shared, (k_desc, v_desc, kv_head * k_stride, kv_head * num_tokens))
     gl.warp_specialize(
         [(_attend_first, arguments), (_attend_second, arguments), (_load_tiles, arguments)], [4, 1], [240, 24]

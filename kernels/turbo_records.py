@@ -2,8 +2,8 @@
 
 A step takes W blocks, one for each warp. The order of a record's words (flashq_layout.py) is that of a warp's operands,
 16 bytes of a lane at a time. From compute capability 9.0 on (BULK) each warp has a slot for K and one for V in shared
-memory. One instruction of one lane brings a part there, and a barrier of the warp's own counts its bytes; lanes read it
-where they use it, and once they have, the same part of the next block is on its way. So memory is asked all the time,
+memory. One instruction of one lane brings a side there, and a barrier of the warp's own counts its bytes; lanes read it
+where they use it, and once they have, the same side of the next block is on its way. So memory is asked all the time,
 by no register and by no address that a loop has to compute, and no warp waits for another. Elsewhere lanes read the
 same words from memory.
 
@@ -23,13 +23,13 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "await_part",
+    "await_side",
     "load_scales",
     "open_slots",
-    "part_of",
+    "side_of",
     "read_k",
     "read_v",
-    "send_part",
+    "send_side",
 ]
 
 LANE_WORDS = tl.constexpr(128)  # of a warp's load: four for each lane
@@ -37,7 +37,7 @@ BARRIERS = tl.constexpr(16)  # bytes of a warp's two barriers, K's and V's
 
 
 @triton.constexpr_function
-def _part_bytes(bits, head_dim):
+def _side_bytes(bits, head_dim):
     """Of K, or V, of a block: codes and parameters."""
     return 4 * (2 * head_dim * bits + head_dim // 2)
 
@@ -45,7 +45,7 @@ def _part_bytes(bits, head_dim):
 @triton.constexpr_function
 def _slots_bytes(warps, head_dim):
     """Shared memory of a program: slots for K and V of 4 bits, then barriers. More than 48 KB cannot be declared."""
-    return warps * (2 * _part_bytes(4, head_dim) + BARRIERS.value)
+    return warps * (2 * _side_bytes(4, head_dim) + BARRIERS.value)
 
 
 @triton.jit
@@ -60,16 +60,16 @@ def _block_of(step, warps, blocks, W: tl.constexpr):
 
 
 @triton.jit
-def _records_of(records_ptr, step, blocks, part_size, W: tl.constexpr):
-    """Where the record of each warp's block in a step begins, [W, 1]; a part has so many bytes."""
+def _records_of(records_ptr, step, blocks, side_size, W: tl.constexpr):
+    """Where the record of each warp's block in a step begins, [W, 1]; a side has so many bytes."""
     block = _block_of(step, tl.arange(0, W)[:, None], blocks, W)
-    return records_ptr + block.to(tl.int64) * (part_size // 2)
+    return records_ptr + block.to(tl.int64) * (side_size // 2)
 
 
 @triton.jit
-def part_of(records_ptr, step, blocks, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
+def side_of(records_ptr, step, blocks, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
     """Where K, or V, of each warp's block in a step begins, [W, 1]."""
-    SIZE: tl.constexpr = _part_bytes(BITS, D)
+    SIZE: tl.constexpr = _side_bytes(BITS, D)
     return _records_of(records_ptr, step, blocks, SIZE, W) + (SIZE // 4 if IS_V else 0)
 
 
@@ -108,13 +108,13 @@ def _warps_and_lanes(W: tl.constexpr):
 @triton.jit
 def _slot_of(slots, warps, IS_V: tl.constexpr, D: tl.constexpr):
     """A warp's slot for K, or behind it for V."""
-    return slots + warps * (2 * _part_bytes(4, D)) + (_part_bytes(4, D) if IS_V else 0)
+    return slots + warps * (2 * _side_bytes(4, D)) + (_side_bytes(4, D) if IS_V else 0)
 
 
 @triton.jit
 def _barriers_of(slots, warps, W: tl.constexpr, D: tl.constexpr):
     """A warp's barriers: K's, and 8 bytes behind it V's."""
-    return slots + W * 2 * _part_bytes(4, D) + warps * BARRIERS
+    return slots + W * 2 * _side_bytes(4, D) + warps * BARRIERS
 
 
 @triton.constexpr_function
@@ -138,7 +138,7 @@ def _copy_after(reads):
 
 
 @triton.jit
-def send_part(
+def send_side(
     slots, records_ptr, step, blocks, bits, goes, after, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr
 ):
     """Ask for K, or V, of each warp's block in a step.
@@ -149,12 +149,12 @@ def send_part(
     """
     warps, lanes = _warps_and_lanes(W)
     size = 8 * D * bits + 2 * D
-    part = _records_of(records_ptr, step, blocks, size, W).to(tl.int64)
+    side = _records_of(records_ptr, step, blocks, size, W).to(tl.int64)
     slot, barrier = _slot_of(slots, warps, IS_V, D), _barriers_of(slots, warps, W, D)
     if IS_V:
-        part, barrier = part + size, barrier + 8
+        side, barrier = side + size, barrier + 8
     # By a thread that is elected: of one that a comparison picks the assembler does not know that it is one, and loops.
-    operands = (barrier + lanes * 0, slot + lanes * 0, part + lanes * 0, size + 0 * (warps + lanes))
+    operands = (barrier + lanes * 0, slot + lanes * 0, side + lanes * 0, size + 0 * (warps + lanes))
     operands = operands + (goes.to(tl.int32) + 0 * (warps + lanes),) + after  # noqa: RUF005 (Triton has no *)
     tl.inline_asm_elementwise(
         _copy_after(len(after)), "=r,r,r,l,r,r" + ",r" * len(after), operands, dtype=tl.int32, is_pure=False, pack=1
@@ -162,33 +162,33 @@ def send_part(
 
 
 @triton.jit
-def await_part(slots, phase, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """The slots [W, 1] of a part, which is there once they are known; phase: 0 and 1 by turns.
+def await_side(slots, parity, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """The slots [W, 1] of a side, which is there once they are known; parity: 0 and 1 by turns.
 
     No deadline: a copy of this program's own always ends.
     """
     warps, _ = _warps_and_lanes(W)
-    FIRST: tl.constexpr = W * 2 * _part_bytes(4, D) + (8 if IS_V else 0)
+    FIRST: tl.constexpr = W * 2 * _side_bytes(4, D) + (8 if IS_V else 0)
     slots = tl.inline_asm_elementwise(
         "{ .reg .pred done; .reg .u32 barrier; mov.u32 barrier, %tid.x; shr.u32 barrier, barrier, 5;"
         f" mad.lo.u32 barrier, barrier, {BARRIERS}, $1;"
         f" WAIT: mbarrier.try_wait.parity.shared.b64 done, [barrier+{FIRST}], $2; @!done bra WAIT; mov.u32 $0, $1; }}",
-        "=r,r,r", [slots, phase], dtype=tl.int32, is_pure=False, pack=1,
+        "=r,r,r", [slots, parity], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     return _slot_of(slots, warps, IS_V, D)
 
 
 @triton.jit
-def _read(part, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
-    """SIZE words, 2 or 4, of each lane from word `at` [1, 32] + OFFSET of its warp's part on: [W, 32 SIZE].
+def _read(side, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
+    """SIZE words, 2 or 4, of each lane from word `at` [1, 32] + OFFSET of its warp's side on: [W, 32 SIZE].
 
-    And with a part in shared memory one of them, [W, 32], in a tuple: with it that read is done.
+    And with a side in shared memory one of them, [W, 32], in a tuple: with it that read is done.
     """
-    if part.dtype.is_ptr():
-        words = tl.load((part + at + OFFSET)[:, :, None] + tl.arange(0, SIZE)[None, None, :])
+    if side.dtype.is_ptr():
+        words = tl.load((side + at + OFFSET)[:, :, None] + tl.arange(0, SIZE)[None, None, :])
         done = ()
     else:
-        at = part + at * 4
+        at = side + at * 4
         BYTES: tl.constexpr = OFFSET * 4
         if SIZE == 4:
             x = tl.inline_asm_elementwise(
@@ -201,18 +201,18 @@ def _read(part, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
                 dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
             )  # fmt: skip
         words, done = _side_by_side(x, SIZE), (x[0],)
-    return tl.reshape(words, [part.shape[0], 32 * SIZE]), done
+    return tl.reshape(words, [side.shape[0], 32 * SIZE]), done
 
 
 @triton.jit
-def _read_rows(part, at, OFFSET: tl.constexpr, STRIDE: tl.constexpr, N: tl.constexpr):
+def _read_rows(side, at, OFFSET: tl.constexpr, STRIDE: tl.constexpr, N: tl.constexpr):
     """N times four words of each lane, STRIDE apart: [W, N 128]."""
     rows, done = (), ()
     for n in tl.static_range(N):
-        row, row_done = _read(part, at, OFFSET + STRIDE * n, 4)
+        row, row_done = _read(side, at, OFFSET + STRIDE * n, 4)
         rows, done = rows + (row,), done + row_done  # noqa: RUF005 (Triton has no *)
-    words = tl.reshape(_side_by_side(rows, N), [part.shape[0], LANE_WORDS, N])
-    return tl.reshape(tl.permute(words, (0, 2, 1)), [part.shape[0], N * LANE_WORDS]), done
+    words = tl.reshape(_side_by_side(rows, N), [side.shape[0], LANE_WORDS, N])
+    return tl.reshape(tl.permute(words, (0, 2, 1)), [side.shape[0], N * LANE_WORDS]), done
 
 
 @triton.jit
@@ -232,23 +232,23 @@ def _side_by_side(x, N: tl.constexpr):
 
 
 @triton.jit
-def read_k(part, D: tl.constexpr, BITS: tl.constexpr):
+def read_k(side, D: tl.constexpr, BITS: tl.constexpr):
     """K of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, 2 D] the words of a lane's channels.
 
     Those are the same for all g of a lane (g, t), [D / 64][g][t][4]: for each column of q, or row of an operand. And
-    what frees the slot, if `part` is one: it is what `part_of` or `await_part` has returned.
+    what frees the slot, if `side` is one: it is what `side_of` or `await_side` has returned.
     """
     CODES: tl.constexpr = 2 * D * BITS
     TILES: tl.constexpr = D // 16
     lanes = tl.arange(0, 32)[None, :]
-    words, done = _read_rows(part, lanes * 4, 0, LANE_WORDS, CODES // LANE_WORDS)
-    s_int, s_done = _read_rows(part, lanes % 4 * TILES, CODES, 4, TILES // 4)
-    z, z_done = _read_rows(part, lanes % 4 * TILES, CODES + D // 4, 4, TILES // 4)
+    words, done = _read_rows(side, lanes * 4, 0, LANE_WORDS, CODES // LANE_WORDS)
+    s_int, s_done = _read_rows(side, lanes % 4 * TILES, CODES, 4, TILES // 4)
+    z, z_done = _read_rows(side, lanes % 4 * TILES, CODES + D // 4, 4, TILES // 4)
     return words, s_int, z, done + s_done + z_done
 
 
 @triton.jit
-def read_v(part, D: tl.constexpr, BITS: tl.constexpr):
+def read_v(side, D: tl.constexpr, BITS: tl.constexpr):
     """V of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, D] the words of a lane's rows.
 
     Those are the same for all t, [g][t][D / 32]: for each column of an output. And what frees the slot.
@@ -256,7 +256,7 @@ def read_v(part, D: tl.constexpr, BITS: tl.constexpr):
     CODES: tl.constexpr = 2 * D * BITS
     RUN: tl.constexpr = D // 32
     lanes = tl.arange(0, 32)[None, :]
-    words, done = _read_rows(part, lanes * 4, 0, LANE_WORDS, CODES // LANE_WORDS)
-    s_int, s_done = _read(part, lanes // 4 * RUN, CODES, RUN)
-    z, z_done = _read(part, lanes // 4 * RUN, CODES + D // 4, RUN)
+    words, done = _read_rows(side, lanes * 4, 0, LANE_WORDS, CODES // LANE_WORDS)
+    s_int, s_done = _read(side, lanes // 4 * RUN, CODES, RUN)
+    z, z_done = _read(side, lanes // 4 * RUN, CODES + D // 4, RUN)
     return words, s_int, z, done + s_done + z_done

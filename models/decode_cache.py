@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels.decode_attention import CacheLayer, KVLayer
 from ..kernels.flashq_kernels import turbo_append, turbo_compact
 from ..kernels.flashq_layout import TurboLayer
-from ..kernels.lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
+from ..kernels.lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
 from ..kernels.turbo_attention import turbo_decode_attention, turbo_settings
 
 __all__ = ["DecodeCache"]
@@ -81,7 +81,7 @@ class DecodeCache:
         out: Tensor,
         lse: Tensor,
         speculation: Speculation | None = None,
-        part: Part = "all",
+        phase: Phase = "all",
         gate: Tensor | None = None,
         newest_only: bool = False,
     ) -> None:
@@ -89,9 +89,9 @@ class DecodeCache:
         cache, seq_lens, scale = self._layers[layer], self._seq_lens, self._sm_scale
         if isinstance(cache, KVLayer):
             lean_decode_attention(
-                q, *cache, seq_lens, scale, self._workspace, out, lse, speculation, part, gate, newest_only=newest_only
+                q, *cache, seq_lens, scale, self._workspace, out, lse, speculation, phase, gate, newest_only=newest_only
             )
         else:
             turbo_decode_attention(
-                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, part, gate, newest_only=newest_only
+                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, phase, gate, newest_only=newest_only
             )

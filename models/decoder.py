@@ -19,15 +19,15 @@ from torch import Tensor
 
 from ..kernels.decode_attention import CacheLayer
 from ..kernels.exchange import Exchange, LogitExchange
-from ..kernels.handover import receive_handover, receive_stream, send_handover, send_stream
-from ..kernels.lean_attention import Part
+from ..kernels.handover import receive_handover, receive_residual, send_handover, send_residual
+from ..kernels.lean_attention import Phase
 from ..kernels.mailbox import Handover
 from ..kernels.next_token import collect_logits, num_candidates
 from ..kernels.projections import gate_up_silu, qkv_rope_append
 from ..kernels.push import lm_head, push_partial
 from ..kernels.residual import embed_norm, num_square_sums, reduce_norm
 from ..kernels.roles import decide, meet, take_turn
-from ..kernels.swap import Swap, pack_handover, pack_stream, settle, unpack_handover, unpack_stream
+from ..kernels.swap import Swap, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
 from .config import LlamaConfig
 from .decode_cache import DecodeCache
 from .llama import LlamaWeights
@@ -241,7 +241,7 @@ class Decoder:
         with swap.beside():
             yield "handover", layer, self._receive
             yield from self._go_on(layer, Branch(swap.aside, swap.calls.all_reduce_aside, (gates.receives,) * 3))
-        yield "full_attention", layer, partial(self._swapped_attention, part="rest")
+        yield "full_attention", layer, partial(self._swapped_attention, phase="rest")
         yield "verdict", layer, self._settle
         yield from self._go_on(layer, Branch(self._exchange, self._all_reduce, (gates.redoes,) * 3))
         swap.join()
@@ -262,11 +262,11 @@ class Decoder:
         self._swapped_attention(layer, "predictor")
         pack_handover(self._swap, layer, self.buffers.x, *self._cache.newest(layer))
 
-    def _swapped_attention(self, layer: int, part: Part) -> None:
+    def _swapped_attention(self, layer: int, phase: Phase) -> None:
         assert self.pairing is not None
         at, swap = self.buffers, self._swap
         speculation = swap.speculation(self.pairing.chunk_size)
-        self._cache.attend(layer, at.q, at.attn_out, at.lse, speculation, part, swap.gates(layer).sends)
+        self._cache.attend(layer, at.q, at.attn_out, at.lse, speculation, phase, swap.gates(layer).sends)
 
     def _receive(self, layer: int) -> None:
         at, swap = self.buffers, self._swap
@@ -285,14 +285,14 @@ class Decoder:
         assert self.pairing is not None
         at, handover, gamma = self.buffers, self.pairing.handover, self._weights.final_norm
         if isinstance(handover, Swap):
-            pack_stream(handover, at.x)
-            handover.calls.swap_aside(handover.streams)
-            unpack_stream(handover, at.x, gamma, at.x_norm, at.square_sums)
+            pack_residual(handover, at.x)
+            handover.calls.swap_aside(handover.residuals)
+            unpack_residual(handover, at.x, gamma, at.x_norm, at.square_sums)
             handover.next_step()
             return
         take_turn(handover, self.config.num_layers, self.pairing.hits, PATIENCE_NS)
-        send_stream(handover, at.x)
-        receive_stream(handover, at.x, gamma, at.x_norm, at.square_sums, PATIENCE_NS)
+        send_residual(handover, at.x)
+        receive_residual(handover, at.x, gamma, at.x_norm, at.square_sums, PATIENCE_NS)
 
     def post_attention(self, layer: int, branch: Branch | None = None) -> None:
         """o, all-reduce, MLP, all-reduce."""

@@ -6,7 +6,7 @@ import torch
 
 from ..errors import UserError
 from ..kernels.flashq_layout import HEAD_DIMS
-from ..kernels.turbo_attention import MAX_GROUP
+from ..kernels.turbo_attention import MAX_HEADS_PER_KV
 from ..models.config import LlamaConfig
 from ..sas import Softmax
 from .kv_cache import KVCache
@@ -29,9 +29,10 @@ def check_codec(codec: str, config: LlamaConfig, tp_size: int) -> None:
         sizes = " or ".join(map(str, HEAD_DIMS))
         raise UserError(f"kv_cache: {codec} needs a head_dim of {sizes}, the model has {config.head_dim}; use bf16")
     group = config.num_qo_heads // config.num_kv_heads
-    if group > MAX_GROUP:
+    if group > MAX_HEADS_PER_KV:
         raise UserError(
-            f"kv_cache: {codec} takes up to {MAX_GROUP} query heads for each KV head, the model has {group}; use bf16"
+            f"kv_cache: {codec} takes up to {MAX_HEADS_PER_KV} query heads for each KV head, the model has {group}; "
+            "use bf16"
         )
     if codec == "turbo-mixed" and config.num_kv_heads // tp_size < 2:
         raise UserError(

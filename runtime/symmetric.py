@@ -60,7 +60,7 @@ def exchanges(
     sizes = [
         num_slots * batch_size * tp_size * hidden_size if tp_size > 1 else 0,
         -(-batch_size * world_size * rows // 2) * 2,  # so that what follows is aligned to 16 bytes
-        sum(pair.part_words()) if pair else 0,
+        sum(pair.field_words()) if pair else 0,
         world_size if pair else 0,
     ]
     memory, addresses, paired_memory = _allocate(sum(sizes), transport)

@@ -37,7 +37,7 @@ from alspec.kernels import (
 )
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
-INTEGER = {"seq_lens_ptr", "counters_ptr", "group_counters_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
+INTEGER = {"seq_lens_ptr", "counters_ptr", "bundle_counters_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
 INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
 INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr"}
 WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
@@ -73,21 +73,21 @@ def lean(
     batch_size: int,
     spec: bool,
     gate: bool = False,
-    part: str = "all",
+    phase: str = "all",
     kv_heads: int = 8,
     guess_parts: int = 1,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
     merge_round, wide = lean_attention.lean_merge_sizes(group, head_dim, 132 // (kv_heads * batch_size), spec)
     constants = {
-        "HKV": kv_heads, "GROUP": group, "GROUP_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim,
+        "HKV": kv_heads, "HEADS_PER_KV": group, "HEADS_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim,
         "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size),
         "BLOCK_N": 64 if capability >= 100 else 128, "LONG": capability == 90 and head_dim == 64,
         "STAGES": 3 if capability == 90 else 2, "ROUND": merge_round,
-        "WIDE": wide, "SPEC": spec, "GUESS_PARTS": guess_parts, "PART": lean_attention.PARTS[part],
+        "WIDE": wide, "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": lean_attention.PHASES[phase],
         "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
-    if part != "all":
+    if phase != "all":
         constants |= dict.fromkeys(["epoch_ptr"])
     if not gate:
         constants["gate_ptr"] = None
@@ -95,20 +95,20 @@ def lean(
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr", "sums_ptr"])
     if guess_parts == 1:
         constants["spec_lse_ptr"] = None
-    types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and part == "all" else {}
+    types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and phase == "all" else {}
     return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants, **types)
 
 
 def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False) -> Any:
     """The attention kernel as `turbo_decode_attention` launches it."""
     settings = turbo_attention.GPU_SETTINGS
-    group_pad, warps = triton.next_power_of_2(group), settings.num_warps
-    merge_round, wide = turbo_attention.turbo_merge_sizes(group_pad, warps)
+    heads_pad, warps = triton.next_power_of_2(group), settings.num_warps
+    merge_round, wide = turbo_attention.turbo_merge_sizes(heads_pad, warps)
     constants = {
-        "GROUP": group, "GROUP_PAD": group_pad, "D": head_dim,
+        "HEADS_PER_KV": group, "HEADS_PAD": heads_pad, "D": head_dim,
         "HKV": 8, "OUTPUTS": 8 * batch_size, "OUTPUTS_PAD": max(32, 8 * batch_size),
         "PROGRAMS": 132 * settings.per_sm, "PER_SM": settings.per_sm, "WARPS": warps,
-        "ROUND": merge_round, "WIDE": wide, "SAS": sas, "SPEC": spec, "PART": 0, "PDL": capability >= 90,
+        "ROUND": merge_round, "WIDE": wide, "SAS": sas, "SPEC": spec, "PHASE": 0, "PDL": capability >= 90,
         "gate_ptr": None,
         "EARLY": capability >= 90 and not spec, "BULK": capability >= 90,
     }  # fmt: skip
@@ -121,7 +121,7 @@ def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: boo
 def prefill(head_dim: int) -> Any:
     """The attention kernel of prompts as `turbo_prefill_attention` launches it on Hopper."""
     kernel = turbo_prefill_hopper.prefill_hopper_kernel
-    constants = {"HQ": 32, "GROUP": 4, "D": head_dim, "STAGES": turbo_prefill_hopper.STAGES}
+    constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "STAGES": turbo_prefill_hopper.STAGES}
     tile = [turbo_prefill_hopper.TILE, head_dim]
     types = dict.fromkeys(["q_ptr", "out_ptr"], "*bf16") | {"qk_scale": "fp32"}
     for name, kind, short in (("k_desc", gl.int8, "i8"), ("v_desc", gl.float16, "fp16")):
@@ -202,7 +202,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     receive |= {"SPEC_BLOCKS": heads * 128 // handover.BLOCK}
     words = {"attn_out_ptr": "*bf16", "spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"}
     in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
-    stream = {"HIDDEN": hidden, "BLOCK": 32} | pdl
+    only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
     settle = {
         "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "HQ": heads, "HQ_PAD": heads, "T": tp_size,
@@ -220,20 +220,20 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "meet": compiled(roles._meet_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
         "take_turn": compiled(roles._take_turn_kernel, turn),
         "send_handover": compiled(handover._send_kernel, message),
-        "send_stream": compiled(handover._send_kernel, only_x),
+        "send_residual": compiled(handover._send_kernel, only_x),
         "receive_handover": compiled(handover._receive_handover_kernel, receive, **words),
         "receive_handover, in parts": compiled(handover._receive_handover_kernel, in_parts, 4, **words),
-        "receive_stream": compiled(handover._receive_stream_kernel, stream),
+        "receive_residual": compiled(handover._receive_stream_kernel, only_channels),
         "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(roles._decide_kernel, decide),
         "pack_handover": compiled(swap._pack_kernel, packed, out_ptr="*fp32"),
-        "pack_stream": compiled(
+        "pack_residual": compiled(
             swap._pack_kernel,
             packed | {"PDL": False} | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
             out_ptr="*fp32",
         ),
         "unpack_handover": compiled(swap._unpack_handover_kernel, packed | {"OUT": heads * 128}, attn_out_ptr="*bf16"),
-        "unpack_stream": compiled(swap._unpack_stream_kernel, stream),
+        "unpack_residual": compiled(swap._unpack_stream_kernel, only_channels),
         "settle": compiled(swap._settle_kernel, settle | {"forced_ptr": None}, **gates),
         "settle, forced": compiled(swap._settle_kernel, settle, **gates),
     }
@@ -288,8 +288,8 @@ def main(capability: int) -> None:
     """Compile everything and print the report."""
     compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in BOTH}
     compiled["lean, 2 KV heads"] = lean(capability, 4, 128, 1, False, kv_heads=2)
-    for part in ("all", "predictor", "rest"):
-        compiled[f"lean, gated, {part}"] = lean(capability, 4, 128, 1, True, True, part)
+    for phase in ("all", "predictor", "rest"):
+        compiled[f"lean, gated, {phase}"] = lean(capability, 4, 128, 1, True, True, phase)
     compiled |= quantised_cache(capability)
     if capability == 90:
         compiled |= {f"lean, head 64, batch {size}, spec {spec}": lean(90, 4, 64, size, spec) for size, spec in BOTH}

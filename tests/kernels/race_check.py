@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from alspec.kernels.lean_attention import LeanWorkspace, Part, Speculation, lean_decode_attention
+from alspec.kernels.lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.spec_ready import pair_speculation
@@ -45,15 +45,15 @@ def lean(lengths: tuple[int, ...], num_programs: int, group: int, head_dim: int)
     speculation = Speculation(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
     # Of one request in parts, as a pair has it.
     in_parts, _ = pair_speculation(128, q, heads, device)
-    launches: tuple[tuple[str, Speculation | None, tuple[Part, ...]], ...] = (
+    launches: tuple[tuple[str, Speculation | None, tuple[Phase, ...]], ...] = (
         ("plain", None, ("all",)),
         ("guess", speculation, ("all",)),
         (f"guess in {in_parts.parts}", in_parts, ("all",)),
         ("two launches", speculation, ("predictor", "rest")),
     )
-    for name, spec, parts in launches:
-        for part in parts:
-            lean_decode_attention(q, k, v, seq_lens, head_dim**-0.5, workspace, out, lse, spec, part)
+    for name, spec, phases in launches:
+        for phase in phases:
+            lean_decode_attention(q, k, v, seq_lens, head_dim**-0.5, workspace, out, lse, spec, phase)
         report(f"{name}, {lengths}, {num_programs} programs, {group} x {head_dim}", out, q, k, v, seq_lens)
 
 

@@ -11,7 +11,7 @@ import torch
 from paired_ranks import PATIENCE_NS, nan, pairs, sums_for
 from torch import Tensor
 
-from alspec.kernels.handover import receive_handover, receive_stream, send_handover, send_stream
+from alspec.kernels.handover import receive_handover, receive_residual, send_handover, send_residual
 from alspec.kernels.lean_attention import LeanWorkspace, lean_decode_attention
 from alspec.kernels.mailbox import Mailbox, PairShape
 from alspec.kernels.reference import reduce_norm_ref, speculative_decode_attention_ref
@@ -154,10 +154,10 @@ def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capa
         rank.own.spec_out.fill_(3 << 32)
     boxes = copied(source.own), copied(target.own)
     send_handover(source, 0, state.x, state.k, state.v, seq_lens)
-    send_stream(source, state.x)
+    send_residual(source, state.x)
     receive_handover(target, 0, state.x, state.k, state.v, seq_lens, state.attn_out, 0)
     x_norm, squares = state.x.clone(), nan(device, torch.float32, shape.batch_size, num_square_sums(shape.hidden_size))
-    receive_stream(target, state.x, state.x[0].clone(), x_norm, squares, 0)
+    receive_residual(target, state.x, state.x[0].clone(), x_norm, squares, 0)
     hits = torch.full((shape.num_layers, shape.batch_size), -1, dtype=torch.int32, device=device)
     sums = torch.ones(shape.batch_size, shape.num_qo_heads, 2, device=device)
     decide(source, 0, sums, torch.ones_like(seq_lens), 0.1, hits, 0)
@@ -185,7 +185,7 @@ def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, st
     live = torch.ones_like(seq_lens)
     hits = torch.full((2, 2), -1, dtype=torch.int32, device=device)
     send_handover(source, 0, mine.x, mine.k, mine.v, seq_lens)
-    send_stream(source, mine.x)
+    send_residual(source, mine.x)
     decide(source, 0, sums_for(device, [True, True], 4), live, 0.5, hits, 0)
     # Of parts, those of the guess are here, and their lse is not.
     target.own.spec_out.fill_((stale if parts == 1 else epoch) << 32)
@@ -195,7 +195,7 @@ def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, st
     assert theirs.x.isnan().all()
     assert theirs.attn_out.isnan().all()
     x, x_norm = theirs.x.clone().zero_(), theirs.x.clone()
-    receive_stream(target, x, theirs.x[0].clone(), x_norm, nan(device, torch.float32, 2, num_square_sums(64)), 0)
+    receive_residual(target, x, theirs.x[0].clone(), x_norm, nan(device, torch.float32, 2, num_square_sums(64)), 0)
     assert x.isnan().all()
     target.priority.copy_(torch.tensor([1, 2]))
     take_turn(target, 1, hits, 0)
@@ -224,7 +224,7 @@ def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
             take_turn(target, 3, hits, 10**7)
         elif missing == "stream":
             squares = nan(device, torch.float32, 1, num_square_sums(64))
-            receive_stream(target, state.x, state.x[0].clone(), state.x.clone(), squares, 10**7)
+            receive_residual(target, state.x, state.x[0].clone(), state.x.clone(), squares, 10**7)
         else:
             receive_handover(target, 2, state.x, state.k, state.v, seq_lens, state.attn_out, 10**7)
         late_slot = 2 * (4 if missing == "stream" else 2)
@@ -233,7 +233,7 @@ def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("batch", "hidden"), [(1, 64), (3, 97)])
-def test_the_stream_reaches_the_other_group(
+def test_the_residual_reaches_the_other_group(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, check: Check
 ) -> None:
     ((source,), (target,)) = pairs(device, PairShape(2, batch, 1, hidden, 3, 1, 20), 6)
@@ -242,8 +242,8 @@ def test_the_stream_reaches_the_other_group(
     sent, gamma = torch.randn(batch, hidden).to(device), torch.randn(hidden).to(dtype).to(device)
     x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
     squares = nan(device, torch.float32, batch, num_square_sums(hidden))
-    send_stream(source, sent)
-    receive_stream(target, x, gamma, x_norm, squares, PATIENCE_NS)
+    send_residual(source, sent)
+    receive_residual(target, x, gamma, x_norm, squares, PATIENCE_NS)
     assert torch.equal(x, sent)
     _, expected, square_sum = reduce_norm_ref(torch.zeros_like(sent)[None], sent, gamma)
     check(x_norm, expected, dtype)
@@ -286,7 +286,7 @@ def test_attention_puts_the_guess_into_the_paired_rank_unless_its_gate_is_closed
 
 def test_mailboxes_keep_apart_and_aligned(device: torch.device) -> None:
     shape = PairShape(3, 3, 2, 97, 9, 3, 20, 5)
-    memory = torch.zeros(sum(shape.part_words()), dtype=torch.int64, device=device)
+    memory = torch.zeros(sum(shape.field_words()), dtype=torch.int64, device=device)
     mailbox = Mailbox.view(memory, shape)
     for number, field in enumerate(fields(mailbox)):
         part = getattr(mailbox, field.name)

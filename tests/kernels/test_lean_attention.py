@@ -110,9 +110,18 @@ class Launch:
         for output in outputs:
             output.fill_(math.nan if output.is_floating_point() else 0)
         scale = self.q.shape[-1] ** -0.5
-        for part in ("predictor", "rest") if self.in_two else ("all",):
+        for phase in ("predictor", "rest") if self.in_two else ("all",):
             lean_decode_attention(
-                self.q, self.k, self.v, self.seq_lens, scale, self.workspace, self.out, self.lse, self.speculation, part
+                self.q,
+                self.k,
+                self.v,
+                self.seq_lens,
+                scale,
+                self.workspace,
+                self.out,
+                self.lse,
+                self.speculation,
+                phase,
             )
 
     @property
@@ -134,7 +143,7 @@ class Launch:
         out, lse = decode_attention_ref(self.q, self.k, self.v, self.seq_lens, scale)
         check(self.out, out, dtype)
         check(self.lse, lse, dtype)
-        for counters in (self.workspace.counters, self.workspace.group_counters):
+        for counters in (self.workspace.counters, self.workspace.bundle_counters):
             assert not counters.any(), "a ticket was left behind"
         if self.speculation is not None:
             spec_out, _, sums = speculative_decode_attention_ref(

@@ -13,7 +13,7 @@ from alspec.kernels.exchange import Exchange
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.reference import decide_ref, reduce_norm_ref
 from alspec.kernels.residual import num_square_sums
-from alspec.kernels.swap import Swap, SwapCalls, pack_handover, pack_stream, settle, unpack_handover, unpack_stream
+from alspec.kernels.swap import Swap, SwapCalls, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
 from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
@@ -48,7 +48,7 @@ def swaps(device: torch.device, shape: PairShape) -> list[list[Swap]]:
                 rank=group * shape.tp_size + tp_rank,
             )
             swap = Swap.allocate(shape, exchange, group, SwapCalls(no_call, no_call, no_call))
-            for buffer in (swap.boxes, swap.streams, swap.sums):
+            for buffer in (swap.boxes, swap.residuals, swap.sums):
                 buffer.fill_(torch.nan)
             found[-1].append(swap)
     return found
@@ -106,17 +106,17 @@ def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capa
         swap.gates(1).sends.fill_(1)
         swap.gates(1).receives.fill_(1)
     pack_handover(source, 0, x, k, v, seq_lens)
-    pack_stream(source, x)
+    pack_residual(source, x)
     unpack_handover(target, 0, x, k, v, seq_lens, written[3])
-    unpack_stream(target, x, x[0].clone(), written[4], written[5])
+    unpack_residual(target, x, x[0].clone(), written[4], written[5])
     assert all(torch.equal(now, then) for now, then in zip(written, before, strict=True))
     assert source.boxes.isnan().all()
-    assert source.streams.isnan().all()
+    assert source.residuals.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("batch", "hidden"), [(1, 64), (3, 97)])
-def test_the_stream_reaches_the_other_group(
+def test_the_residual_reaches_the_other_group(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, check: Check
 ) -> None:
     (target,), (source,) = swaps(device, PairShape(2, batch, 1, hidden, 3, 1, 20))
@@ -124,9 +124,9 @@ def test_the_stream_reaches_the_other_group(
     sent, gamma = torch.randn(batch, hidden, device=device), torch.randn(hidden, device=device).to(dtype)
     x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
     squares = nan(device, torch.float32, batch, num_square_sums(hidden))
-    pack_stream(source, sent)
-    target.streams[source.group].copy_(source.streams[source.group])
-    unpack_stream(target, x, gamma, x_norm, squares)
+    pack_residual(source, sent)
+    target.residuals[source.group].copy_(source.residuals[source.group])
+    unpack_residual(target, x, gamma, x_norm, squares)
     assert torch.equal(x, sent)
     _, expected, square_sum = reduce_norm_ref(torch.zeros_like(sent)[None], sent, gamma)
     check(x_norm, expected, dtype)

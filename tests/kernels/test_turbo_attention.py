@@ -68,15 +68,15 @@ class Launch:
     def softmax(self, softmax: Softmax) -> None:
         self.layer = replace(self.layer, softmax=softmax)
 
-    def run(self, *parts: str, gate: Tensor | None = None) -> None:
+    def run(self, *phases: str, gate: Tensor | None = None) -> None:
         for scratch in (self.workspace.o, self.workspace.lse):
             scratch.fill_(math.nan)
         for output in self.outputs():
             output.fill_(math.nan if output.is_floating_point() else 0)
-        for part in parts or ("all",):
+        for phase in phases or ("all",):
             turbo_decode_attention(
                 self.q, self.layer, self.seq_lens, self.q.shape[-1] ** -0.5, self.workspace, self.out, self.lse,
-                self.speculation, part, gate, settings=self.settings,
+                self.speculation, phase, gate, settings=self.settings,
             )  # type: ignore[arg-type]  # fmt: skip
 
     def outputs(self) -> list[Tensor]:
@@ -95,7 +95,7 @@ class Launch:
         out, lse = decode_attention_ref(*args, scale, self.softmax)
         _close(self.out, out, tolerance)
         assert float((self.lse.cpu() - lse).abs().max()) < 8 * tolerance
-        for counters in (self.workspace.counters, self.workspace.group_counters):
+        for counters in (self.workspace.counters, self.workspace.bundle_counters):
             assert not counters.any(), "a ticket was left behind"
         if self.speculation is not None:
             chunk_size = self.speculation.chunk_size
@@ -416,8 +416,8 @@ def test_what_it_refuses(device: torch.device) -> None:
         turbo_decode_attention(wide, launch.layer, *args)
     with pytest.raises(ValueError, match="head_dim"):
         turbo_decode_attention(launch.q[..., :32].contiguous(), launch.layer, *args)
-    with pytest.raises(ValueError, match="part"):
-        turbo_decode_attention(launch.q, launch.layer, *args, part="rest")
+    with pytest.raises(ValueError, match="phase"):
+        turbo_decode_attention(launch.q, launch.layer, *args, phase="rest")
     with pytest.raises(ValueError, match="seq_lens"):
         turbo_decode_attention(launch.q, launch.layer, launch.seq_lens.long(), *args[1:])
     in_parts = Speculation(128, launch.out, launch.lse, spec_lse=torch.empty(2, 1, 1, dtype=torch.int64))

@@ -8,7 +8,7 @@ from paired_ranks import PATIENCE_NS, nan, pairs
 from torch import Tensor
 
 from alspec.kernels.exchange import Exchange
-from alspec.kernels.handover import receive_handover, receive_stream, send_handover, send_stream
+from alspec.kernels.handover import receive_handover, receive_residual, send_handover, send_residual
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, lean_decode_attention
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.projections import gate_up_silu, qkv_rope_append
@@ -97,9 +97,9 @@ def test_two_groups_compute_what_one_would(device: torch.device, verdicts: tuple
                 rank.post_attention(layer, pair.exchange, pair.priority)
         for rank, pair in zip(ranks, handovers, strict=True):
             take_turn(pair, num_layers, hits, PATIENCE_NS)
-            send_stream(pair, rank.x)
+            send_residual(pair, rank.x)
         for rank, pair in zip(ranks, handovers, strict=True):
-            receive_stream(pair, rank.x, rank.ones, rank.x_norm, rank.squares, PATIENCE_NS)
+            receive_residual(pair, rank.x, rank.ones, rank.x_norm, rank.squares, PATIENCE_NS)
             for name in ("x", "x_norm", "squares", "k", "v"):
                 assert torch.equal(getattr(rank, name), getattr(single, name)), name
             assert int(pair.exchange.fault) == 0

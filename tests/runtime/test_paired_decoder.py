@@ -41,7 +41,7 @@ class Pair:
         shape = PairShape(
             config.num_layers, 1, 1, config.hidden_size, config.num_qo_heads, config.num_kv_heads, config.head_dim
         )
-        memories = [torch.zeros(sum(shape.part_words()), dtype=torch.int64) for _ in range(2)]
+        memories = [torch.zeros(sum(shape.field_words()), dtype=torch.int64) for _ in range(2)]
         meetings = torch.zeros(2, 2, dtype=torch.int64)
         self.epoch = torch.ones(1, dtype=torch.int32)
         self.ranks = []
