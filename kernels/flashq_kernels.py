@@ -194,7 +194,7 @@ def _turbo_append_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
+    if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
             return
     request, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H

@@ -52,7 +52,7 @@ def opens(gate_ptr, PDL: tl.constexpr):
     Warps may see different values. They part only until each of them has waited; nothing they share lies in between.
     """
     is_open = tl.load(gate_ptr, volatile=True) != 0
-    if PDL:  # noqa: SIM102 (one is of the compiler, the other of the program)
+    if PDL:
         if not is_open:
             gdc_wait()
             is_open = tl.load(gate_ptr, volatile=True) != 0

@@ -341,7 +341,7 @@ def lean_decode_kernel(
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
-    if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
+    if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
     program = tl.program_id(0)
@@ -374,7 +374,7 @@ def lean_decode_kernel(
     if PHASE == PREDICTOR:
         tile = last + 0
 
-    if SPEC and PHASE == ALL and PDL:  # noqa: SIM102 (one is of the compiler, the other of the program)
+    if SPEC and PHASE == ALL and PDL:
         if (program >= num_guesses) & (total_rest >= BUSY_TILES * PROGRAMS):
             wait_cycles(HEAD_START)
 
@@ -436,7 +436,7 @@ def lean_decode_kernel(
             o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC)
         if count > 0:
             current = slot - program
-            if SPEC and PHASE != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
+            if SPEC and PHASE != REST:
                 if is_guess:
                     send_guess(
                         o, lse, current, part, parts, num_outputs, spec_out_ptr, spec_lse_ptr, epoch,

@@ -20,7 +20,11 @@ from .exchange import Exchange
 from .lean_attention import Speculation
 from .words import LATE_WORD, fault_code
 
-__all__ = ["Handover", "Mailbox", "PairShape"]
+__all__ = ["GATE_MLP", "GATE_O", "GATE_PRE_ATTENTION", "GATE_STRIDE", "Handover", "Mailbox", "PairShape"]
+
+# Gates of a layer, by what they open: the o projection, the MLP, the next layer's pre-attention.
+GATE_O, GATE_MLP, GATE_PRE_ATTENTION = range(3)
+GATE_STRIDE = 4  # int32 words from one gate to the next: compiled kernels rely on 16-byte alignment
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,8 @@ class Handover:
     priority: Tensor  # [2] int32: own group's, the other's
     sends: Tensor  # [1] int32
     receives: Tensor  # [1] int32
-    # [3, 4] int32, the first of each four: whether this group computes the o projection; the MLP; the next layer's
-    # pre-attention. The later gates close where the verdict comes while a receiver computes on a rejected guess.
+    # [3, GATE_STRIDE] int32, the first word of each row: whether this group computes what the gate opens. The later
+    # gates close where the verdict comes while a receiver computes on a rejected guess.
     gates: Tensor
     meeting: Tensor  # [world] int64: written by each rank of the job as its step begins
     meeting_peers: Tensor  # [world] int64: address of each rank's `meeting`
@@ -135,7 +139,7 @@ class Handover:
             priority=torch.zeros(2, dtype=torch.int32, device=device),
             sends=torch.zeros(1, dtype=torch.int32, device=device),
             receives=torch.zeros(1, dtype=torch.int32, device=device),
-            gates=torch.zeros(3, 4, dtype=torch.int32, device=device),
+            gates=torch.zeros(3, GATE_STRIDE, dtype=torch.int32, device=device),
             meeting=meeting,
             meeting_peers=torch.tensor(list(meeting_addresses), device=device),
         )
@@ -155,9 +159,9 @@ class Handover:
             chunk_size, box.spec_out[layer], sums, self.exchange.epoch, box.spec_lse[layer] if in_parts else None
         )
 
-    def gate(self, part: int) -> Tensor:
-        """[1] int32: of `gates`; aligned, as compiled kernels rely on."""
-        return self.gates[part, :1]
+    def gate(self, which: int) -> Tensor:
+        """[1] int32: one of `gates`, GATE_O and the like."""
+        return self.gates[which, :1]
 
     def verdict(self, layer: int) -> Tensor:
         """[1] int64: the word with which the paired rank's group judges what it handed over in this layer."""

@@ -112,7 +112,7 @@ def _qkv_rope_append_kernel(
     row = tl.arange(0, 2 * PAIRS)
     row = row // 2 + row % 2 * (D // 2)
     tile = tl.program_id(0)
-    if gate_ptr is not None:  # noqa: SIM102
+    if gate_ptr is not None:
         if not opens(gate_ptr, PDL):
             return
     w = load_weights(w_ptr, tile // TILES * D + tile % TILES * PAIRS + row, 0, K, KP, False)
@@ -120,7 +120,7 @@ def _qkv_rope_append_kernel(
         gdc_wait()
         # Not before: attention reads lengths and older tokens as soon as it starts, and they must be there.
         gdc_launch_dependents()
-    if gate_ptr is not None:  # noqa: SIM102
+    if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
             return
     if LOOP:
@@ -251,13 +251,13 @@ def _gate_up_silu_kernel(
     row = tl.arange(0, 2 * ROWS)
     row = row // 2 + row % 2 * I
     tile = tl.program_id(0)
-    if gate_ptr is not None:  # noqa: SIM102
+    if gate_ptr is not None:
         if not opens(gate_ptr, PDL):
             return
     w = load_weights(w_ptr, tile * ROWS + row, 0, K, KP, False)
     if PDL:
         gdc_wait()
-    if gate_ptr is not None:  # noqa: SIM102
+    if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
             return
     if LOOP:

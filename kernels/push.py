@@ -88,7 +88,7 @@ def _push_partial_kernel(
     if PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if gate_ptr is not None:  # noqa: SIM102
+    if gate_ptr is not None:
         if not opens(gate_ptr, PDL):
             return
     w = load_weights(w_ptr, rows, num_rows, K, KP, MASKED)
@@ -99,7 +99,7 @@ def _push_partial_kernel(
         bases = bases + (tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)),)  # noqa: RUF005 (Triton has no *)
     if PDL:
         gdc_wait()
-    if gate_ptr is not None:  # noqa: SIM102
+    if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
             return
     fault = tl.load(fault_ptr)

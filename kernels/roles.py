@@ -10,10 +10,10 @@ group's first; before a layer they are
 
 and a layer is, with each kernel gated by the word in brackets,
 
-    pre-attention [gate 2], take_turn, send_handover [sends], lean_decode_attention [sends], decide [sends],
-    receive_handover [receives], o and its all-reduce [gate 0], MLP and its all-reduce [gate 1]
+    pre-attention [GATE_PRE_ATTENTION], take_turn, send_handover [sends], lean_decode_attention [sends], decide [sends],
+    receive_handover [receives], o and its all-reduce [GATE_O], MLP and its all-reduce [GATE_MLP]
 
-The gates are open while the own priority is not 0, and close early for a receiver that learns of its rejection.
+Those gates are open while the own priority is not 0, and close early for a receiver that learns of its rejection.
 
 A rank's words go to the rank of the same place in the other group (see mailbox.py); what it hands over is in
 handover.py.
@@ -32,10 +32,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .launch import launch, launch_options, prefer_l1
-from .mailbox import Handover
+from .mailbox import GATE_O, GATE_PRE_ATTENTION, GATE_STRIDE, Handover
 from .words import LATE_WORD, await_words, fault_code, pack_words
 
 __all__ = ["decide", "judge", "meet", "squared", "take_turn"]
+
+# Where the gates lie that kernels here write, from `gates_ptr` on.
+O_AT = tl.constexpr(GATE_O * GATE_STRIDE)
+PRE_ATTENTION_AT = tl.constexpr(GATE_PRE_ATTENTION * GATE_STRIDE)
 
 
 @triton.jit(do_not_specialize=["rank", "patience_ns", "code"])
@@ -85,7 +89,7 @@ def _take_turn_kernel(
     priority_ptr,  # [2] int32
     sends_ptr,  # [1] int32
     receives_ptr,  # [1] int32
-    gates_ptr,  # [3, 4] int32
+    gates_ptr,  # [3, GATE_STRIDE] int32
     hits_ptr,  # [L, B] int32
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
@@ -120,9 +124,9 @@ def _take_turn_kernel(
     tl.store(priority_ptr, mine)
     tl.store(priority_ptr + 1, tl.where(sends, receiver, 2))
     is_open = (mine != 0).to(tl.int32)
-    tl.store(gates_ptr, is_open)
+    tl.store(gates_ptr + O_AT, is_open)
     # The next step's first pre-attention; within a step that gate follows from the others.
-    tl.store(gates_ptr + 8, is_open, mask=layer == num_layers)
+    tl.store(gates_ptr + PRE_ATTENTION_AT, is_open, mask=layer == num_layers)
 
 
 def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) -> None:
@@ -169,7 +173,7 @@ def _decide_kernel(
     peers_ptr,  # [T] int64: address of each rank's
     verdicts_ptr,  # [L, B + 1] int64, the paired rank's
     priority_ptr,  # [2] int32
-    gates_ptr,  # [3, 4] int32
+    gates_ptr,  # [3, GATE_STRIDE] int32
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     gate_ptr,  # [1] int32
@@ -224,7 +228,7 @@ def _decide_kernel(
     tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
     tl.store(priority_ptr, tl.where(verdict, 0, 2))
     tl.store(priority_ptr + 1, 1)
-    tl.store(gates_ptr, tl.where(verdict, 0, 1))
+    tl.store(gates_ptr + O_AT, tl.where(verdict, 0, 1))
 
 
 def decide(

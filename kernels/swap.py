@@ -35,7 +35,7 @@ from .exchange import Exchange
 from .handover import load_message, store_message
 from .launch import launch, launch_options, prefer_l1
 from .lean_attention import Speculation
-from .mailbox import PairShape
+from .mailbox import GATE_STRIDE, PairShape
 from .residual import BLOCK as RESIDUAL_BLOCK
 from .residual import num_square_sums, write_residual
 from .roles import judge, squared
@@ -82,7 +82,7 @@ class Swap:
     boxes: Tensor  # [2, B Hq D + B M, filled up] fp32: the handovers of both groups; A~ first
     residuals: Tensor  # [2, B, hidden] fp32: x after the last layer
     sums: Tensor  # [2 T, B, Hq, 2] fp32: dist2 and norm2 of each query head, of all ranks
-    gate_words: Tensor  # [3, L + 1, 4] int32: sends, receives, redoes; the first of 4 counts, for their alignment
+    gate_words: Tensor  # [3, L + 1, GATE_STRIDE] int32: sends, receives, redoes, the first word of each row
     aside: Exchange  # partial sums of the branch beside the main one
     calls: SwapCalls
     stream: torch.cuda.Stream | None  # of that branch
@@ -96,7 +96,7 @@ class Swap:
         def new(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
-        gate_words = new(3, shape.num_layers + 1, 4, dtype=torch.int32)
+        gate_words = new(3, shape.num_layers + 1, GATE_STRIDE, dtype=torch.int32)
         gate_words[group, 0, 0] = gate_words[group, -1, 0] = 1  # as after a step
         return cls(
             shape=shape,

@@ -119,7 +119,7 @@ def turbo_decode_kernel(
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
-    if gate_ptr is not None:  # noqa: SIM102 (one is of the compiler, the other of the program)
+    if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
     slots, parity = 0, 0
@@ -237,7 +237,7 @@ def turbo_decode_kernel(
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 
         slot = program + output
-        if SPEC and PHASE != REST:  # noqa: SIM102 (one is of the compiler, the other of the program)
+        if SPEC and PHASE != REST:
             if is_guess:
                 send_guess(o, lse, output, 0, 1, OUTPUTS, spec_out_ptr, None, epoch, HEADS, HEADS_PER_KV, D, D, 1)
                 slot = PROGRAMS + OUTPUTS + output

@@ -21,7 +21,7 @@ from ..kernels.decode_attention import CacheLayer
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.handover import receive_handover, receive_residual, send_handover, send_residual
 from ..kernels.lean_attention import Phase
-from ..kernels.mailbox import Handover
+from ..kernels.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handover
 from ..kernels.next_token import collect_logits, num_candidates
 from ..kernels.projections import gate_up_silu, qkv_rope_append
 from ..kernels.push import lm_head, push_partial
@@ -111,7 +111,7 @@ class Branch:
 
     exchange: Exchange
     all_reduce: Callable[[Tensor], Tensor]  # of `exchange.partial`, where no words travel
-    gates: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)  # o; MLP; pre-attention
+    gates: tuple[Tensor | None, ...] = (None, None, None)  # by GATE_O, GATE_MLP, GATE_PRE_ATTENTION
     verdict: Tensor | None = None  # [1] int64: the word whose rejection closes each gate for the next, or None
 
 
@@ -191,7 +191,7 @@ class Decoder:
         if isinstance(handover, Swap):
             # Both groups begin a step with the right x, and the one that sends first goes on with it.
             return replace(main, gates=(handover.gates(layer).sends,) * 3)
-        gates = (handover.gate(0), handover.gate(1), handover.gate(2))
+        gates = tuple(handover.gate(which) for which in (GATE_O, GATE_MLP, GATE_PRE_ATTENTION))
         return replace(main, gates=gates, verdict=handover.verdict(layer))
 
     def pre_attention(self, layer: int, branch: Branch | None = None) -> None:
@@ -200,7 +200,7 @@ class Decoder:
         k, v, _ = self._cache.newest(layer)
         qkv_rope_append(
             at.x_norm, at.square_sums, self._weights.layers[layer].qkv, at.rope, at.seq_lens, at.q, k, v,
-            self.config.rms_norm_eps, branch.gates[2], self._cache.quantised(layer),
+            self.config.rms_norm_eps, branch.gates[GATE_PRE_ATTENTION], self._cache.quantised(layer),
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
@@ -297,21 +297,24 @@ class Decoder:
     def post_attention(self, layer: int, branch: Branch | None = None) -> None:
         """o, all-reduce, MLP, all-reduce."""
         at, weights, branch = self.buffers, self._weights.layers[layer], branch or self._branch(layer)
-        self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, self._gammas[layer][0], branch)
-        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, branch.gates[1])
-        self._row_parallel(2 * layer + 1, at.mlp, weights.down, self._gammas[layer][1], branch)
+        mlp_gate = branch.gates[GATE_MLP]
+        self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, self._gammas[layer][0], branch, GATE_O)
+        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, mlp_gate)
+        self._row_parallel(2 * layer + 1, at.mlp, weights.down, self._gammas[layer][1], branch, GATE_MLP)
 
-    def _row_parallel(self, slot: int, act: Tensor, weight: Tensor, gamma: Tensor, branch: Branch) -> None:
+    def _row_parallel(
+        self, slot: int, act: Tensor, weight: Tensor, gamma: Tensor, branch: Branch, which_gate: int
+    ) -> None:
         """Product of a layer's first (o) or second (down) row-parallel weight, summed over the group."""
-        at, exchange, half = self.buffers, branch.exchange, slot % 2
-        push_partial(act, weight, exchange, slot, branch.gates[half])
+        at, exchange, gate = self.buffers, branch.exchange, branch.gates[which_gate]
+        following = {GATE_O: GATE_MLP, GATE_MLP: GATE_PRE_ATTENTION}[which_gate]
+        push_partial(act, weight, exchange, slot, gate)
         if exchange.words is None:
             branch.all_reduce(exchange.partial)
         patience = STEP_PATIENCE_NS if slot == 0 and self.pairing is None else PATIENCE_NS
-        next_gate = None if branch.verdict is None else branch.gates[half + 1]
+        next_gate = None if branch.verdict is None else branch.gates[following]
         reduce_norm(
-            exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, branch.gates[half], next_gate,
-            branch.verdict,
+            exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, gate, next_gate, branch.verdict,
         )  # fmt: skip
 
     def logits(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from paired_ranks import PATIENCE_NS, nan, pairs, sums_for
 
-from alspec.kernels.mailbox import Handover, PairShape
+from alspec.kernels.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handover, PairShape
 from alspec.kernels.reference import decide_ref
 from alspec.kernels.residual import num_square_sums, reduce_norm
 from alspec.kernels.roles import decide, meet, take_turn
@@ -41,13 +41,13 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
             for group, rank in enumerate(ranks):
                 assert (int(rank.priority[0]) == 0) == skips_compute(priority, group)
                 if layer == 0:
-                    assert int(rank.gate(2)) == (not skips_compute(priority, group))
+                    assert int(rank.gate(GATE_PRE_ATTENTION)) == (not skips_compute(priority, group))
                 take_turn(rank, layer, hits[group], PATIENCE_NS)
             priority = after_handover(priority)
             for group, rank in enumerate(ranks):
                 assert_knows(rank, group, priority)
                 assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == source else (0, 1))
-                assert int(rank.gate(0)) == 1
+                assert int(rank.gate(GATE_O)) == 1
             accept = [rng.random() < hit_rate for _ in range(batch)]
             expected_hits.append(accept)
             for group, rank in enumerate(ranks):
@@ -55,7 +55,7 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
             handed, priority = priority, after_verdict(priority, all(accept))
             for group, rank in enumerate(ranks):
                 assert_knows(rank, group, priority if group == source else handed)
-                assert int(rank.gate(0)) == (group != source or not all(accept))
+                assert int(rank.gate(GATE_O)) == (group != source or not all(accept))
         source = sender(priority)
         for group, rank in enumerate(ranks):
             take_turn(rank, num_layers, hits[group], PATIENCE_NS)
@@ -104,7 +104,7 @@ def test_a_rejection_closes_what_follows(
     x_norm, gamma = nan(device, torch.float32, 2, 96), torch.ones(96, device=device)
     rank.exchange.partial.fill_(1.0)
     reduce_norm(
-        rank.exchange, 2 * layer, PATIENCE_NS, x, gamma, x_norm, squares, rank.gate(0), rank.gate(1),
+        rank.exchange, 2 * layer, PATIENCE_NS, x, gamma, x_norm, squares, rank.gate(GATE_O), rank.gate(GATE_MLP),
         rank.verdict(layer),
     )  # fmt: skip
     assert rank.gates[:, 0].tolist() == [gate, goes_on, 7]
@@ -123,7 +123,18 @@ def test_a_rejection_ends_the_wait_for_a_rank_that_stopped() -> None:
 
     def reduce() -> None:
         verdict = rank.verdict(0)
-        reduce_norm(exchange, 0, 5 * 10**9, x, gamma, torch.ones_like(x), squares, rank.gate(0), rank.gate(1), verdict)
+        reduce_norm(
+            exchange,
+            0,
+            5 * 10**9,
+            x,
+            gamma,
+            torch.ones_like(x),
+            squares,
+            rank.gate(GATE_O),
+            rank.gate(GATE_MLP),
+            verdict,
+        )
 
     rank.gates.zero_()
     reduce()  # compiles; closed
