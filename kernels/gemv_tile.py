@@ -39,9 +39,9 @@ __all__ = [
 
 MAX_BATCH = 8  # requests; each more is one more pass over the tile in registers
 TILE_BYTES = 16384  # of weights in the registers of one program; a longer row is one tile
-# Programs that take several tiles, each loaded while the one before is in use. Where a gate can close, few programs
-# make a closed launch cheap: one for each tile of gate and up takes 37 us to do nothing (8B shape, one H200). Elsewhere
-# this was faster for the row-parallel projections alone.
+# Of programs that take several tiles, each loaded while the one before is in use. Where a gate can close, few programs
+# make a closed launch cheap: with one for each tile of gate and up, doing nothing takes 37 us (8B shape, one H200).
+# Without a gate this was faster for the row-parallel projections only.
 PROGRAMS_PER_SM = 4
 
 
@@ -49,7 +49,7 @@ PROGRAMS_PER_SM = 4
 def opens(gate_ptr, PDL: tl.constexpr):
     """Whether weights are worth reading. A gate that looks closed may be about to open: then wait for its value.
 
-    Warps may see different values. They part only until each of them has waited; nothing they share lies in between.
+    Warps may see different values. They diverge only until each of them has waited, and use nothing shared until then.
     """
     is_open = tl.load(gate_ptr, volatile=True) != 0
     if PDL:

@@ -257,8 +257,8 @@ def receive_handover(
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange, own = handover.shape, handover.exchange, handover.own
-    # A word for each thread, for who waits for two waits for one after the other. Of parts there are several for each
-    # value, and larger programs: as many more would start in vain on a rank that sends.
+    # One word for each thread: of two, it would wait for one after the other. With several parts each value has several
+    # words, and programs are larger instead of more: on a rank that sends, all of them start in vain.
     block = BLOCK if shape.guess_parts == 1 else 4 * BLOCK
     values = block if shape.guess_parts == 1 else block // (2 * triton.next_power_of_2(shape.guess_parts))
     spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, values)

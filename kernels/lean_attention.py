@@ -3,13 +3,13 @@
 A *lean tile* is `block_n` tokens of one (request, KV head), with all query heads of that KV head in one product, so K
 and V are read once; where heads are narrow and contexts long, twice as many. A fixed grid of programs takes equal
 contiguous runs of tiles over ragged work; the schedule, and which length tiles have, is computed on the device from
-`seq_lens`, in closed form. Every program writes a partial `(o, lse)` for each output it touched and takes a ticket on
-it; the last one to arrive merges all partials, in tile order. Nobody waits, so nothing can deadlock, and the result
-does not depend on who arrives last.
+`seq_lens`, in closed form. Every program writes a partial `(o, lse)` for each output that its run meets and takes a
+ticket on it; the last one to arrive merges all partials, in tile order. No program waits for another, so nothing can
+deadlock, and the result does not depend on which one arrives last.
 
-With `chunk_size` (S) given, each head's sink and window are the first work of one program, or of several, a part each.
-What it computes is `A~`, which leaves at once, and also one more partial of the full output. Its run of other tiles is
-that much shorter.
+With `chunk_size` (S) given, each output's sink and window are the first work of one program, or of several, a part
+each. The result is `A~`, which leaves at once, and it is also one more partial of the full output. The program's run of
+other tiles is that much shorter. The words of the schedule (output, run, rest, leader, ...) are in lean_kernel.py.
 
 Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level Speculation (Cai et al., 2025), Algorithm 3.
 The tickets instead of a host block that waits, and the device-side schedule, are ours. **(corrected)**: the program
@@ -39,10 +39,10 @@ Phase = Literal["all", "predictor", "rest"]
 PHASES = {"all": 0, "predictor": 1, "rest": 2}
 
 TILE_BYTES = 32768  # of K, and of V, in one tile
-# For the partials loaded together; and where heads are so few that each has more partials than fit into those.
+# Registers of a thread for the partials that are loaded together; the second, where few heads have many partials each.
 MERGE_REGISTERS = 96
 FEW_HEADS_REGISTERS = 128
-MAX_GUESS_PARTS = 5  # for each head
+MAX_GUESS_PARTS = 5  # of each output
 NUM_WARPS = 4  # one warp group: a product of 64 rows or more is one Hopper matrix instruction
 
 
@@ -53,11 +53,12 @@ class LeanWorkspace:
     The counters are 0 between launches: the last arriver puts each back, so that no launch needs a memset.
     """
 
-    num_programs: int
-    o: Tensor
-    lse: Tensor
-    counters: Tensor
-    bundle_counters: Tensor
+    num_programs: int  # G
+    # Partials: slots of runs, then of guesses, G + (1 + MAX_GUESS_PARTS) B Hkv in all; D rounded up to a power of two.
+    o: Tensor  # [slots, Hq / Hkv, D] fp32
+    lse: Tensor  # [slots, Hq / Hkv] fp32
+    counters: Tensor  # [B Hkv] int32: tickets taken on each output
+    bundle_counters: Tensor  # [G + B Hkv] int32: on each bundle of partials, at its first slot (see merge.py)
 
     @classmethod
     def allocate(
@@ -71,7 +72,8 @@ class LeanWorkspace:
     ) -> LeanWorkspace:
         """Room for any `seq_lens`. A grid smaller than the device holds leaves part of it to other work."""
         heads_per_kv, outputs = num_qo_heads // num_kv_heads, batch_size * num_kv_heads
-        # Neighbouring outputs may share a run, so each adds one to the runs' partials; and each has those of its guess.
+        # A run leaves a partial of each output that it meets: in all, one for each program and one more for each output
+        # at most. Each output also has those of its guess.
         slots = num_programs + (1 + MAX_GUESS_PARTS) * outputs
         return cls(
             num_programs=num_programs,
@@ -91,13 +93,13 @@ class Speculation:
     spec_out: Tensor
     sums: Tensor  # [B, Hq, 2] fp32: dist2, norm2 of each query head; the verdict is about their sums
     epoch: Tensor | None = None  # [1] int32
-    # [P, B, Hq] int64, then `spec_out` is [P, B, Hq, D]: `A~` comes as P partials, each with its lse, base 2, which
-    # whoever receives them merges; those without tokens have an lse of -inf. For one request, with an epoch.
+    # [P, B, Hq] int64, then `spec_out` is [P, B, Hq, D]: `A~` comes as P partials, each with its lse, base 2, which the
+    # receiver merges; those without tokens have an lse of -inf. For one request, with an epoch.
     spec_lse: Tensor | None = None
 
     @property
     def parts(self) -> int:
-        """P."""
+        """P: partials in which `A~` comes, 1 if whole."""
         return 1 if self.spec_lse is None else self.spec_lse.shape[0]
 
 
@@ -163,7 +165,7 @@ def lean_decode_attention(
     heads_pad = triton.next_power_of_2(heads_per_kv)
     width = triton.next_power_of_2(head_dim)
     block_n, has_long, num_stages, pdl = _settings(q.device, width * q.itemsize)
-    # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
+    # A predictor may be the first launch after two streams have joined; a dependent launch waits for one kernel only.
     pdl = pdl and phase != "predictor"
     programs_of_head = workspace.num_programs // (batch_size * num_kv_heads)
     merge_round, wide = lean_merge_sizes(heads_pad, width, programs_of_head, speculation is not None)
@@ -220,11 +222,11 @@ def guess_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """In how many parts `A~` should leave: each of as many tiles as its program asks for at once.
+    """In how many parts `A~` should leave: each has as many tiles as a program asks for at once.
 
-    A third tile is asked for when the first is there, and by then everybody waits for memory. Not with a batch, not so
-    many that few programs are left for the rest, nor that merging them spills registers: 3 with more than 4 query heads
-    to a KV head, 1 with more than 8. On Hopper only: elsewhere nothing has been measured.
+    The next tile is asked for when the first has arrived, and by then all programs wait for memory. One part with a
+    batch; not so many that few programs are left for the rest, or that merging them spills registers: 3 with more than
+    4 query heads to a KV head, 1 with more than 8. On Hopper only: elsewhere nothing has been measured.
     """
     heads_per_kv = num_qo_heads // num_kv_heads
     if batch_size > 1 or heads_per_kv > 8 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
@@ -239,9 +241,9 @@ def guess_parts(
 def lean_merge_sizes(heads_pad: int, width: int, programs_of_head: int, spec: bool) -> tuple[int, int]:
     """`merge_sizes` for so many programs to each head of each request.
 
-    More at once are faster for one head's many partials (7 % with 4 KV heads at 4K tokens) and slower for few (1 % with
-    8 KV heads; heads of 128, H200). With a guess they spill registers on Blackwell; there it comes last at
-    short contexts, and what is then left to merge should be little.
+    More at once are faster where a head has many partials (7 % with 4 KV heads at 4K tokens) and slower where it has
+    few (1 % with 8 KV heads; heads of 128, H200). With a guess they spill registers on Blackwell, and a second level
+    comes early: at short contexts the guess is the last to arrive, and little should then be left to merge.
     """
     registers = FEW_HEADS_REGISTERS if programs_of_head > WIDE and not spec else MERGE_REGISTERS
     merge_round, wide = merge_sizes(heads_pad, width, NUM_WARPS, registers)
@@ -249,10 +251,10 @@ def lean_merge_sizes(heads_pad: int, width: int, programs_of_head: int, spec: bo
 
 
 def _padded(batch_size: int) -> int:
-    """Requests the kernel sums over.
+    """Requests that the kernel sums over: 1, or at least a warp's 32.
 
-    Where a whole warp takes part, a sum of integers is one instruction, whose result the compiler knows to be the same
-    in every thread: loops bounded by it keep their addresses in uniform registers, a fifth fewer instructions a tile.
+    A sum of integers over a whole warp is one instruction, and the compiler knows its result to be the same in every
+    thread: loops bounded by it keep their addresses in uniform registers, a fifth fewer instructions a tile.
     """
     return 1 if batch_size == 1 else max(32, triton.next_power_of_2(batch_size))
 

@@ -1,4 +1,16 @@
-"""Device code of lean decode attention: schedule, streaming, merging (see lean_attention.py for the method)."""
+"""Device code of lean decode attention: schedule, streaming, merging (see lean_attention.py for the method).
+
+- *output*: a (request, KV head), with all query heads of that KV head; numbered `request * HKV + head`.
+- *guess*: `A~` of an output, over the tokens of sink and window; it may come in *parts*.
+- *rest*: the tokens of an output outside sink and window; without speculation, all of them. The rests of all outputs
+  form one row of tiles, in the order of outputs.
+- *run*: the consecutive tiles of that row which one program takes.
+- *leader*: a program that begins with a guess, and whose run is that much shorter; *follower*: any other. Where there
+  are as many guesses as programs or more, there are no leaders.
+- *turn*: what a program does in one pass of its loop: a guess, or its run. Guesses come first.
+- *slot*: where a partial lies. That of a program's run for an output is `program + output`: each program adds one, and
+  so does each further output that a run meets, so no two partials share a slot. Those of guesses lie behind.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +23,19 @@ from .prefetch import prefetch, wait_cycles
 
 __all__ = ["ALL", "PREDICTOR", "REST", "lean_decode_kernel", "locate"]
 
-# The phase that a launch does. In two launches, the first leaves `A~` and its partial for the second; a message
-# to a paired rank whose memory cannot be addressed goes out between them.
+# The phase that a launch does. Of two launches the first leaves `A~` and its partial for the second; in between, `A~`
+# goes to a paired rank whose memory cannot be addressed.
 ALL = tl.constexpr(0)
 PREDICTOR = tl.constexpr(1)
 REST = tl.constexpr(2)
 
 WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this many tokens, whatever BLOCK_N is
 GUESS_OVERHEAD = tl.constexpr(3)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
-# Cycles that programs with a guess have ahead of the others: memory serves who asks first, and the first tiles of all
-# take 4 us. Not where runs are shorter than 3 tiles: memory is not busy for long.
+# Cycles by which programs with a guess start ahead of the others: requests are served in the order in which they come,
+# and the first tiles of all programs take 4 us. Only where runs have 3 tiles or more: else memory is not busy for long.
 HEAD_START = tl.constexpr(1000)
 BUSY_TILES = tl.constexpr(3)
-# Tiles are long where every program has so many: its run may be one tile longer than others, which is little then.
+# Long tiles are used where every program has at least so many: runs differ by one tile, which then matters little.
 LONG_TILES = tl.constexpr(8)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
 MANY_TILES = tl.constexpr(32)
@@ -31,7 +43,10 @@ MANY_TILES = tl.constexpr(32)
 
 @triton.jit
 def _token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
-    """The guess is over tokens `[0, sink)` and `[window, seq_len)`; the rest lies between; without a guess, all."""
+    """sink, window: the guess is over tokens `[0, sink)` and `[window, seq_len)`, the rest lies in between.
+
+    Without a guess the rest is all tokens.
+    """
     if SPEC:
         sink = tl.minimum(chunk_size, seq_len)
         window = tl.maximum(sink, tl.maximum(seq_len - chunk_size, 0) // WINDOW_ALIGN * WINDOW_ALIGN)
@@ -43,13 +58,13 @@ def _token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
 
 @triton.jit
 def _tiles_in(tokens, is_long, BLOCK_N: tl.constexpr):
-    """How many tiles they fill, of BLOCK_N tokens or of twice as many: no division, as it is by constants alone."""
+    """How many tiles of BLOCK_N tokens, or of twice as many, they fill. By constants, so that nothing is divided."""
     return tl.where(is_long, tl.cdiv(tokens, 2 * BLOCK_N), tl.cdiv(tokens, BLOCK_N))
 
 
 @triton.jit
 def _no_tokens(BLOCK_N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """The online softmax of nothing: maximum, sums of the places of a tile, o."""
+    """The online softmax of no tokens: maximum [ROWS], sums of each place in a tile [BLOCK_N, ROWS], o [D, ROWS]."""
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     return row_max, tl.zeros([BLOCK_N, ROWS], tl.float32), tl.zeros([D, ROWS], tl.float32)
 
@@ -73,7 +88,7 @@ def _largest_of_tile(s, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _real(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
-    """The first REAL columns of x [N, ROWS]: all, or half of them, which stay in the registers that they are in."""
+    """The first REAL columns of x [N, ROWS]: all of them, or half; they stay in the same registers."""
     if REAL < ROWS:
         x, _ = tl.split(tl.permute(tl.reshape(x, [N, 2, REAL]), (0, 2, 1)))
     return x
@@ -90,7 +105,8 @@ def _padded(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
 @triton.jit
 def _normalise(row_max, row_sum, acc):
     """The end of an online softmax: o [D, ROWS] and lse [ROWS], base 2."""
-    # Summed as the maximum is found, the two sums' layouts would send that through shared memory twice in every tile.
+    # Only here: a sum in every tile would have another layout than the maximum, and that would go through shared memory
+    # twice a tile.
     row_sum = tl.sum(row_sum, 0)
     return acc * inverse_of_sum(row_sum)[None, :], row_max + log2_of_sum(row_sum)
 
@@ -100,13 +116,13 @@ def _attend_run(
     q_ptr,
     k_ptr,
     v_ptr,
-    output,  # (request, KV head) of the first tile
-    begin,  # its tokens begin here and, tile by tile, go on to `end`
+    output,  # of the first tile
+    begin,  # first tokens [begin, end) of that output
     end,
     begin2,  # then tokens [begin2, end2): of the same output if `is_guess`, else of each output that follows
     end2,
     is_guess,
-    tile,  # of the flattened rest
+    tile,  # the first, in the row of all rests
     count,  # tiles
     seq_lens,
     rest_end,
@@ -128,11 +144,11 @@ def _attend_run(
 ):
     """Online softmax over `count` tiles in one loop, whose loads run ahead from one output into the next.
 
-    Products are transposed: the rows are tokens, then channels, for a Hopper matrix instruction has 64 of them; the few
-    query heads, padded to 16, are its columns.
+    Products are transposed: their rows are tokens, then channels, because a Hopper matrix instruction has 64 rows; the
+    few query heads, padded to 16, are the columns.
 
     Returns:
-        o [D, ROWS], normalised, and lse [ROWS], base 2, of the last output. The partials of those before are stored.
+        o [D, ROWS], normalised, lse [ROWS], base 2, and slot of the last output. Partials of those before are stored.
     """
     REAL: tl.constexpr = 8 if HEADS_PER_KV <= 8 and ROWS == 16 else ROWS
     channels = tl.arange(0, D)
@@ -141,7 +157,7 @@ def _attend_run(
     row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
     slot, token, limit = program + output, begin - BLOCK_N, end + 0
     for i in tl.range(0, count, num_stages=STAGES):
-        # Where the tile is: carried from the one before, not computed from its number, so that it costs no division.
+        # Which tokens: carried on from the tile before, because computing them from the tile's number takes a division.
         token += BLOCK_N
         if B_PAD == 1:
             crosses = token >= limit
@@ -156,9 +172,9 @@ def _attend_run(
                     token, limit, _, rest = _rest_of(request, seq_lens, chunk_size, False, B_PAD, BLOCK_N, SPEC)
                     output = request * HKV + (tile + i - before) // tl.maximum(rest, 1)
         left = limit - token
-        # Loaded with every tile, so that q's latency is that of the first tile's, not before it.
+        # Loaded with every tile, so that the wait for q and that for the first tile are one.
         q = tl.load(q_ptr + output * (HEADS_PER_KV * HEAD_DIM) + q_at, mask=exists, other=0.0)
-        # Past the end the last token is read again: cheaper than a mask, and what lies there, NaN perhaps, stays out.
+        # Past the end the last token is read again: cheaper than a mask, and NaN of unused memory stays out.
         rows = tl.minimum(offsets, left - 1).to(tl.int64)[:, None] * HEAD_DIM
         base = output.to(tl.int64) * (capacity * HEAD_DIM) + token * HEAD_DIM
         k_at = (k_ptr + base + channels)[None, :] + rows
@@ -174,9 +190,10 @@ def _attend_run(
             o, lse = _normalise(row_max, row_sum, acc)
             store_partial(o, lse, o_ptr, lse_ptr, slot, REAL, HEADS_PER_KV, D)
             row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
-            # A zero unknown to the compiler: with constants alone it splits the branch, and Blackwell spills registers.
+            # Adds 0, which the compiler does not know: with constants alone it splits the branch, and spills registers
+            # on Blackwell.
             row_sum += (slot >> 31).to(tl.float32)
-        slot = program + output  # not `output` itself: a value that comes two tiles later stops the pipeliner
+        slot = program + output  # not `output` itself: the pipeliner gives up on a value that is used two tiles later
         s = _real(tl.dot(k, tl.trans(q), input_precision="ieee"), BLOCK_N, ROWS, REAL) * qk_scale
         s = tl.where((offsets < left)[:, None], s, float("-inf"))
         new_max = tl.maximum(row_max, _largest_of_tile(s, BLOCK_N, REAL))
@@ -192,26 +209,27 @@ def _attend_run(
 
 @triton.jit
 def _divide(a, b):
-    """a // b of numbers that are not negative: without a sign, a third shorter."""
+    """a // b for a >= 0 and b > 0: unsigned, which takes a third fewer instructions."""
     return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def _head_of(tile, tiles):
-    """The head that a tile of one request lies in, each having so many: counted, which is faster than a division."""
+    """The head of a request that a tile lies in, if each head has `tiles`: counted, which is faster than a division."""
     return tl.sum((tl.arange(1, 33) * tiles <= tile).to(tl.int32), 0)
 
 
 @triton.jit
 def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, FEW: tl.constexpr, SPEC: tl.constexpr):
-    """How the tiles of the rest are dealt: `leaders` programs begin with a guess and take `lead_run` tiles after it.
+    """How the tiles of the rest are dealt: (leaders, lead_run, followers, run, longer), below called the schedule.
 
-    The other tiles go to `followers` programs, `run` tiles each and the first `longer` of them one more. A guess counts
-    as `guess_tiles` tiles; where that is more than a program's due, the leaders get no others. No follower's run is
-    empty, so that the runs that meet one output use consecutive slots.
+    `leaders` programs begin with a guess and take `lead_run` tiles after it. The other tiles go to `followers`
+    programs, `run` tiles each and the first `longer` of them one more. A guess counts as `guess_tiles` tiles; where
+    that is more than a program's share, leaders get no tiles of the rest. No follower's run is empty, so that the runs
+    that meet one output use consecutive slots.
 
-    Without guesses, FEW programs work instead of all where their longest run is as long, or two tiles: lengths are
-    often powers of two, and each head then has the same number of partials, and fewer.
+    Without guesses, FEW programs work instead of all if their longest run is no longer, or has two tiles at most:
+    lengths are often powers of two, and each head then has the same number of partials, and fewer.
     """
     if SPEC:
         leaders = tl.where(num_guesses < PROGRAMS, num_guesses, 0)
@@ -220,7 +238,7 @@ def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, FEW:
         others = PROGRAMS - leaders
         run = _divide(left, others)
     else:
-        # By constants, for then divisions are multiplications.
+        # By constants: the compiler makes such divisions multiplications.
         leaders, lead_run, left = 0, 0, total_rest
         others, run = PROGRAMS, left // PROGRAMS
         if FEW < PROGRAMS:
@@ -236,7 +254,8 @@ def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, FEW:
 
 @triton.jit
 def _run_start(program, leaders, lead_run, followers, run, longer):
-    """First tile of a program's run over the rest; grows with `program`, from 0 to all of them."""
+    """First tile of a program's run; from 0 for the first program to the number of tiles past the last one."""
+    # Schedule: (leaders, lead_run, followers, run, longer), see `_schedule`.
     place = tl.minimum(program - leaders, followers)
     follow = leaders * lead_run + place * run + tl.minimum(place, longer)
     return tl.where(program < leaders, program * lead_run, follow)
@@ -244,7 +263,8 @@ def _run_start(program, leaders, lead_run, followers, run, longer):
 
 @triton.jit
 def _run_of(tile, leaders, lead_run, run, longer):
-    """The program whose run holds a tile: the inverse of `_run_start`. One division, for it is slow."""
+    """The program whose run holds a tile: the inverse of `_run_start`. One division only, because it is slow."""
+    # Schedule: (leaders, lead_run, followers, run, longer), see `_schedule`.
     after = tile - leaders * lead_run
     is_lead = after < 0
     is_longer = after < longer * (run + 1)
@@ -256,14 +276,14 @@ def _run_of(tile, leaders, lead_run, run, longer):
 
 @triton.jit
 def locate(tile, tiles_end):
-    """Request of a tile of the flattened work, and where its tiles begin; tiles_end: [B_PAD], cumulative."""
+    """Request of a tile in the row of all rests, and where its tiles begin; tiles_end: [B_PAD], cumulative."""
     before = tiles_end <= tile
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, tiles_end, 0), 0)
 
 
 @triton.jit
 def _rest_of(request, seq_lens, chunk_size, is_long, B_PAD: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
-    """Sink, window, length of a request and the tiles of each of its heads; seq_lens: [B_PAD]."""
+    """Sink, window and length of a request, and how many tiles the rest of each of its heads has; seq_lens: [B_PAD]."""
     seq_len = tl.sum(tl.where(tl.arange(0, B_PAD) == request, seq_lens, 0), 0)
     sink, window = _token_ranges(seq_len, chunk_size, SPEC)
     return sink, window, seq_len, _tiles_in(window - sink, is_long, BLOCK_N)
@@ -284,7 +304,7 @@ def _tiles_of(outputs, rest, HKV: tl.constexpr, B_PAD: tl.constexpr):
 
 @triton.jit
 def _parts(sink, window, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
-    """Tiles of a part of the guess, and how many parts it has; sink, window: its tokens, [1] where it has parts."""
+    """Tiles of one part of a guess, and how many parts have tiles; sink, window: numbers of tokens, [1] with parts."""
     part_tiles = tl.cdiv(2 * _tiles_in(chunk_size, is_long, BLOCK_N) + 1, GUESS_PARTS)
     parts = 1
     if GUESS_PARTS > 1:
@@ -344,6 +364,8 @@ def lean_decode_kernel(
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
+
+    # 1. The schedule: every program computes all of it, from `seq_lens` alone.
     program = tl.program_id(0)
     requests = tl.arange(0, B_PAD)
     if B_PAD == 1:
@@ -352,9 +374,9 @@ def lean_decode_kernel(
         seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)
     epoch = None
     if epoch_ptr is not None:
-        epoch = tl.load(epoch_ptr)  # here, where its latency is that of seq_lens
+        epoch = tl.load(epoch_ptr)  # here, so that it arrives together with seq_lens
     sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
-    # The tokens of one KV head: those of all could be too many for an integer.
+    # By the tokens of one KV head: those of all could overflow.
     is_long = LONG and tl.sum(window - sink, 0) >= LONG_TILES * PROGRAMS * 2 * BLOCK_N // HKV
     block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     rest_tiles = _tiles_in(window - sink, is_long, BLOCK_N) * HKV
@@ -363,8 +385,9 @@ def lean_decode_kernel(
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     part_tiles, parts = _parts(sink, seq_lens - window, chunk_size, is_long, BLOCK_N, GUESS_PARTS)
     num_guesses = num_outputs * parts if SPEC and PHASE != REST else 0
-    # So many that a head's partials are merged in one round. With a batch the other heads hide one head's merge.
+    # So few that a head's partials are merged in one round. With a batch, other heads' work hides one head's merge.
     FEW: tl.constexpr = min(PROGRAMS // 8 * 8, ROUND * HKV) if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
+    # Schedule: (leaders, lead_run, followers, run, longer), see `_schedule`.
     leaders, lead_run, followers, run, longer = _schedule(
         num_guesses, tl.minimum(part_tiles, 2 * _tiles_in(chunk_size, is_long, BLOCK_N)) + GUESS_OVERHEAD, total_rest,
         PROGRAMS, FEW, SPEC and PHASE == ALL,
@@ -378,14 +401,16 @@ def lean_decode_kernel(
         if (program >= num_guesses) & (total_rest >= BUSY_TILES * PROGRAMS):
             wait_cycles(HEAD_START)
 
-    # First the guess of a head, sent and merged before this program's run of the rest begins. At least once, even where
-    # there is nothing to do: what follows is then no branch, and is computed while `seq_lens` is on its way.
+    # Turns: first guesses, each sent and merged before the next turn, then the run. At least one turn, even with
+    # nothing to do: then what follows is no branch, and is computed while `seq_lens` is on its way.
     guesses, turns = 0, (program >= 0).to(tl.int32)
     if SPEC:
         guesses = (num_guesses + PROGRAMS - 1 - program) // PROGRAMS
         turns = tl.maximum(guesses + (tile < last).to(tl.int32), 1)
-    # With two tile loops, what neither changes is not computed before both: that spills, and delays the first copy.
+    # With two tile loops, what neither changes is not moved ahead of both: that would spill registers and delay the
+    # first copy.
     for turn in tl.range(turns, disable_licm=LONG):
+        # 2. Which output and tokens this turn begins with.
         is_guess = turn < guesses
         guess = program + turn * PROGRAMS
         part = 0
@@ -407,7 +432,7 @@ def lean_decode_kernel(
         begin, end, begin2, end2 = sink_r + (tile - head_tile) * block_n, window_r, sink_r, window_r
         count = last - tile
         if EARLY:
-            # Beside the end of the kernel ahead. One tile: with more, all of them arrive together, and the first late.
+            # While the kernel ahead ends. One tile only: more would arrive together, and so the first one late.
             ELEMENT: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
             size = tl.where(count > 0, tl.minimum(block_n, end - begin) * (HEAD_DIM * ELEMENT), 0)
             at = (output.to(tl.int64) * capacity + begin) * HEAD_DIM
@@ -426,6 +451,8 @@ def lean_decode_kernel(
             begin, end = tl.where(is_guess, first, begin), tl.where(is_guess, from_end, end)
             begin2, end2 = tl.where(is_guess, window_r, begin2), tl.where(is_guess, seq_len, end2)
             count = tl.where(is_guess, guess_tiles, count)
+
+        # 3. Stream the tiles. The partials of outputs that this run goes beyond are stored on the way.
         work = (
             q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_guess, tile, count, seq_lens, rest_end,
             o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
@@ -434,7 +461,9 @@ def lean_decode_kernel(
             o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC)
         else:
             o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC)
+
         if count > 0:
+            # 4. Leave the partial of the last output; a guess also goes to its receiver.
             current = slot - program
             if SPEC and PHASE != REST:
                 if is_guess:
@@ -445,12 +474,13 @@ def lean_decode_kernel(
                     slot = PROGRAMS + num_outputs + current * GUESS_PARTS + part
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, o.shape[1], HEADS_PER_KV, D)
 
-            # Then the tickets of all outputs that have a partial of this program, 32 at a time: one latency for all.
+            # 5. Tickets on all outputs that have a partial of this turn, 32 side by side, as if they were one. Where
+            # this program has come last, it merges.
             lanes = tl.arange(0, 32)
             while output <= current:
                 outputs = output + lanes
                 first_tile, tiles = _tiles_of(outputs, rest_tiles // HKV, HKV, B_PAD)
-                # An output's rest is one range of tiles; the runs that meet it use consecutive slots.
+                # The rest of an output is one range of tiles, and the runs that meet it use consecutive slots.
                 first_run = _run_of(first_tile, leaders, lead_run, run, longer)
                 last_run = _run_of(first_tile + tiles - 1, leaders, lead_run, run, longer)
                 runs = tl.where(tiles > 0, last_run - first_run + 1, 0)

@@ -42,7 +42,7 @@ class PairShape:
 
     @property
     def message_words(self) -> int:
-        """M."""
+        """M: words of a request's handover, x and the newest k and v."""
         return self.hidden_size + 2 * self.num_kv_heads * self.head_dim
 
     def field_words(self) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""Partials of decode attention, and who merges them: device code of both decode kernels (see lean_attention.py).
+"""Partials of decode attention and how they are merged: device code of both decode kernels (see lean_attention.py).
 
 A partial is `(o, lse)` of some tokens of one output, that is of the query heads of one (request, KV head), normalised,
 fp32, `lse` in base 2. Partials of one output lie in consecutive slots. Each of its programs takes a ticket after it has
-left its own; who draws the last one merges. Nobody waits, and the order of summation does not depend on who it is.
+left its own; the one that takes the last ticket merges. No program waits for another, and the order of summation does
+not depend on which one merges. Many partials are merged in two levels: *bundles* of them side by side, then those.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ __all__ = [
     "sum_of_warps",
 ]
 
-# One SM takes in 50 bytes a clock: beyond so many partials, or two rounds of loads if that is more, bundles come first.
+# One SM takes in 50 bytes a clock. So beyond this many partials, or two rounds of loads if that is more, there are two
+# levels.
 WIDE = 24
 
 
 def merge_sizes(heads_pad: int, width: int, num_warps: int, registers: int) -> tuple[int, int]:
     """How many partials 1, 2 or 4 warps load at once, and beyond how many there are two levels.
 
-    At once: as many as fit into so many registers, but 8, 16 and so on up to a quarter of the registers, 32 at most, or
-    a power of two below 8. Of two rows 16: with more, Triton 3.6 and 3.7 hand some of the weights to the wrong rows.
+    At once: as many as fit into so many registers, rounded down to a multiple of 8, at most 32 and a quarter of the
+    registers; or to a power of two below 8. Of two rows at most 16: with more, Triton 3.6 and 3.7 give some of the
+    weights to the wrong rows.
     """
     loaded = max(1, registers * 32 // (heads_pad * width)) * num_warps
     if loaded >= 8:
@@ -87,7 +90,7 @@ def send_guess(
     lse,
     output,
     part,
-    parts,  # that there are
+    parts,  # how many have tokens
     num_outputs,
     spec_out_ptr,
     spec_lse_ptr,  # or None, with one part
@@ -100,8 +103,8 @@ def send_guess(
 ):
     """Write a part of `A~` of an output, o [D, ROWS] and lse [ROWS].
 
-    With an epoch as words, which need no fence and no flag behind them. The first part also writes those that are not
-    there, as partials of no tokens: who waits does not know how many there are.
+    With an epoch as words, which need no fence and no flag behind them. The first part also writes those without
+    tokens, as partials of no weight: the receiver does not know how many parts have tokens.
     """
     at, exists = output_at(output, ROWS, HEADS_PER_KV, D, HEAD_DIM)
     o = tl.trans(o)
@@ -127,8 +130,8 @@ def send_guess(
 def sum_of_warps(x, W: tl.constexpr):
     """x [..., W] summed over the last dimension, which lies across the W warps: 1, 2 or 4.
 
-    `tl.sum` would leave all of the result in every warp, value by value. `tl.split` wants both halves in one thread: so
-    everything crosses the warps once, and each warp has its part of the result.
+    `tl.sum` would leave the whole result in every warp, value by value. `tl.split` needs both halves in one thread: so
+    everything crosses the warps once, and each warp keeps a share of the result.
     """
     if W == 4:
         low, high = tl.split(tl.reshape(x, x.shape[:-1] + [2, 2]))  # noqa: RUF005 (Triton has no *)
@@ -229,8 +232,8 @@ def _merge(
         weights = _chunks(weight, HEADS_PAD, CHUNK, PADDED)
         for i in tl.static_range(CHUNKS):
             factor = _for_values(weights[i], D)
-            # Rounded before it is added where lanes sum together: fused with the first addition, those that hold the
-            # same sum would round differently.
+            # Where several lanes hold the same sum, products are rounded before they are added: fused with the first
+            # addition, they would be rounded differently from lane to lane.
             weighted = (
                 factor * partials[i] if HEADS_PAD * D >= 256 else tl.fma(factor, partials[i], tl.zeros_like(factor))
             )
@@ -246,7 +249,7 @@ def _guess(
 ):  # fmt: skip
     """`A~` [HEADS_PAD, D] and its lse [HEADS_PAD], of `parts` partials from `slot` on.
 
-    Not by `_merge`: its loop would wait for these before the loads of the others leave.
+    Not by `_merge`: its loop would wait for these before it issues the loads of the others.
     """
     rows = tl.arange(0, HEADS_PAD)
     real = rows < HEADS_PER_KV
@@ -312,7 +315,7 @@ def _write(
     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(out_lse_ptr + output * HEADS_PER_KV + rows, row_max + log2_of_sum(row_sum), mask=rows < HEADS_PER_KV)
     if SPEC:
-        # A sum for each row: one over all of them costs a microsecond, and whoever decides adds up heads anyway.
+        # A sum for each row: one over all of them costs a microsecond, and `decide` adds up heads anyway.
         full = tl.where(mask, o, 0.0)
         delta = spec_o - full
         sums_at = sums_ptr + (output * HEADS_PER_KV + rows) * 2
@@ -399,7 +402,7 @@ def finish(
         if not is_guess:
             FEW: tl.constexpr = ROUND if ROUND < 8 else 8
             row_max, row_sum, o = _merge(o_ptr, lse_ptr, bundle_slot, 1, members, HEADS_PER_KV, HEADS_PAD, D, FEW)
-            # Into the slot of the bundle's first member, once every thread has read that.
+            # Into the slot of the bundle's first partial, once every thread has read that.
             tl.debug_barrier()
             o = tl.trans(o * inverse_of_sum(row_sum)[:, None])
             store_partial(o, row_max + log2_of_sum(row_sum), o_ptr, lse_ptr, bundle_slot, HEADS_PAD, HEADS_PER_KV, D)
@@ -407,7 +410,7 @@ def finish(
     if is_last:
         spec_o, spec_lse = 0.0, 0.0
         if SPEC:
-            # Here, where its latency is that of the others.
+            # Loaded here, at the same time as the others.
             spec_o, spec_lse = _guess(o_ptr, lse_ptr, spec_slot, parts, HEADS_PER_KV, HEADS_PAD, D, GUESS_PARTS)
         row_max, row_sum, o = _merge(
             o_ptr, lse_ptr, first_run + output, stride, count, HEADS_PER_KV, HEADS_PAD, D, ROUND

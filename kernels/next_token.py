@@ -42,7 +42,7 @@ def _collect_logits_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [C, B]."""
+    """BLOCK tokens of one request; grid [C, B]."""
     if PDL:
         gdc_launch_dependents()
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -120,7 +120,7 @@ def _finish_step_kernel(
     HITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program."""
+    """The next tokens, then the step's row in the ring and its stamp; grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -137,7 +137,7 @@ def _finish_step_kernel(
             best = tl.load(best_ptr + at, mask=exist, other=float("-inf"))
             tokens = tl.load(best_token_ptr + at, mask=exist, other=0x7FFFFFFF)
             token = tl.min(tl.where(best == tl.max(best, 0), tokens, 0x7FFFFFFF), 0).to(tl.int64)
-        # Logits that are all NaN choose nobody; the fault word says so, and the table must not be read outside.
+        # If all logits are NaN, none is the largest. The fault word says so; token 0 keeps reads inside the embedding.
         token = tl.where(token == 0x7FFFFFFF, 0, token)
         tl.store(token_ids_ptr + request, token)
         tl.store(row + RING_HEADER + request, token)
@@ -153,7 +153,7 @@ def _finish_step_kernel(
         tl.store(stamps_ptr + place, epoch)
     else:
         tl.store(row, globaltimer())
-        # All threads' stores, then the stamp: whoever sees it sees them.
+        # All threads' stores come before the stamp: a host that sees it sees them.
         tl.debug_barrier()
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, $2;",

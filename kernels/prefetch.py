@@ -1,4 +1,4 @@
-"""When memory is asked for: ahead of who waits for it, or behind who waits longest."""
+"""When memory is asked for: early, by a prefetch, or late, to let other programs ask first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["prefetch", "wait_cycles"]
 
 @triton.jit
 def prefetch(pointer, size):
-    """Fetch `size` bytes, rounded down to 16, into the L2, from the 16 bytes on into which `pointer` points.
+    """Fetch `size` bytes, a multiple of 16 (rounded down), into the L2, from `pointer` (rounded down likewise) on.
 
-    A hint, from compute capability 9.0 on: nothing changes but when bytes move, and they may still be overwritten. One
-    instruction of one thread; the loads behind it do not queue up behind its bytes.
+    A hint, from compute capability 9.0 on: only when bytes move changes, and what is written there later is still seen.
+    One instruction of one thread; later loads do not queue up behind it.
     """
     if not INTERPRETED:
         tl.inline_asm_elementwise(

@@ -18,7 +18,7 @@ from .words import LATE_WORD, await_words, fault_code
 
 __all__ = ["embed_norm", "new_stream", "num_square_sums", "reduce_norm", "write_residual"]
 
-BLOCK = 32  # channels of one program: 128 programs for a hidden size of 4096, each polling few words
+BLOCK = 32  # channels of one program: at a hidden size of 4096, 128 programs poll a few words each
 
 
 def num_square_sums(hidden_size: int) -> int:
@@ -151,7 +151,7 @@ def _reduce_norm_kernel(
         if verdict_ptr is None:
             x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes), 0)
         else:
-            # Ranks of a rejected group stop one by one: who waits for one that stopped stops too.
+            # Ranks of a rejected group stop one by one, and one that waits for another's words stops as well.
             end_ptr = tl.zeros_like(codes).to(tl.int64) + verdict_ptr.to(tl.int64)
             end = tl.zeros_like(end_ptr) + rejected
             x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes, end_ptr, end), 0)

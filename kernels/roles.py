@@ -13,10 +13,9 @@ and a layer is, with each kernel gated by the word in brackets,
     pre-attention [GATE_PRE_ATTENTION], take_turn, send_handover [sends], lean_decode_attention [sends], decide [sends],
     receive_handover [receives], o and its all-reduce [GATE_O], MLP and its all-reduce [GATE_MLP]
 
-Those gates are open while the own priority is not 0, and close early for a receiver that learns of its rejection.
-
-A rank's words go to the rank of the same place in the other group (see mailbox.py); what it hands over is in
-handover.py.
+The gates of what is computed are open while the own priority is not 0, and close early on a receiver that learns of its
+rejection. A rank's words go to the rank with the same `tp_rank` in the other group (see mailbox.py); what it hands over
+is in handover.py.
 
 Shapes: B requests, L layers, Hq this rank's query heads, T ranks of a group.
 """
@@ -55,7 +54,7 @@ def _meet_kernel(
     PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program."""
+    """A word to every rank, then wait for one from every rank; grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -70,7 +69,7 @@ def _meet_kernel(
 def meet(handover: Handover, patience_ns: int) -> None:
     """All ranks of the job begin a step together, after at most `patience_ns`.
 
-    A rank whose host is late is waited for here and nowhere else: after this, the devices go on by themselves.
+    A rank whose host is late is waited for here and nowhere else: from here on no device waits for a host.
 
     Capture: graph-safe; allocates nothing.
     """
@@ -101,7 +100,7 @@ def _take_turn_kernel(
     P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program. No launch may overlap it in part: all after it wait for the gates that it writes."""
+    """The roles of a layer; grid [1]. Every launch after it waits for all of it, because it writes their gates."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -118,14 +117,14 @@ def _take_turn_kernel(
     sends = own > other
     tl.store(sends_ptr, sends.to(tl.int32))
     tl.store(receives_ptr, 1 - sends.to(tl.int32))
-    # The handover: sender 2, receiver 1. After the last one both groups hold the right x.
+    # A handover: sender 2, receiver 1. At the step's end, both then having the right x, the next one begins at (2, 0).
     receiver = tl.where(layer == num_layers, 0, 1)
     mine = tl.where(sends, 2, receiver)
     tl.store(priority_ptr, mine)
     tl.store(priority_ptr + 1, tl.where(sends, receiver, 2))
     is_open = (mine != 0).to(tl.int32)
     tl.store(gates_ptr + O_AT, is_open)
-    # The next step's first pre-attention; within a step that gate follows from the others.
+    # Of the next step's first pre-attention; within a step `reduce_norm` sets that gate.
     tl.store(gates_ptr + PRE_ATTENTION_AT, is_open, mask=layer == num_layers)
 
 
@@ -191,7 +190,7 @@ def _decide_kernel(
     T_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program."""
+    """Sums of the group's ranks, then the verdict; grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -219,10 +218,10 @@ def _decide_kernel(
             total += tl.sum(tl.where((ranks == source)[:, None], values, 0.0), 0)
     accepted, verdict = judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
     requests = tl.arange(0, B_PAD)
-    # First to whoever waits for it.
+    # First to the paired rank, which waits for it.
     to = verdicts_ptr + layer * (B + 1)
     tl.store(to + B, pack_words(tl.where(verdict, 1.0, 0.0), epoch))
-    # A choice of floats: ptxas of CUDA 12.8 drops the conversion where the integers are such a choice.
+    # Floats are chosen, not integers: ptxas of CUDA 12.8 drops the conversion of integers chosen like this.
     told = tl.where(accepted, 1.0, 0.0)
     tl.store(to + requests, pack_words(told, epoch), mask=requests < B)
     tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)

@@ -1,10 +1,10 @@
 """Paired decoding where no rank can write into another's memory: boxes that a collective swaps, and gates.
 
-A collective cannot be skipped on one rank. So paired ranks always send each other a box, whoever has something to say,
-and the sums of all ranks go to all: every rank comes to every verdict by itself, and knows who sends in the next layer.
+A collective cannot be skipped on one rank. So paired ranks always send each other a box, although only the sender's is
+read, and the sums of all ranks go to all: every rank computes every verdict itself, and so knows who sends next.
 
     sends, receives  of layer 0 as the last step ended; swapped after each accepted guess
-    redoes           a sender whose guess was rejected: it computes what its receiver did in vain
+    redoes           of a sender whose guess was rejected: it computes from `A` what its receiver has from `A~`
 
 A layer is, with each kernel gated by the word in brackets, two branches between a fork and a join:
 
@@ -12,7 +12,7 @@ A layer is, with each kernel gated by the word in brackets, two branches between
       beside:  swap of the boxes, unpack_handover [receives], post-attention and next pre-attention [receives]
       here:    lean_decode_attention, rest [sends], sums of all ranks, settle, post- and next pre-attention [redoes]
 
-On no rank are both branches open, so they work on the same activations. Each layer has gate words of its own: one
+On no rank are both branches open, so both can use the same activations. Each layer has its own gate words, because one
 branch reads them while the other sets those of the next layer.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
@@ -56,8 +56,10 @@ BLOCK = 128  # values of one program
 
 @dataclass(frozen=True)
 class SwapCalls:
-    """Calls that all ranks make in the same order, on the current stream. Those of the branch beside the main one have
-    communicators of their own."""
+    """Collectives, which all ranks call in the same order, on the current stream.
+
+    Those of the branch beside the main one have communicators of their own.
+    """
 
     swap_aside: Callable[[Tensor], None]  # [2, ...]: each group's row, to the other group
     all_reduce_aside: Callable[[Tensor], Tensor]  # sum over the group
@@ -66,7 +68,7 @@ class SwapCalls:
 
 @dataclass(frozen=True)
 class Gates:
-    """A layer's words, each [1] int32."""
+    """Gates of a layer, each [1] int32: whether this rank's group sends, receives, computes the layer again."""
 
     sends: Tensor
     receives: Tensor
@@ -110,7 +112,7 @@ class Swap:
                 exchange.rank,
             ),
             calls=calls,
-            # Of high priority: what is ready there begins before more of the main branch does.
+            # Of high priority: its kernels begin before more of the main branch does.
             stream=torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None,
         )  # fmt: skip
 
@@ -124,7 +126,7 @@ class Swap:
         return self.sums[self.group * self.shape.tp_size + self.aside.tp_rank]
 
     def speculation(self, chunk_size: int) -> Speculation:
-        """For the attention of a layer: `A~` and its sums go into what is swapped."""
+        """For the attention of a layer: `A~` goes into this group's box, its sums into `own_sums`."""
         spec_out = self.box_parts(self.group)[0]
         return Speculation(chunk_size, spec_out.view(*self.own_sums.shape[:2], self.shape.head_dim), self.own_sums)
 
@@ -137,7 +139,7 @@ class Swap:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is launched inside runs after what came before, and beside what comes until `join`."""
+        """Launches inside run after those before this block, and at the same time as those after it, until `join`."""
         if self.stream is None:
             yield
             return
@@ -146,9 +148,9 @@ class Swap:
             yield
 
     def join(self) -> None:
-        """What comes runs after both branches.
+        """Later launches run after both branches.
 
-        Its first launch must not be a programmatic dependent one: that waits for one kernel, not for two.
+        The first of them must not be a programmatic dependent launch: that waits for one kernel, not for two.
         """
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
@@ -351,7 +353,7 @@ def _settle_kernel(
     T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program."""
+    """The verdict from the sums of the sending group's ranks; grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,12 +1,12 @@
 """Lean (stream-K) decode attention over the quantised cache, in one launch, with the speculative output written first.
 
 The method is that of lean_attention.py: a fixed grid takes runs of ragged work by a schedule computed on the device,
-partials are merged by whoever arrives last, and the guess over sink and window comes first. What differs:
+partials are merged by the program that arrives last, and the guess over sink and window comes first. What differs:
 
 - The unit of work is a *step*: as many blocks of 64 tokens of one (request, KV head) as a program has warps. Each warp
   has an online softmax of its own; they are merged when the program leaves the head.
-- Steps are dealt alike whether their records have 4 or 2 bits: measured, they take about as long, for of 2 bits it is
-  the work on codes that takes the time. A head's tail counts as one to three steps; with a guess, it belongs to that.
+- A step counts the same whether its records have 4 or 2 bits: measured, both take about as long, because with 2 bits
+  the work on codes takes the time. A head's tail counts as one to three steps; with a guess it belongs to the guess.
 - A program is four warps, two on an SM: one ticket and one partial for all four, merged through shared memory.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
@@ -103,7 +103,7 @@ def turbo_decode_attention(
     heads_pad = triton.next_power_of_2(heads_per_kv)
     settings = settings or turbo_settings(q.device)
     warps, spec = settings.num_warps, speculation
-    # A predictor may be the first launch after two streams have met; a dependent one waits for a single kernel.
+    # A predictor may be the first launch after two streams have joined; a dependent launch waits for one kernel only.
     pdl = settings.sm90 and phase != "predictor"
     num_programs = workspace.num_programs
     merge_round, wide = turbo_merge_sizes(heads_pad, warps)

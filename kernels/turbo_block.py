@@ -111,7 +111,7 @@ def _codes(x, BITS: tl.constexpr):
 
 @triton.jit
 def _opaque(x):
-    """x fp16, whose origin the compiler does not see: without a join there it takes the natural order of operands."""
+    """x fp16, with its origin hidden from the compiler: where it sees a join, it reorders the operand's columns."""
     if not INTERPRETED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float16, is_pure=False, pack=2)
     return x
@@ -138,7 +138,7 @@ def _as_right_operand(x, W: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def _pairs(even, odd):
-    """Rows of an operand two by two, [N / 2, COLUMNS] each, as words: kept as halves they would take twice the room."""
+    """Rows of an operand two by two, [N / 2, COLUMNS] each, as words: as fp16 they would take twice the registers."""
     low = even.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     high = odd.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
     return low | high
@@ -169,7 +169,7 @@ def _of_heads(x, HEADS: tl.constexpr):
 
 @triton.jit
 def no_tokens(HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """The online softmax of nothing: maximum, sum (16 rows alike), o."""
+    """The online softmax of no tokens: maximum [W, HEADS], sum [W, 16, HEADS] (rows alike), o [W, D, HEADS]."""
     row_max = tl.full([W, HEADS], NEVER, tl.float32)
     return row_max, tl.zeros([W, 16, HEADS], tl.float32), tl.zeros([W, D, HEADS], tl.float32)
 

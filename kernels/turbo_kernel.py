@@ -1,4 +1,9 @@
-"""Device code of decode over the quantised cache: schedule and tickets (see turbo_attention.py for the method)."""
+"""Device code of decode over the quantised cache: schedule and tickets (see turbo_attention.py for the method).
+
+Words as in lean_kernel.py (output, guess, rest, run, turn, slot), with *steps* instead of tiles. Outputs lie in one row
+of steps: before the rest of each is its *lead-in*, steps without work that stand for what its guess or its tail takes.
+So a run that holds an output's first lead-in step has the guess, and is that much shorter.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ from .turbo_records import open_slots, send_side
 
 __all__ = ["turbo_decode_kernel"]
 
-# What starting on a guess's tail and sending it away takes, and a tail without a guess, beyond other steps: in steps.
+# In steps: what a guess takes beyond its blocks (its tail, and sending it away), and a tail without a guess.
 GUESS_STEPS = tl.constexpr(3)
 TAIL_STEPS = tl.constexpr(2)
 
@@ -53,10 +58,10 @@ def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
 
 @triton.jit
 def _run_start(program, used, total):
-    """Where a program's run begins: floor(program total / used), in 32 bits. Equal outputs end where runs end."""
+    """First step of a program's run: floor(program total / used), in 32 bits. Equal outputs end where runs end."""
     place = tl.minimum(program, used)
     run = total // used
-    # Below used^2: as floats, whose quotient is one off at most, this takes a third of the time of integers.
+    # Below used^2: the quotient of floats is one off at most, and takes a third of the time of integers.
     extra = place * (total - run * used)
     more = (extra.to(tl.float32) / used.to(tl.float32)).to(tl.int32)
     more -= (more * used > extra).to(tl.int32)
@@ -72,7 +77,7 @@ def _run_of(step, used, total):
     return near + (_run_start(near + 1, used, total) <= step).to(tl.int32)
 
 
-# What no division needs stays a number of the launch.
+# Not specialised, because nothing is divided by them: one compiled kernel serves every capacity and chunk size.
 @triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"])
 def turbo_decode_kernel(
     q_ptr,  # [B, Hkv * HEADS_PER_KV, D]
@@ -125,20 +130,22 @@ def turbo_decode_kernel(
     slots, parity = 0, 0
     if BULK:
         slots = open_slots(WARPS, D)
-    # All that the schedule and the addresses need of every output.
+
+    # 1. The schedule: every program computes all of it, from what it and the addresses need of every output.
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < OUTPUTS
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
     bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
-    # In units of 16 bytes: 32 bits are picked in one instruction.
+    # In units of 16 bytes, so that they fit 32 bits, which `_pick` takes in one instruction.
     offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)
-    # The rest of an output is `lengths` steps, one of them the tail's where there is no guess. Before it lies its
-    # lead-in, steps without work: a guess's due, or what a tail takes beyond other steps.
+    # The rest of an output has `lengths` steps; without a guess, the first of them is the tail's.
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
-    HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS  # that the products have room for
+    HEADS: tl.constexpr = (
+        COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS
+    )  # of which the products have columns
     sink, window, _ = _block_ranges(seq_lens, chunk_blocks, SPEC)
     lengths = tl.where(exists, tl.cdiv(window - sink, WARPS) + OWN_TAIL, 0)
     if PHASE == PREDICTOR:
@@ -153,12 +160,13 @@ def turbo_decode_kernel(
         lead_in = tl.minimum(total // (4 * PROGRAMS), TAIL_STEPS)
     rest_at = tl.where(exists, ends - lengths + (outputs + 1) * lead_in, 2147483647)
     total += OUTPUTS * lead_in
-    # As few programs as the longest run allows: fewer partials. No run is empty, so that those that meet an output's
-    # rest use consecutive slots; and where outputs are equal, each has the same number of runs.
+    # As few programs as make the longest run no longer, because that leaves fewer partials. No run is empty, so that
+    # the runs that meet an output's rest use consecutive slots; equal outputs have the same number of runs each.
     used = tl.cdiv(total, tl.maximum(tl.cdiv(total, PROGRAMS), 1))
     even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
     used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
-    # All SMs work where few programs do; those at the beginnings of outputs, which have more to do, are on SMs apart.
+    # Programs in use are spread over all SMs, and those at the beginnings of outputs, which have more to do, lie on
+    # different ones.
     SMS: tl.constexpr = PROGRAMS // PER_SM
     place, sm = tl.program_id(0) // SMS, tl.program_id(0) % SMS
     program = place * SMS + (sm + place * (SMS // 8)) % SMS
@@ -172,10 +180,12 @@ def turbo_decode_kernel(
         guess = tl.sum((rest_at - lead_in < begin).to(tl.int32), 0)
         guesses_end = tl.sum((rest_at - lead_in < end).to(tl.int32), 0)
 
-    # First the guesses of this run, sent and merged before its share of the rest begins. Without what does not change,
-    # such as places in shared memory, computed ahead of it: that would take the registers of the loops over records.
+    # Turns: first the guesses of this run, each sent and merged before the next turn, then a turn for each output whose
+    # rest it meets. What no turn changes, such as addresses in shared memory, is not computed ahead of them: it would
+    # take registers that the loops over records need.
     met = tl.minimum(ends, last) > tl.maximum(ends - lengths, here)
     for _ in tl.range(guesses_end - guess + tl.sum(met.to(tl.int32), 0), num_stages=1, disable_licm=True):
+        # 2. Which output and blocks this turn is about.
         is_guess = guess < guesses_end
         output, before = locate(here, ends)
         if SPEC:
@@ -203,7 +213,7 @@ def turbo_decode_kernel(
         tail = tail_ptr + output.to(tl.int64) * (2 * TOKENS * D // 4)
         scales = scales_ptr + output.to(tl.int64) * num_blocks * 2
         if PDL:
-            # Memory answers while q comes and becomes an operand.
+            # Memory is asked now, and answers while q comes and is made an operand.
             if has_tail:
                 prefetch(tail, 2 * TOKENS * D)
             prefetch(scales + first * 2, tl.where(count > 0, 16, 0))
@@ -212,9 +222,11 @@ def turbo_decode_kernel(
             send_side(slots, records, 0, blocks, width, count > 0, (), True, WARPS, D)
         if EARLY:
             gdc_wait()
+
+        # 3. Stream the records, after the tail.
         even, odd, inverse = scaled_query(q_ptr, output, HEADS_PER_KV, HEADS, D)
         unit = inverse * qk_scale
-        # By the tokens of this request, so that neither the cache's capacity nor the length at capture has a say.
+        # By the tokens of this request: neither the cache's capacity nor the length at capture matters.
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
         if has_tail:
             row_max, row_sum, acc = attend_tail(
@@ -236,6 +248,7 @@ def turbo_decode_kernel(
                 )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)
 
+        # 4. Leave the partial; a guess also goes to its receiver.
         slot = program + output
         if SPEC and PHASE != REST:
             if is_guess:
@@ -243,7 +256,8 @@ def turbo_decode_kernel(
                 slot = PROGRAMS + OUTPUTS + output
         store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS, HEADS_PER_KV, D)
 
-        # The ticket: an output's rest is one range, and the runs that meet it use consecutive slots.
+        # 5. The ticket, and a merge if this program has come last. The rest of an output is one range of steps, and the
+        # runs that meet it use consecutive slots.
         first_run = _run_of(rest, used, total)
         last_run = _run_of(rest + length - 1, used, total)
         runs = tl.where(length > 0, last_run - first_run + 1, 0)

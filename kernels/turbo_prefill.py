@@ -10,7 +10,7 @@ in registers; and INT8 P loses what lies below 1/254 of a row's largest weight: 
 There, exact exponentials have a kernel of their own, in turbo_prefill_hopper.py.
 
 Source: TurboAttention, Algorithm 1. **(corrected)**: the softmax scale is applied, `alpha = 2^(m_old - m_new)` is
-multiplied and always exact, with either softmax; blocks of K and V are written by whoever compresses them, not here.
+multiplied and always exact, with either softmax; blocks of K and V are written where they are compressed, not here.
 
 Shapes: n_q query tokens, the last of n; Hq query heads, Hkv KV heads, D head_dim, 64 tokens in a block.
 """

@@ -28,7 +28,7 @@ __all__ = ["HALF_ROWS", "REGISTERS", "STAGES", "TILE", "prefill_hopper_kernel"]
 
 TILE = 128  # tokens, two blocks with a scale each
 STAGES = 3  # tiles of K, and of V, in flight
-HALF_ROWS = 64  # queries of a warp group
+HALF_ROWS = 64  # queries of a half: of one of the two warp groups that compute
 REGISTERS = 168  # a thread in the mean: 240 where it computes, 24 where it loads
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
@@ -227,7 +227,7 @@ def _attend(
     half: gl.constexpr, q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, first_query, first_position, head, kv_head,
     num_qo_heads, num_queries, num_blocks, full_tiles, tiles, qk_scale, q_halves, k_tiles, v_tiles, ready, empty,
 ):  # fmt: skip
-    """What warp group `half` does with its 64 queries."""
+    """What the warp group of a half, 0 or 1, does with its 64 queries."""
     gl.inline_asm_elementwise(_declaration(half), "=r,r", [tiles], gl.int32, False, 1)
     rows: gl.constexpr = q_halves.shape[1]
     dim: gl.constexpr = q_halves.shape[2]

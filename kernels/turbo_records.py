@@ -1,4 +1,6 @@
-"""How words of records come from memory to the registers of a warp: device code of decode over a quantised cache.
+"""How the words of records come from memory to the registers of a warp: device code of decode over a quantised cache.
+
+A record has two *sides*, K's and V's: the codes of a block and their parameters.
 
 A step takes W blocks, one for each warp. The order of a record's words (flashq_layout.py) is that of a warp's operands,
 16 bytes of a lane at a time. From compute capability 9.0 on (BULK) each warp has a slot for K and one for V in shared
@@ -9,11 +11,11 @@ same words from memory.
 
 Reads of slots are inline assembly, for Triton does not know this memory. Three rules keep them right:
 
-- What reads depends on what waits (the address comes out of the wait), and what sends depends on what has been read
-  (its address comes out of `after`). Reads are pure: the compiler may do them twice, in different layouts, which become
-  one again further down.
+- A read depends on a wait (its address comes out of it), and a copy depends on the reads of the slot before (its
+  address comes out of `after`). Reads are pure: the compiler may do them twice, in different layouts, which become one
+  again further down.
 - Only elementwise operations and reshapes stand between a read and the product that it is an operand of, and no factor:
-  with one the compiler takes other layouts, and goes through shared memory and barriers of all warps; a test looks.
+  with one the compiler takes other layouts, and goes through shared memory and barriers of all warps. A test counts.
 - Tensors [W, 32] have a warp in each row and a lane in each column.
 """
 
@@ -38,7 +40,7 @@ BARRIERS = tl.constexpr(16)  # bytes of a warp's two barriers, K's and V's
 
 @triton.constexpr_function
 def _side_bytes(bits, head_dim):
-    """Of K, or V, of a block: codes and parameters."""
+    """Bytes of a side: codes and parameters of K, or of V, of a block."""
     return 4 * (2 * head_dim * bits + head_dim // 2)
 
 
@@ -61,7 +63,7 @@ def _block_of(step, warps, blocks, W: tl.constexpr):
 
 @triton.jit
 def _records_of(records_ptr, step, blocks, side_size, W: tl.constexpr):
-    """Where the record of each warp's block in a step begins, [W, 1]; a side has so many bytes."""
+    """Where the record of each warp's block in a step begins, [W, 1]; side_size: bytes of one side."""
     block = _block_of(step, tl.arange(0, W)[:, None], blocks, W)
     return records_ptr + block.to(tl.int64) * (side_size // 2)
 
@@ -144,7 +146,7 @@ def send_side(
     """Ask for K, or V, of each warp's block in a step.
 
     Args:
-        goes: whether anything is asked for; whoever asks has to receive.
+        goes: whether anything is asked for; each request has to be awaited.
         after: values [W, 32], one of each read of the slot, which is free once they are there.
     """
     warps, lanes = _warps_and_lanes(W)
@@ -153,7 +155,7 @@ def send_side(
     slot, barrier = _slot_of(slots, warps, IS_V, D), _barriers_of(slots, warps, W, D)
     if IS_V:
         side, barrier = side + size, barrier + 8
-    # By a thread that is elected: of one that a comparison picks the assembler does not know that it is one, and loops.
+    # By an elected thread: if a comparison chose it, the assembler would not know that it is one, and would loop.
     operands = (barrier + lanes * 0, slot + lanes * 0, side + lanes * 0, size + 0 * (warps + lanes))
     operands = operands + (goes.to(tl.int32) + 0 * (warps + lanes),) + after  # noqa: RUF005 (Triton has no *)
     tl.inline_asm_elementwise(

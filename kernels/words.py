@@ -1,8 +1,8 @@
 """Self-flagging words: an fp32 value and the step's epoch in one 8-byte store, so that data and flag arrive together.
 
 A rank pushes words into its peers' memory with plain stores: no fence, no separate flag, no memset between steps. The
-reader polls until the upper half is the epoch it expects. Every wait has a deadline; on expiry it notes who is missing
-in the fault word and goes on, so that no kernel hangs, and later waits of that step do not wait at all.
+reader polls until the upper half is the epoch it expects. Every wait has a deadline. Past it, the reader notes the
+missing rank in the fault word and goes on, so that no kernel hangs; later waits of that step take no time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "unpack_words",
 ]
 
-# Triton's interpreter knows no inline assembly: there, everything that is read has been written before.
+# Triton's interpreter knows no inline assembly. There, words have to be written before they are awaited.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Kinds of fault: kind << 28 | slot << 8 | rank, the first of a step.
@@ -102,7 +102,7 @@ def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code, end_ptr=None, en
     Returns:
         fp32, as `ptr`; NaN where the word did not come, for an old value may look like a right one.
     """
-    # All loads leave together; only words that are not here yet are polled one by one.
+    # All loads are issued together; only words that have not come yet are polled, one by one.
     none = (epoch.to(tl.int64) << 32) | 0x80000000
     word = tl.load(ptr, mask=mask, other=none, volatile=True)
     value = word.to(tl.int32)

@@ -101,7 +101,7 @@ class Pairing:
     chunk_size: int
     sums: Tensor  # [B, Hq, 2] fp32; of a `Swap`, its own
     hits: Tensor  # [L, B] int32: this step's verdicts, on every rank
-    live: Tensor  # [B] int32: who is still generating
+    live: Tensor  # [B] int32: 1 while a request is generating
     forced: Tensor | None = None  # [L] int32: verdicts that do not look at the sums, for profiling
 
 
