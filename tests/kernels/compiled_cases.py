@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ptx_emulator
 import test_lean_attention
 import test_turbo_attention
-from conftest import _check as check
+from comparison import check
 from paired_ranks import pairs
 
-from alspec.kernels import handover, lean_attention, turbo_attention
+from alspec.kernels import lean_attention, roles, turbo_attention
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.merge import _merge
 from alspec.kernels.reference import decode_attention_ref
@@ -175,17 +175,16 @@ def late_verdict(stale: bool, **how: Any) -> Found:
     target.own.verdicts.fill_((epoch - stale) << 32 | int(torch.tensor(1.0).view(torch.int32)))
     target.priority.copy_(torch.tensor([1, 2]))
     hits = torch.full((2, 1), -1, dtype=torch.int32)
-    kernel = Emulated(handover._take_turn_kernel, 90, **how)
-    with mock.patch.object(handover, "_take_turn_kernel", kernel):
-        handover.take_turn(target, 1, hits, 0)
+    kernel = Emulated(roles._take_turn_kernel, 90, **how)
+    with mock.patch.object(roles, "_take_turn_kernel", kernel):
+        roles.take_turn(target, 1, hits, 0)
     assert hits[0].tolist() == [1 - stale]
     assert target.sends.tolist() == [1 - stale]
     return {"error": 0.0} | kernel.counts
 
 
 def _error(launch: Any) -> Found:
-    softmax = getattr(launch, "softmax", "exact")
-    out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, launch.q.shape[-1] ** -0.5, softmax)
+    out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, launch.sm_scale, launch.softmax)
     return {"error": float((launch.out.double() - out).norm() / out.norm())}
 
 

@@ -1,15 +1,13 @@
-"""Device and comparison shared by the kernel tests."""
+"""Device and comparison of the kernel tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import comparison
 import pytest
 import torch
 from torch import Tensor
-
-# One bound on |found - expected| / |expected| for each dtype the kernel reads; both bound the rounding of one result.
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 
@@ -33,21 +31,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def _check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Compare shapes, then the positions of NaN and infinities, then the relative RMS of the finite numbers."""
-    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
-    assert found.shape == expected.shape
-    assert torch.equal(found.isnan(), expected.isnan()), "NaN at other positions"
-    for infinity in (torch.inf, -torch.inf):
-        assert torch.equal(found == infinity, expected == infinity), f"{infinity} at other positions"
-    finite = expected.isfinite()
-    error = (found[finite] - expected[finite]).norm()
-    scale = expected[finite].norm()
-    tolerance = TOLERANCES[dtype]
-    assert error <= tolerance * scale, f"relative RMS error {error / scale:.2e}, tolerance {tolerance:.0e}"
-
-
 @pytest.fixture
 def check() -> Check:
     """`check(found, expected, dtype of the inputs)`: the comparison of every kernel test."""
-    return _check
+    return comparison.check

@@ -1,14 +1,19 @@
-"""Handovers of all ranks of a pair in one process, for the tests of kernels between groups."""
+"""Handovers of all ranks of a pair in one process, and roles by the rules, for the tests of kernels between groups."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from alspec.kernels.exchange import Exchange
 from alspec.kernels.mailbox import Handover, PairShape
+from alspec.priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender
 
-__all__ = ["PATIENCE_NS", "nan", "pairs", "sums_for"]
+__all__ = ["PATIENCE_NS", "LayerRoles", "nan", "pairs", "roles_by_the_rules", "sums_for"]
 
 PATIENCE_NS = 10**8
 
@@ -53,3 +58,33 @@ def sums_for(device: torch.device, accept: list[bool], num_heads: int) -> Tensor
     sums = torch.rand(len(accept), num_heads, 2) + 1
     sums[..., 0] *= torch.tensor([0.1 if each else 10.0 for each in accept])[:, None]
     return sums.to(device)
+
+
+@dataclass(frozen=True)
+class LayerRoles:
+    """A layer by the rules of `alspec.priority`."""
+
+    layer: int
+    source: int  # the group that sends
+    before: Priority
+    handed: Priority  # after the handover
+    after: Priority  # after the verdict
+    accept: list[bool]  # of each request; the layer accepts if all do
+
+
+def roles_by_the_rules(
+    num_steps: int, num_layers: int, batch: int, hit_rate: float, seed: int
+) -> Iterator[list[LayerRoles]]:
+    """The layers of each step, with random verdicts; a step begins with the group that ended the one before."""
+    rng, source = random.Random(seed), sender(INITIAL_PRIORITY)
+    for _ in range(num_steps):
+        priority: Priority = (2, 0) if source == 0 else (0, 2)
+        layers = []
+        for layer in range(num_layers):
+            accept = [rng.random() < hit_rate for _ in range(batch)]
+            handed = after_handover(priority)
+            after = after_verdict(handed, all(accept))
+            layers.append(LayerRoles(layer, sender(priority), priority, handed, after, accept))
+            priority = after
+        source = sender(priority)
+        yield layers

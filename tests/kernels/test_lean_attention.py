@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import triton
+from attention_launch import EDGES, EPOCH, HAS_CUDA, AttentionLaunch, S
 from torch import Tensor
 
 from alspec.kernels.lean_attention import (
@@ -19,18 +20,11 @@ from alspec.kernels.lean_attention import (
     lean_merge_sizes,
 )
 from alspec.kernels.lean_kernel import LONG_TILES
-from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.kernels.words import unpack_words
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 
-S = 128
-EPOCH = 7
-EDGES = (1, 63, 64, 65, 127, 128, 129, 2 * S - 1, 2 * S, 2 * S + 1, 2 * S + 63, 2 * S + 64, 2 * S + 65, 700)
 RAGGED = [(65, 700, 319, 330, 128, 1), (700, 330), (1, 1, 1, 513), (320, 321, 1000)]
-
-
-HAS_CUDA = torch.cuda.is_available()
 
 
 @pytest.fixture(
@@ -44,18 +38,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@dataclass
-class Launch:
-    """Inputs with NaN beyond `seq_lens` and outputs full of NaN; `run` launches the kernel on them."""
+@dataclass(kw_only=True)
+class Launch(AttentionLaunch):
+    """Over a random cache of floating-point numbers."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    seq_lens: Tensor
-    workspace: LeanWorkspace
-    out: Tensor
-    lse: Tensor
-    speculation: Speculation | None
     in_two: bool = False
 
     @classmethod
@@ -90,7 +76,6 @@ class Launch:
             workspace=LeanWorkspace.allocate(batch, q.shape[1], num_kv_heads, head_dim, device, num_programs),
             out=torch.empty_like(q),
             lse=torch.empty(q.shape[:2], device=device),
-            speculation=None,
         )
         if chunk_size:
             launch.speculation = Speculation(
@@ -103,54 +88,15 @@ class Launch:
         return launch
 
     def run(self) -> None:
-        outputs = [self.out, self.lse]
-        if self.speculation is not None:
-            outputs += [self.speculation.spec_out, self.speculation.sums]
-            outputs += [] if self.speculation.spec_lse is None else [self.speculation.spec_lse]
-        for output in outputs:
-            output.fill_(math.nan if output.is_floating_point() else 0)
-        scale = self.q.shape[-1] ** -0.5
+        self.clear()
         for phase in ("predictor", "rest") if self.in_two else ("all",):
             lean_decode_attention(
-                self.q,
-                self.k,
-                self.v,
-                self.seq_lens,
-                scale,
-                self.workspace,
-                self.out,
-                self.lse,
-                self.speculation,
-                phase,
-            )
-
-    @property
-    def guess(self) -> Tensor:
-        """`A~`, NaN where a word did not come."""
-        assert self.speculation is not None
-        found = self.speculation.spec_out
-        if found.is_floating_point():
-            return found
-        o = unpack_words(found, EPOCH)
-        if self.speculation.spec_lse is None:
-            return o[0]
-        # A partial of no tokens has no weight, but is there.
-        weight = (unpack_words(self.speculation.spec_lse, EPOCH).double() * math.log(2)).softmax(0)
-        return (o.double() * weight[..., None]).sum(0)
+                self.q, self.k, self.v, self.seq_lens, self.sm_scale, self.workspace, self.out, self.lse,
+                self.speculation, phase,
+            )  # fmt: skip
 
     def compare(self, check: Check) -> None:
-        scale, dtype = self.q.shape[-1] ** -0.5, self.q.dtype
-        out, lse = decode_attention_ref(self.q, self.k, self.v, self.seq_lens, scale)
-        check(self.out, out, dtype)
-        check(self.lse, lse, dtype)
-        for counters in (self.workspace.counters, self.workspace.bundle_counters):
-            assert not counters.any(), "a ticket was left behind"
-        if self.speculation is not None:
-            spec_out, _, sums = speculative_decode_attention_ref(
-                self.q, self.k, self.v, self.seq_lens, self.speculation.chunk_size, scale
-            )
-            check(self.guess, spec_out, dtype)
-            check(self.speculation.sums.sum(1), sums, dtype)
+        self.compare_each(lambda _, found, expected: check(found, expected, self.q.dtype))
 
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
@@ -246,7 +192,6 @@ def test_few_programs_take_two_tiles_each(device: torch.device, check: Check, le
     """Up to 64 tiles, 32 of 40 programs work: their partials are one round of merging."""
     assert lean_merge_sizes(4, 128, 40, spec=False)[0] == 32
     launch = Launch.draw((length,), 4, 1, 128, device, 40, 0)
-    launch.workspace.lse.fill_(math.nan)
     launch.run()
     launch.compare(check)
     assert int(launch.workspace.lse.isfinite().sum()) == 4 * (32 if length <= 4096 else 40)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
-from paired_ranks import PATIENCE_NS, nan, pairs, sums_for
+from paired_ranks import PATIENCE_NS, nan, pairs, roles_by_the_rules, sums_for
 
 from alspec.kernels.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handover, PairShape
 from alspec.kernels.reference import decide_ref
 from alspec.kernels.residual import num_square_sums, reduce_norm
 from alspec.kernels.roles import decide, meet, take_turn
-from alspec.priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender, skips_compute
+from alspec.priority import Priority, sender, skips_compute
 
 
 def assert_knows(handover: Handover, group: int, priority: Priority) -> None:
@@ -25,43 +24,34 @@ def assert_knows(handover: Handover, group: int, priority: Priority) -> None:
 def test_roles_follow_the_rules_over_many_layers_and_steps(
     device: torch.device, batch: int, num_layers: int, steps: int, seed: int, hit_rate: float
 ) -> None:
-    rng = random.Random(seed)
     shape = PairShape(num_layers, batch, 1, 32, 2, 1, 16)
     (first,), (second,) = pairs(device, shape, 1)
     ranks = (first, second)
     live = torch.ones(batch, dtype=torch.int32, device=device)
-    source = sender(INITIAL_PRIORITY)
-    for _ in range(steps):
+    for roles in roles_by_the_rules(steps, num_layers, batch, hit_rate, seed):
         hits = [torch.full((num_layers, batch), -1, dtype=torch.int32, device=device) for _ in ranks]
-        expected_hits = []
-        priority = (2, 0) if source == 0 else (0, 2)
-        for layer in range(num_layers):
-            source = sender(priority)
+        for at in roles:
             # The receiver of the layer before does not know the verdict yet; its gate is the same either way.
             for group, rank in enumerate(ranks):
-                assert (int(rank.priority[0]) == 0) == skips_compute(priority, group)
-                if layer == 0:
-                    assert int(rank.gate(GATE_PRE_ATTENTION)) == (not skips_compute(priority, group))
-                take_turn(rank, layer, hits[group], PATIENCE_NS)
-            priority = after_handover(priority)
+                assert (int(rank.priority[0]) == 0) == skips_compute(at.before, group)
+                if at.layer == 0:
+                    assert int(rank.gate(GATE_PRE_ATTENTION)) == (not skips_compute(at.before, group))
+                take_turn(rank, at.layer, hits[group], PATIENCE_NS)
             for group, rank in enumerate(ranks):
-                assert_knows(rank, group, priority)
-                assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == source else (0, 1))
+                assert_knows(rank, group, at.handed)
+                assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == at.source else (0, 1))
                 assert int(rank.gate(GATE_O)) == 1
-            accept = [rng.random() < hit_rate for _ in range(batch)]
-            expected_hits.append(accept)
             for group, rank in enumerate(ranks):
-                decide(rank, layer, sums_for(device, accept, 2), live, 0.5, hits[group], PATIENCE_NS)
-            handed, priority = priority, after_verdict(priority, all(accept))
+                decide(rank, at.layer, sums_for(device, at.accept, 2), live, 0.5, hits[group], PATIENCE_NS)
             for group, rank in enumerate(ranks):
-                assert_knows(rank, group, priority if group == source else handed)
-                assert int(rank.gate(GATE_O)) == (group != source or not all(accept))
-        source = sender(priority)
+                assert_knows(rank, group, at.after if group == at.source else at.handed)
+                assert int(rank.gate(GATE_O)) == (group != at.source or not all(at.accept))
+        source = sender(roles[-1].after)
         for group, rank in enumerate(ranks):
             take_turn(rank, num_layers, hits[group], PATIENCE_NS)
             assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == source else (0, 1))
             assert_knows(rank, group, (2, 0) if source == 0 else (0, 2))
-            assert hits[group].bool().tolist() == expected_hits
+            assert hits[group].bool().tolist() == [at.accept for at in roles]
             assert int(rank.exchange.fault) == 0
             rank.exchange.epoch.add_(1)
 
@@ -122,19 +112,8 @@ def test_a_rejection_ends_the_wait_for_a_rank_that_stopped() -> None:
     squares = torch.zeros(1, num_square_sums(64), device=device)
 
     def reduce() -> None:
-        verdict = rank.verdict(0)
-        reduce_norm(
-            exchange,
-            0,
-            5 * 10**9,
-            x,
-            gamma,
-            torch.ones_like(x),
-            squares,
-            rank.gate(GATE_O),
-            rank.gate(GATE_MLP),
-            verdict,
-        )
+        gates, verdict = (rank.gate(GATE_O), rank.gate(GATE_MLP)), rank.verdict(0)
+        reduce_norm(exchange, 0, 5 * 10**9, x, gamma, torch.ones_like(x), squares, *gates, verdict)
 
     rank.gates.zero_()
     reduce()  # compiles; closed

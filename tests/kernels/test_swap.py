@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
+from paired_ranks import nan, roles_by_the_rules
 from torch import Tensor
 
 from alspec.kernels.exchange import Exchange
@@ -14,7 +14,7 @@ from alspec.kernels.mailbox import PairShape
 from alspec.kernels.reference import decide_ref, reduce_norm_ref
 from alspec.kernels.residual import num_square_sums
 from alspec.kernels.swap import Swap, SwapCalls, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
-from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender
+from alspec.priority import sender
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 
@@ -23,10 +23,6 @@ SHAPES = [
     pytest.param(PairShape(2, 2, 1, 200, 8, 1, 48), 9, id="odd head_dim"),
     pytest.param(PairShape(2, 3, 1, 97, 9, 3, 20), 70, id="odd hidden size"),
 ]
-
-
-def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
 def no_call(tensor: Tensor) -> Tensor:
@@ -183,23 +179,18 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
     device: torch.device, num_layers: int, steps: int, seed: int, hit_rate: float
 ) -> None:
     """Forced verdicts; exactly one of the two branches' gates is open on a rank that goes on, on the others none."""
-    rng = random.Random(seed)
     ranks = [swap for (swap,) in swaps(device, PairShape(num_layers, 1, 1, 32, 2, 1, 16))]
     live, hits = (torch.ones(shape, dtype=torch.int32, device=device) for shape in ((1,), (num_layers, 1)))
-    source = sender(INITIAL_PRIORITY)
-    for _ in range(steps):
-        priority = (2, 0) if source == 0 else (0, 2)
-        forced = [int(rng.random() < hit_rate) for _ in range(num_layers)]
-        for layer, verdict in enumerate(forced):
-            source = sender(priority)
-            priority = after_verdict(after_handover(priority), bool(verdict))
+    for roles in roles_by_the_rules(steps, num_layers, 1, hit_rate, seed):
+        forced = [int(all(at.accept)) for at in roles]
+        for at in roles:
             for rank in ranks:
-                settle(rank, layer, live, 0.5, hits, torch.tensor(forced, dtype=torch.int32, device=device))
-                words = rank.gates(layer)
-                assert (int(words.sends), int(words.receives)) == ((1, 0) if rank.group == source else (0, 1))
-                assert int(words.redoes) == int(rank.group == source and not verdict)
+                settle(rank, at.layer, live, 0.5, hits, torch.tensor(forced, dtype=torch.int32, device=device))
+                words = rank.gates(at.layer)
+                assert (int(words.sends), int(words.receives)) == ((1, 0) if rank.group == at.source else (0, 1))
+                assert int(words.redoes) == int(rank.group == at.source and not all(at.accept))
         assert hits.flatten().tolist() == forced
-        source = sender(priority)
+        source = sender(roles[-1].after)
         for rank in ranks:
             assert int(rank.gates(num_layers).sends) == int(rank.group == source)
             rank.next_step()

@@ -14,20 +14,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from attention_launch import EDGES, EPOCH, HAS_CUDA, AttentionLaunch, S
+from comparison import close
 from torch import Tensor
 
 from alspec.kernels.flashq_layout import BlockCodes, TurboLayer, pack_record, record_words
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
-from alspec.kernels.words import unpack_words
 from alspec.sas import Softmax, cutoff
 
-S = 128
-EPOCH = 7
-EDGES = (1, 63, 64, 65, 127, 128, 129, 2 * S - 1, 2 * S, 2 * S + 1, 2 * S + 63, 2 * S + 64, 2 * S + 65, 700)
 CODECS = ("turbo4", "turbo2", "turbo-mixed")
-HAS_CUDA = torch.cuda.is_available()
 TOLERANCE = 2**-10
 
 
@@ -45,20 +42,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 by_softmax = pytest.mark.parametrize("softmax", ["exact", "sas"])
 
 
-@dataclass
-class Launch:
-    """A random cache with noise in what no token uses, its exact values, and outputs full of NaN."""
+@dataclass(kw_only=True)
+class Launch(AttentionLaunch):
+    """Over a random quantised cache with noise in what no token uses; `k` and `v` are fp64, as dequantised."""
 
-    q: Tensor
     layer: TurboLayer
-    k: Tensor  # [B, H, N, D] fp64, as dequantised; NaN beyond `seq_lens`
-    v: Tensor
-    seq_lens: Tensor
-    workspace: LeanWorkspace
-    out: Tensor
-    lse: Tensor
     settings: TurboSettings
-    speculation: Speculation | None = None
 
     @property
     def softmax(self) -> Softmax:
@@ -69,46 +58,21 @@ class Launch:
         self.layer = replace(self.layer, softmax=softmax)
 
     def run(self, *phases: str, gate: Tensor | None = None) -> None:
-        for scratch in (self.workspace.o, self.workspace.lse):
-            scratch.fill_(math.nan)
-        for output in self.outputs():
-            output.fill_(math.nan if output.is_floating_point() else 0)
+        self.clear()
         for phase in phases or ("all",):
             turbo_decode_attention(
-                self.q, self.layer, self.seq_lens, self.q.shape[-1] ** -0.5, self.workspace, self.out, self.lse,
+                self.q, self.layer, self.seq_lens, self.sm_scale, self.workspace, self.out, self.lse,
                 self.speculation, phase, gate, settings=self.settings,
             )  # type: ignore[arg-type]  # fmt: skip
 
-    def outputs(self) -> list[Tensor]:
-        guess = [] if self.speculation is None else [self.speculation.spec_out, self.speculation.sums]
-        return [self.out, self.lse, *guess]
-
-    @property
-    def guess(self) -> Tensor:
-        """`A~`, NaN where a word did not come."""
-        assert self.speculation is not None
-        found = self.speculation.spec_out
-        return found if found.is_floating_point() else unpack_words(found, EPOCH)
-
     def compare(self, tolerance: float = TOLERANCE) -> None:
-        args, scale = (self.q.cpu(), self.k, self.v, self.seq_lens.cpu()), self.q.shape[-1] ** -0.5
-        out, lse = decode_attention_ref(*args, scale, self.softmax)
-        _close(self.out, out, tolerance)
-        assert float((self.lse.cpu() - lse).abs().max()) < 8 * tolerance
-        for counters in (self.workspace.counters, self.workspace.bundle_counters):
-            assert not counters.any(), "a ticket was left behind"
-        if self.speculation is not None:
-            chunk_size = self.speculation.chunk_size
-            spec_out, _, sums = speculative_decode_attention_ref(*args, chunk_size, scale, self.softmax)
-            _close(self.guess, spec_out, tolerance)
-            _close(self.speculation.sums.sum(1), sums, 4 * tolerance)
+        def bounded(name: str, found: Tensor, expected: Tensor) -> None:
+            if name == "lse":
+                assert float((found.cpu() - expected).abs().max()) < 8 * tolerance
+            else:
+                close(found, expected, 4 * tolerance if name == "sums" else tolerance)
 
-
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    found = found.cpu().double()
-    assert not found.isnan().any()
-    error = float((found - expected).norm() / expected.norm())
-    assert error < tolerance, f"relative RMS error {error:.2e}, tolerance {tolerance:.0e}"
+        self.compare_each(bounded)
 
 
 def draw_codes(num_blocks: int, head_dim: int, bits: int, kind: str, generator: torch.Generator) -> BlockCodes:
@@ -244,7 +208,7 @@ def test_two_launches_give_what_one_gives(device: torch.device, num_programs: in
     launch.run("predictor", "rest")
     launch.compare()
     for found, expected in zip(launch.outputs(), one, strict=True):
-        _close(found, expected.cpu().double(), TOLERANCE)
+        close(found, expected.cpu().double(), TOLERANCE)
 
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
@@ -355,10 +319,10 @@ def test_sas_cutoff_is_that_of_each_request(device: torch.device, beyond: float,
         assert launch.out.abs().amax() <= 1.02e-3 * launch.v.nan_to_num().abs().amax()
     else:
         # P is a denormal of fp16 here, with five bits or six.
-        _close(launch.out, expected, 2**-6)
+        close(launch.out, expected, 2**-6)
         if launch.speculation is not None:
             args = (launch.q.cpu(), launch.k, launch.v, launch.seq_lens.cpu(), S, 64**-0.5, "sas")
-            _close(seen, speculative_decode_attention_ref(*args)[0], 2**-6)
+            close(seen, speculative_decode_attention_ref(*args)[0], 2**-6)
 
 
 @pytest.mark.parametrize(("head_dim", "ratio", "num_warps"), [(64, 5, 1), (64, 8, 1), (128, 4, 2), (128, 8, 4)])

@@ -1,4 +1,5 @@
-"""Steps of two paired groups over the fused kernels, both ranks in one process, against the simulated step program.
+"""Steps of two paired groups over the fused kernels, both ranks in one process, against the simulated step program, and
+with forced verdicts against one rank: bit for bit.
 
 The interpreter cannot wait, so in each layer the rank that sends goes first; who that is, the devices' priorities say.
 """
@@ -6,6 +7,8 @@ The interpreter cannot wait, so in each layer the rank that sends goes first; wh
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +16,11 @@ from torch import Tensor
 
 from alspec.kernels.decode_attention import KVLayer
 from alspec.kernels.exchange import Exchange, LogitExchange
+from alspec.kernels.lean_attention import Speculation
 from alspec.kernels.mailbox import Handover, PairShape
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
+from alspec.models.decode_cache import DecodeCache
 from alspec.models.decoder import DecodeBuffers, Decoder, Pairing
 from alspec.models.llama import Llama, load_weights
 from alspec.runtime.codecs import Cache, new_cache
@@ -35,7 +40,7 @@ STEPS = 3
 class Pair:
     """Two ranks with the same model, each with its own cache and memory."""
 
-    def __init__(self, model: Llama, threshold: float, codec: str) -> None:
+    def __init__(self, model: Llama, threshold: float, codec: str, forced: Tensor | None = None) -> None:
         config, self.model = model.config, model
         transport = Transport(Placement(), CPU, "gloo", None)
         shape = PairShape(
@@ -61,6 +66,7 @@ class Pair:
                 sums=torch.full((1, config.num_qo_heads, 2), torch.nan),
                 hits=torch.full((config.num_layers, 1), -1, dtype=torch.int32),
                 live=torch.ones(1, dtype=torch.int32),
+                forced=forced,
             )
             logit_exchange = LogitExchange(torch.zeros(1, config.vocab_size), self.epoch, exchange.fault)
             buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
@@ -103,6 +109,42 @@ class Pair:
         return [rank.buffers.logits for rank in self.ranks], hits
 
 
+class OneRank:
+    """What two groups with these verdicts should compute, by the same kernels: `A~` or `A` goes on in each layer."""
+
+    def __init__(self, model: Llama, verdicts: tuple[int, ...]) -> None:
+        config, self.verdicts = model.config, verdicts
+        transport = Transport(Placement(), CPU, "gloo", None)
+        self.cache = _cache(config, "bf16")
+        prefill(model, self.cache, transport, 0, PROMPT, _no_operation)
+        epoch, fault = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        self.buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
+        self.decoder = Decoder(
+            config, model.weights, model.inv_freq, self.cache.layers, self.buffers,
+            Exchange(torch.zeros(1, config.hidden_size), epoch, fault),
+            LogitExchange(torch.zeros(1, config.vocab_size), epoch, fault), transport.all_reduce,
+            transport.all_gather_world,
+        )  # fmt: skip
+        self.attention = DecodeCache(self.cache.layers, self.buffers.seq_lens, config.num_qo_heads, torch.float32)
+
+    def step(self, token_id: int, seq_len: int) -> Tensor:
+        """Logits [1, V]."""
+        at, decoder = self.buffers, self.decoder
+        at.token_ids.fill_(token_id)
+        at.seq_lens.fill_(seq_len)
+        speculation = Speculation(S, torch.empty_like(at.attn_out), torch.empty(*at.q.shape[:2], 2))
+        decoder.embed()
+        for layer, accepted in enumerate(self.verdicts):
+            decoder.pre_attention(layer)
+            self.attention.attend(layer, at.q, at.attn_out, at.lse, speculation)
+            assert not torch.equal(at.attn_out, speculation.spec_out)
+            if accepted:
+                at.attn_out.copy_(speculation.spec_out)
+            decoder.post_attention(layer)
+        decoder.logits()
+        return at.logits
+
+
 def _cache(config: LlamaConfig, codec: str) -> Cache:
     return new_cache(codec, config, 1, 1, len(PROMPT) + STEPS, torch.float32, CPU)
 
@@ -141,3 +183,29 @@ def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, req
         verdicts |= set(expected.hits.flatten().tolist())
         token_id = int(expected.logits.argmax())
     assert verdicts == {0.0: {False}, math.inf: {True}}.get(threshold, {False, True})
+
+
+@pytest.mark.parametrize(
+    "verdicts", [(1, 1, 1, 1, 1), (0, 0, 0, 0, 0), (1, 0, 0, 1, 1), (0, 1, 0, 1, 0), (0, 0, 1, 1, 0)], ids=str
+)
+def test_forced_verdicts_leave_the_bits_of_one_group(small_folder: Path, verdicts: tuple[int, ...]) -> None:
+    """Each sequence of roles. The second step begins with the other group where an odd number of layers accepts."""
+    config = LlamaConfig.from_folder(small_folder)
+    weights = load_weights(Checkpoint.open(small_folder, config), config, Placement().shard, torch.float32, CPU)
+    layers = (weights.layers * 2)[: len(verdicts)]
+    model = Llama(
+        config.model_copy(update={"num_layers": len(layers)}),
+        replace(weights, layers=layers),
+        Transport(Placement(), CPU, "gloo", None).all_reduce,
+    )
+    pair = Pair(model, 0.1, "bf16", torch.tensor(verdicts, dtype=torch.int32))
+    one = OneRank(model, verdicts)
+    for step, token_id in enumerate((5, 77), 1):
+        expected = one.step(token_id, len(PROMPT) + step)
+        logits, hits = pair.step(token_id, len(PROMPT) + step)
+        for rank, cache, found, found_hits in zip(pair.ranks, pair.caches, logits, hits, strict=True):
+            assert torch.equal(found, expected)
+            assert torch.equal(rank.buffers.x, one.buffers.x)
+            assert found_hits.flatten().tolist() == list(map(bool, verdicts))
+            for name, tensor in _tensors(one.cache).items():
+                assert torch.equal(_tensors(cache)[name], tensor), name
