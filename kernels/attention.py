@@ -43,7 +43,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, 
     """One request's partial: q [Hq, D], k, v [Hkv, n, D] -> o [Hq, D] fp32, lse [Hq] fp32; n = 0 gives (0, -inf).
 
     The cutoff of SAS is that of all `seq_len` tokens, of which these are some: then it bounds what the merged output
-    lacks, for the maximum of some tokens is no larger than that of all.
+    lacks, because the maximum of some tokens is no larger than that of all.
     """
     num_kv_heads, num_tokens, head_dim = k.shape
     # The query heads of one KV head are the rows of one product, so K and V are read once.

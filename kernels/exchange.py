@@ -14,8 +14,8 @@ class Exchange:
     """Partial sums of one tensor-parallel group.
 
     With `peers`, they travel as words (see words.py): every rank's `words` has a slot for each all-reduce of a step, so
-    that nothing is written twice before it was read. Without, they lie in `partial`, summed up by a collective in
-    between where there is more than one rank.
+    that no word is overwritten before it has been read. Without, they lie in `partial`, and a collective sums them
+    up in between if there are several ranks.
     """
 
     partial: Tensor  # [B, hidden] fp32

@@ -292,7 +292,7 @@ def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
     Capture: graph-safe; allocates nothing.
     """
     num_layers, num_rows = layers.tail.shape[:-5].numel(), layers.batch_size * layers.num_kv_heads
-    # Few programs, for in 63 steps of 64 they have nothing to do: then each goes over several layers.
+    # Few programs, each for several layers: in 63 steps of 64 they have nothing to do.
     together = min(num_layers, triton.cdiv(COMPACT_ROWS, num_rows))
     launch(_turbo_compact_kernel, (num_rows, 2, together))(
         seq_lens, layers.words, layers.offset, layers.bits, layers.scales, layers.tail, layers.tail_scale,

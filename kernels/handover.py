@@ -258,7 +258,7 @@ def receive_handover(
     """
     shape, exchange, own = handover.shape, handover.exchange, handover.own
     # One word for each thread: of two, it would wait for one after the other. With several parts each value has several
-    # words, and programs are larger instead of more: on a rank that sends, all of them start in vain.
+    # words, and programs are larger instead of more: on a rank that sends, each would start only to end.
     block = BLOCK if shape.guess_parts == 1 else 4 * BLOCK
     values = block if shape.guess_parts == 1 else block // (2 * triton.next_power_of_2(shape.guess_parts))
     spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, values)

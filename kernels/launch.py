@@ -1,4 +1,4 @@
-"""How decode kernels are launched: compiled side by side, dependent launch, an SM's memory between L1 and shared."""
+"""How decode kernels are launched: compiled in parallel, as dependent launches, with most of an SM's memory as L1."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _to_compile: ContextVar[list[Any] | None] = ContextVar("_to_compile", default=No
 DECLARED_SHARED = 1
 MAX_DYNAMIC_SHARED = 8
 PREFERRED_CARVEOUT = 9
-RESERVED_BYTES = 1024  # of shared memory, the driver's in each program
-UNASKED_BYTES = 49152  # of shared memory, which a program may have without asking
+RESERVED_BYTES = 1024  # of shared memory, which the driver takes for each program
+UNASKED_BYTES = 49152  # of shared memory, which a program may have by default
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -74,10 +74,10 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 
 def declares_shared_memory(kernel: Any) -> None:
-    """See that a kernel can be launched which declares shared memory in its assembly.
+    """Let a kernel be launched that declares shared memory in its assembly.
 
-    The driver takes that from the 48 KB that a program has unasked, and Triton asks for more only where what it has
-    allocated itself is more.
+    The driver counts that towards the 48 KB which a program has by default, and Triton asks for more only if its own
+    allocation is larger.
     """
     triton.knobs.runtime.kernel_load_end_hook.add(_AskForShared(kernel.__name__))
 
@@ -111,12 +111,12 @@ def prefer_l1(compiled: Any, per_sm: int = 0) -> None:
 
 @functools.cache
 def _prefer_l1(function: int, dynamic: int, per_sm: int) -> None:
-    # A preference: where the driver has none of it, kernels are slower, not wrong.
+    # A preference: if the driver ignores it, kernels are slower, not wrong.
     declared = ctypes.c_int()
     _driver().cuFuncGetAttribute(ctypes.byref(declared), DECLARED_SHARED, ctypes.c_void_p(function))
     num_bytes = per_sm * (declared.value + dynamic + RESERVED_BYTES)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    # An SM has what one program may ask for, and that program's reserve.
+    # An SM has as much as one program may ask for and, beside it, what the driver reserves.
     whole = properties.shared_memory_per_block_optin + RESERVED_BYTES  # type: ignore[attr-defined]  # missing in the stub
     _driver().cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, math.ceil(100 * num_bytes / whole))
 

@@ -48,7 +48,7 @@ NUM_WARPS = 4  # one warp group: a product of 64 rows or more is one Hopper matr
 
 @dataclass(frozen=True)
 class LeanWorkspace:
-    """Scratch memory of `lean_decode_attention`, allocated once, for the launches of one stream.
+    """Scratch memory of `lean_decode_attention`, allocated once, for the launches of one CUDA stream.
 
     The counters are 0 between launches: the last arriver puts each back, so that no launch needs a memset.
     """

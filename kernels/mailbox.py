@@ -1,4 +1,4 @@
-"""Where a rank finds what its paired rank hands over, and where it puts what it hands over itself.
+"""Memory through which paired ranks hand over: a mailbox on each rank, which its paired rank and its group write.
 
 Each layer has slots of its own and all words carry the epoch, so that nothing is reset, and nothing is
 overwritten before the step's logits have told every rank that it was read.

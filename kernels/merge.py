@@ -303,7 +303,7 @@ def _write(
     HEAD_DIM: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Write an output, from what its partials merged to; with `A~`, one more partial, also the verdict's sums."""
+    """Write an output from its merged partials; with a guess, one more partial, also the sums for the verdict."""
     rows = tl.arange(0, HEADS_PAD)
     at, mask = output_at(output, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
     if SPEC:
@@ -326,7 +326,7 @@ def _write(
 @triton.jit
 def _bundle(program, output, first_run, runs):
     """Many partials are merged in two levels, the bundles of the first side by side on many SMs: bundles of about the
-    root of their number, in powers of two, for divisions are slow.
+    root of their number, in powers of two, because divisions are slow.
 
     Returns:
         log2 of a bundle's size, and of the bundle of this program's partial the first slot and how many they are.

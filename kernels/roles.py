@@ -132,7 +132,7 @@ def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) ->
     """Whether this group sends or receives in a layer: sets `sends`, `receives`, gates and priorities of the handover.
 
     The receiver of the layer before waits for its verdict, at most `patience_ns`; a late one counts as rejected. With
-    `layer = L`, after the last layer, the gates are those of the stream's handover, and the priorities the next step's.
+    `layer = L`, after the last layer, `sends` and `receives` are for the residual, and the priorities the next step's.
     Rules: `alspec.priority`.
 
     Args:

@@ -81,7 +81,7 @@ def turbo_decode_attention(
 
     With softmax "sas" of the layer, the weights of tokens, relative to the maximum that a warp has seen so far, are
     those of `alspec/sas.py`; o and `lse` are of the same weights. The device computes each request's cutoff from its
-    length at every launch: it drops at most `DROPPED_MASS` of a row, of `A~`'s too, for that has fewer tokens.
+    length at every launch: it drops at most `DROPPED_MASS` of a row, of `A~`'s too, which has fewer tokens.
 
     Args:
         q: [B, Hq, D] bf16, fp16 or fp32, contiguous, D 64 or 128, at most 8 heads to a KV head.

@@ -1,15 +1,15 @@
-"""The INT8 prefill kernel of Hopper, with exact exponentials: one warp loads, two warp groups of 64 queries compute.
+"""The INT8 prefill kernel of Hopper, with exact exponentials: one warp loads, two halves of 64 queries each compute.
 
-Both groups read the same tiles of 128 tokens. A group asks for the scores of a tile and, behind them, for `P V` of the
-tile before; while the matrix unit forms the latter, the group takes the softmax of the former. What one group leaves of
-the matrix unit the other takes. The method is in turbo_prefill.py, whose kernel does the same elsewhere; the schedule
-is FlashAttention-3's (Shah et al., 2024).
+A half is one warp group, of four warps. Both read the same tiles of 128 tokens. A half asks for the scores of a tile
+and, behind them, for `P V` of the tile before; while the matrix unit computes the latter, the half takes the softmax of
+the former. The time that one half leaves of the matrix unit goes to the other. The method is in turbo_prefill.py, whose
+kernel does the same elsewhere; the schedule is FlashAttention-3's (Shah et al., 2024).
 
 A tile of 64 queries and 128 tokens (D 128) takes 256 cycles for q8 k8^T and 512 for P V of the matrix unit, which both
-groups share, and for each group 528 of exponentials. Waits for the matrix unit are 4 % of a tile's time; what counts
-is a group's own instructions. So the largest score of a tile is not looked for, nor anything rescaled, while the
-maximum of the tiles before will do (`_attend_tiles`): 390 instead of 530 instructions. And ptxas would put the
-exponentials behind the wait for the product, since nothing in PTX ties one to the other: the vote between them does.
+halves share, and for each half 528 of exponentials. Waits for the matrix unit are 4 % of a tile's time; the rest are a
+half's own instructions. So the largest score of a tile is not looked for, and nothing is rescaled, as long as the
+maximum of the tiles before will do (`_attend_tiles`): 390 instead of 530 instructions. Nothing in PTX keeps the
+exponentials ahead of the wait for the product, and ptxas would put them behind it: the vote in between prevents that.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _unpack(packed, layout: gl.constexpr):
 
 @gluon.jit
 def _weights(s, scale, row_max, row_sum):
-    """P = 2^(x - m + 10) [rows, tile] fp32, and its sums [rows, 8] of every 8th token, which is what one thread has.
+    """P = 2^(x - m + 10) [rows, tile] fp32, and its sums [rows, 8] of every 8th token: those that one thread has.
 
     s: [rows, blocks, 64] fp32, MAGIC + n of scores x = n scale.  scale: [rows, blocks].  row_max: [rows], m.
     row_sum: as the sums, for their layout; sums of threads meet after the last tile.
@@ -135,13 +135,13 @@ def _softmax(s, k_scale, q_scale, row_max, row_sum, positions, start, MASKED: gl
 
 @gluon.constexpr_function
 def _declaration(half):
-    """Assembly of the register that a group votes into: once in a kernel, the assembler takes no second one."""
+    """Assembly of the register that a half votes into: once in a kernel, the assembler refuses a second one."""
     return f".reg .u32 grown_{half}; mov.u32 $0, $1;"
 
 
 @gluon.constexpr_function
 def _vote_of(half):
-    """Assembly of a group's barrier, behind sums $4 to $7 (ptxas has to have them before it): is one above 2^15?"""
+    """Assembly of a half's barrier, behind sums $4 to $7 (ptxas has to have them before it): is one above 2^15?"""
     number = 10 + 2 * half  # Triton takes numbers from 0 up
     return f"""
     {{
@@ -157,15 +157,15 @@ def _vote_of(half):
 
 @gluon.constexpr_function
 def _result(half):
-    """Assembly that reads what a group has found: a scalar, for a branch. A tensor's assembly has none to return."""
+    """Assembly that reads a half's vote, as a scalar for a branch: assembly for a tensor cannot return one."""
     return f"mov.u32 $0, grown_{half};"
 
 
 @gluon.jit
 def _vote(sums, zero, half: gl.constexpr):
-    """sums [rows, 8] of a tile's weights, all threads of the group being here; whether one of them is above 2^15.
+    """sums [rows, 8] of a tile's weights, once all threads of the half are here, and whether one of them is above 2^15.
 
-    All below, no weight is beyond what fp16 takes. With the true maximum a thread's 16 weights come to 2^14.
+    If none is, every weight fits fp16. With the true maximum, a thread's 16 weights sum to 2^14 at most.
     """
     sums = gl.inline_asm_elementwise(_vote_of(half), "=&r,=&r,=&r,=&r,r,r,r,r", [sums], gl.float32, False, 4)
     return sums, gl.inline_asm_elementwise(_result(half), "=r,r", [zero], gl.int32, False, 1) != 0
@@ -322,7 +322,7 @@ def _load_tiles(work, shared, descriptors):
         tma.async_copy_global_to_shared(v_desc, [v_row + token, 0], bar, v_tiles.index(before), pred=has_v)
 
 
-# A size of 1 made a constant would not pass into the functions of the groups.
+# Specialised, a size of 1 would be a constant, which cannot be passed to the functions of the halves.
 @gluon.jit(do_not_specialize=["num_queries", "num_tokens", "num_blocks", "k_stride"])
 def prefill_hopper_kernel(
     q_ptr, k_desc, v_desc, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, num_queries, num_tokens, num_blocks, k_stride,
@@ -348,7 +348,7 @@ def prefill_hopper_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)  # one arrival of each group
+        mbarrier.init(empty.index(stage), count=2)  # one arrival of each half
     fence_async_shared()
     work = (
         q_ptr, unit_ptr, k_scale_ptr + kv_head * num_blocks, out_ptr, lse_ptr, first_query, first_position, head,

@@ -4,12 +4,12 @@ A record has two *sides*, K's and V's: the codes of a block and their parameters
 
 A step takes W blocks, one for each warp. The order of a record's words (flashq_layout.py) is that of a warp's operands,
 16 bytes of a lane at a time. From compute capability 9.0 on (BULK) each warp has a slot for K and one for V in shared
-memory. One instruction of one lane brings a side there, and a barrier of the warp's own counts its bytes; lanes read it
-where they use it, and once they have, the same side of the next block is on its way. So memory is asked all the time,
-by no register and by no address that a loop has to compute, and no warp waits for another. Elsewhere lanes read the
-same words from memory.
+memory. One instruction of one lane copies a side there, and the warp's own barrier counts its bytes. Lanes read the
+slot where they use it, and after that the copy of the same side of the next block is issued. So copies are always under
+way, without registers and addresses for what they bring, and no warp waits for another. Elsewhere lanes read the same
+words from memory.
 
-Reads of slots are inline assembly, for Triton does not know this memory. Three rules keep them right:
+Slots are read by inline assembly, because Triton does not know this memory. Three rules keep these reads right:
 
 - A read depends on a wait (its address comes out of it), and a copy depends on the reads of the slot before (its
   address comes out of `after`). Reads are pure: the compiler may do them twice, in different layouts, which become one
@@ -165,7 +165,7 @@ def send_side(
 
 @triton.jit
 def await_side(slots, parity, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """The slots [W, 1] of a side, which is there once they are known; parity: 0 and 1 by turns.
+    """The slots [W, 1] of a side, which is there once they are known; parity: of the step, 0 and 1 alternate.
 
     No deadline: a copy of this program's own always ends.
     """
