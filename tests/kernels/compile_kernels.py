@@ -68,7 +68,7 @@ def compile_for(capability: int, kernel: Any, num_warps: int, constants: dict[st
 
 def lean(
     capability: int,
-    group: int,
+    heads_per_kv: int,
     head_dim: int,
     batch_size: int,
     spec: bool,
@@ -78,9 +78,10 @@ def lean(
     guess_parts: int = 1,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
-    merge_round, wide = lean_attention.lean_merge_sizes(group, head_dim, 132 // (kv_heads * batch_size), spec)
+    merge_round, wide = lean_attention.lean_merge_sizes(heads_per_kv, head_dim, 132 // (kv_heads * batch_size), spec)
     constants = {
-        "HKV": kv_heads, "HEADS_PER_KV": group, "HEADS_PAD": group, "ROWS": 16, "D": head_dim, "HEAD_DIM": head_dim,
+        "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "HEADS_PAD": heads_per_kv, "ROWS": 16,
+        "D": head_dim, "HEAD_DIM": head_dim,
         "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size),
         "BLOCK_N": 64 if capability >= 100 else 128, "LONG": capability == 90 and head_dim == 64,
         "STAGES": 3 if capability == 90 else 2, "ROUND": merge_round,
@@ -99,13 +100,13 @@ def lean(
     return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants, **types)
 
 
-def turbo(capability: int, group: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False) -> Any:
+def turbo(capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False) -> Any:
     """The attention kernel as `turbo_decode_attention` launches it."""
     settings = turbo_attention.GPU_SETTINGS
-    heads_pad, warps = triton.next_power_of_2(group), settings.num_warps
+    heads_pad, warps = triton.next_power_of_2(heads_per_kv), settings.num_warps
     merge_round, wide = turbo_attention.turbo_merge_sizes(heads_pad, warps)
     constants = {
-        "HEADS_PER_KV": group, "HEADS_PAD": heads_pad, "D": head_dim,
+        "HEADS_PER_KV": heads_per_kv, "HEADS_PAD": heads_pad, "D": head_dim,
         "HKV": 8, "OUTPUTS": 8 * batch_size, "OUTPUTS_PAD": max(32, 8 * batch_size),
         "PROGRAMS": 132 * settings.per_sm, "PER_SM": settings.per_sm, "WARPS": warps,
         "ROUND": merge_round, "WIDE": wide, "SAS": sas, "SPEC": spec, "PHASE": 0, "PDL": capability >= 90,
@@ -293,9 +294,9 @@ def main(capability: int) -> None:
     compiled |= quantised_cache(capability)
     if capability == 90:
         compiled |= {f"lean, head 64, batch {size}, spec {spec}": lean(90, 4, 64, size, spec) for size, spec in BOTH}
-        for group, head_dim, parts in ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5)):
-            name = f"lean, {group} x {head_dim}, guess in {parts} parts"
-            compiled[name] = lean(90, group, head_dim, 1, True, True, guess_parts=parts)
+        for heads_per_kv, head_dim, parts in ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5)):
+            name = f"lean, {heads_per_kv} x {head_dim}, guess in {parts} parts"
+            compiled[name] = lean(90, heads_per_kv, head_dim, 1, True, True, guess_parts=parts)
         compiled["turbo"] = turbo(capability, 4, 128, 1, False)
         compiled["turbo, batch 8, spec True"] = turbo(capability, 4, 128, 8, True)
         compiled["turbo, head 64"] = turbo(capability, 7, 64, 1, True)

@@ -93,7 +93,7 @@ class Emulated:
 
 def lean(
     lengths: tuple[int, ...],
-    group: int,
+    heads_per_kv: int,
     num_kv_heads: int,
     head_dim: int,
     num_programs: int,
@@ -104,7 +104,7 @@ def lean(
     """Lean attention as launched on Ampere, but with tiles of 64 tokens: more of them in a short context."""
     kernel = Emulated(lean_attention.lean_decode_kernel, 80, **how)
     launch = test_lean_attention.Launch.draw(
-        lengths, group, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16, parts
+        lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16, parts
     )
     settings = (64, False, 2, False)
     with (
@@ -118,7 +118,7 @@ def lean(
 
 def turbo(
     lengths: tuple[int, ...],
-    group: int,
+    heads_per_kv: int,
     num_kv_heads: int,
     head_dim: int,
     num_programs: int,
@@ -129,7 +129,7 @@ def turbo(
 ) -> Found:
     """Attention over the quantised cache as launched on Hopper, half of the heads with 2 bits."""
     kernel = Emulated(turbo_attention.turbo_decode_kernel, capability, **how)
-    launch = test_turbo_attention.draw(lengths, group, num_kv_heads, head_dim, CPU, num_programs, chunk_size)
+    launch = test_turbo_attention.draw(lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size)
     launch.settings = replace(turbo_attention.GPU_SETTINGS, sm90=capability >= 90)
     launch.softmax = softmax
     with mock.patch.object(turbo_attention, "turbo_decode_kernel", kernel):
@@ -140,24 +140,24 @@ def turbo(
 
 @triton.jit
 def _merge_kernel(
-    o_ptr, lse_ptr, max_ptr, sum_ptr, out_ptr, count, GROUP: tl.constexpr, D: tl.constexpr, ROUND: tl.constexpr
+    o_ptr, lse_ptr, max_ptr, sum_ptr, out_ptr, count, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, ROUND: tl.constexpr
 ):  # fmt: skip
-    row_max, row_sum, o = _merge(o_ptr, lse_ptr, 0, 1, count, GROUP, GROUP, D, ROUND)
-    rows = tl.arange(0, GROUP)
+    row_max, row_sum, o = _merge(o_ptr, lse_ptr, 0, 1, count, HEADS_PER_KV, HEADS_PER_KV, D, ROUND)
+    rows = tl.arange(0, HEADS_PER_KV)
     tl.store(max_ptr + rows, row_max)
     tl.store(sum_ptr + rows, row_sum)
     tl.store(out_ptr + rows[:, None] * D + tl.arange(0, D)[None, :], o)
 
 
-def merges(group: int, head_dim: int) -> Found:
+def merges(heads_per_kv: int, head_dim: int) -> Found:
     """Partials of one output, merged in two rounds, the second not full; layouts depend on the number of rows."""
-    merge_round, _ = lean_attention.lean_merge_sizes(group, head_dim, 132, False)
+    merge_round, _ = lean_attention.lean_merge_sizes(heads_per_kv, head_dim, 132, False)
     count = 2 * merge_round - 1
-    o, lse = torch.randn(count, group, head_dim), 3 * torch.randn(count, group)
-    row_max, row_sum, out = torch.zeros(group), torch.zeros(group), torch.zeros(group, head_dim)
+    o, lse = torch.randn(count, heads_per_kv, head_dim), 3 * torch.randn(count, heads_per_kv)
+    row_max, row_sum, out = torch.zeros(heads_per_kv), torch.zeros(heads_per_kv), torch.zeros(heads_per_kv, head_dim)
     kernel = Emulated(_merge_kernel, 90)
     kernel[(1,)](
-        o, lse, row_max, row_sum, out, count, GROUP=group, D=head_dim, ROUND=merge_round,
+        o, lse, row_max, row_sum, out, count, HEADS_PER_KV=heads_per_kv, D=head_dim, ROUND=merge_round,
         num_warps=lean_attention.NUM_WARPS,
     )  # fmt: skip
     weights = torch.exp2(lse.double() - lse.amax(0))
@@ -246,7 +246,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "turbo, 2 x 64, ragged": sound(lambda: turbo((65, 700, 319), 2, 2, 64, 20)),
     "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
     "turbo, 4 x 128, two levels, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80, WIDE=4)),
-    **{f"merge, {group} x 64": sound(partial(merges, group, 64)) for group in (1, 2, 4, 8, 16)},
+    **{f"merge, {heads_per_kv} x 64": sound(partial(merges, heads_per_kv, 64)) for heads_per_kv in (1, 2, 4, 8, 16)},
     "verdict": sound(lambda: late_verdict(False)),
     "verdict, of the step before": sound(lambda: late_verdict(True)),
     "broken verdict, old words": broken(partial(late_verdict, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),

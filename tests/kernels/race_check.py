@@ -22,26 +22,26 @@ TURBO = (((700,), 4, 128), ((65, 1500, 319), 4, 128), ((33000,), 4, 128), ((3300
 
 def main() -> None:
     """Both decode kernels, plain, speculative and in two launches."""
-    for lengths, num_programs, group, head_dim in LEAN:
-        lean(lengths, num_programs, group, head_dim)
-    for lengths, group, head_dim in TURBO:
+    for lengths, num_programs, heads_per_kv, head_dim in LEAN:
+        lean(lengths, num_programs, heads_per_kv, head_dim)
+    for lengths, heads_per_kv, head_dim in TURBO:
         for chunk_size in (0, 128):
-            case = TurboCase.draw(list(lengths), 2 * group, 2, head_dim, "turbo-mixed", 0)
+            case = TurboCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
             out = turbo_run(case, chunk_size)(len(case.q) - 1)[0]
             q, k, v, seq_lens = case.last()
-            report(f"turbo-mixed, S {chunk_size}, {lengths}, {group} x {head_dim}", out, q, k, v, seq_lens)
+            report(f"turbo-mixed, S {chunk_size}, {lengths}, {heads_per_kv} x {head_dim}", out, q, k, v, seq_lens)
 
 
-def lean(lengths: tuple[int, ...], num_programs: int, group: int, head_dim: int) -> None:
+def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_dim: int) -> None:
     """Decode over a bf16 cache of 2 KV heads."""
     device, batch, heads = torch.device("cuda"), len(lengths), 2
-    q = torch.randn(batch, group * heads, head_dim, dtype=torch.bfloat16, device=device)
+    q = torch.randn(batch, heads_per_kv * heads, head_dim, dtype=torch.bfloat16, device=device)
     k, v = (torch.randn(batch, heads, max(lengths), head_dim, dtype=q.dtype, device=device) for _ in range(2))
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    workspace = LeanWorkspace.allocate(batch, group * heads, heads, head_dim, device, num_programs)
+    workspace = LeanWorkspace.allocate(batch, heads_per_kv * heads, heads, head_dim, device, num_programs)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     epoch = torch.ones(1, dtype=torch.int32, device=device)
-    sums = torch.empty(batch, group * heads, 2, device=device)
+    sums = torch.empty(batch, heads_per_kv * heads, 2, device=device)
     speculation = Speculation(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
     # Of one request in parts, as a pair has it.
     in_parts, _ = pair_speculation(128, q, heads, device)
@@ -54,7 +54,7 @@ def lean(lengths: tuple[int, ...], num_programs: int, group: int, head_dim: int)
     for name, spec, phases in launches:
         for phase in phases:
             lean_decode_attention(q, k, v, seq_lens, head_dim**-0.5, workspace, out, lse, spec, phase)
-        report(f"{name}, {lengths}, {num_programs} programs, {group} x {head_dim}", out, q, k, v, seq_lens)
+        report(f"{name}, {lengths}, {num_programs} programs, {heads_per_kv} x {head_dim}", out, q, k, v, seq_lens)
 
 
 def report(

@@ -116,7 +116,7 @@ class OneRank:
         config, self.verdicts = model.config, verdicts
         transport = Transport(Placement(), CPU, "gloo", None)
         self.cache = _cache(config, "bf16")
-        prefill(model, self.cache, transport, 0, PROMPT, _no_operation)
+        prefill(model, self.cache, transport, 0, PROMPT, no_operation)
         epoch, fault = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         self.buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
         self.decoder = Decoder(
