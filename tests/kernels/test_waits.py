@@ -14,7 +14,7 @@ STEADY = {"w_ptr", "gamma_ptr", "peers_ptr", "epoch_ptr", "gate_ptr"}
 # The last kernels of a step write lengths and records. Plain attention alone reads them early.
 EARLY = {"seq_lens_ptr", "bits_ptr", "offset_ptr", "records_ptr"}
 # Launched by themselves: those of prompts, and the first on a stream after two have met.
-ALONE = {"flashq_store", "flashq_store, head 64", "flashq_store, tail", "flashq_restore", "pack_stream"}
+ALONE = {"flashq_store", "flashq_store, head 64", "flashq_store, tail", "flashq_restore", "pack_residual"}
 
 
 @pytest.fixture(scope="module")
