@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from alspec.kernels.lean_attention import (
     LeanWorkspace,
+    Phase,
     Speculation,
+    _settings,
+    guess_parts,
     lean_decode_attention,
     lean_merge_sizes,
 )
@@ -217,6 +221,91 @@ def test_a_guess_in_parts(
     launch = Launch.draw((length,), 4, 3, 64, device, num_programs, chunk_size, parts=parts)
     launch.run()
     launch.compare(check)
+
+
+def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a launch, which would read beyond its tensors."""
+    monkeypatch.setattr("alspec.kernels.lean_attention.launch", None)
+    launch = Launch.draw((70, 90), 2, 2, 16, device, 4, 0)
+
+    def refused(message: str, phase: Phase = "all", **other: Tensor) -> None:
+        given = {"q": launch.q, "k_cache": launch.k, "v_cache": launch.v, "seq_lens": launch.seq_lens} | other
+        with pytest.raises(ValueError, match=message):
+            lean_decode_attention(
+                **given, sm_scale=0.25, workspace=launch.workspace, out=launch.out, lse=launch.lse, phase=phase
+            )
+
+    for name, tensor in (("q", launch.q), ("k_cache", launch.k), ("v_cache", launch.v)):
+        refused("contiguous", **{name: tensor.repeat_interleave(2, -1)[..., ::2]})
+    for seq_lens in (launch.seq_lens.long(), launch.seq_lens[:1]):
+        refused("seq_lens", seq_lens=seq_lens)
+    for phase in ("predictor", "rest"):
+        refused("phase: .* needs speculation", phase)
+    refused("3 heads are no multiple of 2", q=launch.q[:, :3].contiguous())
+    refused("overflow", k_cache=torch.empty(2, 2, 2**27, 16, device="meta"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], torch.device]]:
+    """`gpu(major, shared memory)`: as if there were a GPU of that compute capability, of 132 SMs."""
+
+    def pretend(major: int, shared_memory: int) -> torch.device:
+        properties = SimpleNamespace(
+            major=major, multi_processor_count=132, shared_memory_per_block_optin=shared_memory
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+        _settings.cache_clear()
+        return torch.device("cuda")
+
+    yield pretend
+    _settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("major", "shared_memory"), [(7, 65536), (8, 101376), (8, 166912), (9, 232448), (10, 232448), (12, 101376)]
+)
+@pytest.mark.parametrize("row_bytes", [32, 128, 256, 512])
+def test_tiles_fit_into_shared_memory(
+    major: int, shared_memory: int, row_bytes: int, gpu: Callable[[int, int], torch.device]
+) -> None:
+    """K and V of every tile in flight, with 16 rows of q beside each, and 16 KiB for the rest."""
+    block_n, has_long, num_stages, pdl = _settings(gpu(major, shared_memory), row_bytes)
+    longest = 2 * block_n if has_long else block_n
+    assert num_stages * (2 * longest + 16) * row_bytes + 16384 <= shared_memory
+    assert block_n in (16, 32, 64, 128)
+    assert 1 <= num_stages <= 3
+    assert pdl == (major >= 9)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "batch_size", "heads", "kv_heads", "major", "expected"),
+    [
+        (128, 1, 32, 8, 9, 2),  # tiles of 128, three in flight: 3 tiles, 2 at once
+        (256, 1, 32, 8, 9, 3),
+        (512, 1, 32, 8, 9, 5),
+        (512, 1, 16, 4, 9, 5),
+        (512, 1, 20, 4, 9, 3),
+        (512, 1, 64, 8, 9, 3),
+        (512, 1, 72, 8, 9, 1),
+        (512, 1, 32, 32, 9, 1),  # 44 programs for the guess of 32 heads
+        (512, 2, 32, 8, 9, 1),
+        (512, 1, 32, 8, 8, 1),
+        (512, 1, 32, 8, 10, 1),
+    ],
+)
+def test_parts_of_a_guess(
+    chunk_size: int,
+    batch_size: int,
+    heads: int,
+    kv_heads: int,
+    major: int,
+    expected: int,
+    gpu: Callable[[int, int], torch.device],
+) -> None:
+    sizes = (chunk_size, batch_size, heads, kv_heads, 128, torch.bfloat16)
+    assert guess_parts(*sizes, gpu(major, 232448)) == expected
+    assert guess_parts(*sizes, torch.device("cpu")) == 1
 
 
 REFUSED = (((300,), 2), ((300, 70), 2), ((300,), 6))  # the first is not, as it is

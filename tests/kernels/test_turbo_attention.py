@@ -372,14 +372,25 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(launch.outputs(), first, strict=True))
 
 
-def test_what_it_refuses(device: torch.device) -> None:
+def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a launch, which would write beyond its tensors."""
+    monkeypatch.setattr("alspec.kernels.turbo_attention.launch", None)
     launch = draw((70,), 4, 1, 64, device, 1)
-    wide = torch.cat([launch.q, launch.q, launch.q], 1)
     args = (launch.seq_lens, 0.125, launch.workspace, launch.out, launch.lse)
-    with pytest.raises(ValueError, match="q: 12 heads"):
-        turbo_decode_attention(wide, launch.layer, *args)
-    with pytest.raises(ValueError, match="head_dim"):
-        turbo_decode_attention(launch.q[..., :32].contiguous(), launch.layer, *args)
+    uneven = torch.cat([launch.q, launch.q], 1)[:, :7]
+    for q, layer, message in (
+        (torch.cat([launch.q, launch.q, launch.q], 1)[:, :9], launch.layer, "q: 9 heads"),
+        (uneven, draw((70,), 4, 2, 64, device, 1).layer, "q: 7 heads"),
+        (launch.q[..., :32], launch.layer, "head_dim: .* found 32 and 64"),
+        (launch.q.repeat(1, 1, 2), launch.layer, "head_dim: .* found 128 and 64"),
+        (launch.q.repeat(2, 1, 1), launch.layer, "q: expected 1 contiguous requests, found 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            turbo_decode_attention(q.contiguous(), layer, *args)
+    with pytest.raises(ValueError, match="contiguous"):
+        turbo_decode_attention(launch.q.repeat_interleave(2, -1)[..., ::2], launch.layer, *args)
+    with pytest.raises(ValueError, match="chunk_size"):
+        turbo_decode_attention(launch.q, launch.layer, *args, Speculation(96, launch.out, launch.lse))
     with pytest.raises(ValueError, match="phase"):
         turbo_decode_attention(launch.q, launch.layer, *args, phase="rest")
     with pytest.raises(ValueError, match="seq_lens"):
