@@ -17,7 +17,9 @@ from alspec.kernels.mailbox import Mailbox, PairShape
 from alspec.kernels.reference import reduce_norm_ref, speculative_decode_attention_ref
 from alspec.kernels.residual import num_square_sums
 from alspec.kernels.roles import decide, take_turn
-from alspec.kernels.words import LATE_WORD, split_fault
+from alspec.kernels.words import BAD_NUMBERS, LATE_WORD, fault_code, split_fault
+
+ACCEPTED = 0x3F800000  # 1.0, in the lower half of a word
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 
@@ -218,17 +220,47 @@ def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
         target.receives.fill_(1)
         target.own.spec_out.fill_((5 if missing == "guess" else 6) << 32)
         target.own.inbox.fill_((5 if missing in ("words", "stream") else 6) << 32)
-        target.own.verdicts.fill_(5 << 32)
+        target.own.verdicts.fill_(5 << 32 | ACCEPTED)
         if missing == "verdict":
             target.priority.copy_(torch.tensor([1, 2]))
             take_turn(target, 3, hits, 10**7)
+            assert (target.priority.tolist(), int(target.receives)) == ([1, 2], 1), "that of the step before counted"
         elif missing == "stream":
             squares = nan(device, torch.float32, 1, num_square_sums(64))
             receive_residual(target, state.x, state.x[0].clone(), state.x.clone(), squares, 10**7)
+            assert state.x.isnan().all()
         else:
             receive_handover(target, 2, state.x, state.k, state.v, seq_lens, state.attn_out, 10**7)
         late_slot = 2 * (4 if missing == "stream" else 2)
         assert split_fault(int(target.exchange.fault)) == (LATE_WORD, late_slot, 0), missing
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("fault", [0, BAD_NUMBERS, LATE_WORD])
+def test_waits_go_on_after_bad_numbers_and_not_after_a_late_word(fault: int) -> None:
+    device, beside = torch.device("cuda"), torch.cuda.Stream()
+    for late_by in (0, 10**8):  # cycles; the first time is for the compiler
+        ((source,), (target,)) = pairs(device, PairShape(2, 1, 1, 64, 4, 2, 16), 6)
+        source.sends.fill_(1)
+        target.receives.fill_(1)
+        target.exchange.fault.fill_(fault_code(fault, 1, 0) if fault else 0)
+        sent, x = torch.randn(1, 64, device=device), torch.zeros(1, 64, device=device)
+        torch.cuda.synchronize()
+        if late_by == 0:
+            send_residual(source, sent)
+        else:
+            with torch.cuda.stream(beside):
+                torch.cuda._sleep(late_by)
+                send_residual(source, sent)
+        squares = nan(device, torch.float32, 1, num_square_sums(64))
+        receive_residual(target, x, sent[0].clone(), x.clone(), squares, 5 * 10**9)
+        torch.cuda.synchronize()
+        if late_by and fault == LATE_WORD:
+            assert x.isnan().all()
+        else:
+            assert torch.equal(x, sent)
+        assert int(target.exchange.fault) == (fault_code(fault, 1, 0) if fault else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
