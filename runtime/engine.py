@@ -110,8 +110,8 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # What the user gave is wrong on all ranks alike. After another error they may be anywhere: no meeting them.
-        if kind is None or issubclass(kind, UserError):
+        # After an error the other ranks may be anywhere: there is no meeting them.
+        if kind is None:
             self.close()
 
     def _open(self, folder: Path) -> None:
@@ -473,9 +473,9 @@ class Engine:
         self._refuse_closed()
         sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
-        ids = self._encode(prompt)
-        self.agreement.require_same({"prompt": prompt if isinstance(prompt, str) else ids} | settings)
-        prompts = [ids]
+        # Before anything of it is refused, for that has to happen on all ranks.
+        self.agreement.require_same({"prompt": prompt if isinstance(prompt, str) else repr(prompt)} | settings)
+        prompts = [self._encode(prompt)]
         needed = self.check_prompts(prompts, sampling.max_new_tokens)
         if self.memory is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
             self.load(1, needed)
