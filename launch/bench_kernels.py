@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, run_command
+from alspec.launch.output import append_rows
 from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import percentile, provenance, stream_bandwidth
@@ -225,8 +225,7 @@ class Results:
         }
         if impl == "flashinfer":
             row["versions"]["flashinfer"] = getattr(importlib.import_module("flashinfer"), "__version__", None)
-        with self._rows.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_rows(self._rows, [row])
 
     def show(self) -> None:
         """The table on stdout."""

@@ -8,7 +8,6 @@ import importlib.util
 import shlex
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -18,7 +17,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from alspec.config import CommandConfig, check_fields, load_yaml, validate
-from alspec.errors import AlspecError, UserError, report
+from alspec.errors import UserError
+from alspec.launch.output import exit_code
 from alspec.runtime.placement import Placement
 
 __all__ = ["Parser", "check_picture", "check_writable", "parse", "print_config", "run_command"]
@@ -100,10 +100,12 @@ def run_command(
         run: gets the configuration and the namespace of `parse`, to which `command` is added: how this was started.
     """
     words = sys.argv[1:] if argv is None else argv
-    debug = "--debug" in words  # for errors of the flags themselves
-    try:
+    is_debug = "--debug" in words  # for errors of the flags themselves
+
+    def work() -> int:
+        nonlocal is_debug
         config, args = parse(parser, schema, words)
-        debug = config.debug
+        is_debug = config.debug
         placement = Placement.from_environment()
         if args.print_config:
             # Once, not by every rank of torchrun.
@@ -113,10 +115,8 @@ def run_command(
         torchrun = f"torchrun --nproc-per-node {placement.local_world_size} " if placement.world_size > 1 else ""
         args.command = torchrun + shlex.join([f"launch/{parser.prog}.py", *words])
         return run(config, args)
-    except AlspecError as error:
-        if debug:
-            traceback.print_exc()
-        return report(error)
+
+    return exit_code(work, lambda: is_debug)
 
 
 def parse(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import sys
 from typing import Any, Self
 
@@ -61,13 +59,6 @@ class Printer:
 
     def show(self, token: Token) -> None:
         """Print what this token adds."""
-        try:
-            self._show(token)
-        except BrokenPipeError:
-            # The reader is gone (`| head`): go on without output, so that the other ranks end in order.
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-    def _show(self, token: Token) -> None:
         if self._is_batch:
             self._flush_finished()
         elif self._color and token.hit_rate is not None:
@@ -94,8 +85,9 @@ class Printer:
 
 def use_utf8() -> None:
     """Write UTF-8 whatever the locale says: generated text is not limited to it."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    reconfigure = getattr(sys.stdout, "reconfigure", None)  # a replaced stdout may have none
+    if reconfigure is not None:
+        reconfigure(encoding="utf-8", errors="replace")
 
 
 def _shade(hit_rate: float) -> Style:

@@ -17,6 +17,7 @@ try:
 
     from alspec.config import DoctorConfig
     from alspec.launch.cli import Parser, check_writable, run_command
+    from alspec.launch.output import write_text
     from alspec.runtime.checkup import Check, run_checks
     from alspec.runtime.diagnostics import CHECKS
     from alspec.runtime.faults import Heartbeat, run_guarded
@@ -67,7 +68,7 @@ def _print(outcomes: Iterable[list[Check]], json_file: Path | None, is_first: bo
         sys.stdout.flush()
         if json_file is not None:
             # Written anew after each check: a stall in the next one ends the process.
-            json_file.write_text(json.dumps({"world_size": len(by_rank), "checks": rows}, indent=1), encoding="utf-8")
+            write_text(json_file, json.dumps({"world_size": len(by_rank), "checks": rows}, indent=1))
     failed = [check for check in checks if check.status == "fail"]
     if not failed:
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from alspec.launch.evaluate_tasks import (
     records_task,
     text_task,
 )
+from alspec.launch.output import append_rows, writing
 from alspec.launch.plot_quality import draw, threshold_name
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
@@ -168,9 +168,8 @@ def _evaluate(
             _row(engine, task, cache, name, quality, command) for name, quality in zip(under, qualities, strict=True)
         ]
         rows.extend(measured)
-        if config.rows is not None and engine.placement.rank == 0:
-            with config.rows.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in measured)
+        if engine.placement.rank == 0:
+            append_rows(config.rows, measured)
         return qualities
 
     texts, prompts = ([task for task in tasks if (task.answers is None) == is_text] for is_text in (True, False))
@@ -190,7 +189,8 @@ def _evaluate(
     if engine.placement.rank == 0:
         Console(width=180).print(_table(engine, rows))
         if config.plot is not None:
-            draw(config.plot, rows)
+            with writing(config.plot):
+                draw(config.plot, rows)
     engine.close()
     return 0
 

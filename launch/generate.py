@@ -13,6 +13,7 @@ import torch
 from alspec.config import GenerateConfig
 from alspec.launch.cli import Parser, run_command
 from alspec.launch.display import Printer, StatusLine, print_panel, use_utf8
+from alspec.launch.output import write_text, writing
 from alspec.launch.plan import print_plan
 from alspec.launch.prompts import read_prompts
 from alspec.runtime.engine import Engine
@@ -72,16 +73,19 @@ def _generate(config: GenerateConfig, engine: Engine) -> int:
 
 
 def _finish(config: GenerateConfig, engine: Engine, generation: Generation) -> None:
-    """Panel, JSON and trace, from rank 0."""
+    """JSON, trace and panel, from rank 0; the panel also where a file cannot be written."""
     summary = _summary(engine, generation)
     rows_by_rank = engine.gather_rows(engine.timeline.rows()) if config.trace is not None else []
     if engine.placement.rank != 0:
         return
-    print_panel(summary)
-    if config.trace is not None:
-        write_trace(config.trace, rows_by_rank)
-    if config.json_file is not None:
-        config.json_file.write_text(json.dumps(_everything(config, generation, summary)), encoding="utf-8")
+    try:
+        if config.json_file is not None:
+            write_text(config.json_file, json.dumps(_everything(config, generation, summary)))
+        if config.trace is not None:
+            with writing(config.trace):
+                write_trace(config.trace, rows_by_rank)
+    finally:
+        print_panel(summary)
 
 
 def _summary(engine: Engine, generation: Generation) -> dict[str, Any]:

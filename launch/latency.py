@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from alspec.config import HitRate, LatencyConfig
 from alspec.errors import UserError
 from alspec.kernels.gemv_tile import MAX_BATCH
 from alspec.launch.cli import Parser, check_picture, check_writable, run_command
+from alspec.launch.output import append_rows, write_text, writing
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
 from alspec.models.config import LlamaConfig
@@ -50,12 +53,25 @@ def _run(config: LatencyConfig, command: str) -> int:
     _check(config)
     _check_modes(config)
     found: list[Measured] = []
-    for mode in _modes(config):
-        found += _measure_mode(config, mode, command)
-        _release()
+    with _shown_if_interrupted(found):
+        for mode in _modes(config):
+            _measure_mode(config, mode, command, found)
+            _release()
     if Placement.from_environment().rank == 0:
         _write(config, found)
     return 0
+
+
+@contextlib.contextmanager
+def _shown_if_interrupted(found: list[Measured]) -> Iterator[None]:
+    """After Ctrl-C: the table of what was measured until then, once, from rank 0."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if found and Placement.from_environment().rank == 0:
+            _show(found)
+        found.clear()
+        raise
 
 
 def _modes(config: LatencyConfig) -> list[str]:
@@ -106,21 +122,20 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
     return contexts
 
 
-def _measure_mode(config: LatencyConfig, mode: str, command: str) -> list[Measured]:
-    """Measure one mode, with an engine of its own."""
+def _measure_mode(config: LatencyConfig, mode: str, command: str, found: list[Measured]) -> None:
+    """Measure one mode, with an engine of its own, and append what is found as it comes."""
     speculation = config.speculation.model_copy(update={"mode": mode})
     engine = Engine(config.model_copy(update={"speculation": speculation}))
     contexts = _contexts(config, engine)
     text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
     rates = config.hit_rates if mode == "paired" else ("real",)
-    found: list[Measured] = []
 
     def sweep() -> int:
-        found.extend(_sweep(config, engine, contexts, rates, text_ids, command))
+        with _shown_if_interrupted(found):
+            _sweep(config, engine, contexts, rates, text_ids, command, found)
         return 0
 
     run_guarded(engine.heartbeat, sweep)
-    return found
 
 
 def _release() -> None:
@@ -137,7 +152,8 @@ def _sweep(
     rates: tuple[HitRate, ...],
     text_ids: list[int] | None,
     command: str,
-) -> list[Measured]:
+    found: list[Measured],
+) -> None:
     engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     is_first = engine.placement.rank == 0
     for notice in engine.notices if is_first else []:
@@ -149,7 +165,6 @@ def _sweep(
         )
     # Steps launched one by one are recorded as they run; captured ones are profiled afterwards, by `_trace`.
     engine.timeline.enabled = config.trace is not None and engine.loop is None
-    found = []
     for rate in rates:
         if engine.loop is not None and engine.mode == "paired":
             engine.loop.speculate(config.speculation.threshold, _forced(engine, rate))
@@ -160,11 +175,10 @@ def _sweep(
             row = _row(config, engine, profile, rate, stream, command)
             found.append((row, profile))
             if is_first:
-                _append(config, [row])
+                append_rows(config.rows, [row])
     if config.trace is not None:
         _trace(config, engine, contexts[-1], text_ids, found[-1][0])
     engine.close()
-    return found
 
 
 def _trace(
@@ -182,10 +196,11 @@ def _trace(
         return
     if engine.loop is not None:
         rows_by_rank = label(rows_by_rank, verdicts)
-    write_trace(config.trace, rows_by_rank)
+    with writing(config.trace):
+        write_trace(config.trace, rows_by_rank)
     if verdicts:
         parts = layer_parts(rows_by_rank, verdicts)
-        _append(config, parts_rows(row, parts, engine.model_config.num_layers))
+        append_rows(config.rows, parts_rows(row, parts, engine.model_config.num_layers))
 
 
 def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: int) -> list[dict[str, Any]]:
@@ -205,12 +220,6 @@ def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: i
     ]
 
 
-def _append(config: LatencyConfig, rows: list[dict[str, Any]]) -> None:
-    if config.rows is not None:
-        with config.rows.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
 def _forced(engine: Engine, rate: HitRate) -> torch.Tensor | None:
     if rate == "real":
         return None
@@ -221,13 +230,18 @@ def _forced(engine: Engine, rate: HitRate) -> torch.Tensor | None:
 def _write(config: LatencyConfig, found: list[Measured]) -> None:
     """Table, samples and picture, from rank 0."""
     rows = [row for row, _ in found]
-    Console(width=130).print(_table(found))
+    _show(found)
     if config.json_file is not None:
         samples = [{"case": row["case"], "step_us": profile.step_us} for row, profile in found]
         everything = {"rows": rows, "samples": samples, "config": config.model_dump(mode="json", by_alias=True)}
-        config.json_file.write_text(json.dumps(everything), encoding="utf-8")
+        write_text(config.json_file, json.dumps(everything))
     if config.plot is not None:
-        draw(config.plot, rows, _title(rows[0]))
+        with writing(config.plot):
+            draw(config.plot, rows, _title(rows[0]))
+
+
+def _show(found: list[Measured]) -> None:
+    Console(width=130).print(_table(found))
 
 
 def _row(

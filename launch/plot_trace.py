@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from alspec.errors import AlspecError, UserError, report
+from alspec.errors import UserError
 from alspec.launch.cli import Parser, check_picture
+from alspec.launch.output import exit_code, writing
 
 __all__ = ["main"]
 
@@ -49,40 +50,40 @@ HALF = 0.28  # of a bar's height; lanes are 1 apart
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        parser = Parser(
-            prog="plot_trace",
-            description="Draw a timeline of sender and receiver from a trace of a pair.",
-            allow_abbrev=False,
+    return exit_code(lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> int:
+    parser = Parser(
+        prog="plot_trace",
+        description="Draw a timeline of sender and receiver from a trace of a pair.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("trace", type=Path, help="file written by --trace of generate.py or latency.py, plain or .gz")
+    parser.add_argument("picture", type=Path, help="PNG, SVG or PDF to write")
+    parser.add_argument("--step", type=int, required=True, help="decode step to draw")
+    parser.add_argument("--layers", default="0:4", help="first:last layer (the last one is not drawn)")
+    parser.add_argument("--title", default="", help="what was run, and where")
+    args = parser.parse_args(argv)
+    check_picture("picture", args.picture)
+    first, last = _layers(args.layers)
+    bars = _read(args.trace)
+    found = guesses(bars)
+    if not found:
+        raise UserError(
+            f"trace: {args.trace} has no pair, no rank that works on the guess of another; trace one with "
+            "generate.py --speculation paired or latency.py --modes paired"
         )
-        parser.add_argument(
-            "trace", type=Path, help="file written by --trace of generate.py or latency.py, plain or .gz"
-        )
-        parser.add_argument("picture", type=Path, help="PNG, SVG or PDF to write")
-        parser.add_argument("--step", type=int, required=True, help="decode step to draw")
-        parser.add_argument("--layers", default="0:4", help="first:last layer (the last one is not drawn)")
-        parser.add_argument("--title", default="", help="what was run, and where")
-        args = parser.parse_args(argv)
-        check_picture("picture", args.picture)
-        first, last = _layers(args.layers)
-        bars = _read(args.trace)
-        found = guesses(bars)
-        if not found:
-            raise UserError(
-                f"trace: {args.trace} has no pair, no rank that works on the guess of another; trace one with "
-                "generate.py --speculation paired or latency.py --modes paired"
-            )
-        chosen = [bar for bar in bars if bar["step"] == args.step and first <= bar["layer"] < last]
-        if not chosen:
-            raise UserError(f"trace: {args.trace} has no operation of step {args.step}, layers {args.layers}")
+    chosen = [bar for bar in bars if bar["step"] == args.step and first <= bar["layer"] < last]
+    if not chosen:
+        raise UserError(f"trace: {args.trace} has no operation of step {args.step}, layers {args.layers}")
+    with writing(args.picture):
         _draw(chosen, args.picture, args.title)
-        print(overlap(bars))
-        print(outcomes(found))
-        skew_us = clock_skew_us(bars)
-        if skew_us is not None:
-            print(f"the last kernel of a step ends within {skew_us:.1f} us on all ranks, by the clocks of this trace")
-    except AlspecError as error:
-        return report(error)
+    print(overlap(bars))
+    print(outcomes(found))
+    skew_us = clock_skew_us(bars)
+    if skew_us is not None:
+        print(f"the last kernel of a step ends within {skew_us:.1f} us on all ranks, by the clocks of this trace")
     return 0
 
 

@@ -1,0 +1,183 @@
+"""Disks that are full, readers that are gone, streams that are closed, and Ctrl-C: one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alspec.config import CommandConfig
+from alspec.errors import UserError
+from alspec.launch import doctor, generate, latency, plot_trace
+from alspec.launch.cli import Parser, run_command
+from alspec.launch.output import append_rows, write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = Path("/dev/full")
+NO_SPACE = "No space left on device"
+SMALL = ("--transport", "gloo", "--prompt", "abc", "--max-new-tokens", 3, "--ignore-eos")
+
+Run = Callable[..., tuple[int, str, str]]
+
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+
+
+def run_with(work: Callable[[], object]) -> int:
+    """The exit code of a command that does this."""
+
+    def run(config: CommandConfig, args: argparse.Namespace) -> int:
+        work()
+        return 0
+
+    return run_command(Parser(prog="some", allow_abbrev=False), CommandConfig, [], run)
+
+
+@needs_full
+@pytest.mark.parametrize("flag", ["--json", "--trace"])
+def test_a_full_disk_leaves_the_panel(flag: str, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    code, out, err = run("--model", checkpoint, *SMALL, flag, FULL)
+    assert code == 2
+    assert len(out) > 1
+    assert "\nmemory: " in err
+    assert err.splitlines()[-1] == f"alspec: exit 2: cannot write {FULL}: {NO_SPACE}"
+
+
+def test_json_is_written_before_the_panel(
+    run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(summary: dict[str, Any]) -> None:
+        raise UserError("no panel")
+
+    monkeypatch.setattr(generate, "print_panel", fail)
+    assert run("--model", checkpoint, *SMALL, "--json", tmp_path / "out.json")[0] == 2
+    assert len(json.loads((tmp_path / "out.json").read_text())["requests"][0]["token_ids"]) == 3
+
+
+@needs_full
+@pytest.mark.parametrize("flag", ["--json", "--rows", "--trace"])
+def test_latency_on_a_full_disk(flag: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(checkpoint), "--transport", "gloo", "--contexts", "16", "--steps", "1"]
+    assert latency.main([*flags, flag, str(FULL)]) == 2
+    assert capsys.readouterr().err == f"alspec: exit 2: cannot write {FULL}: {NO_SPACE}\n"
+
+
+@needs_full
+def test_standard_output_that_is_full(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on without it, so that the files are written."""
+    flags = ["--model", str(checkpoint), *map(str, SMALL), "--json", str(tmp_path / "out.json")]
+    for command in (lambda: generate.main(flags), lambda: doctor.main(["--transport", "gloo"])):
+        with FULL.open("w", encoding="utf-8") as full:
+            monkeypatch.setattr("sys.stdout", full)
+            assert command() == 2
+            assert sys.stdout is full
+        err = capsys.readouterr().err
+        assert err.splitlines()[-1] == f"alspec: exit 2: cannot write standard output: {NO_SPACE}"
+        assert "Traceback" not in err
+    assert len(json.loads((tmp_path / "out.json").read_text())["requests"]) == 1
+
+
+@pytest.mark.parametrize("when", ["while it writes", "at its end"])
+def test_a_reader_that_is_gone(when: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert run_with(lambda: print("text", flush=when == "while it writes")) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_closed_streams(
+    name: str, run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = run("--model", checkpoint, *SMALL)
+    monkeypatch.setattr(f"sys.{name}", None)
+    code, out, err = run("--model", checkpoint, *SMALL)
+    assert code == 0
+    if name == "stdout":
+        assert (out, err.split("TTFT")[0]) == ("", expected[2].split("TTFT")[0])
+    else:
+        assert (out, err) == (expected[1], "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_of_a_process(closed: str, checkpoint: Path) -> None:
+    flags = " ".join(map(str, ("--model", checkpoint, *SMALL)))
+    command = f"exec {sys.executable} {ROOT / 'launch' / 'generate.py'} {flags} {closed}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "Error" not in done.stderr
+    assert (len(done.stdout) > 1, "memory: " in done.stderr) == (closed == "2>&-", closed == ">&-")
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, link = tmp_path / "out.json", tmp_path / "link.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    write_text(link, "new")
+    assert (path.read_text(), link.is_symlink(), stat.S_IMODE(path.stat().st_mode)) == ("new", True, 0o640)
+
+    def fill(self: Path, text: str, **options: Any) -> int:
+        with self.open("w") as file:
+            file.write(text[:1])
+        raise OSError(28, NO_SPACE)
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(UserError, match=f"cannot write {link}: {NO_SPACE}"):
+        write_text(link, "newer")
+    assert path.read_text() == "new"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["link.json", "out.json"]
+
+
+@needs_full
+def test_rows_on_a_full_disk() -> None:
+    append_rows(None, [{"a": 1}])
+    with pytest.raises(UserError, match=f"cannot write {FULL}: {NO_SPACE}"):
+        append_rows(FULL, [{"a": 1}])
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with(interrupt) == 130
+    assert capsys.readouterr() == ("", "alspec: exit 130: interrupted\n")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run_with(interrupt) == 130
+    assert capsys.readouterr() == ("", "\nalspec: exit 130: interrupted\n")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    monkeypatch.setattr(plot_trace, "check_picture", interrupt)
+    assert plot_trace.main(["trace.json", "picture.png", "--step", "1"]) == 130
+    assert capsys.readouterr() == ("", "alspec: exit 130: interrupted\n")
+
+
+@pytest.mark.parametrize("when", ["in a mode", "between modes"])
+def test_interrupted_latency_shows_what_it_measured(
+    when: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = latency.measure
+    if when == "in a mode":
+        monkeypatch.setattr(latency, "measure", lambda *args: (interrupt if args[1] == 24 else measure)(*args))
+    else:
+        monkeypatch.setattr(latency, "_release", interrupt)
+    monkeypatch.setattr(latency, "run_guarded", lambda heartbeat, work: work())
+    flags = ["--model", str(checkpoint), "--transport", "gloo", "--contexts", "16,24", "--steps", "1"]
+    assert latency.main(flags) == 130
+    out, err = capsys.readouterr()
+    assert err == "alspec: exit 130: interrupted\n"
+    rows = [line.split()[1] for line in out.splitlines() if " off " in line]
+    assert rows == (["16"] if when == "in a mode" else ["16", "24"])
