@@ -63,7 +63,7 @@ def _ids(value: Any) -> Any:
     """Accept the flag's spelling `1,2,3` beside a list of integers."""
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",")]
-        if not all(part.isdigit() for part in parts):
+        if not all(part.isdecimal() for part in parts):
             raise ValueError("expected token ids separated by commas, such as 1,2,3")
         return tuple(int(part) for part in parts)
     return value

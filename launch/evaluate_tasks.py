@@ -19,6 +19,7 @@ from alspec.errors import UserError
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.demo.data import RecallPrompt, recall_prompts
 from alspec.models.demo.tokenizer import SPECIAL_TOKENS
+from alspec.predictor import shortest_guess
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.quality import TextScore, score_under
@@ -85,9 +86,9 @@ def read_text(path: Path) -> str:
     """
     try:
         data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
         if ".jsonl" in path.suffixes:
-            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+            text = "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
     except OSError as error:
         raise UserError(f"flags: --text: cannot read {path}: {error.strerror}; give a text file") from None
     except (lzma.LZMAError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
@@ -97,7 +98,7 @@ def read_text(path: Path) -> str:
 
 def first_guess(chunk_size: int) -> int:
     """The first position whose guess leaves out a token; before it A~ = A, so every layer would count as a hit."""
-    return 2 * chunk_size + 63
+    return shortest_guess(chunk_size) - 1
 
 
 def text_task(engine: Engine, ids: list[int], context: int) -> Task:
@@ -240,13 +241,16 @@ def _bits_per_byte(
 def _recall(engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], cache: CacheSetting) -> list[Quality]:
     """Share of prompts whose whole answer greedy decoding states; the prompt is read with full attention."""
     assert task.answers is not None
-    counted = sum(map(len, task.answers))
+    meaningful = first_guess(engine.config.speculation.chunk_size)
+    counted = 0
     right, hits = [0] * len(thresholds), torch.zeros(len(thresholds), engine.model_config.num_layers)
     for prompt, answer in zip(task.texts, task.answers, strict=True):
+        first = max(len(prompt), meaningful)
+        counted += max(len(prompt + answer) - first, 0)
         for index, score in enumerate(_scores(engine, prompt + answer, thresholds, len(prompt), cache)):
             # Greedy decoding states the answer if each of its tokens is the greedy one after those before it.
             right[index] += score.predicted[len(prompt) - 1 :].tolist() == answer
-            hits[index] += score.hits[:, len(prompt) :].sum(1)
+            hits[index] += score.hits[:, first:].sum(1)
     rates = _shares(hits, counted)
     return [Quality(of / len(task.texts), layers) for of, layers in zip(right, rates, strict=True)]
 

@@ -93,19 +93,20 @@ def _without_line_end(text: str) -> str:
 
 
 def _read_stdin() -> str:
-    """Standard input as UTF-8, whatever the locale says."""
+    """Standard input as UTF-8, whatever the locale says, less a byte order mark."""
     binary = getattr(sys.stdin, "buffer", None)
     if binary is None:  # replaced by text, as in a notebook
         return sys.stdin.read()
     try:
-        return str(binary.read().decode("utf-8"))
+        return str(binary.read().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"prompt: standard input is not UTF-8 at byte {error.start}; give UTF-8 text") from None
 
 
 def _read_file(path: Path) -> str:
+    """A file's text, less a byte order mark."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"prompt_file: cannot read {path}: {error.strerror}; give an existing text file") from None
     except UnicodeDecodeError as error:
@@ -113,7 +114,8 @@ def _read_file(path: Path) -> str:
 
 
 def _read_jsonl(text: str, path: Path) -> list[str | list[int]]:
-    prompts = [_read_line(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Not `splitlines`: strings in JSON may hold U+2028 and other line ends as they are.
+    prompts = [_read_line(line, f"{path}:{number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not prompts:
         raise UserError(f"prompt_file: {path} holds no request; write one JSON object a line")
     return prompts

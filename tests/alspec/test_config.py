@@ -136,6 +136,7 @@ def test_nested_key_is_matched_with_its_own_level() -> None:
         ({"prompt_file": 3}, "prompt_file"),
         ({"prompt_ids": "1,x"}, "prompt_ids"),
         ({"prompt_ids": "1,,2"}, "prompt_ids"),
+        ({"prompt_ids": "1,\u00b2"}, "prompt_ids: expected token ids"),
         ({"prompt_ids": "-1"}, "prompt_ids"),
         ({"prompt_ids": [1.5]}, "prompt_ids"),
         ({"chat": 2}, "chat"),

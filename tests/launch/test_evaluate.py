@@ -18,10 +18,11 @@ import yaml
 from alspec.config import EngineConfig, EvaluateConfig, EvaluatedCodec, Selector, validate
 from alspec.errors import UserError
 from alspec.kernels.flashq import SELECTORS
-from alspec.launch import bench_kernels, evaluate, plot_trace
-from alspec.launch.evaluate_tasks import record_needle_tasks
+from alspec.launch import bench_kernels, evaluate, evaluate_tasks, plot_trace
+from alspec.launch.evaluate_tasks import Task, record_needle_tasks
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
+from alspec.runtime.quality import TextScore
 from alspec.runtime.timeline import write_trace
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -94,6 +95,27 @@ def test_hit_rates_where_no_guess_leaves_out_a_token(
     rows.unlink()
     assert evaluate.main([*flags, "--contexts", "320", "--rows", str(rows)]) == 0
     assert [row["hit_rate"] for row in rows_of(rows)] == [0.0, 1.0]
+
+
+def test_hit_rates_of_answers_where_no_guess_leaves_out_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an answer that reaches position 2 S + 63, only the rest counts: before it, nothing can miss."""
+    engine = Engine(validate(EngineConfig, {"speculation": {"mode": "simulated"}, "transport": "gloo"}, "test"))
+    num_layers = engine.model_config.num_layers
+
+    def score(engine: Engine, ids: list[int], thresholds: Any, first: int, cache: CacheSetting) -> list[TextScore]:
+        hits = torch.zeros(num_layers, len(ids))
+        hits[:, :319] = 1
+        return [TextScore(torch.zeros(len(ids) - 1), torch.tensor(ids[1:]), hits)]
+
+    monkeypatch.setattr(evaluate_tasks, "_scores", score)
+    for length, expected in ((300, None), (310, None), (313, None), (314, 0.0), (400, 0.0)):
+        task = Task("recall", 0, [[0] * length], [list(range(6))])
+        (quality,) = task.run(engine, [[0.0] * num_layers], CacheSetting())
+        assert quality.value == 1.0
+        assert quality.hit_rates == (None if expected is None else [expected] * num_layers), length
+    both = Task("recall", 0, [[0] * 310, [0] * 400], [list(range(6))] * 2)
+    assert both.run(engine, [[0.0] * num_layers], CacheSetting())[0].hit_rates == [0.0] * num_layers
+    engine.close()
 
 
 def test_caches_needles_and_baselines(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,6 +307,16 @@ def test_plot_without_matplotlib(
     assert evaluate.main(["--text", str(text), "--plot", str(tmp_path / "plot.png")]) == 2
     expected = "flags: --plot: needs matplotlib; pip install -e '.[plot]'"
     assert capsys.readouterr().err == f"alspec: exit 2: {expected}\n"
+
+
+def test_texts_hold_every_line_end(tmp_path: Path) -> None:
+    """Those that JSON allows inside a string as well; a byte order mark is no text."""
+    texts = ["a\u2028b", "c\u2029\x85d"]
+    path = tmp_path / "text.jsonl"
+    path.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), "utf-8-sig")
+    assert evaluate_tasks.read_text(path) == "\n\n".join(texts)
+    (tmp_path / "text.txt").write_text("a\u2028b", "utf-8-sig")
+    assert evaluate_tasks.read_text(tmp_path / "text.txt") == "a\u2028b"
 
 
 def test_broken_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
