@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 4 launch/bench_kernels.py --bench allredu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from alspec.kernels.launch import launch_options, prefer_l1
 from alspec.kernels.residual import BLOCK as STREAM_BLOCK
 from alspec.kernels.residual import new_stream, num_square_sums, reduce_norm
 from alspec.kernels.words import pack_words
+from alspec.launch.output import no_command
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import percentile
 from alspec.runtime.symmetric import exchanges, symmetric_fault
@@ -276,3 +278,7 @@ def measure(transport: Transport, batch_size: int) -> tuple[dict[str, Any], dict
         raise AlspecError("allreduce: numbers that are not finite after the timed runs")
     case = {"world": transport.placement.world_size, "batch": batch_size, "hidden": HIDDEN, "dtype": "fp32"}
     return case, times
+
+
+if __name__ == "__main__":
+    sys.exit(no_command(__file__, "launch/bench_kernels.py --bench allreduce"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from alspec.errors import AlspecError
 from alspec.kernels.reference import turbo_prefill_attention_ref
 from alspec.kernels.turbo_prefill import turbo_prefill_attention
+from alspec.launch.output import no_command
 
 __all__ = ["PREFILL_CASES", "PrefillCase", "check_prefill", "prefill_runs"]
 
@@ -107,3 +109,7 @@ def check_prefill(case: PrefillCase, run: Run) -> None:
         error = float((out[begin:end].double() - expected).norm() / expected.norm())
         if not error < TOLERANCE:
             raise AlspecError(f"wrong result: relative error {error:.2e} in rows {begin} to {end} of {num_queries}")
+
+
+if __name__ == "__main__":
+    sys.exit(no_command(__file__, "launch/bench_kernels.py --bench prefill"))

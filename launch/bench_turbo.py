@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from alspec.kernels.flashq_layout import BLOCK, TurboLayer, record_words, unpack_record
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
 from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
+from alspec.launch.output import no_command
 from alspec.sas import Softmax
 
 __all__ = ["TurboCase", "turbo_run"]
@@ -127,3 +129,7 @@ def turbo_run(
         return (out,) if speculation is None else (out, speculation.spec_out, speculation.sums)
 
     return run
+
+
+if __name__ == "__main__":
+    sys.exit(no_command(__file__, "launch/bench_kernels.py --bench turbo"))

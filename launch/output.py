@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 
 from alspec.errors import AlspecError, UserError, report
 
-__all__ = ["append_rows", "exit_code", "write_text", "writing"]
+__all__ = ["append_rows", "exit_code", "no_command", "write_text", "writing"]
 
 INTERRUPTED = 130  # as a shell says it
 
@@ -90,6 +90,15 @@ def exit_code(work: Callable[[], int], is_debug: Callable[[], bool] = lambda: Fa
             sys.stderr.write(f"{start}alspec: exit {INTERRUPTED}: interrupted\n")
             return INTERRUPTED
     return code
+
+
+def no_command(file: str, instead: str) -> int:
+    """What a file says that is started by itself, though it is a part of other commands; returns the exit code."""
+
+    def refuse() -> int:
+        raise UserError(f"launch/{Path(file).name} is not a command; use {instead}")
+
+    return exit_code(refuse)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from alspec.config import GenerateConfig, refuse_unavailable
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
+from alspec.launch.output import no_command
 from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
@@ -103,3 +106,7 @@ def print_plan(config: GenerateConfig) -> None:
             ]
             table.add_row(*cells)
     Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(no_command(__file__, "launch/generate.py --plan"))

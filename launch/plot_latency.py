@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
+
+from alspec.launch.output import no_command
 
 __all__ = ["draw"]
 
@@ -46,3 +49,7 @@ def _label(row: dict[str, Any]) -> str:
     if case["hit_rate"] is None:
         return str(case["mode"])
     return f"{case['mode']}, {case['hit_rate']:.0%} hits{' (forced)' if case['forced'] else ''}"
+
+
+if __name__ == "__main__":
+    sys.exit(no_command(__file__, "launch/latency.py --plot F"))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
+
+from alspec.launch.output import no_command
 
 __all__ = ["draw", "threshold_name"]
 
@@ -77,3 +80,7 @@ def threshold_name(row: Row) -> str:
     """A row's lambda as a heading: `0.1`, `inf`, or `fixed layers`."""
     threshold = row["case"]["threshold"]
     return "fixed layers" if threshold == "fixed" else f"{float(threshold):g}"
+
+
+if __name__ == "__main__":
+    sys.exit(no_command(__file__, "launch/evaluate.py --plot F"))

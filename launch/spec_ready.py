@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 import triton
@@ -14,6 +15,7 @@ from alspec.errors import AlspecError
 from alspec.kernels.launch import RESERVED_BYTES, prefer_l1
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, guess_parts, lean_decode_attention
 from alspec.kernels.words import unpack_words
+from alspec.launch.output import no_command
 from alspec.runtime.stats import percentile
 
 __all__ = ["merged", "pair_speculation", "spec_ready_us"]
@@ -171,3 +173,7 @@ def _await(words: Tensor, epoch: int, copy: Tensor, time: Tensor, ack: Tensor) -
 def _synchronize(here: torch.device, there: torch.device) -> None:
     torch.cuda.synchronize(here)
     torch.cuda.synchronize(there)
+
+
+if __name__ == "__main__":
+    sys.exit(no_command(__file__, "launch/bench_kernels.py --bench ready"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import stat
 import subprocess
 import sys
@@ -147,6 +148,34 @@ def test_rows_on_a_full_disk() -> None:
     append_rows(None, [{"a": 1}])
     with pytest.raises(UserError, match=f"cannot write {FULL}: {NO_SPACE}"):
         append_rows(FULL, [{"a": 1}])
+
+
+PARTS = {
+    "bench_allreduce": "bench_kernels.py --bench allreduce",
+    "bench_prefill": "bench_kernels.py --bench prefill",
+    "bench_turbo": "bench_kernels.py --bench turbo",
+    "plan": "generate.py --plan",
+    "plot_latency": "latency.py --plot F",
+    "plot_quality": "evaluate.py --plot F",
+    "spec_ready": "bench_kernels.py --bench ready",
+}
+
+
+@pytest.mark.parametrize(("name", "instead"), PARTS.items(), ids=PARTS)
+def test_a_part_of_a_command_names_the_command(name: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="__main__")
+    assert caught.value.code == 2
+    expected = f"alspec: exit 2: launch/{name}.py is not a command; use launch/{instead}\n"
+    assert capsys.readouterr() == ("", expected)
+
+
+def test_every_file_is_a_command_or_says_which_one_to_use() -> None:
+    modules = {"__init__", "cli", "display", "evaluate_tasks", "output", "prompts"}
+    for path in (ROOT / "launch").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert ("__main__" in text) == (path.stem not in modules), path
+        assert ("no_command(__file__" in text) == (path.stem in PARTS), path
 
 
 def interrupt(*args: object) -> None:
