@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -38,6 +38,7 @@ __all__ = [
     "SpeculationConfig",
     "check_fields",
     "load_yaml",
+    "nearest_name",
     "refuse_unavailable",
     "validate",
 ]
@@ -74,6 +75,18 @@ def _not_empty(value: Any) -> Any:
     if value == "":
         raise ValueError("expected a folder")
     return value
+
+
+def _measured_mode(value: Any) -> Any:
+    if value not in ("off", "paired"):
+        raise ValueError("latency measures off and paired")
+    return value
+
+
+def _dtype(value: Any) -> Any:
+    """Accept PyTorch's names, and its types themselves, beside the short ones."""
+    name = str(value).removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, value)
 
 
 def _items(value: Any) -> Any:
@@ -136,6 +149,12 @@ class SpeculationConfig(_Schema):
         json_schema_extra={"flag": "chunk"},
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_alone(cls, value: Any) -> Any:
+        """A text is the mode, the rest being as by default."""
+        return {"mode": value} if isinstance(value, str) else value
+
 
 class EngineConfig(_Schema):
     """What is loaded and how it is executed."""
@@ -158,7 +177,7 @@ class EngineConfig(_Schema):
     cuda_graph: Literal["auto", "on", "off"] = Field(
         default="auto", description="replay a captured decode step; auto: on GPUs, for up to 8 requests"
     )
-    dtype: Literal["bf16", "fp16", "fp32"] | None = Field(
+    dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, BeforeValidator(_dtype)] = Field(
         default=None, description="weights and cache; default: the checkpoint's on GPUs, fp32 on CPU"
     )
     max_context: int | None = Field(
@@ -214,7 +233,7 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
     system: str | None = Field(default=None, description="system message; needs --chat")
     json_file: Path | None = Field(default=None, alias="json", description="write everything measured to this file")
     trace: Path | None = Field(default=None, description="write a Perfetto trace of all ranks' operations to this file")
-    color: bool = Field(default=False, description="shade each token by its speculation hit rate")
+    color: bool = Field(default=False, description="shade each token by its speculation hit rate, on a terminal")
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
@@ -234,7 +253,7 @@ class LatencyConfig(CommandConfig, EngineConfig):
     contexts: _Several[_Tokens] | None = Field(
         default=None, description="tokens in the cache; default: 1k,8k,32k,128k as far as the model's positions go"
     )
-    modes: _Several[Literal["off", "paired"]] = Field(
+    modes: _Several[Annotated[Literal["off", "paired"], BeforeValidator(_measured_mode)]] = Field(
         default=("off",), description="speculation modes to measure, such as off,paired; in place of --speculation"
     )
     hit_rates: _Several[HitRate] = Field(
@@ -339,6 +358,29 @@ def refuse_unavailable(config: EngineConfig) -> None:
         raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed")
 
 
+# In place of the words of pydantic.
+_MESSAGES = {
+    "bool_parsing": "expected true or false",
+    "bool_type": "expected true or false",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "int_from_float": "expected an integer",
+    "int_parsing": "expected an integer",
+    "int_parsing_size": "expected a smaller integer",
+    "int_type": "expected an integer",
+    "model_type": "expected a mapping of names",
+    "path_type": "expected a path",
+    "string_type": "expected a text",
+    "too_short": "expected at least one value",
+    "tuple_type": "expected a list",
+}
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was meant, if one is near enough."""
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
 def validate(
     schema: type[_SchemaT],
     values: dict[str, Any],
@@ -350,7 +392,7 @@ def validate(
     Args:
         source: where the values come from; the line begins with it.  spell: how a field's path is written there.
     Raises:
-        UserError: unknown key (with the nearest valid name), wrong type or value.
+        UserError: unknown key (with the nearest valid name, if one is near), wrong type or value.
     """
     try:
         return schema.model_validate(values)
@@ -359,9 +401,14 @@ def validate(
     # A wrong item of a list is reported under the name of the list.
     path = tuple(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(path[-1], _keys(schema, path[:-1]), n=1, cutoff=0.0)
-        raise UserError(f"{source}: unknown key {spell(path)!r}; the nearest valid name is {nearest[0]!r}")
-    message = first["msg"].removeprefix("Value error, ")
+        keys = _keys(schema, path[:-1])
+        nearest = nearest_name(path[-1], keys)
+        if nearest is not None:
+            hint = f"the nearest valid name is {keys[nearest]!r}"
+        else:
+            hint = "see --help" if issubclass(schema, CommandConfig) else f"valid names: {', '.join(keys.values())}"
+        raise UserError(f"{source}: unknown key {spell(path)!r}; {hint}")
+    message = _MESSAGES.get(first["type"], first["msg"].removeprefix("Value error, "))
     where, found = (f"{spell(path)}: ", f", found {first['input']!r}") if path else ("", "")
     raise UserError(f"{source}: {where}{message}{found}")
 
@@ -379,11 +426,17 @@ def check_fields(schema: type[BaseModel], values: dict[str, Any], source: str) -
             validate(schema, values, source)
 
 
-def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    """The valid keys of the schema that `path` leads to."""
+def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> dict[str, str]:
+    """The valid keys of the schema that `path` leads to, and those nested in it; the values say where they are."""
     for part in path:
         schema = schema.model_fields[part].default.__class__
-    return sorted(field.alias or name for name, field in schema.model_fields.items())
+    nested, keys = {}, {}
+    for name, field in schema.model_fields.items():
+        key = field.alias or name
+        keys[key] = key
+        if isinstance(field.default, BaseModel):
+            nested |= {inner: f"{key}.{inner}" for inner in type(field.default).model_fields}
+    return nested | keys
 
 
 class _Loader(yaml.SafeLoader):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import shlex
 import sys
@@ -16,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from alspec.config import CommandConfig, check_fields, load_yaml, validate
+from alspec.config import CommandConfig, check_fields, load_yaml, nearest_name, validate
 from alspec.errors import UserError
 from alspec.launch.output import exit_code
 from alspec.runtime.placement import Placement
@@ -29,15 +28,16 @@ PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises `UserError` and names the nearest flag."""
+    """argparse that raises `UserError` and names the nearest flag, if one is near."""
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting."""
         known = [flag for action in self._actions for flag in action.option_strings]
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if unknown and unknown[0].startswith("-") and "unrecognized" in message:
-            nearest = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1, cutoff=0.0)
-            message = f"unknown flag {unknown[0]}; the nearest valid name is {nearest[0]}"
+            nearest = nearest_name(unknown[0].split("=")[0], known)
+            hint = "see --help" if nearest is None else f"the nearest valid name is {nearest}"
+            message = f"unknown flag {unknown[0]}; {hint}"
         raise UserError(f"flags: {message}")
 
 
@@ -137,6 +137,8 @@ def parse(
     if args.config is not None:
         values = load_yaml(args.config)
         check_fields(schema, values, f"config: {args.config}")
+        if isinstance(values.get("speculation"), str):  # the mode alone, to which flags may add
+            values["speculation"] = {"mode": values["speculation"]}
     flags = {path: _flag(path, field) for path, field in _leaves(schema)}
     for path in flags:
         if hasattr(args, ".".join(path)):

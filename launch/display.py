@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from alspec.runtime.generation import Generation, Token
 from alspec.runtime.memory import GIB
 
-__all__ = ["Printer", "StatusLine", "print_panel", "use_utf8"]
+__all__ = ["Printer", "StatusLine", "print_panel", "shows_color", "use_utf8"]
 
 
 class StatusLine:
@@ -87,6 +88,11 @@ def use_utf8() -> None:
     reconfigure = getattr(sys.stdout, "reconfigure", None)  # a replaced stdout may have none
     if reconfigure is not None:
         reconfigure(encoding="utf-8", errors="replace")
+
+
+def shows_color() -> bool:
+    """Standard output is a terminal, or `FORCE_COLOR` is set."""
+    return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
 
 
 def _shade(hit_rate: float) -> Style:

@@ -12,7 +12,7 @@ import torch
 
 from alspec.config import GenerateConfig
 from alspec.launch.cli import Parser, run_command
-from alspec.launch.display import Printer, StatusLine, print_panel, use_utf8
+from alspec.launch.display import Printer, StatusLine, print_panel, shows_color, use_utf8
 from alspec.launch.output import write_text, writing
 from alspec.launch.plan import print_plan
 from alspec.launch.prompts import read_prompts
@@ -48,9 +48,9 @@ def _generate(config: GenerateConfig, engine: Engine) -> int:
     prompts, is_batch = read_prompts(config, engine)
     is_first = engine.placement.rank == 0
     max_context = engine.check_prompts(prompts, config.max_new_tokens)
-    if is_first and config.color and (is_batch or engine.mode == "off"):
-        why = "a batch is printed as JSON" if is_batch else "nothing is speculated"
-        print(f"alspec: --color shades nothing: {why}", file=sys.stderr)
+    if is_first:
+        for notice in _without_effect(config, is_batch, engine.mode):
+            print(f"alspec: {notice}", file=sys.stderr)
     with StatusLine(is_first) as status:
         status.show("loading weights")
         engine.load(len(prompts), max_context)
@@ -58,7 +58,7 @@ def _generate(config: GenerateConfig, engine: Engine) -> int:
         for notice in engine.notices if is_first else []:
             print(f"alspec: {notice}", file=sys.stderr)
         generation = engine.start_generation(prompts, config)
-        printer = Printer(generation, is_batch, config.color) if is_first else None
+        printer = Printer(generation, is_batch, config.color and shows_color()) if is_first else None
         total = sum(map(len, prompts))
         status.show("preparing")
         for token in engine.run(generation, config, lambda done: status.show(f"prompt: {done} of {total} tokens")):
@@ -70,6 +70,21 @@ def _generate(config: GenerateConfig, engine: Engine) -> int:
     _finish(config, engine, generation)
     engine.close()
     return 0
+
+
+def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[str]:
+    """What was asked for and changes nothing."""
+    notices = []
+    if config.color and is_batch:
+        notices.append("--color shades nothing: a batch is printed as JSON")
+    elif config.color and mode == "off":
+        notices.append("--color shades nothing: nothing is speculated")
+    elif config.color and not shows_color():
+        notices.append("--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same")
+    given = [flag for flag, is_given in (("--top-k", config.top_k > 0), ("--top-p", config.top_p < 1.0)) if is_given]
+    if given and config.temperature == 0.0:
+        notices.append(f"{' and '.join(given)} without effect: temperature 0 takes the most likely token")
+    return notices
 
 
 def _finish(config: GenerateConfig, engine: Engine, generation: Generation) -> None:

@@ -84,6 +84,8 @@ def _check(config: LatencyConfig) -> None:
         raise UserError("flags: --trace: one mode at a time; give one to --modes")
     if config.speculation.mode not in ("auto", "off"):
         raise UserError("flags: --speculation: latency measures --modes; leave --speculation out")
+    if "paired" not in _modes(config) and any(rate != "real" for rate in config.hit_rates):
+        raise UserError("flags: --hit-rates: only paired takes verdicts; add --modes paired, or leave it out")
     if config.batch > MAX_BATCH:
         raise UserError(f"flags: --batch: a captured step serves up to {MAX_BATCH} requests, found {config.batch}")
     check_picture("flags: --plot", config.plot)
@@ -99,6 +101,11 @@ def _check_modes(config: LatencyConfig) -> None:
     else:
         model = LlamaConfig.from_folder(config.model or DEMO_CHECKPOINT)
     for mode in _modes(config):
+        if mode == "paired" and placement.world_size % 2:
+            raise UserError(
+                f"flags: --modes: paired needs an even number of ranks, found {placement.world_size}; start it with "
+                "torchrun --nproc-per-node 2 (or 4, ...), or leave it out"
+            )
         choose_mode(mode, model, placement.world_size)
     is_forced = any(rate != "real" for rate in config.hit_rates)
     if "paired" in _modes(config) and is_forced and choose_device(config, placement)[0].type != "cuda":

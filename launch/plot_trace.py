@@ -107,9 +107,16 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"trace: cannot read {path}: {error.strerror}; give a file written by --trace") from None
     try:
         trace = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise UserError(f"trace: {path} is not JSON: {error}; give a file written by --trace") from None
+    if not isinstance(trace, dict) or "traceEvents" not in trace:
+        raise UserError(f"trace: {path} is no trace: it has no traceEvents; give a file written by --trace")
+    try:
         return [bar for event in trace["traceEvents"] if event["ph"] == "X" for bar in work(event)]
-    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"trace: {path}: broken at {error!r}; give a file written by --trace") from None
+    except (LookupError, TypeError, AttributeError):
+        raise UserError(
+            f"trace: {path} is a trace of something else: its events lack step or layer; give a file written by --trace"
+        ) from None
 
 
 def work(event: dict[str, Any]) -> list[dict[str, Any]]:

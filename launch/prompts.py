@@ -78,12 +78,14 @@ def _read(config: GenerateConfig) -> list[str | list[int]]:
         if config.prompt_file.suffix == ".jsonl":
             return _read_jsonl(text, config.prompt_file)
         text = _without_line_end(text)
-    elif sys.stdin is None or sys.stdin.isatty():
-        raise UserError("prompt: none given; use --prompt TEXT, --prompt-file F, --prompt-ids 1,2,3 or standard input")
+        if not text.strip():
+            raise UserError(f"prompt_file: {config.prompt_file} is empty; give a file with a text")
     else:
-        text = _without_line_end(_read_stdin())
+        text = "" if sys.stdin is None or sys.stdin.isatty() else _without_line_end(_read_stdin())
+        if not text.strip():
+            raise UserError("prompt: none given; give --prompt, --prompt-file, --prompt-ids or text on standard input")
     if not text.strip():
-        raise UserError("prompt: expected a text, found an empty one; use --prompt TEXT or standard input")
+        raise UserError("prompt: expected a text, found an empty one")  # of --prompt
     return [text]
 
 

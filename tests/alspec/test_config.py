@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 
@@ -80,20 +81,22 @@ def test_defaults_are_valid() -> None:
         ({"speculation": {"chunk": 128}}, "speculation.chunk", "chunk_size"),
         ({"speculation": {"prompt": "x"}}, "speculation.prompt", None),
         ({"zzz": 1}, "zzz", None),
+        ({"threshold": 1}, "threshold", "speculation.threshold"),
+        ({"chunksize": 128}, "chunksize", "speculation.chunk_size"),
+        ({"mode": "off"}, "mode", "speculation.mode"),
     ],
 )
 def test_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, nearest: str | None) -> None:
     message = refused(values)
     assert f"unknown key {unknown!r}" in message
-    assert "the nearest valid name is" in message
-    if nearest is not None:
-        assert message.endswith(f"the nearest valid name is {nearest!r}")
+    hint = "see --help" if nearest is None else f"the nearest valid name is {nearest!r}"
+    assert message.endswith(f"unknown key {unknown!r}; {hint}")
 
 
-def test_nested_key_is_matched_with_its_own_level() -> None:
-    """`prompt` is a key of the top level only."""
-    nearest = refused({"speculation": {"prompt": "x"}}).rsplit("'", 2)[1]
-    assert nearest in SpeculationConfig.model_fields
+def test_unknown_option_from_python_shows_the_valid_ones() -> None:
+    """There is no --help to see; `prompt` is a key of a command."""
+    expected = f"valid names: {', '.join(SamplingConfig.model_fields)}"
+    assert refused({"prompt": "x"}, SamplingConfig) == f"source: unknown key 'prompt'; {expected}"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_nested_key_is_matched_with_its_own_level() -> None:
     [
         ({"model": 3}, "model"),
         ({"random_weights": ["x"]}, "random_weights"),
-        ({"speculation": "paired"}, "speculation"),
+        ({"speculation": "pared"}, "speculation.mode"),
         ({"speculation": {"mode": "pared"}}, "speculation.mode"),
         ({"speculation": {"mode": None}}, "speculation.mode"),
         ({"speculation": {"threshold": -0.01}}, "speculation.threshold"),
@@ -114,7 +117,7 @@ def test_nested_key_is_matched_with_its_own_level() -> None:
         ({"softmax": "fast"}, "softmax"),
         ({"transport": "mpi"}, "transport"),
         ({"cuda_graph": True}, "cuda_graph"),
-        ({"dtype": "float32"}, "dtype"),
+        ({"dtype": "float64"}, "dtype"),
         ({"max_context": 0}, "max_context"),
         ({"max_context": 1.5}, "max_context"),
         ({"verify_checksums": "maybe"}, "verify_checksums"),
@@ -216,9 +219,9 @@ def test_lists(schema: type[BaseModel], values: dict[str, Any], expected: object
         (LatencyConfig, {"contexts": ""}, "contexts: expected lengths such as 1k,8k or 4096, found ''"),
         (LatencyConfig, {"contexts": [64, 1]}, "contexts: expected lengths such as 1k,8k or 4096, found 1"),
         (LatencyConfig, {"contexts": 1.5}, "contexts: expected lengths such as 1k,8k or 4096, found '1.5'"),
-        (LatencyConfig, {"contexts": []}, "contexts: Tuple should have at least 1 item after validation, not 0"),
-        (LatencyConfig, {"contexts": {"a": 1}}, "contexts: Input should be a valid tuple"),
-        (LatencyConfig, {"modes": "simulated"}, "modes: Input should be 'off' or 'paired', found 'simulated'"),
+        (LatencyConfig, {"contexts": []}, "contexts: expected at least one value, found []"),
+        (LatencyConfig, {"contexts": {"a": 1}}, "contexts: expected a list, found {'a': 1}"),
+        (LatencyConfig, {"modes": "simulated"}, "modes: latency measures off and paired, found 'simulated'"),
         (LatencyConfig, {"hit_rates": "real,nan"}, "hit_rates: expected real or numbers from 0 to 1, found 'nan'"),
         (LatencyConfig, {"hit_rates": [None]}, "hit_rates: expected real or numbers from 0 to 1, found None"),
         (
@@ -226,7 +229,7 @@ def test_lists(schema: type[BaseModel], values: dict[str, Any], expected: object
             {"thresholds": "0,nan"},
             "thresholds: Input should be greater than or equal to 0, found 'nan'",
         ),
-        (EvaluateConfig, {"thresholds": "low"}, "thresholds: Input should be a valid number"),
+        (EvaluateConfig, {"thresholds": "low"}, "thresholds: expected a number, found 'low'"),
         (EvaluateConfig, {"low_heads": "-1"}, "low_heads: Input should be greater than or equal to 0, found '-1'"),
         (EvaluateConfig, {"windows": -1}, "windows: Input should be greater than or equal to 0, found -1"),
         (BenchConfig, {"bench": "fast"}, "bench: Input should be 'allreduce', 'decode', 'prefill', 'ready' or 'turbo'"),
@@ -406,6 +409,37 @@ def test_every_field_has_its_flag() -> None:
     assert parse_generate("--prompt-file=f").prompt_file == Path("f")
 
 
+@pytest.mark.parametrize("mode", ["off", "paired", "simulated"])
+def test_speculation_alone_is_its_mode(mode: str, tmp_path: Path) -> None:
+    """In a file and from Python; flags add to it."""
+    path = write(tmp_path / "config.yaml", f"speculation: {mode}\n")
+    assert parse_generate("--config", str(path)).speculation == SpeculationConfig(mode=mode)
+    both = parse_generate("--config", str(path), "--threshold", "0.2").speculation
+    assert both == SpeculationConfig(mode=mode, threshold=0.2)
+    assert validate(EngineConfig, {"speculation": mode}, "source").speculation == SpeculationConfig(mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("spelt", "expected"),
+    [
+        ("bfloat16", "bf16"),
+        ("float16", "fp16"),
+        ("float32", "fp32"),
+        ("bf16", "bf16"),
+        (torch.bfloat16, "bf16"),
+        (torch.float16, "fp16"),
+        (torch.float32, "fp32"),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_spellings_of_dtype(spelt: Any, expected: str | None) -> None:
+    assert validate(EngineConfig, {"dtype": spelt}, "source").dtype == expected
+    assert refused({"dtype": torch.int8}).startswith("source: dtype: ")
+    if isinstance(spelt, str):
+        assert parse_generate("--dtype", spelt).dtype == expected
+
+
 def test_off_and_on_in_a_file_are_text(tmp_path: Path) -> None:
     """They are values of some fields; where a field is true or false, every spelling of that is."""
     text = "speculation: {mode: off}\ncuda_graph: on\nchat: on\ncolor: true\ndebug: off\nsystem: yes\nprompt: trueish\n"
@@ -423,7 +457,10 @@ def test_off_and_on_in_a_file_are_text(tmp_path: Path) -> None:
         ("promt: x", ("unknown key 'promt'", "'prompt'")),
         ("speculation: {treshold: 1}", ("unknown key 'speculation.treshold'", "'threshold'")),
         ("top_p: 3", ("top_p", "found 3")),
-        ("speculation: paired", ("speculation",)),
+        ("speculation: pared", ("speculation.mode", "'paired'", "found 'pared'")),
+        ("speculation: [paired]", ("speculation: expected a mapping of names, found ['paired']",)),
+        ("max_context: 8k", ("max_context: expected an integer, found '8k'",)),
+        ("chat: 2", ("chat: expected true or false, found 2",)),
         ("1: 2", ("1",)),
     ],
 )

@@ -238,7 +238,7 @@ def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPa
         (["--softmaxes", "exact,fast"], "--softmaxes: Input should be 'exact' or 'sas', found 'fast'"),
         (["--selectors", "size"], "'min_max' or 'variation', found 'size'"),
         (["--depths", "0,1.5"], "--depths: Input should be less than or equal to 1, found '1.5'"),
-        (["--low-heads", "0,x"], "--low-heads: Input should be a valid integer"),
+        (["--low-heads", "0,x"], "--low-heads: expected an integer, found 'x'"),
         (["--recall", "-1"], "--recall: Input should be greater than or equal to 0, found '-1'"),
         (["--speculation", "off"], "--speculation: evaluate is always simulated; leave it out"),
         (["--max-context", "64"], "--max-context: lengths come from --contexts; leave it out"),
@@ -463,6 +463,7 @@ def test_plot_trace_mistakes(
     broken.write_text("no JSON", encoding="utf-8")
     (tmp_path / "broken.gz").write_bytes(b"no gzip")
     (tmp_path / "list.json").write_text("[1, 2]", encoding="utf-8")
+    (tmp_path / "rows.json").write_text('{"rows": []}', encoding="utf-8")
     (tmp_path / "foreign.json").write_text('{"traceEvents": [{"ph": "X", "name": "a", "args": {}}]}', encoding="utf-8")
     picture = tmp_path / "picture.png"
 
@@ -478,8 +479,14 @@ def test_plot_trace_mistakes(
         assert "trace: cannot read nowhere.json: No such file or directory" in refused(
             "nowhere.json", picture, "--step", 1
         )
-        for name in ("broken.json", "broken.gz", "list.json", "foreign.json"):
-            assert f"trace: {tmp_path / name}: broken at " in refused(tmp_path / name, picture, "--step", 1)
+        for name, what in (
+            ("broken.json", "is not JSON: "),
+            ("broken.gz", "is not JSON: "),
+            ("list.json", "is no trace: it has no traceEvents; give a file written by --trace"),
+            ("rows.json", "is no trace: it has no traceEvents; give a file written by --trace"),
+            ("foreign.json", "is a trace of something else: its events lack step or layer; give a file written by"),
+        ):
+            assert f"trace: {tmp_path / name} {what}" in refused(tmp_path / name, picture, "--step", 1)
         for layers in ("4", "a:b", "4:", "-1:2", "3:3"):
             expected = f"flags: --layers: expected first:last such as 4:8, found {layers!r}"
             assert expected in refused(pair, picture, "--step", 1, f"--layers={layers}")

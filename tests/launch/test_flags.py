@@ -59,6 +59,10 @@ def test_unknown_flag(flag: str, nearest: str, refused: Refused) -> None:
     assert message == f"flags: unknown flag {flag}; the nearest valid name is {nearest}"
 
 
+def test_unknown_flag_that_is_near_none(refused: Refused) -> None:
+    assert refused("--quantize=4") == "flags: unknown flag --quantize=4; see --help"
+
+
 def test_flags_are_not_abbreviated(refused: Refused) -> None:
     assert "unknown flag --max-new;" in refused("--max-new", "4")
 
@@ -90,10 +94,10 @@ BAD_VALUES = [
     ("--max-context", "0", "greater than or equal to 1"),
     ("--max-context", "8k", "integer"),
     ("--max-new-tokens", "0", "greater than or equal to 1"),
-    ("--max-new-tokens", "many", "integer"),
+    ("--max-new-tokens", "many", "expected an integer, found 'many'"),
     ("--temperature", "-1", "greater than or equal to 0"),
     ("--temperature", "inf", "finite"),
-    ("--temperature", "warm", "number"),
+    ("--temperature", "warm", "expected a number, found 'warm'"),
     ("--top-k", "-1", "greater than or equal to 0"),
     ("--top-k", "few", "integer"),
     ("--top-p", "0", "greater than 0"),
@@ -127,6 +131,8 @@ def test_model_and_random_weights(refused: Refused, checkpoint: Path) -> None:
 
 # Prompts.
 
+NO_PROMPT = "prompt: none given; give --prompt, --prompt-file, --prompt-ids or text on standard input"
+
 
 @pytest.mark.parametrize(
     "flags",
@@ -144,23 +150,22 @@ def test_two_prompts(flags: tuple[str, ...], refused: Refused) -> None:
 @pytest.mark.parametrize("text", ["", " \n\t "], ids=repr)
 def test_empty_prompt(text: str, refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint, "--prompt", text)
-    assert message.startswith("prompt: expected a text, found an empty one; use --prompt")
+    assert message == "prompt: expected a text, found an empty one"
 
 
 @pytest.mark.parametrize("text", ["", "\n"], ids=repr)
 def test_empty_stdin(text: str, refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert "found an empty one" in refused("--model", checkpoint)
+    assert refused("--model", checkpoint) == NO_PROMPT
 
 
 def test_no_prompt_at_a_terminal(refused: Refused, checkpoint: Path) -> None:
-    message = refused("--model", checkpoint)
-    assert message.startswith("prompt: none given; use --prompt")
+    assert refused("--model", checkpoint) == NO_PROMPT
 
 
 def test_no_prompt_without_stdin(refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    assert refused("--model", checkpoint).startswith("prompt: none given; use --prompt")
+    assert refused("--model", checkpoint) == NO_PROMPT
 
 
 def test_prompt_file_missing(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
@@ -178,7 +183,7 @@ def test_prompt_file_empty(refused: Refused, checkpoint: Path, tmp_path: Path) -
     path = tmp_path / "empty.txt"
     path.write_text(" \n")
     message = refused("--model", checkpoint, "--prompt-file", path)
-    assert "found an empty one" in message
+    assert message == f"prompt_file: {path} is empty; give a file with a text"
 
 
 @pytest.mark.parametrize("name", ["prompt.txt", "prompts.jsonl"])

@@ -371,13 +371,50 @@ def test_half_precision(dtype: str, generate_json: Callable[..., Any]) -> None:
 # What else it prints and writes.
 
 
-def test_color(generate_text: GenerateText) -> None:
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "FORCE_COLOR"])
+def test_color(terminal: bool, generate_text: GenerateText, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--prompt", LONG_PROMPT, *SMALL, "--speculation", "simulated", "--threshold", "0.3")
-    plain, colored = generate_text(*flags), generate_text(*flags, "--color")
+    plain = generate_text(*flags)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    if terminal:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    else:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    colored = generate_text(*flags, "--color")
     assert "\x1b" not in plain
     assert ANSI.sub("", colored) == plain
     assert len(set(re.findall(r"48;2;\d+;\d+;\d+", colored))) > 1, "one shade for every hit rate"
     assert colored.count("\x1b[0m") == len(ANSI.findall(colored)) / 2
+
+
+def test_color_is_for_terminals(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    flags = ("--model", checkpoint, "--transport", "gloo", "--prompt", LONG_PROMPT, *SMALL)
+    flags = (*flags, "--speculation", "simulated")
+    code, out, err = run(*flags, "--color")
+    assert (code, out) == (0, run(*flags)[1])
+    assert err.startswith("alspec: --color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "notice"),
+    [
+        (("--top-k", 3), "--top-k without effect: temperature 0 takes the most likely token"),
+        (
+            ("--top-k", 3, "--top-p", 0.5),
+            "--top-k and --top-p without effect: temperature 0 takes the most likely token",
+        ),
+        (("--top-p", 0.5, "--temperature", 1), ""),
+        ((), ""),
+    ],
+    ids=str,
+)
+def test_sampling_flags_without_effect_are_noticed_once(
+    flags: tuple[object, ...], notice: str, run: Run, checkpoint: Path
+) -> None:
+    code, _, err = run("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, *SMALL, *flags)
+    assert code == 0
+    assert [line for line in err.splitlines() if line.startswith("alspec")] == ([f"alspec: {notice}"] if notice else [])
 
 
 def test_color_without_speculation_has_nothing_to_shade(generate_text: GenerateText) -> None:

@@ -211,11 +211,20 @@ def test_plot_of_one_context(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    (("--modes", "off,colocated"), "flags: --modes: Input should be 'off' or 'paired', found 'colocated'"),
+    (("--modes", "off,colocated"), "flags: --modes: latency measures off and paired, found 'colocated'"),
     (("--hit-rates", "real,1.5"), "flags: --hit-rates: expected real or numbers from 0 to 1, found '1.5'"),
     (("--hit-rates", "half"), "flags: --hit-rates: expected real or numbers from 0 to 1, found 'half'"),
+    (
+        ("--hit-rates", "real,0.5"),
+        "flags: --hit-rates: only paired takes verdicts; add --modes paired, or leave it out",
+    ),
+    (
+        ("--modes", "off,paired"),
+        "flags: --modes: paired needs an even number of ranks, found 1; start it with torchrun --nproc-per-node 2 "
+        "(or 4, ...), or leave it out",
+    ),
     (("--modes", "off,paired", "--trace", "t.json"), "flags: --trace: one mode at a time; give one to --modes"),
-    (("--modes", "pared"), "flags: --modes: Input should be 'off' or 'paired', found 'pared'"),
+    (("--modes", "pared"), "flags: --modes: latency measures off and paired, found 'pared'"),
     (
         ("--prompt-file", "no/such/file"),
         "prompt_file: cannot read no/such/file: No such file or directory; give an existing text file",
