@@ -430,7 +430,8 @@ def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> dict[str, str]:
     """The valid keys of the schema that `path` leads to, and those nested in it; the values say where they are."""
     for part in path:
         schema = schema.model_fields[part].default.__class__
-    nested, keys = {}, {}
+    nested: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for name, field in schema.model_fields.items():
         key = field.alias or name
         keys[key] = key

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alspec.config import HitRate, LatencyConfig
-from alspec.errors import UserError
+from alspec.errors import AlspecError, UserError
 from alspec.kernels.gemv_tile import MAX_BATCH
 from alspec.launch.cli import Parser, check_picture, check_writable, run_command
 from alspec.launch.output import append_rows, write_text, writing
@@ -53,7 +53,7 @@ def _run(config: LatencyConfig, command: str) -> int:
     _check(config)
     _check_modes(config)
     found: list[Measured] = []
-    with _shown_if_interrupted(found):
+    with _shown_if_ended(found):
         for mode in _modes(config):
             _measure_mode(config, mode, command, found)
             _release()
@@ -63,11 +63,11 @@ def _run(config: LatencyConfig, command: str) -> int:
 
 
 @contextlib.contextmanager
-def _shown_if_interrupted(found: list[Measured]) -> Iterator[None]:
-    """After Ctrl-C: the table of what was measured until then, once, from rank 0."""
+def _shown_if_ended(found: list[Measured]) -> Iterator[None]:
+    """After Ctrl-C or an error: the table of what was measured until then, once, from rank 0."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, AlspecError):
         if found and Placement.from_environment().rank == 0:
             _show(found)
         found.clear()
@@ -138,7 +138,7 @@ def _measure_mode(config: LatencyConfig, mode: str, command: str, found: list[Me
     rates = config.hit_rates if mode == "paired" else ("real",)
 
     def sweep() -> int:
-        with _shown_if_interrupted(found):
+        with _shown_if_ended(found):
             _sweep(config, engine, contexts, rates, text_ids, command, found)
         return 0
 

@@ -88,6 +88,9 @@ def exit_code(work: Callable[[], int], is_debug: Callable[[], bool] = lambda: Fa
             stdout.flush()
             start = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C
             sys.stderr.write(f"{start}alspec: exit {INTERRUPTED}: interrupted\n")
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                sys.stderr.flush()
+                os._exit(INTERRUPTED)  # without meeting the other ranks, who were interrupted, too
             return INTERRUPTED
     return code
 

@@ -67,7 +67,9 @@ def test_json_is_written_before_the_panel(
 def test_latency_on_a_full_disk(flag: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", str(checkpoint), "--transport", "gloo", "--contexts", "16", "--steps", "1"]
     assert latency.main([*flags, flag, str(FULL)]) == 2
-    assert capsys.readouterr().err == f"alspec: exit 2: cannot write {FULL}: {NO_SPACE}\n"
+    out, err = capsys.readouterr()
+    assert err == f"alspec: exit 2: cannot write {FULL}: {NO_SPACE}\n"
+    assert out.count(" off ") == 1, "what was measured is shown"
 
 
 @needs_full
@@ -189,6 +191,12 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert run_with(interrupt) == 130
     assert capsys.readouterr() == ("", "\nalspec: exit 130: interrupted\n")
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    with monkeypatch.context() as job:
+        ended: list[int] = []
+        job.setenv("WORLD_SIZE", "2")
+        job.setattr("os._exit", ended.append)
+        run_with(interrupt)
+        assert (ended, capsys.readouterr().err) == ([130], "alspec: exit 130: interrupted\n")
     monkeypatch.setattr(plot_trace, "check_picture", interrupt)
     assert plot_trace.main(["trace.json", "picture.png", "--step", "1"]) == 130
     assert capsys.readouterr() == ("", "alspec: exit 130: interrupted\n")
