@@ -106,7 +106,7 @@ def test_tensor_parallel_is_one_rank(checkpoint: Path, generate_text: GenerateTe
     ("flags", "message"),
     [
         (("--temperature", "-1"), "flags: --temperature: Input should be greater than or equal to 0, found '-1'"),
-        ((), "prompt: expected a text, found an empty one; use --prompt TEXT or standard input"),
+        ((), "prompt: none given; give --prompt, --prompt-file, --prompt-ids or text on standard input"),
     ],
     ids=["flags", "empty-stdin"],
 )
