@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import sys
+import time
 
-__all__ = ["AlspecError", "BadNumbersError", "DoesNotFitError", "RankFailureError", "UserError", "report"]
+__all__ = [
+    "AlspecError",
+    "BadNumbersError",
+    "DoesNotFitError",
+    "InterruptedJobError",
+    "RankFailureError",
+    "UserError",
+    "print_error",
+    "report",
+    "tell_torchrun",
+]
 
 
 class AlspecError(Exception):
@@ -37,10 +51,37 @@ class RankFailureError(AlspecError):
     exit_code = 5
 
 
+class InterruptedJobError(AlspecError):
+    """Ctrl-C, on this rank or another one; the exit code is a shell's."""
+
+    exit_code = 130
+
+
 def report(error: AlspecError) -> int:
-    """Print the one line of an error; returns its exit code. Every rank prints: torchrun flattens exit codes."""
+    """Print the one line of an error, after what stdout still holds; returns its exit code."""
     sys.stdout.flush()
+    return print_error(error)
+
+
+def print_error(error: AlspecError) -> int:
+    """Print the one line of an error; returns its exit code. Every rank prints: torchrun flattens exit codes."""
+    line = f"alspec: exit {error.exit_code}: {' '.join(str(error).split())}"
+    tell_torchrun(line)
     # One write with its newline: ranks share stderr, and print() may write the newline by itself.
-    sys.stderr.write(f"alspec: exit {error.exit_code}: {' '.join(str(error).split())}\n")
+    sys.stderr.write(line + "\n")
     sys.stderr.flush()
     return error.exit_code
+
+
+def tell_torchrun(line: str) -> None:
+    """Have torchrun's last lines, which tell of the rank that failed first, show this one, if that can be done."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        # torchrun fails on half a file, and this process may be killed at any time.
+        part = f"{path}.{os.getpid()}"
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": line, "extraInfo": details}}, file)
+        os.replace(part, path)

@@ -117,7 +117,7 @@ def test_every_rank_names_the_mistake(flags: tuple[str, ...], message: str, chec
     assert time.monotonic() - started < 20
     assert done.returncode != 0
     assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if "alspec: exit" in line]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("alspec: exit")]
     # torchrun ends the ranks that are still on their way to the same line once the first has failed.
     assert lines
     assert set(lines) == {f"alspec: exit 2: {message}"}
