@@ -25,8 +25,11 @@ NOTICE_S = 10.0  # until ranks that wait for others to start say so
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def connect_store(placement: Placement) -> dist.TCPStore:
-    """Connect to the job's key-value store, which torchrun's agent hosts (rank 0 does where it does not)."""
+def connect_store(placement: Placement) -> dist.Store:
+    """Connect to the job's key-value store, which torchrun's agent hosts (rank 0 does where it does not).
+
+    The agent's store outlives a failed attempt (torchrun --max-restarts), so each attempt has keys of its own.
+    """
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise UserError(
             f"WORLD_SIZE is {placement.world_size}, but MASTER_ADDR and MASTER_PORT are missing; use torchrun"
@@ -40,7 +43,7 @@ def connect_store(placement: Placement) -> dist.TCPStore:
     notice.daemon = True
     notice.start()
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             address,
             int(port),
             world_size=placement.world_size,
@@ -48,6 +51,7 @@ def connect_store(placement: Placement) -> dist.TCPStore:
             timeout=TIMEOUT,
             multi_tenant=True,
         )
+        return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     except dist.DistError as error:
         why = str(error).splitlines()[0]
         raise UserError(f"cannot meet {where}: {why}; start them all, or choose another MASTER_PORT") from None
