@@ -268,7 +268,7 @@ class Engine:
             )
         self._check_agreement()
         self.heartbeat.mark(0, LOADING, -1)
-        self.heartbeat.start()
+        self.heartbeat.start(self._release)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif placement.local_world_size > 1:
@@ -534,7 +534,8 @@ class Engine:
     def close(self) -> None:
         """Leave in order: all ranks meet, then the heartbeat says goodbye, then the process groups end.
 
-        Every rank calls it, or leaves a `with` block, before it ends: one that ends without is taken for lost.
+        Every rank calls it, or leaves a `with` block, before it ends: one that ends without leaves at its exit, and
+        does not wait for the others.
         """
         if self.transport is not None and not self._is_closed:
             self.transport.flush()

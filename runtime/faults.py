@@ -7,23 +7,34 @@ cannot hide a loss.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ..errors import AlspecError, DoesNotFitError, RankFailureError, report
+from ..errors import (
+    AlspecError,
+    DoesNotFitError,
+    InterruptedJobError,
+    RankFailureError,
+    print_error,
+    tell_torchrun,
+)
 from .placement import Placement
+from .signals import SignalWatch
 from .transport import connect_store
 
 __all__ = ["LOADING", "Heartbeat", "run_guarded"]
@@ -35,13 +46,19 @@ TERMINATED_LIMIT_S = 2.0
 # While weights are read, a rank may be busy in one long call.
 LOADING = "load"
 LOAD_LIMIT_S = 60.0
+# What Python's own handling of Ctrl-C has before another thread ends a command.
+INTERRUPT_LIMIT_S = 0.5
 
 
 class Heartbeat:
     """Publishes this rank's beat, watches the others', and exits with code 5 when one is lost.
 
-    Use `mark` before each operation; `stop` before the process ends well. `patience_s` is how long the others bear
-    with a rank that does not beat, where that is more than a few seconds.
+    Use `mark` before each operation; `stop` before the process ends well. A process that ends without `stop` leaves as
+    well as it can, see `start`. `patience_s` is how long the others bear with a rank that does not beat, where that is
+    more than a few seconds.
+
+    SIGTERM, where the program has no handler of its own, ends the process once the others have had time to show which
+    of them failed. All other signals are the program's.
     """
 
     def __init__(self, placement: Placement, patience_s: float = 0.0, job: str = "alspec") -> None:
@@ -52,29 +69,30 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._reporting = threading.Lock()
         self._counter = 0
-        self._cause = ""
+        self._cause: AlspecError | None = None  # what ends this process, for the others to repeat
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin beating and watching; every rank must call it. A rank alone has nobody to watch."""
+    def start(self, release: Callable[[], None] | None = None) -> None:
+        """Begin beating and watching; every rank must call it. A rank alone has nobody to watch.
+
+        An interpreter that ends while this goes on first says goodbye, calls `release` (a method, whose object is not
+        kept alive) and ends the process groups, all without waiting for the others: threads that are in the midst of
+        a call then could abort the process. After an error that nobody has caught, it names that to the others instead.
+        """
         if self._placement.world_size == 1:
             return
         # A client of its own: the main thread may block inside a call on the other one.
         self._store = dist.PrefixStore(self._job, connect_store(self._placement))
-        self._wakeup, wakeup_write = socket.socketpair()
-        wakeup_write.setblocking(False)
-        self._wakeup_write = wakeup_write
-        # The handler may never run while the main thread is blocked; the byte on the socket reaches the watcher.
-        # Python allows handlers in the main thread only; elsewhere SIGTERM keeps the program's own.
-        self._handles_signals = threading.current_thread() is threading.main_thread()
-        if self._handles_signals:
-            self._old_handler = signal.signal(signal.SIGTERM, lambda *_: None)
-            signal.set_wakeup_fd(wakeup_write.fileno(), warn_on_full_buffer=False)
         self._beat()
         self._store.wait([self._key(rank) for rank in range(self._placement.world_size)])
+        # The handler may never run while the main thread is blocked.
+        self._signals = SignalWatch(takes_sigterm=True)
         self._thread = threading.Thread(target=self._watch, name="alspec-heartbeat", daemon=True)
         self._thread.start()
+        release_ref = None if release is None else weakref.WeakMethod(release)
+        self._at_exit = functools.partial(_leave, weakref.ref(self), release_ref, os.getpid())
+        atexit.register(self._at_exit)
 
     def mark(self, step: int, operation: str, layer: int, publish: bool = False) -> None:
         """Note what this rank is doing now; the others learn of it with the next beat, or at once with `publish`."""
@@ -83,20 +101,23 @@ class Heartbeat:
             self._beat()
 
     def stop(self) -> None:
-        """Say goodbye, so that the others do not take this rank for dead."""
-        if self._thread is None:
-            return
-        self._stopped.set()
-        self._thread.join()
-        if self._handles_signals:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, self._old_handler)
-        self._wakeup.close()
-        self._wakeup_write.close()
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            self._beat(done=True)
+        """Say goodbye, so that the others do not take this rank for dead. From any thread, and again."""
+        if self._end_watch():
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self._beat(done=True)
 
-    def explain(self, timeout_s: float) -> RankFailureError | None:
+    def _end_watch(self) -> bool:
+        """Whether there was one."""
+        if self._thread is None or self._stopped.is_set():
+            return False
+        self._stopped.set()
+        self._signals.wake()
+        self._thread.join()
+        self._signals.close()
+        atexit.unregister(self._at_exit)
+        return True
+
+    def explain(self, timeout_s: float) -> AlspecError | None:
         """After an error of a collective: the lost rank that explains it, if one shows within `timeout_s`."""
         if self._thread is None:
             return None
@@ -104,7 +125,7 @@ class Heartbeat:
         while time.monotonic() < deadline:
             lost = self._lost_rank(TERMINATED_LIMIT_S)
             if lost:
-                return RankFailureError(lost)
+                return lost
             time.sleep(0.1)
         return None
 
@@ -113,55 +134,100 @@ class Heartbeat:
         """Other ranks depend on this one: leaving must not wait for them."""
         return self._thread is not None
 
+    @property
+    def placement(self) -> Placement:
+        """This rank's."""
+        return self._placement
+
     def end_process(self, error: AlspecError) -> NoReturn:
         """Print the one line once, and leave at once: other threads may be blocked in a collective for good."""
-        with self._reporting:
-            if self.watching and isinstance(error, RankFailureError):
-                self._cause = str(error)
-                with contextlib.suppress(dist.DistError, RuntimeError):
-                    self._beat()
-            report(error)
+        if isinstance(error, RankFailureError | InterruptedJobError):
+            self.tell(error)
+        with self._ending():
+            if isinstance(error, InterruptedJobError) and self._placement.rank == 0:
+                sys.stderr.write("\n")  # after ^C, and maybe half a line of text
+            print_error(error)
             os._exit(error.exit_code)
+
+    def end_failed(self, error: Exception) -> NoReturn:
+        """Print the traceback of this rank's own error, and leave at once; the others name it as the cause."""
+        self.tell(self._own_failure(error))
+        with self._ending():
+            traceback.print_exc()
+            tell_torchrun(f"{self._own_failure(error)}; its traceback is in its output above")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def tell(self, cause: AlspecError) -> None:
+        """What the others are to say once this process is gone."""
+        if self.watching and not self._stopped.is_set():
+            self._cause = cause
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self._beat()
+
+    def _own_failure(self, error: BaseException) -> AlspecError:
+        if isinstance(error, KeyboardInterrupt):
+            return InterruptedJobError("interrupted")
+        step, operation = self._place()
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return RankFailureError(f"rank {self._placement.rank} died at step {step}, operation {operation}: {what}")
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """For the one thread that ends the process: stdout is written out first, if that does not block for good."""
+        self._reporting.acquire(timeout=2.0)  # for ever, when the other thread ends it in time
+        flush = threading.Thread(target=_flush_stdout, daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter is at its end
+            flush.start()
+            flush.join(timeout=1.0)
+        yield
 
     def _key(self, rank: int) -> str:
         return f"beat/{rank}"
 
     def _beat(self, done: bool = False) -> None:
         self._counter += 1
-        step, operation, layer = self._progress
+        step, operation = self._place()
         beat = {
             "counter": self._counter,
             "step": step,
-            "op": operation if layer < 0 else f"{operation}, layer {layer}",
+            "op": operation,
             "patience_s": LOAD_LIMIT_S if operation == LOADING else self._patience_s,
             "pid": os.getpid(),
             "born": _born(os.getpid()),
             "host": _host(),
             "done": done,
-            "cause": self._cause,
+            "cause": str(self._cause or ""),
+            "interrupted": isinstance(self._cause, InterruptedJobError),
         }
         self._store.set(self._key(self._placement.rank), json.dumps(beat))
+
+    def _place(self) -> tuple[int, str]:
+        """Step and operation."""
+        step, operation, layer = self._progress
+        return step, operation if layer < 0 else f"{operation}, layer {layer}"
 
     def _watch(self) -> None:
         limit_s = STALL_LIMIT_S
         terminated_at = None
         while not self._stopped.is_set():
-            if select.select([self._wakeup], [], [], PERIOD_S if terminated_at is None else 0.1)[0]:
-                self._wakeup.recv(64)
+            if signal.SIGTERM in self._signals.wait(PERIOD_S if terminated_at is None else 0.1):
                 terminated_at, limit_s = terminated_at or time.monotonic(), TERMINATED_LIMIT_S
+            if self._stopped.is_set():
+                return
             try:
                 self._beat()
                 lost = self._lost_rank(limit_s)
             except (dist.DistError, RuntimeError):
-                lost = "the job's key-value store is gone: torchrun (or rank 0) died"
+                lost = RankFailureError("the job's key-value store is gone: torchrun (or rank 0) died")
             if lost and not self._stopped.is_set():
-                self.end_process(RankFailureError(lost))
+                self.end_process(lost)
             if terminated_at is not None and time.monotonic() - terminated_at > TERMINATED_LIMIT_S + 2 * PERIOD_S:
                 print(f"alspec: rank {self._placement.rank} ended by SIGTERM", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
 
-    def _lost_rank(self, limit_s: float) -> str:
-        """One line on a rank that died or has not moved for `limit_s`; '' if all are well."""
+    def _lost_rank(self, limit_s: float) -> AlspecError | None:
+        """One line on a rank that died, was interrupted or has not moved for `limit_s`; None if all are well."""
         peers = [rank for rank in range(self._placement.world_size) if rank != self._placement.rank]
         beats = [json.loads(beat) for beat in self._store.multi_get([self._key(rank) for rank in peers])]
         now = time.monotonic()
@@ -176,12 +242,27 @@ class Heartbeat:
             where = f"step {beat['step']}, operation {beat['op']}"
             if state == "dead":
                 # It may have left because of another rank: its last beat says so.
-                cause = json.loads(self._store.get(self._key(rank)))["cause"]
-                return cause or f"rank {rank} died at {where}; see its own output above for the cause"
+                last = json.loads(self._store.get(self._key(rank)))
+                if last["done"]:
+                    continue
+                if last["interrupted"]:
+                    return InterruptedJobError("interrupted")
+                cause = last["cause"] or f"rank {rank} died at {where}; see its own output above for the cause"
+                return RankFailureError(cause)
+            if beat["interrupted"]:
+                return InterruptedJobError("interrupted")
             if now - since > max(limit_s, beat["patience_s"]):
                 _kill_stalled(beat)
-                return f"rank {rank} stalled at {where}: {state}, no heartbeat for {now - since:.1f} s"
-        return ""
+                line = f"rank {rank} stalled at {where}: {state}, no heartbeat for {now - since:.1f} s"
+                return RankFailureError(line)
+        return None
+
+    def _store_is_needed(self) -> bool:
+        """This process hosts the store of others who have not said goodbye."""
+        if self._placement.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return False
+        beats = [json.loads(self._store.get(self._key(rank))) for rank in range(1, self._placement.world_size)]
+        return not all(beat["done"] or _process_state(beat) == "dead" for beat in beats)
 
 
 def _host() -> str:
@@ -229,35 +310,107 @@ def _kill_stalled(beat: dict[str, Any]) -> None:
             os.kill(beat["pid"], signal.SIGKILL)
 
 
+def _flush_stdout() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+
+
+def _leave(
+    heartbeat_ref: weakref.ref[Heartbeat], release_ref: weakref.WeakMethod[Callable[[], None]] | None, pid: int
+) -> None:
+    """What is left to do at the interpreter's end; without the others, who may be anywhere."""
+    heartbeat = heartbeat_ref()
+    if heartbeat is None or os.getpid() != pid:
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # printed: nobody has caught it
+    if error is not None:
+        heartbeat.tell(heartbeat._own_failure(error))
+        heartbeat._end_watch()
+        return
+    heartbeat.stop()
+    # As far as it goes: there is nobody to tell.
+    with contextlib.suppress(Exception):
+        deadline = time.monotonic() + TERMINATED_LIMIT_S
+        while heartbeat._store_is_needed() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    with contextlib.suppress(Exception):
+        release = None if release_ref is None else release_ref()
+        if release is not None:
+            release()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt(heartbeat: Heartbeat) -> Iterator[None]:
+    """Ctrl-C ends the process even if the main thread is blocked among other ranks and cannot handle it."""
+    if heartbeat.placement.world_size == 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = SignalWatch()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            # SIG_IGN: the main thread is on its way out.
+            if signal.SIGINT in signals.wait(None) and signal.getsignal(signal.SIGINT) in (
+                signal.default_int_handler,
+                signal.SIG_IGN,
+            ):
+                heartbeat.tell(InterruptedJobError("interrupted"))
+                if not done.wait(INTERRUPT_LIMIT_S):
+                    heartbeat.end_process(InterruptedJobError("interrupted"))
+
+    thread = threading.Thread(target=watch, name="alspec-interrupt", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        signals.wake()
+        thread.join()
+        signals.close()
+
+
 def run_guarded(heartbeat: Heartbeat, work: Callable[[], int]) -> int:
     """Run a command's main part; whatever breaks it, this rank leaves and says why.
 
     A collective that fails because another rank is gone is reported as that rank's loss. After an error of our own, the
-    process ends without meeting the others, who may be anywhere.
+    process ends without meeting the others, who may be anywhere; they name it as the cause.
 
-    Ctrl-C ends it with one line and exit code 130, as a shell says it.
+    Ctrl-C ends every rank with one line and exit code 130, as a shell says it. A program that handles it in its own way
+    does not use this function.
 
     Raises:
-        AlspecError: with one rank, as it came.
+        AlspecError: with one rank, as it came; so do other errors.
     """
-    try:
+    with _ended_by_interrupt(heartbeat):
         try:
-            return work()
-        except KeyboardInterrupt:
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
-            print("\nalspec: exit 130: interrupted", file=sys.stderr, flush=True)
-            os._exit(130)  # without meeting the others, who were interrupted, too
-        except torch.OutOfMemoryError as error:
-            line = str(error).splitlines()[0]
-            raise DoesNotFitError(f"out of memory: {line} Lower --max-context, or use more ranks") from error
-    except AlspecError as error:
-        if not heartbeat.watching:
-            raise
-        heartbeat.end_process(error)
-    except Exception:
-        lost = heartbeat.explain(timeout_s=STALL_LIMIT_S + 1)
-        if lost is None:
-            raise
-        heartbeat.end_process(lost)
+            try:
+                return work()
+            except KeyboardInterrupt:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it again
+                # Without meeting the others, who were interrupted, too.
+                heartbeat.end_process(InterruptedJobError("interrupted"))
+            except torch.OutOfMemoryError as error:
+                line = str(error).splitlines()[0]
+                raise DoesNotFitError(f"out of memory: {line} Lower --max-context, or use more ranks") from error
+        except AlspecError as error:
+            if not heartbeat.watching:
+                raise
+            heartbeat.end_process(error)
+        except Exception as error:
+            if not heartbeat.watching:
+                raise
+            if not _may_come_from_others(error):
+                heartbeat.end_failed(error)
+            lost = heartbeat.explain(timeout_s=STALL_LIMIT_S + 1)
+            if lost is None:
+                raise
+            heartbeat.end_process(lost)
     raise AssertionError("unreachable")
+
+
+def _may_come_from_others(error: Exception) -> bool:
+    """Collectives and stores fail with RuntimeError and its kinds in PyTorch; Python's own kinds are ours."""
+    return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError | RecursionError)

@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,14 +28,16 @@ LONG = ["--prompt-ids", "1,2,3,4,5", "--max-new-tokens", "100000", "--ignore-eos
 
 
 class Job:
-    """torchrun with launch/generate.py, its outputs in files, and the processes of its ranks."""
+    """torchrun with launch/generate.py or another program, its outputs in files, and the processes of its ranks."""
 
-    def __init__(self, folder: Path, world_size: int, flags: list[str]) -> None:
+    def __init__(
+        self, folder: Path, world_size: int, flags: list[str], program: Path = GENERATE, options: tuple[str, ...] = ()
+    ) -> None:
         self._outputs = [folder / "stdout.txt", folder / "stderr.txt"]
         with self._outputs[0].open("w") as stdout, self._outputs[1].open("w") as stderr:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",))]
             self.torchrun = subprocess.Popen(
-                [*torchrun, "--nproc-per-node", str(world_size), str(GENERATE), *flags],
+                [*torchrun, "--nproc-per-node", str(world_size), str(program), *flags],
                 stdout=stdout,
                 stderr=stderr,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -97,8 +101,8 @@ def is_running(process: int) -> bool:
 
 
 @contextmanager
-def job(folder: Path, world_size: int, flags: list[str]) -> Iterator[Job]:
-    started = Job(folder, world_size, flags)
+def job(folder: Path, world_size: int, flags: list[str], *program: Any) -> Iterator[Job]:
+    started = Job(folder, world_size, flags, *program)
     try:
         yield started
     finally:
@@ -152,6 +156,130 @@ def test_sigterm_to_torchrun(tiny_folder: Path, tmp_path: Path) -> None:
         running.torchrun.send_signal(signal.SIGTERM)
         assert running.seconds_until_gone() < GONE_WITHIN_S
         assert running.torchrun.returncode != 0
+
+
+def write_program(folder: Path, text: str) -> Path:
+    """A program for torchrun, after what all of them need."""
+    program = folder / "program.py"
+    program.write_text(f"{PROGRAM}{text}", encoding="utf-8")
+    return program
+
+
+PROGRAM = """
+import asyncio, os, signal, sys, threading, time
+from alspec import Engine, SamplingConfig
+from alspec.runtime.faults import run_guarded
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def stream(engine, length=3):
+    return engine.stream("The road", SamplingConfig(max_new_tokens=length, ignore_eos=True))
+engine = Engine.from_pretrained(sys.argv[1], transport="gloo")
+"""
+
+
+@pytest.mark.slow
+def test_interrupt(tiny_folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C, where one rank is blocked in a collective that the other one will not come to."""
+    program = write_program(
+        tmp_path,
+        """
+def work():
+    for token in stream(engine):
+        pass
+    print("tokens", flush=True)
+    if rank == 0:
+        engine.transport.barrier()
+    time.sleep(60)
+run_guarded(engine.heartbeat, work)
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        running.wait_for_tokens()
+        for process in running.ranks.values():
+            os.kill(process, signal.SIGINT)
+        assert running.seconds_until_gone() < GONE_WITHIN_S
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        assert lines == ["alspec: exit 130: interrupted"] * 2, running.stderr
+        assert running.stderr.count("exitcode  : 130") == 2
+        assert "Traceback (most recent call last)" not in running.stderr.partition("alspec: ")[0]
+
+
+@pytest.mark.slow
+def test_own_error(tiny_folder: Path, tmp_path: Path) -> None:
+    """A full disk under rank 0 is no loss of a peer: rank 1, which waits for it, names the cause."""
+    flags = ["--prompt-ids", "1,2", "--max-new-tokens", "4", "--transport", "gloo", "--json", "/dev/full"]
+    with job(tmp_path, 2, [*flags, "--model", str(tiny_folder), "--speculation", "off"]) as running:
+        running.torchrun.wait(timeout=90)
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: exit")]
+        cause = r"rank 0 died at step \d+, operation .+: OSError: \[Errno 28\] No space left on device"
+        assert len(lines) == 1, running.stderr
+        assert re.fullmatch(f"alspec: exit 5: {cause}", lines[0])
+        # torchrun's summary has it, too.
+        assert re.search(f"traceback : {cause}; its traceback is in its output above", running.stderr)
+
+
+@pytest.mark.slow
+def test_program_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    """It is restarted, handles signals itself, catches Ctrl-C, closes an engine in a thread, and leaves one open."""
+    program = write_program(
+        tmp_path,
+        """
+if attempt == 0:
+    next(stream(engine))
+    os._exit(3) if rank == 1 else time.sleep(60)
+calls = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: calls.append(signal.Signals(number).name))
+try:
+    for token in stream(engine):
+        pass
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(3.5 + rank / 2)
+    calls.append("saved")
+thread = threading.Thread(target=engine.close)
+thread.start()
+thread.join()
+engine = Engine.from_pretrained(sys.argv[1], transport="gloo")
+print(rank, *calls, len(list(stream(engine))), flush=True)
+time.sleep(rank)
+""",
+    )
+    port = str(free_port())
+    options = ("--nnodes", "1", "--master-addr", "localhost", "--master-port", port, "--max-restarts", "1")
+    with job(tmp_path, 2, [str(tiny_folder)], program, options) as running:
+        assert running.torchrun.wait(timeout=90) == 0, running.stderr
+        assert sorted(running.stdout.splitlines()) == [f"{rank} SIGUSR1 SIGTERM saved 3" for rank in range(2)]
+        assert "terminate called" not in running.stderr
+
+
+@pytest.mark.slow
+def test_uncaught_error(tiny_folder: Path, tmp_path: Path) -> None:
+    """Of a program without `run_guarded`: the rank that waits names it, and does not wait on."""
+    program = write_program(
+        tmp_path,
+        """
+for token in stream(engine):
+    if rank == 0 and token.token_id >= 0:
+        raise ValueError("no such token")
+time.sleep(60)
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        running.torchrun.wait(timeout=90)
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        assert lines, running.stderr
+        assert re.fullmatch(
+            r"alspec: exit 5: rank 0 died at step \d+, operation .+: ValueError: no such token", lines[0]
+        )
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return int(each.getsockname()[1])
 
 
 def spoil(folder: Path, name: str, row: int, column: int, value: float) -> None:
