@@ -48,6 +48,7 @@ LOADING = "load"
 LOAD_LIMIT_S = 60.0
 # What Python's own handling of Ctrl-C has before another thread ends a command.
 INTERRUPT_LIMIT_S = 0.5
+STORE_GONE = "the job's key-value store is gone: torchrun (or rank 0) died"
 
 
 class Heartbeat:
@@ -119,11 +120,14 @@ class Heartbeat:
 
     def explain(self, timeout_s: float) -> AlspecError | None:
         """After an error of a collective: the lost rank that explains it, if one shows within `timeout_s`."""
-        if self._thread is None:
+        if not self.watching:
             return None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            lost = self._lost_rank(TERMINATED_LIMIT_S)
+            try:
+                lost = self._lost_rank(TERMINATED_LIMIT_S)
+            except (dist.DistError, RuntimeError):
+                lost = RankFailureError(STORE_GONE)
             if lost:
                 return lost
             time.sleep(0.1)
@@ -159,7 +163,7 @@ class Heartbeat:
             os._exit(1)
 
     def tell(self, cause: AlspecError) -> None:
-        """What the others are to say once this process is gone."""
+        """What the others are to say: this process is about to leave."""
         if self.watching and not self._stopped.is_set():
             self._cause = cause
             with contextlib.suppress(dist.DistError, RuntimeError):
@@ -219,7 +223,7 @@ class Heartbeat:
                 self._beat()
                 lost = self._lost_rank(limit_s)
             except (dist.DistError, RuntimeError):
-                lost = RankFailureError("the job's key-value store is gone: torchrun (or rank 0) died")
+                lost = RankFailureError(STORE_GONE)
             if lost and not self._stopped.is_set():
                 self.end_process(lost)
             if terminated_at is not None and time.monotonic() - terminated_at > TERMINATED_LIMIT_S + 2 * PERIOD_S:
@@ -241,16 +245,16 @@ class Heartbeat:
             state = _process_state(beat)
             where = f"step {beat['step']}, operation {beat['op']}"
             if state == "dead":
-                # It may have left because of another rank: its last beat says so.
-                last = json.loads(self._store.get(self._key(rank)))
-                if last["done"]:
+                beat = json.loads(self._store.get(self._key(rank)))  # its last one
+                if beat["done"]:
                     continue
-                if last["interrupted"]:
-                    return InterruptedJobError("interrupted")
-                cause = last["cause"] or f"rank {rank} died at {where}; see its own output above for the cause"
-                return RankFailureError(cause)
+            # It leaves, maybe because of another rank.
             if beat["interrupted"]:
                 return InterruptedJobError("interrupted")
+            if beat["cause"]:
+                return RankFailureError(beat["cause"])
+            if state == "dead":
+                return RankFailureError(f"rank {rank} died at {where}; see its own output above for the cause")
             if now - since > max(limit_s, beat["patience_s"]):
                 _kill_stalled(beat)
                 line = f"rank {rank} stalled at {where}: {state}, no heartbeat for {now - since:.1f} s"
@@ -324,6 +328,9 @@ def _leave(
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # printed: nobody has caught it
     if error is not None:
+        lost = heartbeat.explain(TERMINATED_LIMIT_S) if _may_come_from_others(error) else None
+        if lost is not None:
+            heartbeat.end_process(lost)
         heartbeat.tell(heartbeat._own_failure(error))
         heartbeat._end_watch()
         return
@@ -411,6 +418,6 @@ def run_guarded(heartbeat: Heartbeat, work: Callable[[], int]) -> int:
     raise AssertionError("unreachable")
 
 
-def _may_come_from_others(error: Exception) -> bool:
+def _may_come_from_others(error: BaseException) -> bool:
     """Collectives and stores fail with RuntimeError and its kinds in PyTorch; Python's own kinds are ours."""
     return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError | RecursionError)

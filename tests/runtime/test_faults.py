@@ -256,7 +256,7 @@ time.sleep(rank)
 
 @pytest.mark.slow
 def test_uncaught_error(tiny_folder: Path, tmp_path: Path) -> None:
-    """Of a program without `run_guarded`: the rank that waits names it, and does not wait on."""
+    """Of a program without `run_guarded`: the other rank names it, whether its own collective fails first or not."""
     program = write_program(
         tmp_path,
         """
