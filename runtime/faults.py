@@ -75,13 +75,13 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def start(self, release: Callable[[], None] | None = None) -> None:
-        """Begin beating and watching; every rank must call it. A rank alone has nobody to watch.
+        """Begin beating and watching; every rank must call it; again, it goes on. A rank alone has nobody to watch.
 
         An interpreter that ends while this goes on first says goodbye, calls `release` (a method, whose object is not
         kept alive) and ends the process groups, all without waiting for the others: threads that are in the midst of
         a call then could abort the process. After an error that nobody has caught, it names that to the others instead.
         """
-        if self._placement.world_size == 1:
+        if self._placement.world_size == 1 or self._thread is not None:
             return
         # A client of its own: the main thread may block inside a call on the other one.
         self._store = dist.PrefixStore(self._job, connect_store(self._placement))
