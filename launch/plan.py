@@ -15,7 +15,7 @@ from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.runtime.codecs import bytes_per_token, check_codec
-from alspec.runtime.memory import DTYPES, GIB, plan_memory
+from alspec.runtime.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.stats import step_bytes
 
 __all__ = ["print_plan", "step_costs"]
@@ -70,7 +70,8 @@ def print_plan(config: GenerateConfig) -> None:
     """A table over world sizes and modes on stdout.
 
     Raises:
-        UserError: unknown shape, broken folder, or a configuration that is not available yet.
+        UserError: unknown shape, broken folder, more tokens than the model has positions, or a configuration that is
+            not available yet.
     """
     refuse_unavailable(config)
     if config.random_weights is not None:
@@ -78,6 +79,7 @@ def print_plan(config: GenerateConfig) -> None:
     else:
         model = LlamaConfig.from_folder(config.model or DEMO_CHECKPOINT)
     check_codec(config.kv_cache, model, 1)
+    check_max_context(config.max_context, model)
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.max_position_embeddings
     table = Table(

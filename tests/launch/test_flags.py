@@ -367,6 +367,7 @@ def test_context_that_does_not_fit(
 def test_context_beyond_the_models_positions(refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint, "--prompt", "a", "--max-context", 10**6)
     assert message.startswith("max_context: expected up to the model's max_position_embeddings, ")
+    assert refused("--model", checkpoint, "--plan", "--max-context", 10**6) == message
 
 
 def test_enormous_context_on_this_machine(refused: Refused, patient_checkpoint: Path) -> None:
