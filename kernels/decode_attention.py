@@ -17,7 +17,7 @@ from .flashq_reference import flashq_dequantize
 from .lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
 from .turbo_attention import turbo_decode_attention, turbo_settings
 
-__all__ = ["CacheLayer", "DecodeAttention", "KVLayer"]
+__all__ = ["CacheLayer", "DecodeAttention", "KVLayer", "attend", "attend_workspace"]
 
 
 class KVLayer(NamedTuple):
@@ -54,6 +54,39 @@ class KVLayer(NamedTuple):
 CacheLayer = KVLayer | TurboLayer
 
 
+def attend_workspace(layer: CacheLayer, num_qo_heads: int, device: torch.device, spare_sms: int = 0) -> LeanWorkspace:
+    """Scratch memory of `attend` over such a cache, on all SMs but `spare_sms`; 4 programs in the interpreter."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4 + spare_sms
+    per_sm = turbo_settings(device).per_sm if isinstance(layer, TurboLayer) else 1
+    return LeanWorkspace.allocate(
+        layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, per_sm * (num_sms - spare_sms)
+    )
+
+
+def attend(
+    q: Tensor,
+    layer: CacheLayer,
+    seq_lens: Tensor,
+    sm_scale: float,
+    workspace: LeanWorkspace,
+    out: Tensor,
+    lse: Tensor,
+    speculation: Speculation | None = None,
+    phase: Phase = "all",
+    gate: Tensor | None = None,
+    newest_only: bool = False,
+) -> None:
+    """The kernel of the layer's codec; everything else as `lean_decode_attention`, errors and capture too."""
+    if isinstance(layer, TurboLayer):
+        turbo_decode_attention(
+            q, layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, newest_only=newest_only
+        )
+    else:
+        lean_decode_attention(
+            q, *layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, newest_only=newest_only
+        )
+
+
 class DecodeAttention:
     """Attention of one new token for each request, with the scratch memory its launches share.
 
@@ -74,12 +107,7 @@ class DecodeAttention:
         if not self._is_cuda:
             return
         shape = (layer.batch_size, num_qo_heads, layer.head_dim)
-        programs = torch.cuda.get_device_properties(device).multi_processor_count
-        if isinstance(layer, TurboLayer):
-            programs *= turbo_settings(device).per_sm
-        self._workspace = LeanWorkspace.allocate(
-            layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, programs
-        )
+        self._workspace = attend_workspace(layer, num_qo_heads, device)
         self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
         self._lse = torch.empty(shape[:2], device=device)
         self._speculation = Speculation(
@@ -123,14 +151,7 @@ class DecodeAttention:
     def _launch(
         self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: Speculation | None, phase: Phase = "all"
     ) -> None:
-        if isinstance(layer, TurboLayer):
-            turbo_decode_attention(
-                q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, phase
-            )
-        else:
-            lean_decode_attention(
-                q, *layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, phase
-            )
+        attend(q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, phase)
 
 
 def _readable(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:

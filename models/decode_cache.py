@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.decode_attention import CacheLayer, KVLayer
+from ..kernels.decode_attention import CacheLayer, KVLayer, attend, attend_workspace
 from ..kernels.flashq_kernels import turbo_append, turbo_compact
 from ..kernels.flashq_layout import TurboLayer
-from ..kernels.lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
-from ..kernels.turbo_attention import turbo_decode_attention, turbo_settings
+from ..kernels.lean_attention import Phase, Speculation
 
 __all__ = ["DecodeCache"]
 
@@ -38,18 +37,13 @@ class DecodeCache:
         num_layers = layers.k.shape[0] if isinstance(layers, KVLayer) else layers.tail.shape[0]
         self._all, self._layers = layers, [layers.select(layer) for layer in range(num_layers)]
         self._seq_lens, device = seq_lens, seq_lens.device
-        is_cuda = device.type == "cuda"
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else spare_sms + 4
-        batch_size, num_kv_heads, head_dim = layers.batch_size, layers.num_kv_heads, layers.head_dim
-        programs = sms - spare_sms
         if isinstance(layers, TurboLayer):
-            programs = turbo_settings(device).per_sm * (sms - spare_sms)
             # A new token waits here, in a cache of one position.
-            shape = (batch_size, num_kv_heads, 1, head_dim)
+            shape = (layers.batch_size, layers.num_kv_heads, 1, layers.head_dim)
             self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             self._one = torch.ones_like(seq_lens)
-        self._sm_scale = head_dim**-0.5
-        self._workspace = LeanWorkspace.allocate(batch_size, num_qo_heads, num_kv_heads, head_dim, device, programs)
+        self._sm_scale = layers.head_dim**-0.5
+        self._workspace = attend_workspace(layers, num_qo_heads, device, spare_sms)
 
     def newest(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """k, v [B, Hkv, N, D] and lengths [B] int32: the newest token of request b lies at [b, :, lengths[b] - 1]."""
@@ -86,12 +80,7 @@ class DecodeCache:
         newest_only: bool = False,
     ) -> None:
         """Decode attention, as `lean_decode_attention`."""
-        cache, seq_lens, scale = self._layers[layer], self._seq_lens, self._sm_scale
-        if isinstance(cache, KVLayer):
-            lean_decode_attention(
-                q, *cache, seq_lens, scale, self._workspace, out, lse, speculation, phase, gate, newest_only=newest_only
-            )
-        else:
-            turbo_decode_attention(
-                q, cache, seq_lens, scale, self._workspace, out, lse, speculation, phase, gate, newest_only=newest_only
-            )
+        attend(
+            q, self._layers[layer], self._seq_lens, self._sm_scale, self._workspace, out, lse, speculation, phase, gate,
+            newest_only,
+        )  # fmt: skip

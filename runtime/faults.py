@@ -145,8 +145,8 @@ class Heartbeat:
 
     def end_process(self, error: AlspecError) -> NoReturn:
         """Print the one line once, and leave at once: other threads may be blocked in a collective for good."""
-        if isinstance(error, RankFailureError | InterruptedJobError):
-            self.tell(error)
+        is_shared = isinstance(error, RankFailureError | InterruptedJobError)
+        self.tell(error if is_shared else self._own_failure(error))
         with self._ending():
             if isinstance(error, InterruptedJobError) and self._placement.rank == 0:
                 sys.stderr.write("\n")  # after ^C, and maybe half a line of text
@@ -173,7 +173,8 @@ class Heartbeat:
         if isinstance(error, KeyboardInterrupt):
             return InterruptedJobError("interrupted")
         step, operation = self._place()
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        kind = "" if isinstance(error, AlspecError) else f"{type(error).__name__}: "
+        what = " ".join(f"{kind}{error}".split())[:300]
         return RankFailureError(f"rank {self._placement.rank} died at step {step}, operation {operation}: {what}")
 
     @contextlib.contextmanager

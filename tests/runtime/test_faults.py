@@ -204,17 +204,39 @@ run_guarded(engine.heartbeat, work)
 
 
 @pytest.mark.slow
-def test_own_error(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "own_lines", "named"),
+    [
+        ('OSError(28, "No space left on device")', [], r"OSError: \[Errno 28\] No space left on device"),
+        ('UserError("cannot write F: disk full")', ["alspec: exit 2: cannot write F: disk full"], "cannot write F: .*"),
+    ],
+    ids=["unexpected", "one line"],
+)
+def test_own_error(error: str, own_lines: list[str], named: str, tiny_folder: Path, tmp_path: Path) -> None:
     """A full disk under rank 0 is no loss of a peer: rank 1, which waits for it, names the cause."""
-    flags = ["--prompt-ids", "1,2", "--max-new-tokens", "4", "--transport", "gloo", "--json", "/dev/full"]
-    with job(tmp_path, 2, [*flags, "--model", str(tiny_folder), "--speculation", "off"]) as running:
+    program = write_program(
+        tmp_path,
+        f"""
+from alspec.errors import UserError
+def work():
+    for token in stream(engine):
+        pass
+    if rank == 0:
+        raise {error}
+    engine.transport.barrier()
+run_guarded(engine.heartbeat, work)
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
         running.torchrun.wait(timeout=90)
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: exit")]
-        cause = r"rank 0 died at step \d+, operation .+: OSError: \[Errno 28\] No space left on device"
-        assert len(lines) == 1, running.stderr
-        assert re.fullmatch(f"alspec: exit 5: {cause}", lines[0])
-        # torchrun's summary has it, too.
-        assert re.search(f"traceback : {cause}; its traceback is in its output above", running.stderr)
+        lines = sorted(line for line in running.stderr.splitlines() if line.startswith("alspec: exit"))
+        cause = rf"rank 0 died at step \d+, operation .+: {named}"
+        assert lines[:-1] == own_lines, running.stderr
+        assert re.fullmatch(f"alspec: exit 5: {cause}", lines[-1])
+        # torchrun's summary has the cause, too.
+        assert re.search(
+            rf"traceback : (alspec: exit 2|rank 0 died at step \d+, operation .+): {named}", running.stderr
+        )
 
 
 @pytest.mark.slow
