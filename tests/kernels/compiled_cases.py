@@ -33,10 +33,12 @@ import test_turbo_attention
 from comparison import check
 from paired_ranks import pairs
 
-from alspec.kernels import lean_attention, roles, turbo_attention
+from alspec.kernels import lean_attention, residual, roles, turbo_attention
+from alspec.kernels.exchange import Exchange
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.merge import _merge
-from alspec.kernels.reference import decode_attention_ref
+from alspec.kernels.reference import decode_attention_ref, reduce_norm_ref
+from alspec.kernels.residual import num_square_sums, reduce_norm
 
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
@@ -183,6 +185,39 @@ def late_verdict(stale: bool, **how: Any) -> Found:
     return {"error": 0.0} | kernel.counts
 
 
+def all_reduce(late: bool, verdict: float | None = None, **how: Any) -> Found:
+    """Words of two ranks summed into the residual, or those of the step before.
+
+    Args:
+        verdict: of the step; one that rejects ends the wait for them, and leaves old numbers.
+    """
+    hidden, epoch = 96, 6
+    partials, start, gamma = torch.randn(2, 1, hidden), torch.randn(1, hidden), torch.randn(hidden)
+    words = partials.view(torch.int32).long().bitwise_and(0xFFFFFFFF) | epoch << 32
+    words -= late << 32
+    gate, next_gate, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    exchange = Exchange(
+        torch.zeros(1, hidden), torch.tensor([epoch], dtype=torch.int32), zero.int(), tp_size=2,
+        words=words.transpose(0, 1)[None].contiguous(),
+    )  # fmt: skip
+    gates = ()
+    if verdict is not None:
+        gates = (gate, next_gate, (torch.tensor([verdict]).view(torch.int32).long() | epoch << 32))
+    x, x_norm, square_sums = start.clone(), torch.zeros(1, hidden), torch.zeros(1, num_square_sums(hidden))
+    kernel = Emulated(residual._reduce_norm_kernel, 90, **how)
+    with mock.patch.object(residual, "_reduce_norm_kernel", kernel):
+        reduce_norm(exchange, 0, 0, x, gamma, x_norm, square_sums, *gates)
+    if late and verdict is None:
+        assert x.isnan().all()
+        return {"error": 0.0} | kernel.counts
+    expected, expected_norm, square_sum = reduce_norm_ref(partials, start, gamma)
+    check(x, expected, torch.float32)
+    check(x_norm, expected_norm, torch.float32)
+    check(square_sums.sum(1), square_sum, torch.float32)
+    assert int(next_gate) == (verdict == 1.0)
+    return {"error": float((x - expected).norm() / expected.norm())} | kernel.counts
+
+
 def _error(launch: Any) -> Found:
     out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, launch.sm_scale, launch.softmax)
     return {"error": float((launch.out.double() - out).norm() / out.norm())}
@@ -247,6 +282,11 @@ CASES: dict[str, Callable[[], Found]] = {
     "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
     "turbo, 4 x 128, two levels, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80, WIDE=4)),
     **{f"merge, {heads_per_kv} x 64": sound(partial(merges, heads_per_kv, 64)) for heads_per_kv in (1, 2, 4, 8, 16)},
+    "all-reduce": sound(lambda: all_reduce(False)),
+    "all-reduce, words of the step before": sound(lambda: all_reduce(True)),
+    "all-reduce, accepted": sound(lambda: all_reduce(False, 1.0)),
+    "all-reduce, rejected and not waited for": sound(lambda: all_reduce(True, 0.0)),
+    "broken all-reduce, old words": broken(partial(all_reduce, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
     "verdict": sound(lambda: late_verdict(False)),
     "verdict, of the step before": sound(lambda: late_verdict(True)),
     "broken verdict, old words": broken(partial(late_verdict, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),

@@ -343,6 +343,7 @@ class Machine:
         known |= {"%warpid": lambda: self.warps, "%ctaid.x": lambda: zeros + self.program}
         known |= {"%nctaid.x": lambda: zeros + self.grid, "%ntid.x": lambda: zeros + size}
         known |= dict.fromkeys(["%tid.y", "%tid.z", "%ctaid.y", "%ctaid.z"], lambda: zeros)
+        known |= dict.fromkeys(["%nctaid.y", "%nctaid.z"], lambda: zeros + 1)
         known |= dict.fromkeys(["%clock", "%clock64", "%globaltimer"], lambda: zeros + self.clock)
         return known.get(operand)
 
