@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from alspec.errors import AlspecError, UserError, report
+from alspec.errors import AlspecError, InterruptedJobError, UserError, print_error, report
 
 __all__ = ["append_rows", "exit_code", "no_command", "write_text", "writing"]
-
-INTERRUPTED = 130  # as a shell says it
 
 
 class _Stream:
@@ -86,12 +84,10 @@ def exit_code(work: Callable[[], int], is_debug: Callable[[], bool] = lambda: Fa
             return report(error)
         except KeyboardInterrupt:
             stdout.flush()
-            start = "\n" if sys.stderr.isatty() else ""  # the terminal shows ^C
-            sys.stderr.write(f"{start}alspec: exit {INTERRUPTED}: interrupted\n")
+            sys.stderr.write("\n" if sys.stderr.isatty() else "")  # the terminal shows ^C
+            code = print_error(InterruptedJobError("interrupted"))
             if os.environ.get("WORLD_SIZE", "1") != "1":
-                sys.stderr.flush()
-                os._exit(INTERRUPTED)  # without meeting the other ranks, who were interrupted, too
-            return INTERRUPTED
+                os._exit(code)  # without meeting the other ranks, who were interrupted, too
     return code
 
 
