@@ -9,9 +9,8 @@ Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,13 +27,12 @@ from ..kernels.push import lm_head, push_partial
 from ..kernels.residual import embed_norm, num_square_sums, reduce_norm
 from ..kernels.roles import decide, meet, take_turn
 from ..kernels.swap import Swap, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
+from ..operation import OperationHook
 from .config import LlamaConfig
 from .decode_cache import DecodeCache
 from .llama import LlamaWeights
 
-__all__ = ["SPARE_SMS", "DecodeBuffers", "Decoder", "Operation", "Pairing"]
-
-Operation = tuple[str, int, Callable[[int], None]]  # name, layer, and what launches it in that layer
+__all__ = ["SPARE_SMS", "DecodeBuffers", "Decoder", "Pairing"]
 
 # Left free by the attention of a pair that talks by collectives, for the kernels of those beside it: attention takes
 # nearly all shared memory of each SM that it runs on. Over a quantised cache it takes nearly all registers instead, and
@@ -155,22 +153,25 @@ class Decoder:
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, weights.final_norm))
 
-    def operations(self) -> Iterator[Operation]:
-        """Between `embed` and `logits`, in order. Each is to be launched before the next is asked for: it may belong on
-        another stream, which is the current one meanwhile."""
+    def layers(self, operation: OperationHook) -> None:
+        """Between `embed` and `logits`, each operation launched within the hook."""
         num_layers, pairing = self.config.num_layers, self.pairing
-        swaps = pairing is not None and isinstance(pairing.handover, Swap)
-        if swaps:
-            yield "pre_attention", 0, self.pre_attention
-        for layer in range(num_layers):
-            if swaps:
-                yield from self._swapped_layer(layer)
-            else:
-                yield "pre_attention", layer, self.pre_attention
-                yield "attention", layer, self.attention
-                yield "post_attention", layer, self.post_attention
+        if pairing is not None and isinstance(pairing.handover, Swap):
+            with operation("pre_attention", 0):
+                self.pre_attention(0)
+            for layer in range(num_layers):
+                self._swapped_layer(layer, operation)
+        else:
+            for layer in range(num_layers):
+                with operation("pre_attention", layer):
+                    self.pre_attention(layer)
+                with operation("attention", layer):
+                    self.attention(layer)
+                with operation("post_attention", layer):
+                    self.post_attention(layer)
         if pairing is not None:
-            yield "agree", num_layers, lambda _: self.finish_layers()
+            with operation("agree", num_layers):
+                self.finish_layers()
 
     def embed(self) -> None:
         """Token embeddings into the residual stream; groups paired by words meet first."""
@@ -229,7 +230,7 @@ class Decoder:
         receive_handover(handover, layer, at.x, *cache.newest(layer), at.attn_out, PATIENCE_NS)
         cache.append(layer, handover.receives)
 
-    def _swapped_layer(self, layer: int) -> Iterator[Operation]:
+    def _swapped_layer(self, layer: int, operation: OperationHook) -> None:
         """The same by collectives, from attention to the next pre-attention: what a receiver does on one stream, beside
         what a sender does on the other. Every rank launches both, and skips what is not its own.
 
@@ -237,19 +238,26 @@ class Decoder:
         """
         swap = self._swap
         gates = swap.gates(layer)
-        yield "predictor", layer, self._guess
+        with operation("predictor", layer):
+            self._guess(layer)
         with swap.beside():
-            yield "handover", layer, self._receive
-            yield from self._go_on(layer, Branch(swap.aside, swap.calls.all_reduce_aside, (gates.receives,) * 3))
-        yield "full_attention", layer, partial(self._swapped_attention, phase="rest")
-        yield "verdict", layer, self._settle
-        yield from self._go_on(layer, Branch(self._exchange, self._all_reduce, (gates.redoes,) * 3))
+            with operation("handover", layer):
+                self._receive(layer)
+            branch = Branch(swap.aside, swap.calls.all_reduce_aside, (gates.receives,) * 3)
+            self._go_on(layer, branch, operation)
+        with operation("full_attention", layer):
+            self._swapped_attention(layer, "rest")
+        with operation("verdict", layer):
+            self._settle(layer)
+        self._go_on(layer, Branch(self._exchange, self._all_reduce, (gates.redoes,) * 3), operation)
         swap.join()
 
-    def _go_on(self, layer: int, branch: Branch) -> Iterator[Operation]:
-        yield "post_attention", layer, partial(self.post_attention, branch=branch)
+    def _go_on(self, layer: int, branch: Branch, operation: OperationHook) -> None:
+        with operation("post_attention", layer):
+            self.post_attention(layer, branch)
         if layer + 1 < self.config.num_layers:
-            yield "pre_attention", layer + 1, partial(self.pre_attention, branch=branch)
+            with operation("pre_attention", layer + 1):
+                self.pre_attention(layer + 1, branch)
 
     @property
     def _swap(self) -> Swap:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..models.llama import Llama
+from ..operation import OperationHook
 from .codecs import Cache
-from .operation import OperationHook
 from .step import gather_logits
 from .transport import Transport
 

@@ -21,9 +21,9 @@ from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
 from ..kernels.swap import Swap
 from ..models.decoder import SPARE_SMS, DecodeBuffers, Decoder, Pairing
 from ..models.llama import Llama
+from ..operation import OperationHook, no_operation
 from .codecs import Cache
 from .kv_cache import KVCache
-from .operation import OperationHook, no_operation
 from .sampling import sample
 from .symmetric import exchanges
 from .transport import Transport
@@ -243,9 +243,7 @@ class DecodeLoop:
         decoder, at = self._decoder, self._decoder.buffers
         with operation("embed", 0):
             decoder.embed()
-        for name, layer, launch in decoder.operations():
-            with operation(name, layer):
-                launch(layer)
+        decoder.layers(operation)
         with operation("lm_head", decoder.config.num_layers):
             decoder.logits()
             assert self._sampling is not None, "prepare comes first"

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..kernels.decode_attention import CacheLayer, DecodeAttention
 from ..models.llama import Llama
+from ..operation import OperationHook
 from ..priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from ..verdict import accepts, combine_sums, layer_verdict
 from .codecs import Cache
-from .operation import OperationHook
 from .transport import PairMessage, Transport
 
 __all__ = ["DecodeState", "StepProgram", "StepResult", "gather_logits"]

@@ -16,8 +16,8 @@ from torch import Tensor
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig, RopeScaling
 from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random_weights
+from alspec.operation import no_operation
 from alspec.runtime.kv_cache import KVCache
-from alspec.runtime.operation import no_operation
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.step import DecodeState, StepProgram

@@ -23,8 +23,8 @@ from alspec.models.config import LlamaConfig
 from alspec.models.decode_cache import DecodeCache
 from alspec.models.decoder import DecodeBuffers, Decoder, Pairing
 from alspec.models.llama import Llama, load_weights
+from alspec.operation import no_operation
 from alspec.runtime.codecs import Cache, new_cache
-from alspec.runtime.operation import no_operation
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.step import DecodeState, StepProgram

@@ -17,9 +17,9 @@ from alspec.kernels.words import BAD_NUMBERS, split_fault
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, load_weights
+from alspec.operation import no_operation
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
-from alspec.runtime.operation import no_operation
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.replay import DecodeLoop

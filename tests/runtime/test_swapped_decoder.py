@@ -16,8 +16,8 @@ import torch
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, load_weights
+from alspec.operation import no_operation
 from alspec.runtime.codecs import new_cache
-from alspec.runtime.operation import no_operation
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import prefill
 from alspec.runtime.step import DecodeState, StepProgram
