@@ -342,7 +342,12 @@ class Engine:
         text = self._texts
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # each thread has its own, and this may be another than `load`'s
-        for token in self._run(generation, sampling, progress):
+        steps = self._run(generation, sampling, progress)
+        while True:
+            with self.heartbeat.waiting():
+                token = next(steps, None)
+            if token is None:
+                return
             yield token
             if text != self._texts:
                 raise UserError("stream: another text of this engine has begun; finish one first, or use two engines")
@@ -473,12 +478,13 @@ class Engine:
         self._refuse_closed()
         sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
-        # Before anything of it is refused, for that has to happen on all ranks.
-        self.agreement.require_same({"prompt": prompt if isinstance(prompt, str) else repr(prompt)} | settings)
-        prompts = [self._encode(prompt)]
-        needed = self.check_prompts(prompts, sampling.max_new_tokens)
-        if self.memory is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
-            self.load(1, needed)
+        with self.heartbeat.waiting():
+            # Before anything of it is refused, for that has to happen on all ranks.
+            self.agreement.require_same({"prompt": prompt if isinstance(prompt, str) else repr(prompt)} | settings)
+            prompts = [self._encode(prompt)]
+            needed = self.check_prompts(prompts, sampling.max_new_tokens)
+            if self.memory is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
+                self.load(1, needed)
         for notice in () if self._told or self.placement.rank else self.notices:
             warnings.warn(notice, stacklevel=2)
         self._told = True
@@ -538,8 +544,9 @@ class Engine:
         does not wait for the others.
         """
         if self.transport is not None and not self._is_closed:
-            self.transport.flush()
-            self.transport.barrier()
+            with self.heartbeat.waiting():
+                self.transport.flush()
+                self.transport.barrier()
             # Graphs first, then symmetric buffers, then process groups: NCCL waits for graphs that refer to it.
             self._release()
             self.heartbeat.stop()

@@ -20,7 +20,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,9 +54,9 @@ STORE_GONE = "the job's key-value store is gone: torchrun (or rank 0) died"
 class Heartbeat:
     """Publishes this rank's beat, watches the others', and exits with code 5 when one is lost.
 
-    Use `mark` before each operation; `stop` before the process ends well. A process that ends without `stop` leaves as
-    well as it can, see `start`. `patience_s` is how long the others bear with a rank that does not beat, where that is
-    more than a few seconds.
+    Use `mark` before each operation, `waiting` around what other ranks take part in; `stop` before the process ends
+    well. A process that ends without `stop` leaves as well as it can, see `start`. `patience_s` is how long the others
+    bear with a rank that does not beat, where that is more than a few seconds.
 
     SIGTERM, where the program has no handler of its own, ends the process once the others have had time to show which
     of them failed. All other signals are the program's.
@@ -67,6 +67,8 @@ class Heartbeat:
         self._job = job  # tells the beats of engines that follow each other in one process apart
         self._patience_s = patience_s
         self._progress = (0, "start", -1)
+        self._progress_s = time.monotonic()  # when it was marked
+        self._is_waiting = False
         self._stopped = threading.Event()
         self._reporting = threading.Lock()
         self._counter = 0
@@ -97,15 +99,27 @@ class Heartbeat:
 
     def mark(self, step: int, operation: str, layer: int, publish: bool = False) -> None:
         """Note what this rank is doing now; the others learn of it with the next beat, or at once with `publish`."""
-        self._progress = (step, operation, layer)
+        self._progress, self._progress_s = (step, operation, layer), time.monotonic()
         if publish and self.watching:
             self._beat()
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what needs the others: there, one that has ended its process without `stop` is missed."""
+        self._is_waiting, self._progress_s = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self._is_waiting = False
+
     def stop(self) -> None:
         """Say goodbye, so that the others do not take this rank for dead. From any thread, and again."""
+        self._say_goodbye("closed")
+
+    def _say_goodbye(self, ended: Literal["closed", "left"]) -> None:
         if self._end_watch():
             with contextlib.suppress(dist.DistError, RuntimeError):
-                self._beat(done=True)
+                self._beat(ended)
 
     def _end_watch(self) -> bool:
         """Whether there was one."""
@@ -125,7 +139,7 @@ class Heartbeat:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
-                lost = self._lost_rank(TERMINATED_LIMIT_S)
+                lost = self._lost_rank(TERMINATED_LIMIT_S, misses=True)
             except (dist.DistError, RuntimeError):
                 lost = RankFailureError(STORE_GONE)
             if lost:
@@ -190,7 +204,7 @@ class Heartbeat:
     def _key(self, rank: int) -> str:
         return f"beat/{rank}"
 
-    def _beat(self, done: bool = False) -> None:
+    def _beat(self, ended: Literal["", "closed", "left"] = "") -> None:
         self._counter += 1
         step, operation = self._place()
         beat = {
@@ -201,7 +215,7 @@ class Heartbeat:
             "pid": os.getpid(),
             "born": _born(os.getpid()),
             "host": _host(),
-            "done": done,
+            "ended": ended,
             "cause": str(self._cause or ""),
             "interrupted": isinstance(self._cause, InterruptedJobError),
         }
@@ -222,7 +236,7 @@ class Heartbeat:
                 return
             try:
                 self._beat()
-                lost = self._lost_rank(limit_s)
+                lost = self._lost_rank(limit_s, self._has_waited())
             except (dist.DistError, RuntimeError):
                 lost = RankFailureError(STORE_GONE)
             if lost and not self._stopped.is_set():
@@ -231,8 +245,17 @@ class Heartbeat:
                 print(f"alspec: rank {self._placement.rank} ended by SIGTERM", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
 
-    def _lost_rank(self, limit_s: float) -> AlspecError | None:
-        """One line on a rank that died, was interrupted or has not moved for `limit_s`; None if all are well."""
+    def _has_waited(self) -> bool:
+        """For others, and longer than any operation takes whose others have done their part."""
+        limit_s = LOAD_LIMIT_S if self._progress[1] == LOADING else STALL_LIMIT_S
+        return self._is_waiting and time.monotonic() - self._progress_s > limit_s
+
+    def _lost_rank(self, limit_s: float, misses: bool) -> AlspecError | None:
+        """One line on a rank that died, was interrupted or has not moved for `limit_s`; None if all are well.
+
+        Args:
+            misses: this rank misses one, so that one that has left, if not by `close`, is lost.
+        """
         peers = [rank for rank in range(self._placement.world_size) if rank != self._placement.rank]
         beats = [json.loads(beat) for beat in self._store.multi_get([self._key(rank) for rank in peers])]
         now = time.monotonic()
@@ -241,14 +264,14 @@ class Heartbeat:
             if last is None or last["counter"] != beat["counter"]:
                 since = now
             self._seen[rank] = (beat, since)
-            if beat["done"]:
-                continue
             state = _process_state(beat)
             where = f"step {beat['step']}, operation {beat['op']}"
             if state == "dead":
                 beat = json.loads(self._store.get(self._key(rank)))  # its last one
-                if beat["done"]:
-                    continue
+            if beat["ended"] == "left" and misses:
+                return RankFailureError(f"rank {rank} left at {where} without closing its engine")
+            if beat["ended"]:
+                continue
             # It leaves, maybe because of another rank.
             if beat["interrupted"]:
                 return InterruptedJobError("interrupted")
@@ -267,7 +290,7 @@ class Heartbeat:
         if self._placement.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return False
         beats = [json.loads(self._store.get(self._key(rank))) for rank in range(1, self._placement.world_size)]
-        return not all(beat["done"] or _process_state(beat) == "dead" for beat in beats)
+        return not all(beat["ended"] or _process_state(beat) == "dead" for beat in beats)
 
 
 def _host() -> str:
@@ -335,7 +358,7 @@ def _leave(
         heartbeat.tell(heartbeat._own_failure(error))
         heartbeat._end_watch()
         return
-    heartbeat.stop()
+    heartbeat._say_goodbye("left")
     # As far as it goes: there is nobody to tell.
     with contextlib.suppress(Exception):
         deadline = time.monotonic() + TERMINATED_LIMIT_S

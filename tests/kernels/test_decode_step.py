@@ -29,7 +29,7 @@ from alspec.kernels.reference import (
     reduce_norm_ref,
 )
 from alspec.kernels.residual import embed_norm, num_square_sums, reduce_norm
-from alspec.kernels.words import BAD_NUMBERS, LATE_WORD, split_fault
+from alspec.kernels.words import BAD_NUMBERS, LATE_WORD, fault_code, split_fault
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -263,10 +263,11 @@ def test_a_missing_rank_is_named_after_the_deadline() -> None:
     squares = torch.empty(1, num_square_sums(64), device=device)
     reduce_norm(ranks[0], 1, 10**7, x, gamma, torch.empty_like(x), squares)
     assert split_fault(int(ranks[0].fault)) == (LATE_WORD, 1, 3)
-    # After a fault nothing is waited for, and the first fault stands.
-    ranks[0].fault.fill_(77)
+    # After a late word nothing is waited for, and the first fault stands.
+    first = fault_code(LATE_WORD, 0, 2)
+    ranks[0].fault.fill_(first)
     reduce_norm(ranks[0], 1, 600 * 10**9, x, gamma, torch.empty_like(x), squares)
-    assert int(ranks[0].fault) == 77
+    assert int(ranks[0].fault) == first
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

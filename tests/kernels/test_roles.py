@@ -12,6 +12,7 @@ from alspec.kernels.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handove
 from alspec.kernels.reference import decide_ref
 from alspec.kernels.residual import num_square_sums, reduce_norm
 from alspec.kernels.roles import decide, meet, take_turn
+from alspec.kernels.words import LATE_WORD, fault_code
 from alspec.priority import Priority, sender, skips_compute
 
 
@@ -62,7 +63,7 @@ def test_all_ranks_meet(device: torch.device, tp_size: int) -> None:
     ranks = [rank for group in pairs(device, shape, epoch) for rank in group]
     for rank in ranks:
         # Nobody waits here: in one process, one after the other, the first ones would wait in vain.
-        rank.exchange.fault.fill_(1)
+        rank.exchange.fault.fill_(fault_code(LATE_WORD, 0, 0))
         meet(rank, PATIENCE_NS)
     for rank in ranks:
         assert (rank.meeting >> 32).tolist() == [epoch] * len(ranks)
@@ -158,7 +159,8 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
         # The interpreter cannot wait: the first round only pushes the sums of all ranks.
         for _ in range(1 if tp_size == 1 else 2):
             for rank, sums, at in zip(sources, rank_sums, found, strict=True):
-                rank.exchange.fault.fill_(1 if device.type == "cuda" else 0)  # waits are over at once
+                # Waits are over at once.
+                rank.exchange.fault.fill_(fault_code(LATE_WORD, 0, 0) if device.type == "cuda" else 0)
                 decide(rank, layer, sums.contiguous(), live, threshold, at, PATIENCE_NS)
         for rank, at in zip(sources, found, strict=True):
             assert torch.equal(at[layer].bool(), hits)

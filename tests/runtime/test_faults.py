@@ -299,6 +299,38 @@ time.sleep(60)
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "missed",
+    ["list(stream(engine, 100))", "list(tokens)", "with engine.heartbeat.waiting(): time.sleep(60)"],
+    ids=["text", "step", "wait"],
+)
+def test_a_rank_that_leaves_early(missed: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """It ends well, without `close`: whoever waits for it is told, also where no collective fails (as on GPUs)."""
+    program = write_program(
+        tmp_path,
+        f"""
+tokens = stream(engine, 100)
+for _ in range(3):
+    next(tokens)
+if rank == 1:
+    sys.exit(0)
+time.sleep(6)
+print("alone", flush=True)
+def work():
+    {missed}
+run_guarded(engine.heartbeat, work)
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        assert running.torchrun.wait(timeout=60) != 0
+        assert running.stdout.splitlines() == ["alone"]  # as long as nobody is waited for
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        pattern = r"alspec: exit 5: rank 1 left at step 2, operation .+ without closing its engine"
+        assert len(lines) == 1, running.stderr
+        assert re.fullmatch(pattern, lines[0]), running.stderr
+
+
 def free_port() -> int:
     """One that nobody listens on now."""
     with socket.socket() as each:
