@@ -268,7 +268,8 @@ def receive_handover(
         handover.receives, layer, patience_ns, handover.late(layer), k_cache.shape[2],
         HIDDEN=shape.hidden_size, OUT=shape.num_qo_heads * shape.head_dim, PARTS=shape.guess_parts, VALUES=values,
         SPEC_BLOCKS=spec_blocks, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=block, num_warps=block // 32,
-        **launch_options(x.device),
+        # Lanes that merge the same parts in different orders must find the same bits: any of them may store its own.
+        enable_fp_fusion=False, **launch_options(x.device),
     )  # fmt: skip
     prefer_l1(compiled)
 

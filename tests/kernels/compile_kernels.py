@@ -47,7 +47,9 @@ SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64", "threshold2"
 DIVISIBLE = {"capacity", "chunk_size"}
 
 
-def compile_for(capability: int, kernel: Any, num_warps: int, constants: dict[str, Any], **types: str) -> Any:
+def compile_for(
+    capability: int, kernel: Any, num_warps: int, constants: dict[str, Any], fuses: bool = True, **types: str
+) -> Any:
     """One variant, with pointers and sizes aligned as the launchers' are; `types` overrules what names say."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -63,7 +65,8 @@ def compile_for(capability: int, kernel: Any, num_warps: int, constants: dict[st
         if name not in constants and (name.endswith("_ptr") or name in DIVISIBLE):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "enable_fp_fusion": fuses}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def lean(
@@ -215,7 +218,8 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     } | pdl  # fmt: skip
 
     def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 1, **types: str) -> Any:
-        return compile_for(capability, kernel, num_warps, constants, x_ptr="*fp32", **types)
+        fuses = kernel is not handover._receive_handover_kernel
+        return compile_for(capability, kernel, num_warps, constants, fuses, x_ptr="*fp32", **types)
 
     return {
         "meet": compiled(roles._meet_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),

@@ -33,12 +33,13 @@ import test_turbo_attention
 from comparison import check
 from paired_ranks import pairs
 
-from alspec.kernels import lean_attention, residual, roles, turbo_attention
-from alspec.kernels.exchange import Exchange
+from alspec.kernels import handover, lean_attention, next_token, residual, roles, turbo_attention
+from alspec.kernels.exchange import Exchange, LogitExchange
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.merge import _merge
 from alspec.kernels.reference import decode_attention_ref, reduce_norm_ref
 from alspec.kernels.residual import num_square_sums, reduce_norm
+from alspec.kernels.words import LATE_WORD, fault_code
 
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
@@ -78,7 +79,8 @@ class Emulated:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
         target = GPUTarget("cuda", self.capability, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": options["num_warps"]})
+        chosen = {name: options[name] for name in ("num_warps", "enable_fp_fusion") if name in options}
+        compiled = triton.compile(source, target=target, options=chosen)
         kernel = ptx_emulator.Kernel(self.edit(compiled.asm["ptx"]))
         tensors = [value for value in given if isinstance(value, Tensor)]
         memory = ptx_emulator.Memory(sum(tensor.nbytes + 512 for tensor in tensors) + 512, kernel.num_warps)
@@ -174,7 +176,7 @@ def late_verdict(stale: bool, **how: Any) -> Found:
     """A receiver's turn to learn that its guess was accepted, in a word of this step, or of the one before."""
     shape, epoch = PairShape(2, 1, 1, 64, 4, 2, 16), 6
     (_, (target,)) = pairs(CPU, shape, epoch)
-    target.own.verdicts.fill_((epoch - stale) << 32 | int(torch.tensor(1.0).view(torch.int32)))
+    target.own.verdicts.copy_(pack(torch.ones_like(target.own.verdicts, dtype=torch.float32), epoch - stale))
     target.priority.copy_(torch.tensor([1, 2]))
     hits = torch.full((2, 1), -1, dtype=torch.int32)
     kernel = Emulated(roles._take_turn_kernel, 90, **how)
@@ -193,8 +195,7 @@ def all_reduce(late: bool, verdict: float | None = None, **how: Any) -> Found:
     """
     hidden, epoch = 96, 6
     partials, start, gamma = torch.randn(2, 1, hidden), torch.randn(1, hidden), torch.randn(hidden)
-    words = partials.view(torch.int32).long().bitwise_and(0xFFFFFFFF) | epoch << 32
-    words -= late << 32
+    words = pack(partials, epoch - late)
     gate, next_gate, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
     exchange = Exchange(
         torch.zeros(1, hidden), torch.tensor([epoch], dtype=torch.int32), zero.int(), tp_size=2,
@@ -202,7 +203,7 @@ def all_reduce(late: bool, verdict: float | None = None, **how: Any) -> Found:
     )  # fmt: skip
     gates = ()
     if verdict is not None:
-        gates = (gate, next_gate, (torch.tensor([verdict]).view(torch.int32).long() | epoch << 32))
+        gates = (gate, next_gate, pack(torch.tensor([verdict]), epoch))
     x, x_norm, square_sums = start.clone(), torch.zeros(1, hidden), torch.zeros(1, num_square_sums(hidden))
     kernel = Emulated(residual._reduce_norm_kernel, 90, **how)
     with mock.patch.object(residual, "_reduce_norm_kernel", kernel):
@@ -216,6 +217,61 @@ def all_reduce(late: bool, verdict: float | None = None, **how: Any) -> Found:
     check(square_sums.sum(1), square_sum, torch.float32)
     assert int(next_gate) == (verdict == 1.0)
     return {"error": float((x - expected).norm() / expected.norm())} | kernel.counts
+
+
+def logits_of_all(late: bool, **how: Any) -> Found:
+    """The words of two ranks' vocabulary shards as logits and candidates; rank 1's may be of the step before."""
+    rows, epoch = 750, 6
+    shards = torch.randn(1, 2, rows)
+    words = torch.stack([pack(shards[:, 0], epoch), pack(shards[:, 1], epoch - late)], 1)
+    before = fault_code(LATE_WORD, 1, 1) if late else 0  # waits are over
+    fault = torch.tensor([before], dtype=torch.int32)
+    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words)
+    logits, best, best_token = torch.zeros(1, 2 * rows), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)
+    kernel = Emulated(next_token._collect_logits_kernel, 90, **how)
+    with mock.patch.object(next_token, "_collect_logits_kernel", kernel):
+        next_token.collect_logits(exchange, shards, 0, 3, logits, best, best_token)
+    assert int(fault) == before
+    if late:
+        assert torch.equal(logits[:, :rows], shards[:, 0])
+        assert logits[:, rows:].isnan().all()
+        return {"error": 0.0} | kernel.counts
+    assert torch.equal(logits, shards.flatten(1))
+    for index, block in enumerate(logits[0].split(next_token.BLOCK)):
+        assert best[0, index] == block.max()
+        assert best_token[0, index] == index * next_token.BLOCK + int(block.argmax())
+    return {"error": 0.0} | kernel.counts
+
+
+def received(late: bool, parts: int, **how: Any) -> Found:
+    """A handover: x, the newest token and `A~`, merged of its parts; or words of the step before."""
+    shape, epoch, capacity = PairShape(2, 1, 1, 64, 2, 1, 16, parts), 6, 3
+    (_, (target,)) = pairs(CPU, shape, epoch)
+    target.receives.fill_(1)
+    o, lse = torch.randn(parts, 2, 16), 3 * torch.randn(parts, 2)
+    message = torch.randn(shape.message_words)
+    target.own.inbox[1, 0] = pack(message, epoch - late)
+    target.own.spec_out[1] = pack(o, epoch - late).view(target.own.spec_out[1].shape)
+    target.own.spec_lse[1] = pack(lse, epoch - late).view(target.own.spec_lse[1].shape)
+    x, attn_out = torch.zeros(1, 64), torch.zeros(1, 2, 16)
+    k, v = torch.zeros(2, 1, 1, capacity, 16)
+    seq_lens = torch.tensor([2], dtype=torch.int32)
+    kernel = Emulated(handover._receive_handover_kernel, 90, **how)
+    with mock.patch.object(handover, "_receive_handover_kernel", kernel):
+        handover.receive_handover(target, 1, x, k, v, seq_lens, attn_out, 0)
+    if late:
+        assert torch.cat([x[0], k[0, 0, 1], v[0, 0, 1], attn_out.flatten()]).isnan().all()
+        return {"error": 0.0} | kernel.counts
+    assert torch.equal(torch.cat([x[0], k[0, 0, 1], v[0, 0, 1]]), message)
+    weight = torch.exp2(lse.double() - lse.amax(0))
+    expected = (weight[..., None] * o).sum(0) / weight.sum(0)[:, None]
+    check(attn_out[0], expected, torch.float32)
+    return {"error": float((attn_out[0] - expected).norm() / expected.norm())} | kernel.counts
+
+
+def pack(values: Tensor, epoch: int) -> Tensor:
+    """Words of fp32 values, from the host."""
+    return values.view(torch.int32).long().bitwise_and(0xFFFFFFFF) | epoch << 32
 
 
 def _error(launch: Any) -> Found:
@@ -290,6 +346,10 @@ CASES: dict[str, Callable[[], Found]] = {
     "verdict": sound(lambda: late_verdict(False)),
     "verdict, of the step before": sound(lambda: late_verdict(True)),
     "broken verdict, old words": broken(partial(late_verdict, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
+    "logits": sound(lambda: logits_of_all(False)),
+    "logits, rank 1's of the step before": sound(lambda: logits_of_all(True)),
+    **{f"handover, parts: {parts}": sound(partial(received, False, parts)) for parts in (1, 2, 3)},
+    **{f"handover of the step before, parts: {parts}": sound(partial(received, True, parts)) for parts in (1, 2)},
     "broken lean, other lanes": broken(_small_lean, r"(shfl\.sync\.bfly[^;]*), 8, 31,", r"\1, 4, 31,", "error"),
     "broken lean, tiles not waited for": broken(_small_lean, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
     "broken lean, no barriers": broken(_small_lean, r"bar\.sync\s*0;", "", "shared"),

@@ -117,9 +117,25 @@ class Memory:
 
 
 def _statements(body: str) -> Iterator[str]:
-    """Labels, braces and what ends with a semicolon."""
+    """Labels, braces and what ends with a semicolon, to the end of the first block."""
+    depth = 0
     for match in re.finditer(r"\s*(?:([{}])|([\w$]+:)(?!:)|([^;]*);)", body):
-        yield match[1] or match[2] or match[3].strip()
+        statement = match[1] or match[2] or match[3].strip()
+        yield statement
+        depth += {"{": 1, "}": -1}.get(statement, 0)
+        if depth == 0:
+            return
+
+
+def _labels_inside(statements: list[str]) -> Iterator[str]:
+    """Labels of the block that these statements begin in, up to its end."""
+    depth = 1
+    for statement in statements:
+        depth += {"{": 1, "}": -1}.get(statement, 0)
+        if depth == 0:
+            return
+        if depth == 1 and statement.endswith(":"):
+            yield statement[:-1]
 
 
 def _parse(body: str) -> tuple[list[Instruction], dict[str, int], dict[str, str], dict[str, int]]:
@@ -135,12 +151,12 @@ def _parse(body: str) -> tuple[list[Instruction], dict[str, int], dict[str, str]
             text = re.sub(r"(?<![\w.%$])[A-Za-z_]\w*", lambda name: scope.get(name[0], name[0]), text)  # noqa: B023
         return text
 
-    for statement in _statements(body):
+    statements = list(_statements(body))
+    for index, statement in enumerate(statements):
         if statement == "{":
-            scopes.append({})
+            inside = _labels_inside(statements[index + 1 :]) if scopes else ()
+            scopes.append({label: f"{label}_at_{index}" for label in inside})
         elif statement == "}":
-            if len(scopes) == 1:
-                break
             scopes.pop()
         elif statement.endswith(":"):
             labels[unique(statement[:-1])] = len(code)
@@ -213,6 +229,10 @@ class Machine:
         self.threads = np.arange(kernel.num_threads)
         self.warps, self.lanes = self.threads // WARP, self.threads % WARP
         self.on = self.everyone = np.ones(kernel.num_threads, bool)  # who takes part in this instruction
+        # Threads that have parted take turns, those furthest behind first, until they meet.
+        self.active = self.everyone  # who is here
+        self.places_apart: Values | None = None  # where each thread is, of those that have parted
+        self.leaving: int | None = None  # where some of those here go on
         self.places: dict[str, int] = {}
         self.registers: list[Values] = []
         self.variables = {SHARED: 0}  # where they begin
@@ -245,10 +265,25 @@ class Machine:
                     error.add_note(f"program {program}, instruction {at}: {self.kernel.code[at].text}")
                     raise
                 count += 1
-                at = at + 1 if target is None else target
+                at = self._next(at, at + 1 if target is None else target)
         # Copies that nobody waited for write into whatever comes next.
         self.shared.races += sum(len(arrival.copies) for arrival in self.arrivals.values())
         return count
+
+    def _next(self, at: int, target: int) -> int:
+        if self.leaving is None and self.places_apart is None:
+            return target
+        if self.places_apart is None:
+            self.places_apart = np.full(self.threads.size, at)
+        self.places_apart[self.active] = target
+        if self.leaving is not None:
+            self.places_apart[self.on] = self.leaving
+            self.leaving = None
+        at = int(self.places_apart.min())
+        self.active = self.places_apart == at
+        if self.active.all():
+            self.active, self.places_apart = self.everyone, None
+        return at
 
     def _bind(self, i: Instruction) -> Callable[[], int | None]:
         if i.op in NO_EFFECT:
@@ -273,7 +308,7 @@ class Machine:
         def step() -> int | None:
             if self.loading and i.op != "mov":  # which the assembler may do without
                 self.loading = [load for load in self.loading if not load[0] & used]
-            self.on = guard()
+            self.on = guard() if self.active is self.everyone else guard() & self.active
             values = [flush(read()) for read in reads]
             found = function(self, i, *values)
             if loads:

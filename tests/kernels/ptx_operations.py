@@ -296,18 +296,24 @@ def _arrived(m: Machine, i: Instruction, address: Values, parity: Values) -> Val
 @_operation("bar.sync barrier.sync", result=None)
 def _barrier(m: Machine, i: Instruction) -> None:
     assert i.operands in (("0",), ("0", str(m.threads.size))), "barrier of some threads"
+    assert m.active is m.everyone, "threads have parted"
     m.clock += 1
 
 
 @_operation("bra ret exit", result=None)
 def _branch(m: Machine, i: Instruction) -> int | None:
-    assert m.on.all() == m.on.any(), "threads part here"
     target = m.kernel.labels[i.operands[0]] if i.operands else len(m.kernel.code)
-    return target if m.on[0] else None
+    if not m.on.any():
+        return None
+    if (m.on == m.active).all():
+        return target
+    m.leaving = target
+    return None
 
 
 @_operation("shfl", "", "u32", "u32")
 def _shuffle(m: Machine, i: Instruction, x: Values, by: Values, clamp: Values) -> Values:
+    assert m.active is m.everyone, "threads have parted"
     lane, by, last, segment = m.lanes, by.astype(np.int64) & 31, clamp & 31, clamp.astype(np.int64) >> 8 & 31
     last = (lane & segment) | (last & ~segment)
     source = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": (lane & segment) | (by & ~segment)}
