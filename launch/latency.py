@@ -283,6 +283,11 @@ def _row(
     }
 
 
+def _reads_all(row: dict[str, Any]) -> bool:
+    """Every step of a row reads its `bytes`; those of a pair do not."""
+    return row["share_of_limit"] is not None
+
+
 def _transport(engine: Engine) -> str:
     blocked = engine.transport_name == "nccl" and os.environ.get("NCCL_P2P_DISABLE") == "1"
     return "nccl without peer access" if blocked else engine.transport_name
@@ -300,7 +305,8 @@ def _table(found: list[Measured]) -> Table:
     filled = "the cache holds random numbers" if rows[0]["gpu"] else "after prompts of random tokens"
     if rows[0]["case"]["text"] is not None:
         filled = f"after prompts from {rows[0]['case']['text']}"
-    caption = f"limit: bytes at {1e3 * rows[0]['stream_tb_s']:.0f} GB/s, a copy's rate; {filled}"
+    streams = [f"limit: bytes at {1e3 * row['stream_tb_s']:.0f} GB/s, a copy's rate" for row in rows if _reads_all(row)]
+    caption = "; ".join([*streams[:1], filled])
     table = Table(title=_title(rows[0]), caption=caption)
     for name in (
         "context",
@@ -318,12 +324,13 @@ def _table(found: list[Measured]) -> Table:
         table.add_column(name, justify="left" if name == "mode" else "right")
     for row, profile in found:
         times = [f"{row['us'][name] / 1e3:.3f}" for name in ("p50", "p20", "p80", "p99")]
-        rates = [f"{profile.tokens_per_s:.1f}", f"{profile.read_bytes / 1e6:.1f}"]
-        share = row["share_of_limit"]
-        rates += ["-", "-"] if share is None else [f"{profile.bytes_per_s / 1e9:.0f}", f"{share:.1%}"]
+        read = ["-", "-", "-"]
+        if _reads_all(row):
+            read = [f"{profile.read_bytes / 1e6:.1f}", f"{profile.bytes_per_s / 1e9:.0f}"]
+            read.append(f"{row['share_of_limit']:.1%}")
         mode, forced = row["case"]["mode"], " forced" if row["case"]["forced"] else ""
         hits = "-" if profile.hit_rate is None else f"{profile.hit_rate:.1%}{forced}"
-        table.add_row(str(profile.context), mode, hits, *times, *rates)
+        table.add_row(str(profile.context), mode, hits, *times, f"{profile.tokens_per_s:.1f}", *read)
     return table
 
 

@@ -205,9 +205,43 @@ def test_plot_of_one_context(tmp_path: Path) -> None:
         "case": {"context": 1000, "mode": "off", "hit_rate": None, "forced": False},
         "us": {"p20": 1.0, "p50": 2.0, "p80": 3.0},
         "bytes": 10**9,
+        "stream_tb_s": 4.0,
     }
-    draw(tmp_path / "plot.svg", [row | {"stream_tb_s": 4.0}], "one context")
+    draw(tmp_path / "plot.svg", [row], "one context")
     assert "one context" in (tmp_path / "plot.svg").read_text(encoding="utf-8")
+
+
+def paired_row(p50: float) -> dict[str, Any]:
+    """A pair that takes less than all its bytes would."""
+    case = {"shape": "tiny", "world": 2, "mode": "paired", "transport": "symm", "cuda_graph": True, "dtype": "bf16"}
+    case |= {"batch": 1, "context": 1024, "text": None, "hit_rate": 1.0, "forced": True}
+    us = {name: p50 for name in ("p20", "p50", "p80", "p99")}
+    row = {"case": case, "us": us, "bytes": 10**9, "stream_tb_s": 3.0, "share_of_limit": None, "gpu": "one"}
+    return row | {"num_gpus": 2}
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+@pytest.mark.parametrize("has_off", [False, True])
+def test_limit_in_the_picture_is_that_of_off(has_off: bool, tmp_path: Path) -> None:
+    pair = paired_row(100.0)
+    off = pair | {"case": pair["case"] | {"mode": "off", "hit_rate": None}, "stream_tb_s": 4.0}
+    draw(tmp_path / "plot.svg", [pair, off] if has_off else [pair], "two GPUs")
+    text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    assert "bytes of paired" not in text
+    assert ("bytes of off at 4.00 TB/s" in text) == has_off
+
+
+def test_table_shows_no_bytes_of_a_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    """It reads only some of them, and has no limit; that of `off` beside it is of its own run."""
+    pair = paired_row(100.0)
+    off = pair | {"case": pair["case"] | {"mode": "off", "hit_rate": None}, "stream_tb_s": 4.0, "share_of_limit": 0.5}
+    profiles = [latency.Profile(1024, 1, [[100.0]], rate, 10**9) for rate in (1.0, None)]
+    latency._show(list(zip((pair, off), profiles, strict=True)))
+    out = capsys.readouterr().out
+    assert [line[-3:] for line in cells(out)[1:]] == [["-", "-", "-"], ["1000.0", "10000", "50.0%"]]
+    assert "limit: bytes at 4000 GB/s" in out
+    latency._show([(pair, profiles[0])])
+    assert "limit" not in capsys.readouterr().out.partition("of limit")[2]
 
 
 MISTAKES = [
