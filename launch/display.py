@@ -135,11 +135,10 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [
             ("tokens/s", f"{summary['tokens_per_s']:.1f}"),
             ("ms/token", f"p50 {p50:.2f}  p90 {p90:.2f}  p99 {p99:.2f}"),
-            (
-                "read",
-                f"{summary['gb_per_s']:.1f} GB/s a rank, {100 * summary['share_of_limit']:.0f} % of the copy limit",
-            ),
         ]
+    if summary["gb_per_s"] is not None:
+        share = f"{100 * summary['share_of_limit']:.0f} % of the copy limit"
+        rows.append(("read", f"{summary['gb_per_s']:.1f} GB/s a rank, {share}"))
     if summary["hit_rate"] is not None:
         rows.append(("hit rate", f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"))
     elif summary["mode"] in ("paired", "simulated") and summary["tokens_per_s"] is not None:

@@ -20,7 +20,7 @@ from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.generation import Generation
 from alspec.runtime.placement import Placement
-from alspec.runtime.stats import step_bytes, stream_bandwidth, summarize, versions
+from alspec.runtime.stats import mean_lengths, step_bytes, stream_bandwidth, summarize, versions
 from alspec.runtime.timeline import write_trace
 
 __all__ = ["main"]
@@ -108,9 +108,9 @@ def _summary(engine: Engine, generation: Generation) -> dict[str, Any]:
     summary = summarize(generation, engine.config.speculation.chunk_size)
     limit = stream_bandwidth(engine.device)
     gb_per_s = share = None
-    if generation.step_us:
-        # The mean length over the decode steps: half of what was added after the first token.
-        seq_lens = [request.seq_len - len(request.token_ids) // 2 for request in generation.requests]
+    # A rank of a pair skips what the other group does for it: how many bytes it reads depends on the verdicts.
+    if generation.step_us and engine.mode != "paired":
+        seq_lens = mean_lengths(generation, goes_on=engine.loop is not None)
         read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens, engine.config.kv_cache)
         bytes_per_s = read / (summary["ms_per_token_p50"] / 1e3)
         gb_per_s, share = bytes_per_s / 1e9, bytes_per_s / limit

@@ -6,6 +6,7 @@ import itertools
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from .codecs import bytes_per_token
 from .generation import Generation
 from .memory import plan_memory
 
-__all__ = ["percentile", "provenance", "step_bytes", "stream_bandwidth", "summarize", "versions"]
+__all__ = ["mean_lengths", "percentile", "provenance", "step_bytes", "stream_bandwidth", "summarize", "versions"]
 
 # An idle GPU needs some milliseconds of work before its clocks are those of a busy one.
 STREAM_WARMUP_S = 0.02
@@ -37,13 +38,27 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def step_bytes(
-    config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: list[int], kv_cache: str = "bf16"
+    config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: Sequence[float], kv_cache: str = "bf16"
 ) -> int:
     """Bytes that one rank must read for one decode step: its weights without the embedding table, and its cache."""
     start, stop = shard.vocab_range(config.vocab_size)
     table_rows = config.vocab_size - (stop - start if config.tie_word_embeddings else 0)
     weights = plan_memory(config, shard, dtype, 1, 1).weights_bytes - table_rows * config.hidden_size * dtype.itemsize
     return weights + round(sum(seq_lens) * bytes_per_token(kv_cache, config, shard.tp_size, dtype))
+
+
+def mean_lengths(generation: Generation, goes_on: bool) -> list[float]:
+    """Tokens of each request that a decode step reads, on average over the steps; the first reads one new token.
+
+    Args:
+        goes_on: the devices append to requests that have ended, too. Otherwise these keep their length.
+    """
+    steps = len(generation.step_us)
+    lengths = []
+    for request in generation.requests:
+        growing = steps if goes_on else min(len(request.token_ids), steps)
+        lengths.append(len(request.prompt_ids) + growing * (2 * steps - growing + 1) / 2 / steps)
+    return lengths
 
 
 def stream_bandwidth(device: torch.device) -> float:

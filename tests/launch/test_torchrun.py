@@ -91,6 +91,10 @@ def test_paired_is_simulated(checkpoint: Path, generate_text: GenerateText, tmp_
     assert paired["hit_map"] == simulated["hit_map"]
     assert 0 < paired["summary"]["hit_rate"] < 1, "a threshold that both swaps and keeps the roles"
     assert (paired["summary"]["tp_size"], paired["summary"]["transport"]) == (1, "gloo")
+    # Neither rank reads all weights and the whole cache in a step.
+    assert (paired["summary"]["gb_per_s"], paired["summary"]["share_of_limit"]) == (None, None)
+    assert "GB/s" not in done.stderr
+    assert simulated["summary"]["gb_per_s"] > 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
 

@@ -13,7 +13,7 @@ from alspec.models.config import LlamaConfig
 from alspec.models.llama import Shard, random_weights
 from alspec.predictor import predictor_ranges
 from alspec.runtime.generation import Generation, IdDecoder, Request
-from alspec.runtime.stats import percentile, step_bytes, stream_bandwidth, summarize, versions
+from alspec.runtime.stats import mean_lengths, percentile, step_bytes, stream_bandwidth, summarize, versions
 from alspec.runtime.turbo_cache import TurboCache
 
 CPU = torch.device("cpu")
@@ -92,6 +92,15 @@ def test_summary() -> None:
     # Alive: [T, T], [F], [T] in layer 0 and [T, F], [T], [T] in layer 1.
     assert summary["hit_rate_per_layer"] == pytest.approx([3 / 4, 3 / 4])
     assert summary["hit_rate"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["launched", "looped"])
+def test_mean_lengths_are_those_of_the_steps(goes_on: bool) -> None:
+    """Two of the requests end early; the steps go on for the longest."""
+    counts = (8, 3, 1)
+    generation = Generation([request(10, count) for count in counts], 1.0, [1.0] * 7)
+    steps = [[10 + (step if goes_on else min(step, count)) for step in range(1, 8)] for count in counts]
+    assert mean_lengths(generation, goes_on) == pytest.approx([sum(lengths) / 7 for lengths in steps])
 
 
 def test_summary_counts_live_requests_only() -> None:
