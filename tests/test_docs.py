@@ -248,6 +248,36 @@ def test_table_of_selectors(project: Path) -> None:
     ]
 
 
+def medians_of(name: str, **of_case: object) -> dict[object, float]:
+    """p50 in us of the measured rows of one file that have this bench, impl or case, by context."""
+    rows = map(json.loads, (ROOT / "docs" / "results" / f"{name}.jsonl").read_text().splitlines())
+    flat = (row["case"] | {"bench": row["bench"], "impl": row["impl"], "p50": row["us"]["p50"]} for row in rows)
+    return {row["context"]: row["p50"] for row in flat if of_case.items() <= row.items()}
+
+
+def test_prose_says_what_the_rows_say() -> None:
+    """Ratios outside of the tables that tables.py makes."""
+    readme, lean = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/lean_attention.md"))
+    step = {"shape": "llama-3.1-8b", "world": 1, "mode": "off", "bench": "decode_step"}
+    bf16, *quantised = (
+        medians_of("decode_step", **step, kv_cache=codec)[131072] for codec in ("bf16", "turbo4", "turbo-mixed")
+    )
+    turbo4, mixed = (f"{bf16 / us:.2f}x" for us in quantised)
+    assert f"{turbo4} and {mixed} at 128K" in readme
+
+    def speedups(heads: str, head_dim: int) -> str:
+        shape = {"bench": "decode_attention", "heads": heads, "head_dim": head_dim}
+        ours, sdpa = (
+            medians_of("decode_attention", **shape, impl=impl)
+            for impl in ("alspec.lean_decode_attention", "torch.sdpa")
+        )
+        found = [sdpa[context] / ours[context] for context in ours if isinstance(context, int) and context <= 8192]
+        return f"{min(found):.2f}x to {max(found):.2f}x"
+
+    goal = f"| {speedups('32/8', 128)}, {speedups('8/2', 128)} (8/2), {speedups('32/8', 64)} (head_dim 64) |"
+    assert f"| 1.3x SDPA up to 8K {goal}" in lean
+
+
 def test_picture(project: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = project / "drawn.png"

@@ -175,7 +175,8 @@ def needles(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
             f"Recalled over all contexts ({', '.join(map(str, contexts))} tokens; all pairs are the shortest of these"
-            f" that holds them) and depths ({', '.join(f'{depth:g}' for depth in depths)}):",
+            f" that holds them) and depths ({', '.join(f'{depth:g}' for depth in depths)}); where the total is"
+            " smaller than beside it, only some of these were measured:",
             table(["what", "cache", *map(lambda_name, thresholds)], lines),
             "The picture has contexts across and depths down; below it, hit rates of layers.",
             "![Needles recalled over context and depth, and hit rates of layers, for each lambda](needles.png)",
