@@ -226,10 +226,11 @@ def _bits_per_byte(
     """Bits per UTF-8 byte; every token of a window counts, but for one that opens it without a BOS before it."""
     assert engine.tokenizer is not None
     meaningful = first_guess(engine.config.speculation.chunk_size)
-    num_bytes, counted = 0, 0
+    # In one piece: a character can begin in one window and end in the next.
+    num_bytes = len(engine.tokenizer.decode([token for window in task.texts for token in window[1:]]).encode("utf-8"))
+    counted = 0
     nats, hits = [0.0] * len(thresholds), torch.zeros(len(thresholds), engine.model_config.num_layers)
     for window in task.texts:
-        num_bytes += len(engine.tokenizer.decode(window[1:]).encode("utf-8"))
         counted += len(window[meaningful:])
         for index, score in enumerate(_scores(engine, window, thresholds, 0, cache)):
             nats[index] += float(score.nll.double().sum())

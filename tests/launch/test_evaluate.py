@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import tokenizers
 import torch
 import yaml
 
@@ -20,6 +21,7 @@ from alspec.errors import UserError
 from alspec.kernels.flashq import SELECTORS
 from alspec.launch import bench_kernels, evaluate, evaluate_tasks, plot_trace
 from alspec.launch.evaluate_tasks import Task, record_needle_tasks
+from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.quality import TextScore
@@ -216,6 +218,21 @@ def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPa
     assert evaluate.main(["--text", str(text), *flags]) == 0
     bytes_per_token = math.log2(4096) / rows_of(rows)[0]["value"]
     assert 2.5 < bytes_per_token < 5.5
+
+
+def test_bytes_of_characters_that_windows_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each byte counts once, also where a character begins in one window and ends in the next."""
+    monkeypatch.setattr("alspec.models.llama.Llama.lm_head", lambda self, x: torch.zeros(x.shape[0], 4096))
+    text = "道可道。非常道。名可名。非常名。 " * 60
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    flags = ["--contexts", "32", "--windows", "40", "--thresholds", "0", "--rows", str(tmp_path / "rows.jsonl")]
+    assert evaluate.main(["--text", str(tmp_path / "text.txt"), *flags, "--transport", "gloo"]) == 0
+    (row,) = rows_of(tmp_path / "rows.jsonl")
+    num_tokens = 31 * row["case"]["samples"]
+    core = tokenizers.Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json"))
+    # A byte-level tokenizer writes each byte as one character.
+    num_bytes = sum(map(len, core.encode(text, add_special_tokens=False).tokens[:num_tokens]))
+    assert 12 * num_tokens / row["value"] == pytest.approx(num_bytes, abs=2)  # the last character may be cut
 
 
 @pytest.mark.parametrize(
