@@ -302,7 +302,7 @@ def bench_prefill(results: Results, _: list[int]) -> None:
             check_prefill(case, run)
             us = time_us(run, 1)
             base = base or us["p50"]
-            results.add("prefill_attention", impl, label, us, case.num_bytes, base, flops=case.flops)
+            results.add("prefill_attention", impl, label, us, case.num_bytes(impl), base, flops=case.flops)
         del case, run
 
 

@@ -63,10 +63,11 @@ class PrefillCase:
         pairs = num_queries * num_tokens - num_queries * (num_queries - 1) // 2
         return 4 * pairs * HEADS[0] * HEAD_DIM
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a launch must read and write: q, K and V in INT8, o."""
-        return 2 * self.q.numel() * self.q.itemsize + self.k8.numel() + self.v8.numel()
+    def num_bytes(self, impl: str) -> int:
+        """Bytes that a launch must read and write: q and o, K and V in bf16 for SDPA, in INT8 with scales for ours."""
+        quantised = (self.k8, self.v8, self.k_scale, self.v_scale)
+        cache = (self.k, self.v) if impl == "torch.sdpa" else quantised
+        return 2 * self.q.nbytes + sum(tensor.nbytes for tensor in cache)
 
 
 def prefill_runs(case: PrefillCase) -> dict[str, Run]:

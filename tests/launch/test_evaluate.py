@@ -20,6 +20,7 @@ from alspec.config import EngineConfig, EvaluateConfig, EvaluatedCodec, Selector
 from alspec.errors import UserError
 from alspec.kernels.flashq import SELECTORS
 from alspec.launch import bench_kernels, evaluate, evaluate_tasks, plot_trace
+from alspec.launch.bench_prefill import PrefillCase
 from alspec.launch.evaluate_tasks import Task, record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
@@ -344,6 +345,15 @@ def test_broken_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_work_of_prefill_attention() -> None:
+    """4 queries over 64 tokens in two heads: SDPA reads K and V in bf16, ours in INT8 with a scale for each block."""
+    q, (k, v) = torch.zeros(4, 4, 8, dtype=torch.bfloat16), torch.zeros(2, 2, 64, 8, dtype=torch.bfloat16)
+    case = PrefillCase(q, k, v, k.to(torch.int8), v.to(torch.int8), torch.ones(2, 1), torch.ones(2, 1))
+    q_and_o = 2 * 2 * 4 * 4 * 8
+    assert case.num_bytes("torch.sdpa") == q_and_o + 2 * 2 * 2 * 64 * 8
+    assert case.num_bytes("alspec.turbo_prefill_attention") == q_and_o + 2 * (2 * 64 * 8 + 2 * 4)
+
+
 def test_bench_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_kernels.main([]) == 2
     assert capsys.readouterr().err == "alspec: exit 2: bench_kernels: needs a CUDA GPU, found none\n"
