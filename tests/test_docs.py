@@ -228,6 +228,34 @@ def test_tables_of_caches(project: Path) -> None:
     ]
 
 
+def test_tables_of_quality_measured_again(project: Path) -> None:
+    """Of repeated rows the last counts, once; their order does not matter, and no cell is of a shorter context."""
+    bf16, turbo4 = ({"cache": cache, "threshold": "0.1"} for cache in ("bf16", "turbo4"))
+    again = [
+        quality_row("needle", 8192, 0.5, **turbo4 | {"depth": 0.0}),
+        quality_row("bits per byte", 8192, 1.5, **bf16),
+        quality_row("bits per byte", 4096, 1.5, **turbo4),
+        quality_row("recall", 8192, 0.5, **turbo4),
+        quality_row("record recall", 5600, 0.25, **turbo4),
+    ]
+    rows = [row.replace('"value": ', '"value": 1') for row in again] + again
+    lines = section(make_tables(project, quality_codecs=rows), "Demo checkpoint over caches")
+    head = "| lambda | cache | bits per byte | change | fact recalled | change | UUID recalled | change | hit rate |"
+    assert lines[:3] == [
+        head,
+        "| 0.1 | bf16 | 1.5000 |  |  |  |  |  | 0.500 |",
+        "| 0.1 | turbo4 |  |  | 50.0% |  | 25.0% |  | 0.500 |",
+    ]
+    assert lines[-1] == "| a fact in a text | turbo4 | 5 of 10 |"
+    of_lambda = [
+        quality_row(measure, 8192, value, threshold="0.1")
+        for measure, value in (("record recall", 0.25), ("recall", 0.5), ("bits per byte", 1.5))
+    ]
+    make_tables(project, quality=[*of_lambda, *of_lambda])
+    short = (project / "README.md").read_text().split("<!-- quality -->")[1].split("<!-- /quality -->")[0]
+    assert "\n| 0.1 | 50% | 1.5000 | 50% | 25% |\n" in short
+
+
 def test_table_of_selectors(project: Path) -> None:
     """Settings of half the heads in one table, selectors over the number of heads in another."""
     at = {"threshold": "0.0", "selector": "gap_std", "low_heads": None}

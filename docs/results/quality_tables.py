@@ -56,22 +56,24 @@ def quality(rows: list[dict[str, Any]]) -> str:
 
 
 def codecs(title: str, rows: list[dict[str, Any]]) -> str:
-    """Quality of each cache and lambda at the longest context, and its change against bf16 under the same lambda."""
+    """Each cache and lambda at the longest context, with its change against bf16; of repeated rows the last."""
     if not rows:
         return ""
-    lines: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    longest: dict[str, int] = {}
+    for case in (row["case"] for row in rows):
+        longest[case["measure"]] = max(case["context"], longest.get(case["measure"], 0))
+    lines: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
         case = row["case"]
-        if case["measure"] in QUALITY_COLUMNS:
-            line = lines.setdefault((case["threshold"], case["cache"]), {})
-            line.setdefault(case["measure"], []).append(row)
+        if case["measure"] in QUALITY_COLUMNS and case["context"] == longest[case["measure"]]:
+            lines.setdefault((case["threshold"], case["cache"]), {})[case["measure"]] = row
     columns = [name for name in QUALITY_COLUMNS if any(name in line for line in lines.values())]
     head = ["lambda", "cache", *(title for name in columns for title in (QUALITY_COLUMNS[name], "change"))]
     cells = []
     for (threshold, cache), found in lines.items():
         cell = [lambda_name(threshold), cache]
         for name in columns:
-            own, base = (mean_at_longest(line.get(name)) for line in (found, lines.get((threshold, "bf16"), {})))
+            own, base = (line.get(name, {}).get("value") for line in (found, lines.get((threshold, "bf16"), {})))
             cell.append("" if own is None else f"{own:.4f}" if name == "bits per byte" else f"{own:.1%}")
             if own is None or base is None or cache == "bf16":
                 cell.append("")
@@ -79,9 +81,7 @@ def codecs(title: str, rows: list[dict[str, Any]]) -> str:
                 cell.append(
                     f"{own / base - 1:+.2%}" if name == "bits per byte" else f"{100 * (own - base):+.1f} points"
                 )
-        hits = max(
-            found.get("bits per byte") or next(iter(found.values())), key=lambda row: int(row["case"]["context"])
-        )
+        hits = found.get("bits per byte") or next(iter(found.values()))
         cells.append([*cell, f"{hits['hit_rate']:.3f}"])
     case = max((row["case"] for row in rows), key=lambda case: int(case["context"]))
     own_length = " (UUIDs: their own length)" if "record recall" in columns else ""
@@ -158,16 +158,17 @@ def over_contexts(rows: list[dict[str, Any]]) -> str:
 
 def needles(rows: list[dict[str, Any]]) -> str:
     """How many facts and pairs were recalled over all contexts and depths, and the picture; empty where none was."""
-    found: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    found: dict[tuple[str, str], dict[str, dict[tuple[int, float], dict[str, Any]]]] = {}
     for row in rows:
         case = row["case"]
         if case["depth"] is not None:
-            found.setdefault((case["measure"], case["cache"]), {}).setdefault(case["threshold"], []).append(row)
+            of = found.setdefault((case["measure"], case["cache"]), {}).setdefault(case["threshold"], {})
+            of[case["context"], case["depth"]] = row  # of repeated rows the last
     if not found:
         return ""
     thresholds = list(dict.fromkeys(threshold for of in found.values() for threshold in of))
     lines = [
-        [NEEDLES[measure], cache, *(recalled(of.get(threshold, [])) for threshold in thresholds)]
+        [NEEDLES[measure], cache, *(recalled(list(of.get(threshold, {}).values())) for threshold in thresholds)]
         for (measure, cache), of in sorted(found.items(), key=lambda item: list(NEEDLES).index(item[0][0]))
     ]
     cases = [row["case"] for row in rows if row["case"]["depth"] is not None]
@@ -203,27 +204,24 @@ QUALITY_COLUMNS = {
 }
 
 
-def mean_at_longest(rows: list[dict[str, Any]] | None) -> float | None:
-    """Mean value of the rows of the longest context; None where there are none."""
-    if not rows:
-        return None
-    longest = max(row["case"]["context"] for row in rows)
-    values = [row["value"] for row in rows if row["case"]["context"] == longest]
-    return float(sum(values) / len(values))
-
-
 def short_quality() -> str:
     """One line for each lambda: hit rate on text, bits per byte at the longest context, recall."""
     rows = read("quality.jsonl")
     longest = max(row["case"]["context"] for row in rows)
     head = ["lambda", "hit rate on text", f"bits per byte, {longest} tokens"]
     head += [f"fact recalled from {longest} tokens", "UUID recalled among 75 pairs"]
-    lines: dict[str, list[str]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         case = row["case"]
-        line = lines.setdefault(case["threshold"], [f"{float(case['threshold']):g}"])
-        if case["measure"] != "bits per byte":
-            line.append(f"{row['value']:.0%}")
-        elif case["context"] == longest:
-            line += [f"{row['hit_rate']:.0%}", f"{row['value']:.4f}"]
-    return "\n".join([table(head, list(lines.values())), "", where(rows[0])])
+        if case["measure"] != "bits per byte" or case["context"] == longest:
+            found.setdefault(case["threshold"], {})[case["measure"]] = row
+    lines = [
+        [
+            f"{float(threshold):g}",
+            f"{of['bits per byte']['hit_rate']:.0%}",
+            f"{of['bits per byte']['value']:.4f}",
+            *(f"{of[measure]['value']:.0%}" for measure in ("recall", "record recall")),
+        ]
+        for threshold, of in found.items()
+    ]
+    return "\n".join([table(head, lines), "", where(rows[0])])
