@@ -42,7 +42,7 @@ class Token:
     request: int
     token_id: int
     text: str  # what it adds to the printed text: '' while a character or a possible stop text is incomplete
-    hit_rate: float | None  # share of the layers that let A~ through for this request; None without speculation
+    hit_rate: float | None  # share of the layers whose A~ this request accepts; None without speculation
     finish_reason: str | None  # 'eos', 'stop' or 'length' on the last token of a request
 
 
