@@ -1,11 +1,13 @@
 """The tables that people read are those of the measured rows."""
 
+import importlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -311,6 +313,19 @@ def test_picture(project: Path) -> None:
     picture = project / "drawn.png"
     subprocess.run([sys.executable, project / "docs" / "results" / "pictures.py", picture], check=True)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_has_the_steps_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact softmax and no text, as in the README's table beside it."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "results")
+    pictures, axes = importlib.import_module("pictures"), mock.Mock()
+    case = {"shape": "llama-3.1-8b", "world": 1, "mode": "off", "transport": None, "cuda_graph": True, "batch": 1}
+    case |= {"context": 8192, "kv_cache": "turbo4", "hit_rate": None}
+    others: list[dict[str, object]] = [{}, {"softmax": "sas"}, {"text": "book.txt"}]
+    pictures.steps(axes, [{"case": case | of, "us": {"p50": 1e3 * at}} for at, of in enumerate(others, start=1)])
+    drawn = [call.args for call in axes.plot.call_args_list if call.kwargs["color"] == "tab:orange"]
+    assert ([8192], [1.0]) in drawn
 
 
 PAGES = ["README.md", "models/demo/README.md", *(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]

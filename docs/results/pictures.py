@@ -48,6 +48,8 @@ def steps(axes: Any, rows: list[Row]) -> None:
         and row["case"]["transport"] in (None, "symm")
         and row["case"]["cuda_graph"]
         and row["case"]["batch"] == 1
+        and row["case"].get("softmax", "exact") == "exact"
+        and not row["case"].get("text")
     ]
     for cache, color in CACHES.items():
         for world, (line, marker) in GPUS.items():
