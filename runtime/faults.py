@@ -109,8 +109,10 @@ class Heartbeat:
         self._is_waiting, self._progress_s = True, time.monotonic()
         try:
             yield
-        finally:
-            self._is_waiting = False
+        except BaseException as error:
+            self._is_waiting = _may_come_from_others(error)  # then `explain` looks for who is missed
+            raise
+        self._is_waiting = False
 
     def stop(self) -> None:
         """Say goodbye, so that the others do not take this rank for dead. From any thread, and again."""
@@ -139,7 +141,7 @@ class Heartbeat:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
-                lost = self._lost_rank(TERMINATED_LIMIT_S, misses=True)
+                lost = self._lost_rank(TERMINATED_LIMIT_S, misses=self._is_waiting)
             except (dist.DistError, RuntimeError):
                 lost = RankFailureError(STORE_GONE)
             if lost:

@@ -279,6 +279,28 @@ time.sleep(rank)
 
 
 @pytest.mark.slow
+def test_an_error_after_the_others_have_left(tiny_folder: Path, tmp_path: Path) -> None:
+    """Nobody was missed: it stays what it is."""
+    program = write_program(
+        tmp_path,
+        """
+def work():
+    for token in stream(engine):
+        pass
+    if rank == 1:
+        sys.exit(0)
+    time.sleep(2)
+    raise RuntimeError("a bug")
+run_guarded(engine.heartbeat, work)
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        assert running.torchrun.wait(timeout=60) != 0
+        assert "RuntimeError: a bug" in running.stderr
+        assert "rank 1 left" not in running.stderr
+
+
+@pytest.mark.slow
 def test_uncaught_error(tiny_folder: Path, tmp_path: Path) -> None:
     """Of a program without `run_guarded`: the other rank names it, whether its own collective fails first or not."""
     program = write_program(
