@@ -14,6 +14,7 @@ from rich.table import Table
 from alspec.config import EvaluateConfig, refuse_unavailable
 from alspec.errors import UserError
 from alspec.launch.cli import Parser, check_picture, check_writable, run_command
+from alspec.launch.display import StatusLine
 from alspec.launch.evaluate_tasks import (
     Quality,
     Task,
@@ -157,12 +158,35 @@ def _evaluate(
         raise UserError(f"flags: --low-heads: a rank has {num_kv_heads} KV heads")
     if num_kv_heads == 1 and any(cache.codec == "turbo-mixed" for cache in caches):
         raise UserError("flags: --codecs: turbo-mixed needs two KV heads on each rank; run fewer ranks")
-    engine.load(1, max(task.context for task in tasks))
+    is_first = engine.placement.rank == 0
+    with StatusLine(is_first) as status:
+        status.show("loading weights")
+        engine.load(1, max(task.context for task in tasks))
+        rows = _measure(engine, config, tasks, caches, command, status)
+    if is_first:
+        Console(width=180).print(_table(engine, rows))
+        if config.plot is not None:
+            with writing(config.plot):
+                draw(config.plot, rows)
+    engine.close()
+    return 0
+
+
+def _measure(
+    engine: Engine,
+    config: EvaluateConfig,
+    tasks: list[Task],
+    caches: list[CacheSetting],
+    command: str,
+    status: StatusLine,
+) -> list[dict[str, Any]]:
+    """A row for each task, cache and lambda, and for the fixed layers of `--baselines`."""
     num_layers, base = engine.model_config.num_layers, engine.config.speculation.threshold
     thresholds = sorted({*config.thresholds, base, math.inf}) if config.baselines else config.thresholds
     rows: list[dict[str, Any]] = []
 
     def measure(task: Task, cache: CacheSetting, under: dict[str, list[float]]) -> list[Quality]:
+        status.show(f"{task.measure}, {len(task.texts)} of {task.context} tokens, {cache.label}")
         qualities = task.run(engine, list(under.values()), cache)
         measured = [
             _row(engine, task, cache, name, quality, command) for name, quality in zip(under, qualities, strict=True)
@@ -186,13 +210,7 @@ def _evaluate(
             under |= fixed
         for task in prompts:
             measure(task, cache, under)
-    if engine.placement.rank == 0:
-        Console(width=180).print(_table(engine, rows))
-        if config.plot is not None:
-            with writing(config.plot):
-                draw(config.plot, rows)
-    engine.close()
-    return 0
+    return rows
 
 
 def _row(

@@ -18,6 +18,7 @@ from alspec.config import HitRate, LatencyConfig
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.gemv_tile import MAX_BATCH
 from alspec.launch.cli import Parser, check_picture, check_writable, run_command
+from alspec.launch.display import StatusLine
 from alspec.launch.output import append_rows, write_text, writing
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
@@ -138,8 +139,8 @@ def _measure_mode(config: LatencyConfig, mode: str, command: str, found: list[Me
     rates = config.hit_rates if mode == "paired" else ("real",)
 
     def sweep() -> int:
-        with _shown_if_ended(found):
-            _sweep(config, engine, contexts, rates, text_ids, command, found)
+        with _shown_if_ended(found), StatusLine(engine.placement.rank == 0) as status:
+            _sweep(config, engine, contexts, rates, text_ids, command, found, status)
         return 0
 
     run_guarded(engine.heartbeat, sweep)
@@ -160,9 +161,12 @@ def _sweep(
     text_ids: list[int] | None,
     command: str,
     found: list[Measured],
+    status: StatusLine,
 ) -> None:
-    engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     is_first = engine.placement.rank == 0
+    status.show(f"{engine.mode}: loading weights")
+    engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
+    status.clear()
     for notice in engine.notices if is_first else []:
         print(f"alspec: {notice}", file=sys.stderr)
     if config.trace is not None and engine.mode == "paired" and engine.loop and engine.transport_name != "symm":
@@ -175,16 +179,20 @@ def _sweep(
     for rate in rates:
         if engine.loop is not None and engine.mode == "paired":
             engine.loop.speculate(config.speculation.threshold, _forced(engine, rate))
+        status.show(f"{engine.mode}: preparing")
         prepare(engine)
         stream = stream_limit(engine)
         for context in contexts:
+            status.show(f"{engine.mode}: {context} tokens")
             profile = measure(engine, context, config.steps, text_ids)
             row = _row(config, engine, profile, rate, stream, command)
             found.append((row, profile))
             if is_first:
                 append_rows(config.rows, [row])
     if config.trace is not None:
+        status.show(f"{engine.mode}: trace")
         _trace(config, engine, contexts[-1], text_ids, found[-1][0])
+    status.clear()
     engine.close()
 
 

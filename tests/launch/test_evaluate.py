@@ -193,6 +193,19 @@ def test_ablations_measure_each_setting_once(text: Path, tmp_path: Path) -> None
     assert found["turbo-mixed, blocks of 32, 1 heads low"] != found["turbo4, blocks of 32"]
 
 
+def test_a_terminal_shows_what_is_measured(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    flags = ["--contexts", "200,300", "--windows", "1", "--thresholds", "0", "--codecs", "bf16,turbo4"]
+    assert evaluate.main(["--text", str(text), *flags, "--transport", "gloo"]) == 0
+    err = capsys.readouterr().err
+    shown = re.findall(r"\x1b\[Kalspec: ([^\r]*)", err)
+    tasks = [f"bits per byte, 1 of {size} tokens, {cache}" for cache in ("bf16", "turbo4") for size in (200, 300)]
+    assert shown == ["loading weights", *tasks]
+    assert err.endswith("\r\x1b[K"), "the table does not begin on an empty line"
+
+
 def asked_to_plot(monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: list[list[dict[str, Any]]]) -> Path:
     """The picture that `plot_trace.main` is to draw, of layers 0 to 2 of step 1 of a trace."""
     write_trace(folder / "trace.json", ranks)

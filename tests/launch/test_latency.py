@@ -118,6 +118,16 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
     assert steps == set(range(WARMUP_STEPS + 4)), "of the last context alone; step 0 is the prompt"
 
 
+def test_a_terminal_shows_what_is_measured(profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    code, out, err = profile("--model", checkpoint, "--transport", "gloo", *SMALL)
+    assert code == 0
+    shown = re.findall(r"\x1b\[Kalspec: ([^\r]*)", err)
+    assert shown == [f"off: {what}" for what in ("loading weights", "preparing", "16 tokens", "24 tokens")]
+    assert err.endswith("\r\x1b[K"), "the table does not begin on an empty line"
+    assert "alspec" not in out
+
+
 def test_rows_are_appended_and_nothing_else_is_written(
     profile: Profile, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
