@@ -19,6 +19,7 @@ class SignalWatch:
     Only signals with a Python handler are seen. Handlers stay as they are, but for SIGTERM's default: with
     `takes_sigterm` it no longer ends the process. Where the program has a SIGTERM handler of its own, that stays, and
     SIGTERM is not seen. A file descriptor for signals that was there before, such as asyncio's, still gets them.
+    A forked child has none of this: its signals are its own.
     """
 
     def __init__(self, takes_sigterm: bool = False) -> None:
@@ -28,6 +29,7 @@ class SignalWatch:
         self._previous_fd = -1
         self._is_installed = threading.current_thread() is threading.main_thread()
         if self._is_installed:
+            _installed.add(self)
             self._previous_fd = signal.set_wakeup_fd(self._sending.fileno(), warn_on_full_buffer=False)
             if takes_sigterm:
                 _takers.add(self)
@@ -36,7 +38,9 @@ class SignalWatch:
 
     def wait(self, timeout_s: float | None) -> set[int]:
         """The signals that came since the last call, after at most `timeout_s`; none if `wake` ended the wait."""
-        if not select.select([self._receiving], [], [], timeout_s)[0]:
+        ready = select.poll()  # `select` takes no descriptor beyond 1023
+        ready.register(self._receiving, select.POLLIN)
+        if not ready.poll(None if timeout_s is None else timeout_s * 1e3):
             return set()
         found = set(self._receiving.recv(64)) - {0}
         is_ours = signal.getsignal(signal.SIGTERM) is _on_sigterm
@@ -58,10 +62,10 @@ class SignalWatch:
         """
         _takers.discard(self)
         if not self._is_installed or self._uninstall():
+            _installed.discard(self)
             self._receiving.close()
             self._sending.close()
             return
-        _left_open.append(self)
         if self._previous_fd >= 0:
             threading.Thread(target=self._pass_on, name="alspec-signals", daemon=True).start()
 
@@ -88,7 +92,7 @@ class SignalWatch:
 
 
 _takers: set[SignalWatch] = set()
-_left_open: list[SignalWatch] = []
+_installed: set[SignalWatch] = set()  # somebody may write to their sockets
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
@@ -97,3 +101,18 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if not _takers:  # closed outside the main thread, which could not put the default back
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
+
+
+def _forget_after_fork() -> None:
+    """In a child: what it wrote to the sockets, the parent would take for signals of its own."""
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    current = signal.set_wakeup_fd(-1)
+    if current >= 0 and all(current != watch._sending.fileno() for watch in _installed):
+        with contextlib.suppress(OSError, ValueError):
+            signal.set_wakeup_fd(current)
+    _takers.clear()
+    _installed.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

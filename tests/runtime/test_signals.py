@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -114,3 +117,40 @@ asyncio.run(program())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "arrived\n"), done.stderr
+
+
+def test_signals_of_a_forked_child_are_its_own() -> None:
+    """`multiprocessing` ends its workers with SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    watch = SignalWatch(takes_sigterm=True)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, b".")
+        time.sleep(5)
+        os._exit(0)
+    os.read(reading, 1)
+    os.close(reading)
+    os.close(writing)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert watch.wait(0) == set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert watch.wait(1) == {signal.SIGTERM}
+    watch.close()
+
+
+def test_seen_among_more_than_a_thousand_files() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 1200:
+        pytest.skip("this process may not open as many")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    with contextlib.ExitStack() as files:
+        for _ in range(1024):
+            files.enter_context(open(os.devnull, "rb"))
+        watch = SignalWatch(takes_sigterm=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.wait(1) == {signal.SIGTERM}
+        watch.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
