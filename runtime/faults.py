@@ -69,6 +69,7 @@ class Heartbeat:
         self._progress = (0, "start", -1)
         self._progress_s = time.monotonic()  # when it was marked
         self._is_waiting = False
+        self._has_missed = False  # the last wait ended with an error that others may have caused
         self._stopped = threading.Event()
         self._reporting = threading.Lock()
         self._counter = 0
@@ -106,13 +107,14 @@ class Heartbeat:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Around what needs the others: there, one that has ended its process without `stop` is missed."""
-        self._is_waiting, self._progress_s = True, time.monotonic()
+        self._has_missed, self._is_waiting, self._progress_s = False, True, time.monotonic()
         try:
             yield
         except BaseException as error:
-            self._is_waiting = _may_come_from_others(error)  # then `explain` looks for who is missed
+            self._has_missed = _may_come_from_others(error)
             raise
-        self._is_waiting = False
+        finally:
+            self._is_waiting = False  # a program that catches the error waits for nobody
 
     def stop(self) -> None:
         """Say goodbye, so that the others do not take this rank for dead. From any thread, and again."""
@@ -141,7 +143,7 @@ class Heartbeat:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
-                lost = self._lost_rank(TERMINATED_LIMIT_S, misses=self._is_waiting)
+                lost = self._lost_rank(TERMINATED_LIMIT_S, misses=self._has_missed)
             except (dist.DistError, RuntimeError):
                 lost = RankFailureError(STORE_GONE)
             if lost:
@@ -152,7 +154,7 @@ class Heartbeat:
     @property
     def watching(self) -> bool:
         """Other ranks depend on this one: leaving must not wait for them."""
-        return self._thread is not None
+        return self._thread is not None and not self._stopped.is_set()
 
     @property
     def placement(self) -> Placement:
@@ -180,7 +182,7 @@ class Heartbeat:
 
     def tell(self, cause: AlspecError) -> None:
         """What the others are to say: this process is about to leave."""
-        if self.watching and not self._stopped.is_set():
+        if self.watching:
             self._cause = cause
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self._beat()

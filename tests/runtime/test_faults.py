@@ -301,6 +301,38 @@ run_guarded(engine.heartbeat, work)
 
 
 @pytest.mark.slow
+def test_a_caught_error_waits_for_nobody(tiny_folder: Path, tmp_path: Path) -> None:
+    """Every rank gives up a text, one ends soon, the other later; an error after the goodbye is the program's own."""
+    program = write_program(
+        tmp_path,
+        """
+def cancel(done):
+    raise RuntimeError("cancelled")
+def work():
+    list(stream(engine))
+    sampling = SamplingConfig(max_new_tokens=3)
+    try:
+        list(engine.run(engine.start_generation([[1, 2, 3]], sampling), sampling, cancel))
+    except RuntimeError:
+        pass
+    if rank == 1:
+        sys.exit(0)
+    time.sleep(6)
+    print("alone", flush=True)
+    engine.heartbeat.stop()
+    raise ValueError("no such row")
+try:
+    run_guarded(engine.heartbeat, work)
+except ValueError as error:
+    print(error)
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        assert running.torchrun.wait(timeout=60) == 0, running.stderr
+        assert running.stdout.splitlines() == ["alone", "no such row"]
+
+
+@pytest.mark.slow
 def test_uncaught_error(tiny_folder: Path, tmp_path: Path) -> None:
     """Of a program without `run_guarded`: the other rank names it, whether its own collective fails first or not."""
     program = write_program(
