@@ -543,7 +543,9 @@ class Engine:
         Every rank calls it, or leaves a `with` block, before it ends: one that ends without leaves at its exit, and
         does not wait for the others.
         """
-        if self.transport is not None and not self._is_closed:
+        # At the interpreter's end, this may come after the heartbeat has left: nobody is met then.
+        has_left = self.placement.world_size > 1 and not self.heartbeat.watching
+        if self.transport is not None and not self._is_closed and not has_left:
             with self.heartbeat.waiting():
                 self.transport.flush()
                 self.transport.barrier()

@@ -124,6 +124,9 @@ class Heartbeat:
         if self._end_watch():
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self._beat(ended)
+                deadline = time.monotonic() + TERMINATED_LIMIT_S
+                while self._store_is_needed() and time.monotonic() < deadline:
+                    time.sleep(0.05)
 
     def _end_watch(self) -> bool:
         """Whether there was one."""
@@ -233,15 +236,20 @@ class Heartbeat:
     def _watch(self) -> None:
         limit_s = STALL_LIMIT_S
         terminated_at = None
+        is_store_gone = False
         while not self._stopped.is_set():
             if signal.SIGTERM in self._signals.wait(PERIOD_S if terminated_at is None else 0.1):
                 terminated_at, limit_s = terminated_at or time.monotonic(), TERMINATED_LIMIT_S
             if self._stopped.is_set():
                 return
+            lost = None
             try:
-                self._beat()
-                lost = self._lost_rank(limit_s, self._has_waited())
+                if not is_store_gone:
+                    self._beat()
+                    lost = self._lost_rank(limit_s, self._has_waited())
             except (dist.DistError, RuntimeError):
+                is_store_gone = True
+            if is_store_gone and (self._has_waited() or not self._host_has_left()):
                 lost = RankFailureError(STORE_GONE)
             if lost and not self._stopped.is_set():
                 self.end_process(lost)
@@ -295,6 +303,11 @@ class Heartbeat:
             return False
         beats = [json.loads(self._store.get(self._key(rank))) for rank in range(1, self._placement.world_size)]
         return not all(beat["ended"] or _process_state(beat) == "dead" for beat in beats)
+
+    def _host_has_left(self) -> bool:
+        """Rank 0 had the store, and has said goodbye."""
+        beat, _ = self._seen.get(0, ({}, 0.0))
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and bool(beat.get("ended"))
 
 
 def _host() -> str:
@@ -364,10 +377,6 @@ def _leave(
         return
     heartbeat._say_goodbye("left")
     # As far as it goes: there is nobody to tell.
-    with contextlib.suppress(Exception):
-        deadline = time.monotonic() + TERMINATED_LIMIT_S
-        while heartbeat._store_is_needed() and time.monotonic() < deadline:
-            time.sleep(0.05)
     with contextlib.suppress(Exception):
         release = None if release_ref is None else release_ref()
         if release is not None:

@@ -21,6 +21,9 @@ __all__ = ["PairMessage", "Transport", "connect_store"]
 TIMEOUT = timedelta(seconds=600)
 NOTICE_S = 10.0  # until ranks that wait for others to start say so
 
+# The server goes with the last store of this process; other ranks may already be at their next engine's.
+_hosted: list[dist.Store] = []
+
 # Renamed in PyTorch 2.13.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -43,14 +46,17 @@ def connect_store(placement: Placement) -> dist.Store:
     notice.daemon = True
     notice.start()
     try:
+        is_host = placement.rank == 0 and not agent_hosts
         store = dist.TCPStore(
             address,
             int(port),
             world_size=placement.world_size,
-            is_master=placement.rank == 0 and not agent_hosts,
+            is_master=is_host,
             timeout=TIMEOUT,
             multi_tenant=True,
         )
+        if is_host and not _hosted:
+            _hosted.append(store)
         return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     except dist.DistError as error:
         why = str(error).splitlines()[0]

@@ -385,6 +385,51 @@ run_guarded(engine.heartbeat, work)
         assert re.fullmatch(pattern, lines[0]), running.stderr
 
 
+@pytest.mark.slow
+def test_ranks_without_torchrun(tiny_folder: Path, tmp_path: Path) -> None:
+    """Rank 0 has the store: for the next engine, for ranks that are slow to close, and gone once it has left."""
+    program = write_program(
+        tmp_path,
+        """
+import atexit, gc
+list(stream(engine))
+release = engine._release
+engine._release = lambda: (time.sleep(rank), release())
+engine.close()
+del engine, release
+if rank == 0:
+    time.sleep(1)
+    gc.collect()
+engine = Engine.from_pretrained(sys.argv[1], transport="gloo")
+atexit.register(engine.close)  # called after the goodbye at the interpreter's end
+list(stream(engine))
+if rank == 0:
+    sys.exit(0)
+time.sleep(5)
+print("alone", flush=True)
+""",
+    )
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(tiny_folder)],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert [stdout for stdout, _ in outputs] == ["", "alone\n"]
+    assert not any("Traceback" in stderr for _, stderr in outputs), outputs
+
+
 def free_port() -> int:
     """One that nobody listens on now."""
     with socket.socket() as each:
