@@ -35,7 +35,7 @@ from ..errors import (
 )
 from .placement import Placement
 from .signals import SignalWatch
-from .transport import connect_store
+from .transport import agent_hosts_store, connect_store
 
 __all__ = ["LOADING", "Heartbeat", "run_guarded"]
 
@@ -299,7 +299,7 @@ class Heartbeat:
 
     def _store_is_needed(self) -> bool:
         """This process hosts the store of others who have not said goodbye."""
-        if self._placement.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self._placement.rank != 0 or agent_hosts_store():
             return False
         beats = [json.loads(self._store.get(self._key(rank))) for rank in range(1, self._placement.world_size)]
         return not all(beat["ended"] or _process_state(beat) == "dead" for beat in beats)
@@ -307,7 +307,7 @@ class Heartbeat:
     def _host_has_left(self) -> bool:
         """Rank 0 had the store, and has said goodbye."""
         beat, _ = self._seen.get(0, ({}, 0.0))
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and bool(beat.get("ended"))
+        return not agent_hosts_store() and bool(beat.get("ended"))
 
 
 def _host() -> str:

@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..kernels.swap import SwapCalls
 from .placement import Placement
 
-__all__ = ["PairMessage", "Transport", "connect_store"]
+__all__ = ["PairMessage", "Transport", "agent_hosts_store", "connect_store"]
 
 # Longer than any healthy wait; the heartbeat ends a job with a dead rank long before.
 TIMEOUT = timedelta(seconds=600)
@@ -28,6 +28,11 @@ _hosted: list[dist.Store] = []
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def agent_hosts_store() -> bool:
+    """torchrun's agent has the job's key-value store; otherwise rank 0 has it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def connect_store(placement: Placement) -> dist.Store:
     """Connect to the job's key-value store, which torchrun's agent hosts (rank 0 does where it does not).
 
@@ -37,7 +42,6 @@ def connect_store(placement: Placement) -> dist.Store:
         raise UserError(
             f"WORLD_SIZE is {placement.world_size}, but MASTER_ADDR and MASTER_PORT are missing; use torchrun"
         )
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if not port.isdecimal():
         raise UserError(f"MASTER_PORT: expected a number, found {port!r}")
@@ -46,7 +50,7 @@ def connect_store(placement: Placement) -> dist.Store:
     notice.daemon = True
     notice.start()
     try:
-        is_host = placement.rank == 0 and not agent_hosts
+        is_host = placement.rank == 0 and not agent_hosts_store()
         store = dist.TCPStore(
             address,
             int(port),
