@@ -35,10 +35,11 @@ def delay(engine: Engine) -> int:
     loop, sampling = engine.loop, SamplingConfig(max_new_tokens=20, ignore_eos=True)
     assert loop is not None
     step = loop.step
-    results = []
+    results: list[dict] = []
     # The first one loads and compiles.
     for slow in (None, None, *range(engine.placement.world_size)):
-        loop.step = _late(step) if engine.placement.rank == slow else step
+        late = engine.placement.rank == slow
+        loop.step = _late(step, results[-1]["seconds"] / sampling.max_new_tokens) if late else step
         generation = engine.start_generation([PROMPT], sampling)
         started = time.monotonic()
         for _ in engine.run(generation, sampling):
@@ -52,12 +53,12 @@ def delay(engine: Engine) -> int:
     return 0
 
 
-def _late(step):
-    """A rank whose host is slow at random."""
+def _late(step, step_s):
+    """A rank whose host is slow at random, by up to 0.1 s and three times what a step takes."""
     pauses = random.Random(1)
 
     def late_step(*args):
-        time.sleep(pauses.choice([0.0, 0.03, 0.1]))
+        time.sleep(pauses.choice([0.0, 0.03, 0.1]) + pauses.choice([0.0, 3 * step_s]))
         return step(*args)
 
     return late_step

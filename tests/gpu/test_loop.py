@@ -5,50 +5,41 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
+from jobs import HERE, environment, gpus, needs_gpu, torchrun
 
-NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 REPOSITORY = Path(__file__).parents[2]
-WORKER = str(Path(__file__).with_name("loop_worker.py"))
+WORKER = str(HERE / "loop_worker.py")
 CYCLES = 20
 GONE_WITHIN_S = 10.0
-# Mode, ranks, GPUs, the rank that is lost and how. Jobs of one wave run side by side, two on each GPU.
+# Mode, ranks, the first GPU, the rank that is lost and how. Jobs of one wave run side by side.
 LOSSES = [
     [
-        ("off", 2, "0,1", 1, signal.SIGKILL),
-        ("paired", 2, "0,1", 0, signal.SIGSTOP),
-        ("off", 2, "2,3", 0, signal.SIGSTOP),
-        ("paired", 2, "2,3", 1, signal.SIGKILL),
+        ("off", 2, 0, 1, signal.SIGKILL),
+        ("paired", 2, 0, 0, signal.SIGSTOP),
+        ("off", 2, 2, 0, signal.SIGSTOP),
+        ("paired", 2, 2, 1, signal.SIGKILL),
     ],
-    [("off", 4, "0,1,2,3", 3, signal.SIGKILL), ("paired", 4, "0,1,2,3", 2, signal.SIGSTOP)],
+    [("off", 4, 0, 3, signal.SIGKILL), ("paired", 4, 0, 2, signal.SIGSTOP)],
 ]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 GPUs, found {NUM_GPUS}"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [*needs_gpu, pytest.mark.timeout(600)]
 
 
 @contextmanager
-def jobs(*commands: tuple[int, str, list[str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """torchrun for each (ranks, GPUs, program with its arguments), all at once; none outlives the block."""
+def jobs(*commands: tuple[int, int, list[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """torchrun for each (ranks, first GPU, program with its arguments), all at once; none outlives the block."""
     started = []
     try:
-        for world_size, gpus, command in commands:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            torchrun += ["--nproc-per-node", str(world_size), *command]
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
-            pipe = subprocess.PIPE
-            started.append(subprocess.Popen(torchrun, env=environment, stdout=pipe, stderr=pipe, text=True))
+        for num_ranks, first, program in commands:
+            visible = gpus(first, num_ranks)
+            command, pipe = torchrun(num_ranks, visible, program), subprocess.PIPE
+            started.append(subprocess.Popen(command, env=environment(visible), stdout=pipe, stderr=pipe, text=True))
         yield started
     finally:
         for job in started:
@@ -64,13 +55,9 @@ def outcome(job: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("wave", LOSSES, ids=["2-ranks", "4-ranks"])
-def test_a_lost_rank_ends_the_job_and_is_named(wave: list[tuple[str, int, str, int, signal.Signals]]) -> None:
+def test_a_lost_rank_ends_the_job_and_is_named(wave: list[tuple[str, int, int, int, signal.Signals]]) -> None:
     """`kill -9` and `kill -STOP` in the middle of captured steps."""
-    if any(len(gpus.split(",")) > 2 for _, _, gpus, *_ in wave) and NUM_GPUS < 4:
-        pytest.skip(f"needs 4 GPUs, found {NUM_GPUS}")
-    if NUM_GPUS < 4:
-        wave = [(mode, ranks, "0,1", lost, sent) for mode, ranks, _, lost, sent in wave]
-    with jobs(*((ranks, gpus, [WORKER, mode, "endless"]) for mode, ranks, gpus, *_ in wave)) as running:
+    with jobs(*((ranks, first, [WORKER, mode, "endless"]) for mode, ranks, first, *_ in wave)) as running:
         pids = []
         for job, (_, ranks, *_) in zip(running, wave, strict=True):
             assert job.stdout is not None
@@ -94,21 +81,17 @@ def test_a_lost_rank_ends_the_job_and_is_named(wave: list[tuple[str, int, str, i
             assert all(int(match[2]) >= 1 for match in named if match), (where, lines)
 
 
-@pytest.mark.parametrize("places", [[("off", "0,1"), ("paired", "2,3")], [("paired", "0,1,2,3")]], ids=["2", "4"])
-def test_a_slow_host_changes_nothing_but_time(places: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize("places", [[("off", 2, 0), ("paired", 2, 2)], [("paired", 4, 0)]], ids=["2", "4"])
+def test_a_slow_host_changes_nothing_but_time(places: list[tuple[str, int, int]]) -> None:
     """Each rank in turn, under tensor parallelism and in a pair."""
-    if any(len(gpus.split(",")) > 2 for _, gpus in places) and NUM_GPUS < 4:
-        pytest.skip(f"needs 4 GPUs, found {NUM_GPUS}")
-    if NUM_GPUS < 4:
-        places = [(mode, "0,1") for mode, _ in places]
-    with jobs(*((len(gpus.split(",")), gpus, [WORKER, mode, "delay"]) for mode, gpus in places)) as running:
-        for job, (mode, gpus) in zip(running, places, strict=True):
+    with jobs(*((ranks, first, [WORKER, mode, "delay"]) for mode, ranks, first in places)) as running:
+        for job, (mode, ranks, _) in zip(running, places, strict=True):
             code, out, error = outcome(job)
             assert code == 0, error[-2000:]
             told = json.loads(out.strip().splitlines()[-1])
             assert told["graph"]
             plain, *late = told["results"]
-            assert len(late) == len(gpus.split(","))
+            assert len(late) == ranks
             assert len(plain["tokens"]) == 20
             assert len(plain["hits"]) == (19 if mode == "paired" else 0)
             for rank, result in enumerate(late):
@@ -119,8 +102,7 @@ def test_a_slow_host_changes_nothing_but_time(places: list[tuple[str, str]]) -> 
 
 def test_words_that_never_come_and_bad_numbers_name_rank_and_operation() -> None:
     started = time.monotonic()
-    other = "2,3" if NUM_GPUS >= 4 else "0,1"
-    with jobs((2, "0,1", [WORKER, "off", "lost"]), (2, other, [WORKER, "off", "nan"])) as (lost, spoilt):
+    with jobs((2, 0, [WORKER, "off", "lost"]), (2, 2, [WORKER, "off", "nan"])) as (lost, spoilt):
         code, out, error = outcome(lost)
         assert code != 0
         assert "alspec: exit 5: rank 1 stalled at step 0, operation MLP output, layer 2" in error, error[-2000:]
@@ -134,11 +116,10 @@ def test_words_that_never_come_and_bad_numbers_name_rank_and_operation() -> None
 
 def test_jobs_start_and_stop() -> None:
     """`CYCLES` jobs, two at a time: exit 0, soon after the last token."""
-    places = ["0,1", "2,3" if NUM_GPUS >= 4 else "0,1"]
     command = [str(REPOSITORY / "launch" / "generate.py"), "--speculation", "off", "--cuda-graph", "on"]
     command += ["--prompt", "The", "--max-new-tokens", "30"]
-    for _ in range(CYCLES // len(places)):
-        with jobs(*((2, gpus, command) for gpus in places)) as running:
+    for _ in range(CYCLES // 2):
+        with jobs((2, 0, command), (2, 2, command)) as running:
             for job in running:
                 assert job.stdout is not None
                 job.stdout.read()  # ends with the text

@@ -1,0 +1,32 @@
+"""Jobs of several ranks on the GPUs of this machine, for the tests beside it. Ranks beyond the GPUs share them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA GPU")]
+
+
+def gpus(first: int, count: int) -> str:
+    """`CUDA_VISIBLE_DEVICES` of `count` ranks from GPU `first` on; counted in turn where there are fewer."""
+    return ",".join(dict.fromkeys(str(index % NUM_GPUS) for index in range(first, first + count)))
+
+
+def torchrun(num_ranks: int, visible: str, program: list[str]) -> list[str]:
+    """The command of a job on the GPUs that it will see."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    shares = [str(HERE / "shared_gpu.py")] if num_ranks > len(visible.split(",")) else []
+    return [*command, *shares, *program]
+
+
+def environment(visible: str) -> dict[str, str]:
+    """Of that job."""
+    return os.environ | {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "1"}
