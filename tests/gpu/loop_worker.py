@@ -23,7 +23,8 @@ CAPACITY = 400
 def main() -> int:
     mode, case = sys.argv[1:]
     try:
-        engine = Engine(validate(EngineConfig, {"speculation": {"mode": mode}, "dtype": "fp32"}, "worker"))
+        config = {"speculation": {"mode": mode}, "dtype": "fp32", "transport": "symm"}
+        engine = Engine(validate(EngineConfig, config, "worker"))
         return run_guarded(engine.heartbeat, lambda: WORK[case](engine))
     except AlspecError as error:
         return report(error)

@@ -21,10 +21,11 @@ MAX_NEW_TOKENS = 24
 # verdict is nearer than 3 % to its threshold. Rounding decides what is nearer: other codes had moved a lead by 0.03.
 PROMPTS = {40: 10438, 256: 7082, 319: 8814, 320: 1673, 1500: 6021, 8192 - MAX_NEW_TOKENS: 4006}
 THRESHOLDS = ("0", "0.05", "0.1", "0.25", "inf")
-# Four ranks that take turns on a GPU need 0.1 s for a step.
+# Ranks that take turns on a GPU are slow: two need 0.03 s for a step, four 0.1 s.
 THRESHOLDS_OF_4 = THRESHOLDS if NUM_GPUS >= 4 else ("0", "0.1")
-LONG = {"threshold": "0.1", "sampling": {"max_new_tokens": 1500, "temperature": 0.8, "top_p": 0.95, "seed": 3}}
-MIN_SWAPS = 5000
+LONG_TOKENS = 1500 if NUM_GPUS >= 2 else 600
+LONG = {"threshold": "0.1", "sampling": {"max_new_tokens": LONG_TOKENS, "temperature": 0.8, "top_p": 0.95, "seed": 3}}
+MIN_SWAPS = LONG_TOKENS * 10 // 3
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ RUNS = {
     ],
 }
 # Jobs of one wave run side by side: ranks, and the first of their GPUs.
-WAVES = [[(1, 2), (2, 0)], [(4, 0)]] if NUM_GPUS >= 4 else [[(1, 0)], [(2, 0)], [(4, 0)]]
+WAVES = [[(1, 2), (2, 0)], [(4, 0)]]
 WITH_LONG = ("simulated1", "paired2", "swapped2", *(("paired4", "swapped4") if NUM_GPUS >= 4 else ()))
 
 
@@ -198,7 +199,7 @@ def test_thousands_of_role_swaps(
     swaps = sum(hits)  # each accepted layer makes the receiver the sender
     record_property("swaps", swaps)
     print(f"{name}: {swaps} role swaps, {len(hits) - swaps} rejected guesses")
-    assert len(ours["hits"]) == LONG["sampling"]["max_new_tokens"] - 1
+    assert len(ours["hits"]) == LONG_TOKENS - 1
     assert ours["tokens"] == reference["tokens"]
     assert ours["hits"] == reference["hits"]
     assert swaps > MIN_SWAPS
