@@ -1,4 +1,7 @@
-"""Jobs of several ranks on the GPUs of this machine, for the tests beside it. Ranks beyond the GPUs share them."""
+"""Jobs of several ranks on the GPUs of this machine, for the tests beside it.
+
+With `ALSPEC_SHARE_GPUS=1` ranks beyond the GPUs share them: then one is enough, and the tests here take ten minutes.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,13 @@ import torch
 
 HERE = Path(__file__).parent
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+MAX_RANKS = 4 if NUM_GPUS and os.environ.get("ALSPEC_SHARE_GPUS") == "1" else NUM_GPUS
 
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA GPU")]
+
+def needs(num_ranks: int) -> pytest.MarkDecorator:
+    """Skip a test without GPUs for so many ranks."""
+    reason = f"needs {num_ranks} GPUs, or ALSPEC_SHARE_GPUS=1 and one; found {NUM_GPUS}"
+    return pytest.mark.skipif(num_ranks > MAX_RANKS, reason=reason)
 
 
 def gpus(first: int, count: int) -> str:

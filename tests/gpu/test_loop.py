@@ -11,24 +11,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import HERE, environment, gpus, needs_gpu, torchrun
+from jobs import HERE, environment, gpus, needs, torchrun
 
 REPOSITORY = Path(__file__).parents[2]
 WORKER = str(HERE / "loop_worker.py")
 CYCLES = 20
 GONE_WITHIN_S = 10.0
 # Mode, ranks, the first GPU, the rank that is lost and how. Jobs of one wave run side by side.
-LOSSES = [
-    [
-        ("off", 2, 0, 1, signal.SIGKILL),
-        ("paired", 2, 0, 0, signal.SIGSTOP),
-        ("off", 2, 2, 0, signal.SIGSTOP),
-        ("paired", 2, 2, 1, signal.SIGKILL),
-    ],
-    [("off", 4, 0, 3, signal.SIGKILL), ("paired", 4, 0, 2, signal.SIGSTOP)],
+LOSSES_OF_2 = [
+    ("off", 2, 0, 1, signal.SIGKILL),
+    ("paired", 2, 0, 0, signal.SIGSTOP),
+    ("off", 2, 2, 0, signal.SIGSTOP),
+    ("paired", 2, 2, 1, signal.SIGKILL),
 ]
+LOSSES_OF_4 = [("off", 4, 0, 3, signal.SIGKILL), ("paired", 4, 0, 2, signal.SIGSTOP)]
 
-pytestmark = [*needs_gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, needs(2), pytest.mark.timeout(600)]
 
 
 @contextmanager
@@ -54,7 +52,9 @@ def outcome(job: subprocess.Popen[str]) -> tuple[int, str, str]:
     return job.returncode, out, error
 
 
-@pytest.mark.parametrize("wave", LOSSES, ids=["2-ranks", "4-ranks"])
+@pytest.mark.parametrize(
+    "wave", [pytest.param(LOSSES_OF_2, id="2-ranks"), pytest.param(LOSSES_OF_4, id="4-ranks", marks=needs(4))]
+)
 def test_a_lost_rank_ends_the_job_and_is_named(wave: list[tuple[str, int, int, int, signal.Signals]]) -> None:
     """`kill -9` and `kill -STOP` in the middle of captured steps."""
     with jobs(*((ranks, first, [WORKER, mode, "endless"]) for mode, ranks, first, *_ in wave)) as running:
@@ -81,7 +81,13 @@ def test_a_lost_rank_ends_the_job_and_is_named(wave: list[tuple[str, int, int, i
             assert all(int(match[2]) >= 1 for match in named if match), (where, lines)
 
 
-@pytest.mark.parametrize("places", [[("off", 2, 0), ("paired", 2, 2)], [("paired", 4, 0)]], ids=["2", "4"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param([("off", 2, 0), ("paired", 2, 2)], id="2-ranks"),
+        pytest.param([("paired", 4, 0)], id="4-ranks", marks=needs(4)),
+    ],
+)
 def test_a_slow_host_changes_nothing_but_time(places: list[tuple[str, int, int]]) -> None:
     """Each rank in turn, under tensor parallelism and in a pair."""
     with jobs(*((ranks, first, [WORKER, mode, "delay"]) for mode, ranks, first in places)) as running:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import HERE, NUM_GPUS, environment, gpus, needs_gpu, torchrun
+from jobs import HERE, MAX_RANKS, NUM_GPUS, environment, gpus, needs, torchrun
 
 from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
@@ -48,8 +48,8 @@ class Run:
         return {"name": self.name, "engine": engine, "sampled": sampled, "thresholds": thresholds, "long": long}
 
 
-# The runs of the jobs with 1, 2 and 4 ranks, one after the other in each.
-RUNS = {
+# The runs of the jobs with 1, 2 and 4 ranks, one after the other in each; those that the GPUs here allow.
+ALL_RUNS = {
     1: [
         Run("off1", "off", "auto", "on"),
         Run("launched1", "off", "auto", "off"),
@@ -80,8 +80,9 @@ RUNS = {
         Run("swapped4", "paired", "nccl", "on", THRESHOLDS_OF_4),
     ],
 }
+RUNS = {world_size: runs for world_size, runs in ALL_RUNS.items() if world_size <= MAX_RANKS}
 # Jobs of one wave run side by side: ranks, and the first of their GPUs.
-WAVES = [[(1, 2), (2, 0)], [(4, 0)]]
+WAVES = [[(1, 2), (2, 0)], [(4, 0)]] if MAX_RANKS >= 4 else [[(1, 0)], [(2, 0)]]
 WITH_LONG = ("simulated1", "paired2", "swapped2", *(() if FOUR_SHARE else ("paired4", "swapped4")))
 
 
@@ -91,11 +92,11 @@ def names(*modes: str, turbo: bool = False) -> list[str]:
     return [run.name for run in runs if (run.kv_cache != "bf16") == turbo]
 
 
-pytestmark = [*needs_gpu, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, needs(2), pytest.mark.timeout(1200)]
 
 
 def _batches(num_ranks: int) -> list[list[list[int]]]:
-    """Prompts of English, so that the verdicts are those of real text, and one ragged batch. Four ranks that share get two."""
+    """Prompts of English, so that the verdicts are those of real text, and a ragged batch; two for four that share."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
     ids = 4 * tokenizer.encode(text, add_bos=False)
