@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import HERE, environment, gpus, needs, torchrun
+from gpu_jobs import HERE, environment, gpus, needs, torchrun
 
 REPOSITORY = Path(__file__).parents[2]
 WORKER = str(HERE / "loop_worker.py")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import HERE, MAX_RANKS, NUM_GPUS, environment, gpus, needs, torchrun
+from gpu_jobs import HERE, MAX_RANKS, NUM_GPUS, environment, gpus, needs, torchrun
 
 from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
