@@ -72,8 +72,10 @@ class Heartbeat:
         self._has_missed = False  # the last wait ended with an error that others may have caused
         self._stopped = threading.Event()
         self._reporting = threading.Lock()
+        self._beating = threading.Lock()
         self._counter = 0
         self._cause: AlspecError | None = None  # what ends this process, for the others to repeat
+        self._ended: Literal["", "closed", "left"] = ""
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._thread: threading.Thread | None = None
 
@@ -122,8 +124,9 @@ class Heartbeat:
 
     def _say_goodbye(self, ended: Literal["closed", "left"]) -> None:
         if self._end_watch():
+            self._ended = ended
             with contextlib.suppress(dist.DistError, RuntimeError):
-                self._beat(ended)
+                self._beat()
                 deadline = time.monotonic() + TERMINATED_LIMIT_S
                 while self._store_is_needed() and time.monotonic() < deadline:
                     time.sleep(0.05)
@@ -211,22 +214,24 @@ class Heartbeat:
     def _key(self, rank: int) -> str:
         return f"beat/{rank}"
 
-    def _beat(self, ended: Literal["", "closed", "left"] = "") -> None:
-        self._counter += 1
-        step, operation = self._place()
-        beat = {
-            "counter": self._counter,
-            "step": step,
-            "op": operation,
-            "patience_s": LOAD_LIMIT_S if operation == LOADING else self._patience_s,
-            "pid": os.getpid(),
-            "born": _born(os.getpid()),
-            "host": _host(),
-            "ended": ended,
-            "cause": str(self._cause or ""),
-            "interrupted": isinstance(self._cause, InterruptedJobError),
-        }
-        self._store.set(self._key(self._placement.rank), json.dumps(beat))
+    def _beat(self) -> None:
+        """Publish what this rank is at, built and set as one: an older record of another thread must not come last."""
+        with self._beating:
+            self._counter += 1
+            step, operation = self._place()
+            beat = {
+                "counter": self._counter,
+                "step": step,
+                "op": operation,
+                "patience_s": LOAD_LIMIT_S if operation == LOADING else self._patience_s,
+                "pid": os.getpid(),
+                "born": _born(os.getpid()),
+                "host": _host(),
+                "ended": self._ended,
+                "cause": str(self._cause or ""),
+                "interrupted": isinstance(self._cause, InterruptedJobError),
+            }
+            self._store.set(self._key(self._placement.rank), json.dumps(beat))
 
     def _place(self) -> tuple[int, str]:
         """Step and operation."""

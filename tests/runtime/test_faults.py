@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from alspec.errors import RankFailureError
 from alspec.launch.generate import main
+from alspec.runtime import faults
+from alspec.runtime.placement import Placement
 
 GENERATE = Path(__file__).resolve().parents[2] / "launch" / "generate.py"
 GONE_WITHIN_S = 10.0
@@ -428,6 +433,45 @@ print("alone", flush=True)
     assert [process.returncode for process in ranks] == [0, 0], outputs
     assert [stdout for stdout, _ in outputs] == ["", "alone\n"]
     assert not any("Traceback" in stderr for _, stderr in outputs), outputs
+
+
+class SlowStore:
+    """Holds what the heartbeat's thread sets until another thread has set something, or has been kept from it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.holds, self._other = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        is_other = threading.current_thread() is threading.main_thread()
+        if not is_other:
+            self.holds.set()
+            self._other.wait(1.0)
+        self._store.set(key, value)
+        if is_other:
+            self._other.set()
+
+
+def test_a_cause_that_is_told_is_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the beating thread is between a record's building and its setting."""
+    store = dist.HashStore()
+    monkeypatch.setattr(faults, "connect_store", lambda placement: store)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    other, own = (faults.Heartbeat(Placement(rank, 2, rank, 2)) for rank in range(2))
+    starting = threading.Thread(target=other.start)
+    starting.start()
+    own.start()
+    starting.join()
+    other.stop()
+    slow = SlowStore(own._store)
+    own._store = slow
+    assert slow.holds.wait(5)
+    own.tell(RankFailureError("a full disk"))
+    own._end_watch()
+    assert json.loads(store.get("alspec/beat/1"))["cause"] == "a full disk"
 
 
 def free_port() -> int:
