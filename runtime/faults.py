@@ -46,6 +46,10 @@ TERMINATED_LIMIT_S = 2.0
 # While weights are read, a rank may be busy in one long call.
 LOADING = "load"
 LOAD_LIMIT_S = 60.0
+# A rank without a beat that has had more than this share of a core since the last one is in a long call that keeps
+# Python's lock from the heartbeat (a large json.load, a regular expression), and is as well as while it reads weights.
+# Less is a deadlock: what one thread did before it, in up to a period, has faded by the time of the limit.
+BUSY_SHARE = 0.15
 # What Python's own handling of Ctrl-C has before another thread ends a command.
 INTERRUPT_LIMIT_S = 0.5
 STORE_GONE = "the job's key-value store is gone: torchrun (or rank 0) died"
@@ -56,7 +60,8 @@ class Heartbeat:
 
     Use `mark` before each operation, `waiting` around what other ranks take part in; `stop` before the process ends
     well. A process that ends without `stop` leaves as well as it can, see `start`. `patience_s` is how long the others
-    bear with a rank that does not beat, where that is more than a few seconds.
+    bear with a rank that does not beat, where that is more than a few seconds; on the same host, they bear longer with
+    one that computes meanwhile.
 
     SIGTERM, where the program has no handler of its own, ends the process once the others have had time to show which
     of them failed. All other signals are the program's.
@@ -76,7 +81,8 @@ class Heartbeat:
         self._counter = 0
         self._cause: AlspecError | None = None  # what ends this process, for the others to repeat
         self._ended: Literal["", "closed", "left"] = ""
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
+        # Of each other rank, its newest beat, when that was first seen, and the process's CPU time then.
+        self._seen: dict[int, tuple[dict[str, Any], float, float]] = {}
         self._thread: threading.Thread | None = None
 
     def start(self, release: Callable[[], None] | None = None) -> None:
@@ -277,11 +283,11 @@ class Heartbeat:
         beats = [json.loads(beat) for beat in self._store.multi_get([self._key(rank) for rank in peers])]
         now = time.monotonic()
         for rank, beat in zip(peers, beats, strict=True):
-            last, since = self._seen.get(rank, (None, now))
+            state, cpu_s = _process_state(beat)
+            last, since, cpu_then_s = self._seen.get(rank, (None, now, cpu_s))
             if last is None or last["counter"] != beat["counter"]:
-                since = now
-            self._seen[rank] = (beat, since)
-            state = _process_state(beat)
+                since, cpu_then_s = now, cpu_s
+            self._seen[rank] = (beat, since, cpu_then_s)
             where = f"step {beat['step']}, operation {beat['op']}"
             if state == "dead":
                 beat = json.loads(self._store.get(self._key(rank)))  # its last one
@@ -296,7 +302,8 @@ class Heartbeat:
                 return RankFailureError(beat["cause"])
             if state == "dead":
                 return RankFailureError(f"rank {rank} died at {where}; see its own output above for the cause")
-            if now - since > max(limit_s, beat["patience_s"]):
+            is_busy = state == "running" and cpu_s - cpu_then_s > BUSY_SHARE * (now - since)
+            if now - since > max(limit_s, beat["patience_s"], LOAD_LIMIT_S if is_busy else 0.0):
                 _kill_stalled(beat)
                 line = f"rank {rank} stalled at {where}: {state}, no heartbeat for {now - since:.1f} s"
                 return RankFailureError(line)
@@ -307,11 +314,11 @@ class Heartbeat:
         if self._placement.rank != 0 or agent_hosts_store():
             return False
         beats = [json.loads(self._store.get(self._key(rank))) for rank in range(1, self._placement.world_size)]
-        return not all(beat["ended"] or _process_state(beat) == "dead" for beat in beats)
+        return not all(beat["ended"] or _process_state(beat)[0] == "dead" for beat in beats)
 
     def _host_has_left(self) -> bool:
         """Rank 0 had the store, and has said goodbye."""
-        beat, _ = self._seen.get(0, ({}, 0.0))
+        beat, *_ = self._seen.get(0, ({}, 0.0, 0.0))
         return not agent_hosts_store() and bool(beat.get("ended"))
 
 
@@ -338,19 +345,20 @@ def _born(pid: int) -> str:
         return ""
 
 
-def _process_state(beat: dict[str, Any]) -> str:
-    """`dead`, `stopped` or `running` for a process of this host, `silent` for one of another."""
+def _process_state(beat: dict[str, Any]) -> tuple[str, float]:
+    """`dead`, `stopped` or `running` for a process of this host, with its CPU time; `silent` for one of another."""
     if beat["host"] != _host():
-        return "silent"
+        return "silent", 0.0
     try:
-        letter = _stat(beat["pid"])[0]
+        stat = _stat(beat["pid"])
     except (FileNotFoundError, ProcessLookupError):
-        return "dead"
+        return "dead", 0.0
     except OSError:
-        return "silent"
-    if _born(beat["pid"]) != beat["born"]:
-        return "dead"
-    return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(letter, "running")
+        return "silent", 0.0
+    if stat[19] != beat["born"]:
+        return "dead", 0.0
+    state = {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(stat[0], "running")
+    return state, (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _kill_stalled(beat: dict[str, Any]) -> None:

@@ -154,6 +154,52 @@ def test_lost_rank(
         assert "Traceback (most recent call last)" not in "".join(lines)
 
 
+LONG_CALLS = {
+    "computes": ("compute(7)", 60, None),
+    "computes for too long": ("compute(40)", 6, r"running, no heartbeat for [6-9]\.\d s"),
+    "waits": ("ctypes.PyDLL(None).sleep(40)", 60, r"running, no heartbeat for [45]\.\d s"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("call", "limit_s", "found"), LONG_CALLS.values(), ids=LONG_CALLS)
+def test_a_call_that_holds_pythons_lock(
+    call: str, limit_s: int, found: str | None, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """No heartbeat then; a rank that computes meanwhile is borne with, one that does not is stuck."""
+    program = write_program(
+        tmp_path,
+        f"""
+import ctypes
+from alspec.runtime import faults
+faults.LOAD_LIMIT_S = {limit_s}
+def compute(seconds):
+    sys.setswitchinterval(100)  # no other thread has its turn
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        pass
+    sys.setswitchinterval(0.005)
+tokens = stream(engine)
+next(tokens)
+time.sleep(1)  # for a beat that does not tell of loading
+if rank == 1:
+    {call}
+sys.stdout.write(f"{{len(list(tokens))}} more\\n")
+sys.stdout.flush()
+engine.close()
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        code = running.torchrun.wait(timeout=60)
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        if found is None:
+            assert (code, lines) == (0, []), running.stderr
+            assert running.stdout.splitlines() == ["2 more"] * 2
+        else:
+            assert len(lines) == 1, running.stderr
+            assert re.fullmatch(rf"alspec: exit 5: rank 1 stalled at step 0, operation .+: {found}", lines[0])
+
+
 @pytest.mark.slow
 def test_sigterm_to_torchrun(tiny_folder: Path, tmp_path: Path) -> None:
     with job(tmp_path, 2, [*LONG, "--model", str(tiny_folder), "--speculation", "paired"]) as running:
