@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +29,7 @@ from ..models.tokenizer import Tokenizer
 from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
 from .codecs import Cache, check_codec, new_cache
-from .faults import LOADING, Heartbeat
+from .faults import LOADING, Heartbeat, error_on_its_way
 from .generation import Generation, IdDecoder, Request, Token
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
 from .placement import Placement, choose_device, choose_mode
@@ -541,16 +541,29 @@ class Engine:
         """Leave in order: all ranks meet, then the heartbeat says goodbye, then the process groups end.
 
         Every rank calls it, or leaves a `with` block, before it ends: one that ends without leaves at its exit, and
-        does not wait for the others.
+        does not wait for the others. Called while an error is on its way, as in a `finally` block, it meets the others
+        only where they close as well; those that wait for this rank in a step end, and name it.
         """
         # At the interpreter's end, this may come after the heartbeat has left: nobody is met then.
         has_left = self.placement.world_size > 1 and not self.heartbeat.watching
         if self.transport is not None and not self._is_closed and not has_left:
-            with self.heartbeat.waiting():
-                self.transport.flush()
-                self.transport.barrier()
-            # Graphs first, then symmetric buffers, then process groups: NCCL waits for graphs that refer to it.
-            self._release()
-            self.heartbeat.stop()
-            self.transport.close()
+            error = error_on_its_way()
+            if error is None:
+                with self.heartbeat.waiting():
+                    self.transport.flush()
+                self._close_together(self.transport)
+            elif self.heartbeat.meets_after(error):
+                # Messages may have no receiver any more; and the error on its way is the one to be seen.
+                with suppress(RuntimeError):
+                    self._close_together(self.transport)
         self._is_closed = True
+
+    def _close_together(self, transport: Transport) -> None:
+        """Every rank is here, or on its way."""
+        self.heartbeat.closing()
+        with self.heartbeat.waiting():
+            transport.barrier()
+        # Graphs first, then symmetric buffers, then process groups: NCCL waits for graphs that refer to it.
+        self._release()
+        self.heartbeat.stop()
+        transport.close()

@@ -35,9 +35,9 @@ from ..errors import (
 )
 from .placement import Placement
 from .signals import SignalWatch
-from .transport import agent_hosts_store, connect_store
+from .transport import NOTICE_S, TIMEOUT, agent_hosts_store, connect_store
 
-__all__ = ["LOADING", "Heartbeat", "run_guarded"]
+__all__ = ["LOADING", "Heartbeat", "error_on_its_way", "run_guarded"]
 
 PERIOD_S = 0.5
 STALL_LIMIT_S = 4.0
@@ -80,6 +80,8 @@ class Heartbeat:
         self._beating = threading.Lock()
         self._counter = 0
         self._cause: AlspecError | None = None  # what ends this process, for the others to repeat
+        self._is_closing = False
+        self._has_failed = False  # the cause is an error that it closes after: who misses it ends, and it stays
         self._ended: Literal["", "closed", "left"] = ""
         # Of each other rank, its newest beat, when that was first seen, and the process's CPU time then.
         self._seen: dict[int, tuple[dict[str, Any], float, float]] = {}
@@ -124,6 +126,43 @@ class Heartbeat:
         finally:
             self._is_waiting = False  # a program that catches the error waits for nobody
 
+    def closing(self) -> None:
+        """Tell the others that this rank needs them for nothing but `close`."""
+        self._is_closing = True
+        if self.watching:
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self._beat()
+
+    def meets_after(self, error: BaseException) -> bool:
+        """In `close`, while `error` is on its way: whether all the others come to `close`, too.
+
+        They do where all of them had the error, or nobody needed this rank any more. One that waits for it anywhere
+        else ends instead, and names it and its error, which is then for the caller to show.
+        """
+        if self._placement.world_size == 1:
+            return True
+        self.closing()
+        # An error of a collective may be a lost rank's, which shows before that.
+        tells_after_s = STALL_LIMIT_S + 1 if _may_come_from_others(error) else 0.0
+        started, is_noticed = time.monotonic(), False
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone
+            while (waited_s := time.monotonic() - started) < TIMEOUT.total_seconds():
+                if self._cause is None and waited_s >= tells_after_s:
+                    self._has_failed = True
+                    self.tell(self._own_failure(error, "closed its engine after an error"))
+                if self._lost_rank(STALL_LIMIT_S, misses=True):
+                    return False
+                if all(beat["closing"] for beat, *_ in self._seen.values()):
+                    if self._has_failed:
+                        self._cause, self._has_failed = None, False
+                    return True
+                if waited_s > NOTICE_S and not is_noticed:
+                    is_noticed = True
+                    what = f"rank {self._placement.rank} closes after {type(error).__name__}: {error}"
+                    print(f"alspec: {what}; waiting for the others to close", file=sys.stderr, flush=True)
+                time.sleep(0.05)
+        return False
+
     def stop(self) -> None:
         """Say goodbye, so that the others do not take this rank for dead. From any thread, and again."""
         self._say_goodbye("closed")
@@ -150,7 +189,7 @@ class Heartbeat:
 
     def explain(self, timeout_s: float) -> AlspecError | None:
         """After an error of a collective: the lost rank that explains it, if one shows within `timeout_s`."""
-        if not self.watching:
+        if not self.watching or self._has_failed:  # the others are lost because of this one
             return None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -199,13 +238,13 @@ class Heartbeat:
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self._beat()
 
-    def _own_failure(self, error: BaseException) -> AlspecError:
+    def _own_failure(self, error: BaseException, ended: str = "died") -> AlspecError:
         if isinstance(error, KeyboardInterrupt):
             return InterruptedJobError("interrupted")
         step, operation = self._place()
         kind = "" if isinstance(error, AlspecError) else f"{type(error).__name__}: "
         what = " ".join(f"{kind}{error}".split())[:300]
-        return RankFailureError(f"rank {self._placement.rank} died at step {step}, operation {operation}: {what}")
+        return RankFailureError(f"rank {self._placement.rank} {ended} at step {step}, operation {operation}: {what}")
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
@@ -233,6 +272,8 @@ class Heartbeat:
                 "pid": os.getpid(),
                 "born": _born(os.getpid()),
                 "host": _host(),
+                "closing": self._is_closing,
+                "failed": self._has_failed,
                 "ended": self._ended,
                 "cause": str(self._cause or ""),
                 "interrupted": isinstance(self._cause, InterruptedJobError),
@@ -262,7 +303,7 @@ class Heartbeat:
                 is_store_gone = True
             if is_store_gone and (self._has_waited() or not self._host_has_left()):
                 lost = RankFailureError(STORE_GONE)
-            if lost and not self._stopped.is_set():
+            if lost and not self._has_failed and not self._stopped.is_set():
                 self.end_process(lost)
             if terminated_at is not None and time.monotonic() - terminated_at > TERMINATED_LIMIT_S + 2 * PERIOD_S:
                 print(f"alspec: rank {self._placement.rank} ended by SIGTERM", file=sys.stderr, flush=True)
@@ -291,15 +332,16 @@ class Heartbeat:
             where = f"step {beat['step']}, operation {beat['op']}"
             if state == "dead":
                 beat = json.loads(self._store.get(self._key(rank)))  # its last one
-            if beat["ended"] == "left" and misses:
-                return RankFailureError(f"rank {rank} left at {where} without closing its engine")
-            if beat["ended"]:
+            if beat["ended"] and not (beat["ended"] == "left" and misses):
                 continue
-            # It leaves, maybe because of another rank.
-            if beat["interrupted"]:
-                return InterruptedJobError("interrupted")
-            if beat["cause"]:
-                return RankFailureError(beat["cause"])
+            # It leaves, maybe because of another rank; or it waits in `close`, and is missed only elsewhere.
+            if not beat["failed"] or state == "dead" or (misses and not self._is_closing):
+                if beat["interrupted"]:
+                    return InterruptedJobError("interrupted")
+                if beat["cause"]:
+                    return RankFailureError(beat["cause"])
+            if beat["ended"]:
+                return RankFailureError(f"rank {rank} left at {where} without closing its engine")
             if state == "dead":
                 return RankFailureError(f"rank {rank} died at {where}; see its own output above for the cause")
             is_busy = state == "running" and cpu_s - cpu_then_s > BUSY_SHARE * (now - since)
@@ -380,7 +422,7 @@ def _leave(
     heartbeat = heartbeat_ref()
     if heartbeat is None or os.getpid() != pid:
         return
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # printed: nobody has caught it
+    error = _uncaught_error()
     if error is not None:
         lost = heartbeat.explain(TERMINATED_LIMIT_S) if _may_come_from_others(error) else None
         if lost is not None:
@@ -389,6 +431,8 @@ def _leave(
         heartbeat._end_watch()
         return
     heartbeat._say_goodbye("left")
+    if heartbeat._has_failed:
+        return  # the device may wait for those who are gone
     # As far as it goes: there is nobody to tell.
     with contextlib.suppress(Exception):
         release = None if release_ref is None else release_ref()
@@ -471,3 +515,13 @@ def run_guarded(heartbeat: Heartbeat, work: Callable[[], int]) -> int:
 def _may_come_from_others(error: BaseException) -> bool:
     """Collectives and stores fail with RuntimeError and its kinds in PyTorch; Python's own kinds are ours."""
     return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError | RecursionError)
+
+
+def error_on_its_way() -> BaseException | None:
+    """What this thread is handling, be it in a `finally` block, or what nobody has caught."""
+    return sys.exception() or _uncaught_error()
+
+
+def _uncaught_error() -> BaseException | None:
+    """It has been printed: the interpreter is at its end."""
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

@@ -1,0 +1,129 @@
+"""Programs under torchrun for tests of faults: their outputs, and the processes of their ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+GENERATE = Path(__file__).resolve().parents[2] / "launch" / "generate.py"
+GONE_WITHIN_S = 10.0
+LONG = ["--prompt-ids", "1,2,3,4,5", "--max-new-tokens", "100000", "--ignore-eos", "--transport", "gloo"]
+
+
+class Job:
+    """torchrun with launch/generate.py or another program, its outputs in files, and the processes of its ranks."""
+
+    def __init__(
+        self, folder: Path, world_size: int, flags: list[str], program: Path = GENERATE, options: tuple[str, ...] = ()
+    ) -> None:
+        self._outputs = [folder / "stdout.txt", folder / "stderr.txt"]
+        with self._outputs[0].open("w") as stdout, self._outputs[1].open("w") as stderr:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",))]
+            self.torchrun = subprocess.Popen(
+                [*torchrun, "--nproc-per-node", str(world_size), str(program), *flags],
+                stdout=stdout,
+                stderr=stderr,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        self.ranks: dict[int, int] = {}  # rank -> process
+
+    @property
+    def stdout(self) -> str:
+        return self._outputs[0].read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self._outputs[1].read_text(errors="replace")
+
+    def find_ranks(self) -> dict[int, int]:
+        """torchrun's child processes by their RANK."""
+        found = {}
+        for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            if parent_of(process) == self.torchrun.pid:
+                variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                rank = next((one[5:] for one in variables if one.startswith(b"RANK=")), None)
+                if rank is not None:
+                    found[int(rank)] = process
+        return found
+
+    def wait_for_tokens(self) -> None:
+        """Until rank 0 has printed some and a second more, for a heartbeat that tells of a decode step."""
+        deadline = time.monotonic() + 90
+        while len(self.stdout) < 5:
+            assert self.torchrun.poll() is None, self.stderr
+            assert time.monotonic() < deadline, f"no tokens within 90 s\n{self.stderr}"
+            time.sleep(0.05)
+        time.sleep(1.0)
+        self.ranks = self.find_ranks()
+
+    def seconds_until_gone(self) -> float:
+        """Wait for torchrun and every rank to end; a process that only waits to be reaped has ended."""
+        started = time.monotonic()
+        while self.torchrun.poll() is None or any(map(is_running, self.ranks.values())):
+            assert time.monotonic() - started < 60, f"still running\n{self.stderr}"
+            time.sleep(0.05)
+        return time.monotonic() - started
+
+
+def stat_of(process: int) -> list[str]:
+    """State and parent onwards of /proc/PID/stat; empty for a process that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def parent_of(process: int) -> int | None:
+    stat = stat_of(process)
+    return int(stat[1]) if stat else None
+
+
+def is_running(process: int) -> bool:
+    stat = stat_of(process)
+    return bool(stat) and stat[0] not in "ZX"
+
+
+@contextmanager
+def job(folder: Path, world_size: int, flags: list[str], *program: Any) -> Iterator[Job]:
+    started = Job(folder, world_size, flags, *program)
+    try:
+        yield started
+    finally:
+        for process in {**started.find_ranks(), **started.ranks}.values():
+            if parent_of(process) == started.torchrun.pid:
+                os.kill(process, signal.SIGKILL)
+        started.torchrun.kill()
+        started.torchrun.wait()
+
+
+def write_program(folder: Path, text: str) -> Path:
+    """A program for torchrun, after what all of them need."""
+    program = folder / "program.py"
+    program.write_text(f"{PROGRAM}{text}", encoding="utf-8")
+    return program
+
+
+PROGRAM = """
+import asyncio, os, signal, sys, threading, time
+from alspec import Engine, SamplingConfig
+from alspec.runtime.faults import run_guarded
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def stream(engine, length=3):
+    return engine.stream("The road", SamplingConfig(max_new_tokens=length, ignore_eos=True))
+engine = Engine.from_pretrained(sys.argv[1], transport="gloo")
+"""
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return int(each.getsockname()[1])
