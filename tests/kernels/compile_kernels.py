@@ -270,8 +270,12 @@ def quantised_cache(capability: int) -> dict[str, Any]:
 def report(ptx: str) -> dict[str, int]:
     """Assemble PTX once more: registers, spilled bytes, 16-byte copies, products in the foreground."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
+    # As Triton chooses: where it has two, the second is for compute capability 10.0 and up.
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    tool = next(path for path in (folder / "ptxas-blackwell", folder / "ptxas") if path.exists() and _knows(path, arch))
+    tools = [folder / "ptxas", folder / "ptxas-blackwell"]
+    if int(re.search(r"\d+", arch)[0]) >= 100:
+        tools.reverse()
+    tool = next(path for path in tools if path.exists() and _knows(path, arch))
     with tempfile.TemporaryDirectory() as work:
         Path(work, "k.ptx").write_text(ptx)
         command = [tool, "-v", f"--gpu-name={arch}", f"{work}/k.ptx", "-o", f"{work}/k.cubin"]
