@@ -4,18 +4,22 @@ A record holds one block of 64 tokens of one KV head as 32-bit words, bit 0 firs
 
     [K codes: 2 D b][K parameters: D / 2][V codes: 2 D b][V parameters: D / 2]      words, D = head_dim, b = 4 or 2 bits
 
-Decode multiplies `S^T = K q^T` and `O^T = V^T P^T` with the instruction m16n8k16, whose left operand A is [16, 16].
-Lane `4 g + t` of a warp (g < 8, t < 4) holds four 32-bit registers of it, (kh, rh) in the order 00, 01, 10, 11: rows
-`8 rh + g`, columns `8 kh + 2 t + i`, i = 0 in the lower half of the register, i = 1 in the upper. Codes lie in this
-order, so that 16 bytes loaded by a lane are its registers for several such tiles; a mask and a shift take them apart:
+Decode multiplies `S^T = K q^T` with the instruction m16n8k16 and `O^T = V^T P^T` with m16n8k32. Their left operand A is
+[16, 16] halves or [16, 32] bytes. Lane `4 g + t` of a warp (g < 8, t < 4) holds four 32-bit registers of it, (kh, rh)
+in the order 00, 01, 10, 11. Codes lie in this order, so that 16 bytes loaded by a lane are its registers for several
+such tiles, taken apart by masks:
 
-- A is K [64 tokens, D channels], or V^T [D channels, 64 tokens]. Both have 4 token tiles and D / 16 channel tiles.
-- A 16-bit half holds F = 16 / b codes. Code f, at bits `b f`, is of channel tile `cf CW + cw` and token tile
-  `tw TF + tf`, where `f = tf CF + cf`, CF = min(F, D / 16), CW = D / 16 / CF, TF = F / CF.
-- Words, slowest first: K [tw][cw][g][t][kh][rh], V [cw][tw][g][t][kh][rh].
+- K [64 tokens, D channels]: a register has rows `8 rh + g`, columns `8 kh + 2 t + i`, i = 0 in its lower half, i = 1 in
+  the upper. There are 4 token tiles and D / 16 channel tiles. A half holds F = 16 / b codes. Code f, at bits `b f`, is
+  of channel tile `cf CW + cw` and token tile `tw TF + tf`, where `f = tf CF + cf`, CF = min(F, D / 16),
+  CW = D / 16 / CF, TF = F / CF. Words, slowest first: [tw][cw][g][t][kh][rh].
+- V^T [D channels, 64 tokens]: a register has rows `8 rh + g`, its byte `jl + 2 jh` token `16 kh + 8 jl + 2 t + jh` of
+  32: a sum over tokens takes them in any order, and this is that of P's registers. There are 2 token tiles and D / 16
+  channel tiles. A byte holds F = 8 / b codes. Code f, at bits `b f`, is of channel tile `cw F + f`. Words, slowest
+  first: [cw][token tile][g][t][kh][rh].
 
-So a code's place in its byte depends on its channel alone: `code_shift(c) = b ((c / 16 / CW) % (8 / b))`. The kernel
-reads codes where they lie, as fp16 denormals, and takes this power of two out of the channel's scale.
+So a code's place in its byte depends on its channel alone: for K, `code_shift(c) = b ((c / 16 / CW) % (8 / b))`; for V,
+`b ((c / 16) % F)`. The kernel reads codes where they lie, and takes this power of two out of the channel's scale.
 
 Parameters are bytes: D of `s_int`, then D of `z + 128`, each in the order in which lanes use them. K's are factors of
 q, the right operand: [t][channel tile][kh][i], channel `16 tile + 8 kh + 2 t + i`. V's are factors of rows of the
@@ -108,7 +112,7 @@ def record_words(bits: int, head_dim: int) -> int:
 
 
 def code_shift(bits: int, head_dim: int) -> Tensor:
-    """[D] int64: bit of its byte at which the codes of each channel begin."""
+    """[D] int64: bit of its byte at which K's codes of each channel begin."""
     in_fields, in_words, _, _ = _tiles(bits, head_dim)
     tile = torch.arange(head_dim) // 16
     return bits * (tile // in_words % min(in_fields, 8 // bits))
@@ -159,15 +163,16 @@ def _tiles(bits: int, head_dim: int) -> tuple[int, int, int, int]:
 
 
 # Sizes of the permutations, by what they count: `cf`, `cw` channel tiles and `tf`, `tw` token tiles as above; 2, 8 or
-# 2, 4, 2 are (rh, g) or (kh, t, i): a token is (tw, tf, rh, g) of K and (tw, tf, kh, t, i) of V, a channel
-# (cf, cw, kh, t, i) of K and (cf, cw, rh, g) of V.
+# 2, 4, 2 are (rh, g) or (kh, t, i): a token of K is (tw, tf, rh, g), a channel (cf, cw, kh, t, i). A token of V is
+# (tile, kh, jl, t, jh), a channel (cw, f, rh, g).
 def _pack_codes(codes: Tensor, bits: int, transposed: bool = False) -> Tensor:
     """[..., words] int32 of codes [..., 64, D]; `transposed`: of V."""
-    cf, cw, tf, tw = _tiles(bits, codes.shape[-1])
     x = codes.reshape(-1, *codes.shape[-2:]).to(torch.int64)
     if transposed:
-        x = x.view(-1, tw, tf, 2, 4, 2, cf, cw, 2, 8).permute(0, 7, 1, 9, 4, 3, 8, 5, 2, 6)
+        x = x.view(-1, 2, 2, 2, 4, 2, codes.shape[-1] * bits // 128, 8 // bits, 2, 8)
+        x = x.permute(0, 6, 1, 9, 4, 2, 8, 5, 3, 7)
     else:
+        cf, cw, tf, tw = _tiles(bits, codes.shape[-1])
         x = x.view(-1, tw, tf, 2, 8, cf, cw, 2, 4, 2).permute(0, 1, 6, 4, 8, 7, 3, 9, 2, 5)
     shifts = torch.arange(0, 32, bits, device=x.device)
     return _signed((x.reshape(x.shape[0], -1, 32 // bits) << shifts).sum(-1))
@@ -175,12 +180,12 @@ def _pack_codes(codes: Tensor, bits: int, transposed: bool = False) -> Tensor:
 
 def _unpack_codes(words: Tensor, bits: int, head_dim: int, transposed: bool = False) -> Tensor:
     """Codes [..., 64, D] int32 of words [..., W]."""
-    cf, cw, tf, tw = _tiles(bits, head_dim)
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     x = words.reshape(-1, words.shape[-1], 1) >> shifts & (1 << bits) - 1
     if transposed:
-        x = x.view(-1, cw, tw, 8, 4, 2, 2, 2, tf, cf).permute(0, 2, 8, 5, 4, 7, 9, 1, 6, 3)
+        x = x.view(-1, head_dim * bits // 128, 2, 8, 4, 2, 2, 2, 2, 8 // bits).permute(0, 2, 5, 8, 4, 7, 1, 9, 6, 3)
     else:
+        cf, cw, tf, tw = _tiles(bits, head_dim)
         x = x.view(-1, tw, cw, 8, 4, 2, 2, 2, tf, cf).permute(0, 1, 8, 6, 3, 9, 2, 5, 4, 7)
     return x.reshape(*words.shape[:-1], BLOCK, head_dim)
 

@@ -47,8 +47,8 @@ def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
     TF: tl.constexpr = 16 // BITS // CF
     TW: tl.constexpr = 4 // TF
     if IS_V:
-        x = tl.reshape(codes, [TW, TF, 2, 4, 2, CF, CW, 2, 8])
-        x = tl.permute(x, [6, 0, 8, 3, 2, 7, 4, 1, 5])
+        x = tl.reshape(codes, [2, 2, 2, 4, 2, D * BITS // 128, 8 // BITS, 2, 8])
+        x = tl.permute(x, [5, 0, 8, 3, 1, 7, 4, 2, 6])
     else:
         x = tl.reshape(codes, [TW, TF, 2, 8, CF, CW, 2, 4, 2])
         x = tl.permute(x, [0, 5, 3, 7, 6, 2, 8, 1, 4])
@@ -64,7 +64,7 @@ def _unpack_codes(words, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr
     TW: tl.constexpr = 4 // TF
     x = (words[:, None] >> (BITS * tl.arange(0, 32 // BITS))[None, :]) & ((1 << BITS) - 1)
     if IS_V:
-        x = tl.permute(tl.reshape(x, [CW, TW, 8, 4, 2, 2, 2, TF, CF]), [1, 7, 4, 3, 6, 8, 0, 5, 2])
+        x = tl.permute(tl.reshape(x, [D * BITS // 128, 2, 8, 4, 2, 2, 2, 2, 8 // BITS]), [1, 4, 7, 3, 6, 0, 8, 5, 2])
     else:
         x = tl.permute(tl.reshape(x, [TW, CW, 8, 4, 2, 2, 2, TF, CF]), [0, 7, 5, 2, 8, 1, 4, 3, 6])
     return tl.reshape(x, [TOKENS, D])

@@ -4,13 +4,15 @@ A step takes W blocks, one for each warp (the leading size of all tensors here),
 
     S^T = K q^T,   O^T = V^T P^T
 
-Codes and bytes become fp16 without conversion: as the low bits of a half they are denormals, code 2^-24, or 2^-24 times
-the power of two of their place. What is linear moves to where it costs least: the s_int of K into q, once per block;
-z of K into one sum for each head, added to all scores; s_int and z of V, and every power of two, into the rows of the
-output. Up to four heads (HEADS) have two columns each: a lane holds both, and goes on with one.
+K's codes and bytes become fp16 without conversion: as the low bits of a half they are denormals, code 2^-24, or 2^-24
+times the power of two of their place. What is linear moves to where it costs least: the s_int of K into q, once per
+block; z of K into one sum for each head, added to all scores. The product with V is in INT8: see turbo_values.py. Up to
+four heads (HEADS) have two columns each: a lane holds both scores, and goes on with one.
 
-Products are exact, but for the rounding of q s_int and of P to fp16; sums are fp32. With SAS the weights P are those of
-`alspec/sas.py`, and what rescales sums, between steps and between warps, stays an exact power of two.
+Products are exact, but for the rounding of q s_int to fp16 and of P to 16 bits, of the tail's P to fp16; sums are fp32
+or exact. A block's weights are relative to its own largest, so that in a long context they have as many bits as in a
+short one. With SAS they are those of `alspec/sas.py`, and what rescales sums, between blocks and between warps, stays
+an exact power of two.
 
 Where operands are built with `tl.join`, the compiler gives a lane four columns in a row of each 16 (kWidth 4) instead
 of two and two. So the columns of such a product are named in *operand order* (t, kh, i), 16 at a time: then the
@@ -26,6 +28,7 @@ from .flashq_layout import BLOCK
 from .merge import inverse_of_sum, log2_of_sum, sum_of_warps
 from .sas import sas_exp2
 from .turbo_records import await_side, load_scales, read_k, read_v, send_side, side_of
+from .turbo_values import add_values, first_values, last_values
 from .words import INTERPRETED
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
@@ -33,7 +36,6 @@ __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens"
 COLUMNS = tl.constexpr(8)  # query heads of a product
 TOKENS = tl.constexpr(BLOCK)
 ULP = tl.constexpr(2.0**-24)  # of a denormal half: the value of its lowest bit
-BYTE = tl.constexpr(32768.0)  # of `_bytes_as_floats`: the byte is the second lowest of a float's mantissa
 NEVER = tl.constexpr(-1.0e30)  # the maximum of no tokens: finite, so that differences are numbers
 
 
@@ -65,31 +67,6 @@ def _bytes_as_halves(x):
             "=h,=h,=h,=h,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
         )  # fmt: skip
     return tl.join(tl.join(a, c), tl.join(b, d))
-
-
-@triton.jit
-def _bytes_as_floats(x):
-    """The four bytes of each word as fp32, BYTE + n: [..., 2, 2]."""
-    if INTERPRETED:
-        a = (((x & 255) << 8) | 0x47000000).to(tl.float32, bitcast=True)
-        b = ((((x >> 8) & 255) << 8) | 0x47000000).to(tl.float32, bitcast=True)
-        c = ((((x >> 16) & 255) << 8) | 0x47000000).to(tl.float32, bitcast=True)
-        d = ((((x >> 24) & 255) << 8) | 0x47000000).to(tl.float32, bitcast=True)
-    else:
-        a, b, c, d = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $4, 0x47000000, 0x7604; prmt.b32 $1, $4, 0x47000000, 0x7614;"
-            " prmt.b32 $2, $4, 0x47000000, 0x7624; prmt.b32 $3, $4, 0x47000000, 0x7634;",
-            "=&r,=&r,=&r,=r,r", [x], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    return tl.join(tl.join(a, c), tl.join(b, d))
-
-
-@triton.jit
-def _byte_times(x, scale):
-    """(x - BYTE) scale, of `_bytes_as_floats`: fused, thus exact, and one instruction. |scale| is below 2^112."""
-    if INTERPRETED:
-        return (x - BYTE) * scale  # where `tl.fma` rounds twice
-    return tl.fma(x, scale, scale * -BYTE)
 
 
 @triton.jit
@@ -191,14 +168,14 @@ def scaled_query(q_ptr, output, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr,
 
 
 @triton.jit
-def _powers(BITS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, SIGN: tl.constexpr):
-    """2^(SIGN shift) fp32 of the place of each channel, or each pair of them (N = D / 2), in its byte.
+def _inverse_powers(BITS: tl.constexpr, D: tl.constexpr):
+    """2^-shift fp32 of the place in its byte of each pair of K's channels, [D / 2]: see flashq_layout.py.
 
-    See flashq_layout.py. Bits and no division: the compiler sees that a thread's values are constants.
+    Bits and no division: the compiler sees that a thread's values are constants.
     """
-    SIZE: tl.constexpr = (5 if D * BITS > 256 else 4) - (1 if D > N else 0)  # log2, to the next place
-    shift = ((tl.arange(0, N) >> SIZE) & (8 // BITS - 1)) * BITS
-    return ((127 + SIGN * shift) << 23).to(tl.float32, bitcast=True)
+    SIZE: tl.constexpr = 4 if D * BITS > 256 else 3  # log2, to the next place
+    shift = ((tl.arange(0, D // 2) >> SIZE) & (8 // BITS - 1)) * BITS
+    return ((127 - shift) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -236,16 +213,6 @@ def _for_columns(words, W: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _on_outputs(x, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """`s_int` or `z` of `load_v`, four bytes of each word [W, D, 2, 2], for an output [W, D, HEADS]."""
-    x = tl.permute(tl.reshape(x, [W, 8, 4, D // 16, 2]), (0, 3, 4, 1, 2))
-    x = tl.reshape(x, [W, D, 4])
-    if HEADS > 4:
-        x = tl.reshape(tl.broadcast_to(x[:, :, :, None], [W, D, 4, HEADS // 4]), [W, D, HEADS])
-    return x
-
-
-@triton.jit
 def attend_blocks(
     row_max,
     row_sum,
@@ -276,14 +243,13 @@ def attend_blocks(
     count = blocks[3]
     unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)  # the bytes are z + 128
     unbias = _of_heads(unbias, HEADS)[None, None, :]
-    q_power = _powers(BITS, D, D // 2, -1)[:, None]
+    q_power = _inverse_powers(BITS, D)[:, None]
     q_words = tl.permute(tl.reshape(_pairs(even * q_power, odd * q_power), [TILES, 2, 4, COLUMNS]), (0, 2, 1, 3))
     q_words = tl.reshape(q_words, [D // 2, COLUMNS])
-    v_power = (_powers(BITS, D, D, -1) * (1.0 / ULP))[None, :, None]
-    ones = tl.full([W, 16, TOKENS], 1.0, tl.float16)
     qk_scale *= 1.0 / ULP / ULP
     k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
     steps = tl.cdiv(count, W)
+    state = first_values(row_sum, acc, W, D, HEADS)
     for i in tl.range(0, steps, num_stages=1):
         if BULK:
             k_words, k_s, k_z, done = read_k(await_side(slots, parity, False, W, D), D, BITS)
@@ -305,37 +271,19 @@ def attend_blocks(
 
         unit = k_scale[:, None] * qk_scale[None, :]
         largest = tl.max(s, 1) * unit
+        x = s * unit[:, None, :] - largest[:, None, :]
         if W > 1:
             inside = (i * W + warps < count)[:, None]
-            largest = tl.where(inside, largest, NEVER)
+            largest = tl.where(inside, largest, float("-inf"))
         new_max = tl.maximum(row_max, largest)
-        alpha = tl.exp2(row_max - new_max)
-        base = new_max
-        if W > 1:
-            base = tl.where(inside, new_max, -NEVER)
-        x = s * unit[:, None, :] - base[:, None, :]
-        p = sas_exp2(x, cutoff) if SAS else tl.exp2(x)
-        p = _as_right_operand(p, W, TOKENS, HEADS)
-        # The sum over tokens takes them in the order in which registers make pairs in the product with V.
-        weight = tl.permute(tl.reshape(p, [W, 2, 2, 2, 8, COLUMNS]), (0, 1, 3, 2, 4, 5))
-        weight = _of_heads(tl.dot(ones, tl.reshape(weight, [W, TOKENS, COLUMNS])), HEADS)
+        alpha, beta = tl.exp2(row_max - new_max), tl.exp2(largest - new_max)
         row_max = new_max
-        row_sum = row_sum * alpha[:, None, :] + weight
-
-        # O^T = V^T P^T
-        v = tl.reshape(_codes(v_words, BITS), [W, CW, TW, 8, 4, 2, 2, 2, TF, CF])
-        v = tl.reshape(tl.permute(v, (0, 9, 1, 6, 3, 2, 8, 4, 5, 7)), [W, D, TOKENS])
-        p = tl.reshape(tl.permute(tl.reshape(p, [W, 4, 2, 4, 2, COLUMNS]), (0, 1, 3, 2, 4, 5)), [W, TOKENS, COLUMNS])
-        o = _of_heads(tl.dot(v, p), HEADS)
-        s_int = _bytes_as_floats(v_s)
-        s_int = _byte_times(_on_outputs(s_int, HEADS, W, D), v_scale[:, None, None] * v_power)
-        z = _on_outputs(_bytes_as_halves(v_z).to(tl.float32), HEADS, W, D)
-        weight *= v_scale[:, None, None]
-        acc = acc * alpha[:, None, :] + _on_rows(weight * -128.0, W, D)
-        acc += z * _on_rows(weight * (1.0 / ULP), W, D)
-        acc += o * s_int
+        # The cutoff is below the maximum so far, not the block's.
+        p = sas_exp2(x, (cutoff + (new_max - largest))[:, None, :]) if SAS else tl.exp2(x)
+        state = add_values(state, p, alpha, beta, v_scale, v_words, v_s, v_z, HEADS, W, D, BITS)
         k_scale, v_scale = next_k_scale, next_v_scale
         parity ^= 1
+    row_sum, acc = last_values(state, D, HEADS)
     return row_max, row_sum, acc, parity
 
 

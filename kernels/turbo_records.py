@@ -182,12 +182,20 @@ def await_side(slots, parity, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constex
 
 @triton.jit
 def _read(side, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
-    """SIZE words, 2 or 4, of each lane from word `at` [1, 32] + OFFSET of its warp's side on: [W, 32 SIZE].
+    """SIZE words, 2 or 4, of each lane from word `at` [1, 32] + OFFSET of its warp's side on: [W, 32] each.
 
-    And with a side in shared memory one of them, [W, 32], in a tuple: with it that read is done.
+    And with a side in shared memory one of them in a tuple: with it that read is done.
     """
     if side.dtype.is_ptr():
         words = tl.load((side + at + OFFSET)[:, :, None] + tl.arange(0, SIZE)[None, None, :])
+        if SIZE == 4:
+            even, odd = tl.split(tl.reshape(words, [side.shape[0], 32, 2, 2]))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+            x = (first, second, third, fourth)
+        else:
+            first, second = tl.split(words)
+            x = (first, second)
         done = ()
     else:
         at = side + at * 4
@@ -202,8 +210,8 @@ def _read(side, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
                 f"ld.shared.v2.b32 {{$0, $1}}, [$2+{BYTES}];", "=r,=r,r", [at],
                 dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
             )  # fmt: skip
-        words, done = _side_by_side(x, SIZE), (x[0],)
-    return tl.reshape(words, [side.shape[0], 32 * SIZE]), done
+        done = (x[0],)
+    return x, done
 
 
 @triton.jit
@@ -212,6 +220,7 @@ def _read_rows(side, at, OFFSET: tl.constexpr, STRIDE: tl.constexpr, N: tl.const
     rows, done = (), ()
     for n in tl.static_range(N):
         row, row_done = _read(side, at, OFFSET + STRIDE * n, 4)
+        row = tl.reshape(_side_by_side(row, 4), [side.shape[0], LANE_WORDS])
         rows, done = rows + (row,), done + row_done  # noqa: RUF005 (Triton has no *)
     words = tl.reshape(_side_by_side(rows, N), [side.shape[0], LANE_WORDS, N])
     return tl.reshape(tl.permute(words, (0, 2, 1)), [side.shape[0], N * LANE_WORDS]), done
@@ -251,14 +260,17 @@ def read_k(side, D: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def read_v(side, D: tl.constexpr, BITS: tl.constexpr):
-    """V of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, D] the words of a lane's rows.
+    """V of a step, [W, 32] int32: codes, four words of a lane for each D BITS / 64, and words of `s_int` and of `z`.
 
-    Those are the same for all t, [g][t][D / 32]: for each column of an output. And what frees the slot.
+    Those are the same for all t, D / 32 of [g], each of two channel tiles. And what frees the slot.
     """
     CODES: tl.constexpr = 2 * D * BITS
     RUN: tl.constexpr = D // 32
     lanes = tl.arange(0, 32)[None, :]
-    words, done = _read_rows(side, lanes * 4, 0, LANE_WORDS, CODES // LANE_WORDS)
+    words, done = (), ()
+    for n in tl.static_range(CODES // LANE_WORDS):
+        row, row_done = _read(side, lanes * 4, LANE_WORDS * n, 4)
+        words, done = words + (row,), done + row_done  # noqa: RUF005 (Triton has no *)
     s_int, s_done = _read(side, lanes // 4 * RUN, CODES, RUN)
     z, z_done = _read(side, lanes // 4 * RUN, CODES + D // 4, RUN)
     return words, s_int, z, done + s_done + z_done

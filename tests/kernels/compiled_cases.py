@@ -374,6 +374,9 @@ CASES: dict[str, Callable[[], Found]] = {
         partial(turbo, (900,), 4, 1, 128, 2), r"or\.b32 read, read, [^;]*;", "", "shared"
     ),
     "broken turbo, not transposed": broken(_small_turbo, r"(movmatrix[^;]*) (%\w+), u;", r"mov.b32 \2, u;", "error"),
+    "broken turbo, bytes not transposed": broken(
+        _small_turbo, r"movmatrix[^;]*\s(%\w+, %\w+);", r"mov.b32 \1;", "error"
+    ),
 }
 
 

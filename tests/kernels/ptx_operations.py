@@ -368,11 +368,23 @@ def _transpose(m: Machine, i: Instruction, x: Values) -> Values:
     return np.ascontiguousarray(x.view(np.uint16).reshape(-1, 8, 8).swapaxes(1, 2)).reshape(-1).view(np.uint32)
 
 
-@_operation("mma.sync.aligned.m16n8k16", "*pair", "*pair", "*", result="*")
+@_operation("mma.sync.aligned.m16n8k16 mma.sync.aligned.m16n8k8", "*pair", "*pair", "*", result="*")
 def _product(m: Machine, i: Instruction, a: Values, b: Values, start: Values) -> Values:
     """Of fp16 or bf16, summed in fp32: each sum is rounded once here."""
-    a = a.astype(np.float64).reshape(-1, 8, 4, 2, 2, 2)  # w g t e c r
-    a = a.transpose(0, 5, 1, 4, 2, 3).reshape(-1, 16, 16)  # of w r g c t e
-    b = b.astype(np.float64).reshape(-1, 8, 4, 2, 2).transpose(0, 4, 2, 3, 1).reshape(-1, 16, 8)  # of w n t e g
-    product = (a @ b).reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4)  # w g t r e
+    columns = a.shape[-1] // 2
+    a = a.astype(np.float64).reshape(-1, 8, 4, 2, columns, 2)  # w g t e c r
+    a = a.transpose(0, 5, 1, 4, 2, 3).reshape(-1, 16, 8 * columns)  # of w r g c t e
+    b = b.astype(np.float64).reshape(-1, 8, 4, 2, columns).transpose(0, 4, 2, 3, 1)
+    product = a @ b.reshape(-1, 8 * columns, 8)  # of w n t e g
+    product = product.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4)  # w g t r e
     return (product.reshape(-1, 4) + start).astype(np.float32)
+
+
+@_operation("mma.sync.aligned.m16n8k32", "*b32", "*b32", "*", result="*")
+def _product_of_bytes(m: Machine, i: Instruction, a: Values, b: Values, start: Values) -> Values:
+    assert i.modifiers.count("u8") == 2, "bytes with a sign"
+    a = np.ascontiguousarray(a).view(np.uint8).astype(np.int32).reshape(-1, 8, 4, 2, 2, 4)  # w g t c r e
+    a = a.transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 32)  # of w r g c t e
+    b = np.ascontiguousarray(b).view(np.uint8).astype(np.int32).reshape(-1, 8, 4, 2, 4)
+    product = a @ b.transpose(0, 3, 2, 4, 1).reshape(-1, 32, 8)  # of w n t e g
+    return product.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(-1, 4) + start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,35 +41,29 @@ def test_every_lane_loads_its_operand_registers(bits: int, head_dim: int) -> Non
     words = [word & 0xFFFFFFFF for word in pack_record(k, v, bits).tolist()]
     shift = code_shift(bits, head_dim).tolist()
     tiles = head_dim // 16
-    rows, columns = {"k": 4, "v": tiles}, {"k": tiles, "v": 4}
-    size = 2 * head_dim * bits
-    for side, codes, begin in (("k", k.codes, 0), ("v", v.codes.T, size + head_dim // 2)):
-        loads: dict[tuple[int, int], set[int]] = {}
-        for row_tile in range(rows[side]):
-            for column_tile in range(columns[side]):
-                channel_tile, token_tile = (column_tile, row_tile) if side == "k" else (row_tile, column_tile)
-                per_half = min(16 // bits, tiles)
-                over_words, in_half = tiles // per_half, 16 // bits // per_half
-                load = (
-                    token_tile // in_half * over_words + channel_tile % over_words
-                    if side == "k"
-                    else channel_tile % over_words * (4 // in_half) + token_tile // in_half
-                )
-                field = token_tile % in_half * per_half + channel_tile // over_words
-                loads.setdefault((load, field), set()).add(row_tile * 100 + column_tile)
-                for lane in range(32):
-                    g, t = lane // 4, lane % 4
-                    for register in range(4):
-                        word = words[begin + (load * 32 + lane) * 4 + register]
-                        for i in range(2):
-                            row = 16 * row_tile + 8 * (register % 2) + g
-                            column = 16 * column_tile + 8 * (register // 2) + 2 * t + i
-                            code = word >> 16 * i + bits * field & 2**bits - 1
-                            assert code == codes[row, column]
-                            channel = column if side == "k" else row
-                            assert bits * field % 8 == shift[channel]
-        assert all(len(places) == 1 for places in loads.values())
-        assert len(loads) == rows[side] * columns[side]
+    per_half = min(16 // bits, tiles)
+    over_words, in_half = tiles // per_half, 16 // bits // per_half
+    places = set()
+    for token_tile, channel_tile, lane, register, i in product(range(4), range(tiles), range(32), range(4), range(2)):
+        load = token_tile // in_half * over_words + channel_tile % over_words
+        bit = 16 * i + bits * (token_tile % in_half * per_half + channel_tile // over_words)
+        places.add((load, lane, register, bit))
+        token = 16 * token_tile + 8 * (register % 2) + lane // 4
+        channel = 16 * channel_tile + 8 * (register // 2) + 2 * (lane % 4) + i
+        code = words[(load * 32 + lane) * 4 + register] >> bit & 2**bits - 1
+        assert code == k.codes[token, channel]
+        assert bit % 8 == shift[channel]
+    assert len(places) == 64 * head_dim
+    begin = 2 * head_dim * bits + head_dim // 2
+    places.clear()
+    for token_tile, channel_tile, lane, register, i in product(range(2), range(tiles), range(32), range(4), range(4)):
+        load = 2 * (channel_tile // (8 // bits)) + token_tile
+        bit = 8 * i + bits * (channel_tile % (8 // bits))
+        places.add((load, lane, register, bit))
+        token = 32 * token_tile + 16 * (register // 2) + 8 * (i % 2) + 2 * (lane % 4) + i // 2
+        channel = 16 * channel_tile + 8 * (register % 2) + lane // 4
+        assert words[begin + (load * 32 + lane) * 4 + register] >> bit & 2**bits - 1 == v.codes[token, channel]
+    assert len(places) == 64 * head_dim
 
 
 @pytest.mark.parametrize(("bits", "head_dim"), SHAPES)

@@ -1,9 +1,10 @@
 """Decode over the quantised cache, plain and speculative, against the fp64 oracles on the dequantised cache.
 
-Bounds: q s_int and P are rounded to fp16, 2^-11 relative at most, each once; everything else is exact or fp32. So the
-output differs by about 2^-11 in relative RMS (the errors of P have both signs), and `lse` by that of one score: at most
-2^-11 sum_c |q_c s_int_c q2_c| of the largest, which these inputs keep below a few thousandths. SAS weights are relative
-to the maximum so far, the oracle's to the last one: 1.02e-4 each, of either sign; the tolerance has room.
+Bounds: q s_int is rounded to fp16, 2^-11 relative at most, and so is P in the tail; in blocks P is rounded to 2^-17 of
+the block's largest. Everything else is exact or fp32. So the output differs by about 2^-11 in relative RMS (the errors
+of P have both signs), and `lse` by that of one score: at most 2^-11 sum_c |q_c s_int_c q2_c| of the largest, which
+these inputs keep below a few thousandths. SAS weights are relative to a block's maximum, the oracle's to the row's:
+1.02e-4 each, of either sign; the tolerance has room.
 """
 
 from __future__ import annotations
@@ -318,7 +319,7 @@ def test_sas_cutoff_is_that_of_each_request(device: torch.device, beyond: float,
         # A part without the newest token keeps the others: less is dropped.
         assert launch.out.abs().amax() <= 1.02e-3 * launch.v.nan_to_num().abs().amax()
     else:
-        # P is a denormal of fp16 here, with five bits or six.
+        # In the tail P is a denormal of fp16 here, with five bits or six.
         close(launch.out, expected, 2**-6)
         if launch.speculation is not None:
             args = (launch.q.cpu(), launch.k, launch.v, launch.seq_lens.cpu(), S, 64**-0.5, "sas")
