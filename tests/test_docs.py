@@ -308,6 +308,21 @@ def test_prose_says_what_the_rows_say() -> None:
     assert f"| 1.3x SDPA up to 8K {goal}" in lean
 
 
+def test_prose_about_quantised_caches_says_what_the_rows_say() -> None:
+    """How many times faster than the bf16 kernel of the same run."""
+    prose = (ROOT / "docs" / "turbo_attention.md").read_text(encoding="utf-8")
+
+    def speedups(heads: str, codec: str) -> str:
+        shape = {"bench": "decode_attention", "heads": heads}
+        bf16 = medians_of("turbo_attention", **shape, codec="bf16", impl="alspec.lean_decode_attention")
+        ours = medians_of("turbo_attention", **shape, codec=codec, impl="alspec.turbo_decode_attention")
+        return " | ".join(f"{bf16[context] / us:.2f}x" for context, us in ours.items())
+
+    assert f"| `turbo4` | 1.8x at 8K, 2.7x at 32K, 3.3x at 128K | {speedups('32/8', 'turbo4')} |" in prose
+    assert f"| `turbo-mixed` | 4.2x at 128K | {speedups('32/8', 'turbo-mixed')} |" in prose
+    assert f"| `turbo4`, 8/2 heads | | {speedups('8/2', 'turbo4')} |" in prose
+
+
 def test_picture(project: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = project / "drawn.png"
