@@ -267,6 +267,28 @@ def quantised_cache(capability: int) -> dict[str, Any]:
     }
 
 
+def lanes_elsewhere(ttgir: str) -> list[str]:
+    """Layouts of tensors [W, 32] in assembly where an element is not in the lane of its column, the warp of its row.
+
+    Instructions of whole warps (products, transpositions, copies by an elected lane) would then mean something else.
+    """
+    natural = (
+        r"#ttg\.blocked<\{sizePerThread = \[1, 1\], threadsPerWarp = \[1, 32\], warpsPerCTA = \[\d+, 1\], .*",
+        # A register more may hold the same once more.
+        r"#ttg\.linear<\{register = \[(?:\[0, 0\])?\], lane = \[\[0, 1\], \[0, 2\], \[0, 4\], \[0, 8\], \[0, 16\]\], "
+        r"warp = \[\[1, 0\], \[2, 0\]\], .*",
+    )
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", ttgir, re.MULTILINE))
+    used = {
+        name
+        for line in ttgir.splitlines()
+        if "tt.elementwise_inline_asm" in line
+        for name in re.findall(r"tensor<\d+x32x\w+, (#\w+)>", line[line.rindex("} ") :])
+    }
+    assert used, "no assembly over lanes"
+    return [layouts[name] for name in used if not any(re.fullmatch(kind, layouts[name]) for kind in natural)]
+
+
 def report(ptx: str) -> dict[str, int]:
     """Assemble PTX once more: registers, spilled bytes, 16-byte copies, products in the foreground."""
     arch = re.search(r"\.target (\w+)", ptx)[1]

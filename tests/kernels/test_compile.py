@@ -40,7 +40,8 @@ def test_warps_go_over_records_by_themselves(form: str) -> None:
         f"import compile_kernels, json, waiting; kernel = compile_kernels.turbo(90, {form})\n"
         "over_records = [loop for loop in waiting.loops(kernel.asm['cubin']) if loop.count('UBLKCP') == 2][:2]\n"
         "names = ('BAR', 'STS', 'STL', 'LDL', 'LDSM', 'LDS', 'SYNCS', 'LDG')\n"
-        "print(json.dumps([{name: loop.count(name) for name in names} for loop in over_records]))"
+        "counts = [{name: loop.count(name) for name in names} for loop in over_records]\n"
+        "print(json.dumps([counts, compile_kernels.lanes_elsewhere(kernel.asm['ttgir'])]))"
     )
     environment["PYTHONPATH"] = str(Path(__file__).parent)
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
@@ -48,5 +49,7 @@ def test_warps_go_over_records_by_themselves(form: str) -> None:
     by_lanes = {"BAR": 0, "STS": 0, "STL": 0, "LDL": 0, "LDSM": 0, "SYNCS": 4, "LDG": 2}
     # K and V codes, then parameters: 4 of K and 2 of V, of heads of 64 half as many of K.
     reads = {"128": (14, 22), "64": (8, 12)}[form.split(", ")[1]]
-    found = sorted(json.loads(done.stdout), key=lambda loop: loop["LDS"])
+    counts, elsewhere = json.loads(done.stdout)
+    assert elsewhere == []
+    found = sorted(counts, key=lambda loop: loop["LDS"])
     assert found == [by_lanes | {"LDS": count} for count in reads]
