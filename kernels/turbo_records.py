@@ -24,6 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .words import INTERPRETED
+
 __all__ = [
     "await_side",
     "load_scales",
@@ -186,7 +188,7 @@ def _read(side, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
 
     And with a side in shared memory one of them in a tuple: with it that read is done.
     """
-    if side.dtype.is_ptr():
+    if INTERPRETED:
         words = tl.load((side + at + OFFSET)[:, :, None] + tl.arange(0, SIZE)[None, None, :])
         if SIZE == 4:
             even, odd = tl.split(tl.reshape(words, [side.shape[0], 32, 2, 2]))
@@ -198,19 +200,23 @@ def _read(side, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
             x = (first, second)
         done = ()
     else:
-        at = side + at * 4
+        # By assembly from memory as well: with a load the compiler would choose which lane has what.
+        IS_SLOT: tl.constexpr = not side.dtype.is_ptr()
+        SPACE: tl.constexpr = "shared" if IS_SLOT else "global"
+        KIND: tl.constexpr = "r" if IS_SLOT else "l"
         BYTES: tl.constexpr = OFFSET * 4
+        place = side.to(tl.int32 if IS_SLOT else tl.int64) + at * 4
         if SIZE == 4:
             x = tl.inline_asm_elementwise(
-                f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{BYTES}];", "=r,=r,=r,=r,r", [at],
+                f"ld.{SPACE}.v4.b32 {{$0, $1, $2, $3}}, [$4+{BYTES}];", f"=r,=r,=r,=r,{KIND}", [place],
                 dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
             )  # fmt: skip
         else:
             x = tl.inline_asm_elementwise(
-                f"ld.shared.v2.b32 {{$0, $1}}, [$2+{BYTES}];", "=r,=r,r", [at],
+                f"ld.{SPACE}.v2.b32 {{$0, $1}}, [$2+{BYTES}];", f"=r,=r,{KIND}", [place],
                 dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
             )  # fmt: skip
-        done = (x[0],)
+        done = (x[0],) if IS_SLOT else ()
     return x, done
 
 

@@ -53,3 +53,17 @@ def test_warps_go_over_records_by_themselves(form: str) -> None:
     assert elsewhere == []
     found = sorted(counts, key=lambda loop: loop["LDS"])
     assert found == [by_lanes | {"LDS": count} for count in reads]
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+def test_assembly_has_its_lanes(capability: int) -> None:
+    """Where records are read from memory, and on Blackwell; on Hopper, see above."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    program = (
+        f"import compile_kernels; kernel = compile_kernels.turbo({capability}, 4, 128, 1, False)\n"
+        "assert compile_kernels.lanes_elsewhere(kernel.asm['ttgir']) == []\n"
+        "assert compile_kernels.report(kernel.asm['ptx'])['spills'] == 0"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
