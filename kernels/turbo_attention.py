@@ -10,7 +10,7 @@ partials are merged by the program that arrives last, and the guess over sink an
 - A program is four warps, two on an SM: one ticket and one partial for all four, merged through shared memory.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
-3 and 4; those of lean_attention.py. The order of records, and codes read as fp16 instead of INT8 products, are ours.
+3 and 4; those of lean_attention.py. Ours are the order of records, K's codes read as fp16, and P in two bytes.
 """
 
 from __future__ import annotations
