@@ -34,6 +34,8 @@ __all__ = [
     "read_k",
     "read_v",
     "send_side",
+    "stacked",
+    "unstacked",
 ]
 
 LANE_WORDS = tl.constexpr(128)  # of a warp's load: four for each lane
@@ -183,6 +185,34 @@ def await_side(slots, parity, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constex
 
 
 @triton.jit
+def unstacked(x, N: tl.constexpr):
+    """x [W, M, N] as a tuple of N."""
+    if N == 1:
+        y = (tl.reshape(x, [x.shape[0], x.shape[1]]),)
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], N // 2, 2]))
+        evens, odds = unstacked(even, N // 2), unstacked(odd, N // 2)
+        y = ()
+        for i in tl.static_range(N // 2):
+            y = y + (evens[i], odds[i])  # noqa: RUF005 (Triton has no *)
+    return y
+
+
+@triton.jit
+def stacked(x, N: tl.constexpr):
+    """The inverse of `unstacked`."""
+    if N == 1:
+        y = tl.reshape(x[0], [x[0].shape[0], x[0].shape[1], 1])
+    else:
+        evens, odds = (), ()
+        for i in tl.static_range(N // 2):
+            evens, odds = evens + (x[2 * i],), odds + (x[2 * i + 1],)  # noqa: RUF005
+        both = tl.join(stacked(evens, N // 2), stacked(odds, N // 2))
+        y = tl.reshape(both, [x[0].shape[0], x[0].shape[1], N])
+    return y
+
+
+@triton.jit
 def _read(side, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
     """SIZE words, 2 or 4, of each lane from word `at` [1, 32] + OFFSET of its warp's side on: [W, 32] each.
 
@@ -190,14 +220,7 @@ def _read(side, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
     """
     if INTERPRETED:
         words = tl.load((side + at + OFFSET)[:, :, None] + tl.arange(0, SIZE)[None, None, :])
-        if SIZE == 4:
-            even, odd = tl.split(tl.reshape(words, [side.shape[0], 32, 2, 2]))
-            first, third = tl.split(even)
-            second, fourth = tl.split(odd)
-            x = (first, second, third, fourth)
-        else:
-            first, second = tl.split(words)
-            x = (first, second)
+        x = unstacked(words, SIZE)
         done = ()
     else:
         # By assembly from memory as well: with a load the compiler would choose which lane has what.
@@ -226,26 +249,10 @@ def _read_rows(side, at, OFFSET: tl.constexpr, STRIDE: tl.constexpr, N: tl.const
     rows, done = (), ()
     for n in tl.static_range(N):
         row, row_done = _read(side, at, OFFSET + STRIDE * n, 4)
-        row = tl.reshape(_side_by_side(row, 4), [side.shape[0], LANE_WORDS])
+        row = tl.reshape(stacked(row, 4), [side.shape[0], LANE_WORDS])
         rows, done = rows + (row,), done + row_done  # noqa: RUF005 (Triton has no *)
-    words = tl.reshape(_side_by_side(rows, N), [side.shape[0], LANE_WORDS, N])
-    return tl.reshape(tl.permute(words, (0, 2, 1)), [side.shape[0], N * LANE_WORDS]), done
-
-
-@triton.jit
-def _side_by_side(x, N: tl.constexpr):
-    """1, 2, 4 or 8 tensors [...], a tuple, as one [..., N or 2, 2 or 2, 2, 2]."""
-    if N == 1:
-        y = x[0]
-    elif N == 2:
-        y = tl.join(x[0], x[1])
-    elif N == 4:
-        y = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
-    else:
-        even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
-        odd = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
-        y = tl.join(even, odd)
-    return y
+    words = tl.permute(stacked(rows, N), (0, 2, 1))
+    return tl.reshape(words, [side.shape[0], N * LANE_WORDS]), done
 
 
 @triton.jit

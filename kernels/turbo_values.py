@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .flashq_layout import BLOCK
+from .turbo_records import stacked, unstacked
 from .words import INTERPRETED
 
 __all__ = ["add_values", "first_values", "from_lanes", "last_values", "to_lanes"]
@@ -34,39 +35,12 @@ STEP = tl.constexpr(2.0**-9)  # of `_spread`, for the lowest field
 
 
 @triton.jit
-def _unstacked(x, N: tl.constexpr):
-    """x [W, 32, N] as a tuple."""
-    if N == 1:
-        y = (tl.reshape(x, [x.shape[0], 32]),)
-    else:
-        even, odd = tl.split(tl.reshape(x, [x.shape[0], 32, N // 2, 2]))
-        evens, odds = _unstacked(even, N // 2), _unstacked(odd, N // 2)
-        y = ()
-        for i in tl.static_range(N // 2):
-            y = y + (evens[i], odds[i])  # noqa: RUF005 (Triton has no *)
-    return y
-
-
-@triton.jit
-def _stacked(x, N: tl.constexpr):
-    """The inverse of `_unstacked`."""
-    if N == 1:
-        y = tl.reshape(x[0], [x[0].shape[0], 32, 1])
-    else:
-        evens, odds = (), ()
-        for i in tl.static_range(N // 2):
-            evens, odds = evens + (x[2 * i],), odds + (x[2 * i + 1],)  # noqa: RUF005
-        y = tl.reshape(tl.join(_stacked(evens, N // 2), _stacked(odds, N // 2)), [x[0].shape[0], 32, N])
-    return y
-
-
-@triton.jit
 def to_lanes(x, W: tl.constexpr, HEADS: tl.constexpr):
     """x [W, 8 N, HEADS], of a product, in lanes: for each of C heads and N rows, (c, n) at c N + n."""
     N: tl.constexpr = x.shape[1] // 8
     C: tl.constexpr = HEADS // 4
     x = tl.permute(tl.reshape(x, [W, N, 8, 4, C]), (0, 2, 3, 4, 1))
-    return _unstacked(tl.reshape(x, [W, 32, C * N]), C * N)
+    return unstacked(tl.reshape(x, [W, 32, C * N]), C * N)
 
 
 @triton.jit
@@ -74,7 +48,7 @@ def from_lanes(x, N: tl.constexpr, HEADS: tl.constexpr):
     """The inverse of `to_lanes`: [W, 8 N, HEADS]."""
     W: tl.constexpr = x[0].shape[0]
     C: tl.constexpr = HEADS // 4
-    x = tl.reshape(_stacked(x, C * N), [W, 8, 4, C, N])
+    x = tl.reshape(stacked(x, C * N), [W, 8, 4, C, N])
     return tl.reshape(tl.permute(x, (0, 4, 1, 2, 3)), [W, 8 * N, HEADS])
 
 
@@ -141,7 +115,7 @@ def _right_operands(p, C: tl.constexpr):
 def _matrix(rows, ROWS: tl.constexpr):
     """Interpreter: a product [W, 16, 8] of what `rows` of a lane has of it: [W, 32, 4] -> a tuple."""
     x = tl.permute(tl.reshape(rows, [rows.shape[0], 2, 8, 4, 2]), (0, 2, 3, 1, 4))
-    return _unstacked(tl.reshape(x, [rows.shape[0], 32, ROWS]), ROWS)
+    return unstacked(tl.reshape(x, [rows.shape[0], 32, ROWS]), ROWS)
 
 
 @triton.jit
@@ -149,9 +123,9 @@ def _product(a, b):
     """[16, 64] times [64, 8] of bytes: a 8 words of a lane, b 4. Of it, columns 2 t and 2 t + 1 of rows g and g + 8."""
     if INTERPRETED:
         W: tl.constexpr = a[0].shape[0]
-        left = tl.reshape(_bytes(_stacked(a, 8)), [W, 8, 4, 2, 2, 2, 4])  # g t ks kh rh byte
+        left = tl.reshape(_bytes(stacked(a, 8)), [W, 8, 4, 2, 2, 2, 4])  # g t ks kh rh byte
         left = tl.reshape(tl.permute(left, (0, 5, 1, 3, 4, 2, 6)), [W, 16, 64])
-        right = tl.reshape(_bytes(_stacked(b, 4)), [W, 8, 4, 4, 4])
+        right = tl.reshape(_bytes(stacked(b, 4)), [W, 8, 4, 4, 4])
         right = tl.reshape(tl.permute(right, (0, 3, 2, 4, 1)), [W, 64, 8])
         x = _matrix(tl.dot(left.to(tl.float32), right.to(tl.float32)).to(tl.int32), 4)
     else:

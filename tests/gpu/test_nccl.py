@@ -92,7 +92,7 @@ def names(*modes: str, turbo: bool = False) -> list[str]:
     return [run.name for run in runs if (run.kv_cache != "bf16") == turbo]
 
 
-pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, needs(2), pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, needs(2), pytest.mark.timeout(900)]
 
 
 def _batches(num_ranks: int) -> list[list[list[int]]]:
