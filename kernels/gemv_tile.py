@@ -1,4 +1,4 @@
-"""Tiles of the decode projections: skinny matrix-vector products that read each weight once, for 1 to 8 requests.
+"""Tiles of the decode projections: skinny matrix-vector products that read each weight once, one request after another.
 
 One program holds a tile of whole weight rows in registers, its first one loaded before it waits for the kernel ahead of
 it (programmatic dependent launch): the stream of weights does not stop at kernel boundaries. Then come the activations,
@@ -9,7 +9,9 @@ the memory to others.
 The input of a normalised projection is `x * gamma` in the weights' dtype; the factor `1 / rms(x)` is applied to the
 product, from the sums of squares that the kernel ahead left.
 
-In all three files: B requests (`B`), K inputs (`K`), the next power of two (`KP`), S sums of squares of each request
+For several requests with weights of 16 bits, see mma_tile.py.
+
+In all four files: B requests (`B`), K inputs (`K`), the next power of two (`KP`), S sums of squares of each request
 (`S`), the next power of two (`SP`).
 """
 
@@ -37,7 +39,7 @@ __all__ = [
     "rstd_of",
 ]
 
-MAX_BATCH = 8  # requests; each more is one more pass over the tile in registers
+MAX_BATCH = 8  # requests: columns of a tensor core's product, and here passes over the tile in registers
 TILE_BYTES = 16384  # of weights in the registers of one program; a longer row is one tile
 # Of programs that take several tiles, each loaded while the one before is in use. Where a gate can close, few programs
 # make a closed launch cheap: with one for each tile of gate and up, doing nothing takes 37 us (8B shape, one H200).

@@ -21,14 +21,69 @@ from .gemv_tile import (
     load_inputs,
     load_weights,
     num_programs_on,
-    num_warps_for,
     opens,
-    rows_in_tile,
     rstd_of,
 )
 from .launch import launch, launch_options, prefer_l1
+from .mma_tile import (
+    load_rows,
+    products,
+    tile_of,
+)
 
 __all__ = ["gate_up_silu", "qkv_rope_append"]
+
+
+@triton.jit
+def _store_qkv(
+    first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale,
+    capacity, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, exists=None,
+):  # fmt: skip
+    """Products of channel pairs of a tile, turned and stored, of one request or of one for each.
+
+    Args:
+        channels: of the tile's head, [N].  request, scale: a scalar or [N].  exists: [N], of which requests are.
+    """
+    HALF: tl.constexpr = D // 2
+    head = tile // (HALF // PAIRS)
+    kv_head, is_v = tl.maximum(head - HQ, 0) % HKV, tl.maximum(head - HQ, 0) // HKV
+    if head < HQ + HKV:
+        cos = tl.load(rope_ptr + request * D + channels, mask=exists)
+        sin = tl.load(rope_ptr + request * D + HALF + channels, mask=exists)
+        turned = first * cos - second * sin
+        second = second * cos + first * sin
+        first = turned
+    if head < HQ:
+        q_at = q_ptr + (request * HQ + head) * D + channels
+        tl.store(q_at, first.to(q_ptr.dtype.element_ty), mask=exists)
+        tl.store(q_at + HALF, second.to(q_ptr.dtype.element_ty), mask=exists)
+    else:
+        position = tl.load(seq_lens_ptr + request, mask=exists) - 1
+        low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
+        if tail_ptr is not None:
+            # Of the rounded token, as a handover passes it on: the other group comes to the same bits.
+            row = (request * HKV + kv_head) * 2 + is_v
+            slot = tail_ptr + (row * TOKENS + position % TOKENS) * D + channels
+            tl.store(slot, to_int8(low.to(tl.float32), scale).to(tl.int8), mask=exists)
+            tl.store(slot + HALF, to_int8(high.to(tl.float32), scale).to(tl.int8), mask=exists)
+            position = position * 0
+        at = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
+        if is_v == 0:
+            tl.store(k_ptr + at, low, mask=exists)
+            tl.store(k_ptr + at + HALF, high, mask=exists)
+        else:
+            tl.store(v_ptr + at, low, mask=exists)
+            tl.store(v_ptr + at + HALF, high, mask=exists)
+
+
+@triton.jit
+def _tail_scale(tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constexpr, TILES: tl.constexpr, exists=None):
+    """Scales of the tail that a tile's head goes to. A query head has no use for the one that it loads."""
+    scale = None
+    if tail_scale_ptr is not None:
+        head = tl.maximum(tile // TILES - HQ, 0)
+        scale = tl.load(tail_scale_ptr + (request * HKV + head % HKV) * 2 + head // HKV, mask=exists)
+    return scale
 
 
 @triton.jit
@@ -37,47 +92,18 @@ def _qkv_tile(
     K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, HQ: tl.constexpr,
     HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Products of one tile, turned and stored."""
-    HALF: tl.constexpr = D // 2
-    head = tile // (HALF // PAIRS)
-    channels = tile % (HALF // PAIRS) * PAIRS + tl.arange(0, PAIRS)
-    kv_head, is_v = tl.maximum(head - HQ, 0) % HKV, tl.maximum(head - HQ, 0) // HKV
+    """Products of one tile, one request after another."""
+    channels = tile % (D // 2 // PAIRS) * PAIRS + tl.arange(0, PAIRS)
     for request in tl.static_range(B):
-        if tail_ptr is not None:
-            # So early that it arrives while the product is made. A query head has no use for the one that it loads.
-            row = (request * HKV + kv_head) * 2 + is_v
-            scale = tl.load(tail_scale_ptr + row)
+        # So early that it arrives while the product is made.
+        scale = _tail_scale(tail_scale_ptr, request, tile, HQ, HKV, D // 2 // PAIRS)
         x = load_inputs(x_ptr, request, K, KP)
         rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
         first, second = dot_pairs(w, x, PAIRS)
-        first *= rstd
-        second *= rstd
-        if head < HQ + HKV:
-            cos = tl.load(rope_ptr + request * D + channels)
-            sin = tl.load(rope_ptr + request * D + HALF + channels)
-            turned = first * cos - second * sin
-            second = second * cos + first * sin
-            first = turned
-        if head < HQ:
-            q_at = q_ptr + (request * HQ + head) * D + channels
-            tl.store(q_at, first.to(q_ptr.dtype.element_ty))
-            tl.store(q_at + HALF, second.to(q_ptr.dtype.element_ty))
-        else:
-            position = tl.load(seq_lens_ptr + request) - 1
-            low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
-            if tail_ptr is not None:
-                # Of the rounded token, as a handover passes it on: the other group comes to the same bits.
-                slot = tail_ptr + (row * TOKENS + position % TOKENS) * D + channels
-                tl.store(slot, to_int8(low.to(tl.float32), scale).to(tl.int8))
-                tl.store(slot + HALF, to_int8(high.to(tl.float32), scale).to(tl.int8))
-                position = 0
-            at = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
-            if is_v == 0:
-                tl.store(k_ptr + at, low)
-                tl.store(k_ptr + at + HALF, high)
-            else:
-                tl.store(v_ptr + at, low)
-                tl.store(v_ptr + at + HALF, high)
+        _store_qkv(
+            first * rstd, second * rstd, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
+            scale, capacity, HQ, HKV, D, PAIRS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -105,17 +131,24 @@ def _qkv_rope_append_kernel(
     D: tl.constexpr,
     PAIRS: tl.constexpr,
     LOOP: tl.constexpr,
+    STEPS: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles of channel pairs (c, c + D/2) of one head, every `num_programs`-th."""
+    """Tiles of channel pairs (c, c + D/2) of one head, every `num_programs`-th; with STEPS on tensor cores."""
     TILES: tl.constexpr = D // 2 // PAIRS  # of one head
+    NUM_TILES: tl.constexpr = (HQ + 2 * HKV) * TILES
     row = tl.arange(0, 2 * PAIRS)
     row = row // 2 + row % 2 * (D // 2)
     tile = tl.program_id(0)
     if gate_ptr is not None:
         if not opens(gate_ptr, PDL):
             return
-    w = load_weights(w_ptr, tile // TILES * D + tile % TILES * PAIRS + row, 0, K, KP, False)
+    first_row = tile // TILES * D + tile % TILES * PAIRS
+    if STEPS > 0:
+        w = load_rows(w_ptr, first_row, NUM_TILES * 2 * PAIRS - 1, D // 2, K, WARPS, STEPS)
+    else:
+        w = load_weights(w_ptr, first_row + row, 0, K, KP, False)
     if PDL:
         gdc_wait()
         # Not before: attention reads lengths and older tokens as soon as it starts, and they must be there.
@@ -123,8 +156,25 @@ def _qkv_rope_append_kernel(
     if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
             return
-    if LOOP:
-        while tile < (HQ + 2 * HKV) * TILES:
+    if STEPS > 0:
+        row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
+        while tile < NUM_TILES:
+            following = tile + tl.num_programs(0)
+            next_row = following // TILES * D + following % TILES * PAIRS
+            sums, w = products(
+                w, x_ptr, squares_ptr, eps, w_ptr, first_row, next_row, NUM_TILES * 2 * PAIRS - 1,
+                following < NUM_TILES, D // 2, B, K, S, WARPS, STEPS, LOOP,
+            )  # fmt: skip
+            for i in tl.static_range(2):
+                scale = _tail_scale(tail_scale_ptr, request + i, tile, HQ, HKV, TILES, request + i < B)
+                _store_qkv(
+                    sums[i], sums[i + 2], request + i, tile, tile % TILES * PAIRS + row_of_lane, rope_ptr,
+                    seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, capacity, HQ, HKV, D, PAIRS, request + i < B,
+                )  # fmt: skip
+            tile = following
+            first_row = next_row
+    elif LOOP:
+        while tile < NUM_TILES:
             following = tile + tl.num_programs(0)
             rows = following // TILES * D + following % TILES * PAIRS + row
             w_next = load_weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
@@ -176,7 +226,7 @@ def qkv_rope_append(
         raise ValueError(f"layer: expected a tail for k_cache {list(k_cache.shape)}, found {list(layer.tail.shape)}")
     num_heads = weight.shape[0] // head_dim
     width = triton.next_power_of_2(num_inputs)
-    pairs = rows_in_tile(head_dim // 2, width, weight.itemsize, 2)
+    pairs, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, head_dim // 2, 2)
     num_tiles = num_heads * head_dim // (2 * pairs)
     num_programs = num_programs_on(num_tiles, PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
     compiled = launch(_qkv_rope_append_kernel, (num_programs,))(
@@ -203,10 +253,19 @@ def qkv_rope_append(
         D=head_dim,
         PAIRS=pairs,
         LOOP=num_programs < num_tiles,
-        num_warps=num_warps_for(2 * pairs, width, weight.itemsize),
+        STEPS=steps,
+        WARPS=num_warps,
+        num_warps=num_warps,
         **launch_options(x_norm.device),
     )
     prefer_l1(compiled)
+
+
+@triton.jit
+def _store_silu(gate, up, at, exists=None):
+    """Products of a tile, through SiLU, stored `at` [N] of one request, or of one for each of those that exist."""
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(at, out.to(at.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -216,15 +275,12 @@ def _gate_up_tile(
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Products of one tile, through SiLU, stored."""
+    """Products of one tile, one request after another."""
     for request in tl.static_range(B):
         x = load_inputs(x_ptr, request, K, KP)
         rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
         gate, up = dot_pairs(w, x, ROWS)
-        gate *= rstd
-        out = gate / (1.0 + tl.exp(-gate)) * (up * rstd)
-        rows = tile * ROWS + tl.arange(0, ROWS)
-        tl.store(out_ptr + request * I + rows, out.to(out_ptr.dtype.element_ty))
+        _store_silu(gate * rstd, up * rstd, out_ptr + request * I + tile * ROWS + tl.arange(0, ROWS))
 
 
 @triton.jit
@@ -243,9 +299,11 @@ def _gate_up_silu_kernel(
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
+    STEPS: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles of ROWS rows of gate and the same of up, every `num_programs`-th."""
+    """Tiles of ROWS rows of gate and the same of up, every `num_programs`-th; with STEPS on tensor cores."""
     if PDL:
         gdc_launch_dependents()
     row = tl.arange(0, 2 * ROWS)
@@ -254,13 +312,28 @@ def _gate_up_silu_kernel(
     if gate_ptr is not None:
         if not opens(gate_ptr, PDL):
             return
-    w = load_weights(w_ptr, tile * ROWS + row, 0, K, KP, False)
+    if STEPS > 0:
+        w = load_rows(w_ptr, tile * ROWS, 2 * I - 1, I, K, WARPS, STEPS)
+    else:
+        w = load_weights(w_ptr, tile * ROWS + row, 0, K, KP, False)
     if PDL:
         gdc_wait()
     if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
             return
-    if LOOP:
+    if STEPS > 0:
+        row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
+        while tile * ROWS < I:
+            following = tile + tl.num_programs(0)
+            sums, w = products(
+                w, x_ptr, squares_ptr, eps, w_ptr, tile * ROWS, following * ROWS, 2 * I - 1, following * ROWS < I, I,
+                B, K, S, WARPS, STEPS, LOOP,
+            )  # fmt: skip
+            for i in tl.static_range(2):
+                at = out_ptr + (request + i) * I + tile * ROWS + row_of_lane
+                _store_silu(sums[i], sums[i + 2], at, request + i < B)
+            tile = following
+    elif LOOP:
         while tile * ROWS < I:
             following = tile + tl.num_programs(0)
             # Rows past the end of gate count as past the end of all.
@@ -288,7 +361,7 @@ def gate_up_silu(
     """
     batch_size, num_inputs = x_norm.shape
     width = triton.next_power_of_2(num_inputs)
-    rows = rows_in_tile(out.shape[1], width, weight.itemsize, 2)
+    rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, out.shape[1], 2)
     num_tiles = out.shape[1] // rows
     num_programs = num_programs_on(num_tiles, 4 * PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
     compiled = launch(_gate_up_silu_kernel, (num_programs,))(
@@ -306,7 +379,9 @@ def gate_up_silu(
         I=out.shape[1],
         ROWS=rows,
         LOOP=num_programs < num_tiles,
-        num_warps=num_warps_for(2 * rows, width, weight.itemsize),
+        STEPS=steps,
+        WARPS=num_warps,
+        num_warps=num_warps,
         **launch_options(x_norm.device),
     )
     prefer_l1(compiled)

@@ -20,15 +20,36 @@ from .gemv_tile import (
     load_inputs,
     load_weights,
     num_programs_on,
-    num_warps_for,
     opens,
-    rows_in_tile,
     rstd_of,
 )
 from .launch import launch, launch_options, prefer_l1
+from .mma_tile import (
+    load_rows,
+    products,
+    tile_of,
+)
 from .words import BAD_NUMBERS, fault_code, pack_words
 
 __all__ = ["lm_head", "push_partial"]
+
+
+@triton.jit
+def _push_sums(
+    y, rows, request, exists, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, out_width,
+    B: tl.constexpr, PEERS: tl.constexpr, SOURCES: tl.constexpr, PUSH: tl.constexpr,
+):  # fmt: skip
+    """Sums y [N] of rows that exist, of one request or of one for each, to every peer."""
+    if PUSH:
+        words = pack_words(y, epoch)
+        at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
+        for peer in tl.static_range(PEERS):
+            tl.store(bases[peer] + at, words, mask=exists)
+    else:
+        tl.store(out_ptr + request * out_width + rows, y, mask=exists)
+    # NaN compares with nothing. Only the first fault of a step is kept.
+    is_bad = (~(tl.abs(y) < float("inf"))) & exists & (fault == 0)
+    tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
 
 
 @triton.jit
@@ -37,22 +58,15 @@ def _push_tile(
     K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, PEERS: tl.constexpr,
     SOURCES: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
-    """Products of one tile, to every peer."""
-    exists = rows < num_rows
+    """Products of one tile, one request after another, to every peer."""
     for request in tl.static_range(B):
         y = dot(w, load_inputs(x_ptr, request, K, KP))
         if squares_ptr is not None:
             y *= rstd_of(squares_ptr, request, eps, K, S, SP)
-        if PUSH:
-            words = pack_words(y, epoch)
-            at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
-            for peer in tl.static_range(PEERS):
-                tl.store(bases[peer] + at, words, mask=exists)
-        else:
-            tl.store(out_ptr + request * out_width + rows, y, mask=exists)
-        # NaN compares with nothing. Only the first fault of a step is kept.
-        is_bad = (~(tl.abs(y) < float("inf"))) & exists & (fault == 0)
-        tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
+        _push_sums(
+            y, rows, request, rows < num_rows, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, out_width, B,
+            PEERS, SOURCES, PUSH,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slot", "rank", "code"])
@@ -82,16 +96,21 @@ def _push_partial_kernel(
     SOURCES: tl.constexpr,
     PUSH: tl.constexpr,
     LOOP: tl.constexpr,
+    STEPS: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles of ROWS rows of the product, every `num_programs`-th, to every peer."""
+    """Tiles of ROWS rows of the product, every `num_programs`-th, to every peer; with STEPS on tensor cores."""
     if PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if gate_ptr is not None:
         if not opens(gate_ptr, PDL):
             return
-    w = load_weights(w_ptr, rows, num_rows, K, KP, MASKED)
+    if STEPS > 0:
+        w = load_rows(w_ptr, tl.program_id(0) * ROWS, num_rows - 1, 8, K, WARPS, STEPS)
+    else:
+        w = load_weights(w_ptr, rows, num_rows, K, KP, MASKED)
     # The epoch stands during the whole step, so it may be read before the wait.
     epoch = tl.load(epoch_ptr)
     bases = ()
@@ -103,7 +122,23 @@ def _push_partial_kernel(
         if tl.load(gate_ptr, volatile=True) == 0:
             return
     fault = tl.load(fault_ptr)
-    if LOOP:
+    if STEPS > 0:
+        first = tl.program_id(0) * ROWS
+        row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
+        while first < num_rows:
+            following = first + tl.num_programs(0) * ROWS
+            sums, w = products(
+                w, x_ptr, squares_ptr, eps, w_ptr, first, following, num_rows - 1, following < num_rows, 8,
+                B, K, S, WARPS, STEPS, LOOP,
+            )  # fmt: skip
+            for i in tl.static_range(4):
+                row, of = first + row_of_lane + i // 2 * 8, request + i % 2
+                _push_sums(
+                    sums[i], row, of, (row < num_rows) & (of < B), out_ptr, bases, epoch, fault, fault_ptr, slot, rank,
+                    code, out_width, B, PEERS, SOURCES, PUSH,
+                )  # fmt: skip
+            first = following
+    elif LOOP:
         first = tl.program_id(0) * ROWS
         while first < num_rows:
             following = first + tl.num_programs(0) * ROWS
@@ -130,7 +165,7 @@ def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, slot: int, gate:
     way `reduce_norm` adds them up. A sum that is not finite is noted in the fault word.
 
     Args:
-        x: [B, K].  weight: [hidden, K], this rank's columns.  gate: [1] int32; 0 skips everything.
+        x: [B, K] in weight's dtype.  weight: [hidden, K], this rank's columns.  gate: [1] int32; 0 skips everything.
     Capture: graph-safe; allocates nothing.
     """
     _push(
@@ -175,9 +210,9 @@ def _push(
 ) -> None:
     batch_size, num_inputs = x.shape
     num_rows, width = weight.shape[0], triton.next_power_of_2(num_inputs)
-    rows = rows_in_tile(num_rows if square_sums is None else 0, width, weight.itemsize, 1)
+    rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, num_rows if square_sums is None else 0, 1)
     num_squares = 1 if square_sums is None else square_sums.shape[1]
-    num_tiles, num_warps = triton.cdiv(num_rows, rows), num_warps_for(rows, width, weight.itemsize)
+    num_tiles = triton.cdiv(num_rows, rows)
     loops = gate is not None or (square_sums is None and num_warps <= 4)
     num_programs = num_programs_on(num_tiles, PROGRAMS_PER_SM if loops else 0, x.device)
     compiled = launch(_push_partial_kernel, (num_programs,))(
@@ -206,6 +241,8 @@ def _push(
         SOURCES=num_sources,
         PUSH=peers is not None,
         LOOP=num_programs < num_tiles,
+        STEPS=steps,
+        WARPS=num_warps,
         num_warps=num_warps,
         **launch_options(x.device),
     )

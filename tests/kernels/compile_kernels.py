@@ -25,6 +25,7 @@ from alspec.kernels import (
     handover,
     lean_attention,
     lean_kernel,
+    mma_tile,
     next_token,
     projections,
     push,
@@ -150,42 +151,47 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     squares = {"S": 128, "SP": 128}
     stream = {"K": hidden, "KP": hidden, "B": batch_size} | gates | squares | pdl
 
-    def loops(num_tiles: int, per_sm: int) -> bool:
+    def tile(num_rows: int, inputs: int, matrices: int) -> tuple[int, dict[str, int]]:
+        """Rows of each of `matrices` in a tile; steps and warps of a program."""
+        rows, steps, warps = mma_tile.tile_of(batch_size, inputs, 2, num_rows, matrices)
+        return rows, {"STEPS": steps, "WARPS": warps}
+
+    def loops(num_tiles: int, per_sm: int) -> dict[str, bool]:
         """Whether a program takes several tiles on an H200."""
-        return gemv_tile.programs_for(num_tiles, per_sm * 132) < num_tiles
+        return {"LOOP": gemv_tile.programs_for(num_tiles, per_sm * 132) < num_tiles}
+
+    def project(kernel: Any, constants: dict[str, Any], **types: str) -> Any:
+        return compile_for(capability, kernel, constants["WARPS"], constants, **types)
 
     def pushed(inputs: int, num_rows: int, per_sm: int, **more: Any) -> Any:
-        width = triton.next_power_of_2(inputs)
-        rows = gemv_tile.rows_in_tile(num_rows, width, 2, 1)
+        rows, how = tile(num_rows, inputs, 1)
         constants = {
-            "K": inputs, "KP": width, "B": batch_size, "ROWS": rows, "MASKED": False, "PEERS": tp_size,
-            "SOURCES": tp_size, "PUSH": True, "LOOP": loops(num_rows // rows, per_sm),
-        } | gates | squares | pdl | more  # fmt: skip
-        return compile_for(capability, push._push_partial_kernel, gemv_tile.num_warps_for(rows, width, 2), constants)
+            "K": inputs, "KP": triton.next_power_of_2(inputs), "B": batch_size, "ROWS": rows, "MASKED": False,
+            "PEERS": tp_size, "SOURCES": tp_size, "PUSH": True,
+        } | how | loops(num_rows // rows, per_sm) | gates | squares | pdl | more  # fmt: skip
+        return project(push._push_partial_kernel, constants)
 
-    pairs = gemv_tile.rows_in_tile(64, hidden, 2, 2)
-    qkv = stream | {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs}
+    def qkv(num_heads: int, num_kv_heads: int, head_dim: int, **more: Any) -> Any:
+        pairs, how = tile(head_dim // 2, hidden, 2)
+        shape = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "PAIRS": pairs}
+        num_tiles = (num_heads + 2 * num_kv_heads) * head_dim // (2 * pairs)
+        constants = stream | shape | how | loops(num_tiles, per_sm) | more
+        return project(projections._qkv_rope_append_kernel, constants, tail_ptr="*i8")
+
     per_sm = gemv_tile.PROGRAMS_PER_SM if gate else 0
-    qkv |= {"LOOP": loops((heads + 2 * kv_heads) * 64 // pairs, per_sm)}
-
-    def project(**more: Any) -> Any:
-        warps = gemv_tile.num_warps_for(2 * pairs, hidden, 2)
-        return compile_for(capability, projections._qkv_rope_append_kernel, warps, qkv | more, tail_ptr="*i8")
-
     no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
-    rows = gemv_tile.rows_in_tile(mlp, hidden, 2, 2)
-    gate_up = stream | {"I": mlp, "ROWS": rows, "LOOP": loops(mlp // rows, 4 * per_sm)}
-    warps = gemv_tile.num_warps_for(2 * rows, hidden, 2)
+    rows, how = tile(mlp, hidden, 2)
+    gate_up = stream | {"I": mlp, "ROWS": rows} | how | loops(mlp // rows, 4 * per_sm)
     reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | both | pdl
     collect = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
     finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
     finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
     return {
-        "qkv": project(**no_tail),
-        "qkv, quantised": project(),
-        "qkv, quantised, head 64": project(HQ=2 * heads, HKV=2 * kv_heads, D=64),
+        "qkv": qkv(heads, kv_heads, 128, **no_tail),
+        "qkv, quantised": qkv(heads, kv_heads, 128),
+        "qkv, quantised, head 64": qkv(2 * heads, 2 * kv_heads, 64),
         "o": pushed(hidden // tp_size, hidden, gemv_tile.PROGRAMS_PER_SM, squares_ptr=None),
-        "gate_up": compile_for(capability, projections._gate_up_silu_kernel, warps, gate_up, out_ptr="*bf16"),
+        "gate_up": project(projections._gate_up_silu_kernel, gate_up, out_ptr="*bf16"),
         "down": pushed(mlp, hidden, gemv_tile.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
         "lm_head": pushed(hidden, vocab // tp_size, 0),
         "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
@@ -334,12 +340,14 @@ def main(capability: int) -> None:
         compiled["turbo, sas, batch 8, spec True"] = turbo(capability, 4, 128, 8, True, sas=True)
         compiled["turbo, sas, head 64"] = turbo(capability, 7, 64, 1, True, sas=True)
         compiled |= {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
-    projections = ("qkv", "qkv, quantised", "qkv, quantised, head 64")
-    for tp_size, batch_size in ((1, 1), (4, 1), (4, 8)):
+    projections = ("qkv", "qkv, quantised", "qkv, quantised, head 64", "o", "gate_up", "down")
+    shapes = [(1, 1), (4, 1), (4, 8)] + [(1, 8)] * (capability == 90)  # ranks of a group, requests
+    for tp_size, batch_size in shapes:
         kernels = decode_step(capability, tp_size, batch_size)
         gated = decode_step(capability, tp_size, batch_size, True)
-        kernels |= {f"{name}, gated": gated[name] for name in (*projections, "o", "gate_up", "down", "reduce_norm")}
-        kernels |= pair(capability, tp_size, batch_size)
+        kernels |= {f"{name}, gated": gated[name] for name in (*projections, "reduce_norm")}
+        if (tp_size, batch_size) != (1, 8):
+            kernels |= pair(capability, tp_size, batch_size)
         compiled |= {f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()}
     print(json.dumps({name: report(kernel.asm["ptx"]) for name, kernel in compiled.items()}, indent=1))
 

@@ -28,16 +28,26 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent))
 
 import ptx_emulator
+import test_decode_step
 import test_lean_attention
 import test_turbo_attention
 from comparison import check
 from paired_ranks import pairs
 
-from alspec.kernels import handover, lean_attention, next_token, residual, roles, turbo_attention
+from alspec.kernels import (
+    handover,
+    lean_attention,
+    next_token,
+    projections,
+    push,
+    residual,
+    roles,
+    turbo_attention,
+)
 from alspec.kernels.exchange import Exchange, LogitExchange
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.merge import _merge
-from alspec.kernels.reference import decode_attention_ref, reduce_norm_ref
+from alspec.kernels.reference import decode_attention_ref, gate_up_silu_ref, push_partial_ref, reduce_norm_ref
 from alspec.kernels.residual import num_square_sums, reduce_norm
 from alspec.kernels.words import LATE_WORD, fault_code
 
@@ -243,6 +253,35 @@ def logits_of_all(late: bool, **how: Any) -> Found:
     return {"error": 0.0} | kernel.counts
 
 
+def several(batch: int, hidden: int, rows: int, dtype: torch.dtype, gated: bool, **how: Any) -> Found:
+    """Projections of several requests, on tensor cores: gate and up, and partial sums.
+
+    Args:
+        rows: of gate, and of the partial sums.  gated: few programs, of several tiles each.
+    """
+    gate = torch.ones(1, dtype=torch.int32) if gated else None
+    x, squares = test_decode_step.stream(CPU, dtype, batch, hidden)
+    weight = test_decode_step.normal(CPU, dtype, 2 * rows, hidden)
+    kernel = Emulated(projections._gate_up_silu_kernel, 90, **how)
+    out = test_decode_step.nan(CPU, dtype, batch, rows)
+    with mock.patch.object(projections, "_gate_up_silu_kernel", kernel):
+        projections.gate_up_silu(x, squares, weight, out, test_decode_step.EPS, gate)
+    check(out, gate_up_silu_ref(x, squares, weight, test_decode_step.EPS), torch.bfloat16)
+
+    sums = Emulated(push._push_partial_kernel, 90, **how)
+    exchange = Exchange(
+        test_decode_step.nan(CPU, torch.float32, batch, 2 * rows), torch.tensor([6], dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+    with mock.patch.object(push, "_push_partial_kernel", sums):
+        push.push_partial(x, weight, exchange, 0, gate)
+    expected = push_partial_ref(x, weight)
+    check(exchange.partial, expected, torch.float32)
+    assert int(exchange.fault) == 0
+    counts = {name: kernel.counts[name] + sums.counts[name] for name in kernel.counts}
+    return {"error": float((exchange.partial - expected).norm() / expected.norm())} | counts
+
+
 def received(late: bool, parts: int, **how: Any) -> Found:
     """A handover: x, the newest token and `A~`, merged of its parts; or words of the step before."""
     shape, epoch, capacity = PairShape(2, 1, 1, 64, 2, 1, 16, parts), 6, 3
@@ -338,6 +377,9 @@ CASES: dict[str, Callable[[], Found]] = {
     "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
     "turbo, 4 x 128, two levels, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80, WIDE=4)),
     **{f"merge, {heads_per_kv} x 64": sound(partial(merges, heads_per_kv, 64)) for heads_per_kv in (1, 2, 4, 8, 16)},
+    "3 requests, a part of a chunk": sound(lambda: several(3, 200, 40, torch.bfloat16, False)),
+    "8 requests, one chunk, fp16": sound(lambda: several(8, 1024, 24, torch.float16, False)),
+    "2 requests, chunks of several tiles": sound(lambda: several(2, 1664, 88, torch.bfloat16, True)),
     "all-reduce": sound(lambda: all_reduce(False)),
     "all-reduce, words of the step before": sound(lambda: all_reduce(True)),
     "all-reduce, accepted": sound(lambda: all_reduce(False, 1.0)),

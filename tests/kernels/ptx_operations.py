@@ -115,6 +115,7 @@ _operation("mad.wide", "", "", "wide", result="wide")(lambda m, i, a, b, c: np.m
 # Rounded once; the product is exact in fp64.
 _operation("fma", "", "", "")(lambda m, i, a, b, c: (a.astype(np.float64) * b + c).astype(a.dtype))
 _operation("rcp", "")(lambda m, i, x: 1 / x)
+_operation("rsqrt", "")(lambda m, i, x: 1 / np.sqrt(x))
 _operation("selp", "", "", "pred")(lambda m, i, a, b, which: np.where(which, a, b))
 _operation("mov cvta ld.param", "")(lambda m, i, x: x)
 _operation("cp.async.commit_group", result=None)(lambda m, i: m.groups.append([]))

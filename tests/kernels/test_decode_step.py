@@ -193,24 +193,25 @@ def test_small_and_large_values_travel(device: torch.device) -> None:
     assert torch.equal(x[0], values)
 
 
-def test_gate_of_zero_skips_everything(device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_of_zero_skips_everything(device: torch.device, dtype: torch.dtype) -> None:
     batch, hidden = 2, 64
     exchange = exchanges(device, batch, hidden, 1, 1, 3)[0]
     before = exchange.words.clone()
     closed = torch.zeros(1, dtype=torch.int32, device=device)
-    x_norm, squares = stream(device, torch.float32, batch, hidden)
-    weight = normal(device, torch.float32, hidden, hidden)
-    out = nan(device, torch.float32, batch, hidden // 2)
+    x_norm, squares = stream(device, dtype, batch, hidden)
+    weight = normal(device, dtype, hidden, hidden)
+    out = nan(device, dtype, batch, hidden // 2)
     gate_up_silu(x_norm, squares, weight, out, EPS, closed)
     assert out.isnan().all()
     push_partial(x_norm, weight, exchange, 0, closed)
     assert torch.equal(exchange.words, before)
     x = normal(device, torch.float32, batch, hidden)
     kept = x.clone()
-    reduce_norm(exchange, 0, 0, x, squares[0, :1].expand(hidden).contiguous(), x_norm, squares, closed)
+    reduce_norm(exchange, 0, 0, x, squares[0, :1].to(dtype).expand(hidden).contiguous(), x_norm, squares, closed)
     assert torch.equal(x, kept)
-    q = nan(device, torch.float32, batch, 2, 16)
-    cache = nan(device, torch.float32, batch, 1, 8, 16)
+    q = nan(device, dtype, batch, 2, 16)
+    cache = nan(device, dtype, batch, 1, 8, 16)
     rope, seq_lens = torch.ones(batch, 2, 8, device=device), torch.ones(batch, dtype=torch.int32, device=device)
     qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, cache, cache, EPS, closed)
     assert q.isnan().all()
@@ -220,24 +221,43 @@ def test_gate_of_zero_skips_everything(device: torch.device) -> None:
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gate", [1, 2])
-def test_an_open_gate_changes_no_bit(device: torch.device, gate: int) -> None:
+def test_an_open_gate_changes_no_bit(device: torch.device, gate: int, dtype: torch.dtype) -> None:
     batch, hidden = 2, 96
     opened = torch.tensor([gate], dtype=torch.int32, device=device)
-    x_norm, squares = stream(device, torch.float32, batch, hidden)
-    weight = normal(device, torch.float32, 96, hidden)
+    x_norm, squares = stream(device, dtype, batch, hidden)
+    weight = normal(device, dtype, 96, hidden)
     rope, seq_lens = torch.rand(batch, 2, 8, device=device), torch.ones(batch, dtype=torch.int32, device=device)
     found = []
     for pointer in (None, opened):
         exchange = exchanges(device, batch, hidden, 1, 1, 3)[0]
-        out, q = nan(device, torch.float32, batch, hidden // 2), nan(device, torch.float32, batch, 2, 16)
-        k, v = (nan(device, torch.float32, batch, 2, 1, 16) for _ in range(2))
+        out, q = nan(device, dtype, batch, hidden // 2), nan(device, dtype, batch, 2, 16)
+        k, v = (nan(device, dtype, batch, 2, 1, 16) for _ in range(2))
         qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, k, v, EPS, pointer)
         gate_up_silu(x_norm, squares, weight, out, EPS, pointer)
         push_partial(x_norm, weight, exchange, 0, pointer)
         found.append((q, k, v, out, exchange.words))
     assert all(torch.equal(plain, gated) for plain, gated in zip(*found, strict=True))
     assert not any(each.isnan().any() for each in found[1][:4])
+
+
+@pytest.mark.parametrize("hidden", [96, 1152])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_request_has_the_same_bits_among_two_and_among_eight(
+    device: torch.device, dtype: torch.dtype, hidden: int
+) -> None:
+    x, squares = stream(device, dtype, 8, hidden)
+    weight = normal(device, dtype, 80, hidden)
+    found = []
+    for batch in (2, 5, 8):
+        exchange = replace(exchanges(device, batch, 80, 1, 1, 3)[0], words=None, peers=None)
+        out = nan(device, torch.float32, batch, 40)
+        push_partial(x[:batch], weight, exchange, 0)
+        gate_up_silu(x[:batch], squares[:batch], weight, out, EPS)
+        found.append((exchange.partial[:2], out[:2]))
+    for each in found[1:]:
+        assert all(torch.equal(*both) for both in zip(each, found[0], strict=True))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
