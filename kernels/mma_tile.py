@@ -298,9 +298,6 @@ def products(
         further on; those of requests that there are none of are of no use. Then the next rows' first chunk.
     """
     CHUNKS: tl.constexpr = _num_chunks(K, W, STEPS)
-    if squares_ptr is not None:
-        column = tl.arange(0, 32)[None, :] % 4 * 2
-        squares = _load_squares(squares_ptr, column, B, S, W), _load_squares(squares_ptr, column + 1, B, S, W)
     zero = tl.zeros([W, 32], tl.float32)
     even, odd = (zero, zero, zero, zero), (zero, zero, zero, zero)
     request = tl.minimum(tl.arange(0, 32)[None, :] // 4, B - 1)
@@ -308,8 +305,9 @@ def products(
         at = _row_addresses(w_ptr, row, last_row, chunk + 1, STRIDE, K, W, STEPS)
         even, odd, words = _add_chunk(even, odd, words, x_ptr, request, chunk, at, None, True, K, W, STEPS)
     if squares_ptr is not None:
-        # Here, where weights are still on their way; ahead of the loop, the inputs would wait for it.
-        squares = _of_rows(squares[0]), _of_rows(squares[1])
+        # Not ahead of the inputs, which would wait behind it: qkv took 16.5 us instead of 13.9.
+        column = tl.arange(0, 32)[None, :] % 4 * 2
+        squares = _load_squares(squares_ptr, column, B, S, W), _load_squares(squares_ptr, column + 1, B, S, W)
     at = _row_addresses(w_ptr, next_row, last_row, 0, STRIDE, K, W, STEPS)
     even, odd, words = _add_chunk(even, odd, words, x_ptr, request, CHUNKS - 1, at, goes_on, LOOP, K, W, STEPS)
     # Of all warps, in one go: it takes barriers.
@@ -317,6 +315,7 @@ def products(
     if squares_ptr is None:
         sums = tl.reduce(sums, 0, _add_four)
     else:
+        squares = _of_rows(squares[0]), _of_rows(squares[1])
         x = tl.reduce(sums + squares, 0, _add_six)
         rstd_0, rstd_1 = tl.rsqrt(x[4] / K + eps), tl.rsqrt(x[5] / K + eps)
         sums = (x[0] * rstd_0, x[1] * rstd_1, x[2] * rstd_0, x[3] * rstd_1)
