@@ -15,6 +15,7 @@ from .attention import decode_attention, predictor_attention, verify_attention
 from .flashq_layout import TurboLayer
 from .flashq_reference import flashq_dequantize
 from .lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
+from .merge import num_sums
 from .turbo_attention import turbo_decode_attention, turbo_settings
 
 __all__ = ["CacheLayer", "DecodeAttention", "KVLayer", "attend", "attend_workspace"]
@@ -111,7 +112,9 @@ class DecodeAttention:
         self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
         self._lse = torch.empty(shape[:2], device=device)
         self._speculation = Speculation(
-            chunk_size, self._spec_out, torch.empty(layer.batch_size, num_qo_heads, 2, device=device)
+            chunk_size,
+            self._spec_out,
+            torch.empty(layer.batch_size, num_sums(num_qo_heads, layer.head_dim), 2, device=device),
         )
 
     def full(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:

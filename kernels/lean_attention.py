@@ -1,19 +1,19 @@
-"""Lean (stream-K) decode attention in one launch, with the speculative output written first when it is asked for.
+"""Lean (stream-K) decode attention, with the speculative output written first when it is asked for.
 
 A *lean tile* is `block_n` tokens of one (request, KV head), with all query heads of that KV head in one product, so K
 and V are read once; where heads are narrow and contexts long, twice as many. A fixed grid of programs takes equal
 contiguous runs of tiles over ragged work; the schedule, and which length tiles have, is computed on the device from
-`seq_lens`, in closed form. Every program writes a partial `(o, lse)` for each output that its run meets and takes a
-ticket on it; the last one to arrive merges all partials, in tile order. No program waits for another, so nothing can
-deadlock, and the result does not depend on which one arrives last.
+`seq_lens`, in closed form. Every program writes a partial `(o, lse)` for each output that its run meets. A second
+launch, whose programs lie on the SMs before the first has ended, merges them in tile order. No program waits for
+another, so nothing can deadlock, and the result has the same bits every time.
 
 With `chunk_size` (S) given, each output's sink and window are the first work of one program, or of several, a part
 each. The result is `A~`, which leaves at once, and it is also one more partial of the full output. The program's run of
 other tiles is that much shorter. The words of the schedule (output, run, rest, leader, ...) are in lean_kernel.py.
 
 Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level Speculation (Cai et al., 2025), Algorithm 3.
-The tickets instead of a host block that waits, and the device-side schedule, are ours. **(corrected)**: the program
-that owns a tile comes from the inverse of the run formula, counts are ceilings, and the softmax scale is applied.
+The merge by a dependent launch instead of a host block that waits, and the device-side schedule, are ours.
+**(corrected)**: the program that owns a tile comes from the inverse of the run formula, counts are ceilings, and the softmax scale is applied.
 
 Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, G programs. `lse` is base 2.
 """
@@ -23,15 +23,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from .launch import launch
-from .lean_kernel import lean_decode_kernel
-from .merge import WIDE, merge_sizes
+from .launch import launch, prefer_l1
+from .lean_kernel import lean_decode_kernel, lean_merge_kernel
+from .merge import merge_sizes
 
 __all__ = ["LeanWorkspace", "Phase", "Speculation", "guess_parts", "lean_decode_attention"]
 
@@ -39,26 +39,18 @@ Phase = Literal["all", "predictor", "rest"]
 PHASES = {"all": 0, "predictor": 1, "rest": 2}
 
 TILE_BYTES = 32768  # of K, and of V, in one tile
-# Registers of a thread for the partials that are loaded together; the second, where few heads have many partials each.
-MERGE_REGISTERS = 96
-FEW_HEADS_REGISTERS = 128
 MAX_GUESS_PARTS = 5  # of each output
 NUM_WARPS = 4  # one warp group: a product of 64 rows or more is one Hopper matrix instruction
 
 
 @dataclass(frozen=True)
 class LeanWorkspace:
-    """Scratch memory of `lean_decode_attention`, allocated once, for the launches of one CUDA stream.
-
-    The counters are 0 between launches: the last arriver puts each back, so that no launch needs a memset.
-    """
+    """Scratch memory of `lean_decode_attention`, allocated once, for the launches of one CUDA stream."""
 
     num_programs: int  # G
     # Partials: slots of runs, then of guesses, G + (1 + MAX_GUESS_PARTS) B Hkv in all; D rounded up to a power of two.
     o: Tensor  # [slots, Hq / Hkv, D] fp32
     lse: Tensor  # [slots, Hq / Hkv] fp32
-    counters: Tensor  # [B Hkv] int32: tickets taken on each output
-    bundle_counters: Tensor  # [G + B Hkv] int32: on each bundle of partials, at its first slot (see merge.py)
 
     @classmethod
     def allocate(
@@ -79,8 +71,6 @@ class LeanWorkspace:
             num_programs=num_programs,
             o=torch.empty(slots, heads_per_kv, triton.next_power_of_2(head_dim), device=device),
             lse=torch.empty(slots, heads_per_kv, device=device),
-            counters=torch.zeros(outputs, dtype=torch.int32, device=device),
-            bundle_counters=torch.zeros(num_programs + outputs, dtype=torch.int32, device=device),
         )
 
 
@@ -91,7 +81,7 @@ class Speculation:
     chunk_size: int  # S, a multiple of 64
     # [B, Hq, D], may be the paired rank's memory; with `epoch` int64: fp32 values as words under it (see words.py)
     spec_out: Tensor
-    sums: Tensor  # [B, Hq, 2] fp32: dist2, norm2 of each query head; the verdict is about their sums
+    sums: Tensor  # [B, S, 2] fp32, S as of `num_sums`: dist2, norm2 of parts of heads; the verdict is about their sums
     epoch: Tensor | None = None  # [1] int32
     # [P, B, Hq] int64, then `spec_out` is [P, B, Hq, D]: `A~` comes as P partials, each with its lse, base 2, which the
     # receiver merges; those without tokens have an lse of -inf. For one request, with an epoch.
@@ -118,27 +108,26 @@ def lean_decode_attention(
     *,
     newest_only: bool = False,
 ) -> None:
-    """Attention of one new token for each request over its first `seq_lens` cached tokens, in one launch.
+    """Attention of one new token for each request over its first `seq_lens` cached tokens.
 
         o = softmax(sm_scale q K^T) V,   lse = log2 sum_t 2^(sm_scale log2(e) q.k_t)
 
-    With `speculation`, the same launch first writes `A~` over sink and window, and with `A` the sums of their distance.
+    With `speculation`, `A~` over sink and window is written first, and with `A` the sums of their distance.
     Oracles: `decode_attention_ref`, `speculative_decode_attention_ref`.
 
     Args:
         q: [B, Hq, D] bf16, fp16 or fp32, contiguous.  k_cache, v_cache: [B, Hkv, N, D] in q's dtype, contiguous.
         seq_lens: [B] int32 on the device, 1 .. N; read by the kernel, so a captured launch serves any lengths.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
-        phase: with speculation, `predictor` writes `A~` only (and `A` where sink and window are everything); `rest`,
-            launched next on the same workspace, writes the other outputs.
+        phase: with speculation, `predictor` writes `A~` only; `rest`, launched next on the same workspace, `A`.
         gate: [1] int32; 0 skips everything.
         newest_only: a promise that the kernel ahead writes nothing that this one reads but q and the newest token of
             each request, and lets this one start only after its own wait for those before it. Then, without speculation
             and gate, lengths are read, and first tiles fetched into the L2, before the kernel ahead has ended.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
-    Capture: graph-safe; allocates nothing. From compute capability 9.0 on it is, but for a `predictor`, a programmatic
-        dependent launch, which starts while the kernel before it ends and waits for its results.
+    Capture: graph-safe; allocates nothing. From compute capability 9.0 on its launches are, but for a `predictor`,
+        programmatic dependent ones, which start while the kernel before them ends and wait for its results.
     """
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads, capacity = k_cache.shape[1:3]
@@ -167,50 +156,66 @@ def lean_decode_attention(
     block_n, has_long, num_stages, pdl = _settings(q.device, width * q.itemsize)
     # A predictor may be the first launch after two streams have joined; a dependent launch waits for one kernel only.
     pdl = pdl and phase != "predictor"
-    programs_of_head = workspace.num_programs // (batch_size * num_kv_heads)
-    merge_round, wide = lean_merge_sizes(heads_pad, width, programs_of_head, speculation is not None)
     spec = speculation
+    plan: dict[str, Any] = {
+        "HKV": num_kv_heads,
+        "HEADS_PER_KV": heads_per_kv,
+        "D": width,
+        "HEAD_DIM": head_dim,
+        "PROGRAMS": workspace.num_programs,
+        "B_PAD": _padded(batch_size),
+        "BLOCK_N": block_n,
+        "LONG": has_long and heads_pad <= 16,  # with more query heads the softmax of a long tile spills registers
+        "SPEC": spec is not None,
+        "GUESS_PARTS": parts,
+        "PHASE": PHASES[phase],
+        "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+    chunk_size = spec.chunk_size if spec else 0
     launch(lean_decode_kernel, (workspace.num_programs,))(
         q,
         k_cache,
         v_cache,
         seq_lens,
-        out,
-        lse,
         spec.spec_out if spec else None,
         spec.spec_lse if spec else None,
         spec.epoch if spec else None,
-        spec.sums if spec else None,
         workspace.o,
         workspace.lse,
-        workspace.counters,
-        workspace.bundle_counters,
         gate,
         batch_size,
         capacity,
         sm_scale * math.log2(math.e),
-        spec.chunk_size if spec else 0,
-        HKV=num_kv_heads,
-        HEADS_PER_KV=heads_per_kv,
-        HEADS_PAD=heads_pad,
+        chunk_size,
         ROWS=max(16, heads_pad),
-        D=width,
-        HEAD_DIM=head_dim,
-        PROGRAMS=workspace.num_programs,
-        B_PAD=_padded(batch_size),
-        BLOCK_N=block_n,
-        LONG=has_long and heads_pad <= 16,  # with more query heads the softmax of a long tile spills registers
         STAGES=num_stages,
-        ROUND=merge_round,
-        WIDE=wide,
-        SPEC=spec is not None,
-        GUESS_PARTS=parts,
-        PHASE=PHASES[phase],
-        PDL=pdl,
         EARLY=pdl and newest_only and gate is None and spec is None,
         num_warps=NUM_WARPS,
-        **({"launch_pdl": True} if pdl else {}),
+        **plan,
     )
+    if phase == "predictor":
+        return
+    outputs = batch_size * num_kv_heads
+    chunk, chunks, together = merge_sizes(spec is not None, head_dim, workspace.num_programs // outputs)
+    compiled = launch(lean_merge_kernel, (batch_size * num_qo_heads * chunks,))(
+        seq_lens,
+        workspace.o,
+        workspace.lse,
+        out,
+        lse,
+        spec.sums if spec else None,
+        gate,
+        batch_size,
+        chunk_size,
+        CHUNK=chunk,
+        CHUNKS=chunks,
+        ROUND=together,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **plan,
+    )
+    prefer_l1(compiled)
 
 
 def guess_parts(
@@ -236,18 +241,6 @@ def guess_parts(
     tiles = 2 * -(-chunk_size // block_n) + 1
     wanted = -(-tiles // max(1, num_stages - 1))
     return max(1, min(wanted, MAX_GUESS_PARTS if heads_per_kv <= 4 else 3, programs // (3 * num_kv_heads)))
-
-
-def lean_merge_sizes(heads_pad: int, width: int, programs_of_head: int, spec: bool) -> tuple[int, int]:
-    """`merge_sizes` for so many programs to each head of each request.
-
-    More at once are faster where a head has many partials (7 % with 4 KV heads at 4K tokens) and slower where it has
-    few (1 % with 8 KV heads; heads of 128, H200). With a guess they spill registers on Blackwell, and a second level
-    comes early: at short contexts the guess is the last to arrive, and little should then be left to merge.
-    """
-    registers = FEW_HEADS_REGISTERS if programs_of_head > WIDE and not spec else MERGE_REGISTERS
-    merge_round, wide = merge_sizes(heads_pad, width, NUM_WARPS, registers)
-    return merge_round, WIDE if spec else wide
 
 
 def _padded(batch_size: int) -> int:

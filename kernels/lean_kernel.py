@@ -1,4 +1,4 @@
-"""Device code of lean decode attention: schedule, streaming, merging (see lean_attention.py for the method).
+"""Device code of lean decode attention: schedule, streaming, where partials lie (see lean_attention.py for the method).
 
 - *output*: a (request, KV head), with all query heads of that KV head; numbered `request * HKV + head`.
 - *guess*: `A~` of an output, over the tokens of sink and window; it may come in *parts*.
@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .merge import arrive, finish, inverse_of_sum, log2_of_sum, output_at, send_guess, store_partial
+from .merge import inverse_of_sum, log2_of_sum, merge_output, output_at, send_guess, store_partial
 from .prefetch import prefetch, wait_cycles
 
-__all__ = ["ALL", "PREDICTOR", "REST", "lean_decode_kernel", "locate"]
+__all__ = ["ALL", "PREDICTOR", "REST", "lean_decode_kernel", "lean_merge_kernel", "locate", "start_after"]
 
 # The phase that a launch does. Of two launches the first leaves `A~` and its partial for the second; in between, `A~`
 # goes to a paired rank whose memory cannot be addressed.
@@ -220,7 +220,7 @@ def _head_of(tile, tiles):
 
 
 @triton.jit
-def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, FEW: tl.constexpr, SPEC: tl.constexpr):
+def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, EVEN: tl.constexpr, SPEC: tl.constexpr):
     """How the tiles of the rest are dealt: (leaders, lead_run, followers, run, longer), below called the schedule.
 
     `leaders` programs begin with a guess and take `lead_run` tiles after it. The other tiles go to `followers`
@@ -228,8 +228,8 @@ def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, FEW:
     that is more than a program's share, leaders get no tiles of the rest. No follower's run is empty, so that the runs
     that meet one output use consecutive slots.
 
-    Without guesses, FEW programs work instead of all if their longest run is no longer, or has two tiles at most:
-    lengths are often powers of two, and each head then has the same number of partials, and fewer.
+    Without guesses, EVEN programs work instead of all if their longest run is no longer: lengths are often powers of
+    two, and few runs then cross from one head into the next.
     """
     if SPEC:
         leaders = tl.where(num_guesses < PROGRAMS, num_guesses, 0)
@@ -241,12 +241,10 @@ def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, FEW:
         # By constants: the compiler makes such divisions multiplications.
         leaders, lead_run, left = 0, 0, total_rest
         others, run = PROGRAMS, left // PROGRAMS
-        if FEW < PROGRAMS:
-            # A run of two tiles instead of one costs less than a second level, or a second round, of merging.
-            longest: tl.constexpr = 2 if FEW < PROGRAMS // 8 * 8 else 1
-            few_run = tl.cdiv(left, FEW)
-            is_few = (few_run <= tl.maximum(tl.cdiv(left, PROGRAMS), longest)) & (few_run < MANY_TILES)
-            others, run = tl.where(is_few, FEW, others), tl.where(is_few, left // FEW, run)
+        if EVEN < PROGRAMS:
+            even_run = tl.cdiv(left, EVEN)
+            is_even = (even_run <= tl.cdiv(left, PROGRAMS)) & (even_run < MANY_TILES)
+            others, run = tl.where(is_even, EVEN, others), tl.where(is_even, left // EVEN, run)
     followers = tl.maximum(tl.minimum(others, left), 1)
     run = tl.where(left < others, tl.minimum(left, 1), run)
     return leaders, lead_run, followers, run, left - run * followers
@@ -315,23 +313,69 @@ def _parts(sink, window, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS
 
 
 @triton.jit
+def start_after(EARLY: tl.constexpr):
+    """Begin a dependent launch: wait for the kernel ahead, then let the merge start; EARLY: wait later.
+
+    The merge reads lengths at its start. So it may start when what is ahead of this launch has ended, or has promised
+    not to write them.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    else:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _lengths(seq_lens_ptr, num_requests, B_PAD: tl.constexpr):
+    """seq_lens [B_PAD], 0 of requests that there are none of."""
+    requests = tl.arange(0, B_PAD)
+    if B_PAD == 1:
+        seq_lens = tl.load(seq_lens_ptr + requests)
+    else:
+        seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)
+    return seq_lens
+
+
+@triton.jit
+def _plan(
+    seq_lens, num_requests, chunk_size, HKV: tl.constexpr, PROGRAMS: tl.constexpr, B_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """What follows from lengths [B_PAD] alone.
+
+    Returns:
+        Whether tiles are long; tiles of each request's rest [B_PAD], and of all; tiles of a part of a guess, and how
+        many parts have tiles; the schedule.
+    """
+    sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
+    # By the tokens of one KV head: those of all could overflow.
+    is_long = LONG and tl.sum(window - sink, 0) >= LONG_TILES * PROGRAMS * 2 * BLOCK_N // HKV
+    rest_tiles = _tiles_in(window - sink, is_long, BLOCK_N) * HKV
+    total_rest = tl.sum(rest_tiles, 0)
+    num_outputs = HKV if B_PAD == 1 else num_requests * HKV
+    part_tiles, parts = _parts(sink, seq_lens - window, chunk_size, is_long, BLOCK_N, GUESS_PARTS)
+    EVEN: tl.constexpr = PROGRAMS // 8 * 8 if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
+    leaders, lead_run, followers, run, longer = _schedule(
+        num_outputs * parts, tl.minimum(part_tiles, 2 * _tiles_in(chunk_size, is_long, BLOCK_N)) + GUESS_OVERHEAD,
+        total_rest, PROGRAMS, EVEN, SPEC and PHASE == ALL,
+    )  # fmt: skip
+    return is_long, rest_tiles, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer
+
+
+@triton.jit
 def lean_decode_kernel(
     q_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
     k_ptr,  # [B, Hkv, capacity, head_dim]
     v_ptr,
     seq_lens_ptr,  # [B] int32
-    out_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
-    lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
     # [B, Hkv * HEADS_PER_KV, head_dim], or [GUESS_PARTS, ...] words; may lie in the paired rank's memory
     spec_out_ptr,
     spec_lse_ptr,  # [GUESS_PARTS, B, Hkv * HEADS_PER_KV] words, or None where there is one part
     epoch_ptr,  # [1] int32, where A~ goes as words, or None
-    sums_ptr,  # [B, Hkv * HEADS_PER_KV, 2] fp32: dist2, norm2
     # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then of each head the parts of A~
     o_partial_ptr,
     lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV] fp32
-    counters_ptr,  # [B Hkv] int32 and
-    bundle_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at bundles of partials; all 0 between launches
     gate_ptr,  # [1] int32 or None
     num_requests,
     capacity,
@@ -339,7 +383,6 @@ def lean_decode_kernel(
     chunk_size,
     HKV: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -348,19 +391,15 @@ def lean_decode_kernel(
     BLOCK_N: tl.constexpr,
     LONG: tl.constexpr,  # whether a tile has twice as many tokens where there is enough work
     STAGES: tl.constexpr,
-    ROUND: tl.constexpr,
-    WIDE: tl.constexpr,
     SPEC: tl.constexpr,
     GUESS_PARTS: tl.constexpr,  # 1 with a batch
     PHASE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One launch, or with `PHASE` one of two; grid [PROGRAMS]."""
+    """Partials, and with a guess `A~`; grid [PROGRAMS]."""
     if PDL:
-        gdc_launch_dependents()
-        if not EARLY:
-            gdc_wait()
+        start_after(EARLY)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
@@ -368,30 +407,17 @@ def lean_decode_kernel(
     # 1. The schedule: every program computes all of it, from `seq_lens` alone.
     program = tl.program_id(0)
     requests = tl.arange(0, B_PAD)
-    if B_PAD == 1:
-        seq_lens = tl.load(seq_lens_ptr + requests)
-    else:
-        seq_lens = tl.load(seq_lens_ptr + requests, mask=requests < num_requests, other=0)
+    seq_lens = _lengths(seq_lens_ptr, num_requests, B_PAD)
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)  # here, so that it arrives together with seq_lens
-    sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
-    # By the tokens of one KV head: those of all could overflow.
-    is_long = LONG and tl.sum(window - sink, 0) >= LONG_TILES * PROGRAMS * 2 * BLOCK_N // HKV
-    block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
-    rest_tiles = _tiles_in(window - sink, is_long, BLOCK_N) * HKV
-    rest_end = tl.cumsum(rest_tiles, 0)
-    total_rest = tl.sum(rest_tiles, 0)
+    is_long, rest_tiles, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer = _plan(
+        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
+    )
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    part_tiles, parts = _parts(sink, seq_lens - window, chunk_size, is_long, BLOCK_N, GUESS_PARTS)
     num_guesses = num_outputs * parts if SPEC and PHASE != REST else 0
-    # So few that a head's partials are merged in one round. With a batch, other heads' work hides one head's merge.
-    FEW: tl.constexpr = min(PROGRAMS // 8 * 8, ROUND * HKV) if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
-    # Schedule: (leaders, lead_run, followers, run, longer), see `_schedule`.
-    leaders, lead_run, followers, run, longer = _schedule(
-        num_guesses, tl.minimum(part_tiles, 2 * _tiles_in(chunk_size, is_long, BLOCK_N)) + GUESS_OVERHEAD, total_rest,
-        PROGRAMS, FEW, SPEC and PHASE == ALL,
-    )  # fmt: skip
+    block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
+    rest_end = tl.cumsum(rest_tiles, 0)
     tile = _run_start(program, leaders, lead_run, followers, run, longer)
     last = _run_start(program + 1, leaders, lead_run, followers, run, longer)
     if PHASE == PREDICTOR:
@@ -401,7 +427,7 @@ def lean_decode_kernel(
         if (program >= num_guesses) & (total_rest >= BUSY_TILES * PROGRAMS):
             wait_cycles(HEAD_START)
 
-    # Turns: first guesses, each sent and merged before the next turn, then the run. At least one turn, even with
+    # Turns: first guesses, each sent before the next turn, then the run. At least one turn, even with
     # nothing to do: then what follows is no branch, and is computed while `seq_lens` is on its way.
     guesses, turns = 0, (program >= 0).to(tl.int32)
     if SPEC:
@@ -474,30 +500,56 @@ def lean_decode_kernel(
                     slot = PROGRAMS + num_outputs + current * GUESS_PARTS + part
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, o.shape[1], HEADS_PER_KV, D)
 
-            # 5. Tickets on all outputs that have a partial of this turn, 32 side by side, as if they were one. Where
-            # this program has come last, it merges.
-            lanes = tl.arange(0, 32)
-            while output <= current:
-                outputs = output + lanes
-                first_tile, tiles = _tiles_of(outputs, rest_tiles // HKV, HKV, B_PAD)
-                # The rest of an output is one range of tiles, and the runs that meet it use consecutive slots.
-                first_run = _run_of(first_tile, leaders, lead_run, run, longer)
-                last_run = _run_of(first_tile + tiles - 1, leaders, lead_run, run, longer)
-                runs = tl.where(tiles > 0, last_run - first_run + 1, 0)
-                arrived = arrive(
-                    counters_ptr, bundle_counters_ptr, program, outputs, first_run, runs, is_guess,
-                    (outputs <= current) & ((tiles > 0) | is_guess), WIDE, PHASE == PREDICTOR,
-                    parts if SPEC and PHASE == ALL else 0,
-                )  # fmt: skip
-                lane = tl.min(tl.where(arrived, lanes, 32), 0)
-                while lane < 32:
-                    here = lanes == lane
-                    finish(
-                        o_partial_ptr, lse_partial_ptr, counters_ptr, program, output + lane,
-                        tl.sum(tl.where(here, first_run, 0), 0), tl.sum(tl.where(here, runs, 0), 0),
-                        PROGRAMS + num_outputs + (output + lane) * GUESS_PARTS, parts, is_guess, out_ptr, lse_ptr,
-                        sums_ptr, WIDE, parts if SPEC and PHASE == ALL else 0,
-                        HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, ROUND, SPEC, GUESS_PARTS,
-                    )  # fmt: skip
-                    lane = tl.min(tl.where(arrived & (lanes > lane), lanes, 32), 0)
-                output += 32
+
+@triton.jit
+def lean_merge_kernel(
+    seq_lens_ptr,  # [B] int32
+    o_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV, D] fp32, as the attention has left them
+    lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV] fp32
+    out_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
+    lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
+    sums_ptr,  # [B, Hkv * HEADS_PER_KV * CHUNKS, 2] fp32: dist2, norm2; or None
+    gate_ptr,  # [1] int32 or None
+    num_requests,
+    chunk_size,
+    HKV: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr,
+    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PROGRAMS: tl.constexpr,  # of the attention
+    B_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LONG: tl.constexpr,
+    CHUNK: tl.constexpr,  # channels of a program, and
+    CHUNKS: tl.constexpr,  # programs of a head
+    ROUND: tl.constexpr,  # partials loaded together
+    SPEC: tl.constexpr,
+    GUESS_PARTS: tl.constexpr,
+    PHASE: tl.constexpr,  # of the attention before it
+    PDL: tl.constexpr,
+):
+    """Merge what the attention has left; grid [B Hkv HEADS_PER_KV CHUNKS]."""
+    if PDL:
+        gdc_launch_dependents()
+    row, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
+    output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
+    seq_lens = _lengths(seq_lens_ptr, num_requests, B_PAD)
+    _, rest_tiles, _, _, parts, leaders, lead_run, _, run, longer = _plan(
+        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
+    )
+    # The rest of an output is one range of tiles, and the runs that meet it use consecutive slots.
+    first_tile, tiles = _tiles_of(tl.arange(0, 1) + output, rest_tiles // HKV, HKV, B_PAD)
+    first_tile, tiles = tl.sum(first_tile, 0), tl.sum(tiles, 0)
+    first_run = _run_of(first_tile, leaders, lead_run, run, longer)
+    last_run = _run_of(first_tile + tiles - 1, leaders, lead_run, run, longer)
+    runs = tl.where(tiles > 0, last_run - first_run + 1, 0)
+    num_outputs = HKV if B_PAD == 1 else num_requests * HKV
+    if PDL:
+        gdc_wait()
+    if gate_ptr is not None:
+        if tl.load(gate_ptr) == 0:
+            return
+    merge_output(
+        o_partial_ptr, lse_partial_ptr, first_run + output, runs, PROGRAMS + num_outputs + output * GUESS_PARTS, parts,
+        row, head, chunk, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, CHUNK, CHUNKS, ROUND, SPEC,
+    )  # fmt: skip

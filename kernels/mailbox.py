@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .exchange import Exchange
 from .lean_attention import Speculation
+from .merge import num_sums
 from .words import LATE_WORD, fault_code
 
 __all__ = ["GATE_MLP", "GATE_O", "GATE_PRE_ATTENTION", "GATE_STRIDE", "Handover", "Mailbox", "PairShape"]
@@ -39,6 +40,11 @@ class PairShape:
     num_kv_heads: int
     head_dim: int
     guess_parts: int = 1  # P, in which `A~` comes
+
+    @property
+    def num_sums(self) -> int:
+        """S: pairs of sums of a request for its verdict, of one rank."""
+        return num_sums(self.num_qo_heads, self.head_dim)
 
     @property
     def message_words(self) -> int:

@@ -164,7 +164,7 @@ def judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["layer", "rank", "patience_ns", "code"])
 def _decide_kernel(
-    sums_ptr,  # [B, HQ, 2] fp32
+    sums_ptr,  # [B, SUMS, 2] fp32
     live_ptr,  # [B] int32
     forced_ptr,  # [L] int32, or None
     hits_ptr,  # [L, B] int32
@@ -184,8 +184,8 @@ def _decide_kernel(
     ALWAYS: tl.constexpr,
     B: tl.constexpr,
     B_PAD: tl.constexpr,
-    HQ: tl.constexpr,
-    HQ_PAD: tl.constexpr,
+    SUMS: tl.constexpr,
+    SUMS_PAD: tl.constexpr,
     T: tl.constexpr,
     T_PAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -199,10 +199,10 @@ def _decide_kernel(
     epoch = tl.load(epoch_ptr)
     # Two sums of each request, side by side.
     place = tl.arange(0, 2 * B_PAD)
-    heads = tl.arange(0, HQ_PAD)
+    parts = tl.arange(0, SUMS_PAD)
     exist = place < 2 * B
-    at = sums_ptr + ((place // 2)[:, None] * HQ + heads[None, :]) * 2 + (place % 2)[:, None]
-    total = tl.sum(tl.load(at, mask=exist[:, None] & (heads < HQ)[None, :], other=0.0), 1)
+    at = sums_ptr + ((place // 2)[:, None] * SUMS + parts[None, :]) * 2 + (place % 2)[:, None]
+    total = tl.sum(tl.load(at, mask=exist[:, None] & (parts < SUMS)[None, :], other=0.0), 1)
     if T > 1:
         word = pack_words(total, epoch)
         for peer in tl.static_range(T):
@@ -246,7 +246,7 @@ def decide(
     layer does if every live request accepts. Rules: `alspec.verdict`. Oracle: `decide_ref`.
 
     Args:
-        sums: [B, Hq, 2] fp32, of `lean_decode_attention`.  live: [B] int32, the same on every rank of the job.
+        sums: [B, S, 2] fp32, of `lean_decode_attention`.  live: [B] int32, the same on every rank of the job.
         threshold: lambda >= 0, fixed at capture.  hits: [L, B] int32, this layer written; 0 for a request that is not
         live.  forced: [L] int32, the same on every rank: 1 accepts, 0 rejects, -1 leaves it to the sums.
     Raises:
@@ -259,8 +259,8 @@ def decide(
         sums, live, forced, hits, handover.own.sums, handover.sums_peers, handover.paired.verdicts, handover.priority,
         handover.gates, exchange.epoch, exchange.fault, handover.sends, layer, exchange.tp_rank, patience_ns,
         fault_code(LATE_WORD, 2 * layer, exchange.rank - exchange.tp_rank), threshold2, ALWAYS=always,
-        B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), HQ=shape.num_qo_heads,
-        HQ_PAD=triton.next_power_of_2(shape.num_qo_heads), T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size),
+        B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=sums.shape[1],
+        SUMS_PAD=triton.next_power_of_2(sums.shape[1]), T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size),
         num_warps=1, **launch_options(sums.device),
     )  # fmt: skip
     prefer_l1(compiled)

@@ -83,7 +83,7 @@ class Swap:
     group: int
     boxes: Tensor  # [2, B Hq D + B M, filled up] fp32: the handovers of both groups; A~ first
     residuals: Tensor  # [2, B, hidden] fp32: x after the last layer
-    sums: Tensor  # [2 T, B, Hq, 2] fp32: dist2 and norm2 of each query head, of all ranks
+    sums: Tensor  # [2 T, B, S, 2] fp32: dist2 and norm2 of parts of heads, of all ranks
     gate_words: Tensor  # [3, L + 1, GATE_STRIDE] int32: sends, receives, redoes, the first word of each row
     aside: Exchange  # partial sums of the branch beside the main one
     calls: SwapCalls
@@ -105,7 +105,7 @@ class Swap:
             group=group,
             boxes=new(2, -(-size // 4) * 4),
             residuals=new(2, batch, shape.hidden_size),
-            sums=new(2 * shape.tp_size, batch, shape.num_qo_heads, 2),
+            sums=new(2 * shape.tp_size, batch, shape.num_sums, 2),
             gate_words=gate_words,
             aside=Exchange(
                 new(batch, shape.hidden_size), exchange.epoch, exchange.fault, exchange.tp_rank, exchange.tp_size,
@@ -122,13 +122,15 @@ class Swap:
 
     @property
     def own_sums(self) -> Tensor:
-        """[B, Hq, 2] of `sums`: this rank's."""
+        """[B, S, 2] of `sums`: this rank's."""
         return self.sums[self.group * self.shape.tp_size + self.aside.tp_rank]
 
     def speculation(self, chunk_size: int) -> Speculation:
         """For the attention of a layer: `A~` goes into this group's box, its sums into `own_sums`."""
-        spec_out = self.box_parts(self.group)[0]
-        return Speculation(chunk_size, spec_out.view(*self.own_sums.shape[:2], self.shape.head_dim), self.own_sums)
+        spec_out, shape = self.box_parts(self.group)[0], self.shape
+        return Speculation(
+            chunk_size, spec_out.view(shape.batch_size, shape.num_qo_heads, shape.head_dim), self.own_sums
+        )
 
     def box_parts(self, group: int) -> tuple[Tensor, Tensor]:
         """A group's `A~` [B, Hq D], and x, k and v [B, M]."""
@@ -334,7 +336,7 @@ def unpack_residual(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square
 
 @triton.jit(do_not_specialize=["layer", "group"])
 def _settle_kernel(
-    sums_ptr,  # [2 T, B, HQ, 2] fp32
+    sums_ptr,  # [2 T, B, SUMS, 2] fp32
     live_ptr,  # [B] int32
     forced_ptr,  # [L] int32, or None
     hits_ptr,  # [L, B] int32
@@ -348,8 +350,8 @@ def _settle_kernel(
     ALWAYS: tl.constexpr,
     B: tl.constexpr,
     B_PAD: tl.constexpr,
-    HQ: tl.constexpr,
-    HQ_PAD: tl.constexpr,
+    SUMS: tl.constexpr,
+    SUMS_PAD: tl.constexpr,
     T: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -361,13 +363,13 @@ def _settle_kernel(
     first_rank = tl.where(sends == 1, group, 1 - group) * T
     # Two sums of each request, side by side.
     place = tl.arange(0, 2 * B_PAD)
-    heads = tl.arange(0, HQ_PAD)
-    exist = (place < 2 * B)[:, None] & (heads < HQ)[None, :]
-    at = ((place // 2)[:, None] * HQ + heads[None, :]) * 2 + (place % 2)[:, None]
+    parts = tl.arange(0, SUMS_PAD)
+    exist = (place < 2 * B)[:, None] & (parts < SUMS)[None, :]
+    at = ((place // 2)[:, None] * SUMS + parts[None, :]) * 2 + (place % 2)[:, None]
     total = tl.zeros([2 * B_PAD], tl.float32)
     # In rank order: all ranks of the job reach the same bits, and the same verdict.
     for tp_rank in tl.static_range(T):
-        of_rank = sums_ptr + (first_rank + tp_rank) * (B * HQ * 2)
+        of_rank = sums_ptr + (first_rank + tp_rank) * (B * SUMS * 2)
         total += tl.sum(tl.load(of_rank + at, mask=exist, other=0.0), 1)
     accepted, verdict = judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
     requests = tl.arange(0, B_PAD)
@@ -396,7 +398,7 @@ def settle(swap: Swap, layer: int, live: Tensor, threshold: float, hits: Tensor,
     compiled = launch(_settle_kernel, (1,))(
         swap.sums, live, forced, hits, gates.sends, gates.redoes, following.sends, following.receives, layer,
         swap.group, threshold2, ALWAYS=always, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
-        HQ=shape.num_qo_heads, HQ_PAD=triton.next_power_of_2(shape.num_qo_heads), T=shape.tp_size, num_warps=1,
+        SUMS=shape.num_sums, SUMS_PAD=triton.next_power_of_2(shape.num_sums), T=shape.tp_size, num_warps=1,
         **launch_options(live.device),
     )  # fmt: skip
     prefer_l1(compiled)

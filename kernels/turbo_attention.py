@@ -1,13 +1,13 @@
-"""Lean (stream-K) decode attention over the quantised cache, in one launch, with the speculative output written first.
+"""Lean (stream-K) decode attention over the quantised cache, with the speculative output written first.
 
 The method is that of lean_attention.py: a fixed grid takes runs of ragged work by a schedule computed on the device,
-partials are merged by the program that arrives last, and the guess over sink and window comes first. What differs:
+partials are merged by a second launch, and the guess over sink and window comes first. What differs:
 
 - The unit of work is a *step*: as many blocks of 64 tokens of one (request, KV head) as a program has warps. Each warp
   has an online softmax of its own; they are merged when the program leaves the head.
 - A step counts the same whether its records have 4 or 2 bits: measured, both take about as long, because with 2 bits
   the work on codes takes the time. A head's tail counts as one to three steps; with a guess it belongs to the guess.
-- A program is four warps, two on an SM: one ticket and one partial for all four, merged through shared memory.
+- A program is four warps, two on an SM: one partial for all four, merged through shared memory.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
 3 and 4; those of lean_attention.py. Ours are the order of records, K's codes read as fp16, and P in two bytes.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -27,11 +28,12 @@ from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import declares_shared_memory, launch, prefer_l1
 from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation
 from .merge import merge_sizes
-from .turbo_kernel import turbo_decode_kernel
+from .turbo_kernel import turbo_decode_kernel, turbo_merge_kernel
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
 
-MERGE_REGISTERS = 96  # for the partials loaded together
+# Of a thread, for two programs on an SM. Without a limit the assembler takes 168, as for three, and spills.
+REGISTERS = 248
 MAX_HEADS_PER_KV = 8  # query heads of a KV head: the columns of one product
 
 
@@ -72,11 +74,11 @@ def turbo_decode_attention(
     newest_only: bool = False,
     settings: TurboSettings | None = None,
 ) -> None:
-    """Attention of one new token for each request over its first `seq_lens` tokens in a quantised cache, in one launch.
+    """Attention of one new token for each request over its first `seq_lens` tokens in a quantised cache.
 
         o = softmax(sm_scale q K^T) V,   lse = log2 sum_t 2^(sm_scale log2(e) q.k_t),   K, V as dequantised
 
-    With `speculation`, the same launch first writes `A~` over sink and window, and with `A` the sums of their distance.
+    With `speculation`, `A~` over sink and window is written first, and with `A` the sums of their distance.
     Oracles: `decode_attention_ref`, `speculative_decode_attention_ref`, on the dequantised cache.
 
     With softmax "sas" of the layer, the weights of tokens, relative to the maximum that a warp has seen so far, are
@@ -93,20 +95,33 @@ def turbo_decode_attention(
         settings: other than `turbo_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
-    Capture: graph-safe; allocates nothing. From compute capability 9.0 on a programmatic dependent launch, but for a
+    Capture: graph-safe; allocates nothing. From compute capability 9.0 on programmatic dependent launches, but for a
         `predictor`.
     """
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = layer.num_kv_heads
     _check(q, layer, seq_lens, speculation, phase)
     heads_per_kv = num_qo_heads // num_kv_heads
-    heads_pad = triton.next_power_of_2(heads_per_kv)
     settings = settings or turbo_settings(q.device)
     warps, spec = settings.num_warps, speculation
     # A predictor may be the first launch after two streams have joined; a dependent launch waits for one kernel only.
     pdl = settings.sm90 and phase != "predictor"
     num_programs = workspace.num_programs
-    merge_round, wide = turbo_merge_sizes(heads_pad, warps)
+    outputs = batch_size * num_kv_heads
+    plan: dict[str, Any] = {
+        "HEADS_PER_KV": heads_per_kv,
+        "D": head_dim,
+        "HKV": num_kv_heads,
+        "OUTPUTS": outputs,
+        "OUTPUTS_PAD": max(32, triton.next_power_of_2(outputs)),
+        "PROGRAMS": num_programs,
+        "WARPS": warps,
+        "SPEC": spec is not None,
+        "PHASE": PHASES[phase],
+        "PDL": pdl,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+    chunk_blocks = spec.chunk_size // BLOCK if spec else 0
     compiled = launch(turbo_decode_kernel, (num_programs,))(
         q,
         layer.words,
@@ -116,45 +131,43 @@ def turbo_decode_attention(
         layer.tail.view(torch.int32),
         layer.tail_scale,
         seq_lens,
-        out,
-        lse,
         spec.spec_out if spec else None,
         spec.epoch if spec else None,
-        spec.sums if spec else None,
         workspace.o,
         workspace.lse,
-        workspace.counters,
-        workspace.bundle_counters,
         gate,
         layer.num_blocks,
         sm_scale * math.log2(math.e),
-        spec.chunk_size // BLOCK if spec else 0,
-        HEADS_PER_KV=heads_per_kv,
-        HEADS_PAD=heads_pad,
-        D=head_dim,
-        HKV=num_kv_heads,
-        OUTPUTS=batch_size * num_kv_heads,
-        OUTPUTS_PAD=max(32, triton.next_power_of_2(batch_size * num_kv_heads)),
-        PROGRAMS=num_programs,
+        chunk_blocks,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
-        WARPS=warps,
-        ROUND=merge_round,
-        WIDE=wide,
         SAS=layer.softmax == "sas",
-        SPEC=spec is not None,
-        PHASE=PHASES[phase],
-        PDL=pdl,
         EARLY=pdl and newest_only and gate is None and spec is None,
         BULK=settings.sm90,
         num_warps=warps,
-        **({"launch_pdl": True} if pdl else {}),
+        maxnreg=REGISTERS,
+        **plan,
     )
     prefer_l1(compiled, settings.per_sm)
-
-
-def turbo_merge_sizes(heads_pad: int, num_warps: int) -> tuple[int, int]:
-    """`merge_sizes`; as many partials for heads of 64, where more of them spill registers."""
-    return merge_sizes(heads_pad, max(HEAD_DIMS), num_warps, MERGE_REGISTERS)
+    if phase == "predictor":
+        return
+    chunk, chunks, together = merge_sizes(spec is not None, head_dim, num_programs // outputs)
+    compiled = launch(turbo_merge_kernel, (batch_size * num_qo_heads * chunks,))(
+        seq_lens,
+        workspace.o,
+        workspace.lse,
+        out,
+        lse,
+        spec.sums if spec else None,
+        gate,
+        chunk_blocks,
+        CHUNK=chunk,
+        CHUNKS=chunks,
+        ROUND=together,
+        num_warps=1,
+        enable_fp_fusion=False,
+        **plan,
+    )
+    prefer_l1(compiled)
 
 
 def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, phase: Phase) -> None:

@@ -1,4 +1,4 @@
-"""Device code of decode over the quantised cache: schedule and tickets (see turbo_attention.py for the method).
+"""Device code of decode over the quantised cache: schedule, where partials lie (see turbo_attention.py for the method).
 
 Words as in lean_kernel.py (output, guess, rest, run, turn, slot), with *steps* instead of tiles. Outputs lie in one row
 of steps: before the rest of each is its *lead-in*, steps without work that stand for what its guess or its tail takes.
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .lean_kernel import ALL, PREDICTOR, REST, locate
-from .merge import arrive, finish, send_guess, store_partial
+from .lean_kernel import PREDICTOR, REST, locate, start_after
+from .merge import merge_output, send_guess, store_partial
 from .prefetch import prefetch
 from .sas import sas_cutoff
 from .turbo_block import (
@@ -26,7 +26,7 @@ from .turbo_block import (
 )
 from .turbo_records import open_slots, send_side
 
-__all__ = ["turbo_decode_kernel"]
+__all__ = ["turbo_decode_kernel", "turbo_merge_kernel"]
 
 # In steps: what a guess takes beyond its blocks (its tail, and sending it away), and a tail without a guess.
 GUESS_STEPS = tl.constexpr(3)
@@ -77,75 +77,19 @@ def _run_of(step, used, total):
     return near + (_run_start(near + 1, used, total) <= step).to(tl.int32)
 
 
-# Not specialised, because nothing is divided by them: one compiled kernel serves every capacity and chunk size.
-@triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"])
-def turbo_decode_kernel(
-    q_ptr,  # [B, Hkv * HEADS_PER_KV, D]
-    records_ptr,  # [W] int32
-    offset_ptr,  # [B, Hkv] int64
-    bits_ptr,  # [B, Hkv] int32
-    scales_ptr,  # [B, Hkv, NB, 2] fp32
-    tail_ptr,  # [B, Hkv, 2, 64, D / 4] int32
-    tail_scale_ptr,  # [B, Hkv, 2] fp32
-    seq_lens_ptr,  # [B] int32
-    out_ptr,  # [B, Hkv * HEADS_PER_KV, D]
-    lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
-    spec_out_ptr,  # [B, Hkv * HEADS_PER_KV, D], may lie in the paired rank's memory
-    epoch_ptr,  # [1] int32, where A~ goes as words, or None
-    sums_ptr,  # [B, Hkv * HEADS_PER_KV, 2] fp32: dist2, norm2
-    o_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then A~ of each head
-    lse_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV] fp32
-    counters_ptr,  # [B Hkv] int32 and
-    bundle_counters_ptr,  # [G + B Hkv] int32: arrivals at outputs and at bundles of partials; all 0 between launches
-    gate_ptr,  # [1] int32 or None
-    num_blocks,  # NB
-    qk_scale,
-    chunk_blocks,
-    HEADS_PER_KV: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    D: tl.constexpr,
-    HKV: tl.constexpr,
-    OUTPUTS: tl.constexpr,  # B HKV
-    OUTPUTS_PAD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PER_SM: tl.constexpr,
-    WARPS: tl.constexpr,
-    ROUND: tl.constexpr,  # partials merged at once, and
-    WIDE: tl.constexpr,  # how many need no second level
-    SAS: tl.constexpr,
-    SPEC: tl.constexpr,
-    PHASE: tl.constexpr,
-    PDL: tl.constexpr,
-    EARLY: tl.constexpr,
-    BULK: tl.constexpr,  # whether records come by bulk copies into shared memory
-):
-    """One launch, or with `PHASE` one of two; grid [programs]."""
-    if PDL:
-        gdc_launch_dependents()
-        if not EARLY:
-            gdc_wait()
-    if gate_ptr is not None:
-        if tl.load(gate_ptr) == 0:
-            return
-    slots, parity = 0, 0
-    if BULK:
-        slots = open_slots(WARPS, D)
+@triton.jit
+def _plan(
+    seq_lens, exists, chunk_blocks, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
+    SPEC: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """What follows from the lengths of all outputs, [OUTPUTS_PAD], alone.
 
-    # 1. The schedule: every program computes all of it, from what it and the addresses need of every output.
-    outputs = tl.arange(0, OUTPUTS_PAD)
-    exists = outputs < OUTPUTS
-    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
-    bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
-    # In units of 16 bytes, so that they fit 32 bits, which `_pick` takes in one instruction.
-    offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
-    epoch = None
-    if epoch_ptr is not None:
-        epoch = tl.load(epoch_ptr)
-    # The rest of an output has `lengths` steps; without a guess, the first of them is the tail's.
+    Returns:
+        Steps of each output's rest, without a guess with one for the tail; where these end in a row of all; where they
+        begin in the row with lead-ins; the lead-in of each; how many programs work, and steps of all in that row.
+    """
+    outputs = tl.arange(0, seq_lens.shape[0])
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
-    HEADS: tl.constexpr = (
-        COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS
-    )  # of which the products have columns
     sink, window, _ = _block_ranges(seq_lens, chunk_blocks, SPEC)
     lengths = tl.where(exists, tl.cdiv(window - sink, WARPS) + OWN_TAIL, 0)
     if PHASE == PREDICTOR:
@@ -165,6 +109,69 @@ def turbo_decode_kernel(
     used = tl.cdiv(total, tl.maximum(tl.cdiv(total, PROGRAMS), 1))
     even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
     used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
+    return lengths, ends, rest_at, lead_in, used, total
+
+
+# Not specialised, because nothing is divided by them: one compiled kernel serves every capacity and chunk size.
+@triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"])
+def turbo_decode_kernel(
+    q_ptr,  # [B, Hkv * HEADS_PER_KV, D]
+    records_ptr,  # [W] int32
+    offset_ptr,  # [B, Hkv] int64
+    bits_ptr,  # [B, Hkv] int32
+    scales_ptr,  # [B, Hkv, NB, 2] fp32
+    tail_ptr,  # [B, Hkv, 2, 64, D / 4] int32
+    tail_scale_ptr,  # [B, Hkv, 2] fp32
+    seq_lens_ptr,  # [B] int32
+    spec_out_ptr,  # [B, Hkv * HEADS_PER_KV, D], may lie in the paired rank's memory
+    epoch_ptr,  # [1] int32, where A~ goes as words, or None
+    o_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then A~ of each head
+    lse_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV] fp32
+    gate_ptr,  # [1] int32 or None
+    num_blocks,  # NB
+    qk_scale,
+    chunk_blocks,
+    HEADS_PER_KV: tl.constexpr,
+    D: tl.constexpr,
+    HKV: tl.constexpr,
+    OUTPUTS: tl.constexpr,  # B HKV
+    OUTPUTS_PAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PER_SM: tl.constexpr,
+    WARPS: tl.constexpr,
+    SAS: tl.constexpr,
+    SPEC: tl.constexpr,
+    PHASE: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+    BULK: tl.constexpr,  # whether records come by bulk copies into shared memory
+):
+    """Partials, and with a guess `A~`; grid [PROGRAMS]."""
+    if PDL:
+        start_after(EARLY)
+    if gate_ptr is not None:
+        if tl.load(gate_ptr) == 0:
+            return
+    slots, parity = 0, 0
+    if BULK:
+        slots = open_slots(WARPS, D)
+
+    # 1. The schedule: every program computes all of it, from what it and the addresses need of every output.
+    outputs = tl.arange(0, OUTPUTS_PAD)
+    exists = outputs < OUTPUTS
+    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
+    bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
+    # In units of 16 bytes, so that they fit 32 bits, which `_pick` takes in one instruction.
+    offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
+    epoch = None
+    if epoch_ptr is not None:
+        epoch = tl.load(epoch_ptr)
+    HEADS: tl.constexpr = (
+        COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS
+    )  # of which the products have columns
+    lengths, ends, rest_at, lead_in, used, total = _plan(
+        seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE
+    )
     # Programs in use are spread over all SMs, and those at the beginnings of outputs, which have more to do, lie on
     # different ones.
     SMS: tl.constexpr = PROGRAMS // PER_SM
@@ -180,7 +187,7 @@ def turbo_decode_kernel(
         guess = tl.sum((rest_at - lead_in < begin).to(tl.int32), 0)
         guesses_end = tl.sum((rest_at - lead_in < end).to(tl.int32), 0)
 
-    # Turns: first the guesses of this run, each sent and merged before the next turn, then a turn for each output whose
+    # Turns: first the guesses of this run, each sent before the next turn, then a turn for each output whose
     # rest it meets. What no turn changes, such as addresses in shared memory, is not computed ahead of them: it would
     # take registers that the loops over records need.
     met = tl.minimum(ends, last) > tl.maximum(ends - lengths, here)
@@ -195,9 +202,9 @@ def turbo_decode_kernel(
         seq_len = _pick(seq_lens, output)
         records = records_ptr + _pick(offsets, output).to(tl.int64) * 4
         width = _pick(bits, output)
-        rest = _pick(rest_at, output)
         sink_o, window_o, full = _block_ranges(seq_len, chunk_blocks, SPEC)
         first_step = here - before
+        OWN_TAIL: tl.constexpr = 0 if SPEC else 1
         first = sink_o + tl.maximum(first_step - OWN_TAIL, 0) * WARPS
         split = tl.minimum(sink_o + (last - before - OWN_TAIL) * WARPS, window_o) - first
         count, second = split, first
@@ -256,20 +263,54 @@ def turbo_decode_kernel(
                 slot = PROGRAMS + OUTPUTS + output
         store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS, HEADS_PER_KV, D)
 
-        # 5. The ticket, and a merge if this program has come last. The rest of an output is one range of steps, and the
-        # runs that meet it use consecutive slots.
-        first_run = _run_of(rest, used, total)
-        last_run = _run_of(rest + length - 1, used, total)
-        runs = tl.where(length > 0, last_run - first_run + 1, 0)
-        is_last = arrive(
-            counters_ptr, bundle_counters_ptr, program, output, first_run, runs, is_guess, runs >= 0, WIDE,
-            PHASE == PREDICTOR, 1 if SPEC and PHASE == ALL else 0,
-        )  # fmt: skip
-        if is_last:
-            finish(
-                o_partial_ptr, lse_partial_ptr, counters_ptr, program, output, first_run, runs,
-                PROGRAMS + OUTPUTS + output, 1, is_guess, out_ptr, lse_ptr, sums_ptr, WIDE,
-                1 if SPEC and PHASE == ALL else 0, HEADS_PER_KV, HEADS_PAD, D, D, ROUND, SPEC, 1,
-            )  # fmt: skip
         here = tl.where(is_guess, here, before + length)
         guess += 1
+
+
+@triton.jit(do_not_specialize=["chunk_blocks"])
+def turbo_merge_kernel(
+    seq_lens_ptr,  # [B] int32
+    o_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV, D] fp32, as the attention has left them
+    lse_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV] fp32
+    out_ptr,  # [B, Hkv * HEADS_PER_KV, D]
+    lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
+    sums_ptr,  # [B, Hkv * HEADS_PER_KV * CHUNKS, 2] fp32: dist2, norm2; or None
+    gate_ptr,  # [1] int32 or None
+    chunk_blocks,
+    HEADS_PER_KV: tl.constexpr,
+    D: tl.constexpr,
+    HKV: tl.constexpr,
+    OUTPUTS: tl.constexpr,  # B HKV
+    OUTPUTS_PAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,  # of the attention,
+    WARPS: tl.constexpr,  # and its warps
+    CHUNK: tl.constexpr,  # channels of a program, and
+    CHUNKS: tl.constexpr,  # programs of a head
+    ROUND: tl.constexpr,  # partials loaded together
+    SPEC: tl.constexpr,
+    PHASE: tl.constexpr,  # of the attention before it
+    PDL: tl.constexpr,
+):
+    """Merge what the attention has left; grid [B Hkv HEADS_PER_KV CHUNKS]."""
+    if PDL:
+        gdc_launch_dependents()
+    row, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
+    output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
+    outputs = tl.arange(0, OUTPUTS_PAD)
+    exists = outputs < OUTPUTS
+    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
+    lengths, _, rest_at, _, used, total = _plan(seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE)
+    # The rest of an output is one range of steps, and the runs that meet it use consecutive slots.
+    length, rest = _pick(lengths, output), _pick(rest_at, output)
+    first_run = _run_of(rest, used, total)
+    last_run = _run_of(rest + length - 1, used, total)
+    runs = tl.where(length > 0, last_run - first_run + 1, 0)
+    if PDL:
+        gdc_wait()
+    if gate_ptr is not None:
+        if tl.load(gate_ptr) == 0:
+            return
+    merge_output(
+        o_partial_ptr, lse_partial_ptr, first_run + output, runs, PROGRAMS + OUTPUTS + output, 1,
+        row, head, chunk, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, D, CHUNK, CHUNKS, ROUND, SPEC,
+    )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from alspec.kernels.flashq_layout import BLOCK, TurboLayer, record_words, unpack_record
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
+from alspec.kernels.merge import num_sums
 from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
 from alspec.launch.output import no_command
 from alspec.sas import Softmax
@@ -119,7 +120,7 @@ def turbo_run(
     layers = [replace(layer, softmax=softmax) for layer in case.layers]
     speculation = None
     if chunk_size:
-        sums = torch.full((batch, hq, 2), math.nan, device=device)
+        sums = torch.full((batch, num_sums(hq, dim), 2), math.nan, device=device)
         speculation = Speculation(chunk_size, torch.full_like(out, math.nan), sums)
 
     def run(i: int) -> tuple[Tensor, ...]:

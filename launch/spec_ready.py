@@ -14,6 +14,7 @@ from triton.language.extra.cuda import globaltimer
 from alspec.errors import AlspecError
 from alspec.kernels.launch import RESERVED_BYTES, prefer_l1
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, guess_parts, lean_decode_attention
+from alspec.kernels.merge import num_sums
 from alspec.kernels.words import unpack_words
 from alspec.launch.output import no_command
 from alspec.runtime.stats import percentile
@@ -77,7 +78,7 @@ def pair_speculation(chunk_size: int, q: Tensor, num_kv_heads: int, device: torc
     speculation = Speculation(
         chunk_size,
         words[:size].view(parts, *q.shape),
-        torch.full((batch, hq, 2), torch.nan, device=q.device),
+        torch.full((batch, num_sums(hq, dim), 2), torch.nan, device=q.device),
         torch.zeros(1, dtype=torch.int32, device=q.device),
         words[size:].view(parts, batch, hq) if parts > 1 else None,
     )

@@ -1,8 +1,8 @@
 """One decode step of Llama as data flow over the fused decode kernels: what a captured graph consists of.
 
 The same weights as `Llama`, which does prefill; here every operation is one launch, in place on buffers that stay
-where they are. Seven launches make a layer: QKV with RoPE and append, attention, o, all-reduce with residual and norm,
-gate and up with SiLU, down, all-reduce with residual and norm.
+where they are. Eight launches make a layer: QKV with RoPE and append, attention and its merge, o, all-reduce with
+residual and norm, gate and up with SiLU, down, all-reduce with residual and norm.
 
 Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L layers, V vocabulary.
 """
@@ -97,7 +97,7 @@ class Pairing:
     handover: Handover | Swap  # how it reaches the other group: words in its memory, or collectives
     threshold: float
     chunk_size: int
-    sums: Tensor  # [B, Hq, 2] fp32; of a `Swap`, its own
+    sums: Tensor  # [B, S, 2] fp32; of a `Swap`, its own
     hits: Tensor  # [L, B] int32: this step's verdicts, on every rank
     live: Tensor  # [B] int32: 1 while a request is generating
     forced: Tensor | None = None  # [L] int32: verdicts that do not look at the sums, for profiling

@@ -34,8 +34,9 @@ OPERATIONS = {
     "take_turn": "handover",
     APPEND: "handover",
     "send_kernel": "handover",
-    "lean_decode": "full_attention",
+    "lean_": "full_attention",
     "turbo_decode": "full_attention",
+    "turbo_merge": "full_attention",
     "decide": "verdict",
     "receive_": "handover",
     "push_partial": "post_attention",
@@ -208,10 +209,10 @@ def _is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> b
 def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[str, list[float]]:
     """Samples in us of what the latency model's `StepCosts` are made of, from `label`'s rows of a pair.
 
-    `attention`: the sender's attention kernel. `sender`: from the end of pre-attention to the end of the verdict, less
-    what it waits for the verdict before. `receiver`: from there until the receiver has all of the handover. `layer`:
-    post-attention and the next pre-attention. `fixed`: what precedes and follows the layers. `step`: whole steps, as
-    the profiler saw them, to be compared with those of a run without it.
+    `attention`: the sender's attention, with its merge. `sender`: from the end of pre-attention to the end of the
+    verdict, less what it waits for the verdict before. `receiver`: from there until the receiver has all of the
+    handover. `layer`: post-attention and the next pre-attention. `fixed`: what precedes and follows the layers. `step`:
+    whole steps, as the profiler saw them, to be compared with those of a run without it.
     """
     senders = _senders(labelled, verdicts)
     tp_size = len(labelled) // 2
@@ -219,16 +220,18 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
     parts: dict[str, list[float]] = {
         name: [] for name in ("attention", "sender", "receiver", "layer", "fixed", "step", "turn")
     }
+    attention_us: dict[tuple[int, int, int], float] = {}
     for rank, rows in enumerate(labelled):
         for row in rows:
             step, layer = row["step"], row["layer"]
             name = "turn" if "take_turn" in row["kernel"] else "receive" if "receive_" in row["kernel"] else row["op"]
             ends[rank, step, layer, name] = max(row["end_us"], ends.get((rank, step, layer, name), 0.0))
             if row["op"] == "full_attention" and row["open"]:
-                parts["attention"].append(work_us(row))
+                attention_us[rank, step, layer] = attention_us.get((rank, step, layer), 0.0) + work_us(row)
             # Who sent in the layer before knows its verdict and waits for nothing.
             if name == "turn" and layer and senders[step - 1][layer - 1] == rank // tp_size:
                 parts["turn"].append(work_us(row))
+    parts["attention"] = list(attention_us.values())
     turn_us = _median(parts.pop("turn"))
     for step, (line, accepted) in enumerate(zip(senders, verdicts, strict=True), start=1):
         for pair in range(tp_size):

@@ -115,7 +115,7 @@ class DecodeLoop:
             handover: Handover | Swap
             if words is not None:
                 handover = words
-                sums = torch.zeros(batch_size, num_heads, 2, device=transport.device)
+                sums = torch.zeros(batch_size, shape.num_sums, 2, device=transport.device)
             else:
                 handover = Swap.allocate(shape, exchange, transport.placement.group, transport.swap_calls(SPARE_SMS))
                 sums = handover.own_sums

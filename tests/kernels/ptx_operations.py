@@ -188,8 +188,7 @@ def _load(m: Machine, i: Instruction, address: Values) -> Values:
     on, space = m.on, _space(m, i)
     data = np.zeros((on.size, WIDTH[i.kind] * len(parts_of(i.operands[0]))), np.uint8)
     if on.any():
-        by_l1 = space is m.memory and not {"cg", "volatile", "relaxed", "acquire"} & set(i.modifiers)
-        data[on] = space.load(address[on], data.shape[1], m.warps[on], m.clock, m.program, by_l1)
+        data[on] = space.load(address[on], data.shape[1], m.warps[on], m.clock, m.program)
     return data.view(KINDS[i.kind])
 
 
@@ -197,22 +196,6 @@ def _load(m: Machine, i: Instruction, address: Values) -> Values:
 def _store(m: Machine, i: Instruction, address: Values, values: Values) -> None:
     if m.on.any():
         _space(m, i).store(address[m.on], values.view(np.uint8)[m.on], m.warps[m.on], m.clock, m.program)
-
-
-@_operation("atom", "address", "")
-def _atomic(m: Machine, i: Instruction, address: Values, values: Values) -> Values:
-    functions = {"add": np.add, "exch": lambda a, b: b, "min": np.minimum, "max": np.maximum}
-    function, old = next(functions[name] for name in i.modifiers if name in functions), np.zeros_like(values)
-    space, places = _space(m, i), np.flatnonzero(m.on)
-    for warp in np.unique(m.warps[m.on]):
-        if {"acq_rel", "release"} & set(i.modifiers):
-            space.release(warp, m.clock, m.program)
-        if {"acq_rel", "acquire"} & set(i.modifiers):
-            space.acquire(warp, m.clock)
-    for thread, at in zip(places, space.at(address[m.on], values.itemsize), strict=True):
-        old[thread] = space.bytes[at].view(values.dtype)[0]
-        space.bytes[at] = function(old[[thread]], values[[thread]]).view(np.uint8)
-    return old
 
 
 @_operation("cp.async", "address", "address", "u32", "u32", result=None)

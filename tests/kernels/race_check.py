@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from alspec.kernels.lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
+from alspec.kernels.merge import num_sums
 from alspec.kernels.reference import decode_attention_ref
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.spec_ready import pair_speculation
 
-# Lengths, programs, query heads of a KV head, head_dim: one, two and many partials for an output, one and two levels.
+# Lengths, programs, query heads of a KV head, head_dim: one, two and many partials for an output.
 LEAN = (
     ((700,), 7, 4, 128),
     ((65, 1500, 319), 30, 4, 128),
@@ -41,7 +42,7 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
     workspace = LeanWorkspace.allocate(batch, heads_per_kv * heads, heads, head_dim, device, num_programs)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     epoch = torch.ones(1, dtype=torch.int32, device=device)
-    sums = torch.empty(batch, heads_per_kv * heads, 2, device=device)
+    sums = torch.empty(batch, num_sums(heads_per_kv * heads, head_dim), 2, device=device)
     speculation = Speculation(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
     # Of one request in parts, as a pair has it.
     in_parts, _ = pair_speculation(128, q, heads, device)

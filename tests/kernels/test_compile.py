@@ -16,12 +16,12 @@ def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 8 + 8 + 3 * (10 + 7 + 15) + (4 + 4 + 8 + 10 + 7 if capability == 90 else 0)
+    assert len(found) == 8 + 8 + 8 + 3 * (10 + 7 + 15) + (4 + 4 + 8 + 10 + 7 if capability == 90 else 0)
     assert {name: usage["spills"] for name, usage in found.items() if usage["spills"]} == {}
     assert {name for name, usage in found.items() if usage["serialised"]} == set()
     # A copy by every thread is 2 KB; a loop that does not load ahead has those of one tile (K, V and q) and no more.
     of_one_tile = 18 if capability >= 100 else 34
-    lean = {name: usage["async_copies"] for name, usage in found.items() if name.startswith("lean")}
+    lean = {name: usage["async_copies"] for name, usage in found.items() if name.startswith("lean,")}
     assert all(copies > of_one_tile for copies in lean.values())
     # Narrow heads have two loops, of tiles of 17 copies and of 33, three of each in flight.
     assert {copies for name, copies in lean.items() if "head 64" in name} == ({3 * 50} if capability == 90 else set())

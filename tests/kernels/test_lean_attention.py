@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 from attention_launch import EDGES, EPOCH, HAS_CUDA, AttentionLaunch, S
 from torch import Tensor
 
@@ -21,9 +20,9 @@ from alspec.kernels.lean_attention import (
     _settings,
     guess_parts,
     lean_decode_attention,
-    lean_merge_sizes,
 )
 from alspec.kernels.lean_kernel import LONG_TILES
+from alspec.kernels.merge import merge_sizes, num_sums
 from alspec.kernels.words import unpack_words
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
@@ -85,7 +84,7 @@ class Launch(AttentionLaunch):
             launch.speculation = Speculation(
                 chunk_size,
                 spec_out=torch.empty(parts, *q.shape, dtype=torch.int64, device=device),
-                sums=torch.empty(batch, q.shape[1], 2, device=device),
+                sums=torch.empty(batch, num_sums(q.shape[1], head_dim), 2, device=device),
                 epoch=torch.tensor([EPOCH], dtype=torch.int32, device=device),
                 spec_lse=torch.empty(parts, *q.shape[:2], dtype=torch.int64, device=device) if parts > 1 else None,
             )
@@ -168,42 +167,35 @@ def test_two_launches_give_what_one_gives(
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
 @pytest.mark.parametrize(
-    ("lengths", "ratio", "num_programs"),
-    [
-        ((2600,), 5, 36),
-        ((2600,), 5, 132),
-        ((4200,), 4, 41),
-        ((3000, 70), 5, 36),
-        ((3000, 70), 5, 132),
-        ((3000, 70), 4, 41),
-    ],
-    ids=["one-36", "one-132", "one-rounds", "two-36", "two-132", "two-rounds"],
+    ("lengths", "num_programs"),
+    [((17000,), 300), ((6000, 70), 60), ((70, 6000, 1), 60)],
+    ids=["one", "two", "three"],
 )
-def test_many_partials_are_merged_in_two_levels_or_rounds(
-    device: torch.device, check: Check, lengths: tuple[int, ...], ratio: int, num_programs: int, chunk_size: int
+def test_partials_are_merged_in_rounds(
+    device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
 ) -> None:
-    """Up to 47 partials: beyond the 32 that eight rows merge in one level, or that four rows load at once."""
-    sizes = lean_merge_sizes(triton.next_power_of_2(ratio), 128, num_programs // len(lengths), spec=False)
-    if len(lengths) == 1:
-        assert sizes == ((16, 32) if ratio == 5 else (32, 64))
-    launch = Launch.draw(lengths, ratio, 1, 128, device, num_programs, chunk_size)
+    """One head has more than one round loads: of 300 programs, or those of a batch whose other requests are short."""
+    launch = Launch.draw(lengths, 4, 1, 128, device, num_programs, chunk_size)
     launch.run()
     launch.compare(check)
+    head_slots = launch.workspace.lse[: launch.workspace.num_programs, 0]
+    assert head_slots.isfinite().sum() > merge_sizes(chunk_size > 0, 128, num_programs // len(lengths))[2]
 
 
-@pytest.mark.parametrize("length", [2049, 4096, 4097], ids=["33-tiles", "64-tiles", "65-tiles"])
-def test_few_programs_take_two_tiles_each(device: torch.device, check: Check, length: int) -> None:
-    """Up to 64 tiles, 32 of 40 programs work: their partials are one round of merging."""
-    assert lean_merge_sizes(4, 128, 40, spec=False)[0] == 32
-    launch = Launch.draw((length,), 4, 1, 128, device, 40, 0)
+@pytest.mark.parametrize(("tiles", "programs"), [(1, 1), (40, 40), (41, 41), (42, 42), (43, 40), (80, 40), (81, 42)])
+def test_equal_runs_where_the_longest_is_no_longer(
+    device: torch.device, check: Check, tiles: int, programs: int
+) -> None:
+    """Of 42 programs 40 work, a multiple of 8, where all of them would have as long a run."""
+    launch = Launch.draw((64 * tiles - 1,), 4, 1, 128, device, 42, 0)
     launch.run()
     launch.compare(check)
-    assert int(launch.workspace.lse.isfinite().sum()) == 4 * (32 if length <= 4096 else 40)
+    assert int(launch.workspace.lse.isfinite().sum()) == 4 * programs
 
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
 @pytest.mark.parametrize("lengths", [(300,), (300, 70, 200)], ids=["one", "three"])
-def test_a_run_meets_more_outputs_than_it_takes_tickets_on_at_once(
+def test_a_run_meets_many_outputs(
     device: torch.device, check: Check, lengths: tuple[int, ...], chunk_size: int
 ) -> None:
     launch = Launch.draw(lengths, 1, 40, 16, device, 1, chunk_size)

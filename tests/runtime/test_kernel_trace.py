@@ -22,6 +22,7 @@ WORK_US = {
     "_turbo_append_kernel": 2.0,
     "_turbo_compact_kernel": 2.5,
     "lean_decode_kernel": 120.0,
+    "lean_merge_kernel": 1.75,
     "_decide_kernel": 2.5,
     "_receive_handover_kernel": 1.25,
     "_gate_up_silu_kernel": 30.0,
@@ -76,9 +77,9 @@ class Job:
             guess_at = 0.0
             for group in (sends, 1 - sends):
                 self.launch(group, "_send", group == sends)
-                guess_at = self.launch(group, "lean", group == sends) + GUESS_US if group == sends else guess_at
-                if group != sends:
-                    self.launch(group, "lean", False)
+                begun_at = self.launch(group, "lean_decode", group == sends)
+                guess_at = begun_at + GUESS_US if group == sends else guess_at
+                self.launch(group, "lean_merge", group == sends)
                 self.launch(group, "decide", group == sends)
                 if group == sends:
                     verdict_at = self.now[-1 if group else 0]
@@ -161,7 +162,7 @@ def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) 
         job.run(verdicts)
     labelled = label(job.rows, VERDICTS[name])
     brought = ["handover"] * (1 + quantised)
-    layer_ops = ["pre_attention", "handover", "handover", "full_attention", "verdict"]
+    layer_ops = ["pre_attention", "handover", "handover", "full_attention", "full_attention", "verdict"]
     layer_ops += [*brought, *["post_attention"] * 5]
     expected = [("embed", 0), *((op, layer) for layer in range(NUM_LAYERS) for op in layer_ops)]
     expected += [("agree", NUM_LAYERS)] * 3 + [("lm_head", NUM_LAYERS)] * (3 + quantised)
@@ -175,18 +176,18 @@ def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) 
 def test_labels_without_a_pair() -> None:
     """What has another name belongs to the kernel before it."""
     names = ["_embed_norm_kernel"]
-    layer = ["qkv_rope_append", "lean_decode_kernel", "push_partial", "ncclAllReduce", "reduce_norm", "gate_up_silu"]
-    names += [*layer, "push_partial", "ncclAllReduce", "reduce_norm"] * 2
+    layer = ["qkv_rope_append", "turbo_decode_kernel", "turbo_merge_kernel", "push_partial", "ncclAllReduce"]
+    names += [*layer, "reduce_norm", "gate_up_silu", "push_partial", "ncclAllReduce", "reduce_norm"] * 2
     names += ["push_partial", "ncclAllGather", "collect_logits", "radixSort", "_finish_step_kernel"]
     rows = [{"kernel": name, "step": 1, "start_us": 2.0 * at, "end_us": 2.0 * at + 1} for at, name in enumerate(names)]
     (labelled,) = label([rows], [])
     places = [(row["op"], row["layer"]) for row in labelled]
     assert places[0] == ("embed", 0)
     for layer_index in range(2):
-        own = places[1 + 9 * layer_index : 10 + 9 * layer_index]
-        ops = ["pre_attention", "attention", *["post_attention"] * 7]
+        own = places[1 + 10 * layer_index : 11 + 10 * layer_index]
+        ops = ["pre_attention", "attention", "attention", *["post_attention"] * 7]
         assert own == [(op, layer_index) for op in ops]
-    assert places[19:] == [("lm_head", 2)] * 5
+    assert places[21:] == [("lm_head", 2)] * 5
     assert all(row["open"] for row in labelled)
 
 
@@ -198,7 +199,7 @@ def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> Non
     job = Job(tp_size, 1, quantised)
     times = [job.run(verdicts) for verdicts in VERDICTS[name]]
     parts = layer_parts(label(job.rows, VERDICTS[name]), VERDICTS[name])
-    attention = WORK_US["lean_decode_kernel"]
+    attention = WORK_US["lean_decode_kernel"] + WORK_US["lean_merge_kernel"]
     assert parts["attention"] == pytest.approx([attention] * len(parts["attention"]))
     assert len(parts["attention"]) == len(parts["sender"]) == 3 * NUM_LAYERS * tp_size
     append = WORK_US["_turbo_append_kernel"] if quantised else 0.0

@@ -18,6 +18,7 @@ from alspec.kernels.decode_attention import KVLayer
 from alspec.kernels.exchange import Exchange, LogitExchange
 from alspec.kernels.lean_attention import Speculation
 from alspec.kernels.mailbox import Handover, PairShape
+from alspec.kernels.merge import num_sums
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
 from alspec.models.decode_cache import DecodeCache
@@ -63,7 +64,7 @@ class Pair:
                 handover=handover,
                 threshold=threshold,
                 chunk_size=S,
-                sums=torch.full((1, config.num_qo_heads, 2), torch.nan),
+                sums=torch.full((1, num_sums(config.num_qo_heads, config.head_dim), 2), torch.nan),
                 hits=torch.full((config.num_layers, 1), -1, dtype=torch.int32),
                 live=torch.ones(1, dtype=torch.int32),
                 forced=forced,
