@@ -366,9 +366,9 @@ def _product(m: Machine, i: Instruction, a: Values, b: Values, start: Values) ->
 
 @_operation("mma.sync.aligned.m16n8k32", "*b32", "*b32", "*", result="*")
 def _product_of_bytes(m: Machine, i: Instruction, a: Values, b: Values, start: Values) -> Values:
-    assert i.modifiers.count("u8") == 2, "bytes with a sign"
-    a = np.ascontiguousarray(a).view(np.uint8).astype(np.int32).reshape(-1, 8, 4, 2, 2, 4)  # w g t c r e
+    of_a, of_b = [KINDS[name] for name in i.modifiers if name in KINDS][1:3]
+    a = np.ascontiguousarray(a).view(of_a).astype(np.int32).reshape(-1, 8, 4, 2, 2, 4)  # w g t c r e
     a = a.transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 32)  # of w r g c t e
-    b = np.ascontiguousarray(b).view(np.uint8).astype(np.int32).reshape(-1, 8, 4, 2, 4)
+    b = np.ascontiguousarray(b).view(of_b).astype(np.int32).reshape(-1, 8, 4, 2, 4)
     product = a @ b.transpose(0, 3, 2, 4, 1).reshape(-1, 32, 8)  # of w n t e g
     return product.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(-1, 4) + start
