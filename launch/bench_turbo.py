@@ -50,8 +50,9 @@ class TurboCase:
             words = torch.randint(-(2**31), 2**31, (int(sizes.sum()),), dtype=torch.int64, device=device).int()
             for head, width in enumerate(bits.flatten().tolist()):
                 begin, size = int(offset.flatten()[head]), record_words(width, head_dim)
-                records = words[begin : begin + num_blocks * size].view(num_blocks, size)
-                records[:, size - head_dim :] = _parameters(num_blocks, head_dim, width, device)
+                # K and V, the codes of each and then its parameters.
+                records = words[begin : begin + num_blocks * size].view(num_blocks, 2, size // 2)
+                records[..., -head_dim // 2 :] = _parameters(num_blocks, head_dim, width, device)
             layers.append(
                 TurboLayer(
                     words=words,
@@ -79,8 +80,9 @@ class TurboCase:
                 size = record_words(width, dim)
                 records = layer.words[begin : begin + full * size].view(full, size)
                 for side, (values, codes) in enumerate(zip((k, v), unpack_record(records, width, dim), strict=True)):
-                    integers = (codes.codes * codes.s_int[:, None] + codes.z[:, None]).double()
-                    exact = integers * layer.scales[request, head, :full, side, None, None].double()
+                    integers = codes.codes * codes.s_int[:, None] + codes.z[:, None]
+                    assert bool((integers == integers.to(torch.int8)).all()), "no quantiser writes that"
+                    exact = integers.double() * layer.scales[request, head, :full, side, None, None].double()
                     newest = layer.tail[request, head, side, : length - full * BLOCK].double()
                     values[request, head, : full * BLOCK] = exact.flatten(0, 1)
                     values[request, head, full * BLOCK : length] = newest * layer.tail_scale[request, head, side]
@@ -99,12 +101,12 @@ class TurboCase:
 
 
 def _parameters(num_blocks: int, head_dim: int, bits: int, device: torch.device) -> Tensor:
-    """[num_blocks, head_dim] int32 words: `s_int` and `z + 128` of K, then of V, that fill most of [-119, 119]."""
+    """[num_blocks, 2, head_dim / 2] int32 words: `s_int` and `z + 128` of K, of V, that fill most of [-119, 119]."""
     top = 238 // (2**bits - 1)
     s_int = torch.randint(top // 2, top + 1, (num_blocks, 2, head_dim), dtype=torch.int32, device=device)
     span = 239 - (2**bits - 1) * s_int
     z = (torch.rand(s_int.shape, device=device) * span).int() + (128 - 119)
-    return torch.stack([s_int, z], 2).to(torch.uint8).flatten(1).view(torch.int32)
+    return torch.cat([s_int, z], 2).to(torch.uint8).view(torch.int32)
 
 
 def turbo_run(
