@@ -97,7 +97,7 @@ class BlockCodes(NamedTuple):
     """Stage-2 codes of blocks of K or of V: X / s is `codes * s_int + z`."""
 
     codes: Tensor  # [..., 64, D] integers in [0, 2^b)
-    s_int: Tensor  # [..., D] integers in [1, 255]
+    s_int: Tensor  # [..., D] integers in [1, 16], of 2 bits in [1, 80]
     z: Tensor  # [..., D] integers in [-128, 127]
 
 

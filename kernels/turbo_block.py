@@ -4,15 +4,16 @@ A step takes W blocks, one for each warp (the leading size of all tensors here),
 
     S^T = K q^T,   O^T = V^T P^T
 
-K's codes and bytes become fp16 without conversion: as the low bits of a half they are denormals, code 2^-24, or 2^-24
-times the power of two of their place. What is linear moves to where it costs least: the s_int of K into q, once per
-block; z of K into one sum for each head, added to all scores. The product with V is in INT8: see turbo_values.py. Up to
-four heads (HEADS) have two columns each: a lane holds both scores, and goes on with one.
+Both products are in INT8, see turbo_keys.py and turbo_values.py, and between them everything is in *lanes*: tensors
+[W, 32] of what a lane has. Up to four heads (HEADS) have two columns each: a lane has the scores of one. With eight it
+has those of two, c of C.
 
-Products are exact, but for the rounding of q s_int to fp16 and of P to 16 bits, of the tail's P to fp16; sums are fp32
-or exact. A block's weights are relative to its own largest, so that in a long context they have as many bits as in a
-short one. With SAS they are those of `alspec/sas.py`, and what rescales sums, between blocks and between warps, stays
-an exact power of two.
+The tail's bytes become fp16 without conversion: as the low bits of a half they are denormals, n 2^-24.
+
+Products are exact, but for the rounding of q s_int and of P to 16 bits, of the tail's q and P to fp16; sums are fp32 or
+exact. A block's weights are relative to its own largest, so that in a long context they have as many bits as in a short
+one. With SAS they are those of `alspec/sas.py`, and what rescales sums, between blocks and between warps, stays an
+exact power of two.
 
 Where operands are built with `tl.join`, the compiler gives a lane four columns in a row of each 16 (kWidth 4) instead
 of two and two. So the columns of such a product are named in *operand order* (t, kh, i), 16 at a time: then the
@@ -27,11 +28,12 @@ import triton.language as tl
 from .flashq_layout import BLOCK
 from .merge import inverse_of_sum, log2_of_sum, sum_of_warps
 from .sas import sas_exp2
+from .turbo_keys import query_of_keys, query_units, scores
 from .turbo_records import await_side, load_scales, read_k, read_v, send_side, side_of
-from .turbo_values import add_values, first_values, last_values
+from .turbo_values import add_values, first_values, for_heads, from_lanes, last_values, over_rows
 from .words import INTERPRETED
 
-__all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "scaled_query"]
+__all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "query_of_keys", "scaled_query"]
 
 COLUMNS = tl.constexpr(8)  # query heads of a product
 TOKENS = tl.constexpr(BLOCK)
@@ -67,23 +69,6 @@ def _bytes_as_halves(x):
             "=h,=h,=h,=h,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1,
         )  # fmt: skip
     return tl.join(tl.join(a, c), tl.join(b, d))
-
-
-@triton.jit
-def _codes(x, BITS: tl.constexpr):
-    """Codes of each word as fp16 denormals: [..., i, place in its half], 2 or 4 places of each byte."""
-    y = x >> 8
-    if BITS == 4:
-        even = tl.join(_halves(x & 0x000F000F), _halves(y & 0x000F000F))
-        odd = tl.join(_halves(x & 0x00F000F0), _halves(y & 0x00F000F0))
-        codes = tl.join(even, odd)
-    else:
-        first = tl.join(_halves(x & 0x00030003), _halves(y & 0x00030003))
-        second = tl.join(_halves(x & 0x000C000C), _halves(y & 0x000C000C))
-        third = tl.join(_halves(x & 0x00300030), _halves(y & 0x00300030))
-        fourth = tl.join(_halves(x & 0x00C000C0), _halves(y & 0x00C000C0))
-        codes = tl.join(tl.join(first, third), tl.join(second, fourth))
-    return codes
 
 
 @triton.jit
@@ -168,48 +153,12 @@ def scaled_query(q_ptr, output, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr,
 
 
 @triton.jit
-def _inverse_powers(BITS: tl.constexpr, D: tl.constexpr):
-    """2^-shift fp32 of the place in its byte of each pair of K's channels, [D / 2]: see flashq_layout.py.
-
-    Bits and no division: the compiler sees that a thread's values are constants.
-    """
-    SIZE: tl.constexpr = 4 if D * BITS > 256 else 3  # log2, to the next place
-    shift = ((tl.arange(0, D // 2) >> SIZE) & (8 // BITS - 1)) * BITS
-    return ((127 - shift) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _rows_sum(z, q, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """z q 2^shift [W, 16, HEADS], all rows alike, of z [W, D, 8], for each row, and q [W, D, COLUMNS].
-
-    2^shift is the power of two of a channel's place in its byte (flashq_layout.py), which q was divided by. It depends
-    on two bits of the channel tile. One chooses the product, the other a half of the left operand's rows, and of the
-    right one's columns: so each sum has one power, and every register of the left operand is another.
-    """
-    # No factor on either side of the products: the left operand has to come as it was read (turbo_records.py).
-    SAME: tl.constexpr = 2 if D * BITS > 256 else 1  # channel tiles in a row with one place
-    ROW: tl.constexpr = 1 << BITS * (1 // SAME % (8 // BITS))
-    PRODUCT: tl.constexpr = 1 << BITS * (2 // SAME % (8 // BITS))
-    z = tl.permute(tl.reshape(z, [W, D // 64, 2, 2, 16, 8]), (0, 3, 5, 1, 4, 2))
-    q = tl.permute(tl.reshape(q, [W, D // 64, 2, 2, 16, COLUMNS]), (0, 1, 4, 3, 5, 2))
-    z_low, z_high = tl.split(z)
-    q_low, q_high = tl.split(q)
-    low = tl.dot(tl.reshape(z_low, [W, 16, D // 4]), tl.reshape(q_low, [W, D // 4, 2 * COLUMNS]))
-    high = tl.dot(tl.reshape(z_high, [W, 16, D // 4]), tl.reshape(q_high, [W, D // 4, 2 * COLUMNS]))
-    total = _of_heads(tl.reshape(low, [W, 2, 8, 2, COLUMNS]), HEADS)
-    total += _of_heads(tl.reshape(high, [W, 2, 8, 2, COLUMNS]), HEADS) * PRODUCT
-    even, odd = tl.split(tl.permute(total, (0, 1, 2, 4, 3)))
-    even, _ = tl.split(tl.permute(even, (0, 2, 3, 1)))
-    _, odd = tl.split(tl.permute(odd, (0, 2, 3, 1)))
-    total = even + odd * ROW
-    return tl.reshape(tl.broadcast_to(total[:, None, :, :], [W, 2, 8, HEADS]), [W, 16, HEADS])
-
-
-@triton.jit
-def _for_columns(words, W: tl.constexpr, D: tl.constexpr):
-    """`s_int` or `z` of `load_k`, bytes as fp16 [W, D, 8]: channels in operand order, once for each column or row."""
-    x = tl.reshape(_bytes_as_halves(words), [W, D // 64, 8, 4, 4, 2, 2])
-    return tl.reshape(tl.permute(x, (0, 1, 4, 3, 5, 6, 2)), [W, D, 8])
+def _largest(s):
+    """The largest of the scores of a head, (n) in lanes."""
+    top = s[0]
+    for n in tl.static_range(1, TOKENS // 8):
+        top = tl.maximum(top, s[n])
+    return over_rows(top, "max")
 
 
 @triton.jit
@@ -217,9 +166,8 @@ def attend_blocks(
     row_max,
     row_sum,
     acc,
-    even,  # q of `scaled_query`
-    odd,
-    qk_scale,  # [HEADS]: 2^-e sm_scale log2(e)
+    query,  # of `query_of_keys`
+    qk_scale,  # sm_scale log2(e)
     records_ptr,  # of this output, and
     scales_ptr,
     blocks,  # (first, split, second, count): [first, first + split), then those from `second` on; `count` > 0 of both
@@ -234,22 +182,14 @@ def attend_blocks(
     BULK: tl.constexpr,
 ):
     """Go on with an online softmax over the records of one (request, KV head)."""
-    TILES: tl.constexpr = D // 16
-    CF: tl.constexpr = 16 // BITS if 16 // BITS < TILES else TILES
-    CW: tl.constexpr = TILES // CF
-    TF: tl.constexpr = 16 // BITS // CF
-    TW: tl.constexpr = 4 // TF
+    C: tl.constexpr = HEADS // 4
     warps = tl.arange(0, W)
     count = blocks[3]
-    unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)  # the bytes are z + 128
-    unbias = _of_heads(unbias, HEADS)[None, None, :]
-    q_power = _inverse_powers(BITS, D)[:, None]
-    q_words = tl.permute(tl.reshape(_pairs(even * q_power, odd * q_power), [TILES, 2, 4, COLUMNS]), (0, 2, 1, 3))
-    q_words = tl.reshape(q_words, [D // 2, COLUMNS])
-    qk_scale *= 1.0 / ULP / ULP
+    of_bits = query_units(query, qk_scale, BITS, D, C)
     k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
     steps = tl.cdiv(count, W)
     state = first_values(row_sum, acc, W, D, HEADS)
+    maxima = for_heads(row_max, W, HEADS)
     for i in tl.range(0, steps, num_stages=1):
         if BULK:
             k_words, k_s, k_z, done = read_k(await_side(slots, parity, False, W, D), D, BITS)
@@ -258,31 +198,33 @@ def attend_blocks(
             k_words, k_s, k_z, _ = read_k(side_of(records_ptr, i, blocks, False, W, D, BITS), D, BITS)
             v_words, v_s, v_z, _ = read_v(side_of(records_ptr, i, blocks, True, W, D, BITS), D, BITS)
         next_k_scale, next_v_scale = load_scales(scales_ptr, i + 1, blocks, W)
-
-        # S^T = K q^T: rows of K [t of the lane][channel tile][kh][i] -> channels
-        q = _from_pairs(q_words, W, D)
-        bias = (_rows_sum(_for_columns(k_z, W, D), q, HEADS, W, D, BITS) + unbias) * ULP
-        k = tl.reshape(_codes(k_words, BITS), [W, TW, CW, 8, 4, 2, 2, 2, TF, CF])
-        k = tl.reshape(tl.permute(k, (0, 1, 8, 6, 3, 9, 2, 4, 5, 7)), [W, TOKENS, D])
-        s = _of_heads(tl.dot(k, q * _for_columns(k_s, W, D)), HEADS) + _on_rows(bias, W, TOKENS)
+        s, second = scores(query, of_bits, k_words, k_s, k_z, D, BITS, C)
         if BULK:
             v_words, v_s, v_z, done = read_v(await_side(slots, parity, True, W, D), D, BITS)
             send_side(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, True, W, D)
 
-        unit = k_scale[:, None] * qk_scale[None, :]
-        largest = tl.max(s, 1) * unit
-        x = s * unit[:, None, :] - largest[:, None, :]
-        if W > 1:
-            inside = (i * W + warps < count)[:, None]
-            largest = tl.where(inside, largest, float("-inf"))
-        new_max = tl.maximum(row_max, largest)
-        alpha, beta = tl.exp2(row_max - new_max), tl.exp2(largest - new_max)
-        row_max = new_max
-        # The cutoff is below the maximum so far, not the block's.
-        p = sas_exp2(x, (cutoff + (new_max - largest))[:, None, :]) if SAS else tl.exp2(x)
-        state = add_values(state, p, alpha, beta, v_scale, v_words, v_s, v_z, HEADS, W, D, BITS)
+        inside = (i * W + warps < count)[:, None]
+        p, alphas, betas, new_maxima = (), (), (), ()
+        for c in tl.static_range(C):
+            unit = k_scale[:, None] * of_bits[0][c]
+            top = _largest(s[c])
+            largest = (top + second[c]) * unit
+            if W > 1:
+                largest = tl.where(inside, largest, float("-inf"))
+            new_max = tl.maximum(maxima[c], largest)
+            alphas = alphas + (tl.exp2(maxima[c] - new_max),)  # noqa: RUF005 (Triton has no *)
+            betas = betas + (tl.exp2(largest - new_max),)  # noqa: RUF005
+            new_maxima = new_maxima + (new_max,)  # noqa: RUF005
+            top *= unit
+            for n in tl.static_range(TOKENS // 8):
+                x = s[c][n] * unit - top
+                # The cutoff is below the maximum so far, not the block's.
+                p = p + (sas_exp2(x, cutoff + (new_max - largest)) if SAS else tl.exp2(x),)  # noqa: RUF005
+        maxima = new_maxima
+        state = add_values(state, p, alphas, betas, v_scale, v_words, v_s, v_z, HEADS, W, D, BITS)
         k_scale, v_scale = next_k_scale, next_v_scale
         parity ^= 1
+    row_max = tl.max(from_lanes(maxima, 1, HEADS), 1)
     row_sum, acc = last_values(state, D, HEADS)
     return row_max, row_sum, acc, parity
 

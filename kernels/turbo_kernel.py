@@ -22,6 +22,7 @@ from .turbo_block import (
     attend_tail,
     merge_warps,
     no_tokens,
+    query_of_keys,
     scaled_query,
 )
 from .turbo_records import open_slots, send_side
@@ -243,14 +244,15 @@ def turbo_decode_kernel(
         else:
             row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
         if count > 0:
+            query = query_of_keys(q_ptr, output, HEADS_PER_KV, HEADS, WARPS, D)
             if width == 2:
                 row_max, row_sum, acc, parity = attend_blocks(
-                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff, slots, parity,
+                    row_max, row_sum, acc, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
                     HEADS, 2, WARPS, D, SAS, BULK,
                 )  # fmt: skip
             else:
                 row_max, row_sum, acc, parity = attend_blocks(
-                    row_max, row_sum, acc, even, odd, unit, records, scales, blocks, cutoff, slots, parity,
+                    row_max, row_sum, acc, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
                     HEADS, 4, WARPS, D, SAS, BULK,
                 )  # fmt: skip
         o, lse = merge_warps(row_max, row_sum, acc, WARPS)

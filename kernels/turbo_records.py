@@ -244,31 +244,34 @@ def _read(side, at, OFFSET: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _read_rows(side, at, OFFSET: tl.constexpr, STRIDE: tl.constexpr, N: tl.constexpr):
-    """N times four words of each lane, STRIDE apart: [W, N 128]."""
-    rows, done = (), ()
-    for n in tl.static_range(N):
-        row, row_done = _read(side, at, OFFSET + STRIDE * n, 4)
-        row = tl.reshape(stacked(row, 4), [side.shape[0], LANE_WORDS])
-        rows, done = rows + (row,), done + row_done  # noqa: RUF005 (Triton has no *)
-    words = tl.permute(stacked(rows, N), (0, 2, 1))
-    return tl.reshape(words, [side.shape[0], N * LANE_WORDS]), done
+def _read_codes(side, D: tl.constexpr, BITS: tl.constexpr):
+    """Codes of a side: four words of a lane for each D BITS / 64; and what frees the slot."""
+    words, done = (), ()
+    for n in tl.static_range(2 * D * BITS // LANE_WORDS):
+        row, row_done = _read(side, tl.arange(0, 32)[None, :] * 4, LANE_WORDS * n, 4)
+        words, done = words + (row,), done + row_done  # noqa: RUF005 (Triton has no *)
+    return words, done
 
 
 @triton.jit
 def read_k(side, D: tl.constexpr, BITS: tl.constexpr):
-    """K of a step, int32: codes [W, 2 D BITS], and of `s_int` and `z` [W, 2 D] the words of a lane's channels.
+    """K of a step, [W, 32] int32: codes, four words of a lane for each D BITS / 64, and words of `s_int` and of `z`.
 
-    Those are the same for all g of a lane (g, t), [D / 64][g][t][4]: for each column of q, or row of an operand. And
-    what frees the slot, if `side` is one: it is what `side_of` or `await_side` has returned.
+    Those are of each channel tile: `s_int` of lanes 4 g + t the word of g / 2, `z` that of t. And what frees the slot,
+    if `side` is one: it is what `side_of` or `await_side` has returned.
     """
     CODES: tl.constexpr = 2 * D * BITS
     TILES: tl.constexpr = D // 16
     lanes = tl.arange(0, 32)[None, :]
-    words, done = _read_rows(side, lanes * 4, 0, LANE_WORDS, CODES // LANE_WORDS)
-    s_int, s_done = _read_rows(side, lanes % 4 * TILES, CODES, 4, TILES // 4)
-    z, z_done = _read_rows(side, lanes % 4 * TILES, CODES + D // 4, 4, TILES // 4)
-    return words, s_int, z, done + s_done + z_done
+    words, done = _read_codes(side, D, BITS)
+    s_int, z = (), ()
+    for n in tl.static_range(TILES // 4):
+        row, row_done = _read(side, lanes // 8 * TILES, CODES + 4 * n, 4)
+        s_int, done = s_int + row, done + row_done
+    for n in tl.static_range(TILES // 4):
+        row, row_done = _read(side, lanes % 4 * TILES, CODES + D // 4 + 4 * n, 4)
+        z, done = z + row, done + row_done
+    return words, s_int, z, done
 
 
 @triton.jit
@@ -280,10 +283,7 @@ def read_v(side, D: tl.constexpr, BITS: tl.constexpr):
     CODES: tl.constexpr = 2 * D * BITS
     RUN: tl.constexpr = D // 32
     lanes = tl.arange(0, 32)[None, :]
-    words, done = (), ()
-    for n in tl.static_range(CODES // LANE_WORDS):
-        row, row_done = _read(side, lanes * 4, LANE_WORDS * n, 4)
-        words, done = words + (row,), done + row_done  # noqa: RUF005 (Triton has no *)
+    words, done = _read_codes(side, D, BITS)
     s_int, s_done = _read(side, lanes // 4 * RUN, CODES, RUN)
     z, z_done = _read(side, lanes // 4 * RUN, CODES + D // 4, RUN)
     return words, s_int, z, done + s_done + z_done

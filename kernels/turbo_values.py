@@ -1,6 +1,6 @@
 """The product with V of decode over quantised blocks, O^T = V^T P^T, in INT8 (see turbo_block.py).
 
-The instruction multiplies A [16 channels, 32 tokens] by B [32 tokens, 8 columns], bytes without sign, and sums exactly.
+The instruction multiplies A [16 channels, 32 tokens] by B [32 tokens, 8 columns], here bytes without sign, exactly.
 
 - P is in 16 bits, `rint(SCALE p)` with p relative to the largest of this block and head. Its high and low bytes are
   columns of their own: with up to four heads the two of each head, otherwise those of two products.
@@ -23,7 +23,18 @@ from .flashq_layout import BLOCK
 from .turbo_records import stacked, unstacked
 from .words import INTERPRETED
 
-__all__ = ["add_values", "first_values", "from_lanes", "last_values", "to_lanes"]
+__all__ = [
+    "add_values",
+    "first_values",
+    "for_heads",
+    "from_lanes",
+    "last_values",
+    "over_rows",
+    "picked",
+    "product",
+    "to_lanes",
+    "transposed",
+]
 
 TOKENS = tl.constexpr(BLOCK)
 # Of P. Fits 16 bits with room for the rounding of scores as large as 2^20, which can make a p more than 1.
@@ -59,7 +70,7 @@ def _bytes(x):
 
 
 @triton.jit
-def _picked(a, b, PICK: tl.constexpr):
+def picked(a, b, PICK: tl.constexpr):
     """Four bytes of a (numbers 0 to 3) and b (4 to 7), the lowest first, by the hexadecimal digits of PICK."""
     if INTERPRETED:
         both, number = tl.reshape(tl.join(_bytes(a), _bytes(b)), a.shape + [4, 2]), tl.arange(0, 4)  # noqa: RUF005
@@ -75,7 +86,7 @@ def _picked(a, b, PICK: tl.constexpr):
 
 
 @triton.jit
-def _transposed(x):
+def transposed(x):
     """The matrix [8, 8] of 16 bits of each warp, a row in the words of four lanes, transposed."""
     if INTERPRETED:
         W: tl.constexpr = x.shape[0]
@@ -98,15 +109,15 @@ def _right_operands(p, C: tl.constexpr):
     if C == 1:
         operand = ()
         for i in tl.static_range(4):
-            operand = operand + (_transposed(_picked(p[2 * i], p[2 * i + 1], 0x4051)),)  # noqa: RUF005
+            operand = operand + (transposed(picked(p[2 * i], p[2 * i + 1], 0x4051)),)  # noqa: RUF005
         operands = (operand,)
     else:
         high, low = (), ()
         for i in tl.static_range(4):
-            even = _picked(p[2 * i], p[2 * i + 1], 0x4051)
-            odd = _picked(p[2 * i + 8], p[2 * i + 9], 0x4051)
-            high = high + (_transposed(_picked(even, odd, 0x5410)),)  # noqa: RUF005
-            low = low + (_transposed(_picked(even, odd, 0x7632)),)  # noqa: RUF005
+            even = picked(p[2 * i], p[2 * i + 1], 0x4051)
+            odd = picked(p[2 * i + 8], p[2 * i + 9], 0x4051)
+            high = high + (transposed(picked(even, odd, 0x5410)),)  # noqa: RUF005
+            low = low + (transposed(picked(even, odd, 0x7632)),)  # noqa: RUF005
         operands = (high, low)
     return operands
 
@@ -118,25 +129,56 @@ def _matrix(rows, ROWS: tl.constexpr):
     return unstacked(tl.reshape(x, [rows.shape[0], 32, ROWS]), ROWS)
 
 
+@triton.constexpr_function
+def _products(n, signed, start):
+    """Assembly of n products one after another; operands: four results, 4 n words of A, 2 n of B."""
+    types = "s32.u8.s8.s32" if signed else "s32.u8.u8.s32"
+    sums, code = "{z, z, z, z}", f"{{ .reg .b32 z, u0, u1, u2, u3; mov.b32 z, {start};"
+    for i in range(n):
+        to = "{$0, $1, $2, $3}" if i == n - 1 else "{u0, u1, u2, u3}"
+        a, b = 4 + 4 * i, 4 + 4 * n + 2 * i
+        left, right = f"{{${a}, ${a + 1}, ${a + 2}, ${a + 3}}}", f"{{${b}, ${b + 1}}}"
+        code += f" mma.sync.aligned.m16n8k32.row.col.{types} {to}, {left}, {right}, {sums};"
+        sums = to
+    return code + " }"
+
+
 @triton.jit
-def _product(a, b):
-    """[16, 64] times [64, 8] of bytes: a 8 words of a lane, b 4. Of it, columns 2 t and 2 t + 1 of rows g and g + 8."""
+def product(a, b, N: tl.constexpr, SIGNED: tl.constexpr, START: tl.constexpr):
+    """[16, 32 N] times [32 N, 8] of bytes, B's with a sign or without: a 4 N words of a lane, b 2 N.
+
+    Of it, and START more, columns 2 t and 2 t + 1 of rows g and g + 8.
+    """
     if INTERPRETED:
         W: tl.constexpr = a[0].shape[0]
-        left = tl.reshape(_bytes(stacked(a, 8)), [W, 8, 4, 2, 2, 2, 4])  # g t ks kh rh byte
-        left = tl.reshape(tl.permute(left, (0, 5, 1, 3, 4, 2, 6)), [W, 16, 64])
-        right = tl.reshape(_bytes(stacked(b, 4)), [W, 8, 4, 4, 4])
-        right = tl.reshape(tl.permute(right, (0, 3, 2, 4, 1)), [W, 64, 8])
-        x = _matrix(tl.dot(left.to(tl.float32), right.to(tl.float32)).to(tl.int32), 4)
+        left = tl.reshape(_bytes(stacked(a, 4 * N)), [W, 8, 4, N, 2, 2, 4])  # g t ks kh rh byte
+        left = tl.reshape(tl.permute(left, (0, 5, 1, 3, 4, 2, 6)), [W, 16, 32 * N])
+        right = tl.reshape(_bytes(stacked(b, 2 * N)), [W, 8, 4, 2 * N, 4])
+        right = tl.reshape(tl.permute(right, (0, 3, 2, 4, 1)), [W, 32 * N, 8])
+        if SIGNED:
+            right = (right ^ 128) - 128
+        x = _matrix(tl.dot(left.to(tl.float32), right.to(tl.float32)).to(tl.int32) + START, 4)
     else:
         x = tl.inline_asm_elementwise(
-            "{ .reg .b32 z, u0, u1, u2, u3; mov.b32 z, 0;"
-            " mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32"
-            " {u0, u1, u2, u3}, {$4, $5, $6, $7}, {$12, $13}, {z, z, z, z};"
-            " mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32"
-            " {$0, $1, $2, $3}, {$8, $9, $10, $11}, {$14, $15}, {u0, u1, u2, u3}; }",
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", a + b,
+            _products(N, SIGNED, START), "=r,=r,=r,=r" + ",r" * (6 * N), a + b,
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
+def over_rows(x, WHAT: tl.constexpr):
+    """The largest ("max"), or the sum ("add"), of x [W, 32] of all lanes with the same t."""
+    if INTERPRETED:
+        rows = tl.reshape(x, [x.shape[0], 8, 4])
+        one = tl.max(rows, 1) if WHAT == "max" else tl.sum(rows, 1)
+        x = tl.reshape(tl.broadcast_to(one[:, None, :], [x.shape[0], 8, 4]), [x.shape[0], 32])
+    else:
+        x = tl.inline_asm_elementwise(
+            f"{{ .reg .f32 u, v; shfl.sync.bfly.b32 u, $1, 16, 31, -1; {WHAT}.f32 u, $1, u;"
+            f" shfl.sync.bfly.b32 v, u, 8, 31, -1; {WHAT}.f32 u, u, v;"
+            f" shfl.sync.bfly.b32 v, u, 4, 31, -1; {WHAT}.f32 $0, u, v; }}",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return x
 
@@ -145,10 +187,10 @@ def _product(a, b):
 def _sums(a, operands, C: tl.constexpr):
     """UNIT V^T P^T SCALE of 16 channels: for each head and row of a lane, (c, rh) at 2 c + rh."""
     if C == 1:
-        x = _product(a, operands[0])
+        x = product(a, operands[0], 2, False, 0)
         y = (_joined(x[0], x[1]), _joined(x[2], x[3]))
     else:
-        x, z = _product(a, operands[0]), _product(a, operands[1])
+        x, z = product(a, operands[0], 2, False, 0), product(a, operands[1], 2, False, 0)
         y = (_joined(x[0], z[0]), _joined(x[2], z[2]), _joined(x[1], z[1]), _joined(x[3], z[3]))
     return y
 
@@ -171,7 +213,7 @@ def _joined(high, low):
 def _spread(x, b):
     """[16, 8] times [8, 8] in fp16: of a lane's word, bytes 0 and 2 are row g of A in each two columns, 1 and 3 g + 8.
 
-    Bytes are denormals, n ULP; b: the right operand's word. What a lane has of it is as of `_product`.
+    Bytes are denormals, n ULP; b: the right operand's word. What a lane has of it is as of `product`.
     """
     if INTERPRETED:
         W: tl.constexpr = x.shape[0]
@@ -212,14 +254,14 @@ def _operand_of_weights(sums, C: tl.constexpr):
         # Rows 0 and 2 for the even columns, 1 and 3 for the odd ones.
         x = tl.where(row < 2, high, low)
         x = tl.where(row % 2 == 0, x, x << 16)
-        operands = (_transposed(tl.where(row < 4, x, 0)),)
+        operands = (transposed(tl.where(row < 4, x, 0)),)
     else:
         odd_high, odd_low = _in_two(sums[2] * (STEP / ULP))
         high |= odd_high << 16
         low |= odd_low << 16
         even = tl.where(row == 0, high, tl.where(row == 2, low, 0))
         odd = tl.where(row == 1, high, tl.where(row == 3, low, 0))
-        operands = (_transposed(even), _transposed(odd))
+        operands = (transposed(even), transposed(odd))
     return operands
 
 
@@ -280,9 +322,14 @@ def _pair(
 
 
 @triton.jit
-def _for_heads(x, W: tl.constexpr, HEADS: tl.constexpr):
+def for_heads(x, W: tl.constexpr, HEADS: tl.constexpr):
     """x [W, HEADS] for each head of a lane."""
-    return to_lanes(tl.broadcast_to(x[:, None, :], [W, 8, HEADS]), W, HEADS)
+    # Of 16 rows, as products have them: a lane then has each value in registers of its own, as those of `to_lanes`.
+    both = to_lanes(tl.broadcast_to(x[:, None, :], [W, 16, HEADS]), W, HEADS)
+    values = ()
+    for c in tl.static_range(HEADS // 4):
+        values = values + (both[2 * c],)  # noqa: RUF005
+    return values
 
 
 @triton.jit
@@ -315,9 +362,9 @@ def last_values(state, D: tl.constexpr, HEADS: tl.constexpr):
 @triton.jit
 def add_values(
     state,  # of `first_values`
-    p,  # [W, 64, HEADS]: weights relative to the largest of the block
-    alpha,  # [W, HEADS]: what the values so far are rescaled by, and
-    beta,  # those of this block
+    p,  # weights relative to the largest of the block: (c, n), of token 8 n + g
+    alphas,  # for each c: what the values so far are rescaled by, and
+    betas,  # those of this block
     v_scale,  # [W]
     words,  # of `read_v`
     s_int,
@@ -331,12 +378,13 @@ def add_values(
     FIELDS: tl.constexpr = 8 // BITS
     C: tl.constexpr = HEADS // 4
     N: tl.constexpr = D // 8
-    p = to_lanes((p * SCALE + ROUND).to(tl.int32, bitcast=True), W, HEADS)
-    operands = _right_operands(p, C)
+    integers = ()
+    for n in tl.static_range(8 * C):
+        integers = integers + ((p[n] * SCALE + ROUND).to(tl.int32, bitcast=True),)  # noqa: RUF005
+    operands = _right_operands(integers, C)
     one = tl.full([W, 32], 0x01010101, tl.int32)
     weights = _sums((one, one, one, one, one, one, one, one), operands, C)
     of_weights = _operand_of_weights(weights, C)
-    alphas, betas = _for_heads(alpha, W, HEADS), _for_heads(beta, W, HEADS)
     pairs = ()
     for pair in tl.static_range(D // 32):
         added = _pair(

@@ -146,6 +146,7 @@ def turbo(
     chunk_size: int = 0,
     softmax: str = "exact",
     capability: int = 90,
+    dtype: torch.dtype = torch.float32,
     **how: Any,
 ) -> Found:
     """Attention over the quantised cache as launched on Hopper, half of the heads with 2 bits."""
@@ -153,7 +154,9 @@ def turbo(
         "turbo_decode_kernel": Emulated(turbo_attention.turbo_decode_kernel, capability, **how),
         "turbo_merge_kernel": Emulated(turbo_attention.turbo_merge_kernel, capability),
     }
-    launch = test_turbo_attention.draw(lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size)
+    launch = test_turbo_attention.draw(
+        lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype=dtype
+    )
     launch.settings = replace(turbo_attention.GPU_SETTINGS, sm90=capability >= 90)
     launch.softmax = softmax
     with mock.patch.multiple(turbo_attention, **kernels):
@@ -361,6 +364,8 @@ CASES: dict[str, Callable[[], Found]] = {
     "turbo, 2 x 64, ragged": sound(lambda: turbo((65, 700, 319), 2, 2, 64, 20)),
     "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
     "turbo, 4 x 128, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80)),
+    "turbo, 3 x 64, bf16": sound(lambda: turbo((200,), 3, 2, 64, 2, dtype=torch.bfloat16)),
+    "turbo, 5 x 128, fp16": sound(lambda: turbo((200,), 5, 2, 128, 2, dtype=torch.float16)),
     "3 requests, a part of a chunk": sound(lambda: several(3, 200, 40, torch.bfloat16, False)),
     "8 requests, one chunk, fp16": sound(lambda: several(8, 1024, 24, torch.float16, False)),
     "2 requests, chunks of several tiles": sound(lambda: several(2, 1664, 88, torch.bfloat16, True)),

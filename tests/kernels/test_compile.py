@@ -27,13 +27,14 @@ def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int
     assert {copies for name, copies in lean.items() if "head 64" in name} == ({3 * 50} if capability == 90 else set())
 
 
-@pytest.mark.parametrize("form", ["4, 128, 1, False", "4, 128, 8, True", "2, 64, 1, True, sas=True"])
+@pytest.mark.parametrize(
+    "form", ["4, 128, 1, False", "4, 128, 8, True", "8, 128, 1, False", "2, 64, 1, True, sas=True", "7, 64, 1, True"]
+)
 def test_warps_go_over_records_by_themselves(form: str) -> None:
     """In both loops, over 4-bit and 2-bit records, nothing passes between warps: what a lane reads is its operand.
 
     Two copies are sent, and a lane reads 16 bytes at once. Where the compiler gave a value another layout, it would go
-    through shared memory, with barriers of all warps: 1.3 times as many instructions. With more than 4 query heads to a
-    KV head one small tensor still does, the scale of K.
+    through shared memory, with barriers of all warps: 1.3 times as many instructions.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = (

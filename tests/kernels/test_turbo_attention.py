@@ -1,10 +1,11 @@
 """Decode over the quantised cache, plain and speculative, against the fp64 oracles on the dequantised cache.
 
-Bounds: q s_int is rounded to fp16, 2^-11 relative at most, and so is P in the tail; in blocks P is rounded to 2^-17 of
-the block's largest. Everything else is exact or fp32. So the output differs by about 2^-11 in relative RMS (the errors
-of P have both signs), and `lse` by that of one score: at most 2^-11 sum_c |q_c s_int_c q2_c| of the largest, which
-these inputs keep below a few thousandths. SAS weights are relative to a block's maximum, the oracle's to the row's:
-1.02e-4 each, of either sign; the tolerance has room.
+Bounds: in blocks q s_int is rounded to 2^-16 of the largest q times the largest s_int, or to 2^-14 where codes have 2
+bits and lie at uneven places of a byte, q of the sum with z to 2^-16 of the largest, and P to 2^-17 of the block's
+largest; in the tail q and P to fp16, 2^-12 relative. Everything else is exact or fp32. So the output differs by less
+than about 2^-11 in relative RMS (errors have both signs), and `lse` by that of one score, which these inputs keep below
+a few thousandths. SAS weights are relative to a block's maximum, the oracle's to the row's: 1.02e-4 each, of either
+sign; the tolerance has room.
 """
 
 from __future__ import annotations
@@ -91,8 +92,11 @@ def draw_codes(num_blocks: int, head_dim: int, bits: int, kind: str, generator: 
         codes, s_int = torch.zeros_like(codes), torch.ones_like(s_int)
     elif kind == "zero":
         codes, s_int, z = torch.zeros_like(codes), torch.ones_like(s_int), torch.zeros_like(z)
-    elif kind == "widest":
+    elif kind in ("widest", "highest"):
         s_int, z = torch.full_like(s_int, -(-238 // top)), torch.full_like(z, -119)
+        codes = torch.full_like(codes, top) if kind == "highest" else codes
+    elif kind == "high":
+        s_int, z = torch.ones_like(s_int), torch.full_like(z, 119 - top)
     return BlockCodes(codes, s_int, z)
 
 
@@ -241,6 +245,18 @@ def test_blocks_at_the_ends_of_the_range(device: torch.device, kind: str, head_d
     launch.compare()
 
 
+@pytest.mark.parametrize("codec", ["turbo4", "turbo2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", ["widest", "highest", "high"])
+def test_sums_at_the_ends_of_the_range(device: torch.device, kind: str, head_dim: int, codec: str) -> None:
+    """Every channel of q is as large as the largest; of one sign, of the other, of both, or all are 0."""
+    launch = draw((64 * 2 + 5,), 4, 1, head_dim, device, 1, 0, codec, 1, kind)
+    launch.q[:, 0], launch.q[:, 1], launch.q[:, 3] = 1, -1, 0
+    launch.q[:, 2] = launch.q[:, 2].sign()
+    launch.run()
+    launch.compare()
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1e-4, 3.0])
 @pytest.mark.parametrize("q_scale", [1e-6, 1.0, 1e4])
 def test_extreme_scales(device: torch.device, q_scale: float, scale: float) -> None:
@@ -255,7 +271,7 @@ def test_extreme_scales(device: torch.device, q_scale: float, scale: float) -> N
 
 
 def test_bf16_queries_lose_nothing(device: torch.device) -> None:
-    """With s_int of 4 bits and z of 8, products of bf16 values fit fp16: only P is rounded."""
+    """With 4 bits, q s_int in 16 bits is as good as exact."""
     launch = draw((64 * 4 + 30,), 4, 2, 128, device, 3, 0, "turbo4", dtype=torch.bfloat16)
     launch.run()
     _, lse = decode_attention_ref(launch.q.cpu(), launch.k, launch.v, launch.seq_lens.cpu(), 128**-0.5)
