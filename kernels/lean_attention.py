@@ -13,7 +13,8 @@ other tiles is that much shorter. The words of the schedule (output, run, rest, 
 
 Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level Speculation (Cai et al., 2025), Algorithm 3.
 The merge by a dependent launch instead of a host block that waits, and the device-side schedule, are ours.
-**(corrected)**: the program that owns a tile comes from the inverse of the run formula, counts are ceilings, and the softmax scale is applied.
+**(corrected)**: the program that owns a tile comes from the inverse of the run formula, counts are ceilings, and the
+softmax scale is applied.
 
 Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, G programs. `lse` is base 2.
 """
