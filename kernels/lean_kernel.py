@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .merge import inverse_of_sum, log2_of_sum, merge_output, output_at, send_guess, store_partial
+from .merge import await_partials, inverse_of_sum, log2_of_sum, merge_output, output_at, send_guess, store_partial
 from .prefetch import prefetch, wait_cycles
 
 __all__ = ["ALL", "PREDICTOR", "REST", "lean_decode_kernel", "lean_merge_kernel", "locate", "start_after"]
@@ -542,14 +542,14 @@ def lean_merge_kernel(
     first_tile, tiles = tl.sum(first_tile, 0), tl.sum(tiles, 0)
     first_run = _run_of(first_tile, leaders, lead_run, run, longer)
     last_run = _run_of(first_tile + tiles - 1, leaders, lead_run, run, longer)
-    runs = tl.where(tiles > 0, last_run - first_run + 1, 0)
+    slot, runs = first_run + output, tl.where(tiles > 0, last_run - first_run + 1, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     if PDL:
-        gdc_wait()
+        slot, runs = await_partials(slot, runs)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
     merge_output(
-        o_partial_ptr, lse_partial_ptr, first_run + output, runs, PROGRAMS + num_outputs + output * GUESS_PARTS, parts,
+        o_partial_ptr, lse_partial_ptr, slot, runs, PROGRAMS + num_outputs + output * GUESS_PARTS, parts,
         row, head, chunk, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, CHUNK, CHUNKS, ROUND, SPEC,
     )  # fmt: skip

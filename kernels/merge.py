@@ -14,6 +14,7 @@ import triton.language as tl
 from .words import INTERPRETED, pack_words
 
 __all__ = [
+    "await_partials",
     "inverse_of_sum",
     "log2_of_sum",
     "merge_output",
@@ -144,6 +145,18 @@ def sum_of_warps(x, W: tl.constexpr):
 
 
 @triton.jit
+def await_partials(slot, runs):
+    """`gdc_wait`, once these are computed: the compiler would move to behind the wait what nobody needs before."""
+    if not INTERPRETED:
+        slot, runs = tl.inline_asm_elementwise(
+            "{ .reg .pred known; .reg .b32 both; or.b32 both, $2, $3; setp.ne.u32 known, both, 0xFFFFFFFF;"
+            " @known griddepcontrol.wait; mov.b32 $0, $2; mov.b32 $1, $3; }",
+            "=&r,=r,r,r", [slot, runs], dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    return slot, runs
+
+
+@triton.jit
 def _merge(
     o_ptr, lse_ptr, slot, count, head, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     N: tl.constexpr,
@@ -155,13 +168,15 @@ def _merge(
     Returns:
         m = max lse and sum 2^(lse - m), [lanes], and sum 2^(lse - m) o, [lanes, LANE].
     """
-    slots, lanes = tl.arange(0, N)[:, None], tl.arange(0, CHUNK // LANE)[None, :]
-    exist = (slots < count) & (lanes >= 0)
-    row = (slot + slots) * HEADS_PER_KV + head
+    LANES: tl.constexpr = CHUNK // LANE
+    slots, channels = tl.arange(0, N)[:, None], tl.arange(0, CHUNK)[None, :]
+    # As one dimension, of which there is one way to lie in lanes; of two, Triton 3.6 and 3.7 choose different ones.
+    place = tl.arange(0, N * LANES) // LANES
     # .cg: other SMs wrote these, and L1 may hold older bytes.
-    lse = tl.load(lse_ptr + (row + lanes * 0), mask=exist, other=float("-inf"), cache_modifier=".cg")
-    at = o_ptr + (row * D + first + lanes * LANE)[:, :, None] + tl.arange(0, LANE)[None, None, :]
-    o = tl.load(at, mask=exist[:, :, None], other=0.0, cache_modifier=".cg")
+    lse_at, o_at = (slot + place) * HEADS_PER_KV + head, ((slot + slots) * HEADS_PER_KV + head) * D + first + channels
+    lse = tl.load(lse_ptr + lse_at, mask=place < count, other=float("-inf"), cache_modifier=".cg")
+    o = tl.load(o_ptr + o_at, mask=(slots < count) & (channels >= 0), other=0.0, cache_modifier=".cg")
+    lse, o = tl.reshape(lse, [N, LANES]), tl.reshape(o, [N, LANES, LANE])
     row_max = tl.max(lse, 0)
     # Without partials the maximum is -inf; 0 avoids -inf - -inf there.
     weight = tl.exp2(lse - tl.where(row_max == float("-inf"), 0.0, row_max)[None, :])

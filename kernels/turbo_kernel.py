@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .lean_kernel import PREDICTOR, REST, locate, start_after
-from .merge import merge_output, send_guess, store_partial
+from .merge import await_partials, merge_output, send_guess, store_partial
 from .prefetch import prefetch
 from .sas import sas_cutoff
 from .turbo_block import (
@@ -306,13 +306,13 @@ def turbo_merge_kernel(
     length, rest = _pick(lengths, output), _pick(rest_at, output)
     first_run = _run_of(rest, used, total)
     last_run = _run_of(rest + length - 1, used, total)
-    runs = tl.where(length > 0, last_run - first_run + 1, 0)
+    slot, runs = first_run + output, tl.where(length > 0, last_run - first_run + 1, 0)
     if PDL:
-        gdc_wait()
+        slot, runs = await_partials(slot, runs)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
     merge_output(
-        o_partial_ptr, lse_partial_ptr, first_run + output, runs, PROGRAMS + OUTPUTS + output, 1,
+        o_partial_ptr, lse_partial_ptr, slot, runs, PROGRAMS + OUTPUTS + output, 1,
         row, head, chunk, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, D, CHUNK, CHUNKS, ROUND, SPEC,
     )  # fmt: skip

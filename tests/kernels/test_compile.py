@@ -68,3 +68,26 @@ def test_assembly_has_its_lanes(capability: int) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "form", ["lean_merge(90, 4, 128, 1, False)", "lean_merge(90, 4, 128, 1, True)", "turbo_merge(90, 4, 128, 1, True)"]
+)
+def test_merges_know_where_partials_lie_when_the_wait_ends(form: str) -> None:
+    """Divisions, which find that, come before it; and behind it nothing but sums crosses lanes: those of six values
+    over 16 lanes, or 8 with a guess, three or four times over; the second round of loads counts as well."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    program = (
+        f"import compile_kernels, json, waiting; kernel = compile_kernels.{form}\n"
+        "names = [instruction.name for instruction in waiting.instructions(kernel.asm['cubin'])[0]]\n"
+        "wait = names.index('ACQBULK')\n"
+        "print(json.dumps([sum(name in ('I2F', 'F2I') for name in part) for part in (names[:wait], names[wait:])]\n"
+        "                 + [names.count('SHFL'), names.count('BAR')]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, after, shuffles, barriers = json.loads(done.stdout)
+    assert before > 0
+    assert after == barriers == 0
+    assert shuffles <= 64

@@ -48,22 +48,28 @@ class Loop:
         return sum(instruction.name == name for instruction in self.body)
 
 
-def loops(cubin: bytes) -> list[Loop]:
-    """Loops of a kernel, innermost and outer ones."""
+def instructions(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
+    """The code of a kernel, and where its labels are."""
     lines = _disassemble(cubin)
     labels: dict[str, int] = {}
     code: list[Instruction] = []
-    found = []
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(code)
-        if not (match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/", line)):
-            continue
-        control = int(re.search(r"0x([0-9a-f]{16})", following)[1], 16) >> 41
-        code.append(Instruction(match[1], control & 15))
-        branch = re.search(r"BRA.*?`\((\.L_x_\d+)\)", match[1])
-        if branch and len(code) - labels.get(branch[1], len(code)) >= MIN_LOOP:
-            found.append(Loop(labels[branch[1]], code[labels[branch[1]] :]))
+        if match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;?\s*/\* 0x[0-9a-f]{16} \*/", line):
+            control = int(re.search(r"0x([0-9a-f]{16})", following)[1], 16) >> 41
+            code.append(Instruction(match[1], control & 15))
+    return code, labels
+
+
+def loops(cubin: bytes) -> list[Loop]:
+    """Loops of a kernel, innermost and outer ones."""
+    code, labels = instructions(cubin)
+    found = []
+    for end, instruction in enumerate(code, start=1):
+        branch = re.search(r"BRA.*?`\((\.L_x_\d+)\)", instruction.text)
+        if branch and end - labels[branch[1]] >= MIN_LOOP:
+            found.append(Loop(labels[branch[1]], code[labels[branch[1]] : end]))
     return found
 
 
