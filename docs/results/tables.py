@@ -10,6 +10,7 @@ from result_rows import HERE, PARTS, read, table, where
 from alspec.latency_model import StepCosts, speculative_step_us
 
 OTHER_COMMIT = "\\* The pair is of an earlier commit than `off`."
+OTHER_RUN = "FlashInfer was measured in an earlier run, of an earlier commit."
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_STEPS = (1024, 8192, 32768, 131072)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
@@ -76,7 +77,7 @@ def decode(rows: list[dict[str, Any]]) -> str:
     """Decode attention, one table for each shape: rivals, ours, ours with guess and verdict."""
     if not rows:
         return ""
-    parts = ["## Decode attention", "Microseconds, p50 or p20 / p50 / p80.", where(*rows)]
+    parts = ["## Decode attention", " ".join(["Microseconds, p50 or p20 / p50 / p80.", *other_run(rows)]), where(*rows)]
     head = ["context", "torch SDPA", "FlashInfer", "lean decode", "TB/s", "of stream", "against SDPA"]
     head += ["with guess and verdict", "its cost"]
     for shape, contexts in by_shape(rows).items():
@@ -90,6 +91,12 @@ def decode(rows: list[dict[str, Any]]) -> str:
             lines.append([*line, spread(spec), f"{spec['us']['p50'] / p50 - 1:+.1%}"])
         parts += [f"### {shape}", table(head, lines)]
     return "\n\n".join(parts)
+
+
+def other_run(rows: list[dict[str, Any]]) -> list[str]:
+    """A note where FlashInfer's rows are of another commit than ours."""
+    commits = [{row["commit"] for row in rows if (row["impl"] == "flashinfer") == theirs} for theirs in (False, True)]
+    return [OTHER_RUN] if commits[1] - commits[0] else []
 
 
 def steps(rows: list[dict[str, Any]]) -> str:
@@ -354,7 +361,7 @@ def short_decode() -> str:
         [name, *(f"{found[name]['us']['p50']:.1f}" if name in found else "" for found in contexts.values())]
         for name in ("torch SDPA", "FlashInfer", "lean decode", "with guess and verdict")
     ]
-    return "\n\n".join([table([f"{shape}, us", *contexts], lines), where(*rows)])
+    return "\n\n".join([table([f"{shape}, us", *contexts], lines), *other_run(rows), where(*rows)])
 
 
 def short_steps() -> str:
