@@ -34,7 +34,7 @@ from .launch import launch, prefer_l1
 from .lean_kernel import lean_decode_kernel, lean_merge_kernel
 from .merge import merge_sizes
 
-__all__ = ["LeanWorkspace", "Phase", "Speculation", "guess_parts", "lean_decode_attention"]
+__all__ = ["LeanWorkspace", "Phase", "Speculation", "guess_parts", "launch_merge", "lean_decode_attention"]
 
 Phase = Literal["all", "predictor", "rest"]
 PHASES = {"all": 0, "predictor": 1, "rest": 2}
@@ -197,22 +197,45 @@ def lean_decode_attention(
     )
     if phase == "predictor":
         return
-    outputs = batch_size * num_kv_heads
-    chunk, chunks, together = merge_sizes(spec is not None, head_dim, workspace.num_programs // outputs)
-    compiled = launch(lean_merge_kernel, (batch_size * num_qo_heads * chunks,))(
+    launch_merge(
+        lean_merge_kernel, seq_lens, workspace, out, lse, speculation, gate, (batch_size, chunk_size), head_dim, plan
+    )
+
+
+def launch_merge(
+    kernel: Any,
+    seq_lens: Tensor,
+    workspace: LeanWorkspace,
+    out: Tensor,
+    lse: Tensor,
+    speculation: Speculation | None,
+    gate: Tensor | None,
+    numbers: tuple[int, ...],
+    head_dim: int,
+    plan: dict[str, Any],
+) -> None:
+    """The second launch of decode attention over any cache: `out`, `lse` and sums, of what the first has left.
+
+    Args:
+        kernel: of the cache.  numbers, plan: its further arguments, those that the first launch had too.
+        Others as for `lean_decode_attention`.
+    """
+    outputs = lse.numel() // plan["HEADS_PER_KV"]
+    chunk, chunks, together = merge_sizes(speculation is not None, head_dim, workspace.num_programs // outputs)
+    compiled = launch(kernel, (lse.numel() * chunks,))(
         seq_lens,
         workspace.o,
         workspace.lse,
         out,
         lse,
-        spec.sums if spec else None,
+        speculation.sums if speculation else None,
         gate,
-        batch_size,
-        chunk_size,
+        *numbers,
         CHUNK=chunk,
         CHUNKS=chunks,
         ROUND=together,
         num_warps=1,
+        # Lanes that hold the same sum may each store it: no product may be fused into one of their additions.
         enable_fp_fusion=False,
         **plan,
     )

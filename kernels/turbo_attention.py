@@ -26,8 +26,7 @@ from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import declares_shared_memory, launch, prefer_l1
-from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation
-from .merge import merge_sizes
+from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, launch_merge
 from .turbo_kernel import turbo_decode_kernel, turbo_merge_kernel
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
@@ -150,24 +149,7 @@ def turbo_decode_attention(
     prefer_l1(compiled, settings.per_sm)
     if phase == "predictor":
         return
-    chunk, chunks, together = merge_sizes(spec is not None, head_dim, num_programs // outputs)
-    compiled = launch(turbo_merge_kernel, (batch_size * num_qo_heads * chunks,))(
-        seq_lens,
-        workspace.o,
-        workspace.lse,
-        out,
-        lse,
-        spec.sums if spec else None,
-        gate,
-        chunk_blocks,
-        CHUNK=chunk,
-        CHUNKS=chunks,
-        ROUND=together,
-        num_warps=1,
-        enable_fp_fusion=False,
-        **plan,
-    )
-    prefer_l1(compiled)
+    launch_merge(turbo_merge_kernel, seq_lens, workspace, out, lse, spec, gate, (chunk_blocks,), head_dim, plan)
 
 
 def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, phase: Phase) -> None:
