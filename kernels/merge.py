@@ -35,7 +35,7 @@ MERGE_VALUES = 2048  # that a program loads at once: 64 registers
 
 def num_sums(num_qo_heads: int, head_dim: int) -> int:
     """S: how many pairs of sums of a request its heads leave for the verdict."""
-    return num_qo_heads * triton.cdiv(head_dim, SPEC_CHUNK)
+    return num_qo_heads * -(-head_dim // SPEC_CHUNK)
 
 
 def merge_sizes(spec: bool, head_dim: int, programs_of_head: int) -> tuple[int, int, int]:
@@ -43,7 +43,7 @@ def merge_sizes(spec: bool, head_dim: int, programs_of_head: int) -> tuple[int, 
     that a head has of so many programs of the attention."""
     chunk = SPEC_CHUNK if spec else CHUNK
     most = triton.next_power_of_2(programs_of_head + 2)
-    return chunk, triton.cdiv(head_dim, chunk), max(32 * int(LANE.value) // chunk, min(most, MERGE_VALUES // chunk))
+    return chunk, -(-head_dim // chunk), max(32 * int(LANE.value) // chunk, min(most, MERGE_VALUES // chunk))
 
 
 @triton.jit

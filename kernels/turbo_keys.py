@@ -59,20 +59,28 @@ def _largest_step(bits):
     return 16.0 if bits == 4 else 80.0
 
 
+@triton.constexpr_function
+def _load_assembly(dtype):
+    """$0: the value at $1, of this type, as fp32."""
+    if dtype == tl.bfloat16:
+        return "{ .reg .b16 low, x; mov.b16 low, 0; ld.global.b16 x, [$1]; mov.b32 $0, {low, x}; }"
+    if dtype == tl.float16:
+        return "{ .reg .b16 x; ld.global.b16 x, [$1]; cvt.f32.f16 $0, x; }"
+    return "ld.global.b32 $0, [$1];"
+
+
 @triton.jit
 def _load(q_ptr, at):
     """q at offsets [W, 32], as fp32."""
     if INTERPRETED:
-        return tl.load(q_ptr + at).to(tl.float32)
-    if q_ptr.dtype.element_ty == tl.bfloat16:
-        ASM: tl.constexpr = "{ .reg .b16 low, x; mov.b16 low, 0; ld.global.b16 x, [$1]; mov.b32 $0, {low, x}; }"
-    elif q_ptr.dtype.element_ty == tl.float16:
-        ASM: tl.constexpr = "{ .reg .b16 x; ld.global.b16 x, [$1]; cvt.f32.f16 $0, x; }"
+        x = tl.load(q_ptr + at).to(tl.float32)
     else:
-        ASM: tl.constexpr = "ld.global.b32 $0, [$1];"
-    place = (q_ptr + at).to(tl.int64)
-    # Not pure: it must not move ahead of the wait for the kernel before.
-    return tl.inline_asm_elementwise(ASM, "=f,l", [place], dtype=tl.float32, is_pure=False, pack=1)
+        # Not pure: it must not move ahead of the wait for the kernel before.
+        x = tl.inline_asm_elementwise(
+            _load_assembly(q_ptr.dtype.element_ty),
+            "=f,l", [(q_ptr + at).to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return x
 
 
 @triton.jit
@@ -337,22 +345,23 @@ def _scores_of_tile(words, operands, BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _product_with_z(z, operands, c: tl.constexpr, ODD: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """Of the uneven tiles, or of the even ones: in its rows g + 8, or g. The other half of it means nothing."""
+    right = ()
+    for m in tl.static_range(D // 32):
+        right = right + (operands[C * (2 * m + ODD) + c],)  # noqa: RUF005
+    return product(z, right, D // 64, True, START_UPPER)
+
+
+@triton.jit
 def _second_sums(z, operands, excess, BITS: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """The second sum for each c; z: words `z + 128` of each tile."""
+    """The second sum for each c; z: words `z + 128` of each tile, the left operand as they come: tiles are its rows."""
     RATIO: tl.constexpr = _largest_n(BITS) / _largest_step(BITS) / LARGEST_Z * UNIT
-    # As words come, rows g of the left operand have even tiles, rows g + 8 odd ones: two products, half of each used.
-    products = ()
-    for c in tl.static_range(C):
-        for odd in tl.static_range(2):
-            right = ()
-            for m in tl.static_range(D // 32):
-                right = right + (operands[C * (2 * m + odd) + c],)  # noqa: RUF005
-            products = products + (product(z, right, D // 64, True, START_UPPER),)  # noqa: RUF005
-    even, odd = products[0], products[1]
+    even, odd = _product_with_z(z, operands, 0, 0, D, C), _product_with_z(z, operands, 0, 1, D, C)
     if C == 1:
         parts = ((even[0], even[1], odd[2], odd[3]),)
     else:
-        even_low, odd_low = products[2], products[3]
+        even_low, odd_low = _product_with_z(z, operands, 1, 0, D, C), _product_with_z(z, operands, 1, 1, D, C)
         parts = ((even[0], even_low[0], odd[2], odd_low[2]), (even[1], even_low[1], odd[3], odd_low[3]))
     sums = ()
     for c in tl.static_range(C):
