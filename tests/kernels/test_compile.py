@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int) -> None:
+def _run(*program: str) -> str:
+    """What Python prints that has Triton compile for GPUs, in this folder."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-P", str(Path(__file__).with_name("compile_kernels.py")), str(capability)]
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    command = [sys.executable, *program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    return done.stdout
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int) -> None:
+    found = json.loads(_run("-P", str(Path(__file__).with_name("compile_kernels.py")), str(capability)))
     assert len(found) == 8 + 8 + 8 + 3 * (10 + 7 + 15) + (4 + 4 + 8 + 10 + 7 if capability == 90 else 0)
     assert {name: usage["spills"] for name, usage in found.items() if usage["spills"]} == {}
     assert {name for name, usage in found.items() if usage["serialised"]} == set()
@@ -36,7 +42,6 @@ def test_warps_go_over_records_by_themselves(form: str) -> None:
     Two copies are sent, and a lane reads 16 bytes at once. Where the compiler gave a value another layout, it would go
     through shared memory, with barriers of all warps: 1.3 times as many instructions.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = (
         f"import compile_kernels, json, waiting; kernel = compile_kernels.turbo(90, {form})\n"
         "over_records = [loop for loop in waiting.loops(kernel.asm['cubin']) if loop.count('UBLKCP') == 2][:2]\n"
@@ -44,13 +49,10 @@ def test_warps_go_over_records_by_themselves(form: str) -> None:
         "counts = [{name: loop.count(name) for name in names} for loop in over_records]\n"
         "print(json.dumps([counts, compile_kernels.lanes_elsewhere(kernel.asm['ttgir'])]))"
     )
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
     by_lanes = {"BAR": 0, "STS": 0, "STL": 0, "LDL": 0, "LDSM": 0, "SYNCS": 4, "LDG": 2}
     # K and V codes, then parameters: 4 of K and 2 of V, of heads of 64 half as many of K.
     reads = {"128": (14, 22), "64": (8, 12)}[form.split(", ")[1]]
-    counts, elsewhere = json.loads(done.stdout)
+    counts, elsewhere = json.loads(_run("-c", program))
     assert elsewhere == []
     found = sorted(counts, key=lambda loop: loop["LDS"])
     assert found == [by_lanes | {"LDS": count} for count in reads]
@@ -59,15 +61,12 @@ def test_warps_go_over_records_by_themselves(form: str) -> None:
 @pytest.mark.parametrize("capability", [80, 100])
 def test_assembly_has_its_lanes(capability: int) -> None:
     """Where records are read from memory, and on Blackwell; on Hopper, see above."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
     program = (
         f"import compile_kernels; kernel = compile_kernels.turbo({capability}, 4, 128, 1, False)\n"
         "assert compile_kernels.lanes_elsewhere(kernel.asm['ttgir']) == []\n"
         "assert compile_kernels.report(kernel.asm['ptx'])['spills'] == 0"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    _run("-c", program)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +75,6 @@ def test_assembly_has_its_lanes(capability: int) -> None:
 def test_merges_know_where_partials_lie_when_the_wait_ends(form: str) -> None:
     """Divisions, which find that, come before it; and behind it nothing but sums crosses lanes: those of six values
     over 16 lanes, or 8 with a guess, three or four times over; the second round of loads counts as well."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
     program = (
         f"import compile_kernels, json, waiting; kernel = compile_kernels.{form}\n"
         "names = [instruction.name for instruction in waiting.instructions(kernel.asm['cubin'])[0]]\n"
@@ -85,9 +82,7 @@ def test_merges_know_where_partials_lie_when_the_wait_ends(form: str) -> None:
         "print(json.dumps([sum(name in ('I2F', 'F2I') for name in part) for part in (names[:wait], names[wait:])]\n"
         "                 + [names.count('SHFL'), names.count('BAR')]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    before, after, shuffles, barriers = json.loads(done.stdout)
+    before, after, shuffles, barriers = json.loads(_run("-c", program))
     assert before > 0
     assert after == barriers == 0
     assert shuffles <= 64
