@@ -26,14 +26,13 @@ import triton
 import triton.language as tl
 
 from .flashq_layout import BLOCK
-from .merge import inverse_of_sum, log2_of_sum, sum_of_warps
 from .sas import sas_exp2
 from .turbo_keys import query_of_keys, query_units, scores
 from .turbo_records import await_side, load_scales, read_k, read_v, send_side, side_of
-from .turbo_values import add_values, first_values, for_heads, from_lanes, last_values, over_rows
+from .turbo_values import add_values, first_values, for_heads, over_rows
 from .words import INTERPRETED
 
-__all__ = ["COLUMNS", "attend_blocks", "attend_tail", "merge_warps", "no_tokens", "query_of_keys", "scaled_query"]
+__all__ = ["COLUMNS", "attend_blocks", "attend_tail", "no_tokens", "query_of_keys"]
 
 COLUMNS = tl.constexpr(8)  # query heads of a product
 TOKENS = tl.constexpr(BLOCK)
@@ -131,13 +130,17 @@ def _of_heads(x, HEADS: tl.constexpr):
 
 @triton.jit
 def no_tokens(HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """The online softmax of no tokens: maximum [W, HEADS], sum [W, 16, HEADS] (rows alike), o [W, D, HEADS]."""
-    row_max = tl.full([W, HEADS], NEVER, tl.float32)
-    return row_max, tl.zeros([W, 16, HEADS], tl.float32), tl.zeros([W, D, HEADS], tl.float32)
+    """The online softmax of no tokens, in lanes: for each c the maximum; the state of `add_values`."""
+    maxima, state = (), ()
+    for _ in tl.static_range(HEADS // 4):
+        maxima = maxima + (tl.full([W, 32], NEVER, tl.float32),)  # noqa: RUF005 (Triton has no *)
+        for _ in tl.static_range(D // 8 + 2):
+            state = state + (tl.zeros([W, 32], tl.float32),)  # noqa: RUF005
+    return maxima, state
 
 
 @triton.jit
-def scaled_query(q_ptr, output, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
+def _scaled_query(q_ptr, output, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
     """The query heads of an output: q 2^e, fp16 values in fp32, even and odd channels [D / 2, COLUMNS]; 2^-e [HEADS].
 
     The largest of a head is in [2^14, 2^15). A power of two, so that bf16 values stay exact.
@@ -163,9 +166,8 @@ def _largest(s):
 
 @triton.jit
 def attend_blocks(
-    row_max,
-    row_sum,
-    acc,
+    maxima,  # an online softmax, in lanes: of `no_tokens` or `attend_tail`
+    state,
     query,  # of `query_of_keys`
     qk_scale,  # sm_scale log2(e)
     records_ptr,  # of this output, and
@@ -188,8 +190,6 @@ def attend_blocks(
     of_bits = query_units(query, qk_scale, BITS, D, C)
     k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
     steps = tl.cdiv(count, W)
-    state = first_values(row_sum, acc, W, D, HEADS)
-    maxima = for_heads(row_max, W, HEADS)
     for i in tl.range(0, steps, num_stages=1):
         if BULK:
             k_words, k_s, k_z, done = read_k(await_side(slots, parity, False, W, D), D, BITS)
@@ -224,9 +224,7 @@ def attend_blocks(
         state = add_values(state, p, alphas, betas, v_scale, v_words, v_s, v_z, HEADS, W, D, BITS)
         k_scale, v_scale = next_k_scale, next_v_scale
         parity ^= 1
-    row_max = tl.max(from_lanes(maxima, 1, HEADS), 1)
-    row_sum, acc = last_values(state, D, HEADS)
-    return row_max, row_sum, acc, parity
+    return maxima, state, parity
 
 
 @triton.jit
@@ -242,23 +240,25 @@ def _rows_of_warps(x, W: tl.constexpr):
 
 @triton.jit
 def attend_tail(
-    even,  # q of `scaled_query`
-    odd,
-    qk_scale,
+    q_ptr,
+    output,
+    qk_scale,  # sm_scale log2(e)
     tail_ptr,  # [2, 64, D] int8 of this output, as int32
     scale_ptr,  # [2] fp32
     tokens,  # how many there are
     cutoff,  # of SAS weights
+    HEADS_PER_KV: tl.constexpr,
     HEADS: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
     SAS: tl.constexpr,
 ):
-    """The online softmax of the tail: `TOKENS / W` of its slots for each warp.
+    """The online softmax of the tail, in lanes: `TOKENS / W` of its slots for each warp.
 
     Stored token by token, its bytes are taken as they come: which channels make a tile is the same to a sum over
     channels, if q agrees; the rows of the output are put in order afterwards, once.
     """
+    even, odd, inverse = _scaled_query(q_ptr, output, HEADS_PER_KV, HEADS, D)
     T: tl.constexpr = TOKENS // W
     TILES: tl.constexpr = D // 16
     RUN: tl.constexpr = D // 32  # words of a V row that a lane holds
@@ -285,7 +285,7 @@ def attend_tail(
     unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)
     unbias = tl.broadcast_to(unbias[None, None, :], [W, T, COLUMNS])
     s = _of_heads(tl.dot(k, q, unbias), HEADS)
-    unit = tl.load(scale_ptr) * qk_scale * (1.0 / ULP)
+    unit = tl.load(scale_ptr) * (inverse * qk_scale) * (1.0 / ULP)
     valid = (tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
     s = tl.where(valid, s * unit[None, None, :], NEVER)
     row_max = tl.max(s, 1)
@@ -299,16 +299,4 @@ def attend_tail(
     v = tl.reshape(tl.permute(v, (0, 6, 7, 8, 4, 1, 2, 5, 3)), [W, D, T])
     o = _of_heads(tl.dot(_opaque(v), p), HEADS) * (1.0 / ULP) - 128.0 * _on_rows(row_sum, W, D)
     o = tl.reshape(tl.permute(tl.reshape(o, [W, TILES, 2, 8, HEADS]), (0, 3, 1, 2, 4)), [W, D, HEADS])
-    return row_max, row_sum, o * tl.load(scale_ptr + 1)
-
-
-@triton.jit
-def merge_warps(row_max, row_sum, acc, W: tl.constexpr):
-    """The end of the warps' online softmaxes: o [D, HEADS] and lse [HEADS], base 2."""
-    row_sum = tl.max(row_sum, 1)
-    largest = tl.max(row_max, 0)
-    weight = tl.exp2(row_max - largest[None, :])
-    total = tl.sum(row_sum * weight, 0)
-    acc *= (weight * inverse_of_sum(total)[None, :])[:, None, :]
-    o = sum_of_warps(tl.permute(acc, (1, 2, 0)), W)
-    return o, largest + log2_of_sum(total)
+    return for_heads(row_max, W, HEADS), first_values(row_sum, o * tl.load(scale_ptr + 1), W, D, HEADS)

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .lean_kernel import PREDICTOR, REST, locate, start_after
-from .merge import await_partials, merge_output, send_guess, store_partial
+from .merge import await_partials, inverse_of_sum, merge_output
 from .prefetch import prefetch
 from .sas import sas_cutoff
 from .turbo_block import (
@@ -20,12 +20,11 @@ from .turbo_block import (
     TOKENS,
     attend_blocks,
     attend_tail,
-    merge_warps,
     no_tokens,
     query_of_keys,
-    scaled_query,
 )
 from .turbo_records import open_slots, send_side
+from .turbo_warps import free_slots, merge_warps, write_heads
 
 __all__ = ["turbo_decode_kernel", "turbo_merge_kernel"]
 
@@ -58,15 +57,19 @@ def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
 
 
 @triton.jit
+def _quotient(a, b):
+    """floor(a / b), a >= 0, b > 0, if below 2^21: that of floats is one off at most, and takes a third of the time."""
+    near = (a.to(tl.float32) * inverse_of_sum(b.to(tl.float32))).to(tl.int32)
+    near -= (near * b > a).to(tl.int32)
+    return near + ((near + 1) * b <= a).to(tl.int32)
+
+
+@triton.jit
 def _run_start(program, used, total):
     """First step of a program's run: floor(program total / used), in 32 bits. Equal outputs end where runs end."""
     place = tl.minimum(program, used)
-    run = total // used
-    # Below used^2: the quotient of floats is one off at most, and takes a third of the time of integers.
-    extra = place * (total - run * used)
-    more = (extra.to(tl.float32) / used.to(tl.float32)).to(tl.int32)
-    more -= (more * used > extra).to(tl.int32)
-    return place * run + more + ((more + 1) * used <= extra).to(tl.int32)
+    run = _quotient(total, used)
+    return place * run + _quotient(place * (total - run * used), used)
 
 
 @triton.jit
@@ -107,7 +110,8 @@ def _plan(
     total += OUTPUTS * lead_in
     # As few programs as make the longest run no longer, because that leaves fewer partials. No run is empty, so that
     # the runs that meet an output's rest use consecutive slots; equal outputs have the same number of runs each.
-    used = tl.cdiv(total, tl.maximum(tl.cdiv(total, PROGRAMS), 1))
+    longest = tl.maximum(tl.cdiv(total, PROGRAMS), 1)
+    used = _quotient(total + longest - 1, longest)
     even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
     used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
     return lengths, ends, rest_at, lead_in, used, total
@@ -153,9 +157,6 @@ def turbo_decode_kernel(
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
-    slots, parity = 0, 0
-    if BULK:
-        slots = open_slots(WARPS, D)
 
     # 1. The schedule: every program computes all of it, from what it and the addresses need of every output.
     outputs = tl.arange(0, OUTPUTS_PAD)
@@ -164,9 +165,12 @@ def turbo_decode_kernel(
     bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
     # In units of 16 bytes, so that they fit 32 bits, which `_pick` takes in one instruction.
     offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
+    # Adds 0, which the assembler does not know: so it asks for all three at once, and does not wait one by one.
+    seq_lens += (bits >> 20) + (offsets >> 31)
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)
+    slots, parity = open_slots(WARPS, D, BULK), 0  # while lengths are on their way
     HEADS: tl.constexpr = (
         COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS
     )  # of which the products have columns
@@ -192,7 +196,8 @@ def turbo_decode_kernel(
     # rest it meets. What no turn changes, such as addresses in shared memory, is not computed ahead of them: it would
     # take registers that the loops over records need.
     met = tl.minimum(ends, last) > tl.maximum(ends - lengths, here)
-    for _ in tl.range(guesses_end - guess + tl.sum(met.to(tl.int32), 0), num_stages=1, disable_licm=True):
+    turns = guesses_end - guess + tl.sum(met.to(tl.int32), 0)
+    for _ in tl.range(turns, num_stages=1, disable_licm=True):
         # 2. Which output and blocks this turn is about.
         is_guess = guess < guesses_end
         output, before = locate(here, ends)
@@ -232,38 +237,38 @@ def turbo_decode_kernel(
             gdc_wait()
 
         # 3. Stream the records, after the tail.
-        even, odd, inverse = scaled_query(q_ptr, output, HEADS_PER_KV, HEADS, D)
-        unit = inverse * qk_scale
         # By the tokens of this request: neither the cache's capacity nor the length at capture matters.
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
         if has_tail:
-            row_max, row_sum, acc = attend_tail(
-                even, odd, unit, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, cutoff,
-                HEADS, WARPS, D, SAS,
+            maxima, state = attend_tail(
+                q_ptr, output, qk_scale, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, cutoff,
+                HEADS_PER_KV, HEADS, WARPS, D, SAS,
             )  # fmt: skip
         else:
-            row_max, row_sum, acc = no_tokens(HEADS, WARPS, D)
+            maxima, state = no_tokens(HEADS, WARPS, D)
         if count > 0:
             query = query_of_keys(q_ptr, output, HEADS_PER_KV, HEADS, WARPS, D)
             if width == 2:
-                row_max, row_sum, acc, parity = attend_blocks(
-                    row_max, row_sum, acc, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
+                maxima, state, parity = attend_blocks(
+                    maxima, state, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
                     HEADS, 2, WARPS, D, SAS, BULK,
                 )  # fmt: skip
             else:
-                row_max, row_sum, acc, parity = attend_blocks(
-                    row_max, row_sum, acc, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
+                maxima, state, parity = attend_blocks(
+                    maxima, state, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
                     HEADS, 4, WARPS, D, SAS, BULK,
                 )  # fmt: skip
-        o, lse = merge_warps(row_max, row_sum, acc, WARPS)
+        o, lse = merge_warps(slots, maxima, state, HEADS, WARPS, D)
 
         # 4. Leave the partial; a guess also goes to its receiver.
         slot = program + output
         if SPEC and PHASE != REST:
             if is_guess:
-                send_guess(o, lse, output, 0, 1, OUTPUTS, spec_out_ptr, None, epoch, HEADS, HEADS_PER_KV, D, D, 1)
+                write_heads(o, lse, spec_out_ptr, None, output * HEADS_PER_KV, epoch, HEADS_PER_KV, HEADS, WARPS, D)
                 slot = PROGRAMS + OUTPUTS + output
-        store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS, HEADS_PER_KV, D)
+        write_heads(o, lse, o_partial_ptr, lse_partial_ptr, slot * HEADS_PER_KV, None, HEADS_PER_KV, HEADS, WARPS, D)
+        turns -= 1
+        free_slots(turns > 0, BULK)
 
         here = tl.where(is_guess, here, before + length)
         guess += 1

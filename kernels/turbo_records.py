@@ -34,6 +34,7 @@ __all__ = [
     "read_k",
     "read_v",
     "send_side",
+    "slot_bytes",
     "stacked",
     "unstacked",
 ]
@@ -49,9 +50,15 @@ def _side_bytes(bits, head_dim):
 
 
 @triton.constexpr_function
-def _slots_bytes(warps, head_dim):
-    """Shared memory of a program: slots for K and V of 4 bits, then barriers. More than 48 KB cannot be declared."""
-    return warps * (2 * _side_bytes(4, head_dim) + BARRIERS.value)
+def slot_bytes(head_dim):
+    """A warp's slots: for K and V of 4 bits."""
+    return 2 * _side_bytes(4, head_dim)
+
+
+@triton.constexpr_function
+def _shared_bytes(warps, head_dim):
+    """Shared memory of a program: all slots, then barriers. More than 48 KB cannot be declared."""
+    return warps * (slot_bytes(head_dim) + BARRIERS.value)
 
 
 @triton.jit
@@ -87,22 +94,25 @@ def load_scales(scales_ptr, step, blocks, W: tl.constexpr):
 
 
 @triton.jit
-def open_slots(W: tl.constexpr, D: tl.constexpr):
-    """The address of this program's slots in shared memory, their barriers ready. Once in a kernel."""
-    SIZE: tl.constexpr = _slots_bytes(W, D)
-    # Not in braces: should the compiler ever write it twice, the assembler refuses the second declaration.
-    slots = tl.inline_asm_elementwise(
-        f".shared .align 128 .b8 record_slots[{SIZE}]; mov.u32 $0, record_slots;",
-        "=r,r", [tl.full([], 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    warps, lanes = _warps_and_lanes(W)
-    # The fence is for the copies, which count on what a barrier is at first.
-    tl.inline_asm_elementwise(
-        "{ .reg .pred first; elect.sync _|first, -1;"
-        " @first mbarrier.init.shared.b64 [$1], 1; @first mbarrier.init.shared.b64 [$1+8], 1;"
-        " fence.proxy.async.shared::cta; bar.warp.sync -1; mov.u32 $0, 0; }",
-        "=r,r", [_barriers_of(slots, warps, W, D) + lanes * 0], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def open_slots(W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
+    """The address of this program's slots in shared memory; with BULK their barriers are ready. Once in a kernel."""
+    slots = 0
+    if not INTERPRETED:
+        SIZE: tl.constexpr = _shared_bytes(W, D)
+        # Not in braces: should the compiler ever write it twice, the assembler refuses the second declaration.
+        slots = tl.inline_asm_elementwise(
+            f".shared .align 128 .b8 record_slots[{SIZE}]; mov.u32 $0, record_slots;",
+            "=r,r", [tl.full([], 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    if BULK:
+        warps, lanes = _warps_and_lanes(W)
+        # The fence is for the copies, which count on what a barrier is at first.
+        tl.inline_asm_elementwise(
+            "{ .reg .pred first; elect.sync _|first, -1;"
+            " @first mbarrier.init.shared.b64 [$1], 1; @first mbarrier.init.shared.b64 [$1+8], 1;"
+            " fence.proxy.async.shared::cta; bar.warp.sync -1; mov.u32 $0, 0; }",
+            "=r,r", [_barriers_of(slots, warps, W, D) + lanes * 0], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     return slots
 
 
@@ -114,13 +124,13 @@ def _warps_and_lanes(W: tl.constexpr):
 @triton.jit
 def _slot_of(slots, warps, IS_V: tl.constexpr, D: tl.constexpr):
     """A warp's slot for K, or behind it for V."""
-    return slots + warps * (2 * _side_bytes(4, D)) + (_side_bytes(4, D) if IS_V else 0)
+    return slots + warps * slot_bytes(D) + (_side_bytes(4, D) if IS_V else 0)
 
 
 @triton.jit
 def _barriers_of(slots, warps, W: tl.constexpr, D: tl.constexpr):
     """A warp's barriers: K's, and 8 bytes behind it V's."""
-    return slots + W * 2 * _side_bytes(4, D) + warps * BARRIERS
+    return slots + W * slot_bytes(D) + warps * BARRIERS
 
 
 @triton.constexpr_function
@@ -174,7 +184,7 @@ def await_side(slots, parity, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constex
     No deadline: a copy of this program's own always ends.
     """
     warps, _ = _warps_and_lanes(W)
-    FIRST: tl.constexpr = W * 2 * _side_bytes(4, D) + (8 if IS_V else 0)
+    FIRST: tl.constexpr = W * slot_bytes(D) + (8 if IS_V else 0)
     slots = tl.inline_asm_elementwise(
         "{ .reg .pred done; .reg .u32 barrier; mov.u32 barrier, %tid.x; shr.u32 barrier, barrier, 5;"
         f" mad.lo.u32 barrier, barrier, {BARRIERS}, $1;"

@@ -27,8 +27,6 @@ __all__ = [
     "add_values",
     "first_values",
     "for_heads",
-    "from_lanes",
-    "last_values",
     "over_rows",
     "picked",
     "product",
@@ -52,15 +50,6 @@ def to_lanes(x, W: tl.constexpr, HEADS: tl.constexpr):
     C: tl.constexpr = HEADS // 4
     x = tl.permute(tl.reshape(x, [W, N, 8, 4, C]), (0, 2, 3, 4, 1))
     return unstacked(tl.reshape(x, [W, 32, C * N]), C * N)
-
-
-@triton.jit
-def from_lanes(x, N: tl.constexpr, HEADS: tl.constexpr):
-    """The inverse of `to_lanes`: [W, 8 N, HEADS]."""
-    W: tl.constexpr = x[0].shape[0]
-    C: tl.constexpr = HEADS // 4
-    x = tl.reshape(stacked(x, C * N), [W, 8, 4, C, N])
-    return tl.reshape(tl.permute(x, (0, 4, 1, 2, 3)), [W, 8 * N, HEADS])
 
 
 @triton.jit
@@ -345,18 +334,6 @@ def first_values(row_sum, acc, W: tl.constexpr, D: tl.constexpr, HEADS: tl.const
         for n in tl.static_range(N):
             state = state + (values[c * N + n],)  # noqa: RUF005
     return state
-
-
-@triton.jit
-def last_values(state, D: tl.constexpr, HEADS: tl.constexpr):
-    """row_sum and acc as `first_values` takes them."""
-    N: tl.constexpr = D // 8
-    sums, values = (), ()
-    for c in tl.static_range(HEADS // 4):
-        sums = sums + (state[c * (N + 2)], state[c * (N + 2)])  # noqa: RUF005
-        for n in tl.static_range(N):
-            values = values + (state[c * (N + 2) + 2 + n] - state[c * (N + 2) + 1],)  # noqa: RUF005
-    return from_lanes(sums, 2, HEADS), from_lanes(values, N, HEADS)
 
 
 @triton.jit
