@@ -27,12 +27,12 @@ import triton.language as tl
 
 from .flashq_layout import BLOCK
 from .sas import sas_exp2
-from .turbo_keys import query_of_keys, query_units, scores
+from .turbo_keys import query_units, scores
 from .turbo_records import await_side, load_scales, read_k, read_v, send_side, side_of
 from .turbo_values import add_values, first_values, for_heads, over_rows
 from .words import INTERPRETED
 
-__all__ = ["COLUMNS", "attend_blocks", "attend_tail", "no_tokens", "query_of_keys"]
+__all__ = ["COLUMNS", "attend_blocks", "attend_tail", "no_tokens"]
 
 COLUMNS = tl.constexpr(8)  # query heads of a product
 TOKENS = tl.constexpr(BLOCK)
@@ -258,7 +258,6 @@ def attend_tail(
     Stored token by token, its bytes are taken as they come: which channels make a tile is the same to a sum over
     channels, if q agrees; the rows of the output are put in order afterwards, once.
     """
-    even, odd, inverse = _scaled_query(q_ptr, output, HEADS_PER_KV, HEADS, D)
     T: tl.constexpr = TOKENS // W
     TILES: tl.constexpr = D // 16
     RUN: tl.constexpr = D // 32  # words of a V row that a lane holds
@@ -277,6 +276,9 @@ def attend_tail(
     at = token * (D // 4) + r // (4 * RUN) % 8 * RUN + r % RUN
     at = tl.multiple_of(tl.max_contiguous(at, [1, RUN]), [1, RUN])
     v_words = _rows_of_warps(tl.load(tail_ptr + TOKENS * D // 4 + at), W)
+    k_scale, v_scale = tl.load(scale_ptr), tl.load(scale_ptr + 1)
+    # Behind these loads, so that all are on their way together.
+    even, odd, inverse = _scaled_query(q_ptr, output, HEADS_PER_KV, HEADS, D)
     k = _bytes_as_halves(k_words ^ -2139062144)  # + 128 in each byte
     k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])
@@ -285,7 +287,7 @@ def attend_tail(
     unbias = tl.sum(even + odd, 0) * (-128.0 * ULP)
     unbias = tl.broadcast_to(unbias[None, None, :], [W, T, COLUMNS])
     s = _of_heads(tl.dot(k, q, unbias), HEADS)
-    unit = tl.load(scale_ptr) * (inverse * qk_scale) * (1.0 / ULP)
+    unit = k_scale * (inverse * qk_scale) * (1.0 / ULP)
     valid = (tl.arange(0, W)[:, None] * T + tl.arange(0, T)[None, :] < tokens)[:, :, None]
     s = tl.where(valid, s * unit[None, None, :], NEVER)
     row_max = tl.max(s, 1)
@@ -299,4 +301,4 @@ def attend_tail(
     v = tl.reshape(tl.permute(v, (0, 6, 7, 8, 4, 1, 2, 5, 3)), [W, D, T])
     o = _of_heads(tl.dot(_opaque(v), p), HEADS) * (1.0 / ULP) - 128.0 * _on_rows(row_sum, W, D)
     o = tl.reshape(tl.permute(tl.reshape(o, [W, TILES, 2, 8, HEADS]), (0, 3, 1, 2, 4)), [W, D, HEADS])
-    return for_heads(row_max, W, HEADS), first_values(row_sum, o * tl.load(scale_ptr + 1), W, D, HEADS)
+    return for_heads(row_max, W, HEADS), first_values(row_sum, o * v_scale, W, D, HEADS)

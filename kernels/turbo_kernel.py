@@ -21,8 +21,8 @@ from .turbo_block import (
     attend_blocks,
     attend_tail,
     no_tokens,
-    query_of_keys,
 )
+from .turbo_query import query_of_keys, send_query
 from .turbo_records import open_slots, send_side
 from .turbo_warps import free_slots, merge_warps, write_heads
 
@@ -170,10 +170,9 @@ def turbo_decode_kernel(
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)
-    slots, parity = open_slots(WARPS, D, BULK), 0  # while lengths are on their way
-    HEADS: tl.constexpr = (
-        COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS
-    )  # of which the products have columns
+    slots, parity, query_parity = open_slots(WARPS, D, BULK), 0, 0  # while lengths are on their way
+    HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS  # the products have columns of
+    SENT: tl.constexpr = BULK and q_ptr.dtype.element_ty.primitive_bitwidth == 16
     lengths, ends, rest_at, lead_in, used, total = _plan(
         seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE
     )
@@ -230,11 +229,15 @@ def turbo_decode_kernel(
             if has_tail:
                 prefetch(tail, 2 * TOKENS * D)
             prefetch(scales + first * 2, tl.where(count > 0, 16, 0))
+        if SENT and not EARLY:
+            send_query(slots, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
         if BULK:
             send_side(slots, records, 0, blocks, width, count > 0, (), False, WARPS, D)
             send_side(slots, records, 0, blocks, width, count > 0, (), True, WARPS, D)
         if EARLY:
             gdc_wait()
+            if SENT:
+                send_query(slots, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
 
         # 3. Stream the records, after the tail.
         # By the tokens of this request: neither the cache's capacity nor the length at capture matters.
@@ -247,7 +250,8 @@ def turbo_decode_kernel(
         else:
             maxima, state = no_tokens(HEADS, WARPS, D)
         if count > 0:
-            query = query_of_keys(q_ptr, output, HEADS_PER_KV, HEADS, WARPS, D)
+            query = query_of_keys(q_ptr, output, slots, query_parity, HEADS_PER_KV, HEADS, WARPS, D, SENT)
+            query_parity ^= 1
             if width == 2:
                 maxima, state, parity = attend_blocks(
                     maxima, state, query, qk_scale, records, scales, blocks, cutoff, slots, parity,

@@ -25,15 +25,12 @@ import struct
 import triton
 import triton.language as tl
 
-from .turbo_values import over_rows, picked, product, transposed
+from .turbo_query import LARGEST_Z, MAGIC, ULP, operands_of
+from .turbo_values import picked, product
 from .words import INTERPRETED
 
-__all__ = ["query_of_keys", "query_units", "scores"]
+__all__ = ["query_units", "scores"]
 
-# Added to n ULP, it leaves the nearest integer n + 128 in the lowest bits: their second byte is h, the first l + 128.
-ULP = tl.constexpr(2.0**-40)
-MAGIC = tl.constexpr((1.5 * 2.0**23 + 128) * ULP.value)
-LARGEST_Z = tl.constexpr(32500.0)  # n of q in the second sum
 START = tl.constexpr(2**17)  # of sums of the lower half, more than 128 15 64
 START_UPPER = tl.constexpr(2**21)  # of the upper half, and of half of the second sum; more than 128 255 64
 UNIT = tl.constexpr(2.0**-30)  # of scores: what a code 1 and n 1 are
@@ -57,108 +54,6 @@ def _largest_n(bits):
 def _largest_step(bits):
     """The largest s_int of a quantiser: ceil(238 / (2^bits - 1))."""
     return 16.0 if bits == 4 else 80.0
-
-
-@triton.constexpr_function
-def _load_assembly(dtype):
-    """$0: the value at $1, of this type, as fp32."""
-    if dtype == tl.bfloat16:
-        return "{ .reg .b16 low, x; mov.b16 low, 0; ld.global.b16 x, [$1]; mov.b32 $0, {low, x}; }"
-    if dtype == tl.float16:
-        return "{ .reg .b16 x; ld.global.b16 x, [$1]; cvt.f32.f16 $0, x; }"
-    return "ld.global.b32 $0, [$1];"
-
-
-@triton.jit
-def _load(q_ptr, at):
-    """q at offsets [W, 32], as fp32."""
-    if INTERPRETED:
-        x = tl.load(q_ptr + at).to(tl.float32)
-    else:
-        # Not pure: it must not move ahead of the wait for the kernel before.
-        x = tl.inline_asm_elementwise(
-            _load_assembly(q_ptr.dtype.element_ty),
-            "=f,l", [(q_ptr + at).to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1,
-        )  # fmt: skip
-    return x
-
-
-@triton.jit
-def _operands(a, b, C: tl.constexpr):
-    """A word of right operands, or two, high and low, of n + 128 of each c: a in the lower byte of 16 bits, b above.
-
-    Lane `4 g + t` gives those of the rows 2 g and 2 g + 1, its own heads' columns, and gets 4 rows of column g.
-    """
-    if C == 1:
-        operands = (transposed(picked(a[0], b[0], 0x4051) ^ -2139095040),)  # 0x80800000: l
-    else:
-        even, odd = picked(a[0], b[0], 0x4051), picked(a[1], b[1], 0x4051)
-        high, low = picked(even, odd, 0x5410), picked(even, odd, 0x7632)
-        operands = (transposed(high), transposed(low ^ -2139062144))  # 0x80808080
-    return operands
-
-
-@triton.jit
-def query_of_keys(q_ptr, output, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """The query heads of an output, in lanes, relative to the largest of each.
-
-    Returns, each for each c but the third:
-        That largest |q|; no number if one q is none.
-        D / 8 values q, of channels 8 n + g.
-        Right operands of the second sum: `_operands` of each tile.
-        What the second sum has too much, because bytes are z + 128 and because of its start.
-    """
-    C: tl.constexpr = HEADS // 4
-    lane = tl.arange(0, 32)[None, :] + tl.zeros([W, 32], tl.int32)
-    g = lane // 4
-    at = ()
-    for c in tl.static_range(C):
-        head = output * HEADS_PER_KV + tl.minimum(lane % 4 * C + c, HEADS_PER_KV - 1)
-        at = at + (head * D,)  # noqa: RUF005 (Triton has no *)
-    tops, inverses, values = (), (), ()
-    for c in tl.static_range(C):
-        q, top, total = (), tl.zeros([W, 32], tl.float32), tl.zeros([W, 32], tl.float32)
-        for n in tl.static_range(D // 8):
-            x = _load(q_ptr, at[c] + (g + 8 * n))
-            q = q + (x,)  # noqa: RUF005
-            top = tl.maximum(top, tl.abs(x))
-            total += x * 0.0
-        top = over_rows(top, "max")
-        # A power of two first: its inverse is a number whatever q is, 0 too.
-        exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 32)
-        power = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-        inverse = 1.0 / tl.maximum(top * power, 1.0)
-        scaled = ()
-        for n in tl.static_range(D // 8):
-            scaled = scaled + (q[n] * power * inverse,)  # noqa: RUF005
-        tops = tops + (tl.maximum(top, 2.0**-109) + over_rows(total, "add"),)  # noqa: RUF005
-        inverses = inverses + ((power, inverse),)  # noqa: RUF005
-        values = values + (scaled,)  # noqa: RUF005
-    operands, offsets = _operands_of_z(q_ptr, at, inverses, W, D, C)
-    return tops, values, operands, offsets
-
-
-@triton.jit
-def _operands_of_z(q_ptr, at, inverses, W: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """The last two of `query_of_keys`; inverses: two factors of q for each c."""
-    g = (tl.arange(0, 32)[None, :] + tl.zeros([W, 32], tl.int32)) // 4
-    channel = g % 2 * 8 + g // 2 * 2
-    operands, sums = (), (tl.zeros([W, 32], tl.float32),) * C
-    for tile in tl.static_range(D // 16):
-        even, odd, new_sums = (), (), ()
-        for c in tl.static_range(C):
-            power, inverse = inverses[c]
-            a = _load(q_ptr, at[c] + (channel + 16 * tile)) * power * inverse * (LARGEST_Z * ULP) + MAGIC
-            b = _load(q_ptr, at[c] + (channel + 16 * tile + 1)) * power * inverse * (LARGEST_Z * ULP) + MAGIC
-            new_sums = new_sums + (sums[c] + (a - MAGIC) + (b - MAGIC),)  # noqa: RUF005
-            even = even + (a.to(tl.int32, bitcast=True),)  # noqa: RUF005
-            odd = odd + (b.to(tl.int32, bitcast=True),)  # noqa: RUF005
-        sums = new_sums
-        operands = operands + _operands(even, odd, C)
-    offsets = ()
-    for c in tl.static_range(C):
-        offsets = offsets + (over_rows(sums[c], "add") * (128.0 / ULP) + 2 * 257.0 * START_UPPER,)  # noqa: RUF005
-    return operands, offsets
 
 
 @triton.jit
@@ -237,7 +132,7 @@ def _integers_of_byte(
 
 @triton.jit
 def _operands_of_codes(q, s_int, BITS: tl.constexpr, CW: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """Right operands of codes (cw, kh, field), for each one word or two, as `_operands`: see flashq_layout.py.
+    """Right operands of codes (cw, kh, field), for each one word or two, as `operands_of`: see flashq_layout.py.
 
     Where the two bytes of a half word are of the same channel (D = 64, 2 bits), kh is its neighbour: (field).
     """
@@ -259,13 +154,13 @@ def _operands_of_codes(q, s_int, BITS: tl.constexpr, CW: tl.constexpr, D: tl.con
 
 @triton.jit
 def _operands_of_fields(first, second, FIELDS: tl.constexpr, C: tl.constexpr):
-    """`_operands` of n (c, field) in the first and in the second byte: (field)."""
+    """`operands_of` of n (c, field) in the first and in the second byte: (field)."""
     operands = ()
     for field in tl.static_range(FIELDS):
         a, b = (), ()
         for c in tl.static_range(C):
             a, b = a + (first[c][field],), b + (second[c][field],)  # noqa: RUF005
-        operands = operands + (_operands(a, b, C),)  # noqa: RUF005
+        operands = operands + (operands_of(a, b, C),)  # noqa: RUF005
     return operands
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "await_side",
     "load_scales",
     "open_slots",
+    "query_barrier",
     "side_of",
     "read_k",
     "read_v",
@@ -41,6 +42,7 @@ __all__ = [
 
 LANE_WORDS = tl.constexpr(128)  # of a warp's load: four for each lane
 BARRIERS = tl.constexpr(16)  # bytes of a warp's two barriers, K's and V's
+QUERY = tl.constexpr(16 + 8 * 16)  # bytes of q's barrier, and between heads (see turbo_query.py)
 
 
 @triton.constexpr_function
@@ -57,8 +59,8 @@ def slot_bytes(head_dim):
 
 @triton.constexpr_function
 def _shared_bytes(warps, head_dim):
-    """Shared memory of a program: all slots, then barriers. More than 48 KB cannot be declared."""
-    return warps * (slot_bytes(head_dim) + BARRIERS.value)
+    """Shared memory of a program: all slots, barriers, q's barrier and q. More than 48 KB cannot be declared."""
+    return warps * (slot_bytes(head_dim) + BARRIERS.value) + QUERY.value + 16 * head_dim
 
 
 @triton.jit
@@ -106,12 +108,14 @@ def open_slots(W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
         )  # fmt: skip
     if BULK:
         warps, lanes = _warps_and_lanes(W)
-        # The fence is for the copies, which count on what a barrier is at first.
+        # The fence is for the copies, which count on what a barrier is at first. All warps wait at q's barrier.
         tl.inline_asm_elementwise(
-            "{ .reg .pred first; elect.sync _|first, -1;"
+            "{ .reg .pred first, one; .reg .u32 thread; elect.sync _|first, -1;"
             " @first mbarrier.init.shared.b64 [$1], 1; @first mbarrier.init.shared.b64 [$1+8], 1;"
-            " fence.proxy.async.shared::cta; bar.warp.sync -1; mov.u32 $0, 0; }",
-            "=r,r", [_barriers_of(slots, warps, W, D) + lanes * 0], dtype=tl.int32, is_pure=False, pack=1,
+            " mov.u32 thread, %tid.x; setp.lt.and.u32 one, thread, 32, first; @one mbarrier.init.shared.b64 [$2], 1;"
+            " fence.proxy.async.shared::cta; bar.sync 0; mov.u32 $0, 0; }",
+            "=r,r,r", [_barriers_of(slots, warps, W, D) + lanes * 0, query_barrier(slots, W, D) + (warps + lanes) * 0],
+            dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     return slots
 
@@ -131,6 +135,12 @@ def _slot_of(slots, warps, IS_V: tl.constexpr, D: tl.constexpr):
 def _barriers_of(slots, warps, W: tl.constexpr, D: tl.constexpr):
     """A warp's barriers: K's, and 8 bytes behind it V's."""
     return slots + W * slot_bytes(D) + warps * BARRIERS
+
+
+@triton.jit
+def query_barrier(slots, W: tl.constexpr, D: tl.constexpr):
+    """The barrier of q, which lies behind it."""
+    return slots + W * (slot_bytes(D) + BARRIERS)
 
 
 @triton.constexpr_function

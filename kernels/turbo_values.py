@@ -157,10 +157,10 @@ def product(a, b, N: tl.constexpr, SIGNED: tl.constexpr, START: tl.constexpr):
 
 @triton.jit
 def over_rows(x, WHAT: tl.constexpr):
-    """The largest ("max"), or the sum ("add"), of x [W, 32] of all lanes with the same t."""
+    """The largest ("max"; "max.NaN": none if one is) or the sum ("add") of x [W, 32] of all lanes with the same t."""
     if INTERPRETED:
         rows = tl.reshape(x, [x.shape[0], 8, 4])
-        one = tl.max(rows, 1) if WHAT == "max" else tl.sum(rows, 1)
+        one = tl.sum(rows, 1) if WHAT == "add" else tl.max(rows, 1)
         x = tl.reshape(tl.broadcast_to(one[:, None, :], [x.shape[0], 8, 4]), [x.shape[0], 32])
     else:
         x = tl.inline_asm_elementwise(

@@ -270,7 +270,8 @@ def _arrived(m: Machine, i: Instruction, address: Values, parity: Values) -> Val
         arrival = m.arrivals[at]
         if arrival.expected == sum(data.size for _, data, _ in arrival.copies):
             for places, data, warps in arrival.copies:
-                m.shared.settle(places, data, warps, m.clock)
+                # Also for warps other than the one that has asked: whoever waits may read.
+                m.shared.settle(places, data, warps, m.clock - 1)
             m.arrivals[at] = replace(arrival, phase=arrival.phase ^ 1, expected=-1, copies=[])
     done = np.array([m.arrivals[int(at)].phase != which & 1 for at, which in zip(address, parity, strict=True)])
     assert done[m.on].all(), "waits for what never comes"
