@@ -155,6 +155,8 @@ def lean_decode_attention(
     heads_pad = triton.next_power_of_2(heads_per_kv)
     width = triton.next_power_of_2(head_dim)
     block_n, has_long, num_stages, pdl = _settings(q.device, width * q.itemsize)
+    if has_long and heads_pad > 16:  # then the softmax of more than 128 tokens spills registers
+        block_n, has_long = min(128, 2 * block_n), False
     # A predictor may be the first launch after two streams have joined; a dependent launch waits for one kernel only.
     pdl = pdl and phase != "predictor"
     spec = speculation
@@ -166,7 +168,7 @@ def lean_decode_attention(
         "PROGRAMS": workspace.num_programs,
         "B_PAD": _padded(batch_size),
         "BLOCK_N": block_n,
-        "LONG": has_long and heads_pad <= 16,  # with more query heads the softmax of a long tile spills registers
+        "LONG": has_long,
         "SPEC": spec is not None,
         "GUESS_PARTS": parts,
         "PHASE": PHASES[phase],
@@ -260,7 +262,8 @@ def guess_parts(
     heads_per_kv = num_qo_heads // num_kv_heads
     if batch_size > 1 or heads_per_kv > 8 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return 1
-    block_n, _, num_stages, _ = _settings(device, triton.next_power_of_2(head_dim) * dtype.itemsize)
+    block_n, has_long, num_stages, _ = _settings(device, triton.next_power_of_2(head_dim) * dtype.itemsize)
+    block_n = min(128, 2 * block_n) if has_long else block_n
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     tiles = 2 * -(-chunk_size // block_n) + 1
     wanted = -(-tiles // max(1, num_stages - 1))
@@ -282,23 +285,25 @@ def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, boo
     kernel ends.
 
     One program on an SM with all its shared memory was faster at every length than two with half of it each: it leaves
-    half the partials. More than 128 tokens in a tile make short contexts uneven (both measured on H200): where 128 are
-    half a tile, whole ones are for long contexts only, and only if as many of them fit in flight. On Blackwell, where
-    nothing has been measured, more than what is here spills registers.
+    half the partials. More than 128 tokens in a tile, or more than 64 of heads of 128, make short contexts uneven (all
+    measured on H200): twice as many are for long contexts only, and only if as many tiles of them fit in flight. On
+    Blackwell, where nothing has been measured, more than 64 spill registers.
     """
     block_n = max(16, min(128, TILE_BYTES // row_bytes))
-    if device.type != "cuda":
-        return block_n, 2 * block_n * row_bytes <= TILE_BYTES, 1, False
-    properties = torch.cuda.get_device_properties(device)
-    is_blackwell = properties.major >= 10
-    if is_blackwell:
-        block_n = max(16, block_n // 2)
-    # Beside the tiles: q with each of them, and room for reductions and transposes.
-    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the stub
-    room = shared_memory - 16384
-    while block_n > 16 and room < 2 * (2 * block_n + 16) * row_bytes:
-        block_n //= 2
-    num_stages = max(1, min(2 if is_blackwell else 3, room // ((2 * block_n + 16) * row_bytes)))
-    has_long = not is_blackwell and 2 * block_n * row_bytes <= TILE_BYTES
-    has_long = has_long and room >= num_stages * (4 * block_n + 16) * row_bytes
-    return block_n, has_long, num_stages, properties.major >= 9
+    num_stages, is_blackwell, pdl = 1, False, False
+    has_long = 2 * block_n * row_bytes <= TILE_BYTES
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        is_blackwell, pdl = properties.major >= 10, properties.major >= 9
+        if is_blackwell:
+            block_n = max(16, block_n // 2)
+        # Beside the tiles: q with each of them, and room for reductions and transposes.
+        shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the stub
+        room = shared_memory - 16384
+        while block_n > 16 and room < 2 * (2 * block_n + 16) * row_bytes:
+            block_n //= 2
+        num_stages = max(1, min(2 if is_blackwell else 3, room // ((2 * block_n + 16) * row_bytes)))
+        has_long = has_long and not is_blackwell and room >= num_stages * (4 * block_n + 16) * row_bytes
+    if block_n == 128 and not has_long:
+        block_n, has_long = 64, True
+    return block_n, has_long, num_stages, pdl

@@ -35,8 +35,10 @@ GUESS_OVERHEAD = tl.constexpr(3)  # what waiting for a guess's tiles and sending
 # and the first tiles of all programs take 4 us. Only where runs have 3 tiles or more: else memory is not busy for long.
 HEAD_START = tl.constexpr(1000)
 BUSY_TILES = tl.constexpr(3)
-# Long tiles are used where every program has at least so many: runs differ by one tile, which then matters little.
-LONG_TILES = tl.constexpr(8)
+# With so many tiles in each run, of BLOCK_N = 128 tokens or of less, tiles are twice as long: runs differ by one tile,
+# which then matters little.
+LONG_RUN_128 = tl.constexpr(16)
+LONG_RUN = tl.constexpr(3)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
 MANY_TILES = tl.constexpr(32)
 
@@ -350,7 +352,10 @@ def _plan(
     """
     sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
     # By the tokens of one KV head: those of all could overflow.
-    is_long = LONG and tl.sum(window - sink, 0) >= LONG_TILES * PROGRAMS * 2 * BLOCK_N // HKV
+    tokens, PER_TILE = tl.sum(window - sink, 0), PROGRAMS * BLOCK_N // HKV
+    is_long = LONG and tokens >= (LONG_RUN_128 if BLOCK_N >= 128 else LONG_RUN) * PER_TILE
+    if LONG and BLOCK_N < 128 and not SPEC:
+        is_long |= tl.cdiv(tokens, PER_TILE) == 2  # one long tile takes no longer than two
     rest_tiles = _tiles_in(window - sink, is_long, BLOCK_N) * HKV
     total_rest = tl.sum(rest_tiles, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV

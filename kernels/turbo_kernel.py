@@ -152,25 +152,23 @@ def turbo_decode_kernel(
     BULK: tl.constexpr,  # whether records come by bulk copies into shared memory
 ):
     """Partials, and with a guess `A~`; grid [PROGRAMS]."""
+    # 1. The schedule: every program computes all of it, from what it and the addresses need of every output. Bits and
+    # offsets are the prompt's, and no kernel of a step writes them: so they are asked for before the wait.
+    outputs = tl.arange(0, OUTPUTS_PAD)
+    exists = outputs < OUTPUTS
+    bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
+    # In units of 16 bytes, so that they fit 32 bits, which `_pick` takes in one instruction.
+    offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
+    slots, parity, query_parity = open_slots(WARPS, D, BULK), 0, 0
     if PDL:
         start_after(EARLY)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
-
-    # 1. The schedule: every program computes all of it, from what it and the addresses need of every output.
-    outputs = tl.arange(0, OUTPUTS_PAD)
-    exists = outputs < OUTPUTS
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
-    bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
-    # In units of 16 bytes, so that they fit 32 bits, which `_pick` takes in one instruction.
-    offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
-    # Adds 0, which the assembler does not know: so it asks for all three at once, and does not wait one by one.
-    seq_lens += (bits >> 20) + (offsets >> 31)
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)
-    slots, parity, query_parity = open_slots(WARPS, D, BULK), 0, 0  # while lengths are on their way
     HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS  # the products have columns of
     SENT: tl.constexpr = BULK and q_ptr.dtype.element_ty.primitive_bitwidth == 16
     lengths, ends, rest_at, lead_in, used, total = _plan(

@@ -124,7 +124,7 @@ def _lean_plan(
     return {
         "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": head_dim, "HEAD_DIM": head_dim,
         "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size),
-        "BLOCK_N": 64 if capability >= 100 else 128, "LONG": capability == 90 and head_dim == 64,
+        "BLOCK_N": 128 if capability == 90 and head_dim == 64 else 64, "LONG": capability < 100 and head_dim <= 128,
         "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": lean_attention.PHASES[phase], "PDL": capability >= 90,
     }  # fmt: skip
 

@@ -21,7 +21,7 @@ from alspec.kernels.lean_attention import (
     guess_parts,
     lean_decode_attention,
 )
-from alspec.kernels.lean_kernel import LONG_TILES
+from alspec.kernels.lean_kernel import LONG_RUN, LONG_RUN_128
 from alspec.kernels.merge import merge_sizes, num_sums
 from alspec.kernels.words import unpack_words
 
@@ -139,11 +139,36 @@ def test_head_shapes(device: torch.device, check: Check, ratio: int, head_dim: i
 def test_narrow_heads_have_long_tiles_where_there_are_enough(
     device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
 ) -> None:
-    assert LONG_TILES.value * 256 == 2048, "the lengths here are not on both sides of so many tokens for each program"
+    assert LONG_RUN_128.value * 128 == 2048, "the lengths here are not on both sides of so many tokens for each program"
     num_kv_heads = 1 if len(lengths) == 1 else 2
     lengths = (lengths[0] + 2 * chunk_size, *lengths[1:])  # sink and window are not counted
     # 16 bits: a tile of 128 tokens in fp32 has its full size. fp16, for the interpreter has no product of bf16.
     launch = Launch.draw(lengths, 4, num_kv_heads, 64, device, num_programs, chunk_size, torch.float16)
+    launch.run()
+    launch.compare(lambda found, expected, _: check(found, expected, torch.bfloat16))
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize(
+    ("lengths", "num_programs"),
+    [
+        ((63,), 1),
+        ((128,), 1),
+        ((191,), 1),
+        ((192,), 1),
+        ((900,), 5),
+        ((960,), 5),
+        ((1500, 70, 300, 1), 30),
+        ((700,), 7),
+    ],
+    ids=["one-tile", "two-tiles", "three-tiles", "long", "five-short", "five-long", "ragged-short", "seven-of-two"],
+)
+def test_wide_heads_have_short_tiles_where_runs_are_short(
+    device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
+) -> None:
+    assert LONG_RUN.value * 64 == 192, "the lengths here are not on both sides of so many tokens for each program"
+    lengths = (lengths[0] + 2 * chunk_size, *lengths[1:])
+    launch = Launch.draw(lengths, 4, 1, 128, device, num_programs, chunk_size, torch.float16)
     launch.run()
     launch.compare(lambda found, expected, _: check(found, expected, torch.bfloat16))
 
