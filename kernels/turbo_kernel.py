@@ -32,7 +32,7 @@ __all__ = ["turbo_decode_kernel", "turbo_merge_kernel"]
 # it is dealt as NARROW units, others as UNITS.
 LONG_RUN = tl.constexpr(4)
 UNITS = tl.constexpr(8)
-NARROW = tl.constexpr(6)
+NARROW = tl.constexpr(8)
 # In steps: what a guess takes beyond its blocks (its tail, and sending it away), and a tail without a guess.
 GUESS_STEPS = tl.constexpr(3)
 TAIL_STEPS = tl.constexpr(2)
