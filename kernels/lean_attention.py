@@ -212,14 +212,14 @@ def launch_merge(
     lse: Tensor,
     speculation: Speculation | None,
     gate: Tensor | None,
-    more: tuple[Any, ...],
+    numbers: tuple[int, ...],
     head_dim: int,
     plan: dict[str, Any],
 ) -> None:
     """The second launch of decode attention over any cache: `out`, `lse` and sums, of what the first has left.
 
     Args:
-        kernel: of the cache.  more, plan: its further arguments, those that the first launch had too.
+        kernel: of the cache.  numbers, plan: its further arguments, those that the first launch had too.
         Others as for `lean_decode_attention`.
     """
     outputs = lse.numel() // plan["HEADS_PER_KV"]
@@ -232,7 +232,7 @@ def launch_merge(
         lse,
         speculation.sums if speculation else None,
         gate,
-        *more,
+        *numbers,
         CHUNK=chunk,
         CHUNKS=chunks,
         ROUND=together,

@@ -149,9 +149,7 @@ def turbo_decode_attention(
     prefer_l1(compiled, settings.per_sm)
     if phase == "predictor":
         return
-    launch_merge(
-        turbo_merge_kernel, seq_lens, workspace, out, lse, spec, gate, (layer.bits, chunk_blocks), head_dim, plan
-    )
+    launch_merge(turbo_merge_kernel, seq_lens, workspace, out, lse, spec, gate, (chunk_blocks,), head_dim, plan)
 
 
 def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, phase: Phase) -> None:

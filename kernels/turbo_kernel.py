@@ -28,11 +28,6 @@ from .turbo_warps import free_slots, merge_warps, write_heads
 
 __all__ = ["turbo_decode_kernel", "turbo_merge_kernel"]
 
-# Of 2 bits a step takes less time where memory is what programs wait for, that is with so many steps in each run: then
-# it is dealt as NARROW units, others as UNITS.
-LONG_RUN = tl.constexpr(4)
-UNITS = tl.constexpr(8)
-NARROW = tl.constexpr(8)
 # In steps: what a guess takes beyond its blocks (its tail, and sending it away), and a tail without a guess.
 GUESS_STEPS = tl.constexpr(3)
 TAIL_STEPS = tl.constexpr(2)
@@ -88,15 +83,14 @@ def _run_of(step, used, total):
 
 @triton.jit
 def _plan(
-    seq_lens, bits, exists, chunk_blocks, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
+    seq_lens, exists, chunk_blocks, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
     SPEC: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """What follows from the lengths and bits of all outputs, [OUTPUTS_PAD], alone.
+    """What follows from the lengths of all outputs, [OUTPUTS_PAD], alone.
 
     Returns:
-        Steps of each output's rest, without a guess with one for the tail; where these end in a row of all. Units of a
-        step of each. In units: where these begin in the row with lead-ins; the lead-in of each; how many programs work,
-        and units of all in that row.
+        Steps of each output's rest, without a guess with one for the tail; where these end in a row of all; where they
+        begin in the row with lead-ins; the lead-in of each; how many programs work, and steps of all in that row.
     """
     outputs = tl.arange(0, seq_lens.shape[0])
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
@@ -112,33 +106,15 @@ def _plan(
             lead_in = 0
     else:
         lead_in = tl.minimum(total // (4 * PROGRAMS), TAIL_STEPS)
-    units, starts = tl.full([seq_lens.shape[0]], 1, tl.int32), ends - lengths
-    if total >= LONG_RUN * PROGRAMS:
-        units = tl.where(bits == 2, NARROW, UNITS)
-        starts, total, lead_in = _in_units(lengths, units, lead_in)
-    rest_at = tl.where(exists, starts + (outputs + 1) * lead_in, 2147483647)
+    rest_at = tl.where(exists, ends - lengths + (outputs + 1) * lead_in, 2147483647)
     total += OUTPUTS * lead_in
-    # As few programs as make the longest run no longer, because that leaves fewer partials. No run is shorter than a
-    # step, so that the runs that meet an output's rest use consecutive slots; equal outputs have the same number each.
+    # As few programs as make the longest run no longer, because that leaves fewer partials. No run is empty, so that
+    # the runs that meet an output's rest use consecutive slots; equal outputs have the same number of runs each.
     longest = tl.maximum(tl.cdiv(total, PROGRAMS), 1)
     used = _quotient(total + longest - 1, longest)
     even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
     used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
-    return lengths, ends, units, rest_at, lead_in, used, total
-
-
-@triton.jit
-def _in_units(lengths, units, lead_in):
-    """Where outputs begin in a row of units, how many there are, and the lead-in."""
-    ends = tl.cumsum(lengths * units, 0)
-    return ends - lengths * units, tl.sum(lengths * units, 0), lead_in * UNITS
-
-
-@triton.jit
-def _steps_before(unit, rest_at, lengths, units):
-    """How many steps of all outputs begin before a place in the row of units."""
-    inside = tl.minimum(tl.maximum(unit - rest_at, 0), lengths * units)
-    return tl.sum(_quotient(inside + units - 1, units), 0)
+    return lengths, ends, rest_at, lead_in, used, total
 
 
 # Not specialised, because nothing is divided by them: one compiled kernel serves every capacity and chunk size.
@@ -195,8 +171,8 @@ def turbo_decode_kernel(
         epoch = tl.load(epoch_ptr)
     HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS  # the products have columns of
     SENT: tl.constexpr = BULK and q_ptr.dtype.element_ty.primitive_bitwidth == 16
-    lengths, ends, units, rest_at, lead_in, used, total = _plan(
-        seq_lens, bits, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE
+    lengths, ends, rest_at, lead_in, used, total = _plan(
+        seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE
     )
     # Programs in use are spread over all SMs, and those at the beginnings of outputs, which have more to do, lie on
     # different ones.
@@ -205,8 +181,8 @@ def turbo_decode_kernel(
     program = place * SMS + (sm + place * (SMS // 8)) % SMS
     begin = _run_start(program, used, total)
     end = _run_start(program + 1, used, total)
-    here = _steps_before(begin, rest_at, lengths, units)
-    last = _steps_before(end, rest_at, lengths, units)
+    here = tl.sum(tl.minimum(tl.maximum(begin - rest_at, 0), lengths), 0)
+    last = tl.sum(tl.minimum(tl.maximum(end - rest_at, 0), lengths), 0)
     guess = 0
     guesses_end = 0
     if SPEC and PHASE != REST:
@@ -309,7 +285,6 @@ def turbo_merge_kernel(
     lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
     sums_ptr,  # [B, Hkv * HEADS_PER_KV * CHUNKS, 2] fp32: dist2, norm2; or None
     gate_ptr,  # [1] int32 or None
-    bits_ptr,  # [B, Hkv] int32
     chunk_blocks,
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
@@ -333,14 +308,11 @@ def turbo_merge_kernel(
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < OUTPUTS
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
-    bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
-    lengths, _, units, rest_at, _, used, total = _plan(
-        seq_lens, bits, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE
-    )
-    # The rest of an output is one range of steps, and the runs that they begin in use consecutive slots.
+    lengths, _, rest_at, _, used, total = _plan(seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE)
+    # The rest of an output is one range of steps, and the runs that meet it use consecutive slots.
     length, rest = _pick(lengths, output), _pick(rest_at, output)
     first_run = _run_of(rest, used, total)
-    last_run = _run_of(rest + (length - 1) * _pick(units, output), used, total)
+    last_run = _run_of(rest + length - 1, used, total)
     slot, runs = first_run + output, tl.where(length > 0, last_run - first_run + 1, 0)
     if PDL:
         slot, runs = await_partials(slot, runs)
