@@ -35,8 +35,9 @@ def main() -> None:
     project.write_text(text, encoding="utf-8")
     ablations = read("quality_ablations.jsonl")
     sections = [
-        steps(read("decode_step.jsonl")),
+        steps("Decode steps", read("decode_step.jsonl")),
         against_off(read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
+        steps("Decode steps on H100", read("decode_step_h100.jsonl")),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         decode(read("decode_attention.jsonl")),
         quantised(read("turbo_attention.jsonl")),
@@ -99,7 +100,7 @@ def other_run(rows: list[dict[str, Any]]) -> list[str]:
     return [OTHER_RUN] if commits[1] - commits[0] else []
 
 
-def steps(rows: list[dict[str, Any]]) -> str:
+def steps(title: str, rows: list[dict[str, Any]]) -> str:
     """Whole decode steps: a line for each configuration, a column for each context; of repeated rows the last."""
     if not rows:
         return ""
@@ -115,7 +116,7 @@ def steps(rows: list[dict[str, Any]]) -> str:
     ordered = sorted(lines.items(), key=lambda item: item[0][:-1])
     cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in ordered]
     parts = [
-        "## Decode steps",
+        f"## {title}",
         "Tokens/s at the median step (share of the limit: a rank's bytes at the stream bandwidth of the run), over the"
         " tokens in the cache.",
         where(*rows),
