@@ -23,7 +23,6 @@ __all__ = [
     "output_at",
     "send_guess",
     "store_partial",
-    "sum_of_warps",
 ]
 
 LANE = tl.constexpr(4)  # channels that a lane loads at once
@@ -124,24 +123,6 @@ def send_guess(
             for absent in range(parts, GUESS_PARTS):
                 tl.store(lse_at + absent * (num_outputs * HEADS_PER_KV), nothing, mask=rows < HEADS_PER_KV)
                 tl.store(spec_out_ptr + absent * (num_outputs * HEADS_PER_KV * HEAD_DIM) + at, zeros, mask=exists)
-
-
-@triton.jit
-def sum_of_warps(x, W: tl.constexpr):
-    """x [..., W] summed over the last dimension, which lies across the W warps: 1, 2 or 4.
-
-    `tl.sum` would leave the whole result in every warp, value by value. `tl.split` needs both halves in one thread: so
-    everything crosses the warps once, and each warp keeps a share of the result.
-    """
-    if W == 4:
-        low, high = tl.split(tl.reshape(x, x.shape[:-1] + [2, 2]))  # noqa: RUF005 (Triton has no *)
-        x = low + high
-    if W > 1:
-        low, high = tl.split(x)
-        x = low + high
-    else:
-        x = tl.reshape(x, x.shape[:-1])
-    return x
 
 
 @triton.jit

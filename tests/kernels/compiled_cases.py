@@ -394,6 +394,18 @@ CASES: dict[str, Callable[[], Found]] = {
     "broken turbo, records not waited for": broken(
         _small_turbo, r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+),[^;]*;", r"setp.eq.u32 \1, 0, 0;", "error"
     ),
+    "broken turbo, q not waited for": broken(
+        partial(turbo, (200,), 3, 2, 64, 2, dtype=torch.bfloat16),
+        r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+), \[%\w+\],[^;]*;",
+        r"setp.eq.u32 \1, 0, 0;",
+        "error",
+    ),
+    "broken turbo, warps that do not meet": broken(
+        _small_turbo, r"(st\.shared\.v2\.f32[^;]*;\s*)bar\.sync 0;", r"\1", "shared"
+    ),
+    "broken turbo, the next records over sums": broken(
+        partial(turbo, (900, 500), 4, 2, 128, 1), r"@(\w+) bar\.sync 0;", "", "shared"
+    ),
     "broken turbo, the same part twice": broken(
         _small_turbo, r"mad\.lo\.u32 (\w+), \w+, 16,", r"mad.lo.u32 \1, 0, 16,", "error"
     ),

@@ -47,13 +47,17 @@ def test_warps_go_over_records_by_themselves(form: str) -> None:
         "over_records = [loop for loop in waiting.loops(kernel.asm['cubin']) if loop.count('UBLKCP') == 2][:2]\n"
         "names = ('BAR', 'STS', 'STL', 'LDL', 'LDSM', 'LDS', 'SYNCS', 'LDG')\n"
         "counts = [{name: loop.count(name) for name in names} for loop in over_records]\n"
-        "print(json.dumps([counts, compile_kernels.lanes_elsewhere(kernel.asm['ttgir'])]))"
+        "names = [instruction.name for instruction in waiting.instructions(kernel.asm['cubin'])[0]]\n"
+        "behind = names[len(names) - names[::-1].index('UBLKCP'):].count('BAR')\n"
+        "print(json.dumps([counts, behind, compile_kernels.lanes_elsewhere(kernel.asm['ttgir'])]))"
     )
     by_lanes = {"BAR": 0, "STS": 0, "STL": 0, "LDL": 0, "LDSM": 0, "SYNCS": 4, "LDG": 2}
     # K and V codes, then parameters: 4 of K and 2 of V, of heads of 64 half as many of K.
     reads = {"128": (14, 22), "64": (8, 12)}[form.split(", ")[1]]
-    counts, elsewhere = json.loads(_run("-c", program))
+    counts, behind, elsewhere = json.loads(_run("-c", program))
     assert elsewhere == []
+    # Warps meet once, or once for each head of a lane, and before the next turn.
+    assert behind == (3 if int(form[0]) > 4 else 2)
     found = sorted(counts, key=lambda loop: loop["LDS"])
     assert found == [by_lanes | {"LDS": count} for count in reads]
 
