@@ -85,7 +85,8 @@ def turbo_decode_attention(
     length at every launch: it drops at most `DROPPED_MASS` of a row, of `A~`'s too, which has fewer tokens.
 
     Args:
-        q: [B, Hq, D] bf16, fp16 or fp32, contiguous, D 64 or 128, at most 8 heads to a KV head.
+        q: [B, Hq, D] bf16, fp16 or fp32, contiguous, from a multiple of 16 bytes on, D 64 or 128, at most 8 heads to
+            a KV head.
         layer: the cache; read only.
         seq_lens: [B] int32 on the device, 1 .. 64 NB + 63; read by the kernel, so a captured launch serves any.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
@@ -162,6 +163,8 @@ def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculat
         )
     if batch_size != layer.batch_size or not q.is_contiguous():
         raise ValueError(f"q: expected {layer.batch_size} contiguous requests, found {batch_size}")
+    if q.data_ptr() % 16:
+        raise ValueError(f"q: expected to begin at a multiple of 16 bytes, found {q.data_ptr() % 16} beyond one")
     if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
         raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
     if speculation is not None and speculation.parts > 1:

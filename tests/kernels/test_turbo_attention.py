@@ -407,6 +407,9 @@ def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
             turbo_decode_attention(q.contiguous(), layer, *args)
     with pytest.raises(ValueError, match="contiguous"):
         turbo_decode_attention(launch.q.repeat_interleave(2, -1)[..., ::2], launch.layer, *args)
+    odd = torch.empty(launch.q.numel() + 1, dtype=launch.q.dtype, device=device)[1:].view_as(launch.q)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        turbo_decode_attention(odd, launch.layer, *args)
     with pytest.raises(ValueError, match="chunk_size"):
         turbo_decode_attention(launch.q, launch.layer, *args, Speculation(96, launch.out, launch.lse))
     with pytest.raises(ValueError, match="phase"):
