@@ -1,7 +1,7 @@
 """Lean (stream-K) decode attention, with the speculative output written first when it is asked for.
 
 A *lean tile* is `block_n` tokens of one (request, KV head), with all query heads of that KV head in one product, so K
-and V are read once; where heads are narrow and contexts long, twice as many. A fixed grid of programs takes equal
+and V are read once, or twice as many where runs of them are long. A fixed grid of programs takes equal
 contiguous runs of tiles over ragged work; the schedule, and which length tiles have, is computed on the device from
 `seq_lens`, in closed form. Every program writes a partial `(o, lse)` for each output that its run meets. A second
 launch, whose programs lie on the SMs before the first has ended, merges them in tile order. No program waits for
@@ -255,7 +255,8 @@ def guess_parts(
 ) -> int:
     """In how many parts `A~` should leave: each has as many tiles as a program asks for at once.
 
-    The next tile is asked for when the first has arrived, and by then all programs wait for memory. One part with a
+    The next tile is asked for when the first has arrived, and by then all programs wait for memory. Tiles of 128 tokens
+    are meant: where the device makes them shorter, a part has more than a program asks for at once. One part with a
     batch; not so many that few programs are left for the rest, or that merging them spills registers: 3 with more than
     4 query heads to a KV head, 1 with more than 8. On Hopper only: elsewhere nothing has been measured.
     """
@@ -286,15 +287,15 @@ def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, boo
 
     One program on an SM with all its shared memory was faster at every length than two with half of it each: it leaves
     half the partials. More than 128 tokens in a tile, or more than 64 of heads of 128, make short contexts uneven (all
-    measured on H200): twice as many are for long contexts only, and only if as many tiles of them fit in flight. On
-    Blackwell, where nothing has been measured, more than 64 spill registers.
+    measured on H200; so heads of 128 have 64 on Hopper alone): twice as many are for long contexts only, and only if as
+    many tiles of them fit in flight. On Blackwell, where nothing has been measured, more than 64 spill registers.
     """
     block_n = max(16, min(128, TILE_BYTES // row_bytes))
-    num_stages, is_blackwell, pdl = 1, False, False
+    num_stages, is_blackwell, pdl, halves = 1, False, False, device.type != "cuda"
     has_long = 2 * block_n * row_bytes <= TILE_BYTES
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        is_blackwell, pdl = properties.major >= 10, properties.major >= 9
+        is_blackwell, pdl, halves = properties.major >= 10, properties.major >= 9, properties.major == 9
         if is_blackwell:
             block_n = max(16, block_n // 2)
         # Beside the tiles: q with each of them, and room for reductions and transposes.
@@ -304,6 +305,6 @@ def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, boo
             block_n //= 2
         num_stages = max(1, min(2 if is_blackwell else 3, room // ((2 * block_n + 16) * row_bytes)))
         has_long = has_long and not is_blackwell and room >= num_stages * (4 * block_n + 16) * row_bytes
-    if block_n == 128 and not has_long:
+    if block_n == 128 and not has_long and halves:
         block_n, has_long = 64, True
     return block_n, has_long, num_stages, pdl

@@ -35,7 +35,7 @@ GUESS_OVERHEAD = tl.constexpr(3)  # what waiting for a guess's tiles and sending
 # and the first tiles of all programs take 4 us. Only where runs have 3 tiles or more: else memory is not busy for long.
 HEAD_START = tl.constexpr(1000)
 BUSY_TILES = tl.constexpr(3)
-# With so many tiles in each run, of BLOCK_N = 128 tokens or of less, tiles are twice as long: runs differ by one tile,
+# With more tiles in each run, of BLOCK_N = 128 tokens or of less, tiles are twice as long: runs differ by one tile,
 # which then matters little.
 LONG_RUN_128 = tl.constexpr(16)
 LONG_RUN = tl.constexpr(3)
@@ -76,7 +76,7 @@ def _largest_of_tile(s, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
     """Maximum over the tokens of s [BLOCK_N, ROWS].
 
     `tl.max` goes through shared memory twice. This goes once: each of the 4 warps has 16 of every 64 tokens; `tl.split`
-    hands the 4 warps' values to every thread. Not with the small tiles of Blackwell, where it spills registers.
+    hands the 4 warps' values to every thread. Not with tiles of 64 tokens: on Blackwell it spills registers.
     """
     if BLOCK_N % 128 == 0:
         of_warps = tl.max(tl.max(tl.reshape(s, [BLOCK_N // 64, 4, 16, ROWS]), 0), 1)
@@ -351,11 +351,12 @@ def _plan(
         many parts have tiles; the schedule.
     """
     sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
-    # By the tokens of one KV head: those of all could overflow.
-    tokens, PER_TILE = tl.sum(window - sink, 0), PROGRAMS * BLOCK_N // HKV
-    is_long = LONG and tokens >= (LONG_RUN_128 if BLOCK_N >= 128 else LONG_RUN) * PER_TILE
+    tiles = tl.sum(_tiles_in(window - sink, False, BLOCK_N), 0) * HKV
+    is_long = LONG and tiles > (LONG_RUN_128 if BLOCK_N >= 128 else LONG_RUN) * PROGRAMS
     if LONG and BLOCK_N < 128 and not SPEC:
-        is_long |= tl.cdiv(tokens, PER_TILE) == 2  # one long tile takes no longer than two
+        # Or where the longest run has no more tokens by it.
+        long_tiles = tl.sum(_tiles_in(window - sink, True, BLOCK_N), 0) * HKV
+        is_long |= 2 * tl.cdiv(long_tiles, PROGRAMS) <= tl.cdiv(tiles, PROGRAMS)
     rest_tiles = _tiles_in(window - sink, is_long, BLOCK_N) * HKV
     total_rest = tl.sum(rest_tiles, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
@@ -394,7 +395,7 @@ def lean_decode_kernel(
     PROGRAMS: tl.constexpr,
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LONG: tl.constexpr,  # whether a tile has twice as many tokens where there is enough work
+    LONG: tl.constexpr,  # whether tiles have twice as many tokens where `_plan` says so
     STAGES: tl.constexpr,
     SPEC: tl.constexpr,
     GUESS_PARTS: tl.constexpr,  # 1 with a batch

@@ -1,5 +1,7 @@
 """Partials of decode attention and how they are merged: device code of both decode kernels (see lean_attention.py).
 
+What stores partials and sends a guess is that over bf16; over a quantised cache, turbo_warps.py does.
+
 A partial is `(o, lse)` of some tokens of one output, that is of the query heads of one (request, KV head), normalised,
 fp32, `lse` in base 2. Partials of one output lie in consecutive slots. A launch of its own merges them: programs of
 one warp, each for some channels of a query head. They know from the schedule where partials lie, and are on their SMs

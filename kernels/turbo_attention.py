@@ -10,7 +10,7 @@ partials are merged by a second launch, and the guess over sink and window comes
 - A program is four warps, two on an SM: one partial for all four, merged through shared memory.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
-3 and 4; those of lean_attention.py. Ours are the order of records, K's codes read as fp16, and P in two bytes.
+3 and 4; those of lean_attention.py. Ours are the order of records, and q `s_int` and P in two bytes.
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ def turbo_decode_attention(
     length at every launch: it drops at most `DROPPED_MASS` of a row, of `A~`'s too, which has fewer tokens.
 
     Args:
-        q: [B, Hq, D] bf16, fp16 or fp32, contiguous, from a multiple of 16 bytes on, D 64 or 128, at most 8 heads to
-            a KV head.
-        layer: the cache; read only.
+        q: [B, Hq, D] bf16, fp16 or fp32, contiguous, from a multiple of 16 bytes on, values below 2^100; D 64 or 128,
+            at most 8 heads to a KV head.
+        layer: the cache; read only. `bits` and `offset` are read before the wait for the kernel ahead, in every form of
+            a launch: no kernel that may still be running may write them. Only a prompt does.
         seq_lens: [B] int32 on the device, 1 .. 64 NB + 63; read by the kernel, so a captured launch serves any.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         phase, gate: as for `lean_decode_attention`.
@@ -104,6 +105,8 @@ def turbo_decode_attention(
     heads_per_kv = num_qo_heads // num_kv_heads
     settings = settings or turbo_settings(q.device)
     warps, spec = settings.num_warps, speculation
+    if warps not in (1, 2, 4):
+        raise ValueError(f"settings: expected 1, 2 or 4 warps, found {warps}")
     # A predictor may be the first launch after two streams have joined; a dependent launch waits for one kernel only.
     pdl = settings.sm90 and phase != "predictor"
     num_programs = workspace.num_programs
@@ -163,8 +166,10 @@ def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculat
         )
     if batch_size != layer.batch_size or not q.is_contiguous():
         raise ValueError(f"q: expected {layer.batch_size} contiguous requests, found {batch_size}")
-    if q.data_ptr() % 16:
-        raise ValueError(f"q: expected to begin at a multiple of 16 bytes, found {q.data_ptr() % 16} beyond one")
+    for name, tensor in (("q", q), ("words", layer.words)):
+        if tensor.data_ptr() % 16:
+            beyond = tensor.data_ptr() % 16
+            raise ValueError(f"{name}: expected to begin at a multiple of 16 bytes, found {beyond} beyond one")
     if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
         raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
     if speculation is not None and speculation.parts > 1:

@@ -169,7 +169,7 @@ def turbo_decode_kernel(
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)
-    HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS  # the products have columns of
+    HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS  # that the products have columns of
     SENT: tl.constexpr = BULK and q_ptr.dtype.element_ty.primitive_bitwidth == 16
     lengths, ends, rest_at, lead_in, used, total = _plan(
         seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE
@@ -193,8 +193,8 @@ def turbo_decode_kernel(
     # rest it meets. What no turn changes, such as addresses in shared memory, is not computed ahead of them: it would
     # take registers that the loops over records need.
     met = tl.minimum(ends, last) > tl.maximum(ends - lengths, here)
-    turns = guesses_end - guess + tl.sum(met.to(tl.int32), 0)
-    for _ in tl.range(turns, num_stages=1, disable_licm=True):
+    left = guesses_end - guess + tl.sum(met.to(tl.int32), 0)
+    for _ in tl.range(left, num_stages=1, disable_licm=True):
         # 2. Which output and blocks this turn is about.
         is_guess = guess < guesses_end
         output, before = locate(here, ends)
@@ -227,6 +227,7 @@ def turbo_decode_kernel(
             if has_tail:
                 prefetch(tail, 2 * TOKENS * D)
             prefetch(scales + first * 2, tl.where(count > 0, 16, 0))
+        # q ahead of the records, if it is there already.
         if SENT and not EARLY:
             send_query(slots, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
         if BULK:
@@ -260,7 +261,7 @@ def turbo_decode_kernel(
                     maxima, state, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
                     HEADS, 4, WARPS, D, SAS, BULK,
                 )  # fmt: skip
-        o, lse = merge_warps(slots, maxima, state, HEADS, WARPS, D)
+        o, lse = merge_warps(slots, maxima, state, HEADS, WARPS, D, BULK)
 
         # 4. Leave the partial; a guess also goes to its receiver.
         slot = program + output
@@ -269,8 +270,8 @@ def turbo_decode_kernel(
                 write_heads(o, lse, spec_out_ptr, None, output * HEADS_PER_KV, epoch, HEADS_PER_KV, HEADS, WARPS, D)
                 slot = PROGRAMS + OUTPUTS + output
         write_heads(o, lse, o_partial_ptr, lse_partial_ptr, slot * HEADS_PER_KV, None, HEADS_PER_KV, HEADS, WARPS, D)
-        turns -= 1
-        free_slots(turns > 0, BULK)
+        left -= 1
+        free_slots(left > 0, BULK)
 
         here = tl.where(is_guess, here, before + length)
         guess += 1

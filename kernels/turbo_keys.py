@@ -15,7 +15,7 @@ The second sum is the same for all tokens of a block: only their largest score n
   multiplications take as they are.
 
 In *lanes*, as in turbo_values.py. Lane `4 g + t` has q and s_int of the channels 16 tile + 8 kh + g, for its heads; a
-transposition makes operands of their products. q comes by assembly: a load would let the compiler choose other lanes.
+transposition makes operands of their products.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ import struct
 import triton
 import triton.language as tl
 
-from .turbo_query import LARGEST_Z, MAGIC, ULP, operands_of
+from .turbo_query import LARGEST_Z, MAGIC, START_UPPER, ULP, operands_of
 from .turbo_values import picked, product
 from .words import INTERPRETED
 
 __all__ = ["query_units", "scores"]
 
 START = tl.constexpr(2**17)  # of sums of the lower half, more than 128 15 64
-START_UPPER = tl.constexpr(2**21)  # of the upper half, and of half of the second sum; more than 128 255 64
 UNIT = tl.constexpr(2.0**-30)  # of scores: what a code 1 and n 1 are
 # $1, $2: the upper half's sums, high and low.  $3, $4: the lower half's.  By 2^127, 2^123, 2^119 and 2^115; what they
 # started at goes first, because it is larger than what is left.

@@ -2,8 +2,9 @@
 
 All warps of a program need the same few KB of q, and all programs of a head the same bytes. So with bulk copies (BULK,
 see turbo_records.py) it comes once into shared memory, in 16-byte pieces apart from each other so that lanes read
-without conflicts; before the records, because behind them it would wait until their bytes have come. Elsewhere, and in
-fp32, lanes load it value by value.
+without conflicts; before the records, because behind them it would wait until their bytes have come. (Where a launch
+asks for its first records before the kernel ahead has ended, q, which that kernel writes, comes behind them.)
+Elsewhere, and in fp32, lanes load it value by value.
 """
 
 from __future__ import annotations
@@ -14,24 +15,18 @@ import triton
 import triton.language as tl
 
 from .merge import inverse_of_sum
-from .turbo_records import query_barrier
+from .turbo_records import QUERY_BARRIER, head_stride, query_barrier
 from .turbo_values import over_rows, picked, transposed
 from .words import INTERPRETED
 
-__all__ = ["LARGEST_Z", "MAGIC", "ULP", "operands_of", "query_of_keys", "send_query"]
+__all__ = ["LARGEST_Z", "MAGIC", "START_UPPER", "ULP", "operands_of", "query_of_keys", "send_query"]
 
 # Added to n ULP, it leaves the nearest integer n + 128 in the lowest bits: their second byte is h, the first l + 128.
 ULP = tl.constexpr(2.0**-40)
 MAGIC = tl.constexpr((1.5 * 2.0**23 + 128) * ULP.value)
 MAGIC_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", MAGIC.value))[0])
 LARGEST_Z = tl.constexpr(32500.0)  # n of q in the second sum
-AFTER_BARRIER = tl.constexpr(16)  # bytes from q's barrier to q
-
-
-@triton.constexpr_function
-def _head_stride(head_dim, heads):
-    """Bytes from one head of 16-bit values to the next: those that lanes read together lie in different banks."""
-    return 2 * head_dim + (32 if heads == 4 else 16)
+START_UPPER = tl.constexpr(2**21)  # what half of the second sum starts at; more than 128 255 64 (see turbo_keys.py)
 
 
 @triton.constexpr_function
@@ -41,7 +36,7 @@ def _copy_assembly(rows, head_dim, stride):
     copies = " ".join(
         [
             "@first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            f" [$1+{AFTER_BARRIER.value + row * stride}], [$2+{row * size}], {size}, [$1];"
+            f" [$1+{QUERY_BARRIER.value + row * stride}], [$2+{row * size}], {size}, [$1];"
             for row in range(rows)
         ]
     )
@@ -64,7 +59,7 @@ def send_query(
     everywhere = warps * 0 + lanes * 0
     first = (q_ptr + output.to(tl.int64) * (HEADS_PER_KV * D)).to(tl.int64)
     tl.inline_asm_elementwise(
-        _copy_assembly(HEADS_PER_KV, D, _head_stride(D, HEADS)), "=r,r,l,r",
+        _copy_assembly(HEADS_PER_KV, D, head_stride(D, HEADS)), "=r,r,l,r",
         [query_barrier(slots, W, D) + everywhere, first + everywhere, (goes & (warps == 0)).to(tl.int32) + everywhere],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -79,7 +74,7 @@ def _await_query(slots, parity, W: tl.constexpr, D: tl.constexpr):
         " mov.u32 $0, $1; }",
         "=r,r,r", [barrier, parity], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    return barrier + AFTER_BARRIER
+    return barrier + QUERY_BARRIER
 
 
 @triton.constexpr_function
@@ -104,7 +99,7 @@ def _from_slot(
 ):  # fmt: skip
     """As `_from_memory`, from where `_await_query` has found q."""
     C: tl.constexpr = HEADS // 4
-    STRIDE: tl.constexpr = _head_stride(D, HEADS)
+    STRIDE: tl.constexpr = head_stride(D, HEADS)
     lane = tl.arange(0, 32)[None, :] + tl.zeros([W, 32], tl.int32)
     # Matrices of 8 rows, a row the 8 channels 8 n + g of one head: rows 2 t and 2 t + 1 become a word of lane 4 g + t.
     head = tl.minimum(lane % 8 // 2 * C + c, HEADS_PER_KV - 1)
@@ -228,7 +223,7 @@ def query_of_keys(
             a, b = a + (low.to(tl.int32, bitcast=True),), b + (high.to(tl.int32, bitcast=True),)  # noqa: RUF005
             total += (a[tile] - MAGIC_BITS) + (b[tile] - MAGIC_BITS)
         even, odd = even + (a,), odd + (b,)  # noqa: RUF005
-        offsets = offsets + (over_rows(total.to(tl.float32), "add") * 128.0 + 2 * 257.0 * 2.0**21,)  # noqa: RUF005
+        offsets = offsets + (over_rows(total.to(tl.float32), "add") * 128.0 + 2 * 257.0 * START_UPPER,)  # noqa: RUF005
     operands = ()
     for tile in tl.static_range(TILES):
         a, b = (), ()

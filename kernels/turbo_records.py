@@ -4,10 +4,11 @@ A record has two *sides*, K's and V's: the codes of a block and their parameters
 
 A step takes W blocks, one for each warp. The order of a record's words (flashq_layout.py) is that of a warp's operands,
 16 bytes of a lane at a time. From compute capability 9.0 on (BULK) each warp has a slot for K and one for V in shared
-memory. One instruction of one lane copies a side there, and the warp's own barrier counts its bytes. Lanes read the
-slot where they use it, and after that the copy of the same side of the next block is issued. So copies are always under
-way, without registers and addresses for what they bring, and no warp waits for another. Elsewhere lanes read the same
-words from memory.
+memory, and behind all of them lies q (turbo_query.py). One instruction of one lane copies a side there, and the warp's
+own barrier counts its bytes. Lanes read the slot where they use it, and after that the copy of the same side of the
+next block is issued. So copies are always under way, without registers and addresses for what they bring, and no warp
+waits for another. Elsewhere lanes read the same words from memory. At the end of a turn warps leave their sums in the
+slots (turbo_warps.py).
 
 Slots are read by inline assembly, because Triton does not know this memory. Three rules keep these reads right:
 
@@ -27,7 +28,9 @@ import triton.language as tl
 from .words import INTERPRETED
 
 __all__ = [
+    "QUERY_BARRIER",
     "await_side",
+    "head_stride",
     "load_scales",
     "open_slots",
     "query_barrier",
@@ -42,7 +45,7 @@ __all__ = [
 
 LANE_WORDS = tl.constexpr(128)  # of a warp's load: four for each lane
 BARRIERS = tl.constexpr(16)  # bytes of a warp's two barriers, K's and V's
-QUERY = tl.constexpr(16 + 8 * 16)  # bytes of q's barrier, and between heads (see turbo_query.py)
+QUERY_BARRIER = tl.constexpr(16)  # bytes of q's
 
 
 @triton.constexpr_function
@@ -52,15 +55,22 @@ def _side_bytes(bits, head_dim):
 
 
 @triton.constexpr_function
-def slot_bytes(head_dim):
-    """A warp's slots: for K and V of 4 bits."""
-    return 2 * _side_bytes(4, head_dim)
+def slot_bytes(head_dim, bulk):
+    """A warp's slots: for K and V of 4 bits; without copies for sums, of up to two heads of a lane, alone."""
+    return 2 * _side_bytes(4, head_dim) if bulk else 2 * 128 * (head_dim // 8 + 2)
 
 
 @triton.constexpr_function
-def _shared_bytes(warps, head_dim):
+def head_stride(head_dim, heads):
+    """Bytes from one head of q to the next, in 16-bit values: those that lanes read together lie in different banks."""
+    return 2 * head_dim + (32 if heads == 4 else 16)
+
+
+@triton.constexpr_function
+def _shared_bytes(warps, head_dim, bulk):
     """Shared memory of a program: all slots, barriers, q's barrier and q. More than 48 KB cannot be declared."""
-    return warps * (slot_bytes(head_dim) + BARRIERS.value) + QUERY.value + 16 * head_dim
+    of_query = QUERY_BARRIER.value + max([heads * head_stride(head_dim, heads) for heads in (4, 8)])
+    return warps * slot_bytes(head_dim, bulk) + (warps * BARRIERS.value + of_query if bulk else 0)
 
 
 @triton.jit
@@ -100,7 +110,7 @@ def open_slots(W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
     """The address of this program's slots in shared memory; with BULK their barriers are ready. Once in a kernel."""
     slots = 0
     if not INTERPRETED:
-        SIZE: tl.constexpr = _shared_bytes(W, D)
+        SIZE: tl.constexpr = _shared_bytes(W, D, BULK)
         # Not in braces: should the compiler ever write it twice, the assembler refuses the second declaration.
         slots = tl.inline_asm_elementwise(
             f".shared .align 128 .b8 record_slots[{SIZE}]; mov.u32 $0, record_slots;",
@@ -128,19 +138,19 @@ def _warps_and_lanes(W: tl.constexpr):
 @triton.jit
 def _slot_of(slots, warps, IS_V: tl.constexpr, D: tl.constexpr):
     """A warp's slot for K, or behind it for V."""
-    return slots + warps * slot_bytes(D) + (_side_bytes(4, D) if IS_V else 0)
+    return slots + warps * slot_bytes(D, True) + (_side_bytes(4, D) if IS_V else 0)
 
 
 @triton.jit
 def _barriers_of(slots, warps, W: tl.constexpr, D: tl.constexpr):
     """A warp's barriers: K's, and 8 bytes behind it V's."""
-    return slots + W * slot_bytes(D) + warps * BARRIERS
+    return slots + W * slot_bytes(D, True) + warps * BARRIERS
 
 
 @triton.jit
 def query_barrier(slots, W: tl.constexpr, D: tl.constexpr):
     """The barrier of q, which lies behind it."""
-    return slots + W * (slot_bytes(D) + BARRIERS)
+    return slots + W * (slot_bytes(D, True) + BARRIERS)
 
 
 @triton.constexpr_function
@@ -194,7 +204,7 @@ def await_side(slots, parity, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constex
     No deadline: a copy of this program's own always ends.
     """
     warps, _ = _warps_and_lanes(W)
-    FIRST: tl.constexpr = W * slot_bytes(D) + (8 if IS_V else 0)
+    FIRST: tl.constexpr = W * slot_bytes(D, True) + (8 if IS_V else 0)
     slots = tl.inline_asm_elementwise(
         "{ .reg .pred done; .reg .u32 barrier; mov.u32 barrier, %tid.x; shr.u32 barrier, barrier, 5;"
         f" mad.lo.u32 barrier, barrier, {BARRIERS}, $1;"

@@ -30,7 +30,6 @@ __all__ = [
     "over_rows",
     "picked",
     "product",
-    "to_lanes",
     "transposed",
 ]
 
@@ -44,7 +43,7 @@ STEP = tl.constexpr(2.0**-9)  # of `_spread`, for the lowest field
 
 
 @triton.jit
-def to_lanes(x, W: tl.constexpr, HEADS: tl.constexpr):
+def _to_lanes(x, W: tl.constexpr, HEADS: tl.constexpr):
     """x [W, 8 N, HEADS], of a product, in lanes: for each of C heads and N rows, (c, n) at c N + n."""
     N: tl.constexpr = x.shape[1] // 8
     C: tl.constexpr = HEADS // 4
@@ -313,8 +312,8 @@ def _pair(
 @triton.jit
 def for_heads(x, W: tl.constexpr, HEADS: tl.constexpr):
     """x [W, HEADS] for each head of a lane."""
-    # Of 16 rows, as products have them: a lane then has each value in registers of its own, as those of `to_lanes`.
-    both = to_lanes(tl.broadcast_to(x[:, None, :], [W, 16, HEADS]), W, HEADS)
+    # Of 16 rows, as products have them: a lane then has each value in registers of its own, as those of `_to_lanes`.
+    both = _to_lanes(tl.broadcast_to(x[:, None, :], [W, 16, HEADS]), W, HEADS)
     values = ()
     for c in tl.static_range(HEADS // 4):
         values = values + (both[2 * c],)  # noqa: RUF005
@@ -328,7 +327,7 @@ def first_values(row_sum, acc, W: tl.constexpr, D: tl.constexpr, HEADS: tl.const
     In lanes: for each c the sum, what acc has too much because bytes are z + 128, and D / 8 values of acc.
     """
     N: tl.constexpr = D // 8
-    sums, values, state = to_lanes(row_sum, W, HEADS), to_lanes(acc, W, HEADS), ()
+    sums, values, state = _to_lanes(row_sum, W, HEADS), _to_lanes(acc, W, HEADS), ()
     for c in tl.static_range(HEADS // 4):
         state = state + (sums[2 * c], tl.zeros_like(sums[2 * c]))  # noqa: RUF005
         for n in tl.static_range(N):

@@ -46,7 +46,7 @@ def _exchange_assembly(warps, values, slot):
 
 
 @triton.jit
-def _exchange(slots, values, OFFSET: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+def _exchange(slots, values, OFFSET: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
     """N values [W, 32] of a lane, and two more -> of each warp those of a share: N / W, and the two.
 
     A warp's share are the N / W values from N / W times its number on. OFFSET: where in the slots.
@@ -68,7 +68,7 @@ def _exchange(slots, values, OFFSET: tl.constexpr, W: tl.constexpr, D: tl.conste
             for i in tl.static_range(N, N + 2):
                 taken = taken + (of_warp[i] + tl.zeros([W, 32], tl.float32),)  # noqa: RUF005
     else:
-        SLOT: tl.constexpr = slot_bytes(D)
+        SLOT: tl.constexpr = slot_bytes(D, BULK)
         SIZE: tl.constexpr = 4 * min(SHARE, 4)
         first = slots + OFFSET + lanes * SIZE
         sums = slots + (OFFSET + N * 128) + lanes * 8
@@ -97,7 +97,7 @@ def free_slots(again, BULK: tl.constexpr):
 
 
 @triton.jit
-def merge_warps(slots, maxima, state, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+def merge_warps(slots, maxima, state, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
     """One partial of the warps' online softmaxes, maxima and state of `add_values`.
 
     Returns:
@@ -111,7 +111,7 @@ def merge_warps(slots, maxima, state, HEADS: tl.constexpr, W: tl.constexpr, D: t
         row_sum, excess, values = state[c * (N + 2)], state[c * (N + 2) + 1], ()
         for n in tl.static_range(N):
             values = values + (state[c * (N + 2) + 2 + n] - excess,)  # noqa: RUF005 (Triton has no *)
-        taken = _exchange(slots, values + (maxima[c], row_sum), c * (N + 2) * 128, W, D)  # noqa: RUF005
+        taken = _exchange(slots, values + (maxima[c], row_sum), c * (N + 2) * 128, W, D, BULK)  # noqa: RUF005
         top = taken[SHARE]
         for warp in tl.static_range(1, W):
             top = tl.maximum(top, taken[warp * (SHARE + 2) + SHARE])

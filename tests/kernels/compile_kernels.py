@@ -11,8 +11,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -90,7 +93,8 @@ def lean(
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
     constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, phase) | {
-        "ROWS": 16, "STAGES": 3 if capability == 90 else 2, "EARLY": capability >= 90 and not spec and not gate,
+        "ROWS": 16, "STAGES": _lean_settings(capability, head_dim)[2],
+        "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
     if phase != "all":
         constants |= dict.fromkeys(["epoch_ptr"])
@@ -117,14 +121,24 @@ def lean_merge(
     return compile_for(capability, lean_kernel.lean_merge_kernel, 1, constants, fuses=False, out_ptr="*bf16")
 
 
+@functools.cache
+def _lean_settings(capability: int, head_dim: int) -> tuple[int, bool, int, bool]:
+    """Those of an A100, an H100 or H200, a B200, in 16 bits."""
+    memory = {80: 166912, 90: 232448, 100: 232448}[capability]
+    gpu = SimpleNamespace(major=capability // 10, shared_memory_per_block_optin=memory)
+    lean_attention._settings.cache_clear()
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu):
+        return lean_attention._settings(torch.device("cuda"), 2 * triton.next_power_of_2(head_dim))
+
+
 def _lean_plan(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int, guess_parts: int,
     phase: str,
 ) -> dict[str, Any]:  # fmt: skip
+    block_n, has_long, _, _ = _lean_settings(capability, head_dim)
     return {
         "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": head_dim, "HEAD_DIM": head_dim,
-        "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size),
-        "BLOCK_N": 128 if capability == 90 and head_dim == 64 else 64, "LONG": capability < 100 and head_dim <= 128,
+        "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size), "BLOCK_N": block_n, "LONG": has_long,
         "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": lean_attention.PHASES[phase], "PDL": capability >= 90,
     }  # fmt: skip
 

@@ -112,11 +112,13 @@ def lean(
     num_programs: int,
     chunk_size: int = 0,
     parts: int = 1,
+    has_long: bool = False,
     **how: Any,
 ) -> Found:
     """Lean attention as launched on Ampere, but with tiles of 64 tokens: more of them in a short context.
 
     Args:
+        has_long: whether there are tiles of 128 tokens as well.
         how: of the attention kernel; `merge`: the same of what merges its partials.
     """
     of_merge = how.pop("merge", {})
@@ -127,7 +129,7 @@ def lean(
     launch = test_lean_attention.Launch.draw(
         lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16, parts
     )
-    settings = (64, False, 2, False)
+    settings = (64, has_long, 2, False)
     with (
         mock.patch.multiple(lean_attention, **kernels),
         mock.patch.object(lean_attention, "_settings", return_value=settings),
@@ -147,6 +149,7 @@ def turbo(
     softmax: str = "exact",
     capability: int = 90,
     dtype: torch.dtype = torch.float32,
+    num_warps: int = 4,
     **how: Any,
 ) -> Found:
     """Attention over the quantised cache as launched on Hopper, half of the heads with 2 bits."""
@@ -157,7 +160,7 @@ def turbo(
     launch = test_turbo_attention.draw(
         lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype=dtype
     )
-    launch.settings = replace(turbo_attention.GPU_SETTINGS, sm90=capability >= 90)
+    launch.settings = replace(turbo_attention.GPU_SETTINGS, sm90=capability >= 90, num_warps=num_warps)
     launch.softmax = softmax
     with mock.patch.multiple(turbo_attention, **kernels):
         launch.run()
@@ -349,6 +352,11 @@ def _small_turbo(**how: Any) -> Found:
     return turbo((300,), 4, 1, 128, 2, **how)
 
 
+def _turns(**how: Any) -> Found:
+    """One program for all heads: with blocks, without, and with warps that have none in the last step."""
+    return turbo((500, 40, 130), 4, 2, 128, 1, dtype=torch.bfloat16, **how)
+
+
 CASES: dict[str, Callable[[], Found]] = {
     "lean, 4 x 128": sound(lambda: lean((700,), 4, 2, 128, 8)),
     "lean, 4 x 128, guess": sound(lambda: lean((900,), 4, 2, 128, 8, S)),
@@ -356,6 +364,10 @@ CASES: dict[str, Callable[[], Found]] = {
     "lean, 2 x 64, guess in parts, not all there": sound(lambda: lean((250,), 2, 1, 64, 5, S, 5)),
     "lean, 1 x 64, guess, ragged": sound(lambda: lean((65, 500, 300), 1, 2, 64, 7, S)),
     "lean, 2 x 16, ragged": sound(lambda: lean((513, 1, 1), 2, 2, 16, 7)),
+    "lean, 4 x 128, two kinds of tiles, short": sound(lambda: lean((330,), 4, 2, 128, 4, has_long=True)),
+    "lean, 4 x 128, two kinds of tiles, long": sound(lambda: lean((450,), 4, 2, 128, 4, has_long=True)),
+    "lean, 4 x 128, two kinds of tiles, ragged": sound(lambda: lean((300, 40, 130), 4, 1, 128, 5, has_long=True)),
+    "lean, 4 x 128, two kinds of tiles, guess in parts": sound(lambda: lean((700,), 4, 1, 128, 6, S, 2, has_long=True)),
     "lean, 8 x 128, rounds of merging": sound(lambda: lean((1500,), 8, 1, 128, 20, merge={"ROUND": 16})),
     "lean, 4 x 64, guess, rounds of merging": sound(lambda: lean((1500,), 4, 1, 64, 20, S, merge={"ROUND": 8})),
     "turbo, 4 x 128": sound(lambda: turbo((700,), 4, 2, 128, 6)),
@@ -366,6 +378,11 @@ CASES: dict[str, Callable[[], Found]] = {
     "turbo, 4 x 128, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80)),
     "turbo, 3 x 64, bf16": sound(lambda: turbo((200,), 3, 2, 64, 2, dtype=torch.bfloat16)),
     "turbo, 5 x 128, fp16": sound(lambda: turbo((200,), 5, 2, 128, 2, dtype=torch.float16)),
+    "turbo, 4 x 128, bf16, turns": sound(lambda: _turns()),
+    "turbo, 6 x 64, fp16, turns, guess": sound(
+        lambda: turbo((65, 40, 500), 6, 2, 64, 2, S, dtype=torch.float16, num_warps=2)
+    ),
+    "turbo, 4 x 128, bf16, ahead of the wait": sound(lambda: _turns(EARLY=True)),
     "3 requests, a part of a chunk": sound(lambda: several(3, 200, 40, torch.bfloat16, False)),
     "8 requests, one chunk, fp16": sound(lambda: several(8, 1024, 24, torch.float16, False)),
     "2 requests, chunks of several tiles": sound(lambda: several(2, 1664, 88, torch.bfloat16, True)),
@@ -400,11 +417,23 @@ CASES: dict[str, Callable[[], Found]] = {
         r"setp.eq.u32 \1, 0, 0;",
         "error",
     ),
+    "broken turbo, q waited for by one warp": broken(
+        lambda **how: _turns(**how),
+        r"(mbarrier\.try_wait\.parity\.shared\.b64) (\w+), (\[%\w+\],[^;]*;)",
+        r".reg .pred w; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 w, t, 32; setp.eq.u32 \2, 0, 0; @w \1 \2, \3",
+        "shared",
+    ),
     "broken turbo, warps that do not meet": broken(
         _small_turbo, r"(st\.shared\.v2\.f32[^;]*;\s*)bar\.sync 0;", r"\1", "shared"
     ),
     "broken turbo, the next records over sums": broken(
-        partial(turbo, (900, 500), 4, 2, 128, 1), r"@(\w+) bar\.sync 0;", "", "shared"
+        lambda **how: _turns(**how), r"@(\w+) bar\.sync 0;", "", "shared"
+    ),
+    "broken turbo, only the last turn waits for sums": broken(
+        lambda **how: _turns(**how), r"@(\w+) bar\.sync 0;", r"@!\1 bar.sync 0;", "shared"
+    ),
+    "broken turbo, copies that do not see sums": broken(
+        lambda **how: _turns(**how), r"(@\w+ bar\.sync 0;)\s*fence\.proxy\.async[^;]*;", r"\1", "shared"
     ),
     "broken turbo, the same part twice": broken(
         _small_turbo, r"mad\.lo\.u32 (\w+), \w+, 16,", r"mad.lo.u32 \1, 0, 16,", "error"

@@ -223,6 +223,7 @@ class Machine:
             shared_bytes += size
         self.shared = Memory(max(shared_bytes, 1), kernel.num_warps)
         self.shared.exists[:shared_bytes] = True
+        self.stored = np.zeros(self.shared.bytes.size, bool)  # in shared memory, and copies do not know of it yet
         self.arrivals: dict[int, Arrival] = {}  # of bulk copies, by the address of their barrier
         self.program, self.clock = 0, 0  # barriers
         self.groups: list[list[tuple[Values, Values, Values]]] = []  # of copies in flight; the last is not committed
@@ -236,6 +237,7 @@ class Machine:
         self.registers[:] = self.unset
         self.shared.bytes[:], self.shared.written_at[:], self.shared.program[:] = 0xFF, -1, -1
         self.arrivals.clear()
+        self.stored[:] = False
         self.loading.clear()
         at, count = 0, 0
         with np.errstate(all="ignore"):
@@ -287,7 +289,9 @@ class Machine:
         loads = "shared" in i.modifiers and i.op.split(".")[0] in ("ld", "ldmatrix")
 
         def step() -> int | None:
-            if self.loading and i.op != "mov":  # which the assembler may do without
+            if self.loading and i.op == "mov":  # which the assembler may do without
+                self.loading = [(load | set_here if load & used else load, at) for load, at in self.loading]
+            elif self.loading:
                 self.loading = [load for load in self.loading if not load[0] & used]
             self.on = guard() if self.active is self.everyone else guard() & self.active
             values = [flush(read()) for read in reads]

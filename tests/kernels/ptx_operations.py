@@ -142,6 +142,14 @@ def _shift(m: Machine, i: Instruction, x: Values, by: Values) -> Values:
     return moved if x.dtype.kind == "i" and i.op == "shr" else np.where(by < bits, moved, x.dtype.type(0))
 
 
+@_operation("shf", "u32", "u32", "u32")
+def _funnel(m: Machine, i: Instruction, low: Values, high: Values, by: Values) -> Values:
+    """The upper half of both moved to the left, or the lower half of both moved to the right."""
+    assert "wrap" in i.modifiers, "clamp"
+    both, count = high.astype(np.uint64) << 32 | low, (by & 31).astype(np.uint64)
+    return ((both << count) >> 32 if "l" in i.modifiers else both >> count).astype(np.uint32)
+
+
 @_operation("bfe", "", "u32", "u32")
 def _extract(m: Machine, i: Instruction, x: Values, first: Values, count: Values) -> Values:
     """Bits above the top one are copies of the sign, or zeros."""
@@ -195,7 +203,10 @@ def _load(m: Machine, i: Instruction, address: Values) -> Values:
 @_operation("st", "address", "*", result=None)
 def _store(m: Machine, i: Instruction, address: Values, values: Values) -> None:
     if m.on.any():
-        _space(m, i).store(address[m.on], values.view(np.uint8)[m.on], m.warps[m.on], m.clock, m.program)
+        data, space = values.view(np.uint8)[m.on], _space(m, i)
+        space.store(address[m.on], data, m.warps[m.on], m.clock, m.program)
+        if space is m.shared:
+            m.stored[address[m.on][:, None] + np.arange(data.shape[1])] = True
 
 
 @_operation("cp.async", "address", "address", "u32", "u32", result=None)
@@ -239,6 +250,8 @@ def _init_arrival(m: Machine, i: Instruction, address: Values, count: Values) ->
 
 @_operation("fence.proxy.async", result=None)
 def _fence(m: Machine, i: Instruction) -> None:
+    """Copies that are asked for from now on come after what was stored."""
+    m.stored[:] &= not m.on.all()
     for arrival in m.arrivals.values():
         arrival.is_seen |= bool(m.on[arrival.initialiser])
 
@@ -260,6 +273,7 @@ def _bulk_copy(m: Machine, i: Instruction, to: Values, source: Values, size: Val
         m.shared.store(to[thread] + chunks, np.full_like(data, 0xFF), warps, m.clock, m.program, NEVER)
         arrival = m.arrivals[int(barrier[thread])]
         m.shared.races += m.still_loading(to[[thread]], size[thread]) + (not arrival.is_seen)
+        m.shared.races += int(m.stored[to[thread] : to[thread] + size[thread]].any())
         arrival.copies.append((to[thread] + chunks, data, warps))
 
 
@@ -269,9 +283,12 @@ def _arrived(m: Machine, i: Instruction, address: Values, parity: Values) -> Val
     for at in {int(x) for x in address[m.on]}:
         arrival = m.arrivals[at]
         if arrival.expected == sum(data.size for _, data, _ in arrival.copies):
+            # Whoever waits may read: all warps, or one; of some, which no kernel has, only the one that has asked.
+            waiting = np.unique(m.warps[m.on & (address == at)])
+            of_all = waiting.size == m.kernel.num_warps
             for places, data, warps in arrival.copies:
-                # Also for warps other than the one that has asked: whoever waits may read.
-                m.shared.settle(places, data, warps, m.clock - 1)
+                warps = np.full_like(warps, waiting[0]) if waiting.size == 1 else warps
+                m.shared.settle(places, data, warps, m.clock - of_all)
             m.arrivals[at] = replace(arrival, phase=arrival.phase ^ 1, expected=-1, copies=[])
     done = np.array([m.arrivals[int(at)].phase != which & 1 for at, which in zip(address, parity, strict=True)])
     assert done[m.on].all(), "waits for what never comes"
@@ -281,7 +298,10 @@ def _arrived(m: Machine, i: Instruction, address: Values, parity: Values) -> Val
 @_operation("bar.sync barrier.sync", result=None)
 def _barrier(m: Machine, i: Instruction) -> None:
     assert i.operands in (("0",), ("0", str(m.threads.size))), "barrier of some threads"
+    if not m.on.any():
+        return
     assert m.active is m.everyone, "threads have parted"
+    assert m.on.all(), "barrier of some threads"
     m.clock += 1
 
 

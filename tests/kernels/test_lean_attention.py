@@ -133,7 +133,7 @@ def test_head_shapes(device: torch.device, check: Check, ratio: int, head_dim: i
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
 @pytest.mark.parametrize(
     ("lengths", "num_programs"),
-    [((2047,), 1), ((2048,), 1), ((6400,), 3), ((3000, 70, 1500, 1), 2), ((3000, 70, 1500, 1), 5)],
+    [((2048,), 1), ((2049,), 1), ((6400,), 3), ((3000, 70, 1500, 1), 2), ((3000, 70, 1500, 1), 5)],
     ids=["one-short", "one-long", "three-long", "ragged-long", "ragged-short"],
 )
 def test_narrow_heads_have_long_tiles_where_there_are_enough(
@@ -154,14 +154,14 @@ def test_narrow_heads_have_long_tiles_where_there_are_enough(
     [
         ((63,), 1),
         ((128,), 1),
-        ((191,), 1),
         ((192,), 1),
-        ((900,), 5),
+        ((193,), 1),
         ((960,), 5),
+        ((961,), 5),
         ((1500, 70, 300, 1), 30),
-        ((700,), 7),
+        ((520,), 8),
     ],
-    ids=["one-tile", "two-tiles", "three-tiles", "long", "five-short", "five-long", "ragged-short", "seven-of-two"],
+    ids=["one-tile", "two-tiles", "three-tiles", "long", "five-short", "five-long", "ragged", "two-of-eight"],
 )
 def test_wide_heads_have_short_tiles_where_runs_are_short(
     device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
@@ -293,6 +293,28 @@ def test_tiles_fit_into_shared_memory(
     assert block_n in (16, 32, 64, 128)
     assert 1 <= num_stages <= 3
     assert pdl == (major >= 9)
+
+
+@pytest.mark.parametrize(
+    ("major", "shared_memory", "head_dim", "expected"),
+    [
+        (9, 232448, 64, (128, True, 3, True)),
+        (9, 232448, 128, (64, True, 3, True)),
+        (9, 232448, 256, (64, False, 2, True)),
+        (8, 166912, 64, (128, False, 3, False)),
+        (8, 166912, 128, (128, False, 2, False)),
+        (10, 232448, 128, (64, False, 2, True)),
+    ],
+)
+def test_tiles_of_gpus(
+    major: int,
+    shared_memory: int,
+    head_dim: int,
+    expected: tuple[int, bool, int, bool],
+    gpu: Callable[..., torch.device],
+) -> None:
+    """Two kinds of tiles on Hopper alone."""
+    assert _settings(gpu(major, shared_memory), 2 * head_dim) == expected
 
 
 @pytest.mark.parametrize(

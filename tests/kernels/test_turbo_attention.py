@@ -236,6 +236,20 @@ def test_many_partials_of_several_warps(ratio: int, num_programs: int, chunk_siz
     launch.compare()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("num_warps", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("ratio", range(1, 9))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_queries_of_16_bits(dtype: torch.dtype, ratio: int, head_dim: int, num_warps: int) -> None:
+    """They come through shared memory, once a turn; a program has several turns, of tails alone as well."""
+    device = torch.device("cuda")
+    launch = draw((65, 700, 40, 319), ratio, 2, head_dim, device, 3, S, num_warps=num_warps, dtype=dtype)
+    launch.run()
+    launch.compare()
+
+
 @pytest.mark.parametrize("codec", ["turbo4", "turbo2"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kind", ["constant", "zero", "widest"])
