@@ -1,7 +1,7 @@
 """Lean (stream-K) decode attention, with the speculative output written first when it is asked for.
 
-A *lean tile* is `block_n` tokens of one (request, KV head), with all query heads of that KV head in one product, so K
-and V are read once, or twice as many where runs of them are long. A fixed grid of programs takes equal
+A *lean tile* is `block_n` tokens of one (request, KV head), or twice as many where runs of them are long, with all
+query heads of that KV head in one product, so that K and V are read once. A fixed grid of programs takes equal
 contiguous runs of tiles over ragged work; the schedule, and which length tiles have, is computed on the device from
 `seq_lens`, in closed form. Every program writes a partial `(o, lse)` for each output that its run meets. A second
 launch, whose programs lie on the SMs before the first has ended, merges them in tile order. No program waits for
@@ -9,7 +9,8 @@ another, so nothing can deadlock, and the result has the same bits every time.
 
 With `chunk_size` (S) given, each output's sink and window are the first work of one program, or of several, a part
 each. The result is `A~`, which leaves at once, and it is also one more partial of the full output. The program's run of
-other tiles is that much shorter. The words of the schedule (output, run, rest, leader, ...) are in lean_kernel.py.
+other tiles is that much shorter. The words of the schedule (output, run, rest, leader, ...) are in lean_kernel.py. On
+Hopper, tiles of one request come as lean_hopper.py says; otherwise the compiler arranges their loads.
 
 Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level Speculation (Cai et al., 2025), Algorithm 3.
 The merge by a dependent launch instead of a host block that waits, and the device-side schedule, are ours.
@@ -29,17 +30,30 @@ from typing import Any, Literal
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .launch import launch, prefer_l1
+from .lean_hopper import lean_hopper_kernel
 from .lean_kernel import lean_decode_kernel, lean_merge_kernel
-from .merge import merge_sizes
+from .merge import merge_sizes, num_sums
 
-__all__ = ["LeanWorkspace", "Phase", "Speculation", "guess_parts", "launch_merge", "lean_decode_attention"]
+__all__ = [
+    "LeanWorkspace",
+    "Phase",
+    "Speculation",
+    "check_sums",
+    "guess_parts",
+    "launch_merge",
+    "lean_decode_attention",
+]
 
 Phase = Literal["all", "predictor", "rest"]
 PHASES = {"all": 0, "predictor": 1, "rest": 2}
 
 TILE_BYTES = 32768  # of K, and of V, in one tile
+# With more tiles of so many tokens in each run, tiles are twice as long: runs differ by one, which then matters little.
+LONG_RUN = {64: 3, 128: 16}
 MAX_GUESS_PARTS = 5  # of each output
 NUM_WARPS = 4  # one warp group: a product of 64 rows or more is one Hopper matrix instruction
 
@@ -142,6 +156,7 @@ def lean_decode_attention(
         raise ValueError(f"q: {num_qo_heads} heads are no multiple of {num_kv_heads} KV heads")
     if capacity * head_dim >= 2**31:
         raise ValueError(f"k_cache: {capacity} tokens of one head overflow 32-bit offsets")
+    check_sums(speculation, q)
     parts = speculation.parts if speculation else 1
     if parts > 1:
         assert speculation is not None
@@ -154,9 +169,10 @@ def lean_decode_attention(
     heads_per_kv = num_qo_heads // num_kv_heads
     heads_pad = triton.next_power_of_2(heads_per_kv)
     width = triton.next_power_of_2(head_dim)
-    block_n, has_long, num_stages, pdl = _settings(q.device, width * q.itemsize)
-    if has_long and heads_pad > 16:  # then the softmax of more than 128 tokens spills registers
-        block_n, has_long = min(128, 2 * block_n), False
+    copies = _by_copies(q.device, batch_size, heads_per_kv, head_dim, q.dtype)
+    block_n, long_run, num_stages, pdl = _settings(q.device, width * q.itemsize, copies)
+    if long_run and heads_pad > 16:  # then the softmax of more than 128 tokens spills registers
+        block_n, long_run = min(128, 2 * block_n), 0
     # A predictor may be the first launch after two streams have joined; a dependent launch waits for one kernel only.
     pdl = pdl and phase != "predictor"
     spec = speculation
@@ -168,7 +184,7 @@ def lean_decode_attention(
         "PROGRAMS": workspace.num_programs,
         "B_PAD": _padded(batch_size),
         "BLOCK_N": block_n,
-        "LONG": has_long,
+        "LONG": long_run,
         "SPEC": spec is not None,
         "GUESS_PARTS": parts,
         "PHASE": PHASES[phase],
@@ -176,10 +192,7 @@ def lean_decode_attention(
         **({"launch_pdl": True} if pdl else {}),
     }
     chunk_size = spec.chunk_size if spec else 0
-    launch(lean_decode_kernel, (workspace.num_programs,))(
-        q,
-        k_cache,
-        v_cache,
+    arguments: tuple[Any, ...] = (
         seq_lens,
         spec.spec_out if spec else None,
         spec.spec_lse if spec else None,
@@ -188,10 +201,18 @@ def lean_decode_attention(
         workspace.lse,
         gate,
         batch_size,
-        capacity,
-        sm_scale * math.log2(math.e),
         chunk_size,
-        ROWS=max(16, heads_pad),
+        sm_scale * math.log2(math.e),
+    )
+    if copies:
+        kernel, caches = lean_hopper_kernel, _descriptors(k_cache, v_cache, width, block_n, long_run > 0)
+    else:
+        kernel, caches = lean_decode_kernel, (k_cache, v_cache, capacity)
+    launch(kernel, (workspace.num_programs,))(
+        q,
+        *caches,
+        *arguments,
+        ROWS=max(8 if copies else 16, heads_pad),
         STAGES=num_stages,
         EARLY=pdl and newest_only and gate is None and spec is None,
         num_warps=NUM_WARPS,
@@ -202,6 +223,14 @@ def lean_decode_attention(
     launch_merge(
         lean_merge_kernel, seq_lens, workspace, out, lse, speculation, gate, (batch_size, chunk_size), head_dim, plan
     )
+
+
+def check_sums(speculation: Speculation | None, q: Tensor) -> None:
+    """Raise ValueError if the sums of a speculation have no place for all that attention of q [B, Hq, D] writes."""
+    if speculation is not None:
+        expected = (q.shape[0], num_sums(q.shape[1], q.shape[2]), 2)
+        if speculation.sums.shape != expected:
+            raise ValueError(f"sums: expected {list(expected)}, found {list(speculation.sums.shape)}")
 
 
 def launch_merge(
@@ -223,7 +252,7 @@ def launch_merge(
         Others as for `lean_decode_attention`.
     """
     outputs = lse.numel() // plan["HEADS_PER_KV"]
-    chunk, chunks, together = merge_sizes(speculation is not None, head_dim, workspace.num_programs // outputs)
+    chunk, chunks, together = merge_sizes(head_dim, workspace.num_programs // outputs)
     compiled = launch(kernel, (lse.numel() * chunks,))(
         seq_lens,
         workspace.o,
@@ -253,18 +282,20 @@ def guess_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """In how many parts `A~` should leave: each has as many tiles as a program asks for at once.
+    """In how many parts `A~` should leave: each has about as many tiles as a program asks for at once.
 
-    The next tile is asked for when the first has arrived, and by then all programs wait for memory. Tiles of 128 tokens
-    are meant: where the device makes them shorter, a part has more than a program asks for at once. One part with a
-    batch; not so many that few programs are left for the rest, or that merging them spills registers: 3 with more than
-    4 query heads to a KV head, 1 with more than 8. On Hopper only: elsewhere nothing has been measured.
+    Less one, as long as there are two: a tile less is what the guess comes sooner by. Tiles of 128 tokens are meant,
+    also where the device makes them shorter. One part with a batch; not so many that few programs are left for the
+    rest, or that merging them spills registers: 3 with more than 4 query heads to a KV head, 1 with more than 8. On
+    Hopper only: elsewhere nothing has been measured.
     """
     heads_per_kv = num_qo_heads // num_kv_heads
     if batch_size > 1 or heads_per_kv > 8 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return 1
-    block_n, has_long, num_stages, _ = _settings(device, triton.next_power_of_2(head_dim) * dtype.itemsize)
-    block_n = min(128, 2 * block_n) if has_long else block_n
+    width = triton.next_power_of_2(head_dim)
+    copies = _by_copies(device, batch_size, heads_per_kv, head_dim, dtype)
+    block_n, long_run, num_stages, _ = _settings(device, width * dtype.itemsize, copies)
+    block_n = min(128, 2 * block_n) if long_run else block_n
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     tiles = 2 * -(-chunk_size // block_n) + 1
     wanted = -(-tiles // max(1, num_stages - 1))
@@ -280,16 +311,47 @@ def _padded(batch_size: int) -> int:
     return 1 if batch_size == 1 else max(32, triton.next_power_of_2(batch_size))
 
 
-@functools.cache
-def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, bool]:
-    """Tokens in a tile, whether there are tiles of twice as many, tiles in flight, and whether to start before the last
-    kernel ends.
+def _by_copies(device: torch.device, batch_size: int, heads_per_kv: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether lean_hopper.py streams the tiles: on Hopper, of one request, in 16 bits, of up to 256 channels.
 
-    One program on an SM with all its shared memory was faster at every length than two with half of it each: it leaves
-    half the partials. More than 128 tokens in a tile, or more than 64 of heads of 128, make short contexts uneven (all
-    measured on H200; so heads of 128 have 64 on Hopper alone): twice as many are for long contexts only, and only if as
-    many tiles of them fit in flight. On Blackwell, where nothing has been measured, more than 64 spill registers.
+    Copies need rows of a multiple of 16 bytes; of fewer than 33 channels, no rows fill a line of their slots.
     """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return batch_size == 1 and heads_per_kv <= 16 and dtype.itemsize == 2 and 32 < head_dim <= 256 and head_dim % 8 == 0
+
+
+def _descriptors(
+    k_cache: Tensor, v_cache: Tensor, width: int, block_n: int, has_long: bool
+) -> tuple[TensorDescriptor, ...]:
+    """What lean_hopper.py copies tiles by: of K and V of one request, [Hkv, N, D], in short tiles and in long ones."""
+    _, heads, capacity, head_dim = k_cache.shape
+    blocks = [[1, block_n, width], [1, 2 * block_n if has_long else block_n, width]]
+    kind = gl.bfloat16 if k_cache.dtype == torch.bfloat16 else gl.float16
+    return tuple(
+        TensorDescriptor(
+            cache, [heads, capacity, head_dim], [capacity * head_dim, head_dim, 1], block,
+            gl.NVMMASharedLayout.get_default_for(block, kind),
+        )
+        for block in blocks for cache in (k_cache, v_cache)
+    )  # fmt: skip
+
+
+@functools.cache
+def _settings(device: torch.device, row_bytes: int, copies: bool) -> tuple[int, int, int, bool]:
+    """Tokens in a tile; with how many tiles in each run they have twice as many, 0 for never; tiles in flight; whether
+    to start before the last kernel ends.
+
+    By copies (lean_hopper.py), two tiles of 16 KB or 32 KB of K, and of V, are on their way to each SM: with more,
+    short contexts take longer and long ones as long (H200). As loads, one program on an SM with all its shared memory
+    was faster at every length than two with half of it each: it leaves half the partials. More than 128 tokens in a
+    tile, or more than 64 of heads of 128, make short contexts uneven (all measured on H200; so heads of 128 have 64 on
+    Hopper alone): twice as many are for long contexts only, and only if as many tiles of them fit in flight. On
+    Blackwell, where nothing has been measured, more than 64 spill registers.
+    """
+    if copies:
+        block_n = max(64, TILE_BYTES // 2 // row_bytes)
+        return block_n, (0 if 2 * block_n * row_bytes > TILE_BYTES else LONG_RUN[block_n]), 2, True
     block_n = max(16, min(128, TILE_BYTES // row_bytes))
     num_stages, is_blackwell, pdl, halves = 1, False, False, device.type != "cuda"
     has_long = 2 * block_n * row_bytes <= TILE_BYTES
@@ -307,4 +369,4 @@ def _settings(device: torch.device, row_bytes: int) -> tuple[int, bool, int, boo
         has_long = has_long and not is_blackwell and room >= num_stages * (4 * block_n + 16) * row_bytes
     if block_n == 128 and not has_long and halves:
         block_n, has_long = 64, True
-    return block_n, has_long, num_stages, pdl
+    return block_n, (LONG_RUN[128 if block_n == 128 else 64] if has_long else 0), num_stages, pdl

@@ -21,7 +21,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .merge import await_partials, inverse_of_sum, log2_of_sum, merge_output, output_at, send_guess, store_partial
 from .prefetch import prefetch, wait_cycles
 
-__all__ = ["ALL", "PREDICTOR", "REST", "lean_decode_kernel", "lean_merge_kernel", "locate", "start_after"]
+__all__ = [
+    "ALL",
+    "BUSY_TILES",
+    "HEAD_START",
+    "PREDICTOR",
+    "REST",
+    "head_of",
+    "lean_decode_kernel",
+    "lean_merge_kernel",
+    "locate",
+    "plan",
+    "run_start",
+    "start_after",
+    "tiles_in",
+    "token_ranges",
+]
 
 # The phase that a launch does. Of two launches the first leaves `A~` and its partial for the second; in between, `A~`
 # goes to a paired rank whose memory cannot be addressed.
@@ -30,21 +45,17 @@ PREDICTOR = tl.constexpr(1)
 REST = tl.constexpr(2)
 
 WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this many tokens, whatever BLOCK_N is
-GUESS_OVERHEAD = tl.constexpr(3)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
+GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
 # Cycles by which programs with a guess start ahead of the others: requests are served in the order in which they come,
 # and the first tiles of all programs take 4 us. Only where runs have 3 tiles or more: else memory is not busy for long.
-HEAD_START = tl.constexpr(1000)
+HEAD_START = tl.constexpr(500)
 BUSY_TILES = tl.constexpr(3)
-# With more tiles in each run, of BLOCK_N = 128 tokens or of less, tiles are twice as long: runs differ by one tile,
-# which then matters little.
-LONG_RUN_128 = tl.constexpr(16)
-LONG_RUN = tl.constexpr(3)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
 MANY_TILES = tl.constexpr(32)
 
 
 @triton.jit
-def _token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
+def token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
     """sink, window: the guess is over tokens `[0, sink)` and `[window, seq_len)`, the rest lies in between.
 
     Without a guess the rest is all tokens.
@@ -53,13 +64,13 @@ def _token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
         sink = tl.minimum(chunk_size, seq_len)
         window = tl.maximum(sink, tl.maximum(seq_len - chunk_size, 0) // WINDOW_ALIGN * WINDOW_ALIGN)
     else:
-        sink = tl.zeros_like(seq_len)
+        sink = seq_len * 0
         window = seq_len
     return sink, window
 
 
 @triton.jit
-def _tiles_in(tokens, is_long, BLOCK_N: tl.constexpr):
+def tiles_in(tokens, is_long, BLOCK_N: tl.constexpr):
     """How many tiles of BLOCK_N tokens, or of twice as many, they fill. By constants, so that nothing is divided."""
     return tl.where(is_long, tl.cdiv(tokens, 2 * BLOCK_N), tl.cdiv(tokens, BLOCK_N))
 
@@ -216,9 +227,12 @@ def _divide(a, b):
 
 
 @triton.jit
-def _head_of(tile, tiles):
+def head_of(tile, tiles, HKV: tl.constexpr):
     """The head of a request that a tile lies in, if each head has `tiles`: counted, which is faster than a division."""
-    return tl.sum((tl.arange(1, 33) * tiles <= tile).to(tl.int32), 0)
+    head = tile * 0
+    for other in tl.static_range(1, HKV):
+        head += (other * tiles <= tile).to(tl.int32)
+    return head
 
 
 @triton.jit
@@ -253,7 +267,7 @@ def _schedule(num_guesses, guess_tiles, total_rest, PROGRAMS: tl.constexpr, EVEN
 
 
 @triton.jit
-def _run_start(program, leaders, lead_run, followers, run, longer):
+def run_start(program, leaders, lead_run, followers, run, longer):
     """First tile of a program's run; from 0 for the first program to the number of tiles past the last one."""
     # Schedule: (leaders, lead_run, followers, run, longer), see `_schedule`.
     place = tl.minimum(program - leaders, followers)
@@ -262,8 +276,8 @@ def _run_start(program, leaders, lead_run, followers, run, longer):
 
 
 @triton.jit
-def _run_of(tile, leaders, lead_run, run, longer):
-    """The program whose run holds a tile: the inverse of `_run_start`. One division only, because it is slow."""
+def run_of(tile, leaders, lead_run, run, longer):
+    """The program whose run holds a tile: the inverse of `run_start`. One division only, because it is slow."""
     # Schedule: (leaders, lead_run, followers, run, longer), see `_schedule`.
     after = tile - leaders * lead_run
     is_lead = after < 0
@@ -285,8 +299,8 @@ def locate(tile, tiles_end):
 def _rest_of(request, seq_lens, chunk_size, is_long, B_PAD: tl.constexpr, BLOCK_N: tl.constexpr, SPEC: tl.constexpr):
     """Sink, window and length of a request, and how many tiles the rest of each of its heads has; seq_lens: [B_PAD]."""
     seq_len = tl.sum(tl.where(tl.arange(0, B_PAD) == request, seq_lens, 0), 0)
-    sink, window = _token_ranges(seq_len, chunk_size, SPEC)
-    return sink, window, seq_len, _tiles_in(window - sink, is_long, BLOCK_N)
+    sink, window = token_ranges(seq_len, chunk_size, SPEC)
+    return sink, window, seq_len, tiles_in(window - sink, is_long, BLOCK_N)
 
 
 @triton.jit
@@ -303,12 +317,12 @@ def _tiles_of(outputs, rest, HKV: tl.constexpr, B_PAD: tl.constexpr):
 
 
 @triton.jit
-def _parts(sink, window, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
+def parts_of_guess(sink, window, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
     """Tiles of one part of a guess, and how many parts have tiles; sink, window: numbers of tokens, [1] with parts."""
-    part_tiles = tl.cdiv(2 * _tiles_in(chunk_size, is_long, BLOCK_N) + 1, GUESS_PARTS)
+    part_tiles = tl.cdiv(2 * tiles_in(chunk_size, is_long, BLOCK_N) + 1, GUESS_PARTS)
     parts = 1
     if GUESS_PARTS > 1:
-        tiles = tl.sum(_tiles_in(sink, is_long, BLOCK_N) + _tiles_in(window, is_long, BLOCK_N), 0)
+        tiles = tl.sum(tiles_in(sink, is_long, BLOCK_N) + tiles_in(window, is_long, BLOCK_N), 0)
         for part in tl.static_range(1, GUESS_PARTS):
             parts += (part * part_tiles < tiles).to(tl.int32)
     return part_tiles, parts
@@ -340,7 +354,7 @@ def _lengths(seq_lens_ptr, num_requests, B_PAD: tl.constexpr):
 
 
 @triton.jit
-def _plan(
+def plan(
     seq_lens, num_requests, chunk_size, HKV: tl.constexpr, PROGRAMS: tl.constexpr, B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
@@ -350,20 +364,20 @@ def _plan(
         Whether tiles are long; tiles of each request's rest [B_PAD], and of all; tiles of a part of a guess, and how
         many parts have tiles; the schedule.
     """
-    sink, window = _token_ranges(seq_lens, chunk_size, SPEC)
-    tiles = tl.sum(_tiles_in(window - sink, False, BLOCK_N), 0) * HKV
-    is_long = LONG and tiles > (LONG_RUN_128 if BLOCK_N >= 128 else LONG_RUN) * PROGRAMS
-    if LONG and BLOCK_N < 128 and not SPEC:
+    sink, window = token_ranges(seq_lens, chunk_size, SPEC)
+    tiles = tl.sum(tiles_in(window - sink, False, BLOCK_N), 0) * HKV
+    is_long = LONG > 0 and tiles > LONG * PROGRAMS
+    if LONG > 0 and BLOCK_N < 128 and not SPEC:
         # Or where the longest run has no more tokens by it.
-        long_tiles = tl.sum(_tiles_in(window - sink, True, BLOCK_N), 0) * HKV
+        long_tiles = tl.sum(tiles_in(window - sink, True, BLOCK_N), 0) * HKV
         is_long |= 2 * tl.cdiv(long_tiles, PROGRAMS) <= tl.cdiv(tiles, PROGRAMS)
-    rest_tiles = _tiles_in(window - sink, is_long, BLOCK_N) * HKV
+    rest_tiles = tiles_in(window - sink, is_long, BLOCK_N) * HKV
     total_rest = tl.sum(rest_tiles, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    part_tiles, parts = _parts(sink, seq_lens - window, chunk_size, is_long, BLOCK_N, GUESS_PARTS)
+    part_tiles, parts = parts_of_guess(sink, seq_lens - window, chunk_size, is_long, BLOCK_N, GUESS_PARTS)
     EVEN: tl.constexpr = PROGRAMS // 8 * 8 if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
     leaders, lead_run, followers, run, longer = _schedule(
-        num_outputs * parts, tl.minimum(part_tiles, 2 * _tiles_in(chunk_size, is_long, BLOCK_N)) + GUESS_OVERHEAD,
+        num_outputs * parts, tl.minimum(part_tiles, 2 * tiles_in(chunk_size, is_long, BLOCK_N)) + GUESS_OVERHEAD,
         total_rest, PROGRAMS, EVEN, SPEC and PHASE == ALL,
     )  # fmt: skip
     return is_long, rest_tiles, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer
@@ -374,6 +388,7 @@ def lean_decode_kernel(
     q_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
     k_ptr,  # [B, Hkv, capacity, head_dim]
     v_ptr,
+    capacity,
     seq_lens_ptr,  # [B] int32
     # [B, Hkv * HEADS_PER_KV, head_dim], or [GUESS_PARTS, ...] words; may lie in the paired rank's memory
     spec_out_ptr,
@@ -384,9 +399,8 @@ def lean_decode_kernel(
     lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
     num_requests,
-    capacity,
-    qk_scale,
     chunk_size,
+    qk_scale,
     HKV: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     ROWS: tl.constexpr,
@@ -395,7 +409,7 @@ def lean_decode_kernel(
     PROGRAMS: tl.constexpr,
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LONG: tl.constexpr,  # whether tiles have twice as many tokens where `_plan` says so
+    LONG: tl.constexpr,  # where runs have more tiles, they have twice as many tokens; 0: nowhere
     STAGES: tl.constexpr,
     SPEC: tl.constexpr,
     GUESS_PARTS: tl.constexpr,  # 1 with a batch
@@ -417,15 +431,15 @@ def lean_decode_kernel(
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)  # here, so that it arrives together with seq_lens
-    is_long, rest_tiles, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer = _plan(
+    is_long, rest_tiles, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer = plan(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
     )
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     num_guesses = num_outputs * parts if SPEC and PHASE != REST else 0
     block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     rest_end = tl.cumsum(rest_tiles, 0)
-    tile = _run_start(program, leaders, lead_run, followers, run, longer)
-    last = _run_start(program + 1, leaders, lead_run, followers, run, longer)
+    tile = run_start(program, leaders, lead_run, followers, run, longer)
+    last = run_start(program + 1, leaders, lead_run, followers, run, longer)
     if PHASE == PREDICTOR:
         tile = last + 0
 
@@ -441,7 +455,7 @@ def lean_decode_kernel(
         turns = tl.maximum(guesses + (tile < last).to(tl.int32), 1)
     # With two tile loops, what neither changes is not moved ahead of both: that would spill registers and delay the
     # first copy.
-    for turn in tl.range(turns, disable_licm=LONG):
+    for turn in tl.range(turns, disable_licm=LONG > 0):
         # 2. Which output and tokens this turn begins with.
         is_guess = turn < guesses
         guess = program + turn * PROGRAMS
@@ -456,7 +470,7 @@ def lean_decode_kernel(
                 request = tl.where(is_guess, guess // HKV, request)
                 before = tl.max(tl.where(requests < request, rest_end, 0), 0)
         sink_r, window_r, seq_len, rest_r = _rest_of(request, seq_lens, chunk_size, is_long, B_PAD, BLOCK_N, SPEC)
-        head = _head_of(tile - before, rest_r) if HKV <= 32 else (tile - before) // tl.maximum(rest_r, 1)
+        head = head_of(tile - before, rest_r, HKV) if HKV <= 32 else (tile - before) // tl.maximum(rest_r, 1)
         if SPEC:
             head = tl.where(is_guess, guess % HKV, head)
         output = request * HKV + head
@@ -472,8 +486,8 @@ def lean_decode_kernel(
             prefetch(v_ptr + at, size)
             gdc_wait()
         if SPEC:
-            sink_tiles = _tiles_in(sink_r, is_long, BLOCK_N)
-            guess_tiles = sink_tiles + _tiles_in(seq_len - window_r, is_long, BLOCK_N)
+            sink_tiles = tiles_in(sink_r, is_long, BLOCK_N)
+            guess_tiles = sink_tiles + tiles_in(seq_len - window_r, is_long, BLOCK_N)
             first, from_end = 0, sink_r
             if GUESS_PARTS > 1:
                 first = part * part_tiles
@@ -489,7 +503,7 @@ def lean_decode_kernel(
             q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_guess, tile, count, seq_lens, rest_end,
             o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
         )  # fmt: skip
-        if LONG and is_long:
+        if LONG > 0 and is_long:
             o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC)
         else:
             o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC)
@@ -540,14 +554,14 @@ def lean_merge_kernel(
     row, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
     output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
     seq_lens = _lengths(seq_lens_ptr, num_requests, B_PAD)
-    _, rest_tiles, _, _, parts, leaders, lead_run, _, run, longer = _plan(
+    _, rest_tiles, _, _, parts, leaders, lead_run, _, run, longer = plan(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
     )
     # The rest of an output is one range of tiles, and the runs that meet it use consecutive slots.
     first_tile, tiles = _tiles_of(tl.arange(0, 1) + output, rest_tiles // HKV, HKV, B_PAD)
     first_tile, tiles = tl.sum(first_tile, 0), tl.sum(tiles, 0)
-    first_run = _run_of(first_tile, leaders, lead_run, run, longer)
-    last_run = _run_of(first_tile + tiles - 1, leaders, lead_run, run, longer)
+    first_run = run_of(first_tile, leaders, lead_run, run, longer)
+    last_run = run_of(first_tile + tiles - 1, leaders, lead_run, run, longer)
     slot, runs = first_run + output, tl.where(tiles > 0, last_run - first_run + 1, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     if PDL:

@@ -30,21 +30,19 @@ __all__ = [
 LANE = tl.constexpr(4)  # channels that a lane loads at once
 # Channels of a program: few, for what one warp has to do takes longer than the loads (32 were 1 us slower, H200).
 CHUNK = 8
-SPEC_CHUNK = 16  # with a guess, when each program leaves two sums that somebody has to add up
 MERGE_VALUES = 2048  # that a program loads at once: 64 registers
 
 
 def num_sums(num_qo_heads: int, head_dim: int) -> int:
     """S: how many pairs of sums of a request its heads leave for the verdict."""
-    return num_qo_heads * -(-head_dim // SPEC_CHUNK)
+    return num_qo_heads * -(-head_dim // CHUNK)
 
 
-def merge_sizes(spec: bool, head_dim: int, programs_of_head: int) -> tuple[int, int, int]:
+def merge_sizes(head_dim: int, programs_of_head: int) -> tuple[int, int, int]:
     """Channels that a program merges, programs of a head, and how many partials they load at once: nearly always all
     that a head has of so many programs of the attention."""
-    chunk = SPEC_CHUNK if spec else CHUNK
     most = triton.next_power_of_2(programs_of_head + 2)
-    return chunk, -(-head_dim // chunk), max(32 * int(LANE.value) // chunk, min(most, MERGE_VALUES // chunk))
+    return CHUNK, -(-head_dim // CHUNK), max(32 * int(LANE.value) // CHUNK, min(most, MERGE_VALUES // CHUNK))
 
 
 @triton.jit

@@ -33,7 +33,7 @@ def wait_cycles(cycles: tl.constexpr):
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "{ .reg .pred early; .reg .u64 start, now; mov.u64 start, %clock64;"
-            " AGAIN: mov.u64 now, %clock64; sub.u64 now, now, start; setp.lt.u64 early, now, $1;"
+            f" AGAIN: mov.u64 now, %clock64; sub.u64 now, now, start; setp.lt.u64 early, now, {cycles};"
             " @early bra AGAIN; mov.u32 $0, 0; }",
-            "=r,l", [tl.full([], cycles, tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip

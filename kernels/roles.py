@@ -34,11 +34,12 @@ from .launch import launch, launch_options, prefer_l1
 from .mailbox import GATE_O, GATE_PRE_ATTENTION, GATE_STRIDE, Handover
 from .words import LATE_WORD, await_words, fault_code, pack_words
 
-__all__ = ["decide", "judge", "meet", "squared", "take_turn"]
+__all__ = ["add_sums", "decide", "judge", "meet", "squared", "take_turn"]
 
 # Where the gates lie that kernels here write, from `gates_ptr` on.
 O_AT = tl.constexpr(GATE_O * GATE_STRIDE)
 PRE_ATTENTION_AT = tl.constexpr(GATE_PRE_ATTENTION * GATE_STRIDE)
+SUMS_LOADED = tl.constexpr(256)  # of each request together: of eight, more would not fit a warp's registers
 
 
 @triton.jit(do_not_specialize=["rank", "patience_ns", "code"])
@@ -150,6 +151,19 @@ def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) ->
 
 
 @triton.jit
+def add_sums(sums_ptr, B: tl.constexpr, B_PAD: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr):
+    """Each request's dist2 and norm2, side by side [2 B_PAD]; sums: [B, SUMS, 2] fp32."""
+    place, total = tl.arange(0, 2 * B_PAD), tl.zeros([2 * B_PAD], tl.float32)
+    TOGETHER: tl.constexpr = min(SUMS_PAD, SUMS_LOADED)
+    for first in tl.static_range(0, SUMS_PAD, TOGETHER):
+        parts = first + tl.arange(0, TOGETHER)
+        exist = (place < 2 * B)[:, None] & (parts < SUMS)[None, :]
+        at = ((place // 2)[:, None] * SUMS + parts[None, :]) * 2 + (place % 2)[:, None]
+        total += tl.sum(tl.load(sums_ptr + at, mask=exist, other=0.0), 1)
+    return total
+
+
+@triton.jit
 def judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr):
     """Live requests that accept [B_PAD], and the layer's verdict; total: [2 B_PAD], each request's dist2 and norm2."""
     dist2, norm2 = tl.split(tl.reshape(total, [B_PAD, 2]))
@@ -197,13 +211,10 @@ def _decide_kernel(
     if tl.load(gate_ptr) == 0:
         return
     epoch = tl.load(epoch_ptr)
-    # Two sums of each request, side by side.
-    place = tl.arange(0, 2 * B_PAD)
-    parts = tl.arange(0, SUMS_PAD)
-    exist = place < 2 * B
-    at = sums_ptr + ((place // 2)[:, None] * SUMS + parts[None, :]) * 2 + (place % 2)[:, None]
-    total = tl.sum(tl.load(at, mask=exist[:, None] & (parts < SUMS)[None, :], other=0.0), 1)
+    total = add_sums(sums_ptr, B, B_PAD, SUMS, SUMS_PAD)
     if T > 1:
+        place = tl.arange(0, 2 * B_PAD)
+        exist = place < 2 * B
         word = pack_words(total, epoch)
         for peer in tl.static_range(T):
             base = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))

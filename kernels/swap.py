@@ -38,7 +38,7 @@ from .lean_attention import Speculation
 from .mailbox import GATE_STRIDE, PairShape
 from .residual import BLOCK as RESIDUAL_BLOCK
 from .residual import num_square_sums, write_residual
-from .roles import judge, squared
+from .roles import add_sums, judge, squared
 
 __all__ = [
     "Gates",
@@ -361,16 +361,10 @@ def _settle_kernel(
         gdc_wait()
     sends = tl.load(sends_ptr)
     first_rank = tl.where(sends == 1, group, 1 - group) * T
-    # Two sums of each request, side by side.
-    place = tl.arange(0, 2 * B_PAD)
-    parts = tl.arange(0, SUMS_PAD)
-    exist = (place < 2 * B)[:, None] & (parts < SUMS)[None, :]
-    at = ((place // 2)[:, None] * SUMS + parts[None, :]) * 2 + (place % 2)[:, None]
     total = tl.zeros([2 * B_PAD], tl.float32)
     # In rank order: all ranks of the job reach the same bits, and the same verdict.
     for tp_rank in tl.static_range(T):
-        of_rank = sums_ptr + (first_rank + tp_rank) * (B * SUMS * 2)
-        total += tl.sum(tl.load(of_rank + at, mask=exist, other=0.0), 1)
+        total += add_sums(sums_ptr + (first_rank + tp_rank) * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
     accepted, verdict = judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
     requests = tl.arange(0, B_PAD)
     next_sends = tl.where(verdict, 1 - sends, sends)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import declares_shared_memory, launch, prefer_l1
-from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, launch_merge
+from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, check_sums, launch_merge
 from .turbo_kernel import turbo_decode_kernel, turbo_merge_kernel
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
@@ -178,3 +178,4 @@ def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculat
         raise ValueError(f"phase: {phase!r} needs speculation")
     if speculation is not None and speculation.chunk_size % BLOCK:
         raise ValueError(f"chunk_size: expected a multiple of {BLOCK}, found {speculation.chunk_size}")
+    check_sums(speculation, q)

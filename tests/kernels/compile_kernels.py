@@ -20,13 +20,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from alspec.kernels import (
     flashq_kernels,
     gemv_tile,
     handover,
     lean_attention,
+    lean_hopper,
     lean_kernel,
     merge,
     mma_tile,
@@ -73,9 +74,11 @@ def compile_for(
             signature[name] = "*" + kind
         else:
             signature[name] = SCALARS.get(name, "i32")
-        if name not in constants and (name.endswith("_ptr") or name in DIVISIBLE):
+        is_free = kernel.params[index].do_not_specialize
+        if name not in constants and (name.endswith("_ptr") or (name in DIVISIBLE and not is_free)):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps, "enable_fp_fusion": fuses, "maxnreg": maxnreg}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -92,8 +95,10 @@ def lean(
     guess_parts: int = 1,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
+    copies = lean_by_copies(capability, heads_per_kv, head_dim, batch_size)
     constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, phase) | {
-        "ROWS": 16, "STAGES": _lean_settings(capability, head_dim)[2],
+        "ROWS": max(8 if copies else 16, triton.next_power_of_2(heads_per_kv)),
+        "STAGES": _lean_settings(capability, head_dim, copies)[2],
         "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
     if phase != "all":
@@ -105,7 +110,23 @@ def lean(
     if guess_parts == 1:
         constants["spec_lse_ptr"] = None
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and phase == "all" else {}
-    return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants, **types)
+    if not copies:
+        return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants, **types)
+    short, width = constants["BLOCK_N"], constants["D"]
+    for name, block_n in (("desc", short), ("long", 2 * short if constants["LONG"] else short)):
+        types |= dict.fromkeys([f"k_{name}", f"v_{name}"], descriptor("bf16", gl.bfloat16, [1, block_n, width]))
+    return compile_for(capability, lean_hopper.lean_hopper_kernel, 4, constants, **types)
+
+
+def lean_by_copies(capability: int, heads_per_kv: int, head_dim: int, batch_size: int) -> bool:
+    """Whether `lean` is the kernel of lean_hopper.py, in bf16."""
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
+        return lean_attention._by_copies(torch.device("cuda"), batch_size, heads_per_kv, head_dim, torch.bfloat16)
+
+
+def descriptor(name: str, kind: Any, tile: list[int]) -> str:
+    """The type of a descriptor that copies of such a tile go by."""
+    return f"tensordesc<{name}{tile},{gl.NVMMASharedLayout.get_default_for(tile, kind)!r}>"
 
 
 def lean_merge(
@@ -114,7 +135,7 @@ def lean_merge(
 ) -> Any:  # fmt: skip
     """What merges the partials of `lean`."""
     constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, "all")
-    chunk, chunks, together = merge.merge_sizes(spec, head_dim, 132 // (kv_heads * batch_size))
+    chunk, chunks, together = merge.merge_sizes(head_dim, 132 // (kv_heads * batch_size))
     constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
@@ -122,23 +143,24 @@ def lean_merge(
 
 
 @functools.cache
-def _lean_settings(capability: int, head_dim: int) -> tuple[int, bool, int, bool]:
+def _lean_settings(capability: int, head_dim: int, copies: bool) -> tuple[int, int, int, bool]:
     """Those of an A100, an H100 or H200, a B200, in 16 bits."""
     memory = {80: 166912, 90: 232448, 100: 232448}[capability]
     gpu = SimpleNamespace(major=capability // 10, shared_memory_per_block_optin=memory)
     lean_attention._settings.cache_clear()
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu):
-        return lean_attention._settings(torch.device("cuda"), 2 * triton.next_power_of_2(head_dim))
+        return lean_attention._settings(torch.device("cuda"), 2 * triton.next_power_of_2(head_dim), copies)
 
 
 def _lean_plan(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int, guess_parts: int,
     phase: str,
 ) -> dict[str, Any]:  # fmt: skip
-    block_n, has_long, _, _ = _lean_settings(capability, head_dim)
+    copies = lean_by_copies(capability, heads_per_kv, head_dim, batch_size)
+    block_n, long_run, _, _ = _lean_settings(capability, head_dim, copies)
     return {
-        "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": head_dim, "HEAD_DIM": head_dim,
-        "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size), "BLOCK_N": block_n, "LONG": has_long,
+        "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": triton.next_power_of_2(head_dim), "HEAD_DIM": head_dim,
+        "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size), "BLOCK_N": block_n, "LONG": long_run,
         "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": lean_attention.PHASES[phase], "PDL": capability >= 90,
     }  # fmt: skip
 
@@ -163,7 +185,7 @@ def turbo_merge(capability: int, heads_per_kv: int, head_dim: int, batch_size: i
     """What merges the partials of `turbo`."""
     constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec)
     programs = 132 * turbo_attention.GPU_SETTINGS.per_sm
-    chunk, chunks, together = merge.merge_sizes(spec, head_dim, programs // (8 * batch_size))
+    chunk, chunks, together = merge.merge_sizes(head_dim, programs // (8 * batch_size))
     constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
@@ -182,21 +204,11 @@ def _turbo_plan(capability: int, heads_per_kv: int, head_dim: int, batch_size: i
 
 def prefill(head_dim: int) -> Any:
     """The attention kernel of prompts as `turbo_prefill_attention` launches it on Hopper."""
-    kernel = turbo_prefill_hopper.prefill_hopper_kernel
     constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "STAGES": turbo_prefill_hopper.STAGES}
     tile = [turbo_prefill_hopper.TILE, head_dim]
-    types = dict.fromkeys(["q_ptr", "out_ptr"], "*bf16") | {"qk_scale": "fp32"}
-    for name, kind, short in (("k_desc", gl.int8, "i8"), ("v_desc", gl.float16, "fp16")):
-        types[name] = f"tensordesc<{short}{tile},{gl.NVMMASharedLayout.get_default_for(tile, kind)!r}>"
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        pointer = name.endswith("_ptr")
-        signature[name] = "constexpr" if name in constants else types.get(name, "*fp32" if pointer else "i32")
-        if pointer:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": 4, "maxnreg": turbo_prefill_hopper.REGISTERS}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    types = {"k_desc": descriptor("i8", gl.int8, tile), "v_desc": descriptor("fp16", gl.float16, tile)}
+    kernel, registers = turbo_prefill_hopper.prefill_hopper_kernel, turbo_prefill_hopper.REGISTERS
+    return compile_for(90, kernel, 4, constants, maxnreg=registers, out_ptr="*bf16", **types)
 
 
 def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
@@ -272,11 +284,11 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
     settle = {
-        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": 8 * heads, "SUMS_PAD": 8 * heads, "T": tp_size,
+        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": 16 * heads, "SUMS_PAD": 16 * heads, "T": tp_size,
     } | pdl  # fmt: skip
     gates = dict.fromkeys(["redoes_ptr", "next_sends_ptr", "next_receives_ptr"], "*i32")
     decide = {
-        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": 8 * heads, "SUMS_PAD": 8 * heads, "T": tp_size,
+        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": 16 * heads, "SUMS_PAD": 16 * heads, "T": tp_size,
         "T_PAD": tp_size,
     } | pdl  # fmt: skip
 
@@ -353,7 +365,7 @@ def lanes_elsewhere(ttgir: str) -> list[str]:
 
 
 def report(ptx: str) -> dict[str, int]:
-    """Assemble PTX once more: registers, spilled bytes, 16-byte copies, products in the foreground."""
+    """Assemble PTX once more: registers, spilled bytes, 16-byte copies, those of tiles, products in the foreground."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
     # As Triton chooses: where it has two, the second is for compute capability 10.0 and up.
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -369,6 +381,7 @@ def report(ptx: str) -> dict[str, int]:
         "registers": int(re.search(r"Used (\d+) registers", told)[1]),
         "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", told)),
         "async_copies": ptx.count("cp.async.cg.shared.global"),
+        "tensor_copies": ptx.count("cp.async.bulk.tensor"),
         "serialised": told.count("wgmma.mma_async instructions are serialized"),
     }
 
@@ -391,7 +404,10 @@ def main(capability: int) -> None:
     compiled |= quantised_cache(capability)
     if capability == 90:
         compiled |= {f"lean, head 64, batch {size}, spec {spec}": lean(90, 4, 64, size, spec) for size, spec in BOTH}
-        for heads_per_kv, head_dim, parts in ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5)):
+        for phase in ("all", "predictor", "rest"):
+            compiled[f"lean, batch 8, gated, {phase}"] = lean(90, 4, 128, 8, True, True, phase)
+        shapes = ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5), (16, 128, 1), (16, 256, 1), (4, 80, 2))
+        for heads_per_kv, head_dim, parts in shapes:
             name = f"lean, {heads_per_kv} x {head_dim}, guess in {parts} parts"
             compiled[name] = lean(90, heads_per_kv, head_dim, 1, True, True, guess_parts=parts)
         compiled["turbo"] = turbo(capability, 4, 128, 1, False)
@@ -402,8 +418,8 @@ def main(capability: int) -> None:
         compiled["turbo, sas, head 64"] = turbo(capability, 7, 64, 1, True, sas=True)
         compiled |= {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
     projections = ("qkv", "qkv, quantised", "qkv, quantised, head 64", "o", "gate_up", "down")
-    shapes = [(1, 1), (4, 1), (4, 8)] + [(1, 8)] * (capability == 90)  # ranks of a group, requests
-    for tp_size, batch_size in shapes:
+    sizes = [(1, 1), (4, 1), (4, 8)] + [(1, 8)] * (capability == 90)  # ranks of a group, requests
+    for tp_size, batch_size in sizes:
         kernels = decode_step(capability, tp_size, batch_size)
         gated = decode_step(capability, tp_size, batch_size, True)
         kernels |= {f"{name}, gated": gated[name] for name in (*projections, "reduce_norm")}

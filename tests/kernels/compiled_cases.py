@@ -7,11 +7,9 @@ each: relative RMS error of o, instructions, conflicts; ends with 1 if one is no
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,23 +18,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import ptx_emulator
+import compiled_lean_cases
 import test_decode_step
-import test_lean_attention
 import test_turbo_attention
 from comparison import check
+from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
 from paired_ranks import pairs
 
 from alspec.kernels import (
     handover,
-    lean_attention,
     next_token,
     projections,
     push,
@@ -46,97 +40,9 @@ from alspec.kernels import (
 )
 from alspec.kernels.exchange import Exchange, LogitExchange
 from alspec.kernels.mailbox import PairShape
-from alspec.kernels.reference import decode_attention_ref, gate_up_silu_ref, push_partial_ref, reduce_norm_ref
+from alspec.kernels.reference import gate_up_silu_ref, push_partial_ref, reduce_norm_ref
 from alspec.kernels.residual import num_square_sums, reduce_norm
 from alspec.kernels.words import LATE_WORD, fault_code
-
-TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
-    torch.int8: "i8",
-}  # fmt: skip
-S = 128
-CPU = torch.device("cpu")
-CONFLICTS = ("shared", "global", "unordered")
-
-Found = dict[str, float]  # error, counts
-
-
-class Emulated:
-    """Stands in for a kernel in its launcher: compiles it for a GPU and executes that on the CPU."""
-
-    def __init__(self, kernel: Any, capability: int, edit: Callable[[str], str] = str, **constants: Any) -> None:
-        self.kernel, self.capability, self.edit, self.constants = kernel, capability, edit, constants
-        self.counts: Found = {}
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return lambda *args, **options: self.launch(grid[0], args, options | self.constants)
-
-    def launch(self, grid: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Compile as a launch with these arguments would, run, and write back what the tensors then hold."""
-        signature, constants, attributes, given = {}, {}, {}, []
-        for index, parameter in enumerate(self.kernel.params):
-            value = args[index] if index < len(args) else options[parameter.name]
-            is_free = parameter.do_not_specialize
-            if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not is_free):
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
-                continue
-            given.append(value)
-            is_tensor = isinstance(value, Tensor)
-            kind = "*" + TYPES[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
-            signature[parameter.name] = kind
-            if is_tensor or (kind == "i32" and value % 16 == 0 and not is_free):
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
-        target = GPUTarget("cuda", self.capability, 32)
-        chosen = {name: options[name] for name in ("num_warps", "enable_fp_fusion") if name in options}
-        compiled = triton.compile(source, target=target, options=chosen)
-        kernel = ptx_emulator.Kernel(self.edit(compiled.asm["ptx"]))
-        tensors = [value for value in given if isinstance(value, Tensor)]
-        memory = ptx_emulator.Memory(sum(tensor.nbytes + 512 for tensor in tensors) + 512, kernel.num_warps)
-        addresses = [memory.place(tensor.contiguous().view(torch.uint8).numpy()) for tensor in tensors]
-        places = iter(addresses)
-        numbers = [next(places) if isinstance(value, Tensor) else value for value in given]
-        # Not in order, for nothing may depend on it.
-        order = [program for first in range(3) for program in reversed(range(first, grid, 3))]
-        self.counts |= kernel.run(order, grid, numbers, compiled.metadata.shared, memory)
-        for tensor, address in zip(tensors, addresses, strict=True):
-            data = torch.from_numpy(memory.bytes[address : address + tensor.nbytes])
-            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
-
-
-def lean(
-    lengths: tuple[int, ...],
-    heads_per_kv: int,
-    num_kv_heads: int,
-    head_dim: int,
-    num_programs: int,
-    chunk_size: int = 0,
-    parts: int = 1,
-    has_long: bool = False,
-    **how: Any,
-) -> Found:
-    """Lean attention as launched on Ampere, but with tiles of 64 tokens: more of them in a short context.
-
-    Args:
-        has_long: whether there are tiles of 128 tokens as well.
-        how: of the attention kernel; `merge`: the same of what merges its partials.
-    """
-    of_merge = how.pop("merge", {})
-    kernels = {
-        "lean_decode_kernel": Emulated(lean_attention.lean_decode_kernel, 80, **how),
-        "lean_merge_kernel": Emulated(lean_attention.lean_merge_kernel, 80, **of_merge),
-    }
-    launch = test_lean_attention.Launch.draw(
-        lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16, parts
-    )
-    settings = (64, has_long, 2, False)
-    with (
-        mock.patch.multiple(lean_attention, **kernels),
-        mock.patch.object(lean_attention, "_settings", return_value=settings),
-    ):
-        launch.run()
-    launch.compare(check)
-    return _error(launch) | _counts(kernels)
 
 
 def turbo(
@@ -165,12 +71,7 @@ def turbo(
     with mock.patch.multiple(turbo_attention, **kernels):
         launch.run()
     launch.compare()
-    return _error(launch) | _counts(kernels)
-
-
-def _counts(kernels: dict[str, Emulated]) -> Found:
-    """Of several launches together."""
-    return dict(sum((Counter(kernel.counts) for kernel in kernels.values()), Counter()))
+    return error_of(launch) | counts_of(kernels)
 
 
 def late_verdict(stale: bool, **how: Any) -> Found:
@@ -304,50 +205,6 @@ def pack(values: Tensor, epoch: int) -> Tensor:
     return values.view(torch.int32).long().bitwise_and(0xFFFFFFFF) | epoch << 32
 
 
-def _error(launch: Any) -> Found:
-    out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, launch.sm_scale, launch.softmax)
-    return {"error": float((launch.out.double() - out).norm() / out.norm())}
-
-
-def sound(case: Callable[[], Found]) -> Callable[[], Found]:
-    """Right, and without conflicts."""
-
-    def run() -> Found:
-        found = case()
-        conflicts = {name: found[name] for name in CONFLICTS if found.get(name)}
-        assert not conflicts, f"conflicts: {conflicts}"
-        return found
-
-    return run
-
-
-def broken(case: Callable[..., Found], pattern: str, replacement: str, noticed: str) -> Callable[[], Found]:
-    """A case whose PTX is changed wherever the pattern occurs: it has to show, as a kind of conflict or an error."""
-
-    def edit(ptx: str) -> str:
-        changed, count = re.subn(pattern, replacement, ptx)
-        assert count, f"nothing to change: {pattern}"
-        return changed
-
-    def run() -> Found:
-        try:
-            found = case(edit=edit)
-        except AssertionError as error:
-            # Of a comparison, not of the emulator, which notes the instruction.
-            if noticed != "error" or hasattr(error, "__notes__"):
-                raise
-            return {}
-        if noticed == "error" or not found.get(noticed):
-            raise RuntimeError(f"not noticed; found {found}")
-        return found
-
-    return run
-
-
-def _small_lean(**how: Any) -> Found:
-    return lean((300,), 4, 1, 128, 4, **how)
-
-
 def _small_turbo(**how: Any) -> Found:
     return turbo((300,), 4, 1, 128, 2, **how)
 
@@ -358,18 +215,7 @@ def _turns(**how: Any) -> Found:
 
 
 CASES: dict[str, Callable[[], Found]] = {
-    "lean, 4 x 128": sound(lambda: lean((700,), 4, 2, 128, 8)),
-    "lean, 4 x 128, guess": sound(lambda: lean((900,), 4, 2, 128, 8, S)),
-    "lean, 4 x 128, guess in parts": sound(lambda: lean((900,), 4, 2, 128, 12, S, 3)),
-    "lean, 2 x 64, guess in parts, not all there": sound(lambda: lean((250,), 2, 1, 64, 5, S, 5)),
-    "lean, 1 x 64, guess, ragged": sound(lambda: lean((65, 500, 300), 1, 2, 64, 7, S)),
-    "lean, 2 x 16, ragged": sound(lambda: lean((513, 1, 1), 2, 2, 16, 7)),
-    "lean, 4 x 128, two kinds of tiles, short": sound(lambda: lean((330,), 4, 2, 128, 4, has_long=True)),
-    "lean, 4 x 128, two kinds of tiles, long": sound(lambda: lean((450,), 4, 2, 128, 4, has_long=True)),
-    "lean, 4 x 128, two kinds of tiles, ragged": sound(lambda: lean((300, 40, 130), 4, 1, 128, 5, has_long=True)),
-    "lean, 4 x 128, two kinds of tiles, guess in parts": sound(lambda: lean((700,), 4, 1, 128, 6, S, 2, has_long=True)),
-    "lean, 8 x 128, rounds of merging": sound(lambda: lean((1500,), 8, 1, 128, 20, merge={"ROUND": 16})),
-    "lean, 4 x 64, guess, rounds of merging": sound(lambda: lean((1500,), 4, 1, 64, 20, S, merge={"ROUND": 8})),
+    **compiled_lean_cases.CASES,
     "turbo, 4 x 128": sound(lambda: turbo((700,), 4, 2, 128, 6)),
     "turbo, 4 x 128, guess": sound(lambda: turbo((900,), 4, 2, 128, 6, S)),
     "turbo, 8 x 128, guess": sound(lambda: turbo((900,), 8, 1, 128, 4, S)),
@@ -398,15 +244,6 @@ CASES: dict[str, Callable[[], Found]] = {
     "logits, rank 1's of the step before": sound(lambda: logits_of_all(True)),
     **{f"handover, parts: {parts}": sound(partial(received, False, parts)) for parts in (1, 2, 3)},
     **{f"handover of the step before, parts: {parts}": sound(partial(received, True, parts)) for parts in (1, 2)},
-    "broken lean, other lanes": broken(_small_lean, r"(shfl\.sync\.bfly[^;]*), 8, 31,", r"\1, 4, 31,", "error"),
-    "broken lean, tiles not waited for": broken(_small_lean, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
-    "broken lean, no barriers": broken(_small_lean, r"bar\.sync\s*0;", "", "shared"),
-    "broken merge, other lanes": broken(
-        lambda edit: lean((1500,), 4, 1, 128, 20, merge={"edit": edit}),
-        r"(shfl\.sync\.bfly[^;]*), 8, 31,",
-        r"\1, 4, 31,",
-        "error",
-    ),
     "broken turbo, barriers that copies do not see": broken(_small_turbo, r"fence\.proxy\.async[^;]*;", "", "shared"),
     "broken turbo, records not waited for": broken(
         _small_turbo, r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+),[^;]*;", r"setp.eq.u32 \1, 0, 0;", "error"

@@ -8,12 +8,15 @@ A race is an access to bytes that another warp has touched since the last barrie
 the same value count as none. What one program writes to global memory is for the kernels behind it: another one of the
 same launch must not read it. Asynchronous copies are in flight, and their target not a number, until they are waited
 for, one by one or, those by bulk, all that a barrier in memory counts, which they see behind a fence only; a copy into
-what has been loaded, but into registers that nobody has used yet, is a race too. What is in no memory, misaligned or
-not implemented raises an error that names the instruction.
+what has been loaded, but into registers that nobody has used yet, is a race too. Products of matrices in shared memory
+read it, for every warp, from when they are asked for until they are waited for; their results are no numbers until
+then; and what was stored there they see, as copies do, behind a fence only. What is in no memory, misaligned or not
+implemented raises an error that names the instruction.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,11 +32,13 @@ from ptx_operations import (
     WIDTH,
     Arrival,
     Instruction,
+    Product,
+    TensorMap,
     Values,
     parts_of,
 )
 
-__all__ = ["Kernel", "Memory"]
+__all__ = ["Kernel", "Memory", "TensorMap"]
 
 Read = Callable[[], Values]
 
@@ -50,8 +55,11 @@ class Memory:
         self.writer = np.zeros(size, np.int16)
         self.read_at = np.full((num_warps, size), -1)
         self.program = np.full(size, -1)  # that wrote it in this launch
+        self.late = np.zeros(size, bool)  # what the kernel ahead writes,
+        self.is_early = False  # which has not been waited for
         self.races = 0
-        self.unordered = 0  # reads of what another program wrote in this launch
+        # Reads of what another program wrote in this launch, or the kernel ahead, before it has been waited for.
+        self.unordered = 0
         self.top = 0
 
     def place(self, data: Values) -> int:
@@ -78,7 +86,8 @@ class Memory:
         written = self.written_at[at]
         self.races += int(((written > clock) | (written == clock) & (self.writer[at] != warp[:, None])).any(1).sum())
         self.read_at[warp[:, None], at] = clock
-        self.unordered += int(((self.program[at] >= 0) & (self.program[at] != program)).any(1).sum())
+        unordered = (self.program[at] >= 0) & (self.program[at] != program)
+        self.unordered += int((unordered | self.is_early & self.late[at]).any(1).sum())
         return self.bytes[at]
 
     def store(self, address: Values, data: Values, warp: Values, clock: int, program: int, end: int = 0) -> None:
@@ -157,11 +166,8 @@ def _parse(body: str) -> tuple[list[Instruction], dict[str, int], dict[str, str]
             assert match, statement
             words = match[2].split(".")
             length = next((n for n in (4, 3, 2) if ".".join(words[:n]) in OPERATIONS.keys() | NO_EFFECT), 1)
-            # By commas outside brackets; of two results, `_` is none.
-            operands = tuple(
-                unique(x).strip().removeprefix("_|")
-                for x in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{}[\]])+", match[3])
-            )
+            # By commas outside brackets.
+            operands = tuple(unique(x).strip() for x in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{}[\]])+", match[3]))
             head = (" ".join(statement.split()), unique(match[1] or ""), ".".join(words[:length]))
             code.append(Instruction(*head, tuple(words[length:]), operands))
     return code, labels, registers, variables
@@ -174,13 +180,20 @@ class Kernel:
         ptx = re.sub(r"//[^\n]*|/\*.*?\*/|^\s*\.(loc|file)\b[^\n]*", "", ptx, flags=re.S | re.M)
         entry = re.search(r"\.entry\s+[\w$]+\s*\((.*?)\)(.*?)(?=\{)", ptx, re.S)
         assert entry, "no .entry"
-        self.parameters = re.findall(r"\.param\s+\.(\w+)[^,]*?([\w$]+)\s*(?:,|$)", entry[1].strip())
+        # Types and names; a descriptor of a tensor, which copies go by, is bytes.
+        parameter = r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,]*?([\w$]+)(?:\[\d+\])?\s*(?:,|$)"
+        self.parameters = re.findall(parameter, entry[1].strip())
         self.num_threads = int(re.search(r"\.reqntid\s+(\d+)", entry[2])[1])
         self.num_warps = self.num_threads // WARP
         self.code, self.labels, self.kinds, self.variables = _parse(ptx[entry.end() :])
 
     def run(
-        self, programs: Iterable[int], grid: int, arguments: Sequence[float], shared_bytes: int, memory: Memory
+        self,
+        programs: Iterable[int],
+        grid: int,
+        arguments: Sequence[float | TensorMap],
+        shared_bytes: int,
+        memory: Memory,
     ) -> dict[str, int]:
         """Execute `programs`, in this order, of a grid of one dimension.
 
@@ -189,13 +202,19 @@ class Kernel:
             shared_bytes: of dynamic shared memory.
         Returns:
             Instructions executed, and conflicts seen: races on shared and on global memory, reads of what another
-            program has written.
+            program has written, or the kernel ahead where that has not been waited for.
         """
         values = {name: 0 for _, name in self.parameters}
+        tensors: list[TensorMap] = []
         for value, (kind, name) in zip(arguments, self.parameters[: len(arguments)], strict=True):
-            values[name] = int(np.float32(value).view(np.uint32)) if kind == "f32" else int(value)
+            assert isinstance(value, TensorMap) == (kind == "b8"), f"no {kind}: {value}"
+            if isinstance(value, TensorMap):
+                values[name] = len(tensors)
+                tensors.append(value)
+            else:
+                values[name] = int(np.float32(value).view(np.uint32)) if kind == "f32" else int(value)
         memory.program[:] = -1
-        machine = Machine(self, grid, values, shared_bytes, memory)
+        machine = Machine(self, grid, values, tensors, shared_bytes, memory)
         executed = sum([machine.execute(program) for program in programs])
         races = {"shared": machine.shared.races, "global": memory.races}
         return {"instructions": executed, **races, "unordered": memory.unordered}
@@ -205,9 +224,16 @@ class Machine:
     """The registers and shared memory of one program after another; instructions become closures over them."""
 
     def __init__(
-        self, kernel: Kernel, grid: int, parameters: dict[str, int], shared_bytes: int, memory: Memory
+        self,
+        kernel: Kernel,
+        grid: int,
+        parameters: dict[str, int],
+        tensors: list[TensorMap],
+        shared_bytes: int,
+        memory: Memory,
     ) -> None:
         self.kernel, self.grid, self.memory, self.parameters = kernel, grid, memory, parameters
+        self.tensors = tensors  # by what their parameters hold here
         self.threads = np.arange(kernel.num_threads)
         self.warps, self.lanes = self.threads // WARP, self.threads % WARP
         self.on = self.everyone = np.ones(kernel.num_threads, bool)  # who takes part in this instruction
@@ -223,9 +249,12 @@ class Machine:
             shared_bytes += size
         self.shared = Memory(max(shared_bytes, 1), kernel.num_warps)
         self.shared.exists[:shared_bytes] = True
-        self.stored = np.zeros(self.shared.bytes.size, bool)  # in shared memory, and copies do not know of it yet
+        # In shared memory, and copies and products of it do not know of it yet.
+        self.stored = np.zeros(self.shared.bytes.size, bool)
         self.arrivals: dict[int, Arrival] = {}  # of bulk copies, by the address of their barrier
+        self.products: dict[str, Product] = {}  # on their way, by their registers
         self.program, self.clock = 0, 0  # barriers
+        self.cycles = itertools.count(step=100)  # as somebody looks
         self.groups: list[list[tuple[Values, Values, Values]]] = []  # of copies in flight; the last is not committed
         self.loading: list[tuple[frozenset[int], Values]] = []  # registers, and the bytes [threads, n] of shared memory
         self.steps = [self._bind(instruction) for instruction in kernel.code]
@@ -233,10 +262,11 @@ class Machine:
 
     def execute(self, program: int) -> int:
         """Run one program to its end; how many instructions that took."""
-        self.program, self.clock, self.groups = program, self.clock + 1, [[]]
+        self.program, self.clock, self.groups, self.memory.is_early = program, self.clock + 1, [[]], True
         self.registers[:] = self.unset
         self.shared.bytes[:], self.shared.written_at[:], self.shared.program[:] = 0xFF, -1, -1
         self.arrivals.clear()
+        self.products.clear()
         self.stored[:] = False
         self.loading.clear()
         at, count = 0, 0
@@ -310,7 +340,22 @@ class Machine:
 
     def still_loading(self, begin: Values, size: int) -> bool:
         """Whether a load of shared memory may be under way that begins in one of the ranges of so many bytes."""
-        return any(((at >= begin[:, None]) & (at < begin[:, None] + size)).any() for _, at in self.loading)
+        sources = [at for _, at in self.loading] + [product.places for product in self.products.values()]
+        return any(((at >= begin[:, None]) & (at < begin[:, None] + size)).any() for at in sources)
+
+    def store_shared(self, address: Values, data: Values, warps: Values) -> None:
+        """What threads write: seen by copies and products behind a fence, and not by those on their way."""
+        self.shared.store(address, data, warps, self.clock, self.program)
+        at = address[:, None] + np.arange(data.shape[1])
+        self.stored[at] = True
+        self.shared.races += sum(int(np.isin(product.places, at & -16).any()) for product in self.products.values())
+
+    def read_by_all(self, address: Values) -> Values:
+        """[n, 16] bytes of shared memory that a product reads: every warp, and only what a fence has let it see."""
+        at = self.shared.at(address, 16)
+        self.shared.races += int((self.shared.written_at[at] >= self.clock).any(1).sum() + self.stored[at].any())
+        self.shared.read_at[:, at] = self.clock
+        return self.shared.bytes[at]
 
     def place(self, name: str) -> tuple[int, np.dtype]:
         """Where a register is, and of which type of bits."""
@@ -332,6 +377,11 @@ class Machine:
         """How to get an operand's values: floats as such, also of bf16; with `*` as [threads, n], n of a vector."""
         if kind == "address":
             return self._address(operand)
+        if kind == "tensor":  # [descriptor, {where a box begins}]
+            inside = operand.strip("[] ")
+            tensor, begin = inside.split(",", 1)
+            parts = [self.reader(tensor, "s64"), *(self.reader(part, "s32") for part in parts_of(begin))]
+            return lambda: np.stack([part().astype(np.int64) for part in parts], -1)
         if kind.startswith("*"):
             parts = [self.reader(part, kind[1:]) for part in parts_of(operand)]
             return lambda: np.stack([part() for part in parts], -1)
@@ -364,7 +414,8 @@ class Machine:
         known |= {"%nctaid.x": lambda: zeros + self.grid, "%ntid.x": lambda: zeros + size}
         known |= dict.fromkeys(["%tid.y", "%tid.z", "%ctaid.y", "%ctaid.z"], lambda: zeros)
         known |= dict.fromkeys(["%nctaid.y", "%nctaid.z"], lambda: zeros + 1)
-        known |= dict.fromkeys(["%clock", "%clock64", "%globaltimer"], lambda: zeros + self.clock)
+        known["%globaltimer"] = lambda: zeros + self.clock
+        known |= dict.fromkeys(["%clock", "%clock64"], lambda: zeros + next(self.cycles))
         return known.get(operand)
 
     def _constant(self, operand: str, kind: str) -> Values:
@@ -385,11 +436,19 @@ class Machine:
         base = self.reader(match[1], f"u{8 * self.place(match[1])[1].itemsize}")
         return lambda: base().astype(np.int64) + offset
 
+    def late_writer(self, operand: str, kind: str) -> Callable[[Values], None]:
+        """`writer` of registers that an instruction names, as it is executed."""
+        with self._touching():
+            return self.writer(operand, kind)
+
     def writer(self, operand: str, kind: str) -> Callable[[Values], None]:
         """How to set a register, or those of a vector, for those who take part."""
         parts = parts_of(operand)
-        if operand == "_":  # of a vector, what nobody wants
+        if operand == "_":  # of several, what nobody wants
             return lambda values: None
+        if "|" in kind:
+            both = [self.writer(part, of) for part, of in zip(operand.split("|"), kind.split("|"), strict=True)]
+            return lambda values: [write(value) for write, value in zip(both, values, strict=True)] and None
         if kind.startswith("*"):
             writes = [self.writer(part, kind[1:]) for part in parts]
             return lambda values: [write(values[..., n]) for n, write in enumerate(writes)] and None

@@ -23,6 +23,8 @@ __all__ = [
     "WIDTH",
     "Arrival",
     "Instruction",
+    "Product",
+    "TensorMap",
     "Values",
     "parts_of",
 ]
@@ -42,8 +44,9 @@ KINDS |= {
 KINDS |= {"f16": np.dtype("f2"), "f16x2": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")}
 KINDS |= {"bf16": np.dtype("u2"), "bf16x2": np.dtype("u2")}
 WIDTH = {kind: 4 if kind.endswith("x2") else dtype.itemsize for kind, dtype in KINDS.items()}
-NO_EFFECT = {"griddepcontrol", "prefetch", "membar", "fence", "createpolicy", "nanosleep", "cp.async.bulk.prefetch"}
+NO_EFFECT = {"prefetch", "membar", "fence", "createpolicy", "nanosleep", "cp.async.bulk.prefetch"}
 NO_EFFECT |= {"bar.warp"}  # a warp's threads are in step here
+NO_EFFECT |= {"wgmma.fence.sync.aligned"}  # of registers; where it is missing, the assembler says so
 UNKNOWN = {"cc", "sat", "satfinite", "relu", "rz", "rm", "rp", "rna"}  # modifiers with which no operation is known
 COMPARE = {
     "eq": np.equal, "ne": lambda a, b: (a < b) | (a > b), "lt": np.less, "le": np.less_equal, "gt": np.greater,
@@ -122,6 +125,11 @@ _operation("cp.async.commit_group", result=None)(lambda m, i: m.groups.append([]
 # Of a number and none the number, unless `.NaN`.
 _operation("min", "", "")(lambda m, i, a, b: (np.minimum if "NaN" in i.modifiers else np.fmin)(a, b))
 _operation("max", "", "")(lambda m, i, a, b: (np.maximum if "NaN" in i.modifiers else np.fmax)(a, b))
+
+
+@_operation("griddepcontrol", result=None)
+def _await_kernel_ahead(m: Machine, i: Instruction) -> None:
+    m.memory.is_early &= i.modifiers[0] != "wait"
 
 
 @_operation("div rem", "", "")
@@ -204,9 +212,10 @@ def _load(m: Machine, i: Instruction, address: Values) -> Values:
 def _store(m: Machine, i: Instruction, address: Values, values: Values) -> None:
     if m.on.any():
         data, space = values.view(np.uint8)[m.on], _space(m, i)
-        space.store(address[m.on], data, m.warps[m.on], m.clock, m.program)
         if space is m.shared:
-            m.stored[address[m.on][:, None] + np.arange(data.shape[1])] = True
+            m.store_shared(address[m.on], data, m.warps[m.on])
+        else:
+            space.store(address[m.on], data, m.warps[m.on], m.clock, m.program)
 
 
 @_operation("cp.async", "address", "address", "u32", "u32", result=None)
@@ -235,6 +244,7 @@ class Arrival:
     """A barrier that counts the bytes of copies: what the phase in progress waits for, and what is on its way."""
 
     initialiser: int  # the thread; copies see the barrier once it has passed a fence
+    initialised_at: int  # at which count of barriers: other warps see it from the next on
     is_seen: bool = False
     phase: int = 0
     expected: int = -1  # until somebody has arrived
@@ -245,7 +255,7 @@ class Arrival:
 def _init_arrival(m: Machine, i: Instruction, address: Values, count: Values) -> None:
     assert (count[m.on] == 1).all(), "arrivals of several"
     for thread in np.flatnonzero(m.on):
-        m.arrivals[int(address[thread])] = Arrival(thread)
+        m.arrivals[int(address[thread])] = Arrival(thread, m.clock)
 
 
 @_operation("fence.proxy.async", result=None)
@@ -258,10 +268,18 @@ def _fence(m: Machine, i: Instruction) -> None:
 
 @_operation("mbarrier.arrive.expect_tx", "address", "u32", result="b64")
 def _expect(m: Machine, i: Instruction, address: Values, size: Values) -> Values:
-    for at, expected in zip(address[m.on], size[m.on], strict=True):
-        assert m.arrivals[int(at)].expected < 0, "expected twice"
-        m.arrivals[int(at)].expected = int(expected)
+    for thread in np.flatnonzero(m.on):
+        arrival = _arrival(m, address, thread)
+        assert arrival.expected < 0, "expected twice"
+        arrival.expected = int(size[thread])
     return np.zeros(m.on.size, np.uint64)
+
+
+def _arrival(m: Machine, address: Values, thread: int) -> Arrival:
+    """The barrier that a thread names; a race if another warp has made it since the last meeting."""
+    arrival = m.arrivals[int(address[thread])]
+    m.shared.races += int(arrival.initialised_at == m.clock and m.warps[arrival.initialiser] != m.warps[thread])
+    return arrival
 
 
 @_operation("cp.async.bulk", "address", "address", "u32", "address", result=None)
@@ -270,17 +288,68 @@ def _bulk_copy(m: Machine, i: Instruction, to: Values, source: Values, size: Val
         chunks = np.arange(0, size[thread], 16)
         warps = np.full(chunks.size, m.warps[thread])
         data = m.memory.load(source[thread] + chunks, 16, warps, m.clock, m.program)
-        m.shared.store(to[thread] + chunks, np.full_like(data, 0xFF), warps, m.clock, m.program, NEVER)
-        arrival = m.arrivals[int(barrier[thread])]
-        m.shared.races += m.still_loading(to[[thread]], size[thread]) + (not arrival.is_seen)
-        m.shared.races += int(m.stored[to[thread] : to[thread] + size[thread]].any())
-        arrival.copies.append((to[thread] + chunks, data, warps))
+        _send(m, thread, to[thread] + chunks, data, barrier)
+
+
+def _send(m: Machine, thread: int, to: Values, data: Values, barrier: Values) -> None:
+    """16 bytes to each address of shared memory, on their way from now on until the barrier says so."""
+    warps, arrival = np.full(to.size, m.warps[thread]), _arrival(m, barrier, thread)
+    m.shared.store(to, np.full_like(data, 0xFF), warps, m.clock, m.program, NEVER)
+    m.shared.races += m.still_loading(to, 16) + (not arrival.is_seen)
+    m.shared.races += int(m.stored[to[:, None] + np.arange(16)].any())
+    arrival.copies.append((to, data, warps))
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What a copy of a box of a tensor goes by; dimensions from the innermost on, in elements.
+
+    A row of a box is 128 bytes. Its 16-byte chunks lie in another order in each of 8 rows, as matrices have them.
+    """
+
+    address: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+    def chunks(self, begin: Values) -> tuple[Values, Values]:
+        """Addresses of all 16 bytes of a box, and whether they are in the tensor: the others are zeros."""
+        each = 16 // self.itemsize
+        assert self.box[0] * self.itemsize == 128, "another row"
+        assert self.shape[0] % each == begin[0] % each == 0, "a part of a chunk"
+        address, exists = np.array([self.address]), np.array([True])
+        for n, (size, stride, box) in enumerate(zip(self.shape, self.strides, self.box, strict=True)):
+            places = begin[n] + np.arange(0, box, 1 if n else each)
+            address = np.add.outer(places * stride * self.itemsize, address).reshape(-1)
+            exists = np.logical_and.outer((places >= 0) & (places < size), exists).reshape(-1)
+        return address, exists
+
+
+def _swizzled(address: Values) -> Values:
+    return address ^ (address >> 7 & 7) << 4
+
+
+@_operation("cp.async.bulk.tensor", "address", "tensor", "address", result=None)
+def _tensor_copy(m: Machine, i: Instruction, to: Values, source: Values, barrier: Values) -> None:
+    for thread in np.flatnonzero(m.on):
+        tensor = m.tensors[int(source[thread, 0])]
+        assert len(tensor.box) == int(i.modifiers[0][0]) == source.shape[1] - 1, "dimensions"
+        assert to[thread] % 128 == 0, f"misaligned: {to[thread]:#x}"
+        address, exists = tensor.chunks(source[thread, 1:])
+        data = np.zeros((address.size, 16), np.uint8)
+        warps = np.full(address.size, m.warps[thread])
+        data[exists] = m.memory.load(address[exists], 16, warps[exists], m.clock, m.program)
+        _send(m, thread, _swizzled(to[thread] + 16 * np.arange(address.size)), data, barrier)
 
 
 @_operation("mbarrier.try_wait.parity", "address", "u32", result="pred")
 def _arrived(m: Machine, i: Instruction, address: Values, parity: Values) -> Values:
-    """Everything that can arrive has: who still has to wait would do so forever."""
-    for at in {int(x) for x in address[m.on]}:
+    """Who waits for a phase that is over goes on; else everything that can arrive has, or nobody ever does."""
+    passes = np.zeros(m.on.size, bool)
+    for thread in np.flatnonzero(m.on):
+        passes[thread] = _arrival(m, address, thread).phase != parity[thread] & 1
+    for at in {int(x) for x in address[m.on & ~passes]}:
         arrival = m.arrivals[at]
         if arrival.expected == sum(data.size for _, data, _ in arrival.copies):
             # Whoever waits may read: all warps, or one; of some, which no kernel has, only the one that has asked.
@@ -290,9 +359,10 @@ def _arrived(m: Machine, i: Instruction, address: Values, parity: Values) -> Val
                 warps = np.full_like(warps, waiting[0]) if waiting.size == 1 else warps
                 m.shared.settle(places, data, warps, m.clock - of_all)
             m.arrivals[at] = replace(arrival, phase=arrival.phase ^ 1, expected=-1, copies=[])
-    done = np.array([m.arrivals[int(at)].phase != which & 1 for at, which in zip(address, parity, strict=True)])
-    assert done[m.on].all(), "waits for what never comes"
-    return done
+    for thread in np.flatnonzero(m.on & ~passes):
+        passes[thread] = m.arrivals[int(address[thread])].phase != parity[thread] & 1
+    assert passes[m.on].all(), "waits for what never comes"
+    return passes
 
 
 @_operation("bar.sync barrier.sync", result=None)
@@ -327,10 +397,11 @@ def _shuffle(m: Machine, i: Instruction, x: Values, by: Values, clamp: Values) -
     return x[m.warps * WARP + np.where(inside, chosen, lane)]
 
 
-@_operation("elect.sync", "s32", result="pred")
-def _elect(m: Machine, i: Instruction, members: Values) -> Values:
+@_operation("elect.sync", "s32", result="b32|pred")
+def _elect(m: Machine, i: Instruction, members: Values) -> tuple[Values, Values]:
+    """Which lane, and whether it is this one."""
     assert (members == -1).all(), "some lanes only"
-    return m.lanes == 0
+    return np.zeros(m.lanes.size, np.uint32), m.lanes == 0
 
 
 @_operation("redux", "", "s32")
@@ -365,7 +436,7 @@ def _store_matrices(m: Machine, i: Instruction, address: Values, values: Values)
     data = np.ascontiguousarray(values.reshape(-1, WARP, count).swapaxes(1, 2)).view(np.uint16).reshape(-1, 8, 8)
     data = np.ascontiguousarray(data.swapaxes(1, 2) if "trans" in i.modifiers else data)
     at, warps = _rows(m, address, count)
-    m.shared.store(at, data.view(np.uint8).reshape(-1, 16), warps, m.clock, m.program)
+    m.store_shared(at, data.view(np.uint8).reshape(-1, 16), warps)
 
 
 @_operation("movmatrix", "b32", result="b32")
@@ -393,3 +464,75 @@ def _product_of_bytes(m: Machine, i: Instruction, a: Values, b: Values, start: V
     b = np.ascontiguousarray(b).view(of_b).astype(np.int32).reshape(-1, 8, 4, 2, 4)
     product = a @ b.transpose(0, 3, 2, 4, 1).reshape(-1, 32, 8)  # of w n t e g
     return product.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(-1, 4) + start
+
+
+@dataclass
+class Product:
+    """What four warps have asked for: on its way into registers until they have waited for it."""
+
+    write: Callable[[Values], None]
+    values: Values
+    places: Values  # [n], of 16 bytes each, that it reads
+    is_committed: bool = False
+
+
+def _matrix(m: Machine, i: Instruction, descriptor: Values, rows: int, is_transposed: bool) -> tuple[Values, Values]:
+    """[rows, 16] numbers as a descriptor of shared memory says, and the places of all their 16 bytes."""
+    assert (descriptor == descriptor[0]).all(), "another matrix for each thread"
+    bits = int(descriptor[0])
+    begin, leading, stride = ((bits >> by & 0x3FFF) << 4 for by in (0, 16, 32))
+    assert bits >> 62 == 1, "rows of other than 128 bytes"
+    assert bits >> 49 & 7 == 0, "base offset"
+    if is_transposed:  # 64 rows of the matrix lie in one of 128 bytes
+        row, column = np.arange(0, rows, 8)[:, None], np.arange(16)
+        at = row % 64 * 2 + row // 64 * leading + column % 8 * 128 + column // 8 * stride
+    else:
+        row, column = np.arange(rows)[:, None], np.arange(0, 16, 8)
+        at = row % 8 * 128 + row // 8 * stride + column * 2
+    places = _swizzled(begin + at)
+    raw = m.read_by_all(places.reshape(-1)).view(np.uint16).reshape(*places.shape, 8)
+    raw = raw.swapaxes(1, 2).reshape(rows, 16) if is_transposed else raw.reshape(rows, 16)
+    values = (raw.astype(np.uint32) << 16).view(np.float32) if i.kind == "bf16" else raw.view(np.float16)
+    return values.astype(np.float64), places.reshape(-1)
+
+
+@_operation("wgmma.mma_async.sync.aligned", "*f32", "u64", "u64", "pred", "s32", "s32", "u32", "u32", result=None)
+def _product_in_shared_memory(
+    m: Machine, i: Instruction, start: Values, a: Values, b: Values, adds: Values, *immediates: Values
+) -> None:
+    """Of [64, 16] and [16, n], fp16 or bf16, to which what is there already is added or not; summed in fp32."""
+    assert m.on.all(), "some threads only"
+    assert i.operands[1][0] != "{", "a matrix in registers"
+    assert m.kernel.num_warps == 4, "another number of warps"
+    assert i.modifiers[1] == "f32", "type of the sums"
+    scale_a, scale_b, *transposed = (int(value[0]) for value in immediates)
+    assert scale_a == scale_b == 1, "negated"
+    columns = int(i.modifiers[0].split("n")[1].split("k")[0])
+    left, places = _matrix(m, i, a, 64, bool(transposed[0]))
+    right, others = _matrix(m, i, b, columns, bool(transposed[1]))
+    product = (left @ right.T).reshape(4, 2, 8, columns // 8, 4, 2)  # w r g n t e
+    product = product.transpose(0, 2, 4, 3, 1, 5).reshape(m.threads.size, -1)  # w g t n r e
+    # Sums in the same registers follow each other: they need not be waited for in between.
+    before = m.products.get(i.operands[0])
+    start = before.values if before else start
+    values = (product + np.where(adds[:, None], start, 0)).astype(np.float32)
+    write = m.late_writer(i.operands[0], "*f32")
+    write(np.full_like(values, np.nan))
+    places = np.concatenate([places, others] + ([before.places] if before else []))
+    m.products[i.operands[0]] = Product(write, values, places)
+
+
+@_operation("wgmma.commit_group.sync.aligned", result=None)
+def _commit_products(m: Machine, i: Instruction) -> None:
+    for product in m.products.values():
+        product.is_committed = True
+
+
+@_operation("wgmma.wait_group.sync.aligned", result=None)
+def _await_products(m: Machine, i: Instruction) -> None:
+    assert m.on.all(), "some threads only"
+    assert i.operands == ("0",), "some groups only"
+    for name, product in list(m.products.items()):
+        if product.is_committed:
+            product.write(product.values)
+            del m.products[name]

@@ -14,6 +14,7 @@ from torch import Tensor
 from alspec.kernels.handover import receive_handover, receive_residual, send_handover, send_residual
 from alspec.kernels.lean_attention import LeanWorkspace, lean_decode_attention
 from alspec.kernels.mailbox import Mailbox, PairShape
+from alspec.kernels.merge import num_sums
 from alspec.kernels.reference import reduce_norm_ref, speculative_decode_attention_ref
 from alspec.kernels.residual import num_square_sums
 from alspec.kernels.roles import decide, take_turn
@@ -131,7 +132,7 @@ def test_what_attention_sends_in_parts_arrives_as_one_guess(device: torch.device
     state, theirs = (drawn(device, shape, 400, torch.float32) for _ in range(2))
     seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
     q = torch.randn(1, 4, 16).to(device)
-    sums, lse = nan(device, torch.float32, 1, 4, 2), nan(device, torch.float32, 1, 4)
+    sums, lse = nan(device, torch.float32, 1, num_sums(4, 16), 2), nan(device, torch.float32, 1, 4)
     workspace = LeanWorkspace.allocate(1, 4, 2, 16, device, 11)
     lean_decode_attention(
         q, state.k, state.v, seq_lens, 0.25, workspace, state.attn_out, lse, source.speculation(layer, chunk, sums)
@@ -290,7 +291,7 @@ def test_attention_puts_the_guess_into_the_paired_rank_unless_its_gate_is_closed
     state = drawn(device, shape, capacity, torch.float32)
     seq_lens = torch.tensor([400, 331], dtype=torch.int32, device=device)
     q = torch.randn(2, 4, 16).to(device)
-    sums, lse = nan(device, torch.float32, 2, 4, 2), nan(device, torch.float32, 2, 4)
+    sums, lse = nan(device, torch.float32, 2, num_sums(4, 16), 2), nan(device, torch.float32, 2, 4)
     workspace = LeanWorkspace.allocate(2, 4, 2, 16, device, 5)
     speculation = source.speculation(1, chunk, sums)
 

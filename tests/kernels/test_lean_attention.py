@@ -14,14 +14,15 @@ from attention_launch import EDGES, EPOCH, HAS_CUDA, AttentionLaunch, S
 from torch import Tensor
 
 from alspec.kernels.lean_attention import (
+    LONG_RUN,
     LeanWorkspace,
     Phase,
     Speculation,
+    _by_copies,
     _settings,
     guess_parts,
     lean_decode_attention,
 )
-from alspec.kernels.lean_kernel import LONG_RUN, LONG_RUN_128
 from alspec.kernels.merge import merge_sizes, num_sums
 from alspec.kernels.words import unpack_words
 
@@ -39,6 +40,21 @@ RAGGED = [(65, 700, 319, 330, 128, 1), (700, 330), (1, 1, 1, 513), (320, 321, 10
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the kernel runs: in the interpreter, or compiled."""
     return torch.device(request.param)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(torch.float32, id="fp32"),
+        # Of one request, by copies on Hopper. The interpreter has no product of bf16.
+        pytest.param(
+            torch.bfloat16, id="bf16", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")]
+        ),
+    ]
+)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Of q and the cache."""
+    assert isinstance(request.param, torch.dtype)
+    return request.param
 
 
 @dataclass(kw_only=True)
@@ -104,8 +120,10 @@ class Launch(AttentionLaunch):
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
 @pytest.mark.parametrize("length", EDGES)
-def test_lengths_around_tiles_and_chunks(device: torch.device, check: Check, length: int, chunk_size: int) -> None:
-    launch = Launch.draw((length,), 4, 2, 64, device, 40, chunk_size)
+def test_lengths_around_tiles_and_chunks(
+    device: torch.device, dtype: torch.dtype, check: Check, length: int, chunk_size: int
+) -> None:
+    launch = Launch.draw((length,), 4, 2, 64, device, 40, chunk_size, dtype)
     launch.run()
     launch.compare(check)
 
@@ -124,8 +142,10 @@ def test_ragged_batches_on_any_grid(
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8, 16])
-def test_head_shapes(device: torch.device, check: Check, ratio: int, head_dim: int, chunk_size: int) -> None:
-    launch = Launch.draw((400,), ratio, 1, head_dim, device, 6, chunk_size)
+def test_head_shapes(
+    device: torch.device, dtype: torch.dtype, check: Check, ratio: int, head_dim: int, chunk_size: int
+) -> None:
+    launch = Launch.draw((400,), ratio, 1, head_dim, device, 6, chunk_size, dtype)
     launch.run()
     launch.compare(check)
 
@@ -139,7 +159,7 @@ def test_head_shapes(device: torch.device, check: Check, ratio: int, head_dim: i
 def test_narrow_heads_have_long_tiles_where_there_are_enough(
     device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
 ) -> None:
-    assert LONG_RUN_128.value * 128 == 2048, "the lengths here are not on both sides of so many tokens for each program"
+    assert LONG_RUN[128] * 128 == 2048, "the lengths here are not on both sides of so many tokens for each program"
     num_kv_heads = 1 if len(lengths) == 1 else 2
     lengths = (lengths[0] + 2 * chunk_size, *lengths[1:])  # sink and window are not counted
     # 16 bits: a tile of 128 tokens in fp32 has its full size. fp16, for the interpreter has no product of bf16.
@@ -166,7 +186,7 @@ def test_narrow_heads_have_long_tiles_where_there_are_enough(
 def test_wide_heads_have_short_tiles_where_runs_are_short(
     device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
 ) -> None:
-    assert LONG_RUN.value * 64 == 192, "the lengths here are not on both sides of so many tokens for each program"
+    assert LONG_RUN[64] * 64 == 192, "the lengths here are not on both sides of so many tokens for each program"
     lengths = (lengths[0] + 2 * chunk_size, *lengths[1:])
     launch = Launch.draw(lengths, 4, 1, 128, device, num_programs, chunk_size, torch.float16)
     launch.run()
@@ -176,9 +196,9 @@ def test_wide_heads_have_short_tiles_where_runs_are_short(
 @pytest.mark.parametrize("num_programs", [1, 7, 132])
 @pytest.mark.parametrize("lengths", [(65, 700, 319, 330, 128, 1), (321,)], ids=["ragged", "one"])
 def test_two_launches_give_what_one_gives(
-    device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int
+    device: torch.device, dtype: torch.dtype, check: Check, lengths: tuple[int, ...], num_programs: int
 ) -> None:
-    launch = Launch.draw(lengths, 2, 2, 16, device, num_programs, S)
+    launch = Launch.draw(lengths, 2, 2, 64, device, num_programs, S, dtype)
     launch.run()
     one = launch.out.clone()
     launch.in_two = True
@@ -197,22 +217,24 @@ def test_two_launches_give_what_one_gives(
     ids=["one", "two", "three"],
 )
 def test_partials_are_merged_in_rounds(
-    device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
+    device: torch.device, dtype: torch.dtype, check: Check, lengths: tuple[int, ...], num_programs: int, chunk_size: int
 ) -> None:
     """One head has more than one round loads: of 300 programs, or those of a batch whose other requests are short."""
-    launch = Launch.draw(lengths, 4, 1, 128, device, num_programs, chunk_size)
+    launch = Launch.draw(lengths, 4, 1, 128, device, num_programs, chunk_size, dtype)
     launch.run()
     launch.compare(check)
     head_slots = launch.workspace.lse[: launch.workspace.num_programs, 0]
-    assert head_slots.isfinite().sum() > merge_sizes(chunk_size > 0, 128, num_programs // len(lengths))[2]
+    assert head_slots.isfinite().sum() > merge_sizes(128, num_programs // len(lengths))[2]
 
 
 @pytest.mark.parametrize(("tiles", "programs"), [(1, 1), (40, 40), (41, 41), (42, 42), (43, 40), (80, 40), (81, 42)])
 def test_equal_runs_where_the_longest_is_no_longer(
-    device: torch.device, check: Check, tiles: int, programs: int
+    device: torch.device, dtype: torch.dtype, check: Check, tiles: int, programs: int
 ) -> None:
     """Of 42 programs 40 work, a multiple of 8, where all of them would have as long a run."""
-    launch = Launch.draw((64 * tiles - 1,), 4, 1, 128, device, 42, 0)
+    # Heads for which tiles of 64 tokens are never longer.
+    head_dim = 128 if dtype == torch.float32 else 256
+    launch = Launch.draw((64 * tiles - 1,), 4, 1, head_dim, device, 42, 0, dtype)
     launch.run()
     launch.compare(check)
     assert int(launch.workspace.lse.isfinite().sum()) == 4 * programs
@@ -221,9 +243,9 @@ def test_equal_runs_where_the_longest_is_no_longer(
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
 @pytest.mark.parametrize("lengths", [(300,), (300, 70, 200)], ids=["one", "three"])
 def test_a_run_meets_many_outputs(
-    device: torch.device, check: Check, lengths: tuple[int, ...], chunk_size: int
+    device: torch.device, dtype: torch.dtype, check: Check, lengths: tuple[int, ...], chunk_size: int
 ) -> None:
-    launch = Launch.draw(lengths, 1, 40, 16, device, 1, chunk_size)
+    launch = Launch.draw(lengths, 1, 40, 64, device, 1, chunk_size, dtype)
     launch.run()
     launch.compare(check)
 
@@ -232,10 +254,10 @@ def test_a_run_meets_many_outputs(
 @pytest.mark.parametrize(("chunk_size", "parts"), [(128, 2), (128, 3), (256, 3), (512, 5), (512, 4)])
 @pytest.mark.parametrize("length", [1, 128, 129, 300, 320, 447, 640, 1088, 1101])
 def test_a_guess_in_parts(
-    device: torch.device, check: Check, length: int, chunk_size: int, parts: int, num_programs: int
+    device: torch.device, dtype: torch.dtype, check: Check, length: int, chunk_size: int, parts: int, num_programs: int
 ) -> None:
     """Of 128 tokens a tile: one part to all of them, windows of whole tiles and not, few programs and many."""
-    launch = Launch.draw((length,), 4, 3, 64, device, num_programs, chunk_size, parts=parts)
+    launch = Launch.draw((length,), 4, 3, 64, device, num_programs, chunk_size, dtype, parts)
     launch.run()
     launch.compare(check)
 
@@ -287,8 +309,8 @@ def test_tiles_fit_into_shared_memory(
     major: int, shared_memory: int, row_bytes: int, gpu: Callable[[int, int], torch.device]
 ) -> None:
     """K and V of every tile in flight, with 16 rows of q beside each, and 16 KiB for the rest."""
-    block_n, has_long, num_stages, pdl = _settings(gpu(major, shared_memory), row_bytes)
-    longest = 2 * block_n if has_long else block_n
+    block_n, long_run, num_stages, pdl = _settings(gpu(major, shared_memory), row_bytes, False)
+    longest = 2 * block_n if long_run else block_n
     assert num_stages * (2 * longest + 16) * row_bytes + 16384 <= shared_memory
     assert block_n in (16, 32, 64, 128)
     assert 1 <= num_stages <= 3
@@ -298,30 +320,69 @@ def test_tiles_fit_into_shared_memory(
 @pytest.mark.parametrize(
     ("major", "shared_memory", "head_dim", "expected"),
     [
-        (9, 232448, 64, (128, True, 3, True)),
-        (9, 232448, 128, (64, True, 3, True)),
-        (9, 232448, 256, (64, False, 2, True)),
-        (8, 166912, 64, (128, False, 3, False)),
-        (8, 166912, 128, (128, False, 2, False)),
-        (10, 232448, 128, (64, False, 2, True)),
+        (9, 232448, 64, (128, 16, 3, True)),
+        (9, 232448, 128, (64, 3, 3, True)),
+        (9, 232448, 256, (64, 0, 2, True)),
+        (8, 166912, 64, (128, 0, 3, False)),
+        (8, 166912, 128, (128, 0, 2, False)),
+        (10, 232448, 128, (64, 0, 2, True)),
     ],
 )
 def test_tiles_of_gpus(
     major: int,
     shared_memory: int,
     head_dim: int,
-    expected: tuple[int, bool, int, bool],
+    expected: tuple[int, int, int, bool],
     gpu: Callable[..., torch.device],
 ) -> None:
     """Two kinds of tiles on Hopper alone."""
-    assert _settings(gpu(major, shared_memory), 2 * head_dim) == expected
+    assert _settings(gpu(major, shared_memory), 2 * head_dim, False) == expected
+
+
+@pytest.mark.parametrize(("head_dim", "expected"), [(64, (128, 16)), (128, (64, 3)), (256, (64, 0))])
+def test_tiles_that_are_copied(head_dim: int, expected: tuple[int, int], gpu: Callable[..., torch.device]) -> None:
+    """Two tiles of K and two of V on their way: 128 KB at most, and 32 KB or more."""
+    block_n, long_run, num_stages, pdl = _settings(gpu(9, 232448), 2 * head_dim, True)
+    assert (block_n, long_run) == expected
+    assert 2**15 <= 2 * num_stages * block_n * 2 * head_dim <= 2**17
+    assert pdl
+
+
+@pytest.mark.parametrize(
+    ("major", "batch_size", "heads_per_kv", "head_dim", "dtype", "expected"),
+    [
+        (9, 1, 4, 128, torch.bfloat16, True),
+        (9, 1, 16, 64, torch.float16, True),
+        (9, 1, 1, 256, torch.bfloat16, True),
+        (9, 2, 4, 128, torch.bfloat16, False),
+        (9, 1, 17, 128, torch.bfloat16, False),
+        (9, 1, 4, 32, torch.bfloat16, False),
+        (9, 1, 4, 100, torch.bfloat16, False),  # rows of 200 bytes
+        (9, 1, 4, 40, torch.bfloat16, True),
+        (9, 1, 4, 128, torch.float32, False),
+        (8, 1, 4, 128, torch.bfloat16, False),
+        (10, 1, 4, 128, torch.bfloat16, False),
+    ],
+)
+def test_what_is_streamed_by_copies(
+    major: int,
+    batch_size: int,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    expected: bool,
+    gpu: Callable[..., torch.device],
+) -> None:
+    sizes = (batch_size, heads_per_kv, head_dim, dtype)
+    assert _by_copies(gpu(major, 232448), *sizes) == expected
+    assert not _by_copies(torch.device("cpu"), *sizes)
 
 
 @pytest.mark.parametrize(
     ("chunk_size", "batch_size", "heads", "kv_heads", "major", "expected"),
     [
-        (128, 1, 32, 8, 9, 2),  # tiles of 128, three in flight: 3 tiles, 2 at once
-        (256, 1, 32, 8, 9, 3),
+        (128, 1, 32, 8, 9, 3),  # a tile of 128 tokens each
+        (256, 1, 32, 8, 9, 5),
         (512, 1, 32, 8, 9, 5),
         (512, 1, 16, 4, 9, 5),
         (512, 1, 20, 4, 9, 3),
@@ -358,6 +419,7 @@ def test_parts_that_do_not_fit_are_refused(device: torch.device) -> None:
     assert one.speculation is not None
     good = one.speculation
     for wrong, name in (
+        (replace(good, sums=good.sums[:, :-1]), "sums"),
         (replace(good, epoch=None), "spec_lse"),
         (replace(good, spec_out=good.spec_out[:1]), "spec_out"),
     ):
@@ -370,8 +432,8 @@ def test_parts_that_do_not_fit_are_refused(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("length", "expected"), [(100, 1), (384, 2), (385, 3)])
-def test_parts_without_tokens_say_so(device: torch.device, length: int, expected: int) -> None:
-    launch = Launch.draw((length,), 2, 2, 64, device, 9, 128, parts=3)
+def test_parts_without_tokens_say_so(device: torch.device, dtype: torch.dtype, length: int, expected: int) -> None:
+    launch = Launch.draw((length,), 2, 2, 64, device, 9, 128, dtype, 3)
     launch.run()
     assert launch.speculation is not None
     assert launch.speculation.spec_lse is not None
@@ -392,16 +454,16 @@ def test_random_work(device: torch.device, check: Check, seed: int) -> None:
     launch.compare(check)
 
 
-def test_where_sink_and_window_meet_the_guess_is_exact(device: torch.device) -> None:
-    launch = Launch.draw((2 * S + 63,), 4, 2, 64, device, 20, S)
+def test_where_sink_and_window_meet_the_guess_is_exact(device: torch.device, dtype: torch.dtype) -> None:
+    launch = Launch.draw((2 * S + 63,), 4, 2, 64, device, 20, S, dtype)
     launch.run()
     assert launch.speculation is not None
-    assert torch.equal(launch.guess, launch.out)
+    assert torch.equal(launch.guess.to(dtype), launch.out)
     assert not launch.speculation.sums[..., 0].any()
 
 
-def test_the_same_bits_every_time(device: torch.device) -> None:
-    launch = Launch.draw((900, 400), 4, 2, 32, device, 30, S)
+def test_the_same_bits_every_time(device: torch.device, dtype: torch.dtype) -> None:
+    launch = Launch.draw((900,), 4, 2, 64, device, 30, S, dtype)
     launch.run()
     assert launch.speculation is not None
     first = [

@@ -139,9 +139,9 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
     generator = torch.Generator().manual_seed(batch * tp_size)
     verdicts = set()
     for layer in range(shape.num_layers):
-        rank_sums = torch.rand(tp_size, batch, 3, 2, generator=generator) + 0.5
+        rank_sums = torch.rand(tp_size, batch, shape.num_sums, 2, generator=generator) + 0.5
         low, high = [(-1, -0.5), (0.5, 1), (-0.5, 0.5)][layer % 3]
-        near = torch.rand(tp_size, batch, 3, generator=generator) * (high - low) + low
+        near = torch.rand(tp_size, batch, shape.num_sums, generator=generator) * (high - low) + low
         rank_sums[..., 0] = rank_sums[..., 1] * min(threshold, 1.0) ** 2 * (1 + near)
         live = (torch.rand(batch, generator=generator) < 0.7).int()
         rank_sums = rank_sums.to(device)

@@ -20,17 +20,26 @@ from ptx_emulator import Kernel
 from ptx_operations import Instruction
 
 WAIT = "griddepcontrol"
+COPIES = ("cp.async", "cp.async.bulk", "cp.async.bulk.tensor", "cp.async.bulk.prefetch")
 
 
 def before_the_wait(kernel: Any) -> dict[str, Any]:
     """What a compiled kernel does on ways from its entry that meet no wait.
 
     Returns:
-        waits: whether a way leads to one.  reads, prefetches: arguments.  writes: instructions.  ends: how many.
+        waits: whether a way leads to one.  reads, prefetches: arguments.  writes: instructions, to global memory.
+        ends: how many.
     """
     ptx = Kernel(kernel.asm["ptx"])
     signature = kernel.src.signature
-    names = [name for name, kind in signature.items() if kind != "constexpr"]
+    # A descriptor of a tensor is followed by sizes and strides.
+    names = [
+        name
+        for name, kind in signature.items()
+        if kind != "constexpr"
+        for _ in range(1 + 2 * _dimensions(kind) if kind.startswith("tensordesc") else 1)
+    ]
+    in_memory = {name for name, kind in signature.items() if kind.startswith(("*", "tensordesc"))}
     arguments = {parameter: name for (_, parameter), name in zip(ptx.parameters, names, strict=False)}
     reached: set[int] = set()
     ways = [0]
@@ -57,14 +66,19 @@ def before_the_wait(kernel: Any) -> dict[str, Any]:
             found["ends"] += 1
         elif i.op in ("st", "red", "atom") and "shared" not in i.modifiers:
             found["writes"].append(i.text)
-        elif i.op in ("ld", "cp.async", "cp.async.bulk", "cp.async.bulk.prefetch", "prefetch"):
+        elif i.op in ("ld", "prefetch") or i.op in COPIES:
             if "shared" in i.modifiers and i.op == "ld":
                 continue
             # Of a copy the source comes second.
             address = [operand for operand in i.operands if operand.startswith("[")][:2][-1]
             kind = "prefetches" if "prefetch" in i.op else "reads"
-            found[kind] |= {name for name in origins.of(address) if name.endswith("_ptr")}
+            found[kind] |= origins.of(address) & in_memory
     return {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
+
+
+def _dimensions(kind: str) -> int:
+    """Of a tensor, by the type of its descriptor."""
+    return len(re.search(r"\[([\d, ]*)\]", kind)[1].split(","))
 
 
 class _Origins:
@@ -74,7 +88,7 @@ class _Origins:
         self._arguments = arguments
         self._sources: dict[str, set[str]] = {}
         for i in code:
-            if not i.operands or i.op in ("st", "red", "bra"):
+            if not i.operands or i.op in ("st", "red", "bra") or i.op in COPIES:
                 continue
             results = re.findall(r"%?\w+", i.operands[0])
             sources = set(re.findall(r"%?\w+", " ".join(i.operands[1:])))
@@ -100,7 +114,10 @@ def main() -> None:
         "lean": compile_kernels.lean(90, 4, 128, 1, False),
         "lean, batch 8": compile_kernels.lean(90, 4, 128, 8, False),
         "lean, head 64": compile_kernels.lean(90, 4, 64, 1, False),
+        "lean, head 64, batch 8": compile_kernels.lean(90, 4, 64, 8, False),
+        "lean, gated": compile_kernels.lean(90, 4, 128, 1, False, True),
         "lean, gated, guess": compile_kernels.lean(90, 4, 128, 1, True, True),
+        "lean, gated, guess, batch 8": compile_kernels.lean(90, 4, 128, 8, True, True),
         "lean, guess in parts": compile_kernels.lean(90, 4, 128, 1, True, True, guess_parts=5),
         "lean merge": compile_kernels.lean_merge(90, 4, 128, 1, False),
         "lean merge, batch 8, guess": compile_kernels.lean_merge(90, 4, 128, 8, True),

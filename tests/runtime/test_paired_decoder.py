@@ -133,7 +133,8 @@ class OneRank:
         at, decoder = self.buffers, self.decoder
         at.token_ids.fill_(token_id)
         at.seq_lens.fill_(seq_len)
-        speculation = Speculation(S, torch.empty_like(at.attn_out), torch.empty(*at.q.shape[:2], 2))
+        sums = torch.empty(1, num_sums(*at.q.shape[1:]), 2)
+        speculation = Speculation(S, torch.empty_like(at.attn_out), sums)
         decoder.embed()
         for layer, accepted in enumerate(self.verdicts):
             decoder.pre_attention(layer)

@@ -1,0 +1,384 @@
+"""Lean decode attention of one request on Hopper: the launch of lean_kernel.py with its own way of streaming.
+
+Schedule, turns, slots and partials are those of lean_kernel.py, whose words are used here. What differs is how tiles
+come: one instruction (TMA) copies K or V of a tile into shared memory, and as soon as the tile has been read, the one
+that is STAGES further on is on its way to the same place. So a program always has the same bytes on their way, and few
+are enough: with 64 KB on each SM memory is busy, and what is asked for next, such as a guess, waits for less.
+
+A tile that reaches beyond the end of its tokens begins earlier instead, so that it ends there: unused memory, which may
+hold NaN, is never read. Tokens before its beginning count as zeros, which the copy writes.
+
+    S^T = K q^T,   O^T = V^T P^T
+
+Tokens, then channels, are the 64 rows of a matrix instruction; 8 or 16 query heads are its columns.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from .lean_kernel import (
+    ALL,
+    BUSY_TILES,
+    HEAD_START,
+    PREDICTOR,
+    REST,
+    head_of,
+    plan,
+    run_start,
+    start_after,
+    tiles_in,
+    token_ranges,
+)
+from .merge import inverse_of_sum, log2_of_sum
+from .prefetch import wait_cycles
+from .words import pack_words
+
+__all__ = ["lean_hopper_kernel"]
+
+WARPS = gl.constexpr(4)
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
+
+
+@gluon.constexpr_function
+def _products(rows):
+    """Layout of both products, [64 n, rows]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+
+
+@gluon.constexpr_function
+def _of_all_warps(rows):
+    """Layout [4, rows] of what four warps have found: every warp has all of it, lanes have the columns of a product."""
+    registers = [[0, 1], [1, 0], [2, 0]] + ([[0, 8]] if rows == 16 else [])
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, rows])
+
+
+@gluon.jit
+def _begin_of(place, BLOCK_N: gl.constexpr):
+    """Where the tile begins that holds tokens from the place's on, up to its end."""
+    return gl.minimum(place[1], place[2] - BLOCK_N)
+
+
+@gluon.jit
+def _after(place, follow, BLOCK_N: gl.constexpr):
+    """The place of the next tile; place: (output, token, end).  follow: (token, end, step to the output) behind it."""
+    output, token, end = place
+    token += BLOCK_N
+    crosses = token >= end
+    output += gl.where(crosses, follow[2], 0)
+    return output, gl.where(crosses, follow[0], token), gl.where(crosses, follow[1], end)
+
+
+@gluon.jit
+def _send(desc, bars, tiles, stage, place, goes):
+    """Ask for the tile of a place; each request has to be awaited."""
+    bar, start = bars.index(stage), _begin_of(place, tiles.shape[2])
+    mbarrier.expect(bar, desc.block_type.nbytes, pred=goes)
+    tma.async_copy_global_to_shared(desc, [place[0], start, 0], bar, tiles.index(stage), pred=goes)
+
+
+@gluon.jit
+def _load_query(
+    q_ptr, output, HKV: gl.constexpr, ROWS: gl.constexpr, HEADS_PER_KV: gl.constexpr, D: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """q [ROWS, D] of an output, zeros where there is none."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    channels = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
+    exists = (rows < HEADS_PER_KV) & (channels < HEAD_DIM) & (output < HKV)
+    return gl.load(q_ptr + (output * HEADS_PER_KV + rows) * HEAD_DIM + channels, mask=exists, other=0.0)
+
+
+@gluon.jit
+def _store_query(q_tile, q):
+    """Let products read q, once no warp forms one with what was there."""
+    q_tile.store(q)
+    fence_async_shared()
+    _barrier()
+
+
+@gluon.jit
+def _no_tokens(BLOCK_N: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    """The online softmax of no tokens: maximum [ROWS], sums of each place in a tile [BLOCK_N, ROWS], o [D, ROWS]."""
+    layout: gl.constexpr = _products(ROWS)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
+    return row_max, gl.zeros([BLOCK_N, ROWS], gl.float32, layout), gl.zeros([D, ROWS], gl.float32, layout)
+
+
+@gluon.jit
+def _normalise(row_max, row_sum, acc):
+    """The end of an online softmax: o [D, ROWS] and lse [ROWS], base 2."""
+    row_sum = gl.sum(row_sum, 0)
+    return acc * inverse_of_sum(row_sum)[None, :], row_max + log2_of_sum(row_sum)
+
+
+@gluon.jit
+def _largest_of_warps(s):
+    """Maxima [4, ROWS] of s [BLOCK_N, ROWS] over the tokens of each warp, which has 16 of every 64."""
+    ROWS: gl.constexpr = s.shape[1]
+    return gl.max(gl.max(s.reshape([s.shape[0] // 64, 4, 16, ROWS]), 0), 1)
+
+
+@gluon.jit
+def _store_partial(o, lse, o_ptr, lse_ptr, slot, HEADS_PER_KV: gl.constexpr):
+    """Write the `HEADS_PER_KV` real rows of a partial, o [D, ROWS], into its slot."""
+    layout: gl.constexpr = o.type.layout
+    rows = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, layout))
+    channels = gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, layout))
+    real = rows < HEADS_PER_KV
+    at = (slot * HEADS_PER_KV + rows)[None, :] * o.shape[0] + channels[:, None]
+    gl.store(o_ptr + at, o, mask=real[None, :])
+    gl.store(lse_ptr + slot * HEADS_PER_KV + rows, lse, mask=real)
+
+
+@gluon.jit
+def _send_guess(
+    o, lse, output, part, parts, spec_out_ptr, spec_lse_ptr, epoch, NUM_HEADS: gl.constexpr,
+    HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GUESS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """Write a part of `A~` of an output, as `send_guess` of merge.py does."""
+    layout: gl.constexpr = o.type.layout
+    rows = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, layout))
+    channels = gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, layout))
+    exists = (rows < HEADS_PER_KV)[None, :] & (channels < HEAD_DIM)[:, None]
+    at = (output * HEADS_PER_KV + rows)[None, :] * HEAD_DIM + channels[:, None]
+    value = o
+    if epoch is not None:
+        value = pack_words(o, epoch)
+    gl.store(spec_out_ptr + part * (NUM_HEADS * HEAD_DIM) + at, value.to(spec_out_ptr.dtype.element_ty), mask=exists)
+    if GUESS_PARTS > 1:
+        lse_at = spec_lse_ptr + output * HEADS_PER_KV + rows
+        gl.store(lse_at + part * NUM_HEADS, pack_words(lse, epoch), mask=rows < HEADS_PER_KV)
+        if part == 0:
+            nothing = pack_words(gl.full_like(lse, float("-inf")), epoch)
+            zeros = pack_words(gl.zeros_like(o), epoch)
+            for absent in range(parts, GUESS_PARTS):
+                gl.store(lse_at + absent * NUM_HEADS, nothing, mask=rows < HEADS_PER_KV)
+                gl.store(spec_out_ptr + absent * (NUM_HEADS * HEAD_DIM) + at, zeros, mask=exists)
+
+
+@gluon.jit
+def _send_first(streams, place, follow, count, done, EARLY: gl.constexpr):
+    """Ask for the first tiles of a turn; count: how many it has.
+
+    With EARLY, one of them while the kernel ahead ends, which writes q and each head's newest token: one only, for q
+    would come behind more, and not one with that token.
+
+    Returns:
+        Tile STAGES - 1, whose V is asked for when K of the next one is, and tile STAGES.
+    """
+    k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars = streams
+    BLOCK_N: gl.constexpr = k_tiles.shape[2]
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    sent = False
+    if EARLY:
+        sent = (count > 0) & (_begin_of(place, BLOCK_N) + BLOCK_N < place[2])
+        _send(k_desc, k_bars, k_tiles, 0, place, sent)
+        _send(v_desc, v_bars, v_tiles, 0, place, sent)
+        gdc_wait()
+    before = place
+    for i in gl.static_range(STAGES):
+        goes = i < count
+        if EARLY and i == 0:
+            goes = goes & (sent == 0)
+        stage = (done + i) % STAGES
+        _send(k_desc, k_bars, k_tiles, stage, place, goes)
+        _send(v_desc, v_bars, v_tiles, stage, place, goes)
+        before = place
+        place = _after(place, follow, BLOCK_N)
+    return before, place
+
+
+@gluon.jit
+def _attend_run(
+    streams, q_ptr, q_tile, maxima, place, follow, is_guess, count, done, o_ptr, lse_ptr, qk_scale, program,
+    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Online softmax over `count` tiles, whose copies run ahead from one output into the next.
+
+    Args:
+        streams: descriptors, tiles [STAGES, 1, BLOCK_N, D] and barriers [STAGES, 1] of K and of V.
+        place: (output, token, end) of the first tile.  follow: (token, end, step) of what comes behind `end`: of the
+            same output with step 0, else of each output that follows.
+        done: tiles of this program so far: they say where in the slots the next one lies.
+    Returns:
+        o [D, ROWS], normalised, lse [ROWS], base 2, and the last output. Partials of those before are stored.
+    """
+    k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars = streams
+    BLOCK_N: gl.constexpr = k_tiles.shape[2]
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    ROWS: gl.constexpr = q_tile.shape[0]
+    D: gl.constexpr = q_tile.shape[1]
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], q_tile.dtype)
+    p_tile = gl.allocate_shared_memory(q_tile.dtype, [ROWS, BLOCK_N], p_layout)
+    _barrier()  # every warp sees the barriers, and has read what lay in the slots
+    output, token, end = place
+    if EARLY:
+        before, ahead = _send_first(streams, place, follow, count, done, EARLY)
+    # Ahead of the tiles, if q is there already, and so is that of the next output: it is not waited for in a run.
+    q = _load_query(q_ptr, output, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
+    next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
+    if not EARLY:
+        before, ahead = _send_first(streams, place, follow, count, done, EARLY)
+    _store_query(q_tile, q)
+    none = gl.zeros([BLOCK_N, ROWS], gl.float32, _products(ROWS))
+    offsets = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, none.type.layout))
+    row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
+    for i in range(count):
+        if token >= end:
+            token, end = follow[0], follow[1]
+            if not is_guess:
+                o, lse = _normalise(row_max, row_sum, acc)
+                _store_partial(o, lse, o_ptr, lse_ptr, program + output, HEADS_PER_KV)
+                row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
+                output += 1
+                _store_query(q_tile, next_q)
+                next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
+        stage, parity = (done + i) % STAGES, (done + i) // STAGES & 1
+        mbarrier.wait(k_bars.index(stage), parity)
+        k = k_tiles.index(stage).reshape([BLOCK_N, D])
+        s = warpgroup_mma(k, q_tile.permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, [s]) * qk_scale
+        # Tokens before the tile's own were in the tile before.
+        own = offsets >= token - _begin_of((output, token, end), BLOCK_N)
+        s = gl.where(own[:, None], s, float("-inf"))
+        maxima.store(_largest_of_warps(s))
+        _barrier()
+        # Every warp has read K of this tile, and V of the one before.
+        _send(v_desc, v_bars, v_tiles, (stage + STAGES - 1) % STAGES, before, (i > 0) & (i + STAGES <= count))
+        _send(k_desc, k_bars, k_tiles, stage, ahead, i + STAGES < count)
+        before, ahead = ahead, _after(ahead, follow, BLOCK_N)
+        largest = gl.max(maxima.load(_of_all_warps(ROWS)), 0)
+        new_max = gl.maximum(row_max, gl.convert_layout(largest, row_max.type.layout, assert_trivial=True))
+        p = gl.exp2(s - new_max[None, :])
+        alpha = gl.exp2(row_max - new_max)
+        row_max, row_sum = new_max, row_sum * alpha[None, :] + p
+        p_tile.permute((1, 0)).store(p.to(p_tile.dtype))
+        fence_async_shared()
+        _barrier()
+        mbarrier.wait(v_bars.index(stage), parity)
+        v = v_tiles.index(stage).reshape([BLOCK_N, D])
+        acc = warpgroup_mma(v.permute((1, 0)), p_tile.permute((1, 0)), acc * alpha[None, :], is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        token += BLOCK_N
+    o, lse = _normalise(row_max, row_sum, acc)
+    return o, lse, output
+
+
+# Specialised, a size of 1 would be a constant, which cannot be passed on.
+@gluon.jit(do_not_specialize=["num_requests", "chunk_size"])
+def lean_hopper_kernel(
+    q_ptr, k_desc, v_desc, k_long, v_long, seq_lens_ptr, spec_out_ptr, spec_lse_ptr, epoch_ptr,
+    o_partial_ptr, lse_partial_ptr, gate_ptr, num_requests, chunk_size, qk_scale, HKV: gl.constexpr,
+    HEADS_PER_KV: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, PROGRAMS: gl.constexpr,
+    B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr, STAGES: gl.constexpr, SPEC: gl.constexpr,
+    GUESS_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Partials of one request, and with a guess `A~`; grid [PROGRAMS].
+
+    Arguments as for `lean_decode_kernel`, and descriptors of K and of V, [Hkv, capacity, head_dim], in tiles of BLOCK_N
+    tokens, and of twice as many (the same again with LONG = 0).
+    """
+    # Short tiles take half of the slots of long ones.
+    k_slots = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_long.block_shape, k_long.layout)  # noqa: RUF005
+    v_slots = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_long.block_shape, k_long.layout)  # noqa: RUF005
+    k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_bars.index(stage), count=1)
+        mbarrier.init(v_bars.index(stage), count=1)
+    fence_async_shared()
+    k_tiles = k_slots._reinterpret(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
+    v_tiles = v_slots._reinterpret(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
+    streams = (k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars)
+    long_streams = (k_long, v_long, k_slots, v_slots, k_bars, v_bars)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
+    q_tile = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], q_layout)
+    maxima = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    if PDL:
+        start_after(EARLY)
+    if gate_ptr is not None:
+        if gl.load(gate_ptr) == 0:
+            return
+
+    # 1. The schedule, from the length alone.
+    program = gl.program_id(0)
+    seq_len = gl.load(seq_lens_ptr)
+    epoch = None
+    if epoch_ptr is not None:
+        epoch = gl.load(epoch_ptr)  # here, so that it arrives together with the length
+    lengths = gl.full([1], seq_len, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    is_long, _, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer = plan(
+        lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
+    )
+    num_guesses = HKV * parts if SPEC and PHASE != REST else 0
+    block_n = gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
+    tile = run_start(program, leaders, lead_run, followers, run, longer)
+    last = run_start(program + 1, leaders, lead_run, followers, run, longer)
+    if PHASE == PREDICTOR:
+        tile = last + 0
+    if SPEC and PHASE == ALL and PDL:
+        if (program >= num_guesses) & (total_rest >= BUSY_TILES * PROGRAMS):
+            wait_cycles(HEAD_START)
+    sink, window = token_ranges(seq_len, chunk_size, SPEC)
+    rest = tiles_in(window - sink, is_long, BLOCK_N)
+    head = head_of(tile, rest, HKV)
+
+    # Turns: first guesses, each sent before the next turn, then the run.
+    guesses, turns, done = 0, (program >= 0).to(gl.int32), 0
+    if SPEC:
+        guesses = (num_guesses + PROGRAMS - 1 - program) // PROGRAMS
+        turns = gl.maximum(guesses + (tile < last).to(gl.int32), 1)
+    for turn in range(turns):
+        # 2. Which output and tokens this turn begins with.
+        is_guess = turn < guesses
+        output, part = head, 0
+        begin, end, count = sink + (tile - head * rest) * block_n, window, last - tile
+        begin2, end2, step = sink, window, 1
+        if SPEC:
+            guess = program + turn * PROGRAMS
+            sink_tiles = tiles_in(sink, is_long, BLOCK_N)
+            guess_tiles = sink_tiles + tiles_in(seq_len - window, is_long, BLOCK_N)
+            first, from_end = 0, sink
+            if GUESS_PARTS > 1:
+                part = guess // HKV
+                first = part * part_tiles
+                guess_tiles = gl.minimum(guess_tiles - first, part_tiles)
+                from_end = gl.where(first < sink_tiles, sink, seq_len)
+                first = first * block_n + gl.where(first < sink_tiles, 0, window - sink_tiles * block_n)
+            output = gl.where(is_guess, guess % HKV, output)
+            begin, end = gl.where(is_guess, first, begin), gl.where(is_guess, from_end, end)
+            begin2, end2 = gl.where(is_guess, window, begin2), gl.where(is_guess, seq_len, end2)
+            count, step = gl.where(is_guess, guess_tiles, count), gl.where(is_guess, 0, 1)
+
+        # 3. Stream the tiles. The partials of outputs that this run goes beyond are stored on the way.
+        place, follow = (output, begin, end), (begin2, end2, step)
+        work = (q_ptr, q_tile, maxima, place, follow, is_guess, count, done, o_partial_ptr, lse_partial_ptr)
+        if LONG > 0 and is_long:
+            o, lse, output = _attend_run(long_streams, *work, qk_scale, program, HKV, HEADS_PER_KV, HEAD_DIM, EARLY)
+        else:
+            o, lse, output = _attend_run(streams, *work, qk_scale, program, HKV, HEADS_PER_KV, HEAD_DIM, EARLY)
+        done += count
+
+        if count > 0:
+            # 4. Leave the partial of the last output; a guess also goes to its receiver.
+            slot = program + output
+            if SPEC and PHASE != REST:
+                if is_guess:
+                    _send_guess(
+                        o, lse, output, part, parts, spec_out_ptr, spec_lse_ptr, epoch, HKV * HEADS_PER_KV,
+                        HEADS_PER_KV, HEAD_DIM, GUESS_PARTS,
+                    )  # fmt: skip
+                    slot = PROGRAMS + HKV + output * GUESS_PARTS + part
+            _store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS_PER_KV)
