@@ -252,7 +252,9 @@ def launch_merge(
         Others as for `lean_decode_attention`.
     """
     outputs = lse.numel() // plan["HEADS_PER_KV"]
-    chunk, chunks, together = merge_sizes(head_dim, workspace.num_programs // outputs)
+    chunk, chunks, together = merge_sizes(
+        speculation is not None, lse.shape[1], head_dim, workspace.num_programs // outputs
+    )
     compiled = launch(kernel, (lse.numel() * chunks,))(
         seq_lens,
         workspace.o,

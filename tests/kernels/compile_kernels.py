@@ -135,7 +135,7 @@ def lean_merge(
 ) -> Any:  # fmt: skip
     """What merges the partials of `lean`."""
     constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, "all")
-    chunk, chunks, together = merge.merge_sizes(head_dim, 132 // (kv_heads * batch_size))
+    chunk, chunks, together = merge.merge_sizes(spec, heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size))
     constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
@@ -185,7 +185,7 @@ def turbo_merge(capability: int, heads_per_kv: int, head_dim: int, batch_size: i
     """What merges the partials of `turbo`."""
     constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec)
     programs = 132 * turbo_attention.GPU_SETTINGS.per_sm
-    chunk, chunks, together = merge.merge_sizes(head_dim, programs // (8 * batch_size))
+    chunk, chunks, together = merge.merge_sizes(spec, 8 * heads_per_kv, head_dim, programs // (8 * batch_size))
     constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
@@ -283,12 +283,13 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
     only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
+    sums = merge.num_sums(heads, 128)
     settle = {
-        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": 16 * heads, "SUMS_PAD": 16 * heads, "T": tp_size,
+        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
     } | pdl  # fmt: skip
     gates = dict.fromkeys(["redoes_ptr", "next_sends_ptr", "next_receives_ptr"], "*i32")
     decide = {
-        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": 16 * heads, "SUMS_PAD": 16 * heads, "T": tp_size,
+        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
         "T_PAD": tp_size,
     } | pdl  # fmt: skip
 
