@@ -97,7 +97,7 @@ def prefer_l1(compiled: Any, per_sm: int = 0) -> None:
     """Ask for all of an SM's memory as L1 wherever this kernel runs, but what `per_sm` programs need as shared memory.
 
     What is loaded into registers, as weight tiles and quantised records are, lies in L1 on its way. The attention
-    kernel over bf16 takes nearly all of an SM's memory as shared memory, and with dependent launches no SM is ever
+    kernel over bf16 takes most of an SM's memory as shared memory, and with dependent launches no SM is ever
     idle: without this wish each stays as attention left it for the whole layer, which costs 11 % of a step (8B shape,
     8K tokens, one H200).
 

@@ -284,11 +284,11 @@ def guess_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """In how many parts `A~` should leave: each has about as many tiles as a program asks for at once.
+    """In how many parts `A~` should leave: each has a tile less than `_settings` has in flight, but one at least.
 
-    Less one, as long as there are two: a tile less is what the guess comes sooner by. Tiles of 128 tokens are meant,
-    also where the device makes them shorter. One part with a batch; not so many that few programs are left for the
-    rest, or that merging them spills registers: 3 with more than 4 query heads to a KV head, 1 with more than 8. On
+    By copies, two tiles in a part, as many as are asked for at once, took longer than one. Tiles of 128 tokens are
+    meant, also where the device makes them shorter. One part with a batch; not so many that few programs are left for
+    the rest, or that merging them spills registers: 3 with more than 4 query heads to a KV head, 1 with more than 8. On
     Hopper only: elsewhere nothing has been measured.
     """
     heads_per_kv = num_qo_heads // num_kv_heads

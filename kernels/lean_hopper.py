@@ -26,22 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from .lean_kernel import (
-    ALL,
-    BUSY_TILES,
-    HEAD_START,
-    PREDICTOR,
-    REST,
-    head_of,
-    plan,
-    run_start,
-    start_after,
-    tiles_in,
-    token_ranges,
-)
-from .merge import inverse_of_sum, log2_of_sum
-from .prefetch import wait_cycles
-from .words import pack_words
+from .lean_kernel import REST, deal, head_of, normalise, plan, start_after, tiles_in, token_ranges, tokens_of_guess
+from .merge import send_guess, store_partial
 
 __all__ = ["lean_hopper_kernel"]
 
@@ -117,13 +103,6 @@ def _no_tokens(BLOCK_N: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _normalise(row_max, row_sum, acc):
-    """The end of an online softmax: o [D, ROWS] and lse [ROWS], base 2."""
-    row_sum = gl.sum(row_sum, 0)
-    return acc * inverse_of_sum(row_sum)[None, :], row_max + log2_of_sum(row_sum)
-
-
-@gluon.jit
 def _largest_of_warps(s):
     """Maxima [4, ROWS] of s [BLOCK_N, ROWS] over the tokens of each warp, which has 16 of every 64."""
     ROWS: gl.constexpr = s.shape[1]
@@ -131,41 +110,11 @@ def _largest_of_warps(s):
 
 
 @gluon.jit
-def _store_partial(o, lse, o_ptr, lse_ptr, slot, HEADS_PER_KV: gl.constexpr):
-    """Write the `HEADS_PER_KV` real rows of a partial, o [D, ROWS], into its slot."""
+def _numbers_of(o):
+    """Numbers of the columns and of the rows of o [D, ROWS], in its layout."""
     layout: gl.constexpr = o.type.layout
     rows = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, layout))
-    channels = gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, layout))
-    real = rows < HEADS_PER_KV
-    at = (slot * HEADS_PER_KV + rows)[None, :] * o.shape[0] + channels[:, None]
-    gl.store(o_ptr + at, o, mask=real[None, :])
-    gl.store(lse_ptr + slot * HEADS_PER_KV + rows, lse, mask=real)
-
-
-@gluon.jit
-def _send_guess(
-    o, lse, output, part, parts, spec_out_ptr, spec_lse_ptr, epoch, NUM_HEADS: gl.constexpr,
-    HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GUESS_PARTS: gl.constexpr,
-):  # fmt: skip
-    """Write a part of `A~` of an output, as `send_guess` of merge.py does."""
-    layout: gl.constexpr = o.type.layout
-    rows = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, layout))
-    channels = gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, layout))
-    exists = (rows < HEADS_PER_KV)[None, :] & (channels < HEAD_DIM)[:, None]
-    at = (output * HEADS_PER_KV + rows)[None, :] * HEAD_DIM + channels[:, None]
-    value = o
-    if epoch is not None:
-        value = pack_words(o, epoch)
-    gl.store(spec_out_ptr + part * (NUM_HEADS * HEAD_DIM) + at, value.to(spec_out_ptr.dtype.element_ty), mask=exists)
-    if GUESS_PARTS > 1:
-        lse_at = spec_lse_ptr + output * HEADS_PER_KV + rows
-        gl.store(lse_at + part * NUM_HEADS, pack_words(lse, epoch), mask=rows < HEADS_PER_KV)
-        if part == 0:
-            nothing = pack_words(gl.full_like(lse, float("-inf")), epoch)
-            zeros = pack_words(gl.zeros_like(o), epoch)
-            for absent in range(parts, GUESS_PARTS):
-                gl.store(lse_at + absent * NUM_HEADS, nothing, mask=rows < HEADS_PER_KV)
-                gl.store(spec_out_ptr + absent * (NUM_HEADS * HEAD_DIM) + at, zeros, mask=exists)
+    return rows, gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, layout))
 
 
 @gluon.jit
@@ -239,8 +188,8 @@ def _attend_run(
         if token >= end:
             token, end = follow[0], follow[1]
             if not is_guess:
-                o, lse = _normalise(row_max, row_sum, acc)
-                _store_partial(o, lse, o_ptr, lse_ptr, program + output, HEADS_PER_KV)
+                o, lse = normalise(row_max, row_sum, acc)
+                store_partial(o, lse, o_ptr, lse_ptr, program + output, *_numbers_of(o), HEADS_PER_KV)
                 row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
                 output += 1
                 _store_query(q_tile, next_q)
@@ -272,7 +221,7 @@ def _attend_run(
         acc = warpgroup_mma(v.permute((1, 0)), p_tile.permute((1, 0)), acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         token += BLOCK_N
-    o, lse = _normalise(row_max, row_sum, acc)
+    o, lse = normalise(row_max, row_sum, acc)
     return o, lse, output
 
 
@@ -324,22 +273,14 @@ def lean_hopper_kernel(
     )
     num_guesses = HKV * parts if SPEC and PHASE != REST else 0
     block_n = gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
-    tile = run_start(program, leaders, lead_run, followers, run, longer)
-    last = run_start(program + 1, leaders, lead_run, followers, run, longer)
-    if PHASE == PREDICTOR:
-        tile = last + 0
-    if SPEC and PHASE == ALL and PDL:
-        if (program >= num_guesses) & (total_rest >= BUSY_TILES * PROGRAMS):
-            wait_cycles(HEAD_START)
+    tile, last, guesses, turns = deal(
+        program, num_guesses, total_rest, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE, PDL
+    )
     sink, window = token_ranges(seq_len, chunk_size, SPEC)
     rest = tiles_in(window - sink, is_long, BLOCK_N)
     head = head_of(tile, rest, HKV)
 
-    # Turns: first guesses, each sent before the next turn, then the run.
-    guesses, turns, done = 0, (program >= 0).to(gl.int32), 0
-    if SPEC:
-        guesses = (num_guesses + PROGRAMS - 1 - program) // PROGRAMS
-        turns = gl.maximum(guesses + (tile < last).to(gl.int32), 1)
+    done = 0
     for turn in range(turns):
         # 2. Which output and tokens this turn begins with.
         is_guess = turn < guesses
@@ -348,17 +289,13 @@ def lean_hopper_kernel(
         begin2, end2, step = sink, window, 1
         if SPEC:
             guess = program + turn * PROGRAMS
-            sink_tiles = tiles_in(sink, is_long, BLOCK_N)
-            guess_tiles = sink_tiles + tiles_in(seq_len - window, is_long, BLOCK_N)
-            first, from_end = 0, sink
             if GUESS_PARTS > 1:
                 part = guess // HKV
-                first = part * part_tiles
-                guess_tiles = gl.minimum(guess_tiles - first, part_tiles)
-                from_end = gl.where(first < sink_tiles, sink, seq_len)
-                first = first * block_n + gl.where(first < sink_tiles, 0, window - sink_tiles * block_n)
+            first, first_end, guess_tiles = tokens_of_guess(
+                part, sink, window, seq_len, part_tiles, is_long, BLOCK_N, GUESS_PARTS
+            )
             output = gl.where(is_guess, guess % HKV, output)
-            begin, end = gl.where(is_guess, first, begin), gl.where(is_guess, from_end, end)
+            begin, end = gl.where(is_guess, first, begin), gl.where(is_guess, first_end, end)
             begin2, end2 = gl.where(is_guess, window, begin2), gl.where(is_guess, seq_len, end2)
             count, step = gl.where(is_guess, guess_tiles, count), gl.where(is_guess, 0, 1)
 
@@ -373,12 +310,12 @@ def lean_hopper_kernel(
 
         if count > 0:
             # 4. Leave the partial of the last output; a guess also goes to its receiver.
-            slot = program + output
+            slot, numbers = program + output, _numbers_of(o)
             if SPEC and PHASE != REST:
                 if is_guess:
-                    _send_guess(
-                        o, lse, output, part, parts, spec_out_ptr, spec_lse_ptr, epoch, HKV * HEADS_PER_KV,
+                    send_guess(
+                        o, lse, output, part, parts, HKV * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch, *numbers,
                         HEADS_PER_KV, HEAD_DIM, GUESS_PARTS,
                     )  # fmt: skip
                     slot = PROGRAMS + HKV + output * GUESS_PARTS + part
-            _store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, HEADS_PER_KV)
+            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, *numbers, HEADS_PER_KV)

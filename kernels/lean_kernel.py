@@ -18,24 +18,24 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .merge import await_partials, inverse_of_sum, log2_of_sum, merge_output, output_at, send_guess, store_partial
+from .merge import await_partials, inverse_of_sum, log2_of_sum, merge_output, send_guess, store_partial
 from .prefetch import prefetch, wait_cycles
 
 __all__ = [
     "ALL",
-    "BUSY_TILES",
-    "HEAD_START",
     "PREDICTOR",
     "REST",
+    "deal",
     "head_of",
     "lean_decode_kernel",
     "lean_merge_kernel",
     "locate",
+    "normalise",
     "plan",
-    "run_start",
     "start_after",
     "tiles_in",
     "token_ranges",
+    "tokens_of_guess",
 ]
 
 # The phase that a launch does. Of two launches the first leaves `A~` and its partial for the second; in between, `A~`
@@ -116,7 +116,7 @@ def _padded(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
 
 
 @triton.jit
-def _normalise(row_max, row_sum, acc):
+def normalise(row_max, row_sum, acc):
     """The end of an online softmax: o [D, ROWS] and lse [ROWS], base 2."""
     # Only here: a sum in every tile would have another layout than the maximum, and that would go through shared memory
     # twice a tile.
@@ -166,7 +166,9 @@ def _attend_run(
     REAL: tl.constexpr = 8 if HEADS_PER_KV <= 8 and ROWS == 16 else ROWS
     channels = tl.arange(0, D)
     offsets = tl.arange(0, BLOCK_N)
-    q_at, exists = output_at(0, ROWS, HEADS_PER_KV, D, HEAD_DIM)
+    rows = tl.arange(0, ROWS)
+    q_at = rows[:, None] * HEAD_DIM + channels[None, :]
+    exists = (rows < HEADS_PER_KV)[:, None] & (channels < HEAD_DIM)[None, :]
     row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
     slot, token, limit = program + output, begin - BLOCK_N, end + 0
     for i in tl.range(0, count, num_stages=STAGES):
@@ -188,10 +190,10 @@ def _attend_run(
         # Loaded with every tile, so that the wait for q and that for the first tile are one.
         q = tl.load(q_ptr + output * (HEADS_PER_KV * HEAD_DIM) + q_at, mask=exists, other=0.0)
         # Past the end the last token is read again: cheaper than a mask, and NaN of unused memory stays out.
-        rows = tl.minimum(offsets, left - 1).to(tl.int64)[:, None] * HEAD_DIM
+        tokens = tl.minimum(offsets, left - 1).to(tl.int64)[:, None] * HEAD_DIM
         base = output.to(tl.int64) * (capacity * HEAD_DIM) + token * HEAD_DIM
-        k_at = (k_ptr + base + channels)[None, :] + rows
-        v_at = (v_ptr + base + channels)[None, :] + rows
+        k_at = (k_ptr + base + channels)[None, :] + tokens
+        v_at = (v_ptr + base + channels)[None, :] + tokens
         if D == HEAD_DIM:
             k = tl.load(k_at, eviction_policy="evict_first")
             v = tl.load(v_at, eviction_policy="evict_first")
@@ -200,8 +202,8 @@ def _attend_run(
             k = tl.load(k_at, mask=inside, other=0.0, eviction_policy="evict_first")
             v = tl.load(v_at, mask=inside, other=0.0, eviction_policy="evict_first")
         if program + output != slot:
-            o, lse = _normalise(row_max, row_sum, acc)
-            store_partial(o, lse, o_ptr, lse_ptr, slot, REAL, HEADS_PER_KV, D)
+            o, lse = normalise(row_max, row_sum, acc)
+            store_partial(o, lse, o_ptr, lse_ptr, slot, tl.arange(0, REAL), channels, HEADS_PER_KV)
             row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
             # Adds 0, which the compiler does not know: with constants alone it splits the branch, and spills registers
             # on Blackwell.
@@ -216,7 +218,7 @@ def _attend_run(
         p, acc = _padded(p.to(v.dtype), BLOCK_N, ROWS, REAL), _padded(acc * alpha[None, :], D, ROWS, REAL)
         acc = _real(tl.dot(tl.trans(v), p, acc, input_precision="ieee"), D, ROWS, REAL)
         row_max = new_max
-    o, lse = _normalise(row_max, row_sum, acc)
+    o, lse = normalise(row_max, row_sum, acc)
     return o, lse, slot
 
 
@@ -329,6 +331,49 @@ def parts_of_guess(sink, window, chunk_size, is_long, BLOCK_N: tl.constexpr, GUE
 
 
 @triton.jit
+def tokens_of_guess(part, sink, window, seq_len, part_tiles, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
+    """What a part of a guess begins with, tokens [first, end), and how many tiles it has; [window, seq_len) follow."""
+    sink_tiles = tiles_in(sink, is_long, BLOCK_N)
+    tiles = sink_tiles + tiles_in(seq_len - window, is_long, BLOCK_N)
+    first, end = 0, sink
+    if GUESS_PARTS > 1:
+        block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
+        first = part * part_tiles
+        tiles = tl.minimum(tiles - first, part_tiles)
+        end = tl.where(first < sink_tiles, sink, seq_len)
+        first = first * block_n + tl.where(first < sink_tiles, 0, window - sink_tiles * block_n)
+    return first, end, tiles
+
+
+@triton.jit
+def deal(
+    program, num_guesses, total_rest, leaders, lead_run, followers, run, longer, PROGRAMS: tl.constexpr,
+    SPEC: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What a program does, after its head start is over that others may have.
+
+    Returns:
+        First tile of its run, and past the last one; how many guesses it has, and how many turns in all: first guesses,
+        each sent before the next turn, then the run.
+    """
+    # Schedule: (leaders, lead_run, followers, run, longer), see `_schedule`.
+    tile = run_start(program, leaders, lead_run, followers, run, longer)
+    last = run_start(program + 1, leaders, lead_run, followers, run, longer)
+    if PHASE == PREDICTOR:
+        tile = last + 0
+    if SPEC and PHASE == ALL and PDL:
+        if (program >= num_guesses) & (total_rest >= BUSY_TILES * PROGRAMS):
+            wait_cycles(HEAD_START)
+    # At least one turn, even with nothing to do: then what follows is no branch, and is computed while `seq_lens` is on
+    # its way.
+    guesses, turns = 0, (program >= 0).to(tl.int32)
+    if SPEC:
+        guesses = (num_guesses + PROGRAMS - 1 - program) // PROGRAMS
+        turns = tl.maximum(guesses + (tile < last).to(tl.int32), 1)
+    return tile, last, guesses, turns
+
+
+@triton.jit
 def start_after(EARLY: tl.constexpr):
     """Begin a dependent launch: wait for the kernel ahead, then let the merge start; EARLY: wait later.
 
@@ -438,21 +483,9 @@ def lean_decode_kernel(
     num_guesses = num_outputs * parts if SPEC and PHASE != REST else 0
     block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     rest_end = tl.cumsum(rest_tiles, 0)
-    tile = run_start(program, leaders, lead_run, followers, run, longer)
-    last = run_start(program + 1, leaders, lead_run, followers, run, longer)
-    if PHASE == PREDICTOR:
-        tile = last + 0
-
-    if SPEC and PHASE == ALL and PDL:
-        if (program >= num_guesses) & (total_rest >= BUSY_TILES * PROGRAMS):
-            wait_cycles(HEAD_START)
-
-    # Turns: first guesses, each sent before the next turn, then the run. At least one turn, even with
-    # nothing to do: then what follows is no branch, and is computed while `seq_lens` is on its way.
-    guesses, turns = 0, (program >= 0).to(tl.int32)
-    if SPEC:
-        guesses = (num_guesses + PROGRAMS - 1 - program) // PROGRAMS
-        turns = tl.maximum(guesses + (tile < last).to(tl.int32), 1)
+    tile, last, guesses, turns = deal(
+        program, num_guesses, total_rest, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE, PDL
+    )
     # With two tile loops, what neither changes is not moved ahead of both: that would spill registers and delay the
     # first copy.
     for turn in tl.range(turns, disable_licm=LONG > 0):
@@ -486,15 +519,10 @@ def lean_decode_kernel(
             prefetch(v_ptr + at, size)
             gdc_wait()
         if SPEC:
-            sink_tiles = tiles_in(sink_r, is_long, BLOCK_N)
-            guess_tiles = sink_tiles + tiles_in(seq_len - window_r, is_long, BLOCK_N)
-            first, from_end = 0, sink_r
-            if GUESS_PARTS > 1:
-                first = part * part_tiles
-                guess_tiles = tl.minimum(guess_tiles - first, part_tiles)
-                from_end = tl.where(first < sink_tiles, sink_r, seq_len)
-                first = first * block_n + tl.where(first < sink_tiles, 0, window_r - sink_tiles * block_n)
-            begin, end = tl.where(is_guess, first, begin), tl.where(is_guess, from_end, end)
+            first, first_end, guess_tiles = tokens_of_guess(
+                part, sink_r, window_r, seq_len, part_tiles, is_long, BLOCK_N, GUESS_PARTS
+            )
+            begin, end = tl.where(is_guess, first, begin), tl.where(is_guess, first_end, end)
             begin2, end2 = tl.where(is_guess, window_r, begin2), tl.where(is_guess, seq_len, end2)
             count = tl.where(is_guess, guess_tiles, count)
 
@@ -510,15 +538,15 @@ def lean_decode_kernel(
 
         if count > 0:
             # 4. Leave the partial of the last output; a guess also goes to its receiver.
-            current = slot - program
+            current, rows, channels = slot - program, tl.arange(0, o.shape[1]), tl.arange(0, D)
             if SPEC and PHASE != REST:
                 if is_guess:
                     send_guess(
-                        o, lse, current, part, parts, num_outputs, spec_out_ptr, spec_lse_ptr, epoch,
-                        o.shape[1], HEADS_PER_KV, D, HEAD_DIM, GUESS_PARTS,
+                        o, lse, current, part, parts, num_outputs * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch,
+                        rows, channels, HEADS_PER_KV, HEAD_DIM, GUESS_PARTS,
                     )  # fmt: skip
                     slot = PROGRAMS + num_outputs + current * GUESS_PARTS + part
-            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, o.shape[1], HEADS_PER_KV, D)
+            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, rows, channels, HEADS_PER_KV)
 
 
 @triton.jit

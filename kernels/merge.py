@@ -22,7 +22,6 @@ __all__ = [
     "merge_output",
     "merge_sizes",
     "num_sums",
-    "output_at",
     "send_guess",
     "store_partial",
 ]
@@ -76,20 +75,10 @@ def inverse_of_sum(x):
 
 
 @triton.jit
-def output_at(output, ROWS: tl.constexpr, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Offsets [ROWS, D] of one output's rows in `out` and the like, and which of them exist."""
-    rows = tl.arange(0, ROWS)
-    channels = tl.arange(0, D)
-    at = (output * HEADS_PER_KV + rows)[:, None] * HEAD_DIM + channels[None, :]
-    return at, (rows < HEADS_PER_KV)[:, None] & (channels < HEAD_DIM)[None, :]
-
-
-@triton.jit
-def store_partial(o, lse, o_ptr, lse_ptr, slot, ROWS: tl.constexpr, HEADS_PER_KV: tl.constexpr, D: tl.constexpr):
-    """Write the `HEADS_PER_KV` real rows of a partial, o [D, ROWS], into its slot."""
-    rows = tl.arange(0, ROWS)
+def store_partial(o, lse, o_ptr, lse_ptr, slot, rows, channels, HEADS_PER_KV: tl.constexpr):
+    """Write the `HEADS_PER_KV` real rows of a partial, o [D, ROWS], into its slot; rows, channels: their numbers."""
     real = rows < HEADS_PER_KV
-    tl.store(o_ptr + (slot * HEADS_PER_KV + rows)[None, :] * D + tl.arange(0, D)[:, None], o, mask=real[None, :])
+    tl.store(o_ptr + (slot * HEADS_PER_KV + rows)[None, :] * o.shape[0] + channels[:, None], o, mask=real[None, :])
     tl.store(lse_ptr + slot * HEADS_PER_KV + rows, lse, mask=real)
 
 
@@ -100,13 +89,13 @@ def send_guess(
     output,
     part,
     parts,  # how many have tokens
-    num_outputs,
+    num_heads,  # query heads of all outputs
     spec_out_ptr,
     spec_lse_ptr,  # or None, with one part
     epoch,  # or None
-    ROWS: tl.constexpr,
+    rows,  # [ROWS] and
+    channels,  # [D]: the numbers of o's columns and rows, in the layouts of a kernel that chooses its own
     HEADS_PER_KV: tl.constexpr,
-    D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GUESS_PARTS: tl.constexpr,
 ):
@@ -115,24 +104,24 @@ def send_guess(
     With an epoch as words, which need no fence and no flag behind them. The first part also writes those without
     tokens, as partials of no weight: the receiver does not know how many parts have tokens.
     """
-    at, exists = output_at(output, ROWS, HEADS_PER_KV, D, HEAD_DIM)
-    o = tl.trans(o)
+    real = rows < HEADS_PER_KV
+    exists = real[None, :] & (channels < HEAD_DIM)[:, None]
+    at = (output * HEADS_PER_KV + rows)[None, :] * HEAD_DIM + channels[:, None]
+    value, to = o, spec_out_ptr
     if epoch is not None:
-        o = pack_words(o, epoch)
-    to = spec_out_ptr
+        value = pack_words(o, epoch)
     if GUESS_PARTS > 1:
-        to += part * (num_outputs * HEADS_PER_KV * HEAD_DIM)
-    tl.store(to + at, o.to(spec_out_ptr.dtype.element_ty), mask=exists)
+        to += part * (num_heads * HEAD_DIM)
+    tl.store(to + at, value.to(spec_out_ptr.dtype.element_ty), mask=exists)
     if GUESS_PARTS > 1:
-        rows = tl.arange(0, ROWS)
         lse_at = spec_lse_ptr + output * HEADS_PER_KV + rows
-        tl.store(lse_at + part * (num_outputs * HEADS_PER_KV), pack_words(lse, epoch), mask=rows < HEADS_PER_KV)
+        tl.store(lse_at + part * num_heads, pack_words(lse, epoch), mask=real)
         if part == 0:
-            nothing = pack_words(tl.full([ROWS], float("-inf"), tl.float32), epoch)
-            zeros = pack_words(tl.zeros([ROWS, D], tl.float32), epoch)
+            nothing = pack_words(tl.where(rows >= 0, float("-inf"), lse), epoch)
+            zeros = pack_words(tl.where((channels >= 0)[:, None], 0.0, o), epoch)
             for absent in range(parts, GUESS_PARTS):
-                tl.store(lse_at + absent * (num_outputs * HEADS_PER_KV), nothing, mask=rows < HEADS_PER_KV)
-                tl.store(spec_out_ptr + absent * (num_outputs * HEADS_PER_KV * HEAD_DIM) + at, zeros, mask=exists)
+                tl.store(lse_at + absent * num_heads, nothing, mask=real)
+                tl.store(spec_out_ptr + absent * (num_heads * HEAD_DIM) + at, zeros, mask=exists)
 
 
 @triton.jit

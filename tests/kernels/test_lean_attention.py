@@ -462,8 +462,9 @@ def test_where_sink_and_window_meet_the_guess_is_exact(device: torch.device, dty
     assert not launch.speculation.sums[..., 0].any()
 
 
-def test_the_same_bits_every_time(device: torch.device, dtype: torch.dtype) -> None:
-    launch = Launch.draw((900,), 4, 2, 64, device, 30, S, dtype)
+@pytest.mark.parametrize("lengths", [(900, 400), (900,)], ids=["ragged", "one"])
+def test_the_same_bits_every_time(device: torch.device, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    launch = Launch.draw(lengths, 4, 2, 64, device, 30, S, dtype)
     launch.run()
     assert launch.speculation is not None
     first = [
