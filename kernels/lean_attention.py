@@ -36,7 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .launch import launch, prefer_l1
 from .lean_hopper import lean_hopper_kernel
 from .lean_kernel import lean_decode_kernel, lean_merge_kernel
-from .merge import merge_sizes, num_sums
+from .merge import MERGE_REGISTERS, merge_sizes, num_sums
 
 __all__ = [
     "LeanWorkspace",
@@ -268,6 +268,7 @@ def launch_merge(
         CHUNKS=chunks,
         ROUND=together,
         num_warps=1,
+        maxnreg=MERGE_REGISTERS,
         # Lanes that hold the same sum may each store it: no product may be fused into one of their additions.
         enable_fp_fusion=False,
         **plan,

@@ -16,6 +16,7 @@ import triton.language as tl
 from .words import INTERPRETED, pack_words
 
 __all__ = [
+    "MERGE_REGISTERS",
     "await_partials",
     "inverse_of_sum",
     "log2_of_sum",
@@ -35,6 +36,8 @@ CHUNK = 8
 SPEC_CHUNK = 16
 FEW_PROGRAMS = 128
 MERGE_VALUES = 2048  # that a program loads at once: 64 registers
+# By itself ptxas aims at 64 in all, and delays loads until others have come.
+MERGE_REGISTERS = 128
 
 
 def _chunk(spec: bool, num_qo_heads: int, head_dim: int) -> int:
@@ -137,26 +140,39 @@ def await_partials(slot, runs):
 
 
 @triton.jit
-def _merge(
+def _load_partials(
     o_ptr, lse_ptr, slot, count, head, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Merge a head's partials in `count` slots from `slot` on, N at most, for channels from `first` on.
+    """A head's partials in `count` slots from `slot` on, N at most, for channels from `first` on.
 
     All lanes that load channels of a partial load its `lse` as well, so that nothing but sums crosses lanes.
 
     Returns:
-        m = max lse and sum 2^(lse - m), [lanes], and sum 2^(lse - m) o, [lanes, LANE].
+        lse [N, lanes], -inf of those that there are none of, and o [N, lanes, LANE].
     """
     LANES: tl.constexpr = CHUNK // LANE
     slots, channels = tl.arange(0, N)[:, None], tl.arange(0, CHUNK)[None, :]
     # As one dimension, of which there is one way to lie in lanes; of two, Triton 3.6 and 3.7 choose different ones.
     place = tl.arange(0, N * LANES) // LANES
+    # What no lane changes is added first: then all addresses of a lane are one and constants.
+    row = slot * HEADS_PER_KV + head
     # .cg: other SMs wrote these, and L1 may hold older bytes.
-    lse_at, o_at = (slot + place) * HEADS_PER_KV + head, ((slot + slots) * HEADS_PER_KV + head) * D + first + channels
-    lse = tl.load(lse_ptr + lse_at, mask=place < count, other=float("-inf"), cache_modifier=".cg")
-    o = tl.load(o_ptr + o_at, mask=(slots < count) & (channels >= 0), other=0.0, cache_modifier=".cg")
-    lse, o = tl.reshape(lse, [N, LANES]), tl.reshape(o, [N, LANES, LANE])
+    lse = tl.load(lse_ptr + row + place * HEADS_PER_KV, mask=place < count, other=float("-inf"), cache_modifier=".cg")
+    o = tl.load(
+        o_ptr + (row * D + first) + (slots * (HEADS_PER_KV * D) + channels),
+        mask=(slots < count) & (channels >= 0), other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    return tl.reshape(lse, [N, LANES]), tl.reshape(o, [N, LANES, LANE])
+
+
+@triton.jit
+def _merge(lse, o):
+    """Merge what `_load_partials` has loaded.
+
+    Returns:
+        m = max lse and sum 2^(lse - m), [lanes], and sum 2^(lse - m) o, [lanes, LANE].
+    """
     row_max = tl.max(lse, 0)
     # Without partials the maximum is -inf; 0 avoids -inf - -inf there.
     weight = tl.exp2(lse - tl.where(row_max == float("-inf"), 0.0, row_max)[None, :])
@@ -198,15 +214,19 @@ def merge_output(
     o = sum_s 2^(lse_s - m) o_s / l,   l = sum_s 2^(lse_s - m),   lse = m + log2 l,   m = max_s lse_s
     """
     lanes, first = tl.arange(0, CHUNK // LANE), chunk * CHUNK
-    row_max, row_sum, o = _merge(o_ptr, lse_ptr, slot, runs, head, first, HEADS_PER_KV, D, CHUNK, ROUND)
+    lse, o = _load_partials(o_ptr, lse_ptr, slot, runs, head, first, HEADS_PER_KV, D, CHUNK, ROUND)
     if SPEC:
         # As many slots as there are lanes for, more than parts.
         PARTS: tl.constexpr = 32 * LANE // CHUNK
-        guess = _merge(o_ptr, lse_ptr, spec_slot, parts, head, first, HEADS_PER_KV, D, CHUNK, PARTS)
+        guess = _load_partials(o_ptr, lse_ptr, spec_slot, parts, head, first, HEADS_PER_KV, D, CHUNK, PARTS)
+    row_max, row_sum, o = _merge(lse, o)
+    if SPEC:
+        guess = _merge(guess[0], guess[1])
         spec_o = guess[2] * inverse_of_sum(guess[1])[:, None]
         row_max, row_sum, o = _add(guess[0], guess[1], guess[2], row_max, row_sum, o)
     for done in tl.range(ROUND, runs, ROUND):
-        more = _merge(o_ptr, lse_ptr, slot + done, runs - done, head, first, HEADS_PER_KV, D, CHUNK, ROUND)
+        left = runs - done
+        more = _merge(*_load_partials(o_ptr, lse_ptr, slot + done, left, head, first, HEADS_PER_KV, D, CHUNK, ROUND))
         row_max, row_sum, o = _add(row_max, row_sum, o, more[0], more[1], more[2])
     o = o * inverse_of_sum(row_sum)[:, None]
     channels = first + lanes[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -139,7 +139,9 @@ def lean_merge(
     constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
-    return compile_for(capability, lean_kernel.lean_merge_kernel, 1, constants, fuses=False, out_ptr="*bf16")
+    return compile_for(
+        capability, lean_kernel.lean_merge_kernel, 1, constants, False, merge.MERGE_REGISTERS, out_ptr="*bf16"
+    )
 
 
 @functools.cache
@@ -189,7 +191,9 @@ def turbo_merge(capability: int, heads_per_kv: int, head_dim: int, batch_size: i
     constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
-    return compile_for(capability, turbo_kernel.turbo_merge_kernel, 1, constants, fuses=False, out_ptr="*bf16")
+    return compile_for(
+        capability, turbo_kernel.turbo_merge_kernel, 1, constants, False, merge.MERGE_REGISTERS, out_ptr="*bf16"
+    )
 
 
 def _turbo_plan(capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool) -> dict[str, Any]:
