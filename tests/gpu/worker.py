@@ -6,6 +6,7 @@ torchrun starts one job for each number of ranks. Prompts of one batch size shar
 import gc
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,13 +20,14 @@ WARM = SamplingConfig(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k
 
 def main() -> int:
     cases = json.loads(Path(sys.argv[1]).read_text())
-    found = {}
+    found, start = {}, time.monotonic()
     for run in cases["runs"]:
         engine = Engine(validate(EngineConfig, run["engine"], "worker"))
         found[run["name"]] = rows = []
         code = run_guarded(engine.heartbeat, lambda engine=engine, run=run, rows=rows: work(engine, run, cases, rows))
         assert code == 0
         rank = engine.placement.rank
+        print(f"rank {rank}: {run['name']} after {time.monotonic() - start:.0f} s", flush=True)
         engine.close()
         del engine
         gc.collect()
