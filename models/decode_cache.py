@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels.decode_attention import CacheLayer, KVLayer, attend, attend_workspace
 from ..kernels.flashq_kernels import turbo_append, turbo_compact
 from ..kernels.flashq_layout import TurboLayer
-from ..kernels.lean_attention import Ahead, Phase, Speculation
+from ..kernels.lean_attention import Phase, Speculation
 
 __all__ = ["DecodeCache"]
 
@@ -77,10 +77,10 @@ class DecodeCache:
         speculation: Speculation | None = None,
         phase: Phase = "all",
         gate: Tensor | None = None,
-        ahead: Ahead = "all",
+        newest_only: bool = False,
     ) -> None:
         """Decode attention, as `lean_decode_attention`."""
         attend(
             q, self._layers[layer], self._seq_lens, self._sm_scale, self._workspace, out, lse, speculation, phase, gate,
-            ahead,
+            newest_only,
         )  # fmt: skip

@@ -211,7 +211,7 @@ class Decoder:
             self._paired_attention(layer, self.pairing, self.pairing.handover)
             return
         # The projection ahead has written q and the newest token, and nothing else that attention reads.
-        self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse, ahead="newest")
+        self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse, newest_only=True)
 
     def _paired_attention(self, layer: int, pairing: Pairing, handover: Handover) -> None:
         """The sender hands over, attends and decides; the receiver takes the guess. Neither waits for the other's end.
@@ -222,8 +222,7 @@ class Decoder:
         take_turn(handover, layer, pairing.hits, PATIENCE_NS)
         send_handover(handover, layer, at.x, *cache.newest(layer))
         speculation = handover.speculation(layer, pairing.chunk_size, pairing.sums)
-        # The message ahead is written into the paired rank's memory only.
-        cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=handover.sends, ahead="none")
+        cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=handover.sends)
         decide(
             handover, layer, pairing.sums, pairing.live, pairing.threshold, pairing.hits, PATIENCE_NS,
             pairing.forced,

@@ -93,14 +93,13 @@ def lean(
     phase: str = "all",
     kv_heads: int = 8,
     guess_parts: int = 1,
-    ahead: lean_attention.Ahead = "newest",
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
     copies = lean_by_copies(capability, heads_per_kv, head_dim, batch_size)
     constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, phase) | {
         "ROWS": max(8 if copies else 16, triton.next_power_of_2(heads_per_kv)),
         "STAGES": _lean_settings(capability, head_dim, copies)[2],
-        "WAIT": lean_attention.wait_of(ahead, capability >= 90, gate or None, spec or None),
+        "EARLY": capability >= 90 and not spec and not gate,
     }  # fmt: skip
     if phase != "all":
         constants |= dict.fromkeys(["epoch_ptr"])
@@ -168,24 +167,13 @@ def _lean_plan(
     }  # fmt: skip
 
 
-def turbo(
-    capability: int,
-    heads_per_kv: int,
-    head_dim: int,
-    batch_size: int,
-    spec: bool,
-    sas: bool = False,
-    gate: bool = False,
-    ahead: lean_attention.Ahead = "newest",
-) -> Any:
+def turbo(capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False) -> Any:
     """The attention kernel as `turbo_decode_attention` launches it."""
     settings = turbo_attention.GPU_SETTINGS
     constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec) | {
-        "PER_SM": settings.per_sm, "SAS": sas, "BULK": capability >= 90,
-        "WAIT": lean_attention.wait_of(ahead, capability >= 90, gate or None, spec or None),
+        "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
+        "EARLY": capability >= 90 and not spec, "BULK": capability >= 90,
     }  # fmt: skip
-    if not gate:
-        constants["gate_ptr"] = None
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
     types = {"spec_out_ptr": "*i64"} if spec else {}

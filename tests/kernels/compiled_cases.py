@@ -31,7 +31,6 @@ from paired_ranks import pairs
 
 from alspec.kernels import (
     handover,
-    lean_attention,
     next_token,
     projections,
     push,
@@ -229,7 +228,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "turbo, 6 x 64, fp16, turns, guess": sound(
         lambda: turbo((65, 40, 500), 6, 2, 64, 2, S, dtype=torch.float16, num_warps=2)
     ),
-    "turbo, 4 x 128, bf16, ahead of the wait": sound(lambda: _turns(WAIT=lean_attention.WAITS["newest"])),
+    "turbo, 4 x 128, bf16, ahead of the wait": sound(lambda: _turns(EARLY=True)),
     "3 requests, a part of a chunk": sound(lambda: several(3, 200, 40, torch.bfloat16, False)),
     "8 requests, one chunk, fp16": sound(lambda: several(8, 1024, 24, torch.float16, False)),
     "2 requests, chunks of several tiles": sound(lambda: several(2, 1664, 88, torch.bfloat16, True)),

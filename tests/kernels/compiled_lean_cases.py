@@ -87,7 +87,7 @@ def hopper(
         "lean_merge_kernel": Emulated(lean_attention.lean_merge_kernel, 90),
     }
     gated = None if gate is None else torch.tensor([gate], dtype=torch.int32)
-    attend = partial(lean_attention.lean_decode_attention, gate=gated, ahead="newest" if early else "all")
+    attend = partial(lean_attention.lean_decode_attention, gate=gated, newest_only=early)
     with (
         mock.patch.multiple(lean_attention, **kernels),
         mock.patch.object(lean_attention, "_settings", return_value=(block_n, long_run, stages, True)),

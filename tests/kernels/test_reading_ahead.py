@@ -6,21 +6,14 @@ import math
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.flashq_kernels import turbo_compact
-from alspec.kernels.launch import launch_options
-from alspec.kernels.lean_attention import Ahead, LeanWorkspace, Speculation, lean_decode_attention
-from alspec.kernels.merge import num_sums
-from alspec.kernels.prefetch import wait_cycles
+from alspec.kernels.lean_attention import LeanWorkspace, lean_decode_attention
 from alspec.kernels.probes import increment
 from alspec.kernels.projections import qkv_rope_append
 from alspec.kernels.turbo_attention import turbo_decode_attention, turbo_settings
 from alspec.launch.bench_turbo import TurboCase
-from alspec.launch.spec_ready import pair_speculation
 
 HEADS, KV_HEADS, HIDDEN = 8, 2, 512
 LAYERS, STEPS = 4, 4
@@ -46,9 +39,7 @@ class Chain:
     projection and attention. Whoever reads any of it too early sees other lengths, an old record or NaN.
     """
 
-    def __init__(
-        self, codec: str, head_dim: int, lengths: tuple[int, ...], device: torch.device, guess: bool = False
-    ) -> None:
+    def __init__(self, codec: str, head_dim: int, lengths: tuple[int, ...], device: torch.device) -> None:
         batch = len(lengths)
 
         def normal(*shape: int) -> Tensor:
@@ -74,43 +65,29 @@ class Chain:
         kept = [] if self.turbo is None else [tensor for at in self.turbo[:LAYERS] for tensor in at.tensors.values()]
         self.cache = [self.k, self.v, *kept]
         self.before = [tensor.clone() for tensor in self.cache]
-        self.speculation = self._speculation() if guess else None
-        self.gates = torch.tensor([1, 0, 1], dtype=torch.int32, device=device).split(1)
-        self.counts = torch.zeros(2, 1, dtype=torch.int32, device=device)  # what `dawdle` reads late, and what it read
 
-    def _speculation(self) -> Speculation:
-        if self.turbo is None:
-            return pair_speculation(64, self.q, KV_HEADS, self.q.device)[0]
-        sums = torch.zeros(self.q.shape[0], num_sums(HEADS, self.dim), 2, device=self.q.device)
-        return Speculation(64, torch.zeros_like(self.q), sums)
-
-    def run(self, ahead: Ahead) -> None:
+    def run(self, newest_only: bool) -> None:
         """All of it, from the first length on."""
         self.seq_lens.copy_(self.first)
         for step in range(STEPS):
-            increment(self.seq_lens, self.seq_lens, pdl=ahead != "all")
+            increment(self.seq_lens, self.seq_lens, pdl=newest_only)
             for layer in range(LAYERS):
-                self.launch(step, layer, ahead)
+                self.launch(step, layer, newest_only)
             for layer in range(LAYERS if self.turbo is not None else 0):
                 turbo_compact(self.turbo[layer], self.seq_lens)
 
-    def launch(self, step: int, layer: int, ahead: Ahead) -> None:
-        """Projection and attention of one layer; with a guess another kernel between them, and one behind."""
+    def launch(self, step: int, layer: int, newest_only: bool) -> None:
+        """Projection and attention of one layer."""
         cache = None if self.turbo is None else self.turbo[layer]
         k, v = self.k[layer], self.v[layer]
         qkv_rope_append(
             self.x[step, layer], self.squares, self.weight, self.rope, self.seq_lens, self.q, k, v, 0.0, layer=cache
         )
         rest = (self.seq_lens, self.dim**-0.5, self.workspace, self.out[step, layer], self.lse)
-        if self.speculation is not None:
-            rest += (self.speculation, "all", self.gates[layer % 3])
-            dawdle(self.counts[0], self.counts[1], self.out.device)
         if cache is None:
-            lean_decode_attention(self.q, k, v, *rest, ahead=ahead)
+            lean_decode_attention(self.q, k, v, *rest, newest_only=newest_only)
         else:
-            turbo_decode_attention(self.q, cache, *rest, ahead=ahead)
-        if self.speculation is not None:
-            increment(self.counts[0], self.counts[0], pdl=ahead != "all")
+            turbo_decode_attention(self.q, cache, *rest, newest_only=newest_only)
 
     def poison(self) -> None:
         """The caches as they were, and NaN where new tokens and outputs go."""
@@ -118,7 +95,6 @@ class Chain:
             tensor.copy_(before)
         self.q.fill_(math.nan)
         self.out.fill_(math.nan)
-        self.counts.zero_()
         for request, length in enumerate(self.first.tolist()):
             at = slice(length, length + STEPS) if self.turbo is None else slice(0, 1)
             self.k[:, request, :, at] = math.nan
@@ -134,58 +110,17 @@ def test_older_tokens_may_be_read_before_the_newest_is_there(
     torch.manual_seed(sum(lengths))
     chain = Chain(codec, head_dim, lengths, torch.device("cuda"))
     chain.poison()
-    chain.run("all")
+    chain.run(newest_only=False)
     torch.cuda.synchronize()
     expected = chain.out.clone()
     assert bool(expected.isfinite().all())
     chain.poison()
-    compare(chain, "newest", expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize(("codec", "head_dim", "lengths"), CASES, ids=str)
-def test_with_a_guess_only_the_end_may_wait(codec: str, head_dim: int, lengths: tuple[int, ...]) -> None:
-    """The kernel ahead ends long after its own wait. Of gates, two of three are open; what is behind waits for all."""
-    torch.manual_seed(sum(lengths))
-    chain = Chain(codec, head_dim, lengths, torch.device("cuda"), guess=True)
-    chain.poison()
-    chain.run("all")
-    torch.cuda.synchronize()
-    expected, sums = chain.out.clone(), chain.speculation.sums.clone()
-    closed = torch.arange(LAYERS) % 3 == 1
-    assert bool(expected[:, ~closed].isfinite().all())
-    assert bool(expected[:, closed].isnan().all())
-    compare(chain, "none", expected.nan_to_num(7.0))
-    assert torch.equal(chain.speculation.sums, sums)
-    # The last `dawdle` read what all steps but itself had counted: nobody behind it had counted on before it ended.
-    assert chain.counts.tolist() == [[STEPS * LAYERS], [STEPS * LAYERS - 1]]
-
-
-def compare(chain: Chain, ahead: Ahead, expected: Tensor) -> None:
-    """Replays of a captured chain with the result of one launched kernel by kernel."""
-    chain.run(ahead)  # compiles
+    chain.run(newest_only=True)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain.run(ahead)
+        chain.run(newest_only=True)
     for _ in range(5):
         chain.poison()
         graph.replay()
-        found = chain.out if ahead == "newest" else chain.out.nan_to_num(7.0)
-        assert torch.equal(found, expected)
-
-
-@triton.jit
-def _dawdle_kernel(count_ptr, seen_ptr, PDL: tl.constexpr):
-    """Lets the next launch begin once its own wait is over, and long after that reads a count."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    wait_cycles(40000)
-    tl.store(seen_ptr, tl.load(count_ptr, volatile=True))
-
-
-def dawdle(count: Tensor, seen: Tensor, device: torch.device) -> None:
-    """`seen = count`, 20 us later."""
-    _dawdle_kernel[(1,)](count, seen, num_warps=1, **launch_options(device))
+        assert torch.equal(chain.out, expected)

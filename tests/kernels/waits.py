@@ -126,9 +126,6 @@ def main() -> None:
         "turbo": compile_kernels.turbo(90, 4, 128, 1, False),
         "turbo, batch 8, guess": compile_kernels.turbo(90, 4, 128, 8, True),
         "turbo, head 64": compile_kernels.turbo(90, 7, 64, 1, False),
-        "lean, waits last": compile_kernels.lean(90, 4, 128, 1, True, True, guess_parts=3, ahead="none"),
-        "lean, batch 8, waits last": compile_kernels.lean(90, 4, 128, 8, True, True, ahead="none"),
-        "turbo, waits last": compile_kernels.turbo(90, 4, 128, 1, True, gate=True, ahead="none"),
     }
     for gate in (False, True):
         kernels |= {
