@@ -155,7 +155,7 @@ def _load_partials(
     slots, channels = tl.arange(0, N)[:, None], tl.arange(0, CHUNK)[None, :]
     # As one dimension, of which there is one way to lie in lanes; of two, Triton 3.6 and 3.7 choose different ones.
     place = tl.arange(0, N * LANES) // LANES
-    # What no lane changes is added first: then all addresses of a lane are one and constants.
+    # What no lane changes is added first: addresses then take fewer instructions.
     row = slot * HEADS_PER_KV + head
     # .cg: other SMs wrote these, and L1 may hold older bytes.
     lse = tl.load(lse_ptr + row + place * HEADS_PER_KV, mask=place < count, other=float("-inf"), cache_modifier=".cg")
