@@ -221,7 +221,7 @@ def merge_output(
         guess = _load_partials(o_ptr, lse_ptr, spec_slot, parts, head, first, HEADS_PER_KV, D, CHUNK, PARTS)
     row_max, row_sum, o = _merge(lse, o)
     if SPEC:
-        guess = _merge(guess[0], guess[1])
+        guess = _merge(*guess)
         spec_o = guess[2] * inverse_of_sum(guess[1])[:, None]
         row_max, row_sum, o = _add(guess[0], guess[1], guess[2], row_max, row_sum, o)
     for done in tl.range(ROUND, runs, ROUND):
