@@ -9,7 +9,7 @@ another, so nothing can deadlock, and the result has the same bits every time.
 
 With `chunk_size` (S) given, each output's sink and window are the first work of one program, or of several, a part
 each. The result is `A~`, which leaves at once, and it is also one more partial of the full output. The program's run of
-other tiles is that much shorter. The words of the schedule (output, run, rest, leader, ...) are in lean_kernel.py. On
+other tiles is that much shorter. The words of the schedule (output, run, rest, leader, ...) are in lean_schedule.py. On
 Hopper, tiles of one request come as lean_hopper.py says; otherwise the compiler arranges their loads.
 
 Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level Speculation (Cai et al., 2025), Algorithm 3.
@@ -42,7 +42,7 @@ __all__ = [
     "LeanWorkspace",
     "Phase",
     "Speculation",
-    "check_sums",
+    "check_speculation",
     "guess_parts",
     "launch_merge",
     "lean_decode_attention",
@@ -156,16 +156,8 @@ def lean_decode_attention(
         raise ValueError(f"q: {num_qo_heads} heads are no multiple of {num_kv_heads} KV heads")
     if capacity * head_dim >= 2**31:
         raise ValueError(f"k_cache: {capacity} tokens of one head overflow 32-bit offsets")
-    check_sums(speculation, q)
+    check_speculation(speculation, q, phase, MAX_GUESS_PARTS)
     parts = speculation.parts if speculation else 1
-    if parts > 1:
-        assert speculation is not None
-        if batch_size > 1 or phase != "all" or speculation.epoch is None or parts > MAX_GUESS_PARTS:
-            raise ValueError(
-                f"spec_lse: expected {MAX_GUESS_PARTS} parts at most, of one request, as words, in one launch"
-            )
-        if speculation.spec_out.shape != (parts, *q.shape):
-            raise ValueError(f"spec_out: expected {[parts, *q.shape]}, found {list(speculation.spec_out.shape)}")
     heads_per_kv = num_qo_heads // num_kv_heads
     heads_pad = triton.next_power_of_2(heads_per_kv)
     width = triton.next_power_of_2(head_dim)
@@ -225,12 +217,19 @@ def lean_decode_attention(
     )
 
 
-def check_sums(speculation: Speculation | None, q: Tensor) -> None:
-    """Raise ValueError if the sums of a speculation have no place for all that attention of q [B, Hq, D] writes."""
-    if speculation is not None:
-        expected = (q.shape[0], num_sums(q.shape[1], q.shape[2]), 2)
-        if speculation.sums.shape != expected:
-            raise ValueError(f"sums: expected {list(expected)}, found {list(speculation.sums.shape)}")
+def check_speculation(speculation: Speculation | None, q: Tensor, phase: Phase, most_parts: int) -> None:
+    """Raise ValueError if attention of q [B, Hq, D] cannot write all that it should where a speculation has place."""
+    if speculation is None:
+        return
+    expected = (q.shape[0], num_sums(q.shape[1], q.shape[2]), 2)
+    if speculation.sums.shape != expected:
+        raise ValueError(f"sums: expected {list(expected)}, found {list(speculation.sums.shape)}")
+    parts = speculation.parts
+    if parts > 1:
+        if q.shape[0] > 1 or phase != "all" or speculation.epoch is None or parts > most_parts:
+            raise ValueError(f"spec_lse: expected {most_parts} parts at most, of one request, as words, in one launch")
+        if speculation.spec_out.shape != (parts, *q.shape):
+            raise ValueError(f"spec_out: expected {[parts, *q.shape]}, found {list(speculation.spec_out.shape)}")
 
 
 def launch_merge(

@@ -1,6 +1,6 @@
 """Lean decode attention of one request on Hopper: the launch of lean_kernel.py with its own way of streaming.
 
-Schedule, turns, slots and partials are those of lean_kernel.py, whose words are used here. What differs is how tiles
+Schedule, turns, slots and partials are those of lean_schedule.py, whose words are used here. What differs is how tiles
 come: one instruction (TMA) copies K or V of a tile into shared memory, and as soon as the tile has been read, the one
 that is STAGES further on is on its way to the same place. So a program always has the same bytes on their way, and few
 are enough: with 64 KB on each SM memory is busy, and what is asked for next, such as a guess, waits for less.
@@ -26,7 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from .lean_kernel import REST, deal, head_of, normalise, plan, start_after, tiles_in, token_ranges, tokens_of_guess
+from .lean_kernel import normalise
+from .lean_schedule import (
+    REST,
+    deal,
+    give_head_start,
+    head_of,
+    plan,
+    start_after,
+    tiles_in,
+    token_ranges,
+    tokens_of_guess,
+)
 from .merge import send_guess, store_partial
 
 __all__ = ["lean_hopper_kernel"]
@@ -283,6 +294,7 @@ def lean_hopper_kernel(
     done = 0
     for turn in range(turns):
         # 2. Which output and tokens this turn begins with.
+        give_head_start(program, turn, num_guesses, total_rest, PROGRAMS, SPEC, PHASE, PDL)
         is_guess = turn < guesses
         output, part = head, 0
         begin, end, count = sink + (tile - head * rest) * block_n, window, last - tile

@@ -129,11 +129,16 @@ def send_guess(
 
 @triton.jit
 def await_partials(slot, runs):
-    """`gdc_wait`, once these are computed: the compiler would move to behind the wait what nobody needs before."""
+    """`gdc_wait`, once these are computed: the compiler would move to behind the wait what nobody needs before.
+
+    Declares shared memory, which nobody uses: without any, programs did not start beside the attention, whose SMs have
+    their memory split otherwise than a merge asks for, but when it had ended, 0.4 to 0.7 us later (H200).
+    """
     if not INTERPRETED:
         slot, runs = tl.inline_asm_elementwise(
-            "{ .reg .pred known; .reg .b32 both; or.b32 both, $2, $3; setp.ne.u32 known, both, 0xFFFFFFFF;"
-            " @known griddepcontrol.wait; mov.b32 $0, $2; mov.b32 $1, $3; }",
+            "{ .shared .align 4 .b8 unused[4]; .reg .pred known; .reg .b32 both, place; or.b32 both, $2, $3;"
+            " setp.ne.u32 known, both, 0xFFFFFFFF; @known griddepcontrol.wait; mov.u32 place, unused;"
+            " @!known st.shared.b32 [place], both; mov.b32 $0, $2; mov.b32 $1, $3; }",
             "=&r,=r,r,r", [slot, runs], dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     return slot, runs
@@ -141,50 +146,76 @@ def await_partials(slot, runs):
 
 @triton.jit
 def _load_partials(
-    o_ptr, lse_ptr, slot, count, head, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    N: tl.constexpr,
+    o_ptr, lse_ptr, row, at, count, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """A head's partials in `count` slots from `slot` on, N at most, for channels from `first` on.
+    """A head's partials from number `at` on, one for each LANES lanes, or with SPREAD = 0 that number in all lanes.
 
     All lanes that load channels of a partial load its `lse` as well, so that nothing but sums crosses lanes.
 
+    Args:
+        row: of the workspace, where number 0 lies.  at: a constant.  count: how many there are.  first: channel.
     Returns:
-        lse [N, lanes], -inf of those that there are none of, and o [N, lanes, LANE].
+        lse [SLOTS, LANES], -inf of those that there are none of, and o [SLOTS, LANES, LANE]; SLOTS LANES = 32.
     """
     LANES: tl.constexpr = CHUNK // LANE
-    slots, channels = tl.arange(0, N)[:, None], tl.arange(0, CHUNK)[None, :]
+    SLOTS: tl.constexpr = 32 // LANES
     # As one dimension, of which there is one way to lie in lanes; of two, Triton 3.6 and 3.7 choose different ones.
-    place = tl.arange(0, N * LANES) // LANES
-    # What no lane changes is added first: addresses then take fewer instructions.
-    row = slot * HEADS_PER_KV + head
+    place = tl.arange(0, 32) // LANES * SPREAD
+    slots, channels = tl.arange(0, SLOTS)[:, None] * SPREAD, tl.arange(0, CHUNK)[None, :]
+    # What is constant is added last, and so is part of the instruction: all loads have one address.
+    lse_at = lse_ptr + row + place * HEADS_PER_KV + at * HEADS_PER_KV
+    o_at = o_ptr + (row * D + first) + (slots * (HEADS_PER_KV * D) + channels) + at * (HEADS_PER_KV * D)
     # .cg: other SMs wrote these, and L1 may hold older bytes.
-    lse = tl.load(lse_ptr + row + place * HEADS_PER_KV, mask=place < count, other=float("-inf"), cache_modifier=".cg")
-    o = tl.load(
-        o_ptr + (row * D + first) + (slots * (HEADS_PER_KV * D) + channels),
-        mask=(slots < count) & (channels >= 0), other=0.0, cache_modifier=".cg",
-    )  # fmt: skip
-    return tl.reshape(lse, [N, LANES]), tl.reshape(o, [N, LANES, LANE])
+    lse = tl.load(lse_at, mask=place + at < count, other=float("-inf"), cache_modifier=".cg")
+    o = tl.load(o_at, mask=(slots + at < count) & (channels >= 0), other=0.0, cache_modifier=".cg")
+    return tl.reshape(lse, [SLOTS, LANES]), tl.reshape(o, [SLOTS, LANES, LANE])
 
 
 @triton.jit
-def _merge(lse, o):
-    """Merge what `_load_partials` has loaded.
-
-    Returns:
-        m = max lse and sum 2^(lse - m), [lanes], and sum 2^(lse - m) o, [lanes, LANE].
-    """
-    row_max = tl.max(lse, 0)
-    # Without partials the maximum is -inf; 0 avoids -inf - -inf there.
-    weight = tl.exp2(lse - tl.where(row_max == float("-inf"), 0.0, row_max)[None, :])
-    return row_max, tl.sum(weight, 0), tl.sum(weight[:, :, None] * o, 0)
+def _load_all(
+    o_ptr, lse_ptr, row, count, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    N: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """A head's first N partials, those of each lane, by `_load_partials`."""
+    loaded = ()
+    for at in tl.static_range(0, N, 32 * LANE // CHUNK if SPREAD else 1):
+        of_lanes = _load_partials(o_ptr, lse_ptr, row, at, count, first, HEADS_PER_KV, D, CHUNK, SPREAD)
+        loaded = loaded + (of_lanes,)  # noqa: RUF005 (Triton has no *)
+    return loaded
 
 
 @triton.jit
-def _add(a_max, a_sum, a_o, b_max, b_sum, b_o):
-    """Two results of `_merge` as one; the first has partials."""
-    row_max = tl.maximum(a_max, b_max)
-    a_weight, b_weight = tl.exp2(a_max - row_max), tl.exp2(b_max - row_max)
-    return row_max, a_sum * a_weight + b_sum * b_weight, a_o * a_weight[:, None] + b_o * b_weight[:, None]
+def _largest(loaded):
+    """The largest lse of each lane's partials."""
+    largest = loaded[0][0]
+    for i in tl.static_range(1, len(loaded)):
+        largest = tl.maximum(largest, loaded[i][0])
+    return largest
+
+
+@triton.jit
+def _scaled(weight, o):
+    """weight o, of each channel."""
+    return weight.broadcast_to(o.shape[:2])[:, :, None] * o
+
+
+@triton.jit
+def _add_scaled(weight, o, total):
+    """weight o + total, of each channel."""
+    return tl.fma(weight.broadcast_to(o.shape[:2])[:, :, None].broadcast_to(o.shape), o, total)
+
+
+@triton.jit
+def _merge_lanes(loaded, row_max):
+    """sum 2^(lse - row_max) and sum 2^(lse - row_max) o of each lane's partials."""
+    row_sum = tl.exp2(loaded[0][0] - row_max)
+    total = _scaled(row_sum, loaded[0][1])
+    for i in tl.static_range(1, len(loaded)):
+        weight = tl.exp2(loaded[i][0] - row_max)
+        row_sum += weight
+        total = _add_scaled(weight, loaded[i][1], total)
+    return row_sum, total
 
 
 @triton.jit
@@ -208,33 +239,56 @@ def merge_output(
     CHUNKS: tl.constexpr,
     ROUND: tl.constexpr,
     SPEC: tl.constexpr,
+    GUESS_PARTS: tl.constexpr,
 ):
     """Merge some channels of a head's partials and write them; with a guess, also sums for the verdict.
 
     o = sum_s 2^(lse_s - m) o_s / l,   l = sum_s 2^(lse_s - m),   lse = m + log2 l,   m = max_s lse_s
+
+    Lanes merge what each has loaded, then their sums cross. Every lane has loaded and merged all parts of the guess,
+    which is one more partial of the first.
     """
-    lanes, first = tl.arange(0, CHUNK // LANE), chunk * CHUNK
-    lse, o = _load_partials(o_ptr, lse_ptr, slot, runs, head, first, HEADS_PER_KV, D, CHUNK, ROUND)
+    LANES: tl.constexpr = CHUNK // LANE
+    SLOTS: tl.constexpr = 32 // LANES
+    tl.static_assert(ROUND * LANES % 32 == 0)
+    at, first = slot * HEADS_PER_KV + head, chunk * CHUNK
+    loaded = _load_all(o_ptr, lse_ptr, at, runs, first, HEADS_PER_KV, D, CHUNK, ROUND, 1)
     if SPEC:
-        # As many slots as there are lanes for, more than parts.
-        PARTS: tl.constexpr = 32 * LANE // CHUNK
-        guess = _load_partials(o_ptr, lse_ptr, spec_slot, parts, head, first, HEADS_PER_KV, D, CHUNK, PARTS)
-    row_max, row_sum, o = _merge(lse, o)
+        spec_at = spec_slot * HEADS_PER_KV + head
+        guess = _load_all(o_ptr, lse_ptr, spec_at, parts, first, HEADS_PER_KV, D, CHUNK, GUESS_PARTS, 0)
+    slots = tl.arange(0, SLOTS)[:, None]
+    largest = _largest(loaded)
     if SPEC:
-        guess = _merge(*guess)
-        spec_o = guess[2] * inverse_of_sum(guess[1])[:, None]
-        row_max, row_sum, o = _add(guess[0], guess[1], guess[2], row_max, row_sum, o)
+        spec_max = _largest(guess)
+        spec_sum, spec_o = _merge_lanes(guess, spec_max)
+        of_first = tl.where(slots == 0, spec_max, float("-inf"))
+        largest = tl.maximum(largest, of_first)
+    row_max = tl.max(largest, 0)[None, :]
+    row_sum, o = _merge_lanes(loaded, row_max)
+    if SPEC:
+        weight = tl.exp2(of_first - row_max)
+        row_sum, o = tl.fma(weight, spec_sum, row_sum), _add_scaled(weight, spec_o, o)
+        spec_o = _scaled(inverse_of_sum(spec_sum), spec_o)
     for done in tl.range(ROUND, runs, ROUND):
-        left = runs - done
-        more = _merge(*_load_partials(o_ptr, lse_ptr, slot + done, left, head, first, HEADS_PER_KV, D, CHUNK, ROUND))
-        row_max, row_sum, o = _add(row_max, row_sum, o, more[0], more[1], more[2])
-    o = o * inverse_of_sum(row_sum)[:, None]
-    channels = first + lanes[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    exists = channels < HEAD_DIM
-    tl.store(out_ptr + row * HEAD_DIM + channels, o.to(out_ptr.dtype.element_ty), mask=exists)
-    tl.store(out_lse_ptr + row + lanes, row_max + log2_of_sum(row_sum), mask=lanes + chunk == 0)
+        more = _load_all(
+            o_ptr, lse_ptr, at + done * HEADS_PER_KV, runs - done, first, HEADS_PER_KV, D, CHUNK, ROUND, 1
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, tl.max(_largest(more), 0)[None, :])
+        scale = tl.exp2(row_max - new_max)
+        more_sum, more_o = _merge_lanes(more, new_max)
+        row_max, row_sum, o = new_max, row_sum * scale + more_sum, _add_scaled(scale, o, more_o)
+    # All lanes get all sums, and lie over what is stored as over what was loaded: so nothing else crosses them.
+    row_sum = tl.sum(row_sum, 0)[None, :].broadcast_to([SLOTS, LANES])
+    o = _scaled(inverse_of_sum(row_sum), tl.sum(o, 0)[None, :, :].broadcast_to([SLOTS, LANES, LANE]))
+    lanes, channels = tl.arange(0, 32), first + tl.arange(0, CHUNK)[None, :]
+    exists = (channels < HEAD_DIM) & (slots >= 0)
+    out_at = out_ptr + row * HEAD_DIM + (channels + slots * 0)
+    tl.store(out_at, tl.reshape(o, [SLOTS, CHUNK]).to(out_ptr.dtype.element_ty), mask=exists & (slots == 0))
+    lse = row_max.broadcast_to([SLOTS, LANES]) + log2_of_sum(row_sum)
+    tl.store(out_lse_ptr + row + lanes, tl.reshape(lse, [32]), mask=lanes + chunk == 0)
     if SPEC:
+        exists = tl.reshape(exists, [SLOTS, LANES, LANE])
         delta, full = tl.where(exists, spec_o - o, 0.0), tl.where(exists, o, 0.0)
-        at = sums_ptr + (row * CHUNKS + chunk) * 2
-        tl.store(at, tl.sum(tl.sum(delta * delta, 1), 0))
-        tl.store(at + 1, tl.sum(tl.sum(full * full, 1), 0))
+        distance, norm = tl.sum(tl.sum(delta * delta, 2), 1), tl.sum(tl.sum(full * full, 2), 1)
+        both = tl.where(tl.arange(0, LANES)[None, :] == 0, distance[:, None], norm[:, None])
+        tl.store(sums_ptr + (row * CHUNKS + chunk) * 2 + lanes, tl.reshape(both, [32]), mask=lanes < 2)

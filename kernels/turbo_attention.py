@@ -7,6 +7,7 @@ partials are merged by a second launch, and the guess over sink and window comes
   has an online softmax of its own; they are merged when the program leaves the head.
 - A step counts the same whether its records have 4 or 2 bits: measured, both take about as long, because with 2 bits
   the work on codes takes the time. A head's tail counts as one to three steps; with a guess it belongs to the guess.
+- A guess comes in two parts, tail and blocks, of two programs, where runs are short enough to keep them apart.
 - A program is four warps, two on an SM: one partial for all four, merged through shared memory.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections
@@ -26,14 +27,15 @@ from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import declares_shared_memory, launch, prefer_l1
-from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, check_sums, launch_merge
+from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, check_speculation, launch_merge
 from .turbo_kernel import turbo_decode_kernel, turbo_merge_kernel
 
-__all__ = ["TurboSettings", "turbo_decode_attention", "turbo_settings"]
+__all__ = ["TurboSettings", "turbo_decode_attention", "turbo_guess_parts", "turbo_settings"]
 
 # Of a thread, for two programs on an SM. Without a limit the assembler takes 168, as for three, and spills.
 REGISTERS = 248
 MAX_HEADS_PER_KV = 8  # query heads of a KV head: the columns of one product
+MAX_PARTS = 2  # of a guess: the tail and the blocks
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,15 @@ def turbo_settings(device: torch.device) -> TurboSettings:
     if device.type != "cuda":
         return TurboSettings(per_sm=4, num_warps=1, sm90=False)
     return replace(GPU_SETTINGS, sm90=torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def turbo_guess_parts(batch_size: int, heads_per_kv: int, device: torch.device) -> int:
+    """In how many parts `A~` should leave: with one request two, so that blocks do not wait for the tail.
+
+    Where runs are long, the device makes it one: then both would lie in one program. With more than 4 query heads to a
+    KV head two spill registers.
+    """
+    return MAX_PARTS if batch_size == 1 and heads_per_kv <= 4 and device.type == "cuda" else 1
 
 
 def turbo_decode_attention(
@@ -120,6 +131,7 @@ def turbo_decode_attention(
         "PROGRAMS": num_programs,
         "WARPS": warps,
         "SPEC": spec is not None,
+        "GUESS_PARTS": spec.parts if spec else 1,
         "PHASE": PHASES[phase],
         "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
@@ -135,6 +147,7 @@ def turbo_decode_attention(
         layer.tail_scale,
         seq_lens,
         spec.spec_out if spec else None,
+        spec.spec_lse if spec else None,
         spec.epoch if spec else None,
         workspace.o,
         workspace.lse,
@@ -172,10 +185,8 @@ def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculat
             raise ValueError(f"{name}: expected to begin at a multiple of 16 bytes, found {beyond} beyond one")
     if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
         raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
-    if speculation is not None and speculation.parts > 1:
-        raise ValueError(f"spec_lse: {speculation.parts} parts, over a quantised cache `A~` comes in one")
     if speculation is None and phase != "all":
         raise ValueError(f"phase: {phase!r} needs speculation")
     if speculation is not None and speculation.chunk_size % BLOCK:
         raise ValueError(f"chunk_size: expected a multiple of {BLOCK}, found {speculation.chunk_size}")
-    check_sums(speculation, q)
+    check_speculation(speculation, q, phase, MAX_PARTS)

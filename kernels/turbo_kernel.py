@@ -1,8 +1,9 @@
 """Device code of decode over the quantised cache: schedule, where partials lie (see turbo_attention.py for the method).
 
-Words as in lean_kernel.py (output, guess, rest, run, turn, slot), with *steps* instead of tiles. Outputs lie in one row
-of steps: before the rest of each is its *lead-in*, steps without work that stand for what its guess or its tail takes.
-So a run that holds an output's first lead-in step has the guess, and is that much shorter.
+Words as in lean_schedule.py (output, guess, rest, run, turn, slot), with *steps* instead of tiles. Outputs lie in one
+row of steps: before the rest of each is its *lead-in*, steps without work that stand for what its guess or its tail
+takes. So a run that holds an output's first lead-in step has the guess, and is that much shorter. In two parts, the
+guess's tail is of that run, and its blocks are of the one that holds the step GUESS_STEPS behind.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .lean_kernel import PREDICTOR, REST, locate, start_after
+from .lean_schedule import PREDICTOR, REST, locate, start_after
 from .merge import await_partials, inverse_of_sum, merge_output
 from .prefetch import prefetch
 from .sas import sas_cutoff
@@ -84,13 +85,14 @@ def _run_of(step, used, total):
 @triton.jit
 def _plan(
     seq_lens, exists, chunk_blocks, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
-    SPEC: tl.constexpr, PHASE: tl.constexpr,
+    SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """What follows from the lengths of all outputs, [OUTPUTS_PAD], alone.
 
     Returns:
         Steps of each output's rest, without a guess with one for the tail; where these end in a row of all; where they
-        begin in the row with lead-ins; the lead-in of each; how many programs work, and steps of all in that row.
+        begin in the row with lead-ins; the lead-in of each; in how many parts a guess comes; how many programs work,
+        and steps of all in that row.
     """
     outputs = tl.arange(0, seq_lens.shape[0])
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
@@ -114,7 +116,42 @@ def _plan(
     used = _quotient(total + longest - 1, longest)
     even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
     used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
-    return lengths, ends, rest_at, lead_in, used, total
+    parts = 1
+    if GUESS_PARTS > 1:  # where both never lie in one run
+        parts += (longest <= GUESS_STEPS).to(tl.int32)
+    return lengths, ends, rest_at, lead_in, parts, used, total
+
+
+@triton.jit
+def _weightless(o, lse, where):
+    """A partial of `merge_warps`, or where there are no tokens, one that adds nothing to a merge."""
+    kept_o, kept_lse = (), ()
+    for i in tl.static_range(len(o)):
+        kept_o = kept_o + (tl.where(where, 0.0, o[i]),)  # noqa: RUF005 (Triton has no *)
+    for c in tl.static_range(len(lse)):
+        kept_lse = kept_lse + (tl.where(where, float("-inf"), lse[c]),)  # noqa: RUF005
+    return kept_o, kept_lse
+
+
+@triton.jit
+def _send_part(
+    o, lse, spec_out_ptr, spec_lse_ptr, output, part, epoch, OUTPUTS: tl.constexpr, HEADS_PER_KV: tl.constexpr,
+    HEADS: tl.constexpr, WARPS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Write a part of `A~` of an output, and its lse, as words."""
+    first = (part * OUTPUTS + output) * HEADS_PER_KV
+    write_heads(o, lse, spec_out_ptr, spec_lse_ptr, first, epoch, HEADS_PER_KV, HEADS, WARPS, D)
+
+
+@triton.jit
+def _guesses_before(step, leads_at, parts, GUESS_PARTS: tl.constexpr):
+    """How many guesses, or parts of one, begin before a step; leads_at: where the lead-in of each output begins."""
+    before = leads_at < step
+    guesses = before.to(tl.int32)
+    if GUESS_PARTS > 1:
+        # The tail first, then the blocks.
+        guesses += ((leads_at + GUESS_STEPS < step) & (parts > 1)).to(tl.int32)
+    return tl.sum(guesses, 0)
 
 
 # Not specialised, because nothing is divided by them: one compiled kernel serves every capacity and chunk size.
@@ -128,10 +165,13 @@ def turbo_decode_kernel(
     tail_ptr,  # [B, Hkv, 2, 64, D / 4] int32
     tail_scale_ptr,  # [B, Hkv, 2] fp32
     seq_lens_ptr,  # [B] int32
-    spec_out_ptr,  # [B, Hkv * HEADS_PER_KV, D], may lie in the paired rank's memory
+    # [B, Hkv * HEADS_PER_KV, D], or [GUESS_PARTS, ...] words; may lie in the paired rank's memory
+    spec_out_ptr,
+    spec_lse_ptr,  # [GUESS_PARTS, B, Hkv * HEADS_PER_KV] words, or None where there is one part
     epoch_ptr,  # [1] int32, where A~ goes as words, or None
-    o_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then A~ of each head
-    lse_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV] fp32
+    # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then of each head the parts of A~
+    o_partial_ptr,
+    lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
     num_blocks,  # NB
     qk_scale,
@@ -146,6 +186,7 @@ def turbo_decode_kernel(
     WARPS: tl.constexpr,
     SAS: tl.constexpr,
     SPEC: tl.constexpr,
+    GUESS_PARTS: tl.constexpr,  # 1, or 2 with one request: the tail, and the blocks
     PHASE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -171,8 +212,8 @@ def turbo_decode_kernel(
         epoch = tl.load(epoch_ptr)
     HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS  # that the products have columns of
     SENT: tl.constexpr = BULK and q_ptr.dtype.element_ty.primitive_bitwidth == 16
-    lengths, ends, rest_at, lead_in, used, total = _plan(
-        seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE
+    lengths, ends, rest_at, lead_in, parts, used, total = _plan(
+        seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, GUESS_PARTS, PHASE
     )
     # Programs in use are spread over all SMs, and those at the beginnings of outputs, which have more to do, lie on
     # different ones.
@@ -186,8 +227,8 @@ def turbo_decode_kernel(
     guess = 0
     guesses_end = 0
     if SPEC and PHASE != REST:
-        guess = tl.sum((rest_at - lead_in < begin).to(tl.int32), 0)
-        guesses_end = tl.sum((rest_at - lead_in < end).to(tl.int32), 0)
+        guess = _guesses_before(begin, rest_at - lead_in, parts, GUESS_PARTS)
+        guesses_end = _guesses_before(end, rest_at - lead_in, parts, GUESS_PARTS)
 
     # Turns: first the guesses of this run, each sent before the next turn, then a turn for each output whose
     # rest it meets. What no turn changes, such as addresses in shared memory, is not computed ahead of them: it would
@@ -197,9 +238,13 @@ def turbo_decode_kernel(
     for _ in tl.range(left, num_stages=1, disable_licm=True):
         # 2. Which output and blocks this turn is about.
         is_guess = guess < guesses_end
+        part = 0
         output, before = locate(here, ends)
         if SPEC:
-            output = tl.where(is_guess, guess, output)
+            guessed = guess
+            if GUESS_PARTS > 1:
+                guessed, part = guess >> (parts - 1), guess & (parts - 1)
+            output = tl.where(is_guess, guessed, output)
             before = tl.sum(tl.where(outputs < output, lengths, 0), 0)
         length = _pick(lengths, output)
         seq_len = _pick(seq_lens, output)
@@ -215,6 +260,9 @@ def turbo_decode_kernel(
             has_tail = is_guess
             first, split = tl.where(is_guess, 0, first), tl.where(is_guess, sink_o, split)
             count = tl.where(is_guess, sink_o + full - window_o, split)
+            if GUESS_PARTS > 1:
+                has_tail &= part == 0
+                count = tl.where(has_tail & (parts > 1), 0, count)
             second = window_o
         else:
             has_tail = first_step == 0
@@ -267,8 +315,20 @@ def turbo_decode_kernel(
         slot = program + output
         if SPEC and PHASE != REST:
             if is_guess:
-                write_heads(o, lse, spec_out_ptr, None, output * HEADS_PER_KV, epoch, HEADS_PER_KV, HEADS, WARPS, D)
-                slot = PROGRAMS + OUTPUTS + output
+                if GUESS_PARTS > 1:
+                    o, lse = _weightless(o, lse, (part > 0) & (count == 0))
+                    _send_part(
+                        o, lse, spec_out_ptr, spec_lse_ptr, output, part, epoch, OUTPUTS, HEADS_PER_KV, HEADS, WARPS, D
+                    )
+                    if parts == 1:  # the receiver does not know how many have tokens
+                        nothing, no_lse = _weightless(o, lse, parts == 1)
+                        _send_part(
+                            nothing, no_lse, spec_out_ptr, spec_lse_ptr, output, 1, epoch,
+                            OUTPUTS, HEADS_PER_KV, HEADS, WARPS, D,
+                        )  # fmt: skip
+                else:
+                    write_heads(o, lse, spec_out_ptr, None, output * HEADS_PER_KV, epoch, HEADS_PER_KV, HEADS, WARPS, D)
+                slot = PROGRAMS + OUTPUTS + output * GUESS_PARTS + part
         write_heads(o, lse, o_partial_ptr, lse_partial_ptr, slot * HEADS_PER_KV, None, HEADS_PER_KV, HEADS, WARPS, D)
         left -= 1
         free_slots(left > 0, BULK)
@@ -280,8 +340,8 @@ def turbo_decode_kernel(
 @triton.jit(do_not_specialize=["chunk_blocks"])
 def turbo_merge_kernel(
     seq_lens_ptr,  # [B] int32
-    o_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV, D] fp32, as the attention has left them
-    lse_partial_ptr,  # [G + 2 B Hkv, HEADS_PER_KV] fp32
+    o_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV, D] fp32, as the attention has left them
+    lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV] fp32
     out_ptr,  # [B, Hkv * HEADS_PER_KV, D]
     lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
     sums_ptr,  # [B, Hkv * HEADS_PER_KV * CHUNKS, 2] fp32: dist2, norm2; or None
@@ -298,6 +358,7 @@ def turbo_merge_kernel(
     CHUNKS: tl.constexpr,  # programs of a head
     ROUND: tl.constexpr,  # partials loaded together
     SPEC: tl.constexpr,
+    GUESS_PARTS: tl.constexpr,
     PHASE: tl.constexpr,  # of the attention before it
     PDL: tl.constexpr,
 ):
@@ -309,7 +370,9 @@ def turbo_merge_kernel(
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < OUTPUTS
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
-    lengths, _, rest_at, _, used, total = _plan(seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, PHASE)
+    lengths, _, rest_at, _, parts, used, total = _plan(
+        seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, GUESS_PARTS, PHASE
+    )
     # The rest of an output is one range of steps, and the runs that meet it use consecutive slots.
     length, rest = _pick(lengths, output), _pick(rest_at, output)
     first_run = _run_of(rest, used, total)
@@ -321,6 +384,7 @@ def turbo_merge_kernel(
         if tl.load(gate_ptr) == 0:
             return
     merge_output(
-        o_partial_ptr, lse_partial_ptr, slot, runs, PROGRAMS + OUTPUTS + output, 1,
+        o_partial_ptr, lse_partial_ptr, slot, runs, PROGRAMS + OUTPUTS + output * GUESS_PARTS, parts,
         row, head, chunk, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, D, CHUNK, CHUNKS, ROUND, SPEC,
+        GUESS_PARTS,
     )  # fmt: skip

@@ -152,7 +152,7 @@ def write_heads(
     o,  # of `merge_warps`
     lse,
     o_ptr,  # [..., D]
-    lse_ptr,  # [...] fp32, or None
+    lse_ptr,  # [...] fp32, with an epoch words, or None
     first,  # the row of the first query head
     epoch,  # with it, words; or None
     HEADS_PER_KV: tl.constexpr,
@@ -174,4 +174,7 @@ def write_heads(
                 x = pack_words(x, epoch)
             _write(o_ptr + at + 8 * i, x, exists)
         if lse_ptr is not None:
-            _write(lse_ptr + first + head, lse[c], exists & (lanes // 4 + warps == 0))
+            x = lse[c]
+            if epoch is not None:
+                x = pack_words(x, epoch)
+            _write(lse_ptr + first + head, x, exists & (lanes // 4 + warps == 0))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from alspec.config import BenchConfig
 from alspec.errors import AlspecError, UserError
-from alspec.kernels.lean_attention import LeanWorkspace, lean_decode_attention
+from alspec.kernels.lean_attention import LeanWorkspace, guess_parts, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
@@ -89,7 +89,8 @@ def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     speculation = None
     if chunk_size:
-        speculation, words = pair_speculation(chunk_size, case.q[0], hkv, device)
+        parts = guess_parts(chunk_size, batch, hq, hkv, dim, case.q.dtype, device)
+        speculation, words = pair_speculation(chunk_size, case.q[0], parts, device)
         words.fill_(-1)  # of another epoch
 
     def run(i: int) -> tuple[Tensor, ...]:
@@ -266,7 +267,7 @@ def bench_ready(results: Results, contexts: list[int]) -> None:
         # Copies both ways make PyTorch open each GPU's memory to the other.
         torch.zeros(1, device="cuda:0").to("cuda:1").to("cuda:0")
         places.append("second GPU, acknowledged")
-    for hq, hkv, dim in SHAPES[:2]:
+    for hq, hkv, dim in SHAPES:
         for context in contexts:
             case = Case.draw([context], hq, hkv, dim)
             for num_gpus, place in enumerate(places, start=1):

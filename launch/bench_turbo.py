@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.flashq_layout import BLOCK, TurboLayer, record_words, unpack_record
-from alspec.kernels.lean_attention import LeanWorkspace, Speculation
-from alspec.kernels.merge import num_sums
-from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
+from alspec.kernels.lean_attention import LeanWorkspace
+from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_guess_parts, turbo_settings
 from alspec.launch.output import no_command
+from alspec.launch.spec_ready import pair_speculation
 from alspec.sas import Softmax
 
 __all__ = ["TurboCase", "turbo_run"]
@@ -122,14 +122,19 @@ def turbo_run(
     layers = [replace(layer, softmax=softmax) for layer in case.layers]
     speculation = None
     if chunk_size:
-        sums = torch.full((batch, num_sums(hq, dim), 2), math.nan, device=device)
-        speculation = Speculation(chunk_size, torch.full_like(out, math.nan), sums)
+        speculation, words = pair_speculation(
+            chunk_size, case.q[0], turbo_guess_parts(batch, hq // hkv, device), device
+        )  # fmt: skip
+        words.fill_(-1)  # of another epoch
 
     def run(i: int) -> tuple[Tensor, ...]:
         turbo_decode_attention(
             case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation, settings=settings
         )
-        return (out,) if speculation is None else (out, speculation.spec_out, speculation.sums)
+        if speculation is None:
+            return (out,)
+        lse_words = () if speculation.spec_lse is None else (speculation.spec_lse,)
+        return (out, speculation.spec_out, speculation.sums, *lse_words)
 
     return run
 

@@ -23,7 +23,9 @@ __all__ = ["merged", "pair_speculation", "spec_ready_us"]
 
 REPETITIONS = 25
 FLUSH_BYTES = 200 * 2**20
-POLLED = 256  # words of a program that waits
+# Words of a program that waits. A poll takes as long as the slowest of its loads, which go through what memory is busy
+# with: with 256, programs saw what was there up to 20 us late.
+POLLED = 64
 # The first launch is held back until everything after it is queued and the waiting kernels spin.
 HEAD_START_CYCLES = 2_000_000
 DEADLINE_NS = 50_000_000
@@ -66,13 +68,12 @@ def _wait_and_copy(
         tl.store(copy_ptr + at, words.to(tl.int32).to(tl.float32, bitcast=True), mask=at < size)
 
 
-def pair_speculation(chunk_size: int, q: Tensor, num_kv_heads: int, device: torch.device) -> tuple[Speculation, Tensor]:
+def pair_speculation(chunk_size: int, q: Tensor, parts: int, device: torch.device) -> tuple[Speculation, Tensor]:
     """What attention of q [B, Hq, D] writes for a pair, with the words of `A~` on `device`; and these words, zeroed.
 
-    Their epoch is 0.
+    `A~` comes in so many parts. Their epoch is 0.
     """
     batch, hq, dim = q.shape
-    parts = guess_parts(chunk_size, batch, hq, num_kv_heads, dim, q.dtype, q.device)
     size = parts * q.numel()
     words = torch.zeros(size + (parts * batch * hq if parts > 1 else 0), dtype=torch.int64, device=device)
     speculation = Speculation(
@@ -114,7 +115,8 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     sms = torch.cuda.get_device_properties(here).multi_processor_count
     workspace = LeanWorkspace.allocate(batch, hq, k.shape[1], dim, here, sms)
     out, lse = torch.empty_like(q), torch.empty(batch, hq, device=here)
-    speculation, words = pair_speculation(chunk_size, q, k.shape[1], there)
+    parts = guess_parts(chunk_size, batch, hq, k.shape[1], dim, q.dtype, here)
+    speculation, words = pair_speculation(chunk_size, q, parts, there)
     epoch = speculation.epoch
     assert epoch is not None
     copy = torch.zeros(words.shape, device=there)

@@ -19,6 +19,7 @@ from ..kernels.lean_attention import guess_parts
 from ..kernels.mailbox import Handover, PairShape
 from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
 from ..kernels.swap import Swap
+from ..kernels.turbo_attention import turbo_guess_parts
 from ..models.decoder import SPARE_SMS, DecodeBuffers, Decoder, Pairing
 from ..models.llama import Llama
 from ..operation import OperationHook, no_operation
@@ -102,6 +103,8 @@ class DecodeLoop:
         if speculation is not None and isinstance(cache, KVCache):
             heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
             parts = guess_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)
+        elif speculation is not None:
+            parts = turbo_guess_parts(batch_size, num_heads // cache.num_kv_heads, transport.device)
         shape = PairShape(
             config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim,
             parts,

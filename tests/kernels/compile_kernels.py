@@ -167,25 +167,32 @@ def _lean_plan(
     }  # fmt: skip
 
 
-def turbo(capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False) -> Any:
+def turbo(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
+    guess_parts: int = 1,
+) -> Any:  # fmt: skip
     """The attention kernel as `turbo_decode_attention` launches it."""
     settings = turbo_attention.GPU_SETTINGS
-    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec) | {
+    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, guess_parts) | {
         "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
         "EARLY": capability >= 90 and not spec, "BULK": capability >= 90,
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
-    types = {"spec_out_ptr": "*i64"} if spec else {}
+    if guess_parts == 1:
+        constants["spec_lse_ptr"] = None
+    types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec else {}
     return compile_for(
         capability, turbo_kernel.turbo_decode_kernel, settings.num_warps, constants, maxnreg=turbo_attention.REGISTERS,
         **types,
     )  # fmt: skip
 
 
-def turbo_merge(capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool) -> Any:
+def turbo_merge(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, guess_parts: int = 1
+) -> Any:
     """What merges the partials of `turbo`."""
-    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec)
+    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, guess_parts)
     programs = 132 * turbo_attention.GPU_SETTINGS.per_sm
     chunk, chunks, together = merge.merge_sizes(spec, 8 * heads_per_kv, head_dim, programs // (8 * batch_size))
     constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
@@ -196,13 +203,15 @@ def turbo_merge(capability: int, heads_per_kv: int, head_dim: int, batch_size: i
     )
 
 
-def _turbo_plan(capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool) -> dict[str, Any]:
+def _turbo_plan(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, guess_parts: int
+) -> dict[str, Any]:
     settings = turbo_attention.GPU_SETTINGS
     return {
         "HEADS_PER_KV": heads_per_kv, "D": head_dim, "HKV": 8,
         "OUTPUTS": 8 * batch_size, "OUTPUTS_PAD": max(32, 8 * batch_size),
-        "PROGRAMS": 132 * settings.per_sm, "WARPS": settings.num_warps, "SPEC": spec, "PHASE": 0,
-        "PDL": capability >= 90,
+        "PROGRAMS": 132 * settings.per_sm, "WARPS": settings.num_warps, "SPEC": spec,
+        "GUESS_PARTS": guess_parts, "PHASE": 0, "PDL": capability >= 90,
     }  # fmt: skip
 
 

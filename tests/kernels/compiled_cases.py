@@ -56,6 +56,7 @@ def turbo(
     capability: int = 90,
     dtype: torch.dtype = torch.float32,
     num_warps: int = 4,
+    parts: int = 1,
     **how: Any,
 ) -> Found:
     """Attention over the quantised cache as launched on Hopper, half of the heads with 2 bits."""
@@ -64,7 +65,7 @@ def turbo(
         "turbo_merge_kernel": Emulated(turbo_attention.turbo_merge_kernel, capability),
     }
     launch = test_turbo_attention.draw(
-        lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype=dtype
+        lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype=dtype, parts=parts
     )
     launch.settings = replace(turbo_attention.GPU_SETTINGS, sm90=capability >= 90, num_warps=num_warps)
     launch.softmax = softmax
@@ -219,6 +220,9 @@ CASES: dict[str, Callable[[], Found]] = {
     "turbo, 4 x 128": sound(lambda: turbo((700,), 4, 2, 128, 6)),
     "turbo, 4 x 128, guess": sound(lambda: turbo((900,), 4, 2, 128, 6, S)),
     "turbo, 8 x 128, guess": sound(lambda: turbo((900,), 8, 1, 128, 4, S)),
+    "turbo, 4 x 128, guess in 2 parts": sound(lambda: turbo((900,), 4, 2, 128, 20, S, dtype=torch.bfloat16, parts=2)),
+    "turbo, 4 x 64, guess in 2 parts, one without tokens": sound(lambda: turbo((64,), 4, 2, 64, 8, S, parts=2)),
+    "turbo, 4 x 128, guess in parts, long runs": sound(lambda: turbo((1800,), 4, 2, 128, 2, S, parts=2)),
     "turbo, 2 x 64, ragged": sound(lambda: turbo((65, 700, 319), 2, 2, 64, 20)),
     "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
     "turbo, 4 x 128, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80)),

@@ -128,7 +128,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "lean, 4 x 128, two kinds of tiles, ragged": sound(lambda: lean((300, 40, 130), 4, 1, 128, 5, long_run=3)),
     "lean, 4 x 128, two kinds of tiles, guess in parts": sound(lambda: lean((700,), 4, 1, 128, 6, S, 2, long_run=3)),
     "lean, 8 x 128, rounds of merging": sound(lambda: lean((1500,), 8, 1, 128, 20, merge={"ROUND": 16})),
-    "lean, 4 x 64, guess, rounds of merging": sound(lambda: lean((1500,), 4, 1, 64, 20, S, merge={"ROUND": 8})),
+    "lean, 4 x 64, guess, rounds of merging": sound(lambda: lean((3000,), 4, 1, 64, 40, S, merge={"ROUND": 16})),
     **{f"lean by copies, 4 x 128, {n} tokens": sound(partial(hopper, n, 4, 2, 128, 3)) for n in (1, 63, 64, 65, 129)},
     "lean by copies, 8 x 128, three heads in two runs": sound(lambda: hopper(330, 8, 3, 128, 2)),
     "lean by copies, 4 x 128, guess": sound(lambda: hopper(900, 4, 2, 128, 3, S)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from alspec.kernels.lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
+from alspec.kernels.lean_attention import LeanWorkspace, Phase, Speculation, guess_parts, lean_decode_attention
 from alspec.kernels.merge import num_sums
 from alspec.kernels.reference import decode_attention_ref
 from alspec.launch.bench_turbo import TurboCase, turbo_run
@@ -45,7 +45,8 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
     sums = torch.empty(batch, num_sums(heads_per_kv * heads, head_dim), 2, device=device)
     speculation = Speculation(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
     # Of one request in parts, as a pair has it.
-    in_parts, _ = pair_speculation(128, q, heads, device)
+    parts = guess_parts(128, batch, heads_per_kv * heads, heads, head_dim, q.dtype, device)
+    in_parts, _ = pair_speculation(128, q, parts, device)
     launches: tuple[tuple[str, Speculation | None, tuple[Phase, ...]], ...] = (
         ("plain", None, ("all",)),
         ("guess", speculation, ("all",)),

@@ -44,7 +44,11 @@ def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int
 
 
 @pytest.mark.parametrize(
-    "form", ["4, 128, 1, False", "4, 128, 8, True", "8, 128, 1, False", "2, 64, 1, True, sas=True", "7, 64, 1, True"]
+    "form",
+    [
+        *("4, 128, 1, False", "4, 128, 8, True", "8, 128, 1, False", "2, 64, 1, True, sas=True", "7, 64, 1, True"),
+        "4, 128, 1, True, guess_parts=2",
+    ],
 )
 def test_warps_go_over_records_by_themselves(form: str) -> None:
     """In both loops, over 4-bit and 2-bit records, nothing passes between warps: what a lane reads is its operand.
@@ -84,19 +88,26 @@ def test_assembly_has_its_lanes(capability: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", ["lean_merge(90, 4, 128, 1, False)", "lean_merge(90, 4, 128, 1, True)", "turbo_merge(90, 4, 128, 1, True)"]
+    "form",
+    [
+        *("lean_merge(90, 4, 128, 1, False)", "lean_merge(90, 4, 128, 1, True, guess_parts=3)"),
+        "turbo_merge(90, 4, 128, 1, True, 2)",
+    ],
 )
 def test_merges_know_where_partials_lie_when_the_wait_ends(form: str) -> None:
-    """Divisions, which find that, come before it; and behind it nothing but sums crosses lanes: those of six values
-    over 16 lanes, or 8 with a guess, three or four times over; the second round of loads counts as well."""
+    """Divisions, which find that, come before it. Behind it nothing crosses lanes but the largest `lse`, in a second
+    round again, five sums over 16 lanes, or 8 with a guess, and two for the verdict. Shared memory is declared, and not
+    used."""
     program = (
         f"import compile_kernels, json, waiting; kernel = compile_kernels.{form}\n"
         "names = [instruction.name for instruction in waiting.instructions(kernel.asm['cubin'])[0]]\n"
         "wait = names.index('ACQBULK')\n"
         "print(json.dumps([sum(name in ('I2F', 'F2I') for name in part) for part in (names[:wait], names[wait:])]\n"
-        "                 + [names.count('SHFL'), names.count('BAR')]))"
+        "                 + [names.count('SHFL'), names.count('BAR'), names.count('LDS'),\n"
+        "                    'unused[4]' in kernel.asm['ptx']]))"
     )
-    before, after, shuffles, barriers = json.loads(_run("-c", program))
+    before, after, shuffles, barriers, reads, declares = json.loads(_run("-c", program))
     assert before > 0
-    assert after == barriers == 0
-    assert shuffles <= 64
+    assert after == barriers == reads == 0
+    assert shuffles <= 32
+    assert declares

@@ -24,7 +24,8 @@ from alspec.kernels.flashq_layout import BlockCodes, TurboLayer, pack_record, re
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
 from alspec.kernels.merge import num_sums
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
-from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_settings
+from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_guess_parts, turbo_settings
+from alspec.kernels.words import unpack_words
 from alspec.sas import Softmax, cutoff
 
 CODECS = ("turbo4", "turbo2", "turbo-mixed")
@@ -113,6 +114,7 @@ def draw(
     kind: str = "random",
     dtype: torch.dtype = torch.float32,
     scale: float = 0.02,
+    parts: int = 1,
 ) -> Launch:
     batch, num_blocks = len(lengths), max(lengths) // 64 + 2
     generator = torch.Generator().manual_seed(sum(lengths) + ratio * head_dim + num_warps)
@@ -166,9 +168,10 @@ def draw(
     if chunk_size:
         launch.speculation = Speculation(
             chunk_size,
-            spec_out=torch.empty_like(launch.out, dtype=torch.int64),
+            spec_out=torch.empty(*(parts, *q.shape)[parts == 1 :], dtype=torch.int64, device=device),
             sums=torch.empty(batch, num_sums(q.shape[1], head_dim), 2, device=device),
             epoch=torch.tensor([EPOCH], dtype=torch.int32, device=device),
+            spec_lse=torch.empty(parts, *q.shape[:2], dtype=torch.int64, device=device) if parts > 1 else None,
         )
     return launch
 
@@ -201,6 +204,26 @@ def test_ragged_batches_on_any_grid(
     launch = draw(lengths, 2, 2, 64, device, num_programs, chunk_size, num_warps=num_warps)
     launch.run()
     launch.compare()
+
+
+@pytest.mark.parametrize("chunk_size", [S, 256], ids=["S128", "S256"])
+@pytest.mark.parametrize(("num_programs", "num_warps"), [(1, 1), (5, 4), (24, 2), (60, 1)])
+@pytest.mark.parametrize("length", [1, 64, 65, 129, 2 * S + 65, 700, 1500])
+def test_guess_in_two_parts(
+    device: torch.device, length: int, num_programs: int, num_warps: int, chunk_size: int
+) -> None:
+    """Where runs are short, the tail and the blocks, which there may be none of; else one that is all."""
+    launch = draw((length,), 3, 2, 64, device, num_programs, chunk_size, num_warps=num_warps, parts=2)
+    launch.run()
+    launch.compare()
+    assert launch.speculation is not None
+    assert launch.speculation.spec_lse is not None
+    lse = unpack_words(launch.speculation.spec_lse, EPOCH)
+    assert not lse.isnan().any(), "a part did not come"
+    # A run of a single program holds all of the row; 60 leave less than a step each at these lengths.
+    expected = {1: [True, False], 60: [True, length > 64]}.get(num_programs)
+    if expected:
+        assert [bool(part.isfinite().all()) for part in lse] == expected
 
 
 @pytest.mark.parametrize("num_programs", [1, 7, 40])
@@ -430,20 +453,41 @@ def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
         turbo_decode_attention(launch.q, launch.layer, *args, phase="rest")
     with pytest.raises(ValueError, match="seq_lens"):
         turbo_decode_attention(launch.q, launch.layer, launch.seq_lens.long(), *args[1:])
-    in_parts = Speculation(128, launch.out, launch.lse, spec_lse=torch.empty(2, 1, 1, dtype=torch.int64))
+    sums = torch.empty(1, num_sums(4, 64), 2, device=device)
+    epoch = torch.ones(1, dtype=torch.int32, device=device)
+    words = torch.empty(3, 1, 4, 64, dtype=torch.int64, device=device)
+    good = Speculation(128, words[:2], sums, epoch, words[:2, ..., 0])
+    for in_parts, message in (
+        (replace(good, spec_out=words, spec_lse=words[..., 0]), "spec_lse: expected 2 parts at most"),
+        (replace(good, epoch=None), "spec_lse"),
+        (replace(good, spec_out=words), "spec_out"),
+        (replace(good, sums=sums[:, 1:]), "sums"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            turbo_decode_attention(launch.q, launch.layer, *args, in_parts)
     with pytest.raises(ValueError, match="spec_lse"):
-        turbo_decode_attention(launch.q, launch.layer, *args, in_parts)
+        turbo_decode_attention(launch.q, launch.layer, *args, good, "predictor")
+
+
+def test_parts_of_a_guess() -> None:
+    assert [turbo_guess_parts(batch, 4, torch.device("cuda")) for batch in (1, 2)] == [2, 1]
+    assert [turbo_guess_parts(1, ratio, torch.device("cuda")) for ratio in (1, 5, 8)] == [2, 1, 1]
+    assert turbo_guess_parts(1, 4, torch.device("cpu")) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
 @pytest.mark.parametrize("num_warps", [1, 4])
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize(("chunk_size", "parts"), [(0, 1), (S, 1), (S, 2)], ids=["plain", "speculative", "in parts"])
 @by_softmax
-def test_one_captured_graph_serves_every_length(softmax: Softmax, chunk_size: int, codec: str, num_warps: int) -> None:
+def test_one_captured_graph_serves_every_length(
+    softmax: Softmax, chunk_size: int, parts: int, codec: str, num_warps: int
+) -> None:
     device = torch.device("cuda")
-    launch = draw((8000,), 4, 8, 128, device, 1056 // num_warps, chunk_size, codec, num_warps, dtype=torch.bfloat16)
+    launch = draw(
+        (8000,), 4, 8, 128, device, 1056 // num_warps, chunk_size, codec, num_warps, dtype=torch.bfloat16, parts=parts
+    )
     launch.softmax = softmax
     launch.run()
     launch.compare()
@@ -466,11 +510,11 @@ def test_one_captured_graph_serves_every_length(softmax: Softmax, chunk_size: in
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
-def test_thousands_of_replays_are_alike(chunk_size: int, codec: str) -> None:
+@pytest.mark.parametrize(("chunk_size", "parts"), [(0, 1), (S, 1), (S, 2)], ids=["plain", "speculative", "in parts"])
+def test_thousands_of_replays_are_alike(chunk_size: int, parts: int, codec: str) -> None:
     """A copy that is early, or a read that is late, shows in some launches of thousands."""
     device = torch.device("cuda")
-    launch = draw((8000,), 4, 8, 128, device, 264, chunk_size, codec, 4, dtype=torch.bfloat16)
+    launch = draw((8000,), 4, 8, 128, device, 264, chunk_size, codec, 4, dtype=torch.bfloat16, parts=parts)
     launch.run()
     launch.compare()
     graph = torch.cuda.CUDAGraph()

@@ -125,6 +125,8 @@ def main() -> None:
         "turbo merge, batch 8, guess": compile_kernels.turbo_merge(90, 4, 128, 8, True),
         "turbo": compile_kernels.turbo(90, 4, 128, 1, False),
         "turbo, batch 8, guess": compile_kernels.turbo(90, 4, 128, 8, True),
+        "turbo, guess in parts": compile_kernels.turbo(90, 4, 128, 1, True, guess_parts=2),
+        "turbo merge, guess in parts": compile_kernels.turbo_merge(90, 4, 128, 1, True, guess_parts=2),
         "turbo, head 64": compile_kernels.turbo(90, 7, 64, 1, False),
     }
     for gate in (False, True):
