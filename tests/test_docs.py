@@ -353,13 +353,16 @@ def test_prose_about_quantised_caches_says_what_the_rows_say() -> None:
     """How many times faster than the bf16 kernel of the same run."""
     prose = (ROOT / "docs" / "turbo_attention.md").read_text(encoding="utf-8")
 
-    def speedups(heads: str, codec: str) -> str:
-        shape = {"bench": "decode_attention", "heads": heads}
-        bf16 = medians_of("turbo_attention", **shape, codec="bf16", impl="alspec.lean_decode_attention")
-        ours = medians_of("turbo_attention", **shape, codec=codec, impl="alspec.turbo_decode_attention")
+    def speedups(heads: str, codec: str, bench: str = "decode_attention", of_bf16: str = "decode_attention") -> str:
+        shape = {"heads": heads}
+        bf16 = medians_of("turbo_attention", **shape, bench=of_bf16, codec="bf16", impl="alspec.lean_decode_attention")
+        ours = medians_of("turbo_attention", **shape, bench=bench, codec=codec, impl="alspec.turbo_decode_attention")
         return " | ".join(f"{bf16[context] / us:.2f}x" for context, us in ours.items())
 
     assert f"| `turbo4` | 1.8x at 8K, 2.7x at 32K, 3.3x at 128K | {speedups('32/8', 'turbo4')} |" in prose
+    guess = "speculative_decode"
+    assert f"| `turbo4`, both with guess and verdict | the same | {speedups('32/8', 'turbo4', guess, guess)} |" in prose
+    assert f"| `turbo4` with them, bf16 without | | {speedups('32/8', 'turbo4', guess)} |" in prose
     assert f"| `turbo-mixed` | 4.2x at 128K | {speedups('32/8', 'turbo-mixed')} |" in prose
     assert f"| `turbo4`, 8/2 heads | | {speedups('8/2', 'turbo4')} |" in prose
 
