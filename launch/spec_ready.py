@@ -120,8 +120,8 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     epoch = speculation.epoch
     assert epoch is not None
     copy = torch.zeros(words.shape, device=there)
-    # In tensors of their own, so that the waiting kernel is compiled once, and wants its split of an SM's memory from the
-    # first launch on: programs that want more L1 would keep attention off all SMs.
+    # In tensors of their own: aligned alike, they let the waiting kernel be compiled once. So each launch below has the
+    # split of an SM's memory that it is to have; programs that want more L1 keep attention off their SMs.
     started, seen = (torch.zeros(1, dtype=torch.int64, device=here) for _ in range(2))
     ack, no_ack = (torch.zeros(1, dtype=torch.int64, device=here) for _ in range(2))
     far_time = torch.zeros(1, dtype=torch.int64, device=there)
