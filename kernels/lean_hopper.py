@@ -1,6 +1,6 @@
 """Lean decode attention of one request on Hopper: the launch of lean_kernel.py with its own way of streaming.
 
-Schedule, turns, slots and partials are those of lean_schedule.py, whose words are used here. What differs is how tiles
+Schedule, turns and slots are those of lean_schedule.py, whose words are used here. What differs is how tiles
 come: one instruction (TMA) copies K or V of a tile into shared memory, and as soon as the tile has been read, the one
 that is STAGES further on is on its way to the same place. So a program always has the same bytes on their way, and few
 are enough: with 64 KB on each SM memory is busy, and what is asked for next, such as a guess, waits for less.
@@ -285,7 +285,7 @@ def lean_hopper_kernel(
     num_guesses = HKV * parts if SPEC and PHASE != REST else 0
     block_n = gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     tile, last, guesses, turns = deal(
-        program, num_guesses, total_rest, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE, PDL
+        program, num_guesses, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
     )
     sink, window = token_ranges(seq_len, chunk_size, SPEC)
     rest = tiles_in(window - sink, is_long, BLOCK_N)

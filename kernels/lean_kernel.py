@@ -232,7 +232,7 @@ def lean_decode_kernel(
     block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     rest_end = tl.cumsum(rest_tiles, 0)
     tile, last, guesses, turns = deal(
-        program, num_guesses, total_rest, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE, PDL
+        program, num_guesses, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
     )
     # With two tile loops, what neither changes is not moved ahead of both: that would spill registers and delay the
     # first copy.

@@ -92,8 +92,8 @@ def head_of(tile, tiles, HKV: tl.constexpr):
 
 
 @triton.constexpr_function
-def _beside(num_guesses, programs):
-    """How many followers there are."""
+def _others(num_guesses, programs):
+    """Programs without a guess; all, where none are leaders."""
     return programs - num_guesses if num_guesses < programs else programs
 
 
@@ -125,7 +125,7 @@ def _schedule(
             # By each of the numbers of followers that there may be: a division takes 100 cycles.
             run = left * 0
             for parts in tl.static_range(1, MOST_PARTS + 1):
-                of_parts = left.to(tl.uint32) // _beside(parts * HKV, PROGRAMS)
+                of_parts = left.to(tl.uint32) // _others(parts * HKV, PROGRAMS)
                 run = tl.where(num_guesses == parts * HKV, of_parts.to(tl.int32), run)
     else:
         # By constants: the compiler makes such divisions multiplications.
@@ -151,7 +151,7 @@ def _run_start(program, leaders, lead_run, followers, run, longer):
 
 @triton.jit
 def run_of(tile, leaders, lead_run, run, longer):
-    """The program whose run holds a tile: the inverse of `run_start`. One division only, because it is slow."""
+    """The program whose run holds a tile: the inverse of `_run_start`. One division only, because it is slow."""
     # Schedule: (leaders, lead_run, followers, run, longer), see `_schedule`.
     after = tile - leaders * lead_run
     is_lead = after < 0
@@ -219,10 +219,10 @@ def tokens_of_guess(part, sink, window, seq_len, part_tiles, is_long, BLOCK_N: t
 
 @triton.jit
 def deal(
-    program, num_guesses, total_rest, leaders, lead_run, followers, run, longer, PROGRAMS: tl.constexpr,
-    SPEC: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
+    program, num_guesses, leaders, lead_run, followers, run, longer, PROGRAMS: tl.constexpr, SPEC: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
-    """What a program does, after its head start is over that others may have.
+    """What a program does.
 
     Returns:
         First tile of its run, and past the last one; how many guesses it has, and how many turns in all: first guesses,

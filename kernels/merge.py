@@ -1,6 +1,6 @@
 """Partials of decode attention and how they are merged: device code of both decode kernels (see lean_attention.py).
 
-What stores partials and sends a guess is that over bf16; over a quantised cache, turbo_warps.py does.
+What stores partials and sends a guess is that over bf16; for a quantised cache see turbo_warps.py and turbo_kernel.py.
 
 A partial is `(o, lse)` of some tokens of one output, that is of the query heads of one (request, KV head), normalised,
 fp32, `lse` in base 2. Partials of one output lie in consecutive slots. A launch of its own merges them: programs of
@@ -151,7 +151,7 @@ def _load_partials(
 ):  # fmt: skip
     """A head's partials from number `at` on, one for each LANES lanes, or with SPREAD = 0 that number in all lanes.
 
-    All lanes that load channels of a partial load its `lse` as well, so that nothing but sums crosses lanes.
+    All lanes that load channels of a partial load its `lse` as well, so that none is passed on.
 
     Args:
         row: of the workspace, where number 0 lies.  at: a constant.  count: how many there are.  first: channel.
@@ -245,8 +245,8 @@ def merge_output(
 
     o = sum_s 2^(lse_s - m) o_s / l,   l = sum_s 2^(lse_s - m),   lse = m + log2 l,   m = max_s lse_s
 
-    Lanes merge what each has loaded, then their sums cross. Every lane has loaded and merged all parts of the guess,
-    which is one more partial of the first.
+    What crosses lanes is the largest `lse`, and sums of what each has merged. Every lane has loaded and merged all
+    parts of the guess, which is one more partial of the first.
     """
     LANES: tl.constexpr = CHUNK // LANE
     SLOTS: tl.constexpr = 32 // LANES
@@ -267,7 +267,9 @@ def merge_output(
     row_sum, o = _merge_lanes(loaded, row_max)
     if SPEC:
         weight = tl.exp2(of_first - row_max)
-        row_sum, o = tl.fma(weight, spec_sum, row_sum), _add_scaled(weight, spec_o, o)
+        # Not 0 times the others' values, which may be infinite.
+        row_sum = tl.fma(weight, spec_sum, row_sum)
+        o = _add_scaled(weight, tl.where((slots == 0)[:, :, None], spec_o, 0.0), o)
         spec_o = _scaled(inverse_of_sum(spec_sum), spec_o)
     for done in tl.range(ROUND, runs, ROUND):
         more = _load_all(
@@ -277,7 +279,7 @@ def merge_output(
         scale = tl.exp2(row_max - new_max)
         more_sum, more_o = _merge_lanes(more, new_max)
         row_max, row_sum, o = new_max, row_sum * scale + more_sum, _add_scaled(scale, o, more_o)
-    # All lanes get all sums, and lie over what is stored as over what was loaded: so nothing else crosses them.
+    # All lanes get all sums, and lie over what is stored as over what was loaded: so nothing crosses them once more.
     row_sum = tl.sum(row_sum, 0)[None, :].broadcast_to([SLOTS, LANES])
     o = _scaled(inverse_of_sum(row_sum), tl.sum(o, 0)[None, :, :].broadcast_to([SLOTS, LANES, LANE]))
     lanes, channels = tl.arange(0, 32), first + tl.arange(0, CHUNK)[None, :]

@@ -7,7 +7,8 @@ partials are merged by a second launch, and the guess over sink and window comes
   has an online softmax of its own; they are merged when the program leaves the head.
 - A step counts the same whether its records have 4 or 2 bits: measured, both take about as long, because with 2 bits
   the work on codes takes the time. A head's tail counts as one to three steps; with a guess it belongs to the guess.
-- A guess comes in two parts, tail and blocks, of two programs, where runs are short enough to keep them apart.
+- A guess may come in two parts, tail and blocks, for `turbo_guess_parts` places: where runs are short enough to keep
+  them apart, they are the work of two programs.
 - A program is four warps, two on an SM: one partial for all four, merged through shared memory.
 
 Arithmetic: turbo_block.py. Layout of the cache: flashq_layout.py. Sources: TurboAttention (Kang et al., 2024), sections

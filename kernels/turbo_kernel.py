@@ -29,13 +29,13 @@ __all__ = ["turbo_decode_kernel", "turbo_merge_kernel"]
 
 
 @triton.jit
-def _weightless(o, lse, where):
-    """A partial of `merge_warps`, or where there are no tokens, one that adds nothing to a merge."""
+def _unless_empty(o, lse, is_empty):
+    """A partial of `merge_warps`, or without tokens, one that adds nothing to a merge."""
     kept_o, kept_lse = (), ()
     for i in tl.static_range(len(o)):
-        kept_o = kept_o + (tl.where(where, 0.0, o[i]),)  # noqa: RUF005 (Triton has no *)
+        kept_o = kept_o + (tl.where(is_empty, 0.0, o[i]),)  # noqa: RUF005 (Triton has no *)
     for c in tl.static_range(len(lse)):
-        kept_lse = kept_lse + (tl.where(where, float("-inf"), lse[c]),)  # noqa: RUF005
+        kept_lse = kept_lse + (tl.where(is_empty, float("-inf"), lse[c]),)  # noqa: RUF005
     return kept_o, kept_lse
 
 
@@ -44,7 +44,7 @@ def _send_guess(
     o, lse, spec_out_ptr, spec_lse_ptr, output, part, parts, has_tokens, epoch, OUTPUTS: tl.constexpr,
     GUESS_PARTS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Write a part of `A~` of an output, and of several its lse, as words; where there is one, the absent one as well.
+    """Write `A~` of an output, with an epoch as words; or a part of it, with its lse, and also the one without tokens.
 
     Returns:
         The part: of no weight, if it has no tokens.
@@ -54,10 +54,11 @@ def _send_guess(
         write_heads(o, lse, spec_out_ptr, None, first, epoch, HEADS_PER_KV, HEADS, WARPS, D)
     else:
         PART: tl.constexpr = OUTPUTS * HEADS_PER_KV
-        o, lse = _weightless(o, lse, not has_tokens)
+        o, lse = _unless_empty(o, lse, not has_tokens)
         write_heads(o, lse, spec_out_ptr, spec_lse_ptr, part * PART + first, epoch, HEADS_PER_KV, HEADS, WARPS, D)
         if parts == 1:  # the receiver does not know how many have tokens
-            nothing, no_lse = _weightless(o, lse, parts == 1)
+            # Always empty here; by a condition, as that leaves each value in its lane.
+            nothing, no_lse = _unless_empty(o, lse, parts == 1)
             write_heads(nothing, no_lse, spec_out_ptr, spec_lse_ptr, PART + first, epoch, HEADS_PER_KV, HEADS, WARPS, D)
     return o, lse
 

@@ -122,9 +122,8 @@ def turbo_run(
     layers = [replace(layer, softmax=softmax) for layer in case.layers]
     speculation = None
     if chunk_size:
-        speculation, words = pair_speculation(
-            chunk_size, case.q[0], turbo_guess_parts(batch, hq // hkv, device), device
-        )  # fmt: skip
+        parts = turbo_guess_parts(batch, hq // hkv, device)
+        speculation, words = pair_speculation(chunk_size, case.q[0], parts, device)
         words.fill_(-1)  # of another epoch
 
     def run(i: int) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ def _run(*program: str) -> str:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int) -> None:
     found = json.loads(_run("-P", str(Path(__file__).with_name("compile_kernels.py")), str(capability)))
-    assert len(found) == 8 + 8 + 8 + 3 * (10 + 7 + 15) + (4 + 3 + 7 + 8 + 10 + 7 if capability == 90 else 0)
+    assert len(found) == 8 + 8 + 8 + 3 * (10 + 7 + 15) + (4 + 3 + 7 + 11 + 10 + 7 if capability == 90 else 0)
     assert {name: usage["spills"] for name, usage in found.items() if usage["spills"]} == {}
     assert {name for name, usage in found.items() if usage["serialised"]} == set()
     # A copy by every thread is 2 KB; a loop that does not load ahead has those of one tile (K, V and q) and no more.
@@ -88,13 +88,14 @@ def test_assembly_has_its_lanes(capability: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "form",
+    ("form", "most_shuffles"),
     [
-        *("lean_merge(90, 4, 128, 1, False)", "lean_merge(90, 4, 128, 1, True, guess_parts=3)"),
-        "turbo_merge(90, 4, 128, 1, True, 2)",
+        ("lean_merge(90, 4, 128, 1, False)", 28),
+        ("lean_merge(90, 4, 128, 1, True, guess_parts=3)", 25),
+        ("turbo_merge(90, 4, 128, 1, True, 2)", 25),
     ],
 )
-def test_merges_know_where_partials_lie_when_the_wait_ends(form: str) -> None:
+def test_merges_know_where_partials_lie_when_the_wait_ends(form: str, most_shuffles: int) -> None:
     """Divisions, which find that, come before it. Behind it nothing crosses lanes but the largest `lse`, in a second
     round again, five sums over 16 lanes, or 8 with a guess, and two for the verdict. Shared memory is declared, and not
     used."""
@@ -103,11 +104,11 @@ def test_merges_know_where_partials_lie_when_the_wait_ends(form: str) -> None:
         "names = [instruction.name for instruction in waiting.instructions(kernel.asm['cubin'])[0]]\n"
         "wait = names.index('ACQBULK')\n"
         "print(json.dumps([sum(name in ('I2F', 'F2I') for name in part) for part in (names[:wait], names[wait:])]\n"
-        "                 + [names.count('SHFL'), names.count('BAR'), names.count('LDS'),\n"
+        "                 + [names[wait:].count('SHFL'), names.count('BAR'), names.count('LDS'),\n"
         "                    'unused[4]' in kernel.asm['ptx']]))"
     )
     before, after, shuffles, barriers, reads, declares = json.loads(_run("-c", program))
     assert before > 0
     assert after == barriers == reads == 0
-    assert shuffles <= 32
+    assert shuffles <= most_shuffles
     assert declares

@@ -128,6 +128,16 @@ def test_lengths_around_tiles_and_chunks(
     launch.compare(check)
 
 
+@pytest.mark.parametrize("parts", [0, 1, 3], ids=["plain", "guess", "in parts"])
+def test_infinite_values_are_no_more_than_that(device: torch.device, parts: int) -> None:
+    """Nor do they reach other channels and heads; the guess has one as well."""
+    launch = Launch.draw((900,), 4, 2, 64, device, 20, S if parts else 0, parts=max(1, parts))
+    launch.v[0, 1, 5, 3] = math.inf
+    launch.run()
+    assert launch.out[0, 4:, 3].isposinf().all()
+    assert int(launch.out.isfinite().sum()) == launch.out.numel() - 4
+
+
 @pytest.mark.parametrize("chunk_size", [0, S, 256], ids=["plain", "S128", "S256"])
 @pytest.mark.parametrize("num_programs", [1, 7, 30, 132])
 @pytest.mark.parametrize("lengths", RAGGED, ids=lambda lengths: "-".join(map(str, lengths)))

@@ -18,10 +18,13 @@ import pytest
 import torch
 from attention_launch import EDGES, EPOCH, HAS_CUDA, AttentionLaunch, S
 from comparison import close
+from paired_ranks import PATIENCE_NS, pairs
 from torch import Tensor
 
 from alspec.kernels.flashq_layout import BlockCodes, TurboLayer, pack_record, record_words
+from alspec.kernels.handover import receive_handover
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
+from alspec.kernels.mailbox import PairShape
 from alspec.kernels.merge import num_sums
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_guess_parts, turbo_settings
@@ -206,11 +209,12 @@ def test_ragged_batches_on_any_grid(
     launch.compare()
 
 
-@pytest.mark.parametrize("chunk_size", [S, 256], ids=["S128", "S256"])
 @pytest.mark.parametrize(("num_programs", "num_warps"), [(1, 1), (5, 4), (24, 2), (60, 1)])
-@pytest.mark.parametrize("length", [1, 64, 65, 129, 2 * S + 65, 700, 1500])
+@pytest.mark.parametrize(
+    ("length", "chunk_size"), [(1, S), (64, S), (65, 256), (129, S), (2 * S + 65, S), (700, 256), (1500, S)]
+)
 def test_guess_in_two_parts(
-    device: torch.device, length: int, num_programs: int, num_warps: int, chunk_size: int
+    device: torch.device, length: int, chunk_size: int, num_programs: int, num_warps: int
 ) -> None:
     """Where runs are short, the tail and the blocks, which there may be none of; else one that is all."""
     launch = draw((length,), 3, 2, 64, device, num_programs, chunk_size, num_warps=num_warps, parts=2)
@@ -220,10 +224,36 @@ def test_guess_in_two_parts(
     assert launch.speculation.spec_lse is not None
     lse = unpack_words(launch.speculation.spec_lse, EPOCH)
     assert not lse.isnan().any(), "a part did not come"
-    # A run of a single program holds all of the row; 60 leave less than a step each at these lengths.
-    expected = {1: [True, False], 60: [True, length > 64]}.get(num_programs)
-    if expected:
-        assert [bool(part.isfinite().all()) for part in lse] == expected
+
+
+@pytest.mark.parametrize("num_programs", [2, 60])
+@pytest.mark.parametrize("length", [40, 700])
+def test_a_guess_in_two_parts_arrives_as_one(device: torch.device, length: int, num_programs: int) -> None:
+    shape, layer = PairShape(2, 1, 1, 64, 4, 2, 64, 2), 1
+    ((source,), (target,)) = pairs(device, shape, EPOCH)
+    launch = draw((length,), 2, 2, 64, device, num_programs, S, parts=2)
+    assert launch.speculation is not None
+    launch.speculation = source.speculation(layer, S, launch.speculation.sums)
+    launch.run()
+    launch.compare()
+    target.receives.fill_(1)
+    target.own.inbox.fill_(EPOCH << 32)
+    x, attn_out = torch.zeros(1, 64, device=device), torch.full((1, 4, 64), math.nan, device=device)
+    k, v = torch.zeros(2, 1, 2, length, 64, device=device)
+    receive_handover(target, layer, x, k, v, launch.seq_lens, attn_out, PATIENCE_NS)
+    close(attn_out, launch.guess.cpu(), TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_programs", "parts"), [(1, 1), (9, 1), (10, 2), (60, 2)])
+def test_guess_is_one_part_where_runs_are_long(device: torch.device, num_programs: int, parts: int) -> None:
+    """A row of 28 steps: runs of four for 9 programs, of three, as far apart as both parts begin, for 10."""
+    launch = draw((700,), 4, 2, 64, device, num_programs, S, parts=2)
+    launch.run()
+    launch.compare()
+    assert launch.speculation is not None
+    assert launch.speculation.spec_lse is not None
+    lse = unpack_words(launch.speculation.spec_lse, EPOCH)
+    assert [bool(part.isfinite().all()) for part in lse] == [True, parts == 2]
 
 
 @pytest.mark.parametrize("num_programs", [1, 7, 40])
