@@ -21,7 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .prefetch import wait_cycles
 
 __all__ = [
-    "ALL",
     "PREDICTOR",
     "REST",
     "deal",
@@ -249,8 +248,8 @@ def give_head_start(
 ):  # fmt: skip
     """Wait, in the first turn of a program without a guess, if others have one and memory will be busy.
 
-    At the beginning of a turn, not before the first one: what turns have in common is then computed while the lengths
-    are on their way. Behind a branch it took the guess's first tiles 150 cycles.
+    At the beginning of a turn, not before the first one: there the branch kept 150 instructions that all turns share
+    from being done while the lengths are on their way.
     """
     if SPEC and PHASE == ALL and PDL:
         if (program >= num_guesses) & (turn == 0) & (total_rest >= BUSY_TILES * PROGRAMS):

@@ -15,7 +15,7 @@ from .lean_schedule import PREDICTOR, REST
 from .merge import inverse_of_sum
 from .turbo_block import TOKENS
 
-__all__ = ["block_ranges", "blocks_of_turn", "guesses_before", "pick", "plan", "run_of", "run_start"]
+__all__ = ["blocks_of_turn", "guesses_before", "pick", "plan", "run_of", "run_start"]
 
 # In steps: what a guess takes beyond its blocks (its tail, and sending it away), and a tail without a guess.
 GUESS_STEPS = tl.constexpr(3)
@@ -30,7 +30,7 @@ def pick(values, index):
 
 
 @triton.jit
-def block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
+def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
     """sink, window, full: the guess is over blocks `[0, sink)`, `[window, full)` and the tail; the rest lies between.
 
     Without a guess the rest is all: the tail and blocks `[0, full)`.
@@ -84,7 +84,7 @@ def plan(
     """
     outputs = tl.arange(0, seq_lens.shape[0])
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
-    sink, window, _ = block_ranges(seq_lens, chunk_blocks, SPEC)
+    sink, window, _ = _block_ranges(seq_lens, chunk_blocks, SPEC)
     lengths = tl.where(exists, tl.cdiv(window - sink, WARPS) + OWN_TAIL, 0)
     if PHASE == PREDICTOR:
         lengths = tl.zeros_like(lengths)
@@ -126,14 +126,15 @@ def blocks_of_turn(
     is_guess, part, parts, here, last, before, seq_len, chunk_blocks, SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """What a turn is about, a guess or steps of an output's rest: here, last: of the run; before: where the output's
-    rest begins.
+    """What a turn is about, a guess or steps of an output's rest.
 
+    Args:
+        here, last: steps of the run, in the row of rests alone.  before: where the output's rest begins there.
     Returns:
         Blocks, (first, split, second, count): `split` of them from `first` on, then from `second` on, `count` in all;
         whether the tail as well; how many full blocks there are.
     """
-    sink, window, full = block_ranges(seq_len, chunk_blocks, SPEC)
+    sink, window, full = _block_ranges(seq_len, chunk_blocks, SPEC)
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
     first_step = here - before
     first = sink + tl.maximum(first_step - OWN_TAIL, 0) * WARPS

@@ -27,7 +27,7 @@ from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefil
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, run_command
 from alspec.launch.output import append_rows
-from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us
+from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us, written
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import percentile, provenance, stream_bandwidth
 from alspec.runtime.turbo_cache import TURBO_CODECS
@@ -97,10 +97,7 @@ def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]
         lean_decode_attention(
             case.q[i], case.k[i], case.v[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation
         )
-        if speculation is None:
-            return (out,)
-        lse_words = () if speculation.spec_lse is None else (speculation.spec_lse,)
-        return (out, speculation.spec_out, speculation.sums, *lse_words)
+        return written(out, speculation)
 
     return run
 

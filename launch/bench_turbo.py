@@ -14,7 +14,7 @@ from alspec.kernels.flashq_layout import BLOCK, TurboLayer, record_words, unpack
 from alspec.kernels.lean_attention import LeanWorkspace
 from alspec.kernels.turbo_attention import TurboSettings, turbo_decode_attention, turbo_guess_parts, turbo_settings
 from alspec.launch.output import no_command
-from alspec.launch.spec_ready import pair_speculation
+from alspec.launch.spec_ready import pair_speculation, written
 from alspec.sas import Softmax
 
 __all__ = ["TurboCase", "turbo_run"]
@@ -130,10 +130,7 @@ def turbo_run(
         turbo_decode_attention(
             case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation, settings=settings
         )
-        if speculation is None:
-            return (out,)
-        lse_words = () if speculation.spec_lse is None else (speculation.spec_lse,)
-        return (out, speculation.spec_out, speculation.sums, *lse_words)
+        return written(out, speculation)
 
     return run
 

@@ -19,7 +19,7 @@ from alspec.kernels.words import unpack_words
 from alspec.launch.output import no_command
 from alspec.runtime.stats import percentile
 
-__all__ = ["merged", "pair_speculation", "spec_ready_us"]
+__all__ = ["merged", "pair_speculation", "spec_ready_us", "written"]
 
 REPETITIONS = 25
 FLUSH_BYTES = 200 * 2**20
@@ -84,6 +84,14 @@ def pair_speculation(chunk_size: int, q: Tensor, parts: int, device: torch.devic
         words[size:].view(parts, batch, hq) if parts > 1 else None,
     )
     return speculation, words
+
+
+def written(out: Tensor, speculation: Speculation | None) -> tuple[Tensor, ...]:
+    """What attention writes: its output; with a guess `A~`, the verdict's sums and, of several parts, their lse."""
+    if speculation is None:
+        return (out,)
+    lse = () if speculation.spec_lse is None else (speculation.spec_lse,)
+    return (out, speculation.spec_out, speculation.sums, *lse)
 
 
 def merged(spec_out: Tensor, spec_lse: Tensor | None, epoch: int) -> Tensor:

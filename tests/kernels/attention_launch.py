@@ -58,15 +58,22 @@ class AttentionLaunch:
     def guess(self) -> Tensor:
         """`A~`, NaN where a word did not come."""
         assert self.speculation is not None
-        found, lse = self.speculation.spec_out, self.speculation.spec_lse
+        found = self.speculation.spec_out
         if found.is_floating_point():
             return found
         o = unpack_words(found, EPOCH).view(-1, *self.q.shape)
-        if lse is None:
+        if self.speculation.spec_lse is None:
             return o[0]
         # A partial of no tokens has no weight, but is there.
-        weight = (unpack_words(lse, EPOCH).double() * math.log(2)).softmax(0)
+        weight = (self.guess_lse.double() * math.log(2)).softmax(0)
         return (o.double() * weight[..., None]).sum(0)
+
+    @property
+    def guess_lse(self) -> Tensor:
+        """Of each part of `A~`, -inf without tokens; NaN where a word did not come."""
+        assert self.speculation is not None
+        assert self.speculation.spec_lse is not None
+        return unpack_words(self.speculation.spec_lse, EPOCH)
 
     def compare_each(self, close: Callable[[str, Tensor, Tensor], None]) -> None:
         """`close(name, found, expected)` of out, lse, guess and sums."""
