@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .dependent import wait_for_kernel_ahead
 from .flashq import BLOCK, MIN_SCALE
 from .flashq_layout import TurboLayer, record_words
 from .flashq_record import TOKENS, record_at, restore_side, to_int8, write_side
@@ -193,7 +194,7 @@ def _turbo_append_kernel(
     """K or V of one request and head; grid [B H, 2]."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        wait_for_kernel_ahead()
     if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
             return

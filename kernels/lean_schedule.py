@@ -115,7 +115,11 @@ def _schedule(
     """
     if SPEC:
         leaders = tl.where(num_guesses < PROGRAMS, num_guesses, 0)
-        lead_run = tl.maximum((total_rest + leaders * guess_tiles) // PROGRAMS - guess_tiles, 0)
+        shares = total_rest + leaders * guess_tiles
+        lead_run = tl.maximum(shares // PROGRAMS - guess_tiles, 0)
+        # Rounded up where runs are long, so that followers' are not: at 10000 tokens 4 to 5 % faster. Beside runs of a
+        # tile or two, a guess takes longer than it counts.
+        lead_run = tl.where(lead_run > 1, tl.cdiv(shares, PROGRAMS) - guess_tiles, lead_run)
         left = total_rest - leaders * lead_run
         others = PROGRAMS - leaders
         if MOST_PARTS == 0:

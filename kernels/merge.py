@@ -131,8 +131,7 @@ def send_guess(
 def await_partials(slot, runs):
     """`gdc_wait`, once these are computed: the compiler would move to behind the wait what nobody needs before.
 
-    Declares shared memory, which nobody uses: without any, launches took 0.4 to 0.7 us longer (H200), as if programs
-    did not start beside the attention, whose SMs have their memory split otherwise than a merge asks for.
+    Declares shared memory, which nobody uses, for the reason given in dependent.py.
     """
     if not INTERPRETED:
         slot, runs = tl.inline_asm_elementwise(

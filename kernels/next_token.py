@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
+from .dependent import wait_for_kernel_ahead
 from .exchange import LogitExchange
 from .launch import launch, launch_options, prefer_l1
 from .words import BAD_NUMBERS, INTERPRETED, LATE_WORD, await_words, fault_code
@@ -123,7 +124,7 @@ def _finish_step_kernel(
     """The next tokens, then the step's row in the ring and its stamp; grid [1]."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        wait_for_kernel_ahead()
     epoch = tl.load(epoch_ptr)
     place = epoch % RING_STEPS
     row = ring_ptr + place * (RING_HEADER + B)

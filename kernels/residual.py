@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from .dependent import wait_for_kernel_ahead
 from .exchange import Exchange
 from .launch import launch, launch_options, prefer_l1
 from .words import LATE_WORD, await_words, fault_code
@@ -130,7 +131,7 @@ def _reduce_norm_kernel(
     gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     epoch = tl.load(epoch_ptr)
     if PDL:
-        gdc_wait()
+        wait_for_kernel_ahead()
     rejected = epoch.to(tl.int64) << 32  # a verdict's word: 0.0 under the epoch
     if gate_ptr is not None:
         is_open = tl.load(gate_ptr) != 0

@@ -28,8 +28,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from .dependent import wait_for_kernel_ahead
 from .launch import launch, launch_options, prefer_l1
 from .mailbox import GATE_O, GATE_PRE_ATTENTION, GATE_STRIDE, Handover
 from .words import LATE_WORD, await_words, fault_code, pack_words
@@ -58,7 +59,7 @@ def _meet_kernel(
     """A word to every rank, then wait for one from every rank; grid [1]."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        wait_for_kernel_ahead()
     epoch = tl.load(epoch_ptr)
     ranks = tl.arange(0, PAD)
     address = tl.load(peers_ptr + ranks, mask=ranks < WORLD, other=0) + 8 * rank
@@ -104,7 +105,7 @@ def _take_turn_kernel(
     """The roles of a layer; grid [1]. Every launch after it waits for all of it, because it writes their gates."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        wait_for_kernel_ahead()
     own = tl.load(priority_ptr)
     other = tl.load(priority_ptr + 1)
     if (layer > 0) & (own == 1) & (other == 2):
@@ -207,7 +208,7 @@ def _decide_kernel(
     """Sums of the group's ranks, then the verdict; grid [1]."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        wait_for_kernel_ahead()
     if tl.load(gate_ptr) == 0:
         return
     epoch = tl.load(epoch_ptr)

@@ -15,20 +15,24 @@ from alspec.errors import AlspecError
 from alspec.kernels.launch import RESERVED_BYTES, prefer_l1
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, guess_parts, lean_decode_attention
 from alspec.kernels.merge import num_sums
+from alspec.kernels.reference import decode_attention_ref
 from alspec.kernels.words import unpack_words
 from alspec.launch.output import no_command
 from alspec.runtime.stats import percentile
 
 __all__ = ["merged", "pair_speculation", "spec_ready_us", "written"]
 
-REPETITIONS = 25
+WARMUP, REPETITIONS = 5, 20
 FLUSH_BYTES = 200 * 2**20
-# Words of a program that waits. A poll takes as long as the slowest of its loads, which go through what memory is busy
-# with: with 256, a poll took up to 22 us.
-POLLED = 64
+# Words of a program that waits, one for each lane. A poll takes as long as the slowest of its loads, which go through
+# what memory is busy with: with 256 words, up to 22 us.
+POLLED = 32
+WATCHERS = 2  # programs that wait for the same words: what one asks for too early, another one sees
 # The first launch is held back until everything after it is queued and the waiting kernels spin.
 HEAD_START_CYCLES = 2_000_000
 DEADLINE_NS = 50_000_000
+NEVER = torch.iinfo(torch.int64).max
+TOLERANCE = 1e-2
 
 
 @triton.jit
@@ -43,29 +47,31 @@ def _wait_and_copy(
     epoch,
     copy_ptr,  # [size] fp32
     size,
-    time_ptr,  # [1] int64: when all was seen, in ns
-    seen_ptr,  # [1] int32: programs that have seen theirs; 0 between launches
-    ack_ptr,  # [1] int64: a word of the epoch, once seen
+    times_ptr,  # [size / PAD] int64: when words were first seen, in ns; before that, `never`
+    never,
+    seen_ptr,  # [1] int32: how many blocks of words have been seen
+    ack_ptr,  # [1] int64: a word of the epoch, once all have been
     deadline_ns,
     PAD: tl.constexpr,
+    WATCHERS: tl.constexpr,
 ):
-    """Spin until all words carry the epoch, acknowledge, copy their values. Past the deadline: return at once.
+    """Spin until all words carry the epoch; who sees a block first copies its values. Past the deadline, just end.
 
-    PAD words of a program.
+    Every PAD words have WATCHERS programs; grid [WATCHERS size / PAD].
     """
     start = globaltimer()
-    at = tl.program_id(0) * PAD + tl.arange(0, PAD)
+    block = tl.program_id(0) // WATCHERS
+    at = block * PAD + tl.arange(0, PAD)
     late = 1
     words = tl.full([PAD], 0, tl.int64)
     while (late > 0) & (globaltimer() - start < deadline_ns):
         words = tl.load(words_ptr + at, mask=at < size, other=0, volatile=True)
         late = tl.sum(((words >> 32 != epoch) & (at < size)).to(tl.int32))
-    if late == 0:
-        tl.atomic_max(time_ptr, globaltimer())
-        if tl.atomic_add(seen_ptr, 1) == tl.num_programs(0) - 1:
-            tl.store(seen_ptr, 0)
-            tl.store(ack_ptr, tl.full([], epoch, tl.int64) << 32)
-        tl.store(copy_ptr + at, words.to(tl.int32).to(tl.float32, bitcast=True), mask=at < size)
+    if late == 0:  # noqa: SIM102 (`and` would not spare the atomic)
+        if tl.atomic_min(times_ptr + block, globaltimer()) == never:
+            tl.store(copy_ptr + at, words.to(tl.int32).to(tl.float32, bitcast=True), mask=at < size)
+            if tl.atomic_add(seen_ptr, 1) == tl.num_programs(0) // WATCHERS - 1:
+                tl.store(ack_ptr, tl.full([], epoch, tl.int64) << 32)
 
 
 def pair_speculation(chunk_size: int, q: Tensor, parts: int, device: torch.device) -> tuple[Speculation, Tensor]:
@@ -103,6 +109,41 @@ def merged(spec_out: Tensor, spec_lse: Tensor | None, epoch: int) -> Tensor:
     return (o * weight[..., None]).sum(0)
 
 
+class _Watch:
+    """A kernel that waits for words, and when it saw them.
+
+    Tensors are of its own, so that whatever the words all launches have the same compiled form; the first one loads it,
+    and later ones have the split of an SM's memory that it is to have.
+    """
+
+    def __init__(self, words: Tensor) -> None:
+        device = words.device
+        self.words = words
+        self.copy = torch.empty(words.shape, device=device)
+        self.times = torch.empty(triton.cdiv(words.numel(), POLLED), dtype=torch.int64, device=device)
+        self.num_seen = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def reset(self) -> None:
+        self.copy.fill_(torch.nan)
+        self.times.fill_(NEVER)
+        self.num_seen.zero_()
+
+    def start(self, epoch: int, ack: Tensor) -> None:
+        """Launch it; ack: [1] int64, a word of the epoch once all have been seen."""
+        # Many small programs: one that polls many words takes much of its SM's share of memory bandwidth.
+        compiled = _wait_and_copy[(WATCHERS * len(self.times),)](
+            self.words, epoch, self.copy, self.words.numel(), self.times, NEVER, self.num_seen, ack, DEADLINE_NS,
+            POLLED, WATCHERS, num_warps=1,
+        )  # fmt: skip
+        # All of an SM's memory as shared memory, as attention needs: an SM cannot change that while a program runs.
+        room = torch.cuda.get_device_properties(ack.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        prefer_l1(compiled, (room + RESERVED_BYTES) // (compiled.metadata.shared + RESERVED_BYTES))
+
+    def seen_at(self) -> int:
+        """When the last word was seen, in ns; `NEVER` if one was not."""
+        return int(self.times.max())
+
+
 def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, peer: bool) -> dict[str, float]:
     """Microseconds from the launch of speculative decode until another kernel sees all of `A~`.
 
@@ -111,11 +152,11 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     the acknowledgement is seen, and holds the way back too.
 
     Args:
-        q, k, v, seq_lens: as for `lean_decode_attention`, on the first GPU.
+        q, k, v, seq_lens: of one request, as for `lean_decode_attention`, on the first GPU.
     Returns:
         p20, p50, p80 over launches with a cold L2.
     Raises:
-        AlspecError: a word did not come in time.
+        AlspecError: a word did not come in time, or `A~` is wrong.
     """
     here = q.device
     there = torch.device("cuda", 1) if peer else here
@@ -125,63 +166,60 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     out, lse = torch.empty_like(q), torch.empty(batch, hq, device=here)
     parts = guess_parts(chunk_size, batch, hq, k.shape[1], dim, q.dtype, here)
     speculation, words = pair_speculation(chunk_size, q, parts, there)
-    epoch = speculation.epoch
-    assert epoch is not None
-    copy = torch.zeros(words.shape, device=there)
-    # In tensors of their own, aligned alike: so the first launches below compile all forms of the waiting kernel, and
-    # later ones have the split of an SM's memory that it is to have. Programs that want more L1 keep attention off SMs.
-    started, seen_at = (torch.zeros(1, dtype=torch.int64, device=here) for _ in range(2))
-    ack, no_ack = (torch.zeros(1, dtype=torch.int64, device=here) for _ in range(2))
-    far_time = torch.zeros(1, dtype=torch.int64, device=there)
+    assert speculation.epoch is not None
+    started, ack, no_ack = (torch.zeros(1, dtype=torch.int64, device=here) for _ in range(3))
+    guess, acknowledged = _Watch(words), _Watch(ack)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=here)
-    main, waiting = torch.cuda.Stream(here), torch.cuda.Stream(there)
-    acknowledged = torch.cuda.Stream(here)
-    nothing = torch.zeros(1, device=here)
-    with torch.cuda.device(here):
-        # Compile and load before anything spins: loading a kernel waits for the device. The words of epoch 0 are there.
-        flush.fill_(1)
-        torch.cuda._sleep(1)
-        lean_decode_attention(q, k, v, seq_lens, dim**-0.5, workspace, out, lse, speculation)
+    main, waiting, answering = torch.cuda.Stream(here), torch.cuda.Stream(there), torch.cuda.Stream(here)
+
+    def attend() -> None:
         _stamp[(1,)](started)
-        _await(ack, 0, nothing, seen_at, no_ack)
-    with torch.cuda.device(there):
-        _await(words, 0, copy, far_time, ack)
+        lean_decode_attention(q, k, v, seq_lens, dim**-0.5, workspace, out, lse, speculation)
+
     samples = []
-    for repetition in range(1, REPETITIONS + 1):
-        started.zero_()
-        seen_at.zero_()
-        epoch.fill_(repetition)
-        copy.fill_(torch.nan)
+    for repetition in range(WARMUP + REPETITIONS):
+        guess.reset()
+        acknowledged.reset()
+        speculation.epoch.fill_(repetition)
         _synchronize(here, there)
+        if repetition == 0:
+            # Compile and load before anything spins: loading a kernel waits for the device.
+            with torch.cuda.device(here):
+                flush.fill_(1)
+                torch.cuda._sleep(1)
+                attend()
+                acknowledged.start(0, no_ack)
+            _synchronize(here, there)
         with torch.cuda.device(there), torch.cuda.stream(waiting):
-            _await(words, repetition, copy, far_time if peer else seen_at, ack)
+            guess.start(repetition, ack)
         with torch.cuda.device(here):
             if peer:
-                with torch.cuda.stream(acknowledged):
-                    _await(ack, repetition, nothing, seen_at, no_ack)
+                with torch.cuda.stream(answering):
+                    acknowledged.start(repetition, no_ack)
             with torch.cuda.stream(main):
                 flush.fill_(repetition % 7)
                 torch.cuda._sleep(HEAD_START_CYCLES)
-                _stamp[(1,)](started)
-                lean_decode_attention(q, k, v, seq_lens, dim**-0.5, workspace, out, lse, speculation)
+                attend()
         _synchronize(here, there)
-        start, end = int(started), int(seen_at)
-        if not end or not torch.equal(copy, unpack_words(words, repetition)):
+        end = (acknowledged if peer else guess).seen_at()
+        if end == NEVER or not torch.equal(guess.copy, unpack_words(words, repetition)):
             raise AlspecError(f"spec_ready: repetition {repetition}: A~ did not come")
-        samples.append((end - start) / 1e3)
-    samples = samples[5:]
-    return {f"p{int(100 * share)}": percentile(samples, share) for share in (0.2, 0.5, 0.8)}
+        samples.append((end - int(started)) / 1e3)
+    _check_guess(speculation, q, k, v, seq_lens, WARMUP + REPETITIONS - 1)
+    return {f"p{int(100 * share)}": percentile(samples[WARMUP:], share) for share in (0.2, 0.5, 0.8)}
 
 
-def _await(words: Tensor, epoch: int, copy: Tensor, time: Tensor, ack: Tensor) -> None:
-    # Many small programs: one that polls many words takes much of its SM's share of memory bandwidth.
-    seen = torch.zeros(1, dtype=torch.int32, device=words.device)
-    compiled = _wait_and_copy[(triton.cdiv(words.numel(), POLLED),)](
-        words, epoch, copy, words.numel(), time, seen, ack, DEADLINE_NS, POLLED, num_warps=1
-    )
-    # Give all of an SM's memory to shared memory, as attention needs: an SM cannot change that while a program runs.
-    room = torch.cuda.get_device_properties(words.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    prefer_l1(compiled, (room + RESERVED_BYTES) // (compiled.metadata.shared + RESERVED_BYTES))
+def _check_guess(speculation: Speculation, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, epoch: int) -> None:
+    """Compare `A~` of one request with the fp64 oracle over its tokens."""
+    n, chunk_size = int(seq_lens), speculation.chunk_size
+    window = max(n - chunk_size, 0) // 64 * 64
+    tokens = [t for t in range(n) if t < chunk_size or t >= window]
+    near = torch.tensor([len(tokens)])
+    wanted, _ = decode_attention_ref(q, k[:, :, tokens], v[:, :, tokens], near, q.shape[-1] ** -0.5)
+    found = merged(speculation.spec_out, speculation.spec_lse, epoch).to(wanted)
+    error = float((found - wanted).norm() / wanted.norm())
+    if not error < TOLERANCE:
+        raise AlspecError(f"spec_ready: wrong A~: relative error {error:.2e} for {n} tokens")
 
 
 def _synchronize(here: torch.device, there: torch.device) -> None:
