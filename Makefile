@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= It was a cold evening in December when the stranger knocked at the door of the inn.
 NPROC ?= 2
+# One process has no pair: it computes what a pair would, one after the other.
+SPECULATION := $(if $(filter 1,$(NPROC)),simulated,paired)
 SEED ?= 4
 
 .PHONY: generate test lint ci clean
@@ -12,7 +14,7 @@ SEED ?= 4
 # warning; the ranks of a host share its cores.
 generate: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/generate.py \
-		--speculation paired --temperature 0.8 --top-p 0.9 --seed $(SEED) --prompt "$(PROMPT)"
+		--speculation $(SPECULATION) --temperature 0.8 --top-p 0.9 --seed $(SEED) --prompt "$(PROMPT)"
 
 # Files side by side: most of the time goes to one kernel at a time in Triton's interpreter.
 test: $(VENV)/.installed-dev

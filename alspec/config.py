@@ -19,6 +19,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from .errors import UserError
 from .predictor import CHUNK_SIZES
@@ -26,6 +27,7 @@ from .sas import Softmax
 
 __all__ = [
     "TURBO_CODECS",
+    "UNAVAILABLE",
     "BenchConfig",
     "CommandConfig",
     "DoctorConfig",
@@ -49,6 +51,7 @@ Transport = Literal["auto", "symm", "nccl", "gloo"]
 EvaluatedCodec = Literal["bf16", "int8", "turbo4", "turbo2", "turbo-mixed"]
 Selector = Literal["gap_std", "entropy", "min_max", "variation"]
 
+UNAVAILABLE = ("colocated", "turboquant3", "turboquant2")  # known values that the runtime does not have yet
 TURBO_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that the runtime has
 
 _SchemaT = TypeVar("_SchemaT", bound=BaseModel)
@@ -79,7 +82,7 @@ def _not_empty(value: Any) -> Any:
 
 def _measured_mode(value: Any) -> Any:
     if value not in ("off", "paired"):
-        raise ValueError("latency measures off and paired")
+        raise ValueError("expected off or paired")
     return value
 
 
@@ -192,16 +195,21 @@ class EngineConfig(_Schema):
         return self
 
 
-class SamplingConfig(_Schema):
-    """How the next token is chosen and when a request ends."""
+class _Choice(_Schema):
+    """How the next token is chosen."""
 
-    max_new_tokens: int = Field(default=128, ge=1, description="tokens to generate for each prompt")
     temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy")
     top_k: int = Field(default=0, ge=0, description="sample among the k most likely tokens; 0: all")
     top_p: float = Field(
         default=1.0, gt=0.0, le=1.0, description="sample among the most likely tokens of this total probability"
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the counter-based random numbers")
+
+
+class SamplingConfig(_Choice):
+    """How the next token is chosen and when a request ends."""
+
+    max_new_tokens: int = Field(default=128, ge=1, description="tokens to generate for each prompt")
     stop: tuple[str, ...] = Field(default=(), description="end a request at this text (repeatable); it is not printed")
     ignore_eos: bool = Field(default=False, description="do not stop at the end-of-sequence token")
 
@@ -247,7 +255,7 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
         return self
 
 
-class LatencyConfig(CommandConfig, EngineConfig):
+class LatencyConfig(CommandConfig, EngineConfig, _Choice):
     """Everything `launch/latency.py` can be told."""
 
     contexts: _Several[_Tokens] | None = Field(
@@ -272,6 +280,11 @@ class LatencyConfig(CommandConfig, EngineConfig):
     trace: Path | None = Field(
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
     )
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How the measured steps choose."""
+        return SamplingConfig(**{name: getattr(self, name) for name in _Choice.model_fields})
 
 
 class EvaluateConfig(CommandConfig, EngineConfig):
@@ -334,12 +347,12 @@ class DoctorConfig(CommandConfig):
 class BenchConfig(CommandConfig):
     """Everything `launch/bench_kernels.py` can be told."""
 
-    bench: Literal["allreduce", "decode", "prefill", "ready", "turbo"] | None = Field(
+    bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "turbo"] | None = Field(
         default=None, description="only this one; default: decode and ready"
     )
-    contexts: _Several[_Tokens] = Field(
-        default=tuple(2**power for power in range(10, 19)),
-        description="tokens in the cache, of decode, ready and turbo",
+    contexts: _Several[_Tokens] | None = Field(
+        default=None,
+        description="tokens in the cache of decode, ready and turbo (default: 1k to 256k), or of prompts (8k,32k,128k)",
     )
     rows: Path | None = Field(default=None, description="append one JSON line for each measurement to this file")
 
@@ -358,16 +371,22 @@ def refuse_unavailable(config: EngineConfig) -> None:
         raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed")
 
 
-# In place of the words of pydantic.
+# In place of the words of pydantic, with its values.
 _MESSAGES = {
     "bool_parsing": "expected true or false",
     "bool_type": "expected true or false",
     "float_parsing": "expected a number",
     "float_type": "expected a number",
+    "finite_number": "expected a finite number",
+    "greater_than": "expected more than {gt:g}",
+    "greater_than_equal": "expected {ge:g} or more",
     "int_from_float": "expected an integer",
     "int_parsing": "expected an integer",
     "int_parsing_size": "expected a smaller integer",
     "int_type": "expected an integer",
+    "invalid_key": "expected a mapping of names",
+    "less_than": "expected less than {lt}",
+    "less_than_equal": "expected {le:g} or less",
     "model_type": "expected a mapping of names",
     "path_type": "expected a path",
     "string_type": "expected a text",
@@ -408,9 +427,19 @@ def validate(
         else:
             hint = "see --help" if issubclass(schema, CommandConfig) else f"valid names: {', '.join(keys.values())}"
         raise UserError(f"{source}: unknown key {spell(path)!r}; {hint}")
-    message = _MESSAGES.get(first["type"], first["msg"].removeprefix("Value error, "))
-    where, found = (f"{spell(path)}: ", f", found {first['input']!r}") if path else ("", "")
-    raise UserError(f"{source}: {where}{message}{found}")
+    where, found = (f"{spell(path)}: ", f", found {first['input']!r:.80}") if path else ("", "")
+    raise UserError(f"{source}: {where}{_message(first)}{found}")
+
+
+def _message(error: ErrorDetails) -> str:
+    """What was expected; of several values, those that can be had."""
+    values = error.get("ctx", {})
+    if error["type"] == "literal_error":
+        *others, last = [name for name in re.findall("'(.*?)'", values["expected"]) if name not in UNAVAILABLE]
+        return f"expected {', '.join(others)} or {last}"
+    if error["type"] in _MESSAGES:
+        return _MESSAGES[error["type"]].format(**values)
+    return error["msg"].removeprefix("Value error, ")
 
 
 def check_fields(schema: type[BaseModel], values: dict[str, Any], source: str) -> None:
@@ -462,7 +491,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"config: cannot read {path}: {error.strerror}; give an existing YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"config: {path} is not YAML: nested too deeply") from None
+    except (yaml.YAMLError, ValueError, AttributeError) as error:  # the last two of values, such as 2026-13-01
         raise UserError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}

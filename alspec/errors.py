@@ -40,7 +40,7 @@ class DoesNotFitError(AlspecError):
 
 
 class BadNumbersError(AlspecError):
-    """NaN or Inf reached the logits; names rank, layer and step."""
+    """NaN or Inf reached the logits (names rank, layer and step), or a result that a bench checks is wrong."""
 
     exit_code = 4
 

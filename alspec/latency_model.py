@@ -1,7 +1,6 @@
 """Decode latency of tensor parallelism and of attention-level speculation, from measured parts.
 
-All times are microseconds. Source: Attention-Level Speculation, Appendix F, with `floor` and `ceil` as printed; the
-comparison of the two at equal GPU count (`pairing_gain_us`) is ours.
+All times are microseconds. Source: Attention-Level Speculation, Appendix F, with `floor` and `ceil` as printed.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-__all__ = ["StepCosts", "hit_layer_us", "miss_layer_us", "pairing_gain_us", "speculative_step_us", "tp_step_us"]
+__all__ = ["StepCosts", "hit_layer_us", "miss_layer_us", "speculative_step_us", "tp_step_us"]
 
 
 @dataclass(frozen=True)
@@ -81,34 +80,3 @@ def speculative_step_us(costs: StepCosts, hit_rate: float) -> float:
 def tp_step_us(costs: StepCosts) -> float:
     """One token with tensor parallelism alone: `t = fixed + L (layer + FD)`."""
     return costs.fixed_us + costs.num_layers * (costs.layer_us + costs.attention_us)
-
-
-def pairing_gain_us(
-    attention_us: float, other_us: float, hit_rate: float, hop_us: float, overhead_saved_us: float
-) -> float:
-    """Time per layer that pairing two groups of n/2 GPUs saves over tensor parallelism on all n: `T_tp - T_alspec`.
-
-    Positive: pairing is faster. Negative: tensor parallelism is. With a = A/n, f = F/n and overhead c(n):
-
-        T_tp     = a + f + c(n)
-        T_alspec = 2 (a + f) - 2 r min(a, f) + hop + c(n/2)
-        gain     = (c(n) - c(n/2)) - hop - ((a + f) - 2 r min(a, f))
-
-    The last bracket is at least `|a - f| >= 0`, so pairing wins only where it saves more overhead than that and the hop
-    cost. Assumes that attention and the rest scale perfectly with the number of GPUs, apart from c(n).
-
-    Args:
-        attention_us: a, attention of one layer under tensor parallelism on all n GPUs.
-        other_us: f, the rest of the layer likewise, without the overhead.
-        hit_rate: r in [0, 1].
-        hop_us: handing `A~`, x, k, v from sender to receiver.
-        overhead_saved_us: c(n) - c(n/2), what a layer's collectives and launches cost more on n GPUs than on n/2.
-
-    Raises:
-        ValueError: `hit_rate` is outside [0, 1].
-
-    """
-    if not 0 <= hit_rate <= 1:
-        raise ValueError(f"hit_rate: expected 0 .. 1, found {hit_rate}")
-    doubled_work_us = attention_us + other_us - 2 * hit_rate * min(attention_us, other_us)
-    return overhead_saved_us - hop_us - doubled_work_us

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.errors import AlspecError, UserError
+from alspec.errors import BadNumbersError, RankFailureError, UserError
 from alspec.kernels.exchange import Exchange
 from alspec.kernels.launch import launch_options, prefer_l1
 from alspec.kernels.residual import BLOCK as STREAM_BLOCK
@@ -155,7 +155,8 @@ class AllReduce:
         """One epoch of `ours` against an fp64 sum in rank order and against NCCL; the same bits on every rank.
 
         Raises:
-            AlspecError: a wrong result, or a word that did not come.
+            BadNumbersError: a wrong result.
+            RankFailureError: a word did not come.
         """
         gather, count = self._transport.all_gather_world, SLOTS
         total = torch.zeros_like(self.partial, dtype=torch.float64)
@@ -188,19 +189,19 @@ class AllReduce:
         _compare("sum against NCCL's", self.x, self._sum.double(), 2 * TOLERANCE)
         bits = gather(self.x.view(torch.int32))
         if bool((bits != bits[0]).any()):
-            raise AlspecError("allreduce: ranks have different bits")
+            raise BadNumbersError("allreduce: ranks have different bits")
         self.check_fault()
 
     def check_fault(self) -> None:
         """Raise if a word did not come in time."""
         if int(self.exchange.fault):
-            raise AlspecError(f"allreduce: a word did not come: fault {int(self.exchange.fault):#x}")
+            raise RankFailureError(f"allreduce: a word did not come: fault {int(self.exchange.fault):#x}")
 
 
 def _compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
     error = float((found.double() - expected).norm() / expected.norm())
     if not error < tolerance:
-        raise AlspecError(f"allreduce: wrong {name}: relative error {error:.2e}, tolerance {tolerance:.0e}")
+        raise BadNumbersError(f"allreduce: wrong {name}: relative error {error:.2e}, tolerance {tolerance:.0e}")
 
 
 def connect() -> Transport:
@@ -275,7 +276,7 @@ def measure(transport: Transport, batch_size: int) -> tuple[dict[str, Any], dict
     )
     reduce.check_fault()
     if not bool(reduce.x.isfinite().all()):
-        raise AlspecError("allreduce: numbers that are not finite after the timed runs")
+        raise BadNumbersError("allreduce: numbers that are not finite after the timed runs")
     case = {"world": transport.placement.world_size, "batch": batch_size, "hidden": HIDDEN, "dtype": "fp32"}
     return case, times
 

@@ -1,4 +1,4 @@
-"""Measure the kernels against PyTorch's, correctness first: `python launch/bench_kernels.py --rows out.jsonl`."""
+"""Measure kernels against PyTorch, and prompts; correctness first: `launch/bench_kernels.py --rows out.jsonl`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from alspec.kernels.lean_attention import LeanWorkspace, guess_parts, lean_decod
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
+from alspec.launch.bench_prompt import PROMPT_CONTEXTS, PROMPT_ENGINES, measure_prompts, prompt_table
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, run_command
 from alspec.launch.output import append_rows
 from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us, written
+from alspec.runtime.faults import out_of_memory_is_told
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import percentile, provenance, stream_bandwidth
 from alspec.runtime.turbo_cache import TURBO_CODECS
@@ -40,6 +42,7 @@ COLD_BYTES = 600 * 2**20
 WARMUP_MS = 20  # of replays, so that the clocks have settled
 REPLAYS = 25
 CHUNK_SIZE = 128
+CONTEXTS = tuple(2**power for power in range(10, 19))
 SHAPES = ((32, 8, 128), (8, 2, 128), (32, 8, 64))
 TOLERANCE = 1e-2  # relative RMS of a bf16 output against fp64
 
@@ -182,9 +185,9 @@ class Results:
         self._rows = rows if self._is_first else None
         self._command = command
         self.stream = stream_bandwidth(torch.device("cuda"))
-        self._table = Table(title=f"stream {self.stream / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}")
+        self.table = Table(title=f"stream {self.stream / 1e12:.2f} TB/s, {torch.cuda.get_device_name()}")
         for name in ("bench", "case", "impl", "us p50", "TB/s", "share", "TFLOP/s", "speed-up"):
-            self._table.add_column(name)
+            self.table.add_column(name)
 
     def add(
         self,
@@ -208,9 +211,7 @@ class Results:
             f"{tflop_s:.0f}" if flops else "-",
             f"{base / us['p50']:.2f}x" if base else "-",
         )
-        self._table.add_row(bench, label, impl, *cells)
-        if self._rows is None:
-            return
+        self.table.add_row(bench, label, impl, *cells)
         row = {
             "bench": bench,
             "impl": impl,
@@ -219,16 +220,22 @@ class Results:
             "bytes": size,
             "stream_tb_s": round(self.stream / 1e12, 3),
             **({"tflop_s": round(tflop_s, 1)} if flops else {}),
-            **provenance(num_gpus, self._command),
         }
-        if impl == "flashinfer":
+        self.write(row, num_gpus)
+
+    def write(self, row: dict[str, Any], num_gpus: int) -> None:
+        """Add where a row is from, and append it to the file."""
+        if self._rows is None:
+            return
+        row = row | provenance(num_gpus, self._command)
+        if row["impl"] == "flashinfer":
             row["versions"]["flashinfer"] = getattr(importlib.import_module("flashinfer"), "__version__", None)
         append_rows(self._rows, [row])
 
     def show(self) -> None:
         """The table on stdout."""
         if self._is_first:
-            Console(width=170).print(self._table)
+            Console(width=170).print(self.table)
 
 
 def bench_decode(results: Results, contexts: list[int]) -> None:
@@ -333,18 +340,32 @@ def bench_turbo(results: Results, contexts: list[int]) -> None:
                 del quantised, turbo
 
 
+def bench_prompt(results: Results, contexts: list[int]) -> None:
+    """Whole prompts of the 8B shape over each cache, on every rank of a torchrun job; they have their own table."""
+    rows: list[dict[str, Any]] = []
+
+    def found(row: dict[str, Any]) -> None:
+        results.write(row, row["case"]["world"])
+        rows.append(row)
+
+    for config in PROMPT_ENGINES:
+        measure_prompts(config, contexts, found)
+    results.table = prompt_table(rows)
+
+
 BENCHES = {
     "decode": bench_decode,
     "ready": bench_ready,
     "allreduce": bench_allreduce,
     "prefill": bench_prefill,
+    "prompt": bench_prompt,
     "turbo": bench_turbo,
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = Parser(prog="bench_kernels", description="Kernels against PyTorch.", allow_abbrev=False)
+    parser = Parser(prog="bench_kernels", description="Kernels against PyTorch, and whole prompts.", allow_abbrev=False)
     return run_command(parser, BenchConfig, argv, lambda config, args: _run(config, args.command))
 
 
@@ -353,12 +374,17 @@ def _run(config: BenchConfig, command: str) -> int:
         raise UserError("bench_kernels: needs a CUDA GPU, found none")
     check_writable("flags: --rows", config.rows)
     placement = Placement.from_environment()
-    if (placement.world_size > 1) != (config.bench == "allreduce"):
-        raise UserError("bench_kernels: torchrun is for --bench allreduce, and for that alone")
+    if placement.world_size > 1 and config.bench not in ("allreduce", "prompt"):
+        raise UserError("bench_kernels: torchrun is for --bench allreduce and --bench prompt alone")
+    if torch.cuda.device_count() < placement.local_world_size:
+        found = f"found {torch.cuda.device_count()} for {placement.local_world_size} ranks"
+        raise UserError(f"bench_kernels: needs a CUDA GPU for each rank, {found}")
     torch.cuda.set_device(placement.local_rank)
-    results = Results(config.rows, command)
-    for name in [config.bench] if config.bench else ["decode", "ready"]:
-        BENCHES[name](results, list(config.contexts))
+    with out_of_memory_is_told("Lower --contexts"):
+        results = Results(config.rows, command)
+        for name in [config.bench] if config.bench else ["decode", "ready"]:
+            default = PROMPT_CONTEXTS if name == "prompt" else CONTEXTS
+            BENCHES[name](results, list(config.contexts or default))
     results.show()
     return 0
 

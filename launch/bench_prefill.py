@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from alspec.errors import AlspecError
+from alspec.errors import BadNumbersError
 from alspec.kernels.reference import turbo_prefill_attention_ref
 from alspec.kernels.turbo_prefill import turbo_prefill_attention
 from alspec.launch.output import no_command
@@ -97,7 +97,7 @@ def check_prefill(case: PrefillCase, run: Run) -> None:
     """Compare the first, some middle and the last rows with the fp64 oracle.
 
     Raises:
-        AlspecError: they differ by more than quantisation makes them.
+        BadNumbersError: they differ by more than quantisation makes them.
     """
     out = run(0)
     num_queries, num_tokens = case.q.shape[0], case.k.shape[1]
@@ -109,7 +109,7 @@ def check_prefill(case: PrefillCase, run: Run) -> None:
         )
         error = float((out[begin:end].double() - expected).norm() / expected.norm())
         if not error < TOLERANCE:
-            raise AlspecError(f"wrong result: relative error {error:.2e} in rows {begin} to {end} of {num_queries}")
+            raise BadNumbersError(f"wrong result: relative error {error:.2e} in rows {begin} to {end} of {num_queries}")
 
 
 if __name__ == "__main__":

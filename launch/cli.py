@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from alspec.config import CommandConfig, check_fields, load_yaml, nearest_name, validate
+from alspec.config import UNAVAILABLE, CommandConfig, check_fields, load_yaml, nearest_name, validate
 from alspec.errors import UserError
 from alspec.launch.output import exit_code
 from alspec.runtime.placement import Placement
@@ -79,9 +79,9 @@ def _written(default: Any) -> str:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The values of a Literal, also inside an optional; none for other types, and for lists."""
+    """The values of a Literal that can be had, also inside an optional; none for other types, and for lists."""
     if get_origin(annotation) is Literal:
-        return [str(value) for value in get_args(annotation)]
+        return [str(value) for value in get_args(annotation) if value not in UNAVAILABLE]
     if get_origin(annotation) is tuple:
         return []
     return [choice for part in get_args(annotation) for choice in _choices(part)]

@@ -8,7 +8,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from alspec.errors import RankFailureError, UserError, report
+try:
+    from alspec.errors import RankFailureError, UserError, report
+except ImportError as error:  # `report` is in what is missing
+    print(f"alspec: exit 2: doctor: cannot import alspec: {error}; pip install -e . in its folder", file=sys.stderr)
+    sys.exit(2)
 
 # That torch or Triton cannot be imported is a finding too: report it like any other.
 try:

@@ -70,7 +70,7 @@ def _run(config: EvaluateConfig, command: str) -> int:
     def evaluate() -> int:
         return _evaluate(engine, config, _tasks(engine, config, contexts, text), caches, command)
 
-    return run_guarded(engine.heartbeat, evaluate)
+    return run_guarded(engine.heartbeat, evaluate, "Lower --contexts, or use more ranks")
 
 
 def _check(config: EvaluateConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import json
 import lzma
 import math
 import zlib
@@ -16,12 +15,12 @@ import tokenizers
 import torch
 
 from alspec.errors import UserError
-from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.demo.data import RecallPrompt, recall_prompts
 from alspec.models.demo.tokenizer import SPECIAL_TOKENS
+from alspec.models.files import parse_json
 from alspec.predictor import shortest_guess
 from alspec.runtime.decoded_attention import CacheSetting
-from alspec.runtime.engine import Engine
+from alspec.runtime.engine import Engine, model_folder
 from alspec.runtime.quality import TextScore, score_under
 
 __all__ = [
@@ -88,10 +87,10 @@ def read_text(path: Path) -> str:
         data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
         text = data.decode("utf-8-sig")
         if ".jsonl" in path.suffixes:
-            text = "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
+            text = "\n\n".join(parse_json(line)["text"] for line in text.split("\n") if line.strip())
     except OSError as error:
         raise UserError(f"flags: --text: cannot read {path}: {error.strerror}; give a text file") from None
-    except (lzma.LZMAError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (lzma.LZMAError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"flags: --text: {path}: broken at {error!r}; give .txt, .jsonl or .jsonl.xz") from None
     return text
 
@@ -170,14 +169,14 @@ def record_needle_tasks(
 def _record_cases(path: Path, count: int) -> list[RecordCase]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            found = [json.loads(line) for line in itertools.islice(lines, count)]
+            found = [parse_json(line) for line in itertools.islice(lines, count)]
         return [
             RecordCase([(key, value) for key, value in case["ordered_kv_records"]], case["key"], case["value"])
             for case in found
         ]
     except OSError as error:
         raise UserError(f"flags: --records: cannot read {path}: {error}; give a .jsonl.gz file") from None
-    except (EOFError, zlib.error, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+    except (EOFError, zlib.error, KeyError, TypeError, ValueError) as error:
         raise UserError(f"flags: --records: {path}: broken at {error!r}") from None
 
 
@@ -204,7 +203,7 @@ def _num_tokens(prompt: RecallPrompt) -> int:
 
 
 def _core(engine: Engine) -> tokenizers.Tokenizer:
-    core = tokenizers.Tokenizer.from_file(str((engine.config.model or DEMO_CHECKPOINT) / "tokenizer.json"))
+    core = tokenizers.Tokenizer.from_file(str(model_folder(engine.config) / "tokenizer.json"))
     missing = next((token for token in SPECIAL_TOKENS if core.token_to_id(token) is None), None)
     if missing is not None or core.get_vocab_size() > MAX_VOCAB:
         lack = f"the token {missing}" if missing is not None else f"a vocabulary of {MAX_VOCAB} at most"

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from alspec.config import GenerateConfig
+from alspec.config import GenerateConfig, SpeculationConfig
+from alspec.errors import UserError
 from alspec.launch.cli import Parser, run_command
 from alspec.launch.display import Printer, StatusLine, print_panel, shows_color, use_utf8
 from alspec.launch.output import write_text, writing
@@ -35,13 +36,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(config: GenerateConfig, args: Namespace) -> int:
     if args.plan:
+        for flag, path in (("--json", config.json_file), ("--trace", config.trace)):
+            if path is not None:
+                raise UserError(f"flags: {flag}: --plan generates nothing to write there; leave one of them out")
         # Once, not by every rank of torchrun.
         if Placement.from_environment().rank == 0:
             print_plan(config)
         return 0
     use_utf8()
     engine = Engine(config, trace=config.trace is not None)
-    return run_guarded(engine.heartbeat, lambda: _generate(config, engine))
+    advice = "Use more ranks, fewer or shorter prompts, or a lower --max-context"
+    return run_guarded(engine.heartbeat, lambda: _generate(config, engine), advice)
 
 
 def _generate(config: GenerateConfig, engine: Engine) -> int:
@@ -84,6 +89,14 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
     given = [flag for flag, is_given in (("--top-k", config.top_k > 0), ("--top-p", config.top_p < 1.0)) if is_given]
     if given and config.temperature == 0.0:
         notices.append(f"{' and '.join(given)} without effect: temperature 0 takes the most likely token")
+    default, own = SpeculationConfig(), config.speculation
+    changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))
+    given = [flag for flag, is_changed in changed if is_changed]
+    if given and mode == "off":
+        notices.append(
+            f"{' and '.join(given)} without effect: nothing is speculated in mode off; use --speculation simulated, or "
+            "paired on two ranks"
+        )
     return notices
 
 

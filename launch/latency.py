@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import HitRate, LatencyConfig
+from alspec.config import HitRate, LatencyConfig, SamplingConfig
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.gemv_tile import MAX_BATCH
 from alspec.launch.cli import Parser, check_picture, check_writable, run_command
@@ -22,9 +21,7 @@ from alspec.launch.display import StatusLine
 from alspec.launch.output import append_rows, write_text, writing
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
-from alspec.models.config import LlamaConfig
-from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.runtime.engine import Engine
+from alspec.runtime.engine import Engine, model_config
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
 from alspec.runtime.placement import Placement, choose_device, choose_mode
@@ -57,7 +54,6 @@ def _run(config: LatencyConfig, command: str) -> int:
     with _shown_if_ended(found):
         for mode in _modes(config):
             _measure_mode(config, mode, command, found)
-            _release()
     if Placement.from_environment().rank == 0:
         _write(config, found)
     return 0
@@ -97,10 +93,7 @@ def _check(config: LatencyConfig) -> None:
 def _check_modes(config: LatencyConfig) -> None:
     """Refuse a mode that cannot run here before the first one is measured."""
     placement = Placement.from_environment()
-    if config.random_weights is not None:
-        model = LlamaConfig.from_shape(config.random_weights)
-    else:
-        model = LlamaConfig.from_folder(config.model or DEMO_CHECKPOINT)
+    model = model_config(config)
     for mode in _modes(config):
         if mode == "paired" and placement.world_size % 2:
             raise UserError(
@@ -143,14 +136,7 @@ def _measure_mode(config: LatencyConfig, mode: str, command: str, found: list[Me
             _sweep(config, engine, contexts, rates, text_ids, command, found, status)
         return 0
 
-    run_guarded(engine.heartbeat, sweep)
-
-
-def _release() -> None:
-    """Free the memory of one mode's engine for the next one's."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    run_guarded(engine.heartbeat, sweep, "Lower --contexts or --batch, or use more ranks")
 
 
 def _sweep(
@@ -180,11 +166,11 @@ def _sweep(
         if engine.loop is not None and engine.mode == "paired":
             engine.loop.speculate(config.speculation.threshold, _forced(engine, rate))
         status.show(f"{engine.mode}: preparing")
-        prepare(engine)
+        prepare(engine, config.sampling)
         stream = stream_limit(engine)
         for context in contexts:
             status.show(f"{engine.mode}: {context} tokens")
-            profile = measure(engine, context, config.steps, text_ids)
+            profile = measure(engine, context, config.steps, text_ids, rate != "real", config.sampling)
             row = _row(config, engine, profile, rate, stream, command)
             found.append((row, profile))
             if is_first:
@@ -205,14 +191,14 @@ def _trace(
     if engine.loop is None:
         own = engine.timeline.rows()
     else:
-        own, verdicts = kernel_rows(engine, context, first_tokens(engine, context, text_ids))
+        own, verdicts = kernel_rows(engine, context, first_tokens(engine, context, text_ids, config.sampling))
     rows_by_rank = engine.gather_rows(own)
     if engine.placement.rank != 0:
         return
     if engine.loop is not None:
         rows_by_rank = label(rows_by_rank, verdicts)
     with writing(config.trace):
-        write_trace(config.trace, rows_by_rank)
+        write_trace(config.trace, rows_by_rank, row)
     if verdicts:
         parts = layer_parts(rows_by_rank, verdicts)
         append_rows(config.rows, parts_rows(row, parts, engine.model_config.num_layers))
@@ -280,6 +266,7 @@ def _row(
             "softmax": config.softmax,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
             "forced": rate != "real",
+            **_choice(config.sampling),
         },
         "us": {name: round(profile.us[name], 3) for name in ("p20", "p50", "p80", "p99")},
         "bytes": profile.read_bytes,
@@ -289,6 +276,13 @@ def _row(
         "share_of_limit": round(profile.bytes_per_s / stream, 4) if engine.mode == "off" else None,
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }
+
+
+def _choice(sampling: SamplingConfig) -> dict[str, Any]:
+    """How tokens were chosen, where not greedily."""
+    if sampling.temperature == 0.0:
+        return {}
+    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
 def _reads_all(row: dict[str, Any]) -> bool:
@@ -305,6 +299,7 @@ def _title(row: dict[str, Any]) -> str:
     case = row["case"]
     where = f"{row['num_gpus']} x {row['gpu']}" if row["gpu"] else f"{case['world']} rank(s) on CPU"
     parts = [case["shape"], where, case["dtype"], f"batch {case['batch']}", case["transport"]]
+    parts += [f"{name} {case[name]}" for name in ("temperature", "top_k", "top_p") if name in case]
     return ", ".join([part for part in parts if part] + (["captured graph"] if case["cuda_graph"] else []))
 
 

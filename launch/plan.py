@@ -12,9 +12,9 @@ from alspec.config import GenerateConfig, refuse_unavailable
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.launch.output import no_command
 from alspec.models.config import LlamaConfig
-from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.runtime.codecs import bytes_per_token, check_codec
+from alspec.runtime.engine import model_config
 from alspec.runtime.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.stats import step_bytes
 
@@ -74,21 +74,19 @@ def print_plan(config: GenerateConfig) -> None:
             not available yet.
     """
     refuse_unavailable(config)
-    if config.random_weights is not None:
-        model = LlamaConfig.from_shape(config.random_weights)
-    else:
-        model = LlamaConfig.from_folder(config.model or DEMO_CHECKPOINT)
+    model = model_config(config)
     check_codec(config.kv_cache, model, 1)
     check_max_context(config.max_context, model)
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.max_position_embeddings
     table = Table(
         title=f"{context} tokens, {config.dtype or model.dtype}, cache {config.kv_cache}; captured step over peer "
-        f"memory, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}"
+        f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}"
     )
-    for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token"):
+    for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for world_size in (1, 2, 4, 8, 16):
+        off_us = None
         for mode, num_groups in (("off", 1), ("paired", 2)):
             tp_size = world_size // num_groups
             if world_size % num_groups or tp_size not in model.valid_tp_sizes:
@@ -98,6 +96,7 @@ def print_plan(config: GenerateConfig) -> None:
             plan = plan_memory(model, Shard(0, tp_size, 0, world_size), dtype, 1, context, config.kv_cache)
             costs = step_costs(model, world_size, num_groups, dtype, context, config.kv_cache)
             step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
+            off_us = step_us if mode == "off" else off_us
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
             cells = [
                 str(world_size),
@@ -105,6 +104,7 @@ def print_plan(config: GenerateConfig) -> None:
                 str(tp_size),
                 *(f"{size / GIB:.2f}" for size in sizes),
                 f"{step_us / 1e3:.2f}",
+                f"{off_us / step_us:.2f}x" if mode != "off" and off_us is not None else "-",
             ]
             table.add_row(*cells)
     Console(width=120).print(table)

@@ -40,7 +40,10 @@ def draw(picture: Path, rows: list[Row]) -> None:
     for column, cache in zip(grid.T, caches, strict=True):
         found = [row for row in needles if row["case"]["cache"] == cache]
         for axes, kind in zip(column, maps, strict=False):
-            _needle_map(axes, [row for row in found if (row["case"]["measure"], threshold_name(row)) == kind])
+            cases = [row["case"] for row in needles if row["case"]["measure"] == kind[0]]
+            contexts, depths = (sorted({case[name] for case in cases}) for name in ("context", "depth"))
+            of_kind = [row for row in found if (row["case"]["measure"], threshold_name(row)) == kind]
+            _needle_map(axes, of_kind, contexts, depths)
             axes.set_title(f"{cache}: {kind[0]} recalled, lambda {kind[1]}", fontsize=8)
         image = _hit_map(column[-1], [row for row in hits if row["case"]["cache"] == cache])
         on = "text" if first["measure"] == "bits per byte" else first["measure"]
@@ -51,9 +54,8 @@ def draw(picture: Path, rows: list[Row]) -> None:
     plt.close(figure)
 
 
-def _needle_map(axes: Any, rows: list[Row]) -> None:
+def _needle_map(axes: Any, rows: list[Row], contexts: list[int], depths: list[float]) -> None:
     """Context across, depth down; a cell that was not measured stays empty."""
-    contexts, depths = (sorted({row["case"][name] for row in rows}) for name in ("context", "depth"))
     cells = {(row["case"]["context"], row["case"]["depth"]): row["value"] for row in rows}
     axes.imshow([[cells.get((context, depth), math.nan) for context in contexts] for depth in depths], **COLORS)
     for (context, depth), value in cells.items():

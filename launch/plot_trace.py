@@ -67,7 +67,7 @@ def _run(argv: list[str] | None) -> int:
     args = parser.parse_args(argv)
     check_picture("picture", args.picture)
     first, last = _layers(args.layers)
-    bars = _read(args.trace)
+    bars, run, forced = _read(args.trace)
     found = guesses(bars)
     if not found:
         raise UserError(
@@ -78,7 +78,9 @@ def _run(argv: list[str] | None) -> int:
     if not chosen:
         raise UserError(f"trace: {args.trace} has no operation of step {args.step}, layers {args.layers}")
     with writing(args.picture):
-        _draw(chosen, args.picture, args.title)
+        _draw(chosen, args.picture, "; ".join(filter(None, (args.title or run, forced))))
+    for line in filter(None, (run, forced)):
+        print(line)
     print(overlap(bars))
     print(outcomes(found))
     skew_us = clock_skew_us(bars)
@@ -95,8 +97,8 @@ def _layers(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The operations of a trace, as bars.
+def _read(path: Path) -> tuple[list[dict[str, Any]], str, str]:
+    """The operations of a trace, as bars; what was run, and that verdicts were forced, where the trace says so.
 
     Raises:
         UserError: unreadable, or not a trace of this project.
@@ -112,11 +114,22 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not isinstance(trace, dict) or "traceEvents" not in trace:
         raise UserError(f"trace: {path} is no trace: it has no traceEvents; give a file written by --trace")
     try:
-        return [bar for event in trace["traceEvents"] if event["ph"] == "X" for bar in work(event)]
+        bars = [bar for event in trace["traceEvents"] if event["ph"] == "X" for bar in work(event)]
+        return bars, *_what_was_run(trace.get("otherData"))
     except (LookupError, TypeError, AttributeError):
         raise UserError(
             f"trace: {path} is a trace of something else: its events lack step or layer; give a file written by --trace"
         ) from None
+
+
+def _what_was_run(measured: dict[str, Any] | None) -> tuple[str, str]:
+    """Of the row in a trace: model, hardware and context, and how many verdicts were forced to accept."""
+    if measured is None:  # a trace of generate.py, or an older one
+        return "", ""
+    case, gpu = measured["case"], measured["gpu"]
+    where = f"{measured['num_gpus']} x {gpu}" if gpu else f"{case['world']} rank(s) on CPU"
+    run = f"{case['shape']}, {where}, {case['dtype']}, {case['mode']}, {case['context']} tokens"
+    return run, f"verdicts forced: {100 * case['hit_rate']:.0f} %" if case["forced"] else ""
 
 
 def work(event: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from alspec.config import GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.cli import check_writable
+from alspec.models.files import parse_json
 from alspec.runtime.engine import Engine
 
 __all__ = ["read_prompts", "read_text_ids"]
@@ -126,9 +127,9 @@ def _read_jsonl(text: str, path: Path) -> list[str | list[int]]:
 def _read_line(line: str, where: str) -> str | list[int]:
     expected = 'expected {"prompt": "..."} or {"prompt_ids": [1, 2, 3]}'
     try:
-        value: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"prompt_file: {where}: not JSON ({error.msg}); {expected}") from None
+        value = parse_json(line)
+    except ValueError as error:
+        raise UserError(f"prompt_file: {where}: not JSON ({getattr(error, 'msg', error)}); {expected}") from None
     if isinstance(value, dict) and len(value) == 1:
         prompt = value.get("prompt", value.get("prompt_ids"))
         if "prompt" in value and isinstance(prompt, str) and prompt.strip():

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from alspec.errors import AlspecError
+from alspec.errors import BadNumbersError, RankFailureError
 from alspec.kernels.launch import RESERVED_BYTES, prefer_l1
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation, guess_parts, lean_decode_attention
 from alspec.kernels.merge import num_sums
@@ -156,7 +156,8 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     Returns:
         p20, p50, p80 over launches with a cold L2.
     Raises:
-        AlspecError: a word did not come in time, or `A~` is wrong.
+        RankFailureError: a word did not come in time.
+        BadNumbersError: `A~` is wrong.
     """
     here = q.device
     there = torch.device("cuda", 1) if peer else here
@@ -203,7 +204,7 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
         _synchronize(here, there)
         end = (acknowledged if peer else guess).seen_at()
         if end == NEVER or not torch.equal(guess.copy, unpack_words(words, repetition)):
-            raise AlspecError(f"spec_ready: repetition {repetition}: A~ did not come")
+            raise RankFailureError(f"spec_ready: repetition {repetition}: A~ did not come")
         samples.append((end - int(started)) / 1e3)
     _check_guess(speculation, q, k, v, seq_lens, WARMUP + REPETITIONS - 1)
     return {f"p{int(100 * share)}": percentile(samples[WARMUP:], share) for share in (0.2, 0.5, 0.8)}
@@ -219,7 +220,7 @@ def _check_guess(speculation: Speculation, q: Tensor, k: Tensor, v: Tensor, seq_
     found = merged(speculation.spec_out, speculation.spec_lse, epoch).to(wanted)
     error = float((found - wanted).norm() / wanted.norm())
     if not error < TOLERANCE:
-        raise AlspecError(f"spec_ready: wrong A~: relative error {error:.2e} for {n} tokens")
+        raise BadNumbersError(f"spec_ready: wrong A~: relative error {error:.2e} for {n} tokens")
 
 
 def _synchronize(here: torch.device, there: torch.device) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import UserError
 
-__all__ = ["foreign_content", "parse_json_object", "read_json", "show"]
+__all__ = ["foreign_content", "parse_json", "parse_json_object", "read_json", "show"]
 
 _HEAD_BYTES = 512
 
@@ -40,16 +40,25 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def parse_json_object(data: bytes) -> dict[str, Any]:
-    """Parse UTF-8 JSON that must be an object in which no key stands twice.
+def parse_json(text: str) -> Any:
+    """Parse JSON in which no key of an object stands twice.
 
     Raises:
-        ValueError: one line that says what is wrong; also for nesting too deep to parse.
+        ValueError: one line that says what is wrong; also for nesting too deep, and numbers too long, to parse.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys)
+        return json.loads(text, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def parse_json_object(data: bytes) -> dict[str, Any]:
+    """`parse_json` of UTF-8 that must be an object.
+
+    Raises:
+        ValueError: one line that says what is wrong.
+    """
+    value = parse_json(data.decode("utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, found {show(value)}")
     return value

@@ -17,6 +17,7 @@ from .placement import Placement
 __all__ = ["Agreement", "fingerprint", "shared_settings"]
 
 SAMPLED_BYTES, SAMPLES = 4096, 64  # of each file of weights
+LONG, SHOWN = 128, 40  # characters of a value that ranks compare
 
 
 class Agreement:
@@ -32,6 +33,7 @@ class Agreement:
         self._placement = placement
         self._store = store
         self._calls = itertools.count()
+        self._own_keys: list[str] = []  # set by this rank, and still in the store
 
     def _key(self) -> str:
         return f"alspec/exchange/{next(self._calls)}"
@@ -41,8 +43,14 @@ class Agreement:
         if self._store is None:
             return [text]
         key = self._key()
-        self._store.set(f"{key}/{self._placement.rank}", text)
-        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self._placement.world_size)]
+        own = f"{key}/{self._placement.rank}"
+        self._store.set(own, text)
+        texts = [self._store.get(f"{key}/{rank}").decode() for rank in range(self._placement.world_size)]
+        # Every rank has begun this call, and so has read what it needed of those before. Of this one they still read.
+        for old in self._own_keys:
+            self._store.delete_key(old)
+        self._own_keys = [own]
+        return texts
 
     def broadcast(self, text: str | None) -> str:
         """Rank 0's text on every rank; the others give None."""
@@ -53,6 +61,7 @@ class Agreement:
         if self._placement.rank == 0:
             assert text is not None
             self._store.set(key, text)
+            self._own_keys.append(key)
         return str(self._store.get(key).decode())
 
     def require_same(self, own: dict[str, Any]) -> None:
@@ -61,6 +70,7 @@ class Agreement:
         Raises:
             UserError: naming what is not the same everywhere.
         """
+        own = {name: _digested(value) for name, value in own.items()}
         for rank, text in enumerate(self.exchange(json.dumps(own))):
             other = json.loads(text)
             name = next((name for name in own | other if own.get(name) != other.get(name)), None)
@@ -69,6 +79,14 @@ class Agreement:
                     f"ranks disagree on {name}: rank {self._placement.rank} has {own.get(name)!r}, rank {rank} has "
                     f"{other.get(name)!r}; give the same to all, --transport and --dtype too where hosts differ"
                 )
+
+
+def _digested(value: Any) -> Any:
+    """A value as it is; of a long one, such as a prompt, its beginning and a SHA-256."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= LONG:
+        return value
+    return f"{text[:SHOWN]}... (SHA-256 {hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()})"
 
 
 def shared_settings(config: EngineConfig) -> dict[str, Any]:

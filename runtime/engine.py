@@ -26,6 +26,7 @@ from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
 from ..models.llama import Llama, load_weights, random_weights
 from ..models.tokenizer import Tokenizer
+from ..predictor import shortest_guess
 from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
 from .codecs import Cache, check_codec, new_cache
@@ -41,9 +42,25 @@ from .symmetric import symmetric_fault
 from .timeline import Timeline
 from .transport import Transport, connect_store
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "model_config", "model_folder"]
 
 _JOBS = itertools.count()
+
+
+def model_folder(config: EngineConfig) -> Path:
+    """Where weights and tokenizer are, if weights are not random; by default, the bundled demo checkpoint."""
+    return config.model or DEMO_CHECKPOINT
+
+
+def model_config(config: EngineConfig) -> LlamaConfig:
+    """The model that is asked for.
+
+    Raises:
+        UserError: unknown shape, or a folder that is broken.
+    """
+    if config.random_weights is not None:
+        return LlamaConfig.from_shape(config.random_weights)
+    return LlamaConfig.from_folder(model_folder(config))
 
 
 class Engine:
@@ -68,10 +85,9 @@ class Engine:
         environment = Placement.from_environment()
         self.checkpoint: Checkpoint | None = None
         self.tokenizer: Tokenizer | None = None
-        if config.random_weights is not None:
-            self.model_config = LlamaConfig.from_shape(config.random_weights)
-        else:
-            self._open(config.model or DEMO_CHECKPOINT)
+        self.model_config = model_config(config)
+        if config.random_weights is None:
+            self._open(model_folder(config))
         check_max_context(config.max_context, self.model_config)
         self.mode, num_groups = choose_mode(config.speculation.mode, self.model_config, environment.world_size)
         self.placement = replace(environment, num_groups=num_groups)
@@ -81,6 +97,8 @@ class Engine:
         self._told = False  # by `stream`; commands print them
         # The fused kernels of a whole step: those steps can be captured, and their results travel in symmetric memory.
         self._has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")
+        if self.device.type == "cuda" and not self._has_decoder:
+            self.notices.append(f"{self.mode}: operations are launched one by one; captured steps serve off and paired")
         self._uses_symm = self._wants_symm()
         self._wants_graph = self._check_graph(trace)
         stored = self.model_config.dtype if self.device.type == "cuda" else "fp32"
@@ -115,7 +133,6 @@ class Engine:
             self.close()
 
     def _open(self, folder: Path) -> None:
-        self.model_config = LlamaConfig.from_folder(folder)
         if self.config.verify_checksums:
             verify_checksums(folder)
         self.checkpoint = Checkpoint.open(folder, self.model_config)
@@ -157,10 +174,12 @@ class Engine:
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """The cache room that these prompts need; refuses what the model or `max_context` has no room for."""
         config = self.model_config
-        if self.config.cuda_graph == "on" and len(prompts) > MAX_BATCH:
-            raise UserError(
-                f"cuda_graph: on serves up to {MAX_BATCH} requests, found {len(prompts)}; use auto, or fewer prompts"
-            )
+        for name, value in (("cuda_graph", "on"), ("transport", "symm")):
+            if getattr(self.config, name) == value and len(prompts) > MAX_BATCH:
+                raise UserError(
+                    f"{name}: {value} serves up to {MAX_BATCH} requests, found {len(prompts)}; use auto, or fewer "
+                    "prompts"
+                )
         for index, ids in enumerate(prompts):
             if not ids:
                 raise UserError(f"prompt {index}: expected at least one token, found none")
@@ -224,6 +243,11 @@ class Engine:
                 self.config.speculation if is_paired else None,
             )
         else:
+            notice = (
+                f"{batch_size} requests: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
+            )
+            if self._has_decoder and notice not in self.notices:
+                self.notices.append(notice)
             speculation = self.config.speculation
             self.program = StepProgram(
                 self.model,
@@ -292,9 +316,9 @@ class Engine:
         """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""
         chosen = {"resolved transport": "symm" if self._uses_symm else self.backend}
         chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
-        chosen |= {"the model's config": repr(self.model_config)}
+        chosen |= {f"the model's {name}": value for name, value in self.model_config.model_dump(mode="json").items()}
         if self.checkpoint is not None and self._store is not None:
-            chosen |= {"the model's files (fingerprint)": fingerprint(self.config.model or DEMO_CHECKPOINT)}
+            chosen |= {"the model's files (fingerprint)": fingerprint(model_folder(self.config))}
         self.agreement.require_same(shared_settings(self.config) | chosen)
 
     def _connected(self) -> Transport:
@@ -336,7 +360,7 @@ class Engine:
             progress: told how many tokens of all prompts are done, now and then before the first token comes.
         Raises:
             BadNumbersError: NaN or Inf in the logits; no token of that step is yielded.
-            UserError: another text has begun since the last token, and has the cache.
+            UserError: another text has begun since the last token, and has the cache; after `close`.
         """
         self._texts += 1
         text = self._texts
@@ -344,6 +368,7 @@ class Engine:
             torch.cuda.set_device(self.device)  # each thread has its own, and this may be another than `load`'s
         steps = self._run(generation, sampling, progress)
         while True:
+            self._refuse_closed()
             with self.heartbeat.waiting():
                 token = next(steps, None)
             if token is None:
@@ -527,10 +552,13 @@ class Engine:
         ]
 
     def _push(self, requests: list[Request], tokens: list[int], hits: Tensor | None) -> Iterator[Token]:
+        shortest = shortest_guess(self.config.speculation.chunk_size)
         for index, (request, token_id) in enumerate(zip(requests, tokens, strict=True)):
             if request.live:
+                hit_rate = None
+                if hits is not None and request.seq_len >= shortest:
+                    hit_rate = float(hits[:, index].float().mean())
                 text = request.push(token_id)
-                hit_rate = None if hits is None else float(hits[:, index].float().mean())
                 yield Token(index, token_id, text, hit_rate, request.finish_reason)
 
     def gather_rows(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -538,7 +566,7 @@ class Engine:
         return [json.loads(text) for text in self.agreement.exchange(json.dumps(rows))]
 
     def close(self) -> None:
-        """Leave in order: all ranks meet, then the heartbeat says goodbye, then the process groups end.
+        """Leave in order: all ranks meet, the heartbeat says goodbye, the process groups end, memory is given back.
 
         Every rank calls it, or leaves a `with` block, before it ends: one that ends without leaves at its exit, and
         does not wait for the others. Called while an error is on its way, as in a `finally` block, it meets the others
@@ -567,3 +595,14 @@ class Engine:
         self._release()
         self.heartbeat.stop()
         transport.close()
+        self._free()
+
+    def _free(self) -> None:
+        """Give weights and cache back: the next engine of this process needs the room."""
+        # `program` and this engine refer to each other: both, and weights with them, may stay for long after their use.
+        self.program = self.memory = None
+        for name in ("model", "cache"):
+            vars(self).pop(name, None)
+        self._weights_bytes = 0
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -37,7 +37,7 @@ from .placement import Placement
 from .signals import SignalWatch
 from .transport import NOTICE_S, TIMEOUT, agent_hosts_store, connect_store
 
-__all__ = ["LOADING", "Heartbeat", "error_on_its_way", "run_guarded"]
+__all__ = ["LOADING", "Heartbeat", "error_on_its_way", "out_of_memory_is_told", "run_guarded"]
 
 PERIOD_S = 0.5
 STALL_LIMIT_S = 4.0
@@ -473,7 +473,20 @@ def _ended_by_interrupt(heartbeat: Heartbeat) -> Iterator[None]:
         signals.close()
 
 
-def run_guarded(heartbeat: Heartbeat, work: Callable[[], int]) -> int:
+@contextlib.contextmanager
+def out_of_memory_is_told(advice: str) -> Iterator[None]:
+    """Around what may take more memory of a GPU than there is.
+
+    Raises:
+        DoesNotFitError: in place of PyTorch's error, with `advice`, a sentence.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(f"out of memory: {str(error).splitlines()[0]} {advice}") from error
+
+
+def run_guarded(heartbeat: Heartbeat, work: Callable[[], int], advice: str = "Use more ranks") -> int:
     """Run a command's main part; whatever breaks it, this rank leaves and says why.
 
     A collective that fails because another rank is gone is reported as that rank's loss. After an error of our own, the
@@ -482,20 +495,20 @@ def run_guarded(heartbeat: Heartbeat, work: Callable[[], int]) -> int:
     Ctrl-C ends every rank with one line and exit code 130, as a shell says it. A program that handles it in its own way
     does not use this function.
 
+    Args:
+        advice: on what to do when memory runs out.
     Raises:
         AlspecError: with one rank, as it came; so do other errors.
     """
     with _ended_by_interrupt(heartbeat):
         try:
             try:
-                return work()
+                with out_of_memory_is_told(advice):
+                    return work()
             except KeyboardInterrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it again
                 # Without meeting the others, who were interrupted, too.
                 heartbeat.end_process(InterruptedJobError("interrupted"))
-            except torch.OutOfMemoryError as error:
-                line = str(error).splitlines()[0]
-                raise DoesNotFitError(f"out of memory: {line} Lower --max-context, or use more ranks") from error
         except AlspecError as error:
             if not heartbeat.watching:
                 raise

@@ -42,7 +42,8 @@ class Token:
     request: int
     token_id: int
     text: str  # what it adds to the printed text: '' while a character or a possible stop text is incomplete
-    hit_rate: float | None  # share of the layers whose A~ this request accepts; None without speculation
+    # Share of the layers whose A~ this request accepts; None without speculation, or where A~ leaves out no token.
+    hit_rate: float | None
     finish_reason: str | None  # 'eos', 'stop' or 'length' on the last token of a request
 
 

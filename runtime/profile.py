@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import SamplingConfig
+from ..predictor import shortest_guess
 from .codecs import Cache
 from .engine import Engine
 from .generation import Generation
@@ -31,6 +32,7 @@ __all__ = [
 WARMUP_STEPS = 10
 TOKEN_ID = 1  # the newest token of every request, where the cache is not a prompt's
 PERCENTILES = (20, 50, 80, 99)
+GREEDY = SamplingConfig()
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Profile:
     context: int
     batch_size: int
     step_us: list[list[float]]  # [world][steps]
-    hit_rate: float | None  # accepted verdicts; None without speculation
+    hit_rate: float | None  # verdicts accepted, of guesses that left tokens out or were forced; None without any
     read_bytes: int  # by this rank in a step of mean length
 
     @property
@@ -69,10 +71,10 @@ def room(context: int, num_steps: int) -> int:
     return context + WARMUP_STEPS + num_steps
 
 
-def prepare(engine: Engine) -> None:
+def prepare(engine: Engine, sampling: SamplingConfig = GREEDY) -> None:
     """After `engine.load`: compile and capture the step, and fill the cache. Nothing on a CPU, where prompts do it."""
     if engine.loop is not None:
-        engine.prepare(SamplingConfig())
+        engine.prepare(sampling)
         fill(engine.cache, seed=engine.placement.rank)
 
 
@@ -94,32 +96,44 @@ def forced_verdicts(num_layers: int, hit_rate: float) -> list[int]:
     return [after - before for before, after in itertools.pairwise(hits)]
 
 
-def measure(engine: Engine, context: int, num_steps: int, text_ids: list[int] | None = None) -> Profile:
-    """Time `num_steps` greedy steps after a warm-up; every rank calls it.
+def measure(
+    engine: Engine,
+    context: int,
+    num_steps: int,
+    text_ids: list[int] | None = None,
+    is_forced: bool = False,
+    sampling: SamplingConfig = GREEDY,
+) -> Profile:
+    """Time `num_steps` steps after a warm-up; every rank calls it.
 
     The warm-up begins at `context` tokens, so the measured steps read `context + WARMUP_STEPS` tokens and more.
 
     Args:
         text_ids: what the prompts consist of, see `prompts_of`; without it the `loop` reads what is in the cache, and
             launched steps follow prompts of random tokens.
+        is_forced: verdicts are, so that guesses may miss that leave no token out.
+        sampling: how tokens are chosen, as given to `prepare`.
     Raises:
         BadNumbersError, RankFailureError: as in generation.
     """
     transport, batch_size = _transport(engine), engine.cache.batch_size
     transport.barrier()
     if engine.loop is not None:
-        token_ids = first_tokens(engine, context, text_ids)
+        token_ids = first_tokens(engine, context, text_ids, sampling)
         # Time of a step: from the end of the one before to its own, on the device's clock.
         steps = engine.decode(token_ids, [context] * batch_size, WARMUP_STEPS + num_steps)
         records = list(steps)[WARMUP_STEPS - 1 :]
         own_us = [(after.clock_ns - before.clock_ns) / 1e3 for before, after in itertools.pairwise(records)]
         hits = [record.hits for record in records[1:] if record.hits is not None]
     else:
-        own_us, hits = _launched(engine, context, num_steps, text_ids)
+        own_us, hits = _launched(engine, context, num_steps, text_ids, sampling)
     gathered = transport.all_gather_world(torch.tensor(own_us, dtype=torch.float64, device=engine.device))
     seq_lens = [context + WARMUP_STEPS + num_steps // 2] * batch_size
     read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens, engine.config.kv_cache)
-    hit_rate = float(torch.stack(hits).float().mean()) if hits else None
+    # Of guesses that could miss, as in `summarize`.
+    shortest = 0 if is_forced else shortest_guess(engine.config.speculation.chunk_size)
+    counted = [of_step for length, of_step in enumerate(hits, context + WARMUP_STEPS) if length >= shortest]
+    hit_rate = float(torch.stack(counted).float().mean()) if counted else None
     return Profile(context, batch_size, gathered.tolist(), hit_rate, read)
 
 
@@ -135,7 +149,9 @@ def prompts_of(text_ids: list[int], batch_size: int, num_tokens: int) -> list[li
     return [[first, *itertools.islice(itertools.cycle(rest), start, start + num_tokens - 1)] for start in starts]
 
 
-def first_tokens(engine: Engine, context: int, text_ids: list[int] | None) -> list[int]:
+def first_tokens(
+    engine: Engine, context: int, text_ids: list[int] | None, sampling: SamplingConfig = GREEDY
+) -> list[int]:
     """The newest token of each request, from which `engine.decode` goes on with `context` tokens.
 
     With a text, the prompts before it are read into the cache.
@@ -144,7 +160,7 @@ def first_tokens(engine: Engine, context: int, text_ids: list[int] | None) -> li
     if text_ids is None:
         return [TOKEN_ID] * batch_size
     prompts = prompts_of(text_ids, batch_size, context - 1)
-    return [request.token_ids[0] for request in _generate(engine, prompts, 1).requests]
+    return [request.token_ids[0] for request in _generate(engine, prompts, 1, sampling).requests]
 
 
 def _transport(engine: Engine) -> Transport:
@@ -152,8 +168,8 @@ def _transport(engine: Engine) -> Transport:
     return engine.transport
 
 
-def _generate(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Generation:
-    sampling = SamplingConfig(max_new_tokens=num_tokens, ignore_eos=True)
+def _generate(engine: Engine, prompts: list[list[int]], num_tokens: int, sampling: SamplingConfig) -> Generation:
+    sampling = sampling.model_copy(update={"max_new_tokens": num_tokens, "ignore_eos": True})
     generation = engine.start_generation(prompts, sampling)
     for _ in engine.run(generation, sampling):
         pass
@@ -161,7 +177,7 @@ def _generate(engine: Engine, prompts: list[list[int]], num_tokens: int) -> Gene
 
 
 def _launched(
-    engine: Engine, context: int, num_steps: int, text_ids: list[int] | None
+    engine: Engine, context: int, num_steps: int, text_ids: list[int] | None, sampling: SamplingConfig
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Steps launched from the host, on its clock, after prompts; the first step reads `context` tokens."""
     batch_size = engine.cache.batch_size
@@ -171,7 +187,7 @@ def _launched(
         prompts = torch.randint(engine.model_config.vocab_size, shape, generator=generator).tolist()
     else:
         prompts = prompts_of(text_ids, batch_size, context - 1)
-    generation = _generate(engine, prompts, 1 + WARMUP_STEPS + num_steps)
+    generation = _generate(engine, prompts, 1 + WARMUP_STEPS + num_steps, sampling)
     return generation.step_us[WARMUP_STEPS:], generation.hits[WARMUP_STEPS:]
 
 

@@ -18,6 +18,7 @@ from ..kernels.launch import compiling
 from ..kernels.lean_attention import guess_parts
 from ..kernels.mailbox import Handover, PairShape
 from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
+from ..kernels.sampling import Sampler, sample_tokens
 from ..kernels.swap import Swap
 from ..kernels.turbo_attention import turbo_guess_parts
 from ..models.decoder import SPARE_SMS, DecodeBuffers, Decoder, Pairing
@@ -25,7 +26,6 @@ from ..models.llama import Llama
 from ..operation import OperationHook, no_operation
 from .codecs import Cache
 from .kv_cache import KVCache
-from .sampling import sample
 from .symmetric import exchanges
 from .transport import Transport
 
@@ -66,7 +66,8 @@ class DecodeLoop:
         self._use_graph = use_graph
         self._operation = operation
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._sampling: tuple[float, int, float, int] | None = None
+        self._prepared = False
+        self._sampler: Sampler | None = None  # None: greedy
         batch_size, self._device = decoder.buffers.token_ids.shape[0], decoder.buffers.token_ids.device
         self._is_cuda = self._device.type == "cuda"
         self._ring = torch.zeros(RING_STEPS, RING_HEADER + batch_size, dtype=torch.int64, pin_memory=self._is_cuda)
@@ -77,7 +78,8 @@ class DecodeLoop:
         if decoder.pairing is not None:
             shape = (RING_STEPS, *decoder.pairing.hits.shape)
             self._hits_ring = torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda)
-        self._requests = torch.arange(batch_size, device=self._device)
+        self._batch_size = batch_size
+        self._live = [True] * batch_size  # what a pair's devices have been told
         self._begun = self._launched = self._taken = int(exchange.epoch) - 1
 
     @classmethod
@@ -149,20 +151,28 @@ class DecodeLoop:
         pairing = self._decoder.pairing
         assert pairing is not None, "nothing is speculated"
         self._decoder.pairing = replace(pairing, threshold=threshold, forced=forced)
-        self._sampling = None
+        self._prepared = False
 
     def prepare(self, sampling: SamplingConfig) -> int:
         """Compile and capture for this way of sampling; every rank calls it. Overwrites the start of the cache.
 
+        One captured step serves all temperatures, top_k, top_p and seeds that cut alike, see `Sampler`.
+
         Returns:
             The fault word of the steps that it tried: 0, or see kernels/words.py.
         """
-        key = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
-        if key == self._sampling:
-            return 0
-        self.release()
-        self._sampling = key
-        self.begin([0] * self._requests.shape[0], [1] * self._requests.shape[0])
+        how = (sampling.temperature, sampling.top_k, sampling.top_p)
+        cuts = Sampler.cuts_of(*how, self._decoder.config.vocab_size)
+        is_captured = self._prepared and cuts == (self._sampler.cuts if self._sampler else ())
+        if not is_captured:
+            self.release()
+            self._sampler = Sampler.allocate(cuts, self._batch_size, self._device) if cuts else None
+        if self._sampler is not None:
+            self._sampler.set(*how, sampling.seed)
+        return 0 if is_captured else self._capture()
+
+    def _capture(self) -> int:
+        self.begin([0] * self._batch_size, [1] * self._batch_size)
         if self._is_cuda:
             # What else is in a step, collectives and copies, runs once more, between steps.
             with compiling():
@@ -172,9 +182,8 @@ class DecodeLoop:
             self._launched += 1
         self._taken = self._launched
         fault = int(self._exchange.fault)
-        if fault:
-            self._sampling = None  # nothing is prepared: the next call tries again
-        elif self._use_graph:
+        self._prepared = fault == 0  # else the next call tries again
+        if self._prepared and self._use_graph:
             self._graph = torch.cuda.CUDAGraph()
             # Other threads (the heartbeat, NCCL's watchdog) may call CUDA meanwhile.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
@@ -209,7 +218,9 @@ class DecodeLoop:
         pairing = self._decoder.pairing
         if pairing is not None and live is not None and len(live) > 1:
             depth = 1
-            pairing.live.copy_(torch.tensor(live, dtype=torch.int32))
+            if live != self._live:
+                pairing.live.copy_(torch.tensor(live, dtype=torch.int32))
+                self._live = list(live)
         while self._launched < self._taken + depth:
             if self._graph is not None:
                 self._graph.replay()
@@ -249,12 +260,9 @@ class DecodeLoop:
         decoder.layers(operation)
         with operation("lm_head", decoder.config.num_layers):
             decoder.logits()
-            assert self._sampling is not None, "prepare comes first"
-            temperature, top_k, top_p, seed = self._sampling
             sampled = None
-            if temperature > 0:
-                positions = at.seq_lens.long()
-                sampled = sample(at.logits, temperature, top_k, top_p, seed, self._requests, positions)
+            if self._sampler is not None:
+                sampled = sample_tokens(self._sampler, at.logits, at.best, at.seq_lens)
             finish_step(
                 at.best, at.best_token, sampled, at.token_ids, at.seq_lens, self._capacity, self._logit_exchange,
                 self._ring, self._stamps, None if decoder.pairing is None else decoder.pairing.hits, self._hits_ring,

@@ -79,7 +79,9 @@ class StepProgram:
         self._verdict: PairMessage | None = None
         self._hits: list[Tensor] = []
         self._is_paired = mode == "paired"
-        self._attend = {"off": self._full, "simulated": self._simulated, "paired": self._paired}[mode]
+        # Functions: with a bound method it would hold itself, and weights and cache until garbage is collected.
+        ways = {"off": StepProgram._full, "simulated": StepProgram._simulated, "paired": StepProgram._paired}
+        self._attend = ways[mode]
 
     def run(self, state: DecodeState) -> StepResult:
         """Decode one token for each request."""
@@ -94,7 +96,7 @@ class StepProgram:
                 with self._operation("pre_attention", layer):
                     x, *qkv_list = self._model.pre_attention(layer, x, partial, self._positions)
                     qkv = tuple(qkv_list)
-            x, attn_out = self._attend(layer, x, qkv)
+            x, attn_out = self._attend(self, layer, x, qkv)
             if not self._skip_compute():
                 with self._operation("post_attention", layer):
                     x, partial = self._model.post_attention(layer, x, attn_out)

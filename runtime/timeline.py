@@ -67,11 +67,15 @@ class Timeline:
         ]
 
 
-def write_trace(path: Path, rows_by_rank: list[list[dict[str, Any]]]) -> None:
+def write_trace(path: Path, rows_by_rank: list[list[dict[str, Any]]], measured: dict[str, Any] | None = None) -> None:
     """Write a trace that Perfetto and chrome://tracing open: a process for each rank, a slice for each operation.
 
     Operations of a rank that overlap lie in lanes below each other. What a row holds besides `op`, `start_us` and
     `end_us` becomes the slice's arguments.
+
+    Args:
+        measured: the measured row of steps like these, without a profiler. It says what was run, whether verdicts were
+            forced, and where and with what; it becomes the trace's `otherData`.
     """
     events: list[dict[str, Any]] = []
     for rank, rows in enumerate(rows_by_rank):
@@ -92,4 +96,7 @@ def write_trace(path: Path, rows_by_rank: list[list[dict[str, Any]]]) -> None:
                     "args": {name: value for name, value in row.items() if name not in ("op", "start_us", "end_us")},
                 }
             )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms"}
+    if measured is not None:
+        trace["otherData"] = measured
+    path.write_text(json.dumps(trace), encoding="utf-8")

@@ -137,8 +137,11 @@ def test_tables_of_pairs_and_all_reduces(project: Path) -> None:
     # 5 accepted layers of max(80, 20 + 40) and 5 rejected ones of 80 + 40, and 50.
     begin = "| llama-3.1-8b | 1 + 1 | symm | 1 |"
     assert f"{begin} bf16, random numbers | 8192 | 50% | 1.050 | 1.200 | 1.14x | 1.050 | +0.0% | +10.0% |" in long
-    # Of another commit than `off`: marked. 10 accepted layers, and 50.
-    assert f"{begin} bf16, random numbers | 8192 | 100% | 1.000 | 1.200 | 1.20x\\* | 0.850 | +17.6% | +10.0% |" in long
+    # Of another commit than `off`, and than the parts: both are marked. 10 accepted layers, and 50.
+    cells = "8192 | 100% | 1.000 | 1.200 | 1.20x\\* | 0.850\\*\\* | +17.6%\\*\\* | +10.0% |"
+    assert f"{begin} bf16, random numbers | {cells}" in long
+    assert "\\* The pair is of an earlier commit than `off`." in long
+    assert "\\*\\* The parts given to the model are of another commit than the pair." in long
     assert f"{begin} bf16, book.txt | 8192 | 50% | 0.900 | 0.990 | 1.10x |  |  |  |" in long
     parts_line = "| llama-3.1-8b | 2 | 8192 | bf16, random numbers | 50% | 70.0 | 80.0 | 20.0 | 40.0 | 50.0 | 1100.0 |"
     assert parts_line in long
@@ -293,16 +296,68 @@ def test_prose_says_what_the_rows_say() -> None:
         medians_of("decode_step", **step, kv_cache=codec)[131072] for codec in ("bf16", "turbo4", "turbo-mixed")
     )
     turbo4, mixed = (f"{bf16 / us:.2f}x" for us in quantised)
-    assert f"{turbo4} and {mixed} at 128K" in readme
+    assert f"at 128K they are {turbo4} and {mixed} as fast." in " ".join(readme.split())
     pair = {"shape": "llama-3.1-8b", "world": 2, "transport": "symm", "kv_cache": "bf16", "hit_rate": 1.0}
     against_one = bf16 / medians_of("decode_step", **pair)[131072]
-    assert f"with every guess accepted are {against_one:.2f}x faster at 128K" in readme
+    assert f"with every guess accepted are {against_one:.2f}x as fast at 128K" in readme
 
     h100 = {"shape": "llama-3.1-8b", "world": 2, "transport": "symm", "kv_cache": "bf16"}
     off, held = (medians_of("decode_step_h100", **h100, hit_rate=rate) for rate in (None, 1.0))
     prose = " ".join(readme.split())
     assert f"reach {1e6 / off[8192]:.0f} tokens/s at 8K tokens and {1e6 / off[131072]:.0f} at 128K" in prose
     assert f"with every guess accepted {1e6 / held[8192]:.0f} and {1e6 / held[131072]:.0f} (" in prose
+
+
+def test_prose_about_pairs_and_other_shapes_says_what_the_rows_say() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = " ".join(readme.split())
+    of = {"bench": "decode_step", "kv_cache": "bf16"}
+
+    def pair_against_off(**case: object) -> dict[object, float]:
+        off, pair = (medians_of("decode_step", **of, **case, mode=mode) for mode in ("off", "paired"))
+        return {context: off[context] / us for context, us in pair.items()}
+
+    eight = pair_against_off(shape="llama-3.1-8b", world=2, transport="symm")  # of the last rate: every guess accepted
+    assert f"at 128K tokens, at {eight[131072]:.2f}x of that speed, if every guess is accepted" in prose
+    real = pair_against_off(shape="checkpoint", world=2)
+    assert f"1 + 1 GPUs come to {min(real.values()):.2f}x to {max(real.values()):.2f}x of two" in prose
+    large, small = (1e6 / medians_of("decode_step", **of, shape=f"llama-3.{name}b")[8192] for name in ("1-70", "2-1"))
+    assert f"70B shape on four GPUs runs at {large:.0f} tokens/s (8K tokens" in prose
+    assert f"a 1B shape on one at {small:.0f}" in prose
+
+
+def test_decode_steps_beside_others_are_those_of_the_rows() -> None:
+    prose = (ROOT / "docs" / "decode_step.md").read_text(encoding="utf-8")
+    case = {"bench": "decode_step", "shape": "llama-3.1-8b", "mode": "off", "kv_cache": "bf16"}
+    for world, transport in ((1, None), (4, "symm")):
+        us = medians_of("decode_step", **case, world=world, transport=transport)
+        tokens_per_s = " | ".join(f"{1e6 / us[context]:.0f}" for context in (1024, 8192, 131072))
+        assert f"| alspec, `off` | {world} x H200 | {tokens_per_s} |" in prose
+
+
+def test_published_steps_are_those_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "results")
+    prose = (ROOT / "docs" / "decode_step.md").read_text(encoding="utf-8")
+    for world, reported in importlib.import_module("pictures").REPORTED.items():
+        assert f"| gpt-fast | {world} x H200 | | {reported[8192]} | {reported[131072]} |" in prose
+
+
+def test_prose_about_the_latency_model_says_what_the_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "results")
+    tables = importlib.import_module("tables")
+    prose = " ".join((ROOT / "docs" / "decode_step.md").read_text(encoding="utf-8").split())
+    parts = {row["case"]["part"]: row for row in tables.read("decode_step.jsonl", tables.PARTS)}
+    case = parts["step"]["case"]
+    assert (case["context"], case["hit_rate"]) == (131072, 0.5)
+    none, half, every = (f"{tables.predicted_us(parts, rate) / 1e3:.2f}" for rate in (0.0, 0.5, 1.0))
+    untraced = f"{parts['step']['untraced_us'] / 1e3:.2f}"
+    assert f"it predicts {half} ms for such a step; without a profiler, those of the same run took {untraced}" in prose
+    assert f"It predicts {every} with every guess accepted and {none} with none" in prose
+    names = ("shape", "world", "transport", "kv_cache")
+    of_pair = {"bench": "decode_step", "mode": "paired"} | {name: case[name] for name in names}
+    worst, best = (f"{medians_of('decode_step', **of_pair, hit_rate=rate)[131072] / 1e3:.2f}" for rate in (0.0, 1.0))
+    assert f"steps of later kernels took {best} and {worst} " in prose
 
 
 SHAPES = (("32/8", 128), ("8/2", 128), ("32/8", 64))
@@ -335,9 +390,11 @@ def test_prose_about_decode_attention_says_what_the_rows_say() -> None:
     assert min(map(min, sdpa + flashinfer)) > 1
     longest = [100 * (of_shape[-1] - 1) for of_shape in sdpa]
     prose = " ".join(readme.split())
-    assert f"at 256K tokens by {min(longest):.1f} to {max(longest):.0f} % over SDPA" in prose
     least, most = min(map(min, early)), max(map(max, early))
-    assert f"Up to 8K tokens it is {least:.2f}x to {most:.2f}x as fast in all of them." in prose
+    assert (
+        f"{least:.2f}x to {most:.2f}x as fast as SDPA up to 8K tokens, and {min(longest):.1f} to {max(longest):.0f} % "
+        "faster at 256K."
+    ) in prose
 
     for context, name in ((8192, "5 % at 8K"), (131072, "2 % at 128K")):
         costs = []
@@ -367,11 +424,78 @@ def test_prose_about_quantised_caches_says_what_the_rows_say() -> None:
     assert f"| `turbo4`, 8/2 heads | | {speedups('8/2', 'turbo4')} |" in prose
 
 
-def test_picture(project: Path) -> None:
+def test_prose_about_quality_of_quantised_caches_says_what_the_rows_say() -> None:
+    prose = (ROOT / "docs" / "turbo_attention.md").read_text(encoding="utf-8")
+    rows = map(json.loads, (ROOT / "docs" / "results" / "quality_codecs.jsonl").read_text().splitlines())
+    names = ("cache", "measure", "threshold", "context", "depth")
+    found = {tuple(row["case"][name] for name in names): row for row in rows}
+
+    def bits(cache: str, threshold: str) -> dict[str, float]:
+        return found[cache, "bits per byte", threshold, 8192, None]
+
+    def more(cache: str, threshold: str, digits: int) -> str:
+        change = 100 * (bits(cache, threshold)["value"] / bits("bf16", threshold)["value"] - 1)
+        return f"+{change:.{digits}f} %"
+
+    for cache, digits in (("turbo4", 2), ("turbo-mixed", 2), ("turbo2", 1)):
+        recalled = (
+            f"{100 * found[cache, measure, '0.0', context, None]['value']:.0f}"
+            for measure, context in (("recall", 8192), ("record recall", 5623))
+        )
+        cells = [more(cache, threshold, digits) for threshold in ("0.0", "0.1")]
+        cells += [*recalled, f"{100 * bits(cache, '0.1')['hit_rate']:.1f} %"]
+        assert f"| `{cache}` | {' | '.join(cells)} |" in prose
+    exact, guessed = (f"{bits('bf16', threshold)['value']:.4f}" for threshold in ("0.0", "0.1"))
+    assert f"| bf16 | {exact} | {guessed} |" in prose
+
+
+def test_prose_about_prefill_says_what_the_rows_say() -> None:
+    readme, turbo = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/turbo_attention.md"))
+    us = {
+        (impl, tokens): medians_of("prefill_attention", impl=impl, tokens=tokens)
+        for impl in ("torch.sdpa", "alspec.turbo_prefill_attention", "alspec.turbo_prefill_attention.sas")
+        for tokens in (4096, 8192, 32768)
+    }
+
+    def speed(tokens: int, context: int, softmax: str = "") -> str:
+        ours = us[f"alspec.turbo_prefill_attention{softmax}", tokens]
+        return f"{us['torch.sdpa', tokens][context] / ours[context]:.2f}x"
+
+    short, long, chunk = speed(8192, 8192), speed(32768, 32768), speed(4096, 32768)
+    assert f"Against SDPA: {short} at 8K tokens and {long} at 32K" in turbo
+    assert re.search(rf"{chunk} for a\s+chunk of 4096 after 28K", turbo)
+    assert f"run at {speed(8192, 8192, '.sas')} of SDPA with SAS and at {short} with exact" in turbo
+    assert f"{short} of SDPA's speed on prompts of 8K tokens, {long} on 32K" in readme
+
+
+def test_pictures(project: Path) -> None:
     pytest.importorskip("matplotlib")
-    picture = project / "drawn.png"
-    subprocess.run([sys.executable, project / "docs" / "results" / "pictures.py", picture], check=True)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    subprocess.run([sys.executable, project / "docs" / "results" / "pictures.py", project], check=True)
+    for name in ("latency.png", "needles.png"):
+        assert (project / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_of_needles_has_every_lambda_of_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of the maps of facts and of pairs, and hit rates, for every cache; of a repeated row the last value."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "results")
+    pictures = importlib.import_module("pictures")
+    of_lambda = [
+        json.loads(quality_row(measure, 1024, value, cache=cache, threshold=threshold, softmax=softmax, depth=depth))
+        for cache, softmax in (("bf16", "exact"), ("turbo4", "exact"), ("turbo4, sas", "sas"))
+        for threshold in ("0.0", "inf", "fixed")
+        for measure, depth, value in (("needle", 0.0, 0.5), ("record needle", 1.0, 0.25), ("bits per byte", None, 1.2))
+    ]
+    again = of_lambda[0] | {"value": 0.75}
+    pictures.plot_quality.draw(tmp_path / "needles.svg", pictures.needle_rows([*of_lambda, again]))
+    drawn = (tmp_path / "needles.svg").read_text(encoding="utf-8")
+    for cache in ("bf16", "turbo4"):
+        for kind in ("needle", "record needle"):
+            for name in ("0", "inf", "fixed layers"):
+                assert drawn.count(f"<!-- {cache}: {kind} recalled, lambda {name} -->") == 1
+        assert f"<!-- {cache}: hit rate on text, 1024 tokens -->" in drawn
+    assert "sas" not in drawn
+    assert [drawn.count(f"<!-- {value} -->") for value in ("0.75", "0.50", "0.25")] == [1, 5, 6]
 
 
 def test_picture_has_the_steps_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

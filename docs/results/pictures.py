@@ -1,4 +1,7 @@
-"""Draw the README's picture of the measured rows beside this file: `python docs/results/pictures.py [FILE.png]`."""
+"""Draw the pictures of the measured rows beside this file, latency.png and needles.png.
+
+`python docs/results/pictures.py [FOLDER]`; without a folder they are drawn here.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from typing import Any
 import matplotlib
 from result_rows import HERE, read
 
+from alspec.launch import plot_quality
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
+from PIL import Image
 
 Row = dict[str, Any]
 # Colour: what was measured. Line: GPUs, or where the rows come from.
@@ -24,8 +30,17 @@ REPORTED = {1: {8192: 158, 131072: 84}, 4: {8192: 221, 131072: 156}}
 
 
 def main() -> None:
+    """Both, into the folder that was given."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
+    latency(folder / "latency.png")
+    needles = folder / "needles.png"
+    plot_quality.draw(needles, needle_rows(read("quality_codecs.jsonl")))
+    with Image.open(needles) as drawn:  # a palette takes a third of the bytes
+        drawn.convert("RGB").quantize(64).save(needles, optimize=True)
+
+
+def latency(picture: Path) -> None:
     """Whole steps on the left, attention of a layer on the right, both over the tokens in the cache."""
-    picture = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "latency.png"
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     steps(left, read("decode_step.jsonl"))
     attention(right, read("decode_attention.jsonl"), read("turbo_attention.jsonl"))
@@ -96,6 +111,13 @@ def attention(axes: Any, plain: list[Row], quantised: list[Row]) -> None:
     axes.legend(frameon=False, fontsize=8)
     axes.set_ylabel("us (median launch)")
     axes.set_title("decode attention of a layer, 32/8 heads of 128", fontsize=10)
+
+
+def needle_rows(rows: list[Row]) -> list[Row]:
+    """Those with exact softmax, which have hit rates on text as well; of repeated rows the last."""
+    names = ("cache", "measure", "threshold", "context", "depth")
+    found = {tuple(row["case"][name] for name in names): row for row in rows if row["case"]["softmax"] == "exact"}
+    return list(found.values())
 
 
 def medians(rows: list[Row], of: Callable[[Row], bool], mode: str | None = None) -> dict[int, float]:

@@ -179,7 +179,8 @@ def needles(rows: list[dict[str, Any]]) -> str:
             f" that holds them) and depths ({', '.join(f'{depth:g}' for depth in depths)}); where the total is"
             " smaller than beside it, only some of these were measured:",
             table(["what", "cache", *map(lambda_name, thresholds)], lines),
-            "The picture has contexts across and depths down; below it, hit rates of layers.",
+            "The picture has a column for each cache with exact softmax. A map for each lambda, contexts across and"
+            " depths down: first of facts, then of pairs; what was not measured is empty. Below, hit rates of layers.",
             "![Needles recalled over context and depth, and hit rates of layers, for each lambda](needles.png)",
         ]
     )

@@ -10,6 +10,7 @@ from result_rows import HERE, PARTS, read, table, where
 from alspec.latency_model import StepCosts, speculative_step_us
 
 OTHER_COMMIT = "\\* The pair is of an earlier commit than `off`."
+OTHER_PARTS = "\\*\\* The parts given to the model are of another commit than the pair."
 OTHER_RUN = "FlashInfer was measured in an earlier run, of an earlier commit."
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_STEPS = (1024, 8192, 32768, 131072)
@@ -42,6 +43,7 @@ def main() -> None:
         decode(read("decode_attention.jsonl")),
         quantised(read("turbo_attention.jsonl")),
         prefill(read("prefill_attention.jsonl")),
+        prompts(read("prompt.jsonl")),
         ready(read("ready.jsonl")),
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
@@ -60,7 +62,7 @@ def main() -> None:
     parts = [
         "# Measured rows and their tables",
         "One JSON line for each measured value, written by the command that it names."
-        " `python docs/results/tables.py` makes the tables from them, `python docs/results/pictures.py` the picture.",
+        " `python docs/results/tables.py` makes the tables from them, `python docs/results/pictures.py` the pictures.",
         "\n".join(contents(sections)),
         "![ms/token of whole steps, and microseconds of decode attention, over contexts](latency.png)",
         *sections,
@@ -146,7 +148,8 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
         if found and case["batch"] == 1:
             predicted = predicted_us(found, case["hit_rate"]) / 1e3
             slower = found["step"]["us"]["p50"] / found["step"]["untraced_us"] - 1
-            cells[3:] = [f"{predicted:.3f}", f"{p50 / predicted - 1:+.1%}", f"{slower:+.1%}"]
+            mark = "" if found["step"]["commit"] == row["commit"] else "\\*\\*"
+            cells[3:] = [f"{predicted:.3f}{mark}", f"{p50 / predicted - 1:+.1%}{mark}", f"{slower:+.1%}"]
         lines[tuple(line)] = line + cells
     if not lines:
         return ""
@@ -168,8 +171,9 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
         ]
         for found in measured.values()
     ]
-    if any("*" in cell for line in lines.values() for cell in line):
-        text.append(OTHER_COMMIT)
+    for column, note in (("against off", OTHER_COMMIT), ("model, ms", OTHER_PARTS)):
+        if any("*" in line[head.index(column)] for line in lines.values()):
+            text.append(note)
     tables = [table(head, list(lines.values()))]
     if cells:
         tables += [
@@ -325,6 +329,32 @@ def prefill(rows: list[dict[str, Any]]) -> str:
             "p50 in microseconds, rate, and speed against SDPA; 32/8 heads of 128, causal.",
             where(*rows),
             table(["tokens", "context", *impls], lines),
+        ]
+    )
+
+
+def prompts(rows: list[dict[str, Any]]) -> str:
+    """Whole prompts: a line for each configuration and length; of repeated rows the last."""
+    if not rows:
+        return ""
+    lines: dict[tuple[Any, ...], list[str]] = {}
+    for row in rows:
+        case, us = row["case"], row["us"]
+        key = (case["shape"], case["world"], case["kv_cache"], case["context"])
+        times = " / ".join(f"{us[name] / 1e3:.1f}" for name in ("p20", "p50", "p80"))
+        cells = [times, str(row["prompts"]), f"{case['context'] / us['p50'] * 1e6:.0f}", f"{row['tflop_s']:.0f}"]
+        cells += [f"{row['peak_tflop_s']:.0f}", f"{row['share_of_peak']:.0%}"]
+        cells += [f"{row[name] / 2**30:.2f}" for name in ("memory_bytes", "planned_bytes")]
+        lines[key] = [*map(str, key), *cells]
+    head = ["shape", "GPUs", "cache", "tokens", "TTFT, ms", "prompts", "tokens/s", "TFLOP/s", "peak", "of peak"]
+    return "\n\n".join(
+        [
+            "## Whole prompts",
+            "Time until the host has the first token after random ones, p20 / p50 / p80, of so many prompts. Rate and"
+            " memory are those of one GPU; the peak is what a large product of bf16 matrices reached in the same run."
+            " Counted are the operations of the layers' matrices, of causal attention, and of one token's logits.",
+            where(*rows),
+            table([*head, "GiB", "GiB planned"], [lines[key] for key in sorted(lines)]),
         ]
     )
 

@@ -168,7 +168,10 @@ def recall_prompts(
     codec, rng = Codec(tokenizer), random.Random(seed)
     words = common_words(corpus_text)
     if len(words) < NUM_FACTS:
-        raise UserError(f"corpus_text: expected at least {NUM_FACTS} words of 4 to 8 letters, found {len(words)}")
+        raise UserError(
+            f"flags: --text: recall prompts take keys from it: expected at least {NUM_FACTS} words of 4 to 8 letters, "
+            f"found {len(words)}"
+        )
     stream = np.array(codec.encode(corpus_text), dtype=np.uint16)
     prompts = []
     for _ in range(num_prompts):
@@ -182,7 +185,8 @@ def recall_prompts(
         size = context_tokens - used
         if size < 64:
             raise UserError(
-                f"context_tokens: expected at least {used + 64} for {NUM_FACTS} facts, found {context_tokens}"
+                f"flags: --contexts: a recall prompt of {NUM_FACTS} facts takes {used + 64} tokens at least, found "
+                f"{context_tokens}"
             )
         repeated = np.tile(stream, size // len(stream) + 2)
         start = rng.randrange(len(stream))

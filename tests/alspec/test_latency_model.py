@@ -20,7 +20,6 @@ from alspec.latency_model import (
     StepCosts,
     hit_layer_us,
     miss_layer_us,
-    pairing_gain_us,
     speculative_step_us,
     tp_step_us,
 )
@@ -186,36 +185,10 @@ def test_more_hits_are_never_slower(layer: float, sender_us: float, lead: float,
     assert speculative_step_us(costs, 0) == pytest.approx(tp_step_us(costs))
 
 
-@given(TIME, TIME, RATE)
-def test_pairing_gain_is_the_difference_of_the_two_models(a: float, f: float, rate: float) -> None:
-    """Perfect scaling, no overhead, no hop: n GPUs take (a, f) per layer, a group of n/2 takes (2 a, 2 f)."""
-    rate = round(rate * 1000) / 1000  # 1000 layers: every rate is a whole number of hits
-    tp = StepCosts(1000, 0, layer_us=f, attention_us=a, sender_us=a, receiver_us=0)
-    pair = StepCosts(1000, 0, layer_us=2 * f, attention_us=2 * a, sender_us=2 * a, receiver_us=0)
-    expected = (tp_step_us(tp) - speculative_step_us(pair, rate)) / 1000
-    assert pairing_gain_us(a, f, rate, hop_us=0, overhead_saved_us=0) == pytest.approx(expected, abs=1e-6)
-
-
-@given(TIME, TIME, RATE, TIME, TIME)
-def test_pairing_gains_only_from_overhead(a: float, f: float, rate: float, hop: float, saved: float) -> None:
-    gain = pairing_gain_us(a, f, rate, hop, saved)
-    assert gain <= saved - hop - abs(a - f) + 1e-6
-    if saved == 0:
-        assert gain <= 1e-6
-
-
-def test_pairing_gain_sign_by_hand() -> None:
-    assert pairing_gain_us(20, 20, 1.0, hop_us=3, overhead_saved_us=10) == 7
-    assert pairing_gain_us(20, 20, 0.5, hop_us=3, overhead_saved_us=10) == -13
-    assert pairing_gain_us(10, 30, 1.0, hop_us=0, overhead_saved_us=15) == -5
-
-
 @pytest.mark.parametrize("rate", [-0.01, 1.01, math.nan])
 def test_hit_rate_range(rate: float) -> None:
     with pytest.raises(ValueError, match="hit_rate"):
         speculative_step_us(n150_costs(4), rate)
-    with pytest.raises(ValueError, match="hit_rate"):
-        pairing_gain_us(1, 1, rate, 0, 0)
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(StepCosts)])

@@ -1,29 +1,43 @@
-"""One job over captured steps, all well or with something wrong on a rank; torchrun starts it, the test reads it."""
+"""One job over captured steps, all well or with something wrong on a rank; torchrun starts it, the test reads it.
+
+`loop_worker.py MODE TRANSPORT CASE`
+"""
 
 import json
 import os
 import random
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from unittest import mock
 
 import torch
 
 from alspec.config import EngineConfig, SamplingConfig, validate
 from alspec.errors import AlspecError, report
-from alspec.kernels import push
+from alspec.kernels import handover, push
 from alspec.models import decoder
+from alspec.operation import OperationHook
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 
-LOST_SLOT = 5
-PROMPT = [random.Random(3).randrange(6, 4000) for _ in range(300)]
-CAPACITY = 400
+LOST_LAYER = 2
+SPOILT_LAYERS = {"off": 3, "paired": 2}  # with all guesses accepted, rank 1 of a pair computes the even ones
+# Long enough for guesses to leave tokens out: layers accept and reject.
+_ids = random.Random(3)
+PROMPT = [_ids.randrange(6, 4000) for _ in range(500)]
+CAPACITY = 600
+GREEDY = SamplingConfig(max_new_tokens=20, ignore_eos=True)
+PAUSE_CYCLES = 2 * 10**7  # 10 ms at 2 GHz
+PAUSED_RUNS = 8
+HELD_BACK_S = 2.0  # several heartbeats
 
 
 def main() -> int:
-    mode, case = sys.argv[1:]
+    mode, transport, case = sys.argv[1:]
     try:
-        config = {"speculation": {"mode": mode}, "dtype": "fp32", "transport": "symm"}
+        config = {"speculation": {"mode": mode}, "dtype": "fp32", "transport": transport}
         engine = Engine(validate(EngineConfig, config, "worker"))
         return run_guarded(engine.heartbeat, lambda: WORK[case](engine))
     except AlspecError as error:
@@ -33,25 +47,35 @@ def main() -> int:
 def delay(engine: Engine) -> int:
     """The same generation with no slow host, then with each rank's in turn."""
     engine.load(1, CAPACITY)
-    loop, sampling = engine.loop, SamplingConfig(max_new_tokens=20, ignore_eos=True)
+    loop = engine.loop
     assert loop is not None
     step = loop.step
     results: list[dict] = []
     # The first one loads and compiles.
     for slow in (None, None, *range(engine.placement.world_size)):
         late = engine.placement.rank == slow
-        loop.step = _late(step, results[-1]["seconds"] / sampling.max_new_tokens) if late else step
-        generation = engine.start_generation([PROMPT], sampling)
-        started = time.monotonic()
-        for _ in engine.run(generation, sampling):
-            pass
-        hits = [step_hits.int().tolist() for step_hits in generation.hits]
-        seconds = time.monotonic() - started
-        results.append({"tokens": generation.requests[0].token_ids, "hits": hits, "seconds": seconds})
-    if engine.placement.rank == 0:
-        print(json.dumps({"results": results[1:], "graph": engine.uses_graph}), flush=True)
+        loop.step = _late(step, results[-1]["seconds"] / GREEDY.max_new_tokens) if late else step
+        results.append(_timed(engine))
+    _tell(engine, results[1:])
     engine.close()
     return 0
+
+
+def _timed(engine: Engine) -> dict:
+    engine.prepare(GREEDY)
+    generation = engine.start_generation([PROMPT], GREEDY)
+    started = time.monotonic()
+    for _ in engine.run(generation, GREEDY):
+        pass
+    seconds = time.monotonic() - started
+    hits = [step_hits.int().tolist() for step_hits in generation.hits]
+    return {"tokens": generation.requests[0].token_ids, "hits": hits, "seconds": seconds}
+
+
+def _tell(engine: Engine, results: list[dict]) -> None:
+    if engine.placement.rank == 0:
+        how = {"graph": engine.uses_graph, "transport": engine.transport_name}
+        print(json.dumps({"results": results} | how), flush=True)
 
 
 def _late(step, step_s):
@@ -65,32 +89,112 @@ def _late(step, step_s):
     return late_step
 
 
+def pause(engine: Engine) -> int:
+    """The same generation undisturbed, then with each rank's device pausing inside its steps, launched or captured."""
+    engine.load(1, CAPACITY)
+    # Loads the kernel: in a step that could wait for what waits for this rank.
+    torch.cuda._sleep(1)
+    engine.transport.synchronize()
+    results = [_timed(engine)]
+    captures = engine._wants_graph
+    for run in range(PAUSED_RUNS):
+        rank, round_of_ranks = run % engine.placement.world_size, run // engine.placement.world_size
+        engine._wants_graph = captures and round_of_ranks % 2 == 0
+        engine.load(1, CAPACITY)  # a loop that has captured nothing
+        places: list[tuple[str, int]] = []
+        issue = _pausing(engine.loop._issue, random.Random(run), engine.placement.rank == rank, places)
+        with mock.patch.object(engine.loop, "_issue", issue):
+            results.append(_timed(engine) | {"rank": rank, "graph": engine.uses_graph, "places": places})
+    engine._wants_graph = captures
+    _tell(engine, results)
+    engine.close()
+    return 0
+
+
+def _pausing(
+    issue: Callable[[OperationHook], None], draws: random.Random, is_here: bool, places: list[tuple[str, int]]
+) -> Callable[[OperationHook], None]:
+    """Launches a step as `issue`, with a pause ahead of one operation, drawn anew for each step and noted in `places`.
+
+    A captured step keeps the last one. Every rank draws the same; only one pauses.
+    """
+    operations: list[tuple[str, int]] = []
+
+    def note(name: str, layer: int) -> AbstractContextManager[None]:
+        operations.append((name, layer))
+        return nullcontext()
+
+    def pausing_issue(operation: OperationHook) -> None:
+        if not operations:  # the first time only compiles
+            issue(note)
+            return
+        chosen, count = draws.randrange(len(operations)), 0
+        places.append(operations[chosen])
+
+        def pause_ahead(name: str, layer: int) -> AbstractContextManager[None]:
+            nonlocal count
+            if is_here and count == chosen:
+                torch.cuda._sleep(PAUSE_CYCLES)
+            count += 1
+            return operation(name, layer)
+
+        issue(pause_ahead)
+
+    return pausing_issue
+
+
 def lost(engine: Engine) -> int:
-    """Rank 1 never sends one of its partial sums."""
-    if engine.placement.rank == 1:
-        decoder.push_partial = _lose
+    """Words that never come: of a group, one of rank 1's partial sums; of a pair, one of rank 0's handovers."""
+    if engine.mode == "off" and engine.placement.rank == 1:
+        decoder.push_partial = _lose_sums
+    if engine.mode == "paired" and engine.placement.rank == 0:
+        decoder.send_handover = _lose_handover
+        _hold_back(engine)
+    engine.load(1, CAPACITY)
     return _generate(engine)
 
 
-def _lose(act, weight, exchange, slot, *rest):
+def _lose_sums(act, weight, exchange, slot, *rest):
     """Every push but one."""
-    if slot != LOST_SLOT:
+    if slot != 2 * LOST_LAYER + 1:
         push.push_partial(act, weight, exchange, slot, *rest)
+
+
+def _lose_handover(own, layer, *rest):
+    """Every handover but one."""
+    if layer != LOST_LAYER:
+        handover.send_handover(own, layer, *rest)
 
 
 def nan(engine: Engine) -> int:
     """A weight of rank 1 goes bad after prefill, which reads the same ones."""
+    engine.load(1, CAPACITY)
+    if engine.mode == "paired":
+        engine.loop.speculate(torch.inf)
+        if engine.placement.rank == 0:
+            _hold_back(engine)
     return _generate(engine, spoils=engine.placement.rank == 1)
+
+
+def _hold_back(engine: Engine) -> None:
+    """Let the other rank of a pair speak first: what this one finds in the same step follows from that."""
+    raise_fault = engine._raise_fault
+
+    def raise_later(code: int) -> None:
+        if code:
+            time.sleep(HELD_BACK_S)
+        raise_fault(code)
+
+    engine._raise_fault = raise_later
 
 
 def _generate(engine: Engine, spoils: bool = False) -> int:
     sampling = SamplingConfig(max_new_tokens=40, ignore_eos=True)
-    engine.load(1, CAPACITY)
     for token in engine.run(engine.start_generation([PROMPT], sampling), sampling):
         if engine.placement.rank == 0:
             print(f"token {token.token_id}", flush=True)
         if spoils:
-            engine.model.weights.layers[3].down[17, 5] = torch.nan
+            engine.model.weights.layers[SPOILT_LAYERS[engine.mode]].down[17, 5] = torch.nan
     engine.close()
     return 0
 
@@ -103,6 +207,7 @@ def endless(engine: Engine) -> int:
     for _ in engine.run(generation, sampling):
         pass
     assert engine.uses_graph
+    assert engine.transport_name == engine.config.transport
     for count, _ in enumerate(engine.decode(generation.requests[0].token_ids, [len(PROMPT) + 1], 10**9)):
         if count == 50:
             sys.stdout.write(f"{json.dumps({'rank': engine.placement.rank, 'pid': os.getpid()})}\n")
@@ -110,7 +215,7 @@ def endless(engine: Engine) -> int:
     return 0
 
 
-WORK = {"delay": delay, "lost": lost, "nan": nan, "endless": endless}
+WORK = {"delay": delay, "pause": pause, "lost": lost, "nan": nan, "endless": endless}
 
 if __name__ == "__main__":
     sys.exit(main())

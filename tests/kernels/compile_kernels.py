@@ -36,6 +36,7 @@ from alspec.kernels import (
     push,
     residual,
     roles,
+    sampling,
     swap,
     turbo_attention,
     turbo_kernel,
@@ -279,6 +280,30 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
         "collect_logits": compile_for(capability, next_token._collect_logits_kernel, 8, collect),
         "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
+    } | _sampling(capability, vocab)
+
+
+def _sampling(capability: int, vocab_size: int) -> dict[str, Any]:
+    """With all cuts."""
+    blocks = -(-vocab_size // 1024)
+    scale = 2.0 ** (62 - (vocab_size - 1).bit_length())
+    shape = {"TABLES": 7, "SCALE": scale, "C": blocks, "C_PAD": triton.next_power_of_2(blocks), "BLOCK": 1024}
+    shape |= {"PDL": capability >= 90}
+    types = {"shares_ptr": "*fp64", "numbers_ptr": "*i64", "counts_ptr": "*i32", "weights_ptr": "*i64"}
+    types |= {"state_ptr": "*i64", "tokens_ptr": "*i64"}
+
+    def compiled(kernel: Any, **constants: Any) -> Any:
+        return compile_for(capability, kernel, 8, shape | constants, **types)
+
+    top_k, top_p, draw = (int(cut.value) for cut in (sampling.TOP_K, sampling.TOP_P, sampling.DRAW))
+    return {
+        "sampling, first digit": compiled(sampling._first_digit_kernel, BY_COUNT=True),
+        "sampling, second of top_k": compiled(sampling._second_digit_kernel, TABLE=1, CUT=top_k, CUT_BEFORE=None),
+        "sampling, second of top_p": compiled(sampling._second_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k),
+        "sampling, second drawn": compiled(sampling._second_digit_kernel, TABLE=5, CUT=draw, CUT_BEFORE=top_p),
+        "sampling, third of top_k": compiled(sampling._third_digit_kernel, TABLE=2, CUT=top_k),
+        "sampling, third drawn": compiled(sampling._third_digit_kernel, TABLE=6, CUT=draw),
+        "sampling, token": compiled(sampling._token_kernel),
     }
 
 

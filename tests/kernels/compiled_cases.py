@@ -42,7 +42,7 @@ from alspec.kernels.exchange import Exchange, LogitExchange
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.reference import gate_up_silu_ref, push_partial_ref, reduce_norm_ref
 from alspec.kernels.residual import num_square_sums, reduce_norm
-from alspec.kernels.words import LATE_WORD, fault_code
+from alspec.kernels.words import LATE_WORD, fault_code, split_fault
 
 
 def turbo(
@@ -146,6 +146,26 @@ def logits_of_all(late: bool, **how: Any) -> Found:
     return {"error": 0.0} | kernel.counts
 
 
+def logits_past_a_deadline(missing: int, edit: Callable[[str], str] = str) -> Found:
+    """A word that a rank of two never sends, while there is time to wait: the fault word names it."""
+    rows, epoch, slot = 750, 6, 3
+    shards = torch.randn(1, 2, rows)
+    words = pack(shards, epoch)
+    words[0, missing, 500] -= 1 << 32
+    fault = torch.zeros(1, dtype=torch.int32)
+    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words)
+    logits, best, best_token = torch.zeros(1, 2 * rows), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)
+    # The emulator's timer stands still between barriers; its clock goes on as somebody looks.
+    ticking = Emulated(
+        next_token._collect_logits_kernel, 90, edit=lambda ptx: edit(ptx).replace("%globaltimer", "%clock64")
+    )
+    with mock.patch.object(next_token, "_collect_logits_kernel", ticking):
+        next_token.collect_logits(exchange, shards, 1000, slot, logits, best, best_token)
+    assert split_fault(int(fault)) == (LATE_WORD, slot, missing)
+    assert logits.isnan().nonzero().tolist() == [[0, missing * rows + 500]]
+    return {"error": 0.0, "instructions": ticking.counts["instructions"]}  # who reads the fault word early is not said
+
+
 def several(batch: int, hidden: int, rows: int, dtype: torch.dtype, gated: bool, **how: Any) -> Found:
     """Projections of several requests, on tensor cores: gate and up, and partial sums.
 
@@ -246,6 +266,10 @@ CASES: dict[str, Callable[[], Found]] = {
     "broken verdict, old words": broken(partial(late_verdict, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
     "logits": sound(lambda: logits_of_all(False)),
     "logits, rank 1's of the step before": sound(lambda: logits_of_all(True)),
+    **{f"logits, a word of rank {rank} past its deadline": partial(logits_past_a_deadline, rank) for rank in (0, 1)},
+    "broken logits, nobody named": broken(
+        partial(logits_past_a_deadline, 1), r"@late\w* st\.volatile\.global\.u32[^;]*;", "", "error"
+    ),
     **{f"handover, parts: {parts}": sound(partial(received, False, parts)) for parts in (1, 2, 3)},
     **{f"handover of the step before, parts: {parts}": sound(partial(received, True, parts)) for parts in (1, 2)},
     "broken turbo, barriers that copies do not see": broken(_small_turbo, r"fence\.proxy\.async[^;]*;", "", "shared"),

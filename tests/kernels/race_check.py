@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
 from alspec.kernels.lean_attention import LeanWorkspace, Phase, Speculation, guess_parts, lean_decode_attention
 from alspec.kernels.merge import num_sums
-from alspec.kernels.reference import decode_attention_ref
+from alspec.kernels.reference import decode_attention_ref, turbo_prefill_attention_ref
+from alspec.kernels.turbo_prefill import turbo_prefill_attention
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.spec_ready import pair_speculation
+from alspec.runtime.turbo_cache import TurboCache
+from alspec.sas import Softmax
 
 # Lengths, programs, query heads of a KV head, head_dim: one, two and many partials for an output.
 LEAN = (
@@ -19,18 +24,22 @@ LEAN = (
     ((9000,), 132, 8, 128),
 )
 TURBO = (((700,), 4, 128), ((65, 1500, 319), 4, 128), ((33000,), 4, 128), ((33000,), 8, 128), ((9000,), 1, 64))
+# Tokens already cached, tokens of the chunk, query heads of a KV head, head_dim: one tile, and more than are in flight.
+PROMPTS = ((0, 64, 4, 128), (0, 200, 4, 64), (128, 130, 4, 128), (640, 333, 1, 128), (640, 333, 4, 64))
 
 
 def main() -> None:
-    """Both decode kernels, plain, speculative and in two launches."""
+    """Both decode kernels, plain, speculative and in two launches; prompts of a quantised cache."""
     for lengths, num_programs, heads_per_kv, head_dim in LEAN:
         lean(lengths, num_programs, heads_per_kv, head_dim)
     for lengths, heads_per_kv, head_dim in TURBO:
         for chunk_size in (0, 128):
             case = TurboCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
             out = turbo_run(case, chunk_size)(len(case.q) - 1)[0]
-            q, k, v, seq_lens = case.last()
-            report(f"turbo-mixed, S {chunk_size}, {lengths}, {heads_per_kv} x {head_dim}", out, q, k, v, seq_lens)
+            expected = decode_attention_ref(*case.last(), head_dim**-0.5)[0]
+            report(f"turbo-mixed, S {chunk_size}, {lengths}, {heads_per_kv} x {head_dim}", out, expected)
+    for sizes in PROMPTS:
+        prompt(*sizes)
 
 
 def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_dim: int) -> None:
@@ -56,14 +65,29 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
     for name, spec, phases in launches:
         for phase in phases:
             lean_decode_attention(q, k, v, seq_lens, head_dim**-0.5, workspace, out, lse, spec, phase)
-        report(f"{name}, {lengths}, {num_programs} programs, {heads_per_kv} x {head_dim}", out, q, k, v, seq_lens)
+        expected = decode_attention_ref(q, k, v, seq_lens, head_dim**-0.5)[0]
+        report(f"{name}, {lengths}, {num_programs} programs, {heads_per_kv} x {head_dim}", out, expected)
 
 
-def report(
-    what: str, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: torch.Tensor
-) -> None:
+def prompt(cached: int, chunk: int, heads_per_kv: int, head_dim: int) -> None:
+    """Store of a prompt in one or two chunks and read of the first one, and attention of the last one: 1 to 2 % off."""
+    device, heads, num_tokens = torch.device("cuda"), 2, cached + chunk
+    cache = TurboCache("turbo-mixed", 1, 1, heads, num_tokens, head_dim, device)
+    q = torch.randn(chunk, heads_per_kv * heads, head_dim, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(num_tokens, heads, head_dim, dtype=q.dtype, device=device) for _ in range(2))
+    # Scores grow, so that some tiles have to be rescaled and others need not.
+    k *= torch.linspace(0.5, 8, num_tokens, device=device)[:, None, None]
+    for begin, end in ((0, cached), (cached, num_tokens)):
+        if end > begin:
+            prefix = cache.write_prefill(0, 0, begin, k[begin:end], v[begin:end])
+    expected = turbo_prefill_attention_ref(q, *prefix, head_dim**-0.5)[0]
+    for softmax in get_args(Softmax):
+        out = turbo_prefill_attention(q, *prefix, head_dim**-0.5, softmax)[0]
+        report(f"prompt, {softmax}, {chunk} of {num_tokens} tokens, {heads_per_kv} x {head_dim}", out, expected)
+
+
+def report(what: str, out: torch.Tensor, expected: torch.Tensor) -> None:
     """Print how far an output is from the oracle's."""
-    expected = decode_attention_ref(q, k, v, seq_lens, q.shape[-1] ** -0.5)[0]
     print(f"{what}: relative error {float((out.double() - expected).norm() / expected.norm()):.1e}")
 
 

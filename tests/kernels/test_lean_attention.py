@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attention_launch import EDGES, EPOCH, HAS_CUDA, AttentionLaunch, S
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from alspec.kernels.lean_attention import (
     guess_parts,
     lean_decode_attention,
 )
+from alspec.kernels.lean_schedule import BUSY_TILES, MANY_TILES, plan
 from alspec.kernels.merge import merge_sizes, num_sums
 from alspec.kernels.words import unpack_words
 
@@ -150,6 +153,29 @@ def test_ragged_batches_on_any_grid(
 
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize(("batch_size", "num_programs"), [(17, 40), (32, 7), (33, 132)])
+def test_batches_of_a_warp_and_one_more(
+    device: torch.device, check: Check, batch_size: int, num_programs: int, chunk_size: int
+) -> None:
+    """Sums over requests are padded to 32 and to 64; fewer guesses than programs, and more."""
+    rng = random.Random(batch_size)
+    lengths = tuple(rng.choice((1, 63, 64, 65, 129, 2 * S + 1, 2 * S + 65)) for _ in range(batch_size))
+    launch = Launch.draw(lengths, 2, 2, 16, device, num_programs, chunk_size)
+    launch.run()
+    launch.compare(check)
+
+
+@pytest.mark.parametrize(("lengths", "num_programs"), [((1500, 70, 1100), 10), ((640, 640, 640, 512), 9)])
+def test_programs_with_a_guess_have_several_tiles_too(
+    device: torch.device, check: Check, lengths: tuple[int, ...], num_programs: int
+) -> None:
+    """Of 34 tiles 3 each of 6 programs, of 22 tiles 2 each of 8: 3, their share, would be more than there are."""
+    launch = Launch.draw(lengths, 2, 2, 16, device, num_programs, S)
+    launch.run()
+    launch.compare(check)
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8, 16])
 def test_head_shapes(
@@ -158,6 +184,15 @@ def test_head_shapes(
     launch = Launch.draw((400,), ratio, 1, head_dim, device, 6, chunk_size, dtype)
     launch.run()
     launch.compare(check)
+
+
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize("head_dim", [80, 96, 256])
+@pytest.mark.parametrize("ratio", [3, 16])
+def test_head_shapes_of_fp16(device: torch.device, check: Check, ratio: int, head_dim: int, chunk_size: int) -> None:
+    launch = Launch.draw((400,), ratio, 1, head_dim, device, 6, chunk_size, torch.float16)
+    launch.run()
+    launch.compare(lambda found, expected, _: check(found, expected, torch.bfloat16))
 
 
 @pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
@@ -509,3 +544,95 @@ def test_one_captured_graph_serves_every_length(check: Check, chunk_size: int, d
         graph.replay()
         torch.cuda.synchronize()
         launch.compare(lambda found, expected, _: check(found, expected, tolerance_dtype))
+
+
+@triton.jit
+def _plan_kernel(
+    facts_ptr,  # [N, 5] int32: is_long, total_rest, parts, lead_run, followers
+    chunk_size,
+    HKV: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LONG: tl.constexpr,
+    SPEC: tl.constexpr,
+    GUESS_PARTS: tl.constexpr,
+):
+    """The schedule of one request with as many tokens as there are programs up to this one; grid [N]."""
+    at = facts_ptr + tl.program_id(0) * 5
+    seq_lens = tl.zeros([1], tl.int32) + (tl.program_id(0) + 1)
+    is_long, _, total_rest, _, parts, _, lead_run, followers, _, _ = plan(
+        seq_lens, 1, chunk_size, HKV, PROGRAMS, 1, BLOCK_N, LONG, SPEC, GUESS_PARTS, 0
+    )
+    tl.store(at, tl.where(is_long, 1, 0))
+    tl.store(at + 1, total_rest)
+    tl.store(at + 2, parts)
+    tl.store(at + 3, lead_run)
+    tl.store(at + 4, followers)
+
+
+def lengths_at_switches(launch: Launch, capacity: int) -> list[int]:
+    """Lengths up to `capacity` before and after each kind of switch that the schedule of a launch makes."""
+    device, programs = launch.q.device, launch.workspace.num_programs
+    num_kv_heads, head_dim = launch.k.shape[1], launch.k.shape[3]
+    spec, row_bytes = launch.speculation, head_dim * launch.q.itemsize
+    copies = _by_copies(device, 1, launch.q.shape[1] // num_kv_heads, head_dim, launch.q.dtype)
+    block_n, long_run, *_ = _settings(device, row_bytes, copies)
+    facts = torch.empty(capacity, 5, dtype=torch.int32, device=device)
+    _plan_kernel[(capacity,)](
+        facts, spec.chunk_size if spec else 0, HKV=num_kv_heads, PROGRAMS=programs, BLOCK_N=block_n, LONG=long_run,
+        SPEC=spec is not None, GUESS_PARTS=spec.parts if spec else 1,
+    )  # fmt: skip
+    is_long, total_rest, parts, lead_run, followers = facts.cpu().unbind(1)
+    even = programs // 8 * 8
+    kinds = torch.stack(
+        [
+            is_long,
+            total_rest >= BUSY_TILES.value * programs,  # then programs with a guess have a head start
+            parts,
+            lead_run.clamp(max=2),
+            (followers == even).int() + 2 * (followers == programs).int(),
+            total_rest > even * (MANY_TILES.value - 1),
+        ],
+        dim=1,
+    )
+    assert not long_run or set(is_long.tolist()) == {0, 1}, "no tiles are long, or all"
+    assert set(kinds[:, 1].tolist()) == {0, 1}, "no head start, or always"
+    switches: dict[str, int] = {}
+    for before in (kinds[1:] != kinds[:-1]).any(1).nonzero().flatten().tolist():
+        switches.setdefault(str(kinds[before : before + 2].tolist()), before + 1)
+    return sorted({length for last in switches.values() for length in (last, last + 1)})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("chunk_size", [0, S], ids=["plain", "speculative"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(8, 2), (32, 8)], ids=["8/2", "32/8"])
+def test_one_captured_graph_serves_every_schedule(
+    check: Check, num_qo_heads: int, num_kv_heads: int, head_dim: int, chunk_size: int
+) -> None:
+    """The grid that decoding has, `A~` as words in as many parts as a pair sends, and NaN behind each length."""
+    device, dtype, capacity = torch.device("cuda"), torch.bfloat16, 140_000
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    parts = guess_parts(chunk_size, 1, num_qo_heads, num_kv_heads, head_dim, dtype, device) if chunk_size else 1
+    launch = Launch.draw(
+        (64,), num_qo_heads // num_kv_heads, num_kv_heads, head_dim, device, programs, chunk_size, dtype, parts
+    )
+    generator = torch.Generator(device).manual_seed(num_qo_heads + head_dim)
+    launch.k, launch.v = (
+        torch.randn(1, num_kv_heads, capacity, head_dim, generator=generator, dtype=dtype, device=device)
+        for _ in range(2)
+    )
+    launch.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch.run()
+    others = (1, 63, 64, 65, 2 * S - 1, 2 * S, 2 * S + 1, 2 * S + 65, 10_000, 131_072, capacity)
+    # From the longest on, so that what lies behind a length can become NaN for good.
+    for length in sorted({*lengths_at_switches(launch, capacity), *others}, reverse=True):
+        launch.k[:, :, length:] = math.nan
+        launch.v[:, :, length:] = math.nan
+        launch.seq_lens.fill_(length)
+        graph.replay()
+        torch.cuda.synchronize()
+        launch.compare(check)

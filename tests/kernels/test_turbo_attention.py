@@ -208,6 +208,15 @@ def test_ragged_batches_on_any_grid(
     launch.compare()
 
 
+@pytest.mark.parametrize(("batch_size", "num_programs", "chunk_size"), [(17, 20, S), (32, 7, 0)])
+def test_large_batches(device: torch.device, batch_size: int, num_programs: int, chunk_size: int) -> None:
+    """Most requests have a tail only."""
+    lengths = (*((1, 64, 30, 65) * 8)[: batch_size - 1], 2 * S + 65)
+    launch = draw(lengths, 1, 1, 64, device, num_programs, chunk_size)
+    launch.run()
+    launch.compare()
+
+
 @pytest.mark.parametrize(("num_programs", "num_warps"), [(1, 1), (5, 4), (24, 2), (60, 1)])
 @pytest.mark.parametrize(
     ("length", "chunk_size"), [(1, S), (64, S), (65, 256), (129, S), (2 * S + 65, S), (700, 256), (1500, S)]

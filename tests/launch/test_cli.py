@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -111,6 +112,13 @@ def test_lists_in_help_are_written_as_flags(capsys: pytest.CaptureFixture[str]) 
     shown = " ".join(capsys.readouterr().out.split())
     assert "--thresholds THRESHOLDS lambda values (default: 0,0.05,0.1,0.15,0.2,0.25,inf)" in shown
     assert "of needle prompts (default: 1024,8192)" in shown
+
+
+@every_command
+def test_every_command_is_installed(command: ModuleType) -> None:
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    name = command.__name__.removeprefix("alspec.launch.")
+    assert scripts[f"alspec-{name.replace('_', '-')}"] == f"alspec.launch.{name}:main"
 
 
 def test_every_bench_can_be_named() -> None:

@@ -180,8 +180,8 @@ def test_nccl_without_gpus(examine: Examine) -> None:
     ("flags", "message"),
     [
         (("--jsn", "x"), "unknown flag --jsn; the nearest valid name is --json"),
-        (("--deadline", "0"), "--deadline: Input should be greater than 0, found '0'"),
-        (("--deadline", "nan"), "--deadline: Input should be a finite number, found 'nan'"),
+        (("--deadline", "0"), "--deadline: expected more than 0, found '0'"),
+        (("--deadline", "nan"), "--deadline: expected a finite number, found 'nan'"),
         (("--json", "nowhere/out.json"), "--json: cannot write nowhere/out.json"),
         (("--transport", "mpi"), "'mpi'"),
     ],
@@ -192,6 +192,13 @@ def test_mistakes(flags: tuple[str, ...], message: str, examine: Examine) -> Non
     assert (code, lines, err.count("\n")) == (2, {}, 1)
     assert err.startswith("alspec: exit 2: flags: ")
     assert message in err
+
+
+def test_alspec_that_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "alspec.py").write_text("raise ModuleNotFoundError(\"No module named 'alspec'\")")
+    done = start([sys.executable, str(DOCTOR)], PYTHONPATH=str(tmp_path))
+    expected = "doctor: cannot import alspec: No module named 'alspec'; pip install -e . in its folder"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"alspec: exit 2: {expected}\n")
 
 
 def test_torch_that_cannot_be_imported(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ import torch
 import yaml
 
 from alspec.config import EngineConfig, EvaluateConfig, EvaluatedCodec, Selector, validate
-from alspec.errors import UserError
+from alspec.errors import BadNumbersError, UserError
 from alspec.kernels.flashq import SELECTORS
-from alspec.launch import bench_kernels, evaluate, evaluate_tasks, plot_trace
-from alspec.launch.bench_prefill import PrefillCase
+from alspec.launch import bench_allreduce, bench_kernels, evaluate, evaluate_tasks, plot_trace
+from alspec.launch.bench_prefill import PrefillCase, check_prefill
 from alspec.launch.evaluate_tasks import Task, record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
@@ -254,7 +254,7 @@ def test_bytes_of_characters_that_windows_cut(monkeypatch: pytest.MonkeyPatch, t
     [
         (["--contexts", "8q"], "--contexts: expected lengths such as 1k,8k or 4096, found '8q'"),
         (["--contexts", "16k"], "16384 is beyond the model's 8192 positions"),
-        (["--thresholds", "0,-1"], "--thresholds: Input should be greater than or equal to 0, found '-1'"),
+        (["--thresholds", "0,-1"], "--thresholds: expected 0 or more, found '-1'"),
         (["--windows", "100", "--contexts", "1k"], "100 windows of 1024 tokens needed"),
         (
             ["--records", "nowhere.jsonl.gz", "--contexts", "64", "--windows", "1"],
@@ -264,16 +264,17 @@ def test_bytes_of_characters_that_windows_cut(monkeypatch: pytest.MonkeyPatch, t
         (["--kv-cache", "turboquant3"], "kv_cache: turboquant3 is not available yet"),
         (
             ["--codecs", "bf16,turboquant3"],
-            "--codecs: Input should be 'bf16', 'int8', 'turbo4', 'turbo2' or 'turbo-mixed', found 'turboquant3'",
+            "--codecs: expected bf16, int8, turbo4, turbo2 or turbo-mixed, found 'turboquant3'",
         ),
-        (["--softmaxes", "exact,fast"], "--softmaxes: Input should be 'exact' or 'sas', found 'fast'"),
-        (["--selectors", "size"], "'min_max' or 'variation', found 'size'"),
-        (["--depths", "0,1.5"], "--depths: Input should be less than or equal to 1, found '1.5'"),
+        (["--softmaxes", "exact,fast"], "--softmaxes: expected exact or sas, found 'fast'"),
+        (["--selectors", "size"], "min_max or variation, found 'size'"),
+        (["--depths", "0,1.5"], "--depths: expected 1 or less, found '1.5'"),
         (["--low-heads", "0,x"], "--low-heads: expected an integer, found 'x'"),
-        (["--recall", "-1"], "--recall: Input should be greater than or equal to 0, found '-1'"),
+        (["--recall", "-1"], "--recall: expected 0 or more, found '-1'"),
         (["--speculation", "off"], "--speculation: evaluate is always simulated; leave it out"),
         (["--max-context", "64"], "--max-context: lengths come from --contexts; leave it out"),
         (["--windows", "0"], "nothing to measure"),
+        (["--windows", "0", "--recall", "1", "--contexts", "16"], "--contexts: a recall prompt of 8 facts takes "),
         (["--windows", "0", "--recall", "1", "--baselines"], "--baselines takes its fixed layers from bits per byte"),
         (
             ["--codecs", "turbo-mixed", "--low-heads", "5", "--contexts", "64", "--windows", "1"],
@@ -350,6 +351,17 @@ def test_texts_hold_every_line_end(tmp_path: Path) -> None:
     assert evaluate_tasks.read_text(tmp_path / "text.txt") == "a\u2028b"
 
 
+@pytest.mark.parametrize("line", ["{", "[" * 100_000, '{"text": 1}', f'{{"text": {"1" * 5000}}}'], ids=range(4))
+def test_a_broken_line_is_refused(line: str, tmp_path: Path) -> None:
+    path, records = tmp_path / "text.jsonl", tmp_path / "records.jsonl.gz"
+    path.write_text(line, encoding="utf-8")
+    records.write_bytes(gzip.compress(line.encode()))
+    with pytest.raises(UserError, match=f"flags: --text: {path}: broken at "):
+        evaluate_tasks.read_text(path)
+    with pytest.raises(UserError, match=f"flags: --records: {records}: broken at "):
+        evaluate_tasks._record_cases(records, 1)
+
+
 def test_broken_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.jsonl.xz"
     path.write_bytes(b"not xz")
@@ -357,7 +369,6 @@ def test_broken_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"{path}: broken" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_work_of_prefill_attention() -> None:
     """4 queries over 64 tokens in two heads: SDPA reads K and V in bf16, ours in INT8 with a scale for each block."""
     q, (k, v) = torch.zeros(4, 4, 8, dtype=torch.bfloat16), torch.zeros(2, 2, 64, 8, dtype=torch.bfloat16)
@@ -367,9 +378,40 @@ def test_work_of_prefill_attention() -> None:
     assert case.num_bytes("alspec.turbo_prefill_attention") == q_and_o + 2 * (2 * 64 * 8 + 2 * 4)
 
 
+def test_a_wrong_result_ends_a_bench_as_bad_numbers_do() -> None:
+    with pytest.raises(BadNumbersError, match="allreduce: wrong sum: relative error"):
+        bench_allreduce._compare("sum", torch.zeros(3), torch.ones(3).double(), 1e-3)
+    q, (k, v) = torch.randn(64, 4, 128), torch.randint(-9, 9, (2, 2, 64, 128), dtype=torch.int8)
+    case = PrefillCase(q, k.float(), v.float(), k, v, torch.ones(2, 1), torch.ones(2, 1))
+    with pytest.raises(BadNumbersError, match="wrong result: relative error"):
+        check_prefill(case, lambda _: torch.zeros_like(q))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_bench_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_kernels.main([]) == 2
     assert capsys.readouterr().err == "alspec: exit 2: bench_kernels: needs a CUDA GPU, found none\n"
+
+
+def test_bench_needs_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert bench_kernels.main(["--bench", "allreduce"]) == 2
+    expected = "bench_kernels: needs a CUDA GPU for each rank, found 1 for 2 ranks"
+    assert capsys.readouterr().err == f"alspec: exit 2: {expected}\n"
+
+
+def test_a_bench_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(bench_kernels, "Results", no_memory)
+    assert bench_kernels.main([]) == 3
+    assert capsys.readouterr().err == "alspec: exit 3: out of memory: CUDA out of memory. Lower --contexts\n"
 
 
 def test_plot_trace_draws_and_counts(

@@ -80,31 +80,31 @@ def test_flag_without_its_value(refused: Refused) -> None:
 # For every flag with a value: a wrong one, and what the line must say besides flag and value.
 BAD_VALUES = [
     ("--random-weights", "llama-9", "llama-3.1-8b"),
-    ("--speculation", "pared", "'paired'"),
-    ("--threshold", "-0.1", "greater than or equal to 0"),
-    ("--threshold", "nan", "greater than or equal to 0"),
+    ("--speculation", "pared", "expected auto, off, paired or simulated, found"),
+    ("--threshold", "-0.1", "expected 0 or more, found"),
+    ("--threshold", "nan", "expected 0 or more, found"),
     ("--threshold", "high", "number"),
     ("--chunk", "64", "128, 256, 512"),
     ("--chunk", "200", "128, 256, 512"),
-    ("--kv-cache", "int8", "'turbo4'"),
-    ("--softmax", "fast", "'sas'"),
-    ("--transport", "mpi", "'gloo'"),
-    ("--cuda-graph", "yes", "'auto'"),
-    ("--dtype", "int8", "'bf16'"),
-    ("--max-context", "0", "greater than or equal to 1"),
+    ("--kv-cache", "int8", "expected bf16, turbo4, turbo2 or turbo-mixed, found"),
+    ("--softmax", "fast", "expected exact or sas, found"),
+    ("--transport", "mpi", "nccl or gloo, found"),
+    ("--cuda-graph", "yes", "expected auto, on or off, found"),
+    ("--dtype", "int8", "expected bf16, fp16 or fp32, found"),
+    ("--max-context", "0", "expected 1 or more, found"),
     ("--max-context", "8k", "integer"),
-    ("--max-new-tokens", "0", "greater than or equal to 1"),
+    ("--max-new-tokens", "0", "expected 1 or more, found"),
     ("--max-new-tokens", "many", "expected an integer, found 'many'"),
-    ("--temperature", "-1", "greater than or equal to 0"),
+    ("--temperature", "-1", "expected 0 or more, found"),
     ("--temperature", "inf", "finite"),
     ("--temperature", "warm", "expected a number, found 'warm'"),
-    ("--top-k", "-1", "greater than or equal to 0"),
+    ("--top-k", "-1", "expected 0 or more, found"),
     ("--top-k", "few", "integer"),
-    ("--top-p", "0", "greater than 0"),
-    ("--top-p", "1.5", "less than or equal to 1"),
+    ("--top-p", "0", "expected more than 0, found"),
+    ("--top-p", "1.5", "expected 1 or less, found"),
     ("--top-p", "most", "number"),
-    ("--seed", "-1", "greater than or equal to 0"),
-    ("--seed", str(2**63), "less than"),
+    ("--seed", "-1", "expected 0 or more, found"),
+    ("--seed", str(2**63), f"expected less than {2**63}, found"),
     ("--seed", "x", "integer"),
     ("--prompt-ids", "1,a", "1,2,3"),
     ("--prompt-ids", "", "1,2,3"),
@@ -210,6 +210,8 @@ def test_prompt_file_not_utf8(name: str, refused: Refused, checkpoint: Path, tmp
         '{"prompt_ids": [true]}',
         '{"prompt_ids": [1.0]}',
         '{"prompt": "a"',
+        pytest.param("[" * 100_000, id="nested"),
+        pytest.param(f'{{"prompt_ids": [{"1" * 5000}]}}', id="digits"),
     ],
 )
 def test_bad_jsonl_line(line: str, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
@@ -482,6 +484,13 @@ def test_stdin_that_is_not_utf8(refused: Refused, checkpoint: Path, monkeypatch:
 
 def test_plan_refuses_what_is_not_available(refused: Refused) -> None:
     assert "turboquant3 is not available yet" in refused("--plan", "--kv-cache", "turboquant3")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--trace"])
+def test_a_plan_writes_no_file(flag: str, refused: Refused, tmp_path: Path) -> None:
+    message = f"flags: {flag}: --plan generates nothing to write there; leave one of them out"
+    assert refused("--plan", flag, tmp_path / "out.json") == message
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_may_need_a_flag(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:

@@ -405,11 +405,17 @@ def test_color_is_for_terminals(run: Run, checkpoint: Path, monkeypatch: pytest.
             "--top-k and --top-p without effect: temperature 0 takes the most likely token",
         ),
         (("--top-p", 0.5, "--temperature", 1), ""),
+        (
+            ("--threshold", 0.3, "--chunk", 256),
+            "--threshold and --chunk without effect: nothing is speculated in mode off; use --speculation simulated, "
+            "or paired on two ranks",
+        ),
+        (("--threshold", 0.3, "--speculation", "simulated"), ""),
         ((), ""),
     ],
     ids=str,
 )
-def test_sampling_flags_without_effect_are_noticed_once(
+def test_flags_without_effect_are_noticed_once(
     flags: tuple[object, ...], notice: str, run: Run, checkpoint: Path
 ) -> None:
     code, _, err = run("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, *SMALL, *flags)
@@ -455,7 +461,8 @@ def test_plan_needs_no_weights(run: Run, make_checkpoint: Callable[..., Path]) -
     code, out, err = run("--model", folder, "--plan", "--max-context", 512)
     assert (code, err) == (0, "")
     assert "512 tokens, fp32" in out
-    for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token"):
+    assert "memory on H200s" in " ".join(out.split())
+    for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         assert name in out
     rows = [line.strip("\u2502| ").replace("\u2502", " ").split()[:3] for line in out.splitlines()]
     # Two KV heads: at most two ranks share them, so four ranks can only pair.
@@ -474,6 +481,15 @@ def test_plan_of_a_published_shape(run: Run) -> None:
     (row,) = [line for line in out.splitlines() if re.search(r"\b1\b.*\boff\b", line)]
     assert "14.96" in row
     assert "1.00" in row
+    rows = [line.strip("\u2502| ").replace("\u2502", " ").split() for line in out.splitlines()]
+    rows = [row for row in rows if row and row[0].isdigit()]
+    ms = {(row[0], row[1]): float(row[6]) for row in rows if row[1] == "off"}
+    for ranks, mode, *_, step_ms, against in (row for row in rows if row[1] in ("off", "paired")):
+        if mode == "off" or (ranks, "off") not in ms:  # 16 ranks share 8 KV heads only as pairs
+            assert against == "-"
+        else:
+            assert float(against.removesuffix("x")) == pytest.approx(ms[ranks, "off"] / float(step_ms), abs=0.01)
+            assert float(against.removesuffix("x")) < 1, "why auto takes off"
 
 
 def test_print_config(run: Run, tmp_path: Path) -> None:
@@ -509,6 +525,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for default in ("tokens to generate for each prompt (default: 128)", "inf always (default: 0.1)"):
         assert default in text
     assert not re.search(r"default: (None|False|\(\))", text), "no value to show"
+    assert "--kv-cache bf16|turbo4|turbo2|turbo-mixed " in text, "no value that is not available yet"
+    assert "colocated" not in text
 
 
 # Without a checkpoint.

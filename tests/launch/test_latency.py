@@ -11,20 +11,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 
-from alspec.launch import latency
+from alspec.launch import latency, plot_trace
 from alspec.launch.plot_latency import draw
 from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
+from alspec.runtime import engine as engine_module
 from alspec.runtime.engine import Engine
 from alspec.runtime.kernel_trace import TRACE_STEPS
 from alspec.runtime.profile import WARMUP_STEPS
 from alspec.runtime.stats import percentile, step_bytes
+from alspec.runtime.timeline import write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_GPU = torch.cuda.is_available()
@@ -114,8 +117,23 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
         assert [float(text) for text in line[3:7]] == pytest.approx(
             [row["us"][name] / 1e3 for name in ("p50", "p20", "p80", "p99")], abs=1e-3
         )
+    assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == written["rows"][-1]
     steps = {event["args"]["step"] for event in slices(tmp_path)}
     assert steps == set(range(WARMUP_STEPS + 4)), "of the last context alone; step 0 is the prompt"
+
+
+def test_sampled_steps(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
+    """They are chosen as asked for, and rows and title say so."""
+    how = ("--temperature", 0.8, "--top-p", 0.9, "--seed", 5)
+    with mock.patch.object(engine_module, "sample", wraps=engine_module.sample) as sample:
+        code, out, _ = profile("--model", checkpoint, "--contexts", 16, "--steps", 2, *how, *outputs(tmp_path))
+    assert code == 0
+    assert "temperature 0.8, top_k 0, top_p 0.9" in out
+    assert {call.args[1:5] for call in sample.call_args_list} == {(0.8, 0, 0.9, 5)}
+    (row,) = read_rows(tmp_path)
+    assert {name: row["case"][name] for name in ("temperature", "top_k", "top_p")} == {
+        "temperature": 0.8, "top_k": 0, "top_p": 0.9,
+    }  # fmt: skip
 
 
 def test_a_terminal_shows_what_is_measured(profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +248,41 @@ def paired_row(p50: float) -> dict[str, Any]:
     return row | {"num_gpus": 2}
 
 
+def plot_pair(folder: Path, measured: dict[str, Any] | None, *flags: str) -> str:
+    """What `plot_trace.py` draws of a pair's trace, an SVG."""
+    moments = {"layer": 0, "step": 1, "start_us": 0.0, "end_us": 4.0}
+    ranks = [[{"op": op} | moments] for op in ("full_attention", "post_attention")]
+    write_trace(folder / "trace.json", ranks, measured)
+    picture = folder / "picture.svg"
+    assert plot_trace.main([str(folder / "trace.json"), str(picture), "--step", "1", *flags]) == 0
+    return picture.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_picture_of_a_trace_says_that_verdicts_were_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under a title that was given as well; real verdicts are no news, and older traces do not say."""
+    row = paired_row(100.0)
+    run = "tiny, 2 x one, bf16, paired, 1024 tokens"
+    drawn = plot_pair(tmp_path, row | {"case": row["case"] | {"hit_rate": 0.5}})
+    assert f"{run}; verdicts forced: 50 %" in drawn
+    assert capsys.readouterr().out.startswith(f"{run}\nverdicts forced: 50 %\n")
+    assert "my pair; verdicts forced: 100 %" in plot_pair(tmp_path, row, "--title", "my pair")
+    real = plot_pair(tmp_path, row | {"case": row["case"] | {"forced": False}})
+    assert run in real
+    assert "forced" not in real
+    capsys.readouterr()
+    assert "forced" not in plot_pair(tmp_path, None)
+    assert capsys.readouterr().out.startswith("post-attention began")
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_picture_of_the_trace_in_docs(tmp_path: Path) -> None:
+    """It is from before traces said what was run."""
+    trace, picture = ROOT / "docs" / "results" / "paired_trace.json.gz", tmp_path / "picture.png"
+    assert plot_trace.main([str(trace), str(picture), "--step", "3", "--layers", "4:8"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 @pytest.mark.parametrize("has_off", [False, True])
 def test_limit_in_the_picture_is_that_of_off(has_off: bool, tmp_path: Path) -> None:
@@ -255,7 +308,7 @@ def test_table_shows_no_bytes_of_a_pair(capsys: pytest.CaptureFixture[str]) -> N
 
 
 MISTAKES = [
-    (("--modes", "off,colocated"), "flags: --modes: latency measures off and paired, found 'colocated'"),
+    (("--modes", "off,colocated"), "flags: --modes: expected off or paired, found 'colocated'"),
     (("--hit-rates", "real,1.5"), "flags: --hit-rates: expected real or numbers from 0 to 1, found '1.5'"),
     (("--hit-rates", "half"), "flags: --hit-rates: expected real or numbers from 0 to 1, found 'half'"),
     (
@@ -268,15 +321,15 @@ MISTAKES = [
         "(or 4, ...), or leave it out",
     ),
     (("--modes", "off,paired", "--trace", "t.json"), "flags: --trace: one mode at a time; give one to --modes"),
-    (("--modes", "pared"), "flags: --modes: latency measures off and paired, found 'pared'"),
+    (("--modes", "pared"), "flags: --modes: expected off or paired, found 'pared'"),
     (
         ("--prompt-file", "no/such/file"),
         "prompt_file: cannot read no/such/file: No such file or directory; give an existing text file",
     ),
     (("--speculation", "paired"), "flags: --speculation: latency measures --modes; leave --speculation out"),
     (("--batch", 9), "flags: --batch: a captured step serves up to 8 requests, found 9"),
-    (("--batch", 0), "flags: --batch: Input should be greater than or equal to 1, found '0'"),
-    (("--steps", 0), "flags: --steps: Input should be greater than or equal to 1, found '0'"),
+    (("--batch", 0), "flags: --batch: expected 1 or more, found '0'"),
+    (("--steps", 0), "flags: --steps: expected 1 or more, found '0'"),
     (("--contexts", "1025"), "flags: --contexts: 1025 is beyond the model's 1024 positions"),
     (("--contexts", "1k,x"), "flags: --contexts: expected lengths such as 1k,8k or 4096, found 'x'"),
     (
@@ -379,7 +432,7 @@ def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) ->
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "launch" / "latency.py"), "--model", str(checkpoint), "--transport", "gloo"]
     (tmp_path / "text.txt").write_text("The quick brown fox. ", encoding="utf-8")
-    flags = ["--contexts", "300", "--steps", 3, "--modes", "off,paired", "--threshold", "inf"]
+    flags = ["--contexts", "300,400", "--steps", 3, "--modes", "off,paired", "--threshold", "inf"]
     flags += ["--prompt-file", tmp_path / "text.txt"]
     done = subprocess.run(
         [*command, *map(str, [*flags, "--rows", tmp_path / "rows.jsonl", "--json", tmp_path / "out.json"])],
@@ -390,11 +443,14 @@ def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) ->
         timeout=150,
     )
     assert done.returncode == 0, done.stderr
-    assert [line[:3] for line in cells(done.stdout)[1:]] == [["300", "off", "-"], ["300", "paired", "100.0%"]]
+    off, paired = [["300", "off", "-"], ["400", "off", "-"]], [["300", "paired", "-"], ["400", "paired", "100.0%"]]
+    assert [line[:3] for line in cells(done.stdout)[1:]] == off + paired, "in 300 tokens no guess can miss"
     cases = [row["case"] for row in read_rows(tmp_path)]
     assert {case["text"] for case in cases} == {"text.txt"}
     assert [(case["mode"], case["hit_rate"], case["forced"]) for case in cases] == [
         ("off", None, False),
+        ("off", None, False),
+        ("paired", None, False),
         ("paired", 1.0, False),
     ]
 

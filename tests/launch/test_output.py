@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from alspec.config import CommandConfig
 from alspec.errors import UserError
-from alspec.launch import doctor, generate, latency, plot_trace
+from alspec.launch import doctor, evaluate, generate, latency, plot_trace
 from alspec.launch.cli import Parser, run_command
 from alspec.launch.output import append_rows, write_text
+from alspec.runtime.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = Path("/dev/full")
@@ -155,6 +157,7 @@ def test_rows_on_a_full_disk() -> None:
 PARTS = {
     "bench_allreduce": "bench_kernels.py --bench allreduce",
     "bench_prefill": "bench_kernels.py --bench prefill",
+    "bench_prompt": "bench_kernels.py --bench prompt",
     "bench_turbo": "bench_kernels.py --bench turbo",
     "plan": "generate.py --plan",
     "plot_latency": "latency.py --plot F",
@@ -178,6 +181,35 @@ def test_every_file_is_a_command_or_says_which_one_to_use() -> None:
         text = path.read_text(encoding="utf-8")
         assert ("__main__" in text) == (path.stem not in modules), path
         assert ("no_command(__file__" in text) == (path.stem in PARTS), path
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "advice"),
+    [
+        (generate.main, ["--prompt", "a"], "Use more ranks, fewer or shorter prompts, or a lower --max-context"),
+        (latency.main, ["--contexts", "16", "--steps", "1"], "Lower --contexts or --batch, or use more ranks"),
+        (evaluate.main, ["--contexts", "16", "--windows", "1"], "Lower --contexts, or use more ranks"),
+    ],
+    ids=["generate", "latency", "evaluate"],
+)
+def test_out_of_memory_names_the_flags_of_the_command(
+    main: Callable[..., int],
+    flags: list[str],
+    advice: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(Engine, "load", no_memory)
+    (tmp_path / "text.txt").write_text("The road was long. " * 9, encoding="utf-8")
+    text = ["--text", str(tmp_path / "text.txt")] if main is evaluate.main else []
+    assert main(["--model", str(checkpoint), "--transport", "gloo", *flags, *text]) == 3
+    expected = f"alspec: exit 3: out of memory: CUDA out of memory. {advice}\n"
+    assert capsys.readouterr() == ("", expected)
 
 
 def interrupt(*args: object) -> None:
@@ -209,9 +241,9 @@ def test_interrupted_latency_shows_what_it_measured(
     measure = latency.measure
     if when == "in a mode":
         monkeypatch.setattr(latency, "measure", lambda *args: (interrupt if args[1] == 24 else measure)(*args))
+        monkeypatch.setattr(latency, "run_guarded", lambda heartbeat, work, advice: work())
     else:
-        monkeypatch.setattr(latency, "_release", interrupt)
-    monkeypatch.setattr(latency, "run_guarded", lambda heartbeat, work: work())
+        monkeypatch.setattr(latency, "run_guarded", lambda heartbeat, work, advice: (work(), interrupt()))
     flags = ["--model", str(checkpoint), "--transport", "gloo", "--contexts", "16,24", "--steps", "1"]
     assert latency.main(flags) == 130
     out, err = capsys.readouterr()

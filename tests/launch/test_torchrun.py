@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -109,7 +110,7 @@ def test_tensor_parallel_is_one_rank(checkpoint: Path, generate_text: GenerateTe
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--temperature", "-1"), "flags: --temperature: Input should be greater than or equal to 0, found '-1'"),
+        (("--temperature", "-1"), "flags: --temperature: expected 0 or more, found '-1'"),
         ((), "prompt: none given; give --prompt, --prompt-file, --prompt-ids or text on standard input"),
     ],
     ids=["flags", "empty-stdin"],
@@ -125,3 +126,12 @@ def test_every_rank_names_the_mistake(flags: tuple[str, ...], message: str, chec
     # torchrun ends the ranks that are still on their way to the same line once the first has failed.
     assert lines
     assert set(lines) == {f"alspec: exit 2: {message}"}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(("nproc", "mode"), [(1, "simulated"), (2, "paired"), (4, "paired")])
+def test_make_generate_speculates_on_any_number_of_processes(nproc: int, mode: str) -> None:
+    command = ["make", "--dry-run", "generate", f"NPROC={nproc}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    assert f"--nproc-per-node {nproc} launch/generate.py" in done.stdout
+    assert f"--speculation {mode} " in done.stdout

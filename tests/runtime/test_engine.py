@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import warnings
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -27,6 +30,7 @@ from alspec.runtime.engine import Engine
 from alspec.runtime.faults import Heartbeat, run_guarded
 from alspec.runtime.placement import Placement
 
+MakePrompt = Callable[[int, int], list[int]]
 SAMPLING = SamplingConfig(max_new_tokens=4, ignore_eos=True)
 
 
@@ -139,8 +143,9 @@ def test_out_of_memory_is_exit_3() -> None:
     def work() -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nmore")
 
-    with pytest.raises(DoesNotFitError, match=r"out of memory: CUDA out of memory\. Tried to allocate 1 GiB\."):
-        run_guarded(Heartbeat(Placement()), work)
+    with pytest.raises(DoesNotFitError) as error:
+        run_guarded(Heartbeat(Placement()), work, "Lower --contexts")
+    assert str(error.value) == "out of memory: CUDA out of memory. Tried to allocate 1 GiB. Lower --contexts"
 
 
 def test_one_rank_leaves_signals_alone(engine: Engine) -> None:
@@ -170,6 +175,59 @@ def test_a_block_closes_the_engine_and_an_error_in_it_does_not_meet_the_others()
     with pytest.raises(KeyError), engine:
         raise KeyError
     assert not engine._is_closed
+
+
+@pytest.mark.parametrize("has_decoder", [False, True], ids=["program", "loop"])
+def test_a_closed_engine_gives_its_memory_back(has_decoder: bool, tiny_folder: Path) -> None:
+    """At once, for the next engine of this process needs the room: garbage may be collected much later."""
+    left: list[weakref.ref[object]] = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            with Engine.from_pretrained(tiny_folder, transport="gloo") as engine:
+                engine._has_decoder = has_decoder
+                engine.load(1, 64)
+                assert (engine.loop is not None) == has_decoder
+                left += [weakref.ref(engine.model.weights), weakref.ref(engine.cache)]
+            assert (engine.mode, engine.transport_name, engine.uses_graph) == ("off", "gloo", False)
+        assert all(found() is None for found in left)
+    finally:
+        gc.enable()
+
+
+def test_hit_rates_are_those_of_guesses_that_leave_tokens_out(tiny_folder: Path, make_prompt: MakePrompt) -> None:
+    """With S = 128 from 320 tokens on; the first decode step reads the prompt and one token."""
+    engine = Engine.from_pretrained(tiny_folder, transport="gloo", speculation="simulated")
+    tokens = list(engine.stream(make_prompt(317, 1), max_new_tokens=5, ignore_eos=True))
+    assert [token.hit_rate is None for token in tokens] == [True, True, True, False, False]
+
+
+def test_batches_beyond_the_fused_kernels_are_told_or_refused(tiny_folder: Path) -> None:
+    engine = Engine.from_pretrained(tiny_folder, transport="gloo")
+    engine._has_decoder = True
+    for batch_size in (8, 9, 9):
+        engine.load(batch_size, 16)
+    assert engine.notices == ["9 requests: operations are launched one by one; captured steps serve up to 8"]
+    for name, value in (("cuda_graph", "on"), ("transport", "symm")):
+        engine.config = EngineConfig.model_validate({name: value})
+        assert engine.check_prompts([[1]] * 8, 4) == 5
+        with pytest.raises(UserError, match=f"{name}: {value} serves up to 8 requests, found 9; use auto, or fewer"):
+            engine.check_prompts([[1]] * 9, 4)
+
+
+@pytest.mark.parametrize("mode", ["off", "simulated"])
+def test_simulated_steps_of_a_gpu_are_told(mode: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "choose_device", lambda *_: (torch.device("cuda", 0), "nccl", ""))
+    told = ["simulated: operations are launched one by one; captured steps serve off and paired"]
+    assert Engine.from_pretrained(tiny_folder, speculation=mode).notices == (told if mode == "simulated" else [])
+
+
+def test_a_text_ends_with_its_engine(engine: Engine) -> None:
+    text = engine.stream("The road", SAMPLING)
+    next(text)
+    engine.close()
+    with pytest.raises(UserError, match="engine: it is closed"):
+        next(text)
 
 
 def test_ranks_share_all_settings_but_files_and_what_the_first_one_reads() -> None:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from alspec.errors import DoesNotFitError
 from alspec.models.config import LlamaConfig
-from alspec.models.llama import LlamaWeights, Shard, random_weights
+from alspec.models.llama import Llama, LlamaWeights, Shard, random_weights
+from alspec.operation import no_operation
 from alspec.runtime import symmetric
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.memory import _host_bytes, available_bytes, check_fits, plan_memory
 from alspec.runtime.placement import Placement
-from alspec.runtime.prefill import CHUNK_TOKENS
+from alspec.runtime.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.transport import Transport
 
 CPU = torch.device("cpu")
@@ -194,6 +195,28 @@ def test_exact_fit_is_a_fit(kv_cache: str) -> None:
     assert check_fits(config, Shard(), torch.float32, 1, 512, plan.total_bytes, kv_cache) == plan
     with pytest.raises(DoesNotFitError):
         check_fits(config, Shard(), torch.float32, 1, 512, plan.total_bytes - 1, kv_cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])
+def test_a_prompt_of_128k_tokens_stays_within_the_plan(kv_cache: str) -> None:
+    """Two layers of the 8B shape, whose activations are those of all 32; the plan is not three times as much."""
+    config = LlamaConfig.from_shape("llama-3.1-8b").model_copy(update={"num_layers": 2})
+    device, num_tokens = torch.device("cuda", 0), config.max_position_embeddings
+    others = torch.cuda.memory_allocated(device)  # of other tests
+    plan = plan_memory(config, Shard(), torch.bfloat16, 1, num_tokens, kv_cache)
+    transport = Transport(Placement(), device, "nccl", None)
+    model = Llama(config, random_weights(config, Shard(), torch.bfloat16, device), transport.all_reduce)
+    cache = new_cache(kv_cache, config, 1, 1, num_tokens, torch.bfloat16, device)
+    token_ids = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    held = torch.cuda.memory_allocated(device) - others
+    torch.cuda.reset_peak_memory_stats(device)
+    logits, layer_sums = prefill(model, cache, transport, 0, token_ids, no_operation)
+    assert bool(logits.isfinite().all() & layer_sums.isfinite().all())
+    peak = torch.cuda.max_memory_allocated(device) - others
+    assert peak <= plan.total_bytes
+    assert plan.buffer_bytes < 3 * (peak - held)
 
 
 def test_ranks_of_a_host_share_its_memory() -> None:

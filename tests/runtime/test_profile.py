@@ -53,6 +53,7 @@ class FakeEngine:
 
     def __init__(self, step_us: list[int], other: list[float], config: Any, batch_size: int) -> None:
         self.loop = object()
+        self.hits: Tensor | None = None
         self.config = EngineConfig()
         self.transport = FakeTransport(other)
         self.cache = SimpleNamespace(batch_size=batch_size)
@@ -67,7 +68,7 @@ class FakeEngine:
         clock_ns = 7_000_000_000_000_000_000
         for step_us in self._step_us[:num_steps]:
             clock_ns += 1000 * step_us
-            yield StepRecord(token_ids, None, clock_ns, 0)
+            yield StepRecord(token_ids, self.hits, clock_ns, 0)
 
 
 @pytest.fixture
@@ -94,6 +95,18 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank(engine: Engine) -> None:
     assert profile.read_bytes == step_bytes(engine.model_config, Shard(0, 2, 0, 2), torch.bfloat16, [112] * 3)
     assert profile.bytes_per_s == pytest.approx(profile.read_bytes / 25e-6)
     assert fake.started == [([1] * 3, [100] * 3, WARMUP_STEPS + 4)]
+
+
+@pytest.mark.parametrize(
+    ("context", "is_forced", "hit_rate"), [(310, False, 0.5), (306, False, None), (306, True, 0.5), (64, True, 0.5)]
+)
+def test_hit_rates_are_those_of_guesses_that_could_miss(
+    engine: Engine, context: int, is_forced: bool, hit_rate: float | None
+) -> None:
+    """With S = 128 those of 320 tokens and more, after ten steps of warm-up; forced verdicts may reject any."""
+    fake: Any = FakeEngine([10] * 4, [10.0] * 4, engine.model_config, batch_size=1)
+    fake.hits = torch.tensor([[True], [False]])
+    assert measure(fake, context, 4, is_forced=is_forced).hit_rate == hit_rate
 
 
 def test_one_step() -> None:

@@ -92,11 +92,25 @@ def _run(
 
 def test_greedy_and_sampled_tokens_are_those_of_the_step_program(setting: Setting) -> None:
     loop = setting.loop()
-    for sampling in (GREEDY, SAMPLED):
+    others = ({"seed": 4}, {"temperature": 2.0, "top_p": 0.99}, {"top_k": 0}, {"top_p": 1.0})
+    found = []
+    for sampling in (GREEDY, SAMPLED, *(SAMPLED.model_copy(update=other) for other in others), SAMPLED):
         expected = setting.tokens(sampling)
         loop.prepare(sampling)
-        assert _run(loop, setting.prefill(), sampling) == expected
-    assert setting.tokens(GREEDY) != setting.tokens(SAMPLED)
+        found.append(_run(loop, setting.prefill(), sampling))
+        assert found[-1] == expected
+    assert found[0] != found[1] != found[2]
+
+
+def test_only_other_cuts_need_another_captured_step(setting: Setting) -> None:
+    loop = setting.loop()
+    with mock.patch.object(loop, "_capture", mock.Mock(wraps=loop._capture)) as capture:
+        for update, captures in (
+            ({}, 1), ({"seed": 4}, 1), ({"temperature": 2.0, "top_k": 9}, 1), ({"top_k": 0}, 2), ({"top_p": 1.0}, 3),
+            ({"temperature": 0.0}, 4), ({"temperature": 0.0, "seed": 9}, 4),
+        ):  # fmt: skip
+            loop.prepare(SAMPLED.model_copy(update=update))
+            assert capture.call_count == captures
 
 
 @pytest.mark.parametrize("codec", ["turbo4", "turbo-mixed"])

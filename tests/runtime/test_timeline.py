@@ -85,6 +85,12 @@ def test_trace_file(tmp_path: Path) -> None:
     assert all(event["args"] == {"layer": 0, "step": 1} and event["tid"] == 0 for event in slices)
 
 
+def test_trace_says_what_was_run(tmp_path: Path) -> None:
+    measured = {"case": {"shape": "tiny", "hit_rate": 0.5, "forced": True}, "commit": "1234567"}
+    write_trace(tmp_path / "trace.json", [[]], measured)
+    assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == measured
+
+
 def test_operations_that_overlap_lie_in_lanes(tmp_path: Path) -> None:
     spans = [("a", 0.0, 10.0), ("b", 9.0, 30.0), ("c", 10.0, 12.0), ("d", 11.0, 13.0), ("e", 12.0, 20.0)]
     rows = [{"op": name, "step": 1, "start_us": start, "end_us": end} for name, start, end in spans]

@@ -1,0 +1,392 @@
+"""Top-k / top-p sampling inside a captured step: the token that a sort of all logits would find, without the sort.
+
+Tokens are ordered by logit, the largest first and of equals the lowest id. Everything that is asked for is a place in
+that order: where `top_k` tokens end, where a share `top_p` of their probability is reached, where the random number
+falls. Each is found digit by digit of the logit's 32 bits (a radix select): a launch adds up, for each value of the
+next digit, the tokens whose digits so far are those of the place. Each program of the next launch finds the digit by
+itself.
+Two places share the first digit's sums, since what comes before a place does not depend on where the order is cut.
+
+Probabilities are summed as integers, 2^45 for the most likely token of 128K: sums are the same in any order, so all
+ranks choose the same token. The oracle is `alspec.runtime.sampling.sample`.
+
+Shapes: B requests, V vocabulary, C blocks of 1024 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .launch import launch, launch_options, prefer_l1
+from .next_token import BLOCK, num_candidates
+
+__all__ = ["Sampler", "sample_tokens"]
+
+# Digits of a logit's place in the order, 11, 11 and 10 bits.
+BUCKETS = tl.constexpr(2048)
+SECOND = tl.constexpr(10)  # bits behind the second digit, and behind the first
+FIRST = tl.constexpr(21)
+THIRD_DIGITS = tl.constexpr(1024)
+# What a place in the order is looked for by.
+TOP_K = tl.constexpr(0)
+TOP_P = tl.constexpr(1)
+DRAW = tl.constexpr(2)
+STATE = tl.constexpr(4)  # digits found so far, tokens and weight before them, what is to be reached
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How tokens are chosen, on the device, and what that takes.
+
+    One captured step serves all settings that cut in the same way: by top_k or not, by top_p or not.
+    """
+
+    cuts: tuple[int, ...]  # TOP_K, TOP_P, as far as they cut; then DRAW
+    shares: Tensor  # [2] fp64: temperature, top_p
+    numbers: Tensor  # [2] int64: top_k, seed
+    counts: Tensor  # [B, 1 + 2 cuts, BUCKETS] int32: tokens by the first digit, then for each cut by the others; zeros
+    weights: Tensor  # [B, 1 + 2 cuts, BUCKETS] int64: their weight
+    state: Tensor  # [B, launches, STATE] int64
+    tokens: Tensor  # [B] int64: what was chosen
+
+    @staticmethod
+    def cuts_of(temperature: float, top_k: int, top_p: float, vocab_size: int) -> tuple[int, ...]:
+        """The places that these settings ask for, in this order; none at temperature 0, which takes the most likely."""
+        if temperature == 0.0:
+            return ()
+        asked = [(TOP_K, 0 < top_k < vocab_size), (TOP_P, top_p < 1.0), (DRAW, True)]
+        return tuple(int(cut.value) for cut, is_asked in asked if is_asked)
+
+    @classmethod
+    def allocate(cls, cuts: tuple[int, ...], batch_size: int, device: torch.device) -> Sampler:
+        """For `cuts_of` some settings; `set` comes before the first use."""
+        shape = (batch_size, 1 + 2 * len(cuts), int(BUCKETS.value))
+        return cls(
+            cuts=cuts,
+            shares=torch.ones(2, dtype=torch.float64, device=device),
+            numbers=torch.zeros(2, dtype=torch.int64, device=device),
+            counts=torch.zeros(shape, dtype=torch.int32, device=device),
+            weights=torch.zeros(shape, dtype=torch.int64, device=device),
+            state=torch.zeros(batch_size, shape[1], int(STATE.value), dtype=torch.int64, device=device),
+            tokens=torch.zeros(batch_size, dtype=torch.int64, device=device),
+        )
+
+    def set(self, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+        """Choose like this, which makes the same cuts, from the next step on; seed: 63 bits."""
+        self.shares.copy_(torch.tensor([temperature, top_p], dtype=torch.float64))
+        self.numbers.copy_(torch.tensor([top_k, seed], dtype=torch.int64))
+
+
+@triton.jit
+def _place_of(x):
+    """32 bits, as int64, that order logits: the largest first."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    bits = bits.to(tl.int64)
+    return tl.where(bits < 0, bits + 0x100000000, 0x7FFFFFFF - bits)
+
+
+@triton.jit
+def _logit_of(place):
+    """The inverse of `_place_of`."""
+    return (
+        tl.where(place > 0x7FFFFFFF, place - 0x100000000, 0x7FFFFFFF - place).to(tl.int32).to(tl.float32, bitcast=True)
+    )
+
+
+@triton.jit
+def _weight_of(x, largest, temperature, SCALE: tl.constexpr):
+    """exp((x - largest) / temperature), in SCALE parts of 1; 0 where it is no number."""
+    share = tl.exp((x.to(tl.float64) - largest.to(tl.float64)) / temperature)
+    return (tl.where((share >= 0.0) & (share <= 1.0), share, 0.0) * SCALE + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _find(counts_ptr, weights_ptr, reach, count, weight, BY_COUNT: tl.constexpr):
+    """The first digit at which tokens, or weights, reach `reach`; how many tokens and what weight come before it.
+
+    counts_ptr, weights_ptr: tables [BUCKETS] by digit.  count, weight: before the digits found so far. Weights alone
+    are what counts without BY_COUNT, and tokens have not been counted.
+    """
+    digits = tl.arange(0, BUCKETS)
+    weights = tl.load(weights_ptr + digits)
+    if BY_COUNT:
+        counts = tl.load(counts_ptr + digits).to(tl.int64)
+        is_before = count + tl.cumsum(counts, 0) < reach
+        count += tl.sum(tl.where(is_before, counts, 0), 0)
+    else:
+        is_before = weight + tl.cumsum(weights, 0) < reach
+    # Past the last digit only if logits are no numbers.
+    digit = tl.minimum(tl.sum(is_before.to(tl.int64), 0), BUCKETS - 1)
+    return digit, count, weight + tl.sum(tl.where(is_before, weights, 0), 0)
+
+
+@triton.jit
+def _add_up(
+    x, place, asked, largest, temperature, counts_ptr, weights_ptr, SHIFT, SCALE: tl.constexpr, BY_COUNT: tl.constexpr
+):
+    """Tokens that are asked for, into tables by the digit of their place that begins at bit SHIFT."""
+    digit = (place >> SHIFT) % (BUCKETS if SHIFT > 0 else THIRD_DIGITS)
+    weight = _weight_of(x, largest, temperature, SCALE)
+    tl.atomic_add(weights_ptr + digit, weight, mask=asked & (weight > 0), sem="relaxed")
+    if BY_COUNT:
+        tl.atomic_add(counts_ptr + digit, tl.full(digit.shape, 1, tl.int32), mask=asked, sem="relaxed")
+
+
+@triton.jit
+def _block(logits_ptr, best_ptr, request, vocab_size, C: tl.constexpr, C_PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits of this program's tokens, their places, which exist; and the largest logit of the request."""
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exist = tokens < vocab_size
+    x = tl.load(logits_ptr + request.to(tl.int64) * vocab_size + tokens, mask=exist, other=float("-inf"))
+    blocks = tl.arange(0, C_PAD)
+    best = tl.load(best_ptr + request * C + blocks, mask=blocks < C, other=float("-inf"))
+    return x, _place_of(x), exist, tl.max(best, 0)
+
+
+@triton.jit
+def _clear(counts_ptr, weights_ptr, num_tables, BLOCK: tl.constexpr):
+    """Zeros into tables, by all programs of a request."""
+    size = num_tables * BUCKETS
+    for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(counts_ptr + at, tl.zeros([BLOCK], tl.int32), mask=at < size)
+        tl.store(weights_ptr + at, tl.zeros([BLOCK], tl.int64), mask=at < size)
+
+
+@triton.jit
+def _first_digit_kernel(
+    logits_ptr,  # [B, V] fp32
+    best_ptr,  # [B, C] fp32
+    shares_ptr,  # [2] fp64
+    counts_ptr,  # [B, TABLES, BUCKETS] int32
+    weights_ptr,  # [B, TABLES, BUCKETS] int64
+    vocab_size,
+    TABLES: tl.constexpr,
+    SCALE: tl.constexpr,
+    BY_COUNT: tl.constexpr,
+    C: tl.constexpr,
+    C_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All tokens by their first digit; the last table, of the step before, is cleared. Grid [C, B]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    request = tl.program_id(1)
+    x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    table = request * (TABLES * BUCKETS)
+    last = table + (TABLES - 1) * BUCKETS
+    _clear(counts_ptr + last, weights_ptr + last, 1, BLOCK)
+    _add_up(
+        x, place, exist, largest, tl.load(shares_ptr), counts_ptr + table, weights_ptr + table, FIRST, SCALE, BY_COUNT
+    )  # fmt: skip
+
+
+@triton.jit
+def _kept(counts_ptr, weights_ptr, state_ptr, largest, temperature, CUT: tl.constexpr, SCALE: tl.constexpr):
+    """Weight of what a cut keeps: what comes before its last logit, and of that one's tokens as many as it takes.
+
+    counts_ptr, weights_ptr: tables of its third digit.  state_ptr: of the launch that made them.
+    """
+    digits, count, weight = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
+    reach = tl.load(state_ptr + 3)
+    digit, count, weight = _find(counts_ptr, weights_ptr, reach, count, weight, CUT == TOP_K)
+    unit = _weight_of(_logit_of(digits * THIRD_DIGITS + digit), largest, temperature, SCALE)
+    missing = reach - count if CUT == TOP_K else (reach - weight + unit - 1) // tl.maximum(unit, 1)
+    return weight + missing * unit
+
+
+@triton.jit
+def _second_digit_kernel(
+    logits_ptr,
+    best_ptr,
+    seq_lens_ptr,  # [B] int32
+    shares_ptr,
+    numbers_ptr,  # [2] int64
+    counts_ptr,
+    weights_ptr,
+    state_ptr,  # [B, TABLES, STATE] int64
+    vocab_size,
+    TABLE: tl.constexpr,  # that is made here
+    CUT: tl.constexpr,
+    CUT_BEFORE: tl.constexpr,  # or None
+    TABLES: tl.constexpr,
+    SCALE: tl.constexpr,
+    C: tl.constexpr,
+    C_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What a cut is to reach, and its first digit; tokens that have it, by their second. Grid [C, B]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    request = tl.program_id(1)
+    x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    temperature, top_p = tl.load(shares_ptr), tl.load(shares_ptr + 1)
+    first = request * (TABLES * BUCKETS)
+    table = first + TABLE * BUCKETS
+    state = state_ptr + (request * TABLES + TABLE) * STATE
+    if CUT == TOP_K:
+        reach = tl.load(numbers_ptr)
+    else:
+        if CUT_BEFORE is None:
+            kept = tl.sum(tl.load(weights_ptr + first + tl.arange(0, BUCKETS)), 0)
+        else:
+            before = table - BUCKETS
+            kept = _kept(
+                counts_ptr + before, weights_ptr + before, state - STATE, largest, temperature, CUT_BEFORE, SCALE
+            )  # fmt: skip
+        if CUT == TOP_P:
+            reach = tl.maximum(tl.ceil(top_p * kept.to(tl.float64)).to(tl.int64), 1)
+        else:
+            position = tl.load(seq_lens_ptr + request)
+            zero = position * 0
+            word, _, _, _ = tl.philox(tl.load(numbers_ptr + 1), position, request + zero, zero, zero)
+            uniform = word.to(tl.uint32, bitcast=True).to(tl.float64) / 4294967296.0
+            reach = (uniform * kept.to(tl.float64)).to(tl.int64) + 1
+    digits, count, weight = _find(counts_ptr + first, weights_ptr + first, reach, 0, 0, CUT == TOP_K)
+    _store_state(state, digits, count, weight, reach)
+    asked = exist & (place >> FIRST == digits)
+    _add_up(x, place, asked, largest, temperature, counts_ptr + table, weights_ptr + table, SECOND, SCALE, CUT == TOP_K)
+
+
+@triton.jit
+def _store_state(state_ptr, digits, count, weight, reach):
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr, digits)
+        tl.store(state_ptr + 1, count)
+        tl.store(state_ptr + 2, weight)
+        tl.store(state_ptr + 3, reach)
+
+
+@triton.jit
+def _third_digit_kernel(
+    logits_ptr,
+    best_ptr,
+    shares_ptr,
+    counts_ptr,
+    weights_ptr,
+    state_ptr,
+    vocab_size,
+    TABLE: tl.constexpr,  # that is made here
+    CUT: tl.constexpr,
+    TABLES: tl.constexpr,
+    SCALE: tl.constexpr,
+    C: tl.constexpr,
+    C_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The second digit of a cut; tokens that have both, by their third. Grid [C, B]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    request = tl.program_id(1)
+    x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    table = (request * TABLES + TABLE) * BUCKETS
+    state = state_ptr + (request * TABLES + TABLE - 1) * STATE
+    digits, count, weight, reach = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
+    before = table - BUCKETS
+    digit, count, weight = _find(counts_ptr + before, weights_ptr + before, reach, count, weight, CUT == TOP_K)
+    digits = digits * BUCKETS + digit
+    _store_state(state + STATE, digits, count, weight, reach)
+    asked = exist & (place >> SECOND == digits)
+    _add_up(
+        x, place, asked, largest, tl.load(shares_ptr), counts_ptr + table, weights_ptr + table, 0, SCALE, CUT == TOP_K
+    )  # fmt: skip
+
+
+@triton.jit
+def _token_kernel(
+    logits_ptr,
+    best_ptr,
+    shares_ptr,
+    counts_ptr,
+    weights_ptr,
+    state_ptr,
+    tokens_ptr,  # [B] int64
+    vocab_size,
+    TABLES: tl.constexpr,
+    SCALE: tl.constexpr,
+    C: tl.constexpr,
+    C_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The token at the place that was drawn; all tables but the last are cleared. Grid [C, B]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    block, request = tl.program_id(0), tl.program_id(1)
+    _, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    first = request * (TABLES * BUCKETS)
+    last = first + (TABLES - 1) * BUCKETS
+    _clear(counts_ptr + first, weights_ptr + first, TABLES - 1, BLOCK)
+    state = state_ptr + (request * TABLES + TABLES - 1) * STATE
+    digits, weight, reach = tl.load(state), tl.load(state + 2), tl.load(state + 3)
+    digit, _, weight = _find(counts_ptr + last, weights_ptr + last, reach, 0, weight, False)
+    drawn = digits * THIRD_DIGITS + digit
+    unit = tl.maximum(_weight_of(_logit_of(drawn), largest, tl.load(shares_ptr), SCALE), 1)
+    is_drawn = exist & (place == drawn)
+    found = tl.sum(is_drawn.to(tl.int64), 0)
+    if found > 0:
+        # Of tokens with one logit, as many come before the drawn one as its random number has left over.
+        index = (reach - 1 - weight) // unit
+        if tl.load(weights_ptr + last + digit) > unit:
+            for other in range(block):
+                at = logits_ptr + request.to(tl.int64) * vocab_size + other * BLOCK + tl.arange(0, BLOCK)
+                index -= tl.sum((_place_of(tl.load(at)) == drawn).to(tl.int64), 0)
+        nth = tl.cumsum(is_drawn.to(tl.int64), 0) - 1
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(tokens_ptr + request + tl.zeros_like(token), token.to(tl.int64), mask=is_drawn & (nth == index))
+
+
+def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tensor) -> Tensor:
+    """Choose one token for each request: `alspec.runtime.sampling.sample`, the oracle, at position `seq_lens`.
+
+    A token less likely than the most likely one by a factor of V / 2^61 has no weight. Where logits are not finite,
+    which the fault word says, any token comes out.
+
+    Args:
+        logits: [B, V] fp32, V up to 2^24.  best: [B, C] fp32, the largest of each block, see `collect_logits`.
+        seq_lens: [B] int32, with the new token.
+    Returns:
+        [B] int64: `sampler.tokens`.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, vocab_size = logits.shape
+    blocks = num_candidates(vocab_size)
+    tables = sampler.counts.shape[1]
+    options = {
+        "TABLES": tables,
+        "SCALE": 2.0 ** (62 - (vocab_size - 1).bit_length()),
+        "C": blocks,
+        "C_PAD": triton.next_power_of_2(blocks),
+        "BLOCK": BLOCK,
+        "num_warps": 8,
+        **launch_options(logits.device),
+    }
+    by_count = int(TOP_K.value) in sampler.cuts
+    sums = (sampler.shares, sampler.counts, sampler.weights)
+    grid = (blocks, batch_size)
+    prefer_l1(launch(_first_digit_kernel, grid)(logits, best, *sums, vocab_size, BY_COUNT=by_count, **options))
+    for i, cut in enumerate(sampler.cuts):
+        compiled = launch(_second_digit_kernel, grid)(
+            logits, best, seq_lens, sampler.shares, sampler.numbers, sampler.counts, sampler.weights, sampler.state,
+            vocab_size, TABLE=1 + 2 * i, CUT=cut, CUT_BEFORE=sampler.cuts[i - 1] if i else None, **options,
+        )  # fmt: skip
+        prefer_l1(compiled)
+        compiled = launch(_third_digit_kernel, grid)(
+            logits, best, *sums, sampler.state, vocab_size, TABLE=2 + 2 * i, CUT=cut, **options
+        )
+        prefer_l1(compiled)
+    prefer_l1(launch(_token_kernel, grid)(logits, best, *sums, sampler.state, sampler.tokens, vocab_size, **options))
+    return sampler.tokens

@@ -1,0 +1,79 @@
+"""What ranks tell each other: every text arrives, however far one is ahead, and none stays for good."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from alspec.errors import UserError
+from alspec.runtime.agreement import Agreement
+from alspec.runtime.placement import Placement
+
+WORLD = 3
+
+
+def on_ranks(store: dist.Store, work: Callable[[Agreement, int], Any]) -> list[Any]:
+    """Run `work` on each rank, all of them threads of this process."""
+    store.set_timeout(timedelta(seconds=5))
+
+    def run(rank: int) -> Any:
+        return work(Agreement(Placement(rank, WORLD), dist.PrefixStore("job", store)), rank)
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        return list(threads.map(run, range(WORLD)))
+
+
+def test_texts_of_all_calls_arrive_and_old_ones_go() -> None:
+    """A rank that only reads, or is quick, may be calls ahead of one that is slow."""
+    store = dist.HashStore()
+    kinds = random.Random(0).choices(["exchange", "broadcast"], k=60)
+
+    def work(agreement: Agreement, rank: int) -> None:
+        pauses = random.Random(rank)
+        for call, kind in enumerate(kinds):
+            time.sleep(pauses.choice([0.0, 0.0, 0.003]))
+            if kind == "exchange":
+                assert agreement.exchange(f"{call} of {rank}") == [f"{call} of {other}" for other in range(WORLD)]
+            else:
+                assert agreement.broadcast(None if rank else f"{call} of all") == f"{call} of all"
+        agreement.exchange("the last one")
+
+    on_ranks(store, work)
+    assert store.num_keys() == WORLD
+
+
+def test_long_values_are_compared_and_not_told() -> None:
+    """They may be prompts of a hundred thousand tokens."""
+    store = dist.HashStore()
+
+    def work(agreement: Agreement, rank: int) -> str:
+        same = {"prompt": "long " * 10_000, "ids": repr([1] * 10_000), "seed": 3, "stop": ["a"] * 1000}
+        agreement.require_same(same)
+        stored = store.get(f"job/alspec/exchange/0/{rank}")
+        assert len(stored) < 1000
+        with pytest.raises(UserError) as error:
+            agreement.require_same(same | {"prompt": "long " * 10_000 + str(rank)})
+        return str(error.value)
+
+    for message in on_ranks(store, work):
+        beginning = ("long " * 8)[:40]
+        value = rf"'{beginning}\.\.\. \(SHA-256 [0-9a-f]{{64}}\)'"
+        assert re.match(f"ranks disagree on prompt: rank . has {value}, rank . has {value}; give the same", message)
+
+
+def test_short_values_are_told() -> None:
+    def work(agreement: Agreement, rank: int) -> None:
+        with pytest.raises(
+            UserError, match=r"ranks disagree on seed: rank . has ., rank . has .; give the same to all"
+        ):
+            agreement.require_same({"seed": rank})
+
+    on_ranks(dist.HashStore(), work)
