@@ -28,11 +28,14 @@ from .next_token import BLOCK, num_candidates
 
 __all__ = ["Sampler", "sample_tokens"]
 
-# Digits of a logit's place in the order, 11, 11 and 10 bits.
-BUCKETS = tl.constexpr(2048)
-SECOND = tl.constexpr(10)  # bits behind the second digit, and behind the first
-FIRST = tl.constexpr(21)
-THIRD_DIGITS = tl.constexpr(1024)
+# Digits of a logit's place in the order, of 13, 10 and 9 bits. The first has four bits of the mantissa: with two, 30
+# digits had nearly all logits, and as many sums waited for each other.
+FIRST_DIGITS = tl.constexpr(8192)
+DIGITS = tl.constexpr(1024)
+FIRST = tl.constexpr(19)  # bits behind the first digit, and behind the second
+SECOND = tl.constexpr(9)
+THIRD_DIGITS = tl.constexpr(512)
+ROW = tl.constexpr(128)
 # What a place in the order is looked for by.
 TOP_K = tl.constexpr(0)
 TOP_P = tl.constexpr(1)
@@ -50,9 +53,10 @@ class Sampler:
     cuts: tuple[int, ...]  # TOP_K, TOP_P, as far as they cut; then DRAW
     shares: Tensor  # [2] fp64: temperature, top_p
     numbers: Tensor  # [2] int64: top_k, seed
-    counts: Tensor  # [B, 1 + 2 cuts, BUCKETS] int32: tokens by the first digit, then for each cut by the others; zeros
-    weights: Tensor  # [B, 1 + 2 cuts, BUCKETS] int64: their weight
-    state: Tensor  # [B, launches, STATE] int64
+    # Tables: one of FIRST_DIGITS, then for each cut one of DIGITS for the second digit and one for the third.
+    counts: Tensor  # [B, all tables] int32: tokens by their digit; zeros
+    weights: Tensor  # [B, all tables] int64: their weight
+    state: Tensor  # [B, tables, STATE] int64
     tokens: Tensor  # [B] int64: what was chosen
 
     @staticmethod
@@ -66,14 +70,15 @@ class Sampler:
     @classmethod
     def allocate(cls, cuts: tuple[int, ...], batch_size: int, device: torch.device) -> Sampler:
         """For `cuts_of` some settings; `set` comes before the first use."""
-        shape = (batch_size, 1 + 2 * len(cuts), int(BUCKETS.value))
+        num_tables = 1 + 2 * len(cuts)
+        shape = (batch_size, int(FIRST_DIGITS.value) + (num_tables - 1) * int(DIGITS.value))
         return cls(
             cuts=cuts,
             shares=torch.ones(2, dtype=torch.float64, device=device),
             numbers=torch.zeros(2, dtype=torch.int64, device=device),
             counts=torch.zeros(shape, dtype=torch.int32, device=device),
             weights=torch.zeros(shape, dtype=torch.int64, device=device),
-            state=torch.zeros(batch_size, shape[1], int(STATE.value), dtype=torch.int64, device=device),
+            state=torch.zeros(batch_size, num_tables, int(STATE.value), dtype=torch.int64, device=device),
             tokens=torch.zeros(batch_size, dtype=torch.int64, device=device),
         )
 
@@ -107,31 +112,62 @@ def _weight_of(x, largest, temperature, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _find(counts_ptr, weights_ptr, reach, count, weight, BY_COUNT: tl.constexpr):
-    """The first digit at which tokens, or weights, reach `reach`; how many tokens and what weight come before it.
+def _table(request, NUMBER: tl.constexpr, TABLES: tl.constexpr):
+    """Where a table of a request begins."""
+    BEFORE: tl.constexpr = FIRST_DIGITS + (NUMBER - 1) * DIGITS if NUMBER > 0 else 0
+    return request * (FIRST_DIGITS + (TABLES - 1) * DIGITS) + BEFORE
 
-    counts_ptr, weights_ptr: tables [BUCKETS] by digit.  count, weight: before the digits found so far. Weights alone
-    are what counts without BY_COUNT, and tokens have not been counted.
+
+@triton.jit
+def _reach(counts, weights, reach, count, weight, BY_COUNT: tl.constexpr):
+    """The first of some groups of tokens at which their number, or weight, comes to `reach`; what comes before it.
+
+    counts, weights: of each group.  count, weight: before the first. Without BY_COUNT tokens are not counted.
     """
-    digits = tl.arange(0, BUCKETS)
-    weights = tl.load(weights_ptr + digits)
     if BY_COUNT:
-        counts = tl.load(counts_ptr + digits).to(tl.int64)
         is_before = count + tl.cumsum(counts, 0) < reach
         count += tl.sum(tl.where(is_before, counts, 0), 0)
     else:
         is_before = weight + tl.cumsum(weights, 0) < reach
-    # Past the last digit only if logits are no numbers.
-    digit = tl.minimum(tl.sum(is_before.to(tl.int64), 0), BUCKETS - 1)
-    return digit, count, weight + tl.sum(tl.where(is_before, weights, 0), 0)
+    # Past the last one only if logits are no numbers.
+    index = tl.minimum(tl.sum(is_before.to(tl.int64), 0), weights.shape[0] - 1)
+    return index, count, weight + tl.sum(tl.where(is_before, weights, 0), 0)
+
+
+@triton.jit
+def _find(counts_ptr, weights_ptr, reach, count, weight, BY_COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """As `_reach`, of the digits of a table [SIZE]: first its row, for sums over all of it would take longer."""
+    column = tl.arange(0, ROW)
+    at = tl.arange(0, SIZE // ROW)[:, None] * ROW + column[None, :]
+    weights = tl.sum(tl.load(weights_ptr + at), 1)
+    counts = weights
+    if BY_COUNT:
+        counts = tl.sum(tl.load(counts_ptr + at).to(tl.int64), 1)
+    row, count, weight = _reach(counts, weights, reach, count, weight, BY_COUNT)
+    weights = tl.load(weights_ptr + row * ROW + column)
+    if BY_COUNT:
+        counts = tl.load(counts_ptr + row * ROW + column).to(tl.int64)
+    digit, count, weight = _reach(counts, weights, reach, count, weight, BY_COUNT)
+    return row * ROW + digit, count, weight
 
 
 @triton.jit
 def _add_up(
-    x, place, asked, largest, temperature, counts_ptr, weights_ptr, SHIFT, SCALE: tl.constexpr, BY_COUNT: tl.constexpr
+    x,
+    place,
+    asked,
+    largest,
+    temperature,
+    counts_ptr,
+    weights_ptr,
+    SHIFT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BY_COUNT: tl.constexpr,
 ):
     """Tokens that are asked for, into tables by the digit of their place that begins at bit SHIFT."""
-    digit = (place >> SHIFT) % (BUCKETS if SHIFT > 0 else THIRD_DIGITS)
+    digit = place >> SHIFT
+    if SHIFT < FIRST:
+        digit %= DIGITS if SHIFT > 0 else THIRD_DIGITS
     weight = _weight_of(x, largest, temperature, SCALE)
     tl.atomic_add(weights_ptr + digit, weight, mask=asked & (weight > 0), sem="relaxed")
     if BY_COUNT:
@@ -150,9 +186,8 @@ def _block(logits_ptr, best_ptr, request, vocab_size, C: tl.constexpr, C_PAD: tl
 
 
 @triton.jit
-def _clear(counts_ptr, weights_ptr, num_tables, BLOCK: tl.constexpr):
-    """Zeros into tables, by all programs of a request."""
-    size = num_tables * BUCKETS
+def _clear(counts_ptr, weights_ptr, size, BLOCK: tl.constexpr):
+    """Zeros into consecutive tables, by all programs of a request."""
     for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         tl.store(counts_ptr + at, tl.zeros([BLOCK], tl.int32), mask=at < size)
@@ -164,8 +199,8 @@ def _first_digit_kernel(
     logits_ptr,  # [B, V] fp32
     best_ptr,  # [B, C] fp32
     shares_ptr,  # [2] fp64
-    counts_ptr,  # [B, TABLES, BUCKETS] int32
-    weights_ptr,  # [B, TABLES, BUCKETS] int64
+    counts_ptr,  # [B, tables] int32
+    weights_ptr,  # [B, tables] int64
     vocab_size,
     TABLES: tl.constexpr,
     SCALE: tl.constexpr,
@@ -177,13 +212,13 @@ def _first_digit_kernel(
 ):
     """All tokens by their first digit; the last table, of the step before, is cleared. Grid [C, B]."""
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        # Not before: the kernels behind this one load logits ahead of their own wait.
+        gdc_launch_dependents()
     request = tl.program_id(1)
     x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
-    table = request * (TABLES * BUCKETS)
-    last = table + (TABLES - 1) * BUCKETS
-    _clear(counts_ptr + last, weights_ptr + last, 1, BLOCK)
+    table, last = _table(request, 0, TABLES), _table(request, TABLES - 1, TABLES)
+    _clear(counts_ptr + last, weights_ptr + last, DIGITS, BLOCK)
     _add_up(
         x, place, exist, largest, tl.load(shares_ptr), counts_ptr + table, weights_ptr + table, FIRST, SCALE, BY_COUNT
     )  # fmt: skip
@@ -197,7 +232,7 @@ def _kept(counts_ptr, weights_ptr, state_ptr, largest, temperature, CUT: tl.cons
     """
     digits, count, weight = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
     reach = tl.load(state_ptr + 3)
-    digit, count, weight = _find(counts_ptr, weights_ptr, reach, count, weight, CUT == TOP_K)
+    digit, count, weight = _find(counts_ptr, weights_ptr, reach, count, weight, CUT == TOP_K, THIRD_DIGITS)
     unit = _weight_of(_logit_of(digits * THIRD_DIGITS + digit), largest, temperature, SCALE)
     missing = reach - count if CUT == TOP_K else (reach - weight + unit - 1) // tl.maximum(unit, 1)
     return weight + missing * unit
@@ -225,22 +260,21 @@ def _second_digit_kernel(
     PDL: tl.constexpr,
 ):
     """What a cut is to reach, and its first digit; tokens that have it, by their second. Grid [C, B]."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     request = tl.program_id(1)
     x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     temperature, top_p = tl.load(shares_ptr), tl.load(shares_ptr + 1)
-    first = request * (TABLES * BUCKETS)
-    table = first + TABLE * BUCKETS
+    first, table = _table(request, 0, TABLES), _table(request, TABLE, TABLES)
     state = state_ptr + (request * TABLES + TABLE) * STATE
     if CUT == TOP_K:
         reach = tl.load(numbers_ptr)
     else:
         if CUT_BEFORE is None:
-            kept = tl.sum(tl.load(weights_ptr + first + tl.arange(0, BUCKETS)), 0)
+            kept = tl.sum(tl.load(weights_ptr + first + tl.arange(0, FIRST_DIGITS)), 0)
         else:
-            before = table - BUCKETS
+            before = table - DIGITS
             kept = _kept(
                 counts_ptr + before, weights_ptr + before, state - STATE, largest, temperature, CUT_BEFORE, SCALE
             )  # fmt: skip
@@ -252,7 +286,7 @@ def _second_digit_kernel(
             word, _, _, _ = tl.philox(tl.load(numbers_ptr + 1), position, request + zero, zero, zero)
             uniform = word.to(tl.uint32, bitcast=True).to(tl.float64) / 4294967296.0
             reach = (uniform * kept.to(tl.float64)).to(tl.int64) + 1
-    digits, count, weight = _find(counts_ptr + first, weights_ptr + first, reach, 0, 0, CUT == TOP_K)
+    digits, count, weight = _find(counts_ptr + first, weights_ptr + first, reach, 0, 0, CUT == TOP_K, FIRST_DIGITS)
     _store_state(state, digits, count, weight, reach)
     asked = exist & (place >> FIRST == digits)
     _add_up(x, place, asked, largest, temperature, counts_ptr + table, weights_ptr + table, SECOND, SCALE, CUT == TOP_K)
@@ -286,17 +320,17 @@ def _third_digit_kernel(
     PDL: tl.constexpr,
 ):
     """The second digit of a cut; tokens that have both, by their third. Grid [C, B]."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     request = tl.program_id(1)
     x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
-    table = (request * TABLES + TABLE) * BUCKETS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    table = _table(request, TABLE, TABLES)
     state = state_ptr + (request * TABLES + TABLE - 1) * STATE
     digits, count, weight, reach = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
-    before = table - BUCKETS
-    digit, count, weight = _find(counts_ptr + before, weights_ptr + before, reach, count, weight, CUT == TOP_K)
-    digits = digits * BUCKETS + digit
+    before = table - DIGITS
+    digit, count, weight = _find(counts_ptr + before, weights_ptr + before, reach, count, weight, CUT == TOP_K, DIGITS)
+    digits = digits * DIGITS + digit
     _store_state(state + STATE, digits, count, weight, reach)
     asked = exist & (place >> SECOND == digits)
     _add_up(
@@ -322,17 +356,16 @@ def _token_kernel(
     PDL: tl.constexpr,
 ):
     """The token at the place that was drawn; all tables but the last are cleared. Grid [C, B]."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     block, request = tl.program_id(0), tl.program_id(1)
     _, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
-    first = request * (TABLES * BUCKETS)
-    last = first + (TABLES - 1) * BUCKETS
-    _clear(counts_ptr + first, weights_ptr + first, TABLES - 1, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first, last = _table(request, 0, TABLES), _table(request, TABLES - 1, TABLES)
+    _clear(counts_ptr + first, weights_ptr + first, last - first, BLOCK)
     state = state_ptr + (request * TABLES + TABLES - 1) * STATE
     digits, weight, reach = tl.load(state), tl.load(state + 2), tl.load(state + 3)
-    digit, _, weight = _find(counts_ptr + last, weights_ptr + last, reach, 0, weight, False)
+    digit, _, weight = _find(counts_ptr + last, weights_ptr + last, reach, 0, weight, False, THIRD_DIGITS)
     drawn = digits * THIRD_DIGITS + digit
     unit = tl.maximum(_weight_of(_logit_of(drawn), largest, tl.load(shares_ptr), SCALE), 1)
     is_drawn = exist & (place == drawn)
@@ -364,7 +397,7 @@ def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tens
     """
     batch_size, vocab_size = logits.shape
     blocks = num_candidates(vocab_size)
-    tables = sampler.counts.shape[1]
+    tables = sampler.state.shape[1]
     options = {
         "TABLES": tables,
         "SCALE": 2.0 ** (62 - (vocab_size - 1).bit_length()),

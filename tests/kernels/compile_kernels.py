@@ -280,11 +280,11 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
         "collect_logits": compile_for(capability, next_token._collect_logits_kernel, 8, collect),
         "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
-    } | _sampling(capability, vocab)
+    }
 
 
-def _sampling(capability: int, vocab_size: int) -> dict[str, Any]:
-    """With all cuts."""
+def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
+    """The kernels that choose a token, with all cuts."""
     blocks = -(-vocab_size // 1024)
     scale = 2.0 ** (62 - (vocab_size - 1).bit_length())
     shape = {"TABLES": 7, "SCALE": scale, "C": blocks, "C_PAD": triton.next_power_of_2(blocks), "BLOCK": 1024}
@@ -440,7 +440,7 @@ def main(capability: int) -> None:
         }
     for phase in ("all", "predictor", "rest"):
         compiled[f"lean, gated, {phase}"] = lean(capability, 4, 128, 1, True, True, phase)
-    compiled |= quantised_cache(capability)
+    compiled |= quantised_cache(capability) | sampled(capability)
     if capability == 90:
         compiled |= {f"lean, head 64, batch {size}, spec {spec}": lean(90, 4, 64, size, spec) for size, spec in BOTH}
         for phase in ("all", "predictor", "rest"):
