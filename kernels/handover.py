@@ -12,9 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .dependent import wait_for_kernel_ahead
 from .launch import launch, launch_options, prefer_l1
 from .mailbox import Handover
 from .residual import BLOCK as RESIDUAL_BLOCK
@@ -97,7 +96,7 @@ def _send_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     epoch = tl.load(epoch_ptr)
     if PDL:
-        wait_for_kernel_ahead()
+        gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
     value, exist = load_message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
@@ -219,7 +218,7 @@ def _receive_handover_kernel(
     request = tl.program_id(1)
     epoch = tl.load(epoch_ptr)
     if PDL:
-        wait_for_kernel_ahead()
+        gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
     slot = (layer * tl.num_programs(1) + request).to(tl.int64)
@@ -301,7 +300,7 @@ def _receive_stream_kernel(
     gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     epoch = tl.load(epoch_ptr)
     if PDL:
-        wait_for_kernel_ahead()
+        gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
     words = inbox_ptr + request.to(tl.int64) * message_words + channels

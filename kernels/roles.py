@@ -28,9 +28,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .dependent import wait_for_kernel_ahead
 from .launch import launch, launch_options, prefer_l1
 from .mailbox import GATE_O, GATE_PRE_ATTENTION, GATE_STRIDE, Handover
 from .words import LATE_WORD, await_words, fault_code, pack_words
@@ -59,7 +58,7 @@ def _meet_kernel(
     """A word to every rank, then wait for one from every rank; grid [1]."""
     if PDL:
         gdc_launch_dependents()
-        wait_for_kernel_ahead()
+        gdc_wait()
     epoch = tl.load(epoch_ptr)
     ranks = tl.arange(0, PAD)
     address = tl.load(peers_ptr + ranks, mask=ranks < WORLD, other=0) + 8 * rank
@@ -105,7 +104,7 @@ def _take_turn_kernel(
     """The roles of a layer; grid [1]. Every launch after it waits for all of it, because it writes their gates."""
     if PDL:
         gdc_launch_dependents()
-        wait_for_kernel_ahead()
+        gdc_wait()
     own = tl.load(priority_ptr)
     other = tl.load(priority_ptr + 1)
     if (layer > 0) & (own == 1) & (other == 2):
@@ -208,7 +207,7 @@ def _decide_kernel(
     """Sums of the group's ranks, then the verdict; grid [1]."""
     if PDL:
         gdc_launch_dependents()
-        wait_for_kernel_ahead()
+        gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
     epoch = tl.load(epoch_ptr)

@@ -31,7 +31,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .dependent import wait_for_kernel_ahead
 from .exchange import Exchange
 from .handover import load_message, store_message
 from .launch import launch, launch_options, prefer_l1
@@ -313,7 +312,7 @@ def _unpack_stream_kernel(
     inside = channels < HIDDEN
     gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     if PDL:
-        wait_for_kernel_ahead()
+        gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
     at = request * HIDDEN + channels
@@ -359,7 +358,7 @@ def _settle_kernel(
     """The verdict from the sums of the sending group's ranks; grid [1]."""
     if PDL:
         gdc_launch_dependents()
-        wait_for_kernel_ahead()
+        gdc_wait()
     sends = tl.load(sends_ptr)
     first_rank = tl.where(sends == 1, group, 1 - group) * T
     total = tl.zeros([2 * B_PAD], tl.float32)

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from alspec.config import BenchConfig
-from alspec.errors import AlspecError, UserError
+from alspec.errors import BadNumbersError, UserError
 from alspec.kernels.lean_attention import LeanWorkspace, guess_parts, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
@@ -148,7 +148,7 @@ def check(case: Case | TurboCase, run: Callable[[int], tuple[Tensor, ...]], chun
     for ours, reference in zip(found, wanted, strict=True):
         error = float((ours.double() - reference).norm() / reference.norm())
         if not error < TOLERANCE:
-            raise AlspecError(f"wrong result: relative error {error:.2e} for seq_lens {case.seq_lens.tolist()[:4]}")
+            raise BadNumbersError(f"wrong result: relative error {error:.2e} for seq_lens {case.seq_lens.tolist()[:4]}")
 
 
 def time_us(run: Callable[[int], Any], copies: int) -> dict[str, float]:

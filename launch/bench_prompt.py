@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from alspec.config import EngineConfig, SpeculationConfig
-from alspec.errors import AlspecError, UserError
+from alspec.errors import BadNumbersError, UserError
 from alspec.launch.output import no_command
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import LayerWeights, Llama
@@ -108,7 +108,7 @@ def measure_prompts(config: EngineConfig, contexts: list[int], found: Callable[[
     Raises:
         UserError: a prompt longer than the model has positions.
         DoesNotFitError: weights and cache of a length.
-        AlspecError: a wrong result.
+        BadNumbersError: a wrong result.
     """
     engine = Engine(config)
     limit = engine.model_config.max_position_embeddings
@@ -132,7 +132,7 @@ def _check(engine: Engine) -> None:
     """Logits of a short prompt in two chunks after the first layers, against those in fp32, uncompressed, in one chunk.
 
     Raises:
-        AlspecError: they differ by more than rounding and quantisation make them.
+        BadNumbersError: they differ by more than rounding and quantisation make them.
     """
     model, ids = engine.model, _random_ids(engine, CHECKED_TOKENS)
     config = model.config.model_copy(update={"num_layers": min(CHECKED_LAYERS, model.num_layers)})
@@ -150,7 +150,7 @@ def _check(engine: Engine) -> None:
     logits = _logits(engine, Llama(config, weights, all_reduce), engine.cache, ids, CHECKED_CHUNK)
     error = float((logits - expected).norm() / expected.norm())
     if not error < TOLERANCE[engine.config.kv_cache]:
-        raise AlspecError(f"wrong prefill over {engine.config.kv_cache}: logits have a relative error of {error:.2e}")
+        raise BadNumbersError(f"wrong prefill over {engine.config.kv_cache}: logits have a relative error of {error:.2e}")
 
 
 def _measure(engine: Engine, context: int, peak: float) -> Row:
@@ -195,7 +195,7 @@ def _first_token_us(engine: Engine, ids: list[int]) -> float:
     """Microseconds from a prompt's ids on the host to the next token there.
 
     Raises:
-        AlspecError: logits that are not finite.
+        BadNumbersError: logits that are not finite.
     """
     _transport(engine).barrier()
     started = time.perf_counter()
@@ -203,7 +203,7 @@ def _first_token_us(engine: Engine, ids: list[int]) -> float:
     int(logits.argmax())
     us = (time.perf_counter() - started) * 1e6
     if not bool(logits.isfinite().all()):
-        raise AlspecError(f"prefill of {len(ids)} tokens left logits that are not finite")
+        raise BadNumbersError(f"prefill of {len(ids)} tokens left logits that are not finite")
     return us
 
 

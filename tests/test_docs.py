@@ -360,6 +360,31 @@ def test_prose_about_the_latency_model_says_what_the_rows_say(monkeypatch: pytes
     assert f"steps of later kernels took {best} and {worst} " in prose
 
 
+def test_prose_about_sampling_and_prompts_says_what_the_rows_say() -> None:
+    readme, step = (
+        " ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in ("README.md", "docs/decode_step.md")
+    )
+    rows = [json.loads(line) for line in (ROOT / "docs" / "results" / "sampling.jsonl").read_text().splitlines()]
+    us = {
+        (row["case"].get("top_k"), row["case"].get("top_p"), row["case"]["context"]): row["us"]["p50"] for row in rows
+    }
+    assert len(us) == len(rows)
+    more = [value - us[None, None, context] for (_, top_p, context), value in us.items() if top_p is not None]
+    assert f"it adds {min(more) / 1e3:.2f} to {max(more) / 1e3:.2f} ms to a step of one GPU" in readme
+    greedy, top_p = us[None, None, 1024], us[0, 0.9, 1024]
+    assert f"took a step from {greedy / 1e3:.2f} to {top_p / 1e3:.2f} ms with top-p" in step
+
+    prompts = [json.loads(line) for line in (ROOT / "docs" / "results" / "prompt.jsonl").read_text().splitlines()]
+    found = {(row["case"]["kv_cache"], row["case"]["context"]): row for row in prompts}
+    short, long = (
+        [found[cache, context]["us"]["p50"] / 1e6 for cache in ("bf16", "turbo4")] for context in (8192, 131072)
+    )
+    assert {f"{seconds:.2f}" for seconds in short} == {"0.26"}
+    share = found["bf16", 8192]["share_of_peak"]
+    assert f"8K tokens take 0.26 s over either cache, at {share:.0%} of the rate".replace("%", " %") in readme
+    assert f"128K tokens take {long[0]:.1f} s over the bf16 cache and {long[1]:.1f} s over `turbo4`" in readme
+
+
 SHAPES = (("32/8", 128), ("8/2", 128), ("32/8", 64))
 
 

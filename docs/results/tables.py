@@ -44,6 +44,7 @@ def main() -> None:
         quantised(read("turbo_attention.jsonl")),
         prefill(read("prefill_attention.jsonl")),
         prompts(read("prompt.jsonl")),
+        sampled(read("sampling.jsonl")),
         ready(read("ready.jsonl")),
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
@@ -359,6 +360,31 @@ def prompts(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def sampled(rows: list[dict[str, Any]]) -> str:
+    """What sampling adds to a step, over contexts."""
+    if not rows:
+        return ""
+    ways: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in rows:
+        case = row["case"]
+        way = (case.get("temperature", 0.0), case.get("top_k", 0), case.get("top_p", 1.0))
+        ways.setdefault(way, {})[case["context"]] = row["us"]["p50"]
+    greedy = ways.pop((0.0, 0, 1.0))
+    lines = [["greedy", *(f"{us / 1e3:.3f}" for us in greedy.values())]]
+    for (temperature, top_k, top_p), times in ways.items():
+        cuts = [f"top_k {top_k}"] * (top_k > 0) + [f"top_p {top_p}"] * (top_p < 1)
+        cells = [f"{us / 1e3:.3f} (+{us - greedy[context]:.0f} us)" for context, us in times.items()]
+        lines.append([", ".join([f"temperature {temperature}", *cuts]), *cells])
+    return "\n\n".join(
+        [
+            "## Sampling in a step",
+            "Whole captured steps, p50 in ms, and how much longer they take than with greedy choice.",
+            where(*rows),
+            table(["choice", *(f"{context} tokens" for context in greedy)], lines),
+        ]
+    )
+
+
 def ready(rows: list[dict[str, Any]]) -> str:
     """Time until the guess can be used, over contexts."""
     if not rows:
@@ -371,15 +397,16 @@ def ready(rows: list[dict[str, Any]]) -> str:
         " answers, and the time ends when the first GPU has the answer: it holds the way back.",
         where(*rows),
     ]
-    for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
-        lines: dict[int, list[str]] = {}
-        for row in rows:
-            if row["case"]["heads"] == shape:
-                line = lines.setdefault(row["case"]["context"], [str(row["case"]["context"])])
-                line.append(f"{row['us']['p50']:.1f}")
-        head = ["context", *(f"{place}, S = {chunk_size}" for place, chunk_size in columns)]
-        ordered = [lines[context] for context in sorted(lines)]
-        parts += [f"### {shape} heads of {rows[0]['case']['head_dim']}", table(head, ordered)]
+    head = ["context", *(f"{place}, S = {chunk_size}" for place, chunk_size in columns)]
+    for shape in dict.fromkeys((row["case"]["heads"], row["case"]["head_dim"]) for row in rows):
+        found = {
+            (row["case"]["context"], (row["case"]["seen_by"], row["case"]["chunk_size"])): f"{row['us']['p50']:.1f}"
+            for row in rows
+            if (row["case"]["heads"], row["case"]["head_dim"]) == shape
+        }
+        contexts = sorted({context for context, _ in found})
+        lines = [[str(context), *(found.get((context, column), "") for column in columns)] for context in contexts]
+        parts += [f"### {shape[0]} heads of {shape[1]}", table(head, lines)]
     return "\n\n".join(parts)
 
 
