@@ -264,6 +264,9 @@ class LatencyConfig(CommandConfig, EngineConfig, _Choice):
     modes: _Several[Annotated[Literal["off", "paired"], BeforeValidator(_measured_mode)]] = Field(
         default=("off",), description="speculation modes to measure, such as off,paired; in place of --speculation"
     )
+    codecs: _Several[KVCacheCodec] = Field(
+        default=("bf16",), description="cache codecs to measure, such as bf16,turbo4; in place of --kv-cache"
+    )
     hit_rates: _Several[HitRate] = Field(
         default=("real",),
         description="of paired: real verdicts, or forced ones for profiling, such as real,0.5,0.875,1",

@@ -150,7 +150,9 @@ def _check(engine: Engine) -> None:
     logits = _logits(engine, Llama(config, weights, all_reduce), engine.cache, ids, CHECKED_CHUNK)
     error = float((logits - expected).norm() / expected.norm())
     if not error < TOLERANCE[engine.config.kv_cache]:
-        raise BadNumbersError(f"wrong prefill over {engine.config.kv_cache}: logits have a relative error of {error:.2e}")
+        raise BadNumbersError(
+            f"wrong prefill over {engine.config.kv_cache}: logits have a relative error of {error:.2e}"
+        )
 
 
 def _measure(engine: Engine, context: int, peak: float) -> Row:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import HitRate, LatencyConfig, SamplingConfig
+from alspec.config import HitRate, LatencyConfig, SamplingConfig, refuse_unavailable
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.gemv_tile import MAX_BATCH
 from alspec.launch.cli import Parser, check_picture, check_writable, run_command
@@ -21,6 +21,7 @@ from alspec.launch.display import StatusLine
 from alspec.launch.output import append_rows, write_text, writing
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
+from alspec.runtime.codecs import check_codec
 from alspec.runtime.engine import Engine, model_config
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
@@ -52,8 +53,8 @@ def _run(config: LatencyConfig, command: str) -> int:
     _check_modes(config)
     found: list[Measured] = []
     with _shown_if_ended(found):
-        for mode in _modes(config):
-            _measure_mode(config, mode, command, found)
+        for one in _each(config):
+            _measure(one, command, found)
     if Placement.from_environment().rank == 0:
         _write(config, found)
     return 0
@@ -75,10 +76,30 @@ def _modes(config: LatencyConfig) -> list[str]:
     return list(dict.fromkeys(config.modes))
 
 
+def _codecs(config: LatencyConfig) -> list[str]:
+    # Alone, --kv-cache says the same as in the other commands.
+    return [config.kv_cache] if config.kv_cache != "bf16" else list(dict.fromkeys(config.codecs))
+
+
+def _each(config: LatencyConfig) -> list[LatencyConfig]:
+    """One after the other: what an engine is made for, each mode over each cache."""
+    return [
+        config.model_copy(
+            update={"kv_cache": codec, "speculation": config.speculation.model_copy(update={"mode": mode})}
+        )
+        for codec in _codecs(config)
+        for mode in _modes(config)
+    ]
+
+
 def _check(config: LatencyConfig) -> None:
     """Find the mistakes that can be found without the model."""
-    if config.trace is not None and len(_modes(config)) > 1:
-        raise UserError("flags: --trace: one mode at a time; give one to --modes")
+    if config.kv_cache != "bf16" and "codecs" in config.model_fields_set:
+        raise UserError("flags: --kv-cache: --codecs says which caches are measured; leave --kv-cache out")
+    if config.trace is not None and len(_each(config)) > 1:
+        raise UserError("flags: --trace: one mode over one cache at a time; give one to --modes, and to --codecs")
+    for one in _each(config):
+        refuse_unavailable(one)
     if config.speculation.mode not in ("auto", "off"):
         raise UserError("flags: --speculation: latency measures --modes; leave --speculation out")
     if "paired" not in _modes(config) and any(rate != "real" for rate in config.hit_rates):
@@ -100,7 +121,9 @@ def _check_modes(config: LatencyConfig) -> None:
                 f"flags: --modes: paired needs an even number of ranks, found {placement.world_size}; start it with "
                 "torchrun --nproc-per-node 2 (or 4, ...), or leave it out"
             )
-        choose_mode(mode, model, placement.world_size)
+        _, num_groups = choose_mode(mode, model, placement.world_size)
+        for codec in _codecs(config):
+            check_codec(codec, model, placement.world_size // num_groups)
     is_forced = any(rate != "real" for rate in config.hit_rates)
     if "paired" in _modes(config) and is_forced and choose_device(config, placement)[0].type != "cuda":
         raise UserError("flags: --hit-rates: forced verdicts need the fused kernels, which run on GPUs")
@@ -123,13 +146,12 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
     return contexts
 
 
-def _measure_mode(config: LatencyConfig, mode: str, command: str, found: list[Measured]) -> None:
-    """Measure one mode, with an engine of its own, and append what is found as it comes."""
-    speculation = config.speculation.model_copy(update={"mode": mode})
-    engine = Engine(config.model_copy(update={"speculation": speculation}))
+def _measure(config: LatencyConfig, command: str, found: list[Measured]) -> None:
+    """Measure one mode over one cache, with an engine of its own, and append what is found as it comes."""
+    engine = Engine(config)
     contexts = _contexts(config, engine)
     text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
-    rates = config.hit_rates if mode == "paired" else ("real",)
+    rates = config.hit_rates if config.speculation.mode == "paired" else ("real",)
 
     def sweep() -> int:
         with _shown_if_ended(found), StatusLine(engine.placement.rank == 0) as status:
@@ -150,7 +172,8 @@ def _sweep(
     status: StatusLine,
 ) -> None:
     is_first = engine.placement.rank == 0
-    status.show(f"{engine.mode}: loading weights")
+    name = f"{engine.mode}, {config.kv_cache}"
+    status.show(f"{name}: loading weights")
     engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     status.clear()
     for notice in engine.notices if is_first else []:
@@ -165,18 +188,18 @@ def _sweep(
     for rate in rates:
         if engine.loop is not None and engine.mode == "paired":
             engine.loop.speculate(config.speculation.threshold, _forced(engine, rate))
-        status.show(f"{engine.mode}: preparing")
+        status.show(f"{name}: preparing")
         prepare(engine, config.sampling)
         stream = stream_limit(engine)
         for context in contexts:
-            status.show(f"{engine.mode}: {context} tokens")
+            status.show(f"{name}: {context} tokens")
             profile = measure(engine, context, config.steps, text_ids, rate != "real", config.sampling)
             row = _row(config, engine, profile, rate, stream, command)
             found.append((row, profile))
             if is_first:
                 append_rows(config.rows, [row])
     if config.trace is not None:
-        status.show(f"{engine.mode}: trace")
+        status.show(f"{name}: trace")
         _trace(config, engine, contexts[-1], text_ids, found[-1][0])
     status.clear()
     engine.close()
@@ -314,6 +337,7 @@ def _table(found: list[Measured]) -> Table:
     for name in (
         "context",
         "mode",
+        "cache",
         "hits",
         "ms/token p50",
         "p20",
@@ -324,7 +348,7 @@ def _table(found: list[Measured]) -> Table:
         "GB/s",
         "of limit",
     ):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+        table.add_column(name, justify="left" if name in ("mode", "cache") else "right")
     for row, profile in found:
         times = [f"{row['us'][name] / 1e3:.3f}" for name in ("p50", "p20", "p80", "p99")]
         read = ["-", "-", "-"]
@@ -333,7 +357,9 @@ def _table(found: list[Measured]) -> Table:
             read.append(f"{row['share_of_limit']:.1%}")
         mode, forced = row["case"]["mode"], " forced" if row["case"]["forced"] else ""
         hits = "-" if profile.hit_rate is None else f"{profile.hit_rate:.1%}{forced}"
-        table.add_row(str(profile.context), mode, hits, *times, f"{profile.tokens_per_s:.1f}", *read)
+        table.add_row(
+            str(profile.context), mode, row["case"]["kv_cache"], hits, *times, f"{profile.tokens_per_s:.1f}", *read
+        )
     return table
 
 

@@ -26,11 +26,14 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
         axes.fill_between(contexts, p20, p80, alpha=0.3)
         axes.plot(contexts, p50, marker="o", label=f"{label}, p50 (band: p20 to p80)")
     # Closed launches of a pair skip their weights: its bytes are no limit.
-    line = [row for row in rows if row["case"]["mode"] == "off"]
-    if line:
+    off = [row for row in rows if row["case"]["mode"] == "off"]
+    for codec, style in zip(
+        dict.fromkeys(row["case"]["kv_cache"] for row in off), ("--", ":", "-.", "-"), strict=False
+    ):
+        line = [row for row in off if row["case"]["kv_cache"] == codec]
         limit = [row["bytes"] / row["stream_tb_s"] / 1e9 for row in line]
-        label = f"bytes of off at {line[0]['stream_tb_s']:.2f} TB/s"
-        axes.plot([row["case"]["context"] for row in line], limit, color="gray", linestyle="--", label=label)
+        label = f"bytes of {_label(line[0])} at {line[0]['stream_tb_s']:.2f} TB/s"
+        axes.plot([row["case"]["context"] for row in line], limit, color="gray", linestyle=style, label=label)
     contexts = sorted({row["case"]["context"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{context // 1024}k" if context % 1024 == 0 else str(context) for context in contexts])
@@ -44,11 +47,12 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
 
 
 def _label(row: dict[str, Any]) -> str:
-    """`off`, or `paired, 88 % hits (forced)`."""
+    """`off`, or `paired over turbo4, 88 % hits (forced)`."""
     case = row["case"]
+    name = case["mode"] + ("" if case["kv_cache"] == "bf16" else f" over {case['kv_cache']}")
     if case["hit_rate"] is None:
-        return str(case["mode"])
-    return f"{case['mode']}, {case['hit_rate']:.0%} hits{' (forced)' if case['forced'] else ''}"
+        return str(name)
+    return f"{name}, {case['hit_rate']:.0%} hits{' (forced)' if case['forced'] else ''}"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from alspec.runtime.timeline import write_trace
 ROOT = Path(__file__).resolve().parents[2]
 HAS_GPU = torch.cuda.is_available()
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-COLUMNS = "context mode hits ms/token p50 p20 p80 p99 tokens/s MB a rank GB/s of limit"
+COLUMNS = "context mode cache hits ms/token p50 p20 p80 p99 tokens/s MB a rank GB/s of limit"
 SMALL = ("--contexts", "24,16", "--steps", 3)
 
 Profile = Callable[..., tuple[int, str, str]]
@@ -114,12 +114,22 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
         assert 0 < row["share_of_limit"] < 1
         assert (row["gpu"], row["num_gpus"]) == (None, 0)
         assert row["command"].startswith(f"launch/latency.py --model {checkpoint}")
-        assert [float(text) for text in line[3:7]] == pytest.approx(
+        assert [float(text) for text in line[4:8]] == pytest.approx(
             [row["us"][name] / 1e3 for name in ("p50", "p20", "p80", "p99")], abs=1e-3
         )
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == written["rows"][-1]
     steps = {event["args"]["step"] for event in slices(tmp_path)}
     assert steps == set(range(WARMUP_STEPS + 4)), "of the last context alone; step 0 is the prompt"
+
+
+def test_caches_follow_each_other_in_one_run(profile: Profile, tmp_path: Path) -> None:
+    flags = ("--contexts", 16, "--steps", 1, "--codecs", "bf16,turbo4", "--rows", tmp_path / "rows.jsonl")
+    code, out, _ = profile("--transport", "gloo", *flags)
+    assert code == 0
+    assert [line[:3] for line in cells(out)[1:]] == [["16", "off", "bf16"], ["16", "off", "turbo4"]]
+    bf16, turbo4 = read_rows(tmp_path)
+    assert (bf16["case"]["kv_cache"], turbo4["case"]["kv_cache"]) == ("bf16", "turbo4")
+    assert turbo4["bytes"] < bf16["bytes"]
 
 
 def test_sampled_steps(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
@@ -141,7 +151,7 @@ def test_a_terminal_shows_what_is_measured(profile: Profile, checkpoint: Path, m
     code, out, err = profile("--model", checkpoint, "--transport", "gloo", *SMALL)
     assert code == 0
     shown = re.findall(r"\x1b\[Kalspec: ([^\r]*)", err)
-    assert shown == [f"off: {what}" for what in ("loading weights", "preparing", "16 tokens", "24 tokens")]
+    assert shown == [f"off, bf16: {what}" for what in ("loading weights", "preparing", "16 tokens", "24 tokens")]
     assert err.endswith("\r\x1b[K"), "the table does not begin on an empty line"
     assert "alspec" not in out
 
@@ -230,7 +240,7 @@ def test_plot(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 def test_plot_of_one_context(tmp_path: Path) -> None:
     row = {
-        "case": {"context": 1000, "mode": "off", "hit_rate": None, "forced": False},
+        "case": {"context": 1000, "mode": "off", "kv_cache": "bf16", "hit_rate": None, "forced": False},
         "us": {"p20": 1.0, "p50": 2.0, "p80": 3.0},
         "bytes": 10**9,
         "stream_tb_s": 4.0,
@@ -242,7 +252,7 @@ def test_plot_of_one_context(tmp_path: Path) -> None:
 def paired_row(p50: float) -> dict[str, Any]:
     """A pair that takes less than all its bytes would."""
     case = {"shape": "tiny", "world": 2, "mode": "paired", "transport": "symm", "cuda_graph": True, "dtype": "bf16"}
-    case |= {"batch": 1, "context": 1024, "text": None, "hit_rate": 1.0, "forced": True}
+    case |= {"batch": 1, "context": 1024, "text": None, "kv_cache": "bf16", "hit_rate": 1.0, "forced": True}
     us = {name: p50 for name in ("p20", "p50", "p80", "p99")}
     row = {"case": case, "us": us, "bytes": 10**9, "stream_tb_s": 3.0, "share_of_limit": None, "gpu": "one"}
     return row | {"num_gpus": 2}
@@ -294,6 +304,22 @@ def test_limit_in_the_picture_is_that_of_off(has_off: bool, tmp_path: Path) -> N
     assert ("bytes of off at 4.00 TB/s" in text) == has_off
 
 
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_each_cache_has_a_line_and_a_limit_in_the_picture(tmp_path: Path) -> None:
+    pair = paired_row(100.0)
+    rows = [
+        pair | {"case": pair["case"] | {"mode": mode, "hit_rate": None, "kv_cache": codec}}
+        for codec in ("bf16", "turbo4")
+        for mode in ("off", "paired")
+    ]
+    draw(tmp_path / "plot.svg", rows, "two caches")
+    text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    for name in ("off", "paired", "off over turbo4", "paired over turbo4"):
+        assert f"{name}, p50" in text
+    assert "bytes of off at" in text
+    assert "bytes of off over turbo4 at" in text
+
+
 def test_table_shows_no_bytes_of_a_pair(capsys: pytest.CaptureFixture[str]) -> None:
     """It reads only some of them, and has no limit; that of `off` beside it is of its own run."""
     pair = paired_row(100.0)
@@ -320,7 +346,10 @@ MISTAKES = [
         "flags: --modes: paired needs an even number of ranks, found 1; start it with torchrun --nproc-per-node 2 "
         "(or 4, ...), or leave it out",
     ),
-    (("--modes", "off,paired", "--trace", "t.json"), "flags: --trace: one mode at a time; give one to --modes"),
+    (
+        ("--modes", "off,paired", "--trace", "t.json"),
+        "flags: --trace: one mode over one cache at a time; give one to --modes, and to --codecs",
+    ),
     (("--modes", "pared"), "flags: --modes: expected off or paired, found 'pared'"),
     (
         ("--prompt-file", "no/such/file"),
@@ -338,6 +367,19 @@ MISTAKES = [
         "--contexts or --steps",
     ),
     (("--contxts", "64"), "flags: unknown flag --contxts; the nearest valid name is --contexts"),
+    (
+        ("--kv-cache", "turbo4", "--codecs", "bf16,turbo4"),
+        "flags: --kv-cache: --codecs says which caches are measured; leave --kv-cache out",
+    ),
+    (
+        ("--codecs", "bf16,turbo4", "--trace", "t.json"),
+        "flags: --trace: one mode over one cache at a time; give one to --modes, and to --codecs",
+    ),
+    (
+        ("--codecs", "turbo4,bf16", "--softmax", "sas"),
+        "softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed",
+    ),
+    (("--codecs", "turbo4"), "kv_cache: turbo4 needs a head_dim of 64 or 128, the model has 8; use bf16"),
     (
         ("--kv-cache", "turboquant3"),
         "kv_cache: turboquant3 is not available yet; use bf16, turbo4, turbo2, turbo-mixed",
@@ -443,8 +485,9 @@ def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) ->
         timeout=150,
     )
     assert done.returncode == 0, done.stderr
-    off, paired = [["300", "off", "-"], ["400", "off", "-"]], [["300", "paired", "-"], ["400", "paired", "100.0%"]]
-    assert [line[:3] for line in cells(done.stdout)[1:]] == off + paired, "in 300 tokens no guess can miss"
+    off = [["300", "off", "bf16", "-"], ["400", "off", "bf16", "-"]]
+    paired = [["300", "paired", "bf16", "-"], ["400", "paired", "bf16", "100.0%"]]
+    assert [line[:4] for line in cells(done.stdout)[1:]] == off + paired, "in 300 tokens no guess can miss"
     cases = [row["case"] for row in read_rows(tmp_path)]
     assert {case["text"] for case in cases} == {"text.txt"}
     assert [(case["mode"], case["hit_rate"], case["forced"]) for case in cases] == [
