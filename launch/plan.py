@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alspec.config import GenerateConfig, refuse_unavailable
+from alspec.error_bounds import high_probability_bound
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.launch.output import no_command
 from alspec.models.config import LlamaConfig
@@ -34,6 +36,7 @@ HANDOVER_US = 7.2  # decode_parts, layer: 111.4, less the time of its bytes and 
 VERDICT_US = 3.3  # decode_parts: sender 131.2, less attention 127.9
 GUESS_US = 17.9  # decode_parts, receiver; where all attention takes less, the guess comes no later than its end
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
+FAILURE_PROBABILITY = 0.01  # of the bound on what accepted guesses change
 
 
 def step_costs(
@@ -81,7 +84,8 @@ def print_plan(config: GenerateConfig) -> None:
     context = config.max_context or model.max_position_embeddings
     table = Table(
         title=f"{context} tokens, {config.dtype or model.dtype}, cache {config.kv_cache}; captured step over peer "
-        f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}"
+        f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}",
+        caption=_what_guesses_change(config.speculation.threshold, model.num_layers),
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")
@@ -108,6 +112,20 @@ def print_plan(config: GenerateConfig) -> None:
             ]
             table.add_row(*cells)
     Console(width=120).print(table)
+
+
+def _what_guesses_change(threshold: float, num_layers: int) -> str | None:
+    """The scale of what a step's accepted guesses change, in norms of an attention output that is alike in every layer.
+
+    By `high_probability_bound`, whose constant is not known: 1 is taken for it.
+    """
+    if not math.isfinite(threshold):
+        return None
+    bound = high_probability_bound([1.0] * num_layers, threshold, FAILURE_PROBABILITY, 1.0)
+    return (
+        f"lambda {threshold:g}: if every layer accepts and their errors are unrelated, the step's output changes, with "
+        f"probability {1 - FAILURE_PROBABILITY:g}, by the order of {bound:.2g} norms of an attention output at most"
+    )
 
 
 if __name__ == "__main__":

@@ -462,6 +462,10 @@ def test_plan_needs_no_weights(run: Run, make_checkpoint: Callable[..., Path]) -
     assert (code, err) == (0, "")
     assert "512 tokens, fp32" in out
     assert "memory on H200s" in " ".join(out.split())
+    # lambda sqrt(L (4 - ln 0.01)), of three layers
+    assert "lambda 0.1: if every layer accepts" in " ".join(out.split())
+    assert "by the order of 0.51 norms" in " ".join(out.split())
+    assert "lambda" not in run("--model", folder, "--plan", "--max-context", 512, "--threshold", "inf")[1]
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         assert name in out
     rows = [line.strip("\u2502| ").replace("\u2502", " ").split()[:3] for line in out.splitlines()]
