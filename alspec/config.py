@@ -29,6 +29,7 @@ __all__ = [
     "TURBO_CODECS",
     "UNAVAILABLE",
     "BenchConfig",
+    "ChoiceConfig",
     "CommandConfig",
     "DoctorConfig",
     "EngineConfig",
@@ -195,7 +196,7 @@ class EngineConfig(_Schema):
         return self
 
 
-class _Choice(_Schema):
+class ChoiceConfig(_Schema):
     """How the next token is chosen."""
 
     temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy")
@@ -206,7 +207,7 @@ class _Choice(_Schema):
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the counter-based random numbers")
 
 
-class SamplingConfig(_Choice):
+class SamplingConfig(ChoiceConfig):
     """How the next token is chosen and when a request ends."""
 
     max_new_tokens: int = Field(default=128, ge=1, description="tokens to generate for each prompt")
@@ -255,7 +256,7 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
         return self
 
 
-class LatencyConfig(CommandConfig, EngineConfig, _Choice):
+class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
     """Everything `launch/latency.py` can be told."""
 
     contexts: _Several[_Tokens] | None = Field(
@@ -264,8 +265,8 @@ class LatencyConfig(CommandConfig, EngineConfig, _Choice):
     modes: _Several[Annotated[Literal["off", "paired"], BeforeValidator(_measured_mode)]] = Field(
         default=("off",), description="speculation modes to measure, such as off,paired; in place of --speculation"
     )
-    codecs: _Several[KVCacheCodec] = Field(
-        default=("bf16",), description="cache codecs to measure, such as bf16,turbo4; in place of --kv-cache"
+    codecs: _Several[KVCacheCodec] | None = Field(
+        default=None, description="cache codecs to measure, such as bf16,turbo4, in place of --kv-cache"
     )
     hit_rates: _Several[HitRate] = Field(
         default=("real",),
@@ -287,7 +288,7 @@ class LatencyConfig(CommandConfig, EngineConfig, _Choice):
     @property
     def sampling(self) -> SamplingConfig:
         """How the measured steps choose."""
-        return SamplingConfig(**{name: getattr(self, name) for name in _Choice.model_fields})
+        return SamplingConfig(**{name: getattr(self, name) for name in ChoiceConfig.model_fields})
 
 
 class EvaluateConfig(CommandConfig, EngineConfig):

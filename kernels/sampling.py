@@ -4,8 +4,8 @@ Tokens are ordered by logit, the largest first and of equals the lowest id. Ever
 that order: where `top_k` tokens end, where a share `top_p` of their probability is reached, where the random number
 falls. Each is found digit by digit of the logit's 32 bits (a radix select): a launch adds up, for each value of the
 next digit, the tokens whose digits so far are those of the place. Each program of the next launch finds the digit by
-itself.
-Two places share the first digit's sums, since what comes before a place does not depend on where the order is cut.
+itself. All places share the first digit's sums, for what comes before a place does not depend on where the order is
+cut.
 
 Probabilities are summed as integers, 2^45 for the most likely token of 128K: sums are the same in any order, so all
 ranks choose the same token. The oracle is `alspec.runtime.sampling.sample`.
@@ -28,7 +28,8 @@ from .next_token import BLOCK, num_candidates
 
 __all__ = ["Sampler", "sample_tokens"]
 
-# Digits of a logit's place in the order, of 11, 11 and 10 bits; with other first digits sampling took longer (H100).
+# Digits of a logit's place in the order, of 11, 11 and 10 bits. With 10 bits the first digit was level, but slower with
+# both cuts; with 9 or 13 slower (H100).
 FIRST_DIGITS = tl.constexpr(2048)
 DIGITS = tl.constexpr(2048)
 FIRST = tl.constexpr(21)  # bits behind the first digit, and behind the second
@@ -293,6 +294,7 @@ def _second_digit_kernel(
 
 @triton.jit
 def _store_state(state_ptr, digits, count, weight, reach):
+    """For the launches behind this one, by the first program."""
     if tl.program_id(0) == 0:
         tl.store(state_ptr, digits)
         tl.store(state_ptr + 1, count)
@@ -384,8 +386,9 @@ def _token_kernel(
 def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tensor) -> Tensor:
     """Choose one token for each request: `alspec.runtime.sampling.sample`, the oracle, at position `seq_lens`.
 
-    A token less likely than the most likely one by a factor of V / 2^61 has no weight. Where logits are not finite,
-    which the fault word says, any token comes out.
+    A token less likely than the most likely one by a factor of V / 2^63 has no weight. Sums are exact, where those of
+    the oracle are rounded: of equal tokens, of which top_p takes a whole number, it may take one more. Where logits are
+    not finite, which the fault word says, any token comes out.
 
     Args:
         logits: [B, V] fp32, V up to 2^24.  best: [B, C] fp32, the largest of each block, see `collect_logits`.

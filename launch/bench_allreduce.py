@@ -25,7 +25,7 @@ from alspec.kernels.residual import new_stream, num_square_sums, reduce_norm
 from alspec.kernels.words import pack_words
 from alspec.launch.output import no_command
 from alspec.runtime.placement import Placement
-from alspec.runtime.stats import percentile
+from alspec.runtime.stats import spread
 from alspec.runtime.symmetric import exchanges, symmetric_fault
 from alspec.runtime.transport import Transport, connect_store
 
@@ -255,10 +255,7 @@ def time_chains(
     slowest: list[list[float]] = transport.all_gather_world(own).amax(0).tolist()
     for graph in graphs.values():
         graph.reset()
-    return {
-        name: {f"p{int(100 * share)}": percentile(times, share) for share in (0.2, 0.5, 0.8)}
-        for name, times in zip(names, slowest, strict=True)
-    }
+    return {name: spread(times) for name, times in zip(names, slowest, strict=True)}
 
 
 def measure(transport: Transport, batch_size: int) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:

@@ -31,7 +31,7 @@ from alspec.launch.output import append_rows
 from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us, written
 from alspec.runtime.faults import out_of_memory_is_told
 from alspec.runtime.placement import Placement
-from alspec.runtime.stats import percentile, provenance, stream_bandwidth
+from alspec.runtime.stats import provenance, spread, stream_bandwidth
 from alspec.runtime.turbo_cache import TURBO_CODECS
 from alspec.sas import Softmax
 
@@ -164,7 +164,7 @@ def time_us(run: Callable[[int], Any], copies: int) -> dict[str, float]:
         graph.replay()
     samples = [_replay_us(graph) / copies for _ in range(REPLAYS)]
     del graph
-    return {f"p{int(100 * share)}": percentile(samples, share) for share in (0.2, 0.5, 0.8)}
+    return spread(samples)
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:

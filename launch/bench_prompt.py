@@ -24,8 +24,7 @@ from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.memory import GIB
 from alspec.runtime.prefill import CHUNK_TOKENS, prefill
-from alspec.runtime.stats import percentile
-from alspec.runtime.transport import Transport
+from alspec.runtime.stats import percentile, spread
 
 __all__ = ["PROMPT_CONTEXTS", "PROMPT_ENGINES", "matrix_peak", "measure_prompts", "prompt_flops", "prompt_table"]
 
@@ -145,7 +144,7 @@ def _check(engine: Engine) -> None:
         lm_head=weights.lm_head.float(),
     )
     cache = new_cache("bf16", config, engine.placement.tp_size, 1, CHECKED_TOKENS, torch.float32, engine.device)
-    all_reduce = _transport(engine).all_reduce
+    all_reduce = engine.connected().all_reduce
     expected = _logits(engine, Llama(config, exact, all_reduce), cache, ids, CHECKED_TOKENS)
     logits = _logits(engine, Llama(config, weights, all_reduce), engine.cache, ids, CHECKED_CHUNK)
     error = float((logits - expected).norm() / expected.norm())
@@ -168,7 +167,7 @@ def _measure(engine: Engine, context: int, peak: float) -> Row:
     assert engine.memory is not None
     taken = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     taken_bytes, planned_bytes = map(int, _largest(engine, taken, engine.memory.total_bytes))
-    us = {f"p{int(100 * share)}": percentile(samples, share) for share in (0.2, 0.5, 0.8)}
+    us = spread(samples)
     flops = prompt_flops(config, context)
     rate = flops / us["p50"] * 1e6 / world_size
     return {
@@ -188,7 +187,7 @@ def _measure(engine: Engine, context: int, peak: float) -> Row:
         "tflop_s": round(rate / 1e12, 3),  # of one GPU, as the next two
         "peak_tflop_s": round(peak / 1e12, 3),
         "share_of_peak": round(rate / peak, 4),
-        "memory_bytes": taken_bytes,  # of the fullest GPU; 0 on the CPU
+        "memory_bytes": taken_bytes,  # of PyTorch's tensors, on the fullest GPU; 0 on the CPU
         "planned_bytes": planned_bytes,
     }
 
@@ -199,7 +198,7 @@ def _first_token_us(engine: Engine, ids: list[int]) -> float:
     Raises:
         BadNumbersError: logits that are not finite.
     """
-    _transport(engine).barrier()
+    engine.connected().barrier()
     started = time.perf_counter()
     logits = _logits(engine, engine.model, engine.cache, ids)
     int(logits.argmax())
@@ -211,7 +210,7 @@ def _first_token_us(engine: Engine, ids: list[int]) -> float:
 
 def _logits(engine: Engine, model: Llama, cache: Cache, ids: list[int], chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
     """[1, V] fp32 after the prompt's last token."""
-    return prefill(model, cache, _transport(engine), 0, ids, no_operation, chunk_tokens)[0]
+    return prefill(model, cache, engine.connected(), 0, ids, no_operation, chunk_tokens)[0]
 
 
 def _random_ids(engine: Engine, num_tokens: int) -> list[int]:
@@ -224,13 +223,8 @@ def _random_ids(engine: Engine, num_tokens: int) -> list[int]:
 def _largest(engine: Engine, *values: float) -> list[float]:
     """Each value on the rank where it is largest; every rank calls it."""
     own = torch.tensor(values, dtype=torch.float64, device=engine.device)
-    largest: list[float] = _transport(engine).all_gather_world(own).amax(0).tolist()
+    largest: list[float] = engine.connected().all_gather_world(own).amax(0).tolist()
     return largest
-
-
-def _transport(engine: Engine) -> Transport:
-    assert engine.transport is not None, "load comes first"
-    return engine.transport
 
 
 def prompt_table(rows: list[Row]) -> Table:

@@ -15,12 +15,20 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from alspec.config import UNAVAILABLE, CommandConfig, check_fields, load_yaml, nearest_name, validate
+from alspec.config import UNAVAILABLE, ChoiceConfig, CommandConfig, check_fields, load_yaml, nearest_name, validate
 from alspec.errors import UserError
 from alspec.launch.output import exit_code
 from alspec.runtime.placement import Placement
 
-__all__ = ["Parser", "check_picture", "check_writable", "parse", "print_config", "run_command"]
+__all__ = [
+    "Parser",
+    "check_picture",
+    "check_writable",
+    "cuts_without_effect",
+    "parse",
+    "print_config",
+    "run_command",
+]
 
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 _CommandT = TypeVar("_CommandT", bound=CommandConfig)
@@ -170,6 +178,14 @@ def check_writable(name: str, path: Path | None) -> None:
         raise UserError(
             f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"
         ) from None
+
+
+def cuts_without_effect(config: ChoiceConfig) -> list[str]:
+    """A notice about flags that cut what nobody draws from."""
+    given = [flag for flag, is_given in (("--top-k", config.top_k > 0), ("--top-p", config.top_p < 1.0)) if is_given]
+    if not given or config.temperature > 0.0:
+        return []
+    return [f"{' and '.join(given)} without effect: temperature 0 takes the most likely token"]
 
 
 def check_picture(name: str, path: Path | None) -> None:

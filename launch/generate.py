@@ -12,7 +12,7 @@ import torch
 
 from alspec.config import GenerateConfig, SpeculationConfig
 from alspec.errors import UserError
-from alspec.launch.cli import Parser, run_command
+from alspec.launch.cli import Parser, cuts_without_effect, run_command
 from alspec.launch.display import Printer, StatusLine, print_panel, shows_color, use_utf8
 from alspec.launch.output import write_text, writing
 from alspec.launch.plan import print_plan
@@ -86,9 +86,7 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
         notices.append("--color shades nothing: nothing is speculated")
     elif config.color and not shows_color():
         notices.append("--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same")
-    given = [flag for flag, is_given in (("--top-k", config.top_k > 0), ("--top-p", config.top_p < 1.0)) if is_given]
-    if given and config.temperature == 0.0:
-        notices.append(f"{' and '.join(given)} without effect: temperature 0 takes the most likely token")
+    notices += cuts_without_effect(config)
     default, own = SpeculationConfig(), config.speculation
     changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))
     given = [flag for flag, is_changed in changed if is_changed]

@@ -16,7 +16,7 @@ from rich.table import Table
 from alspec.config import HitRate, LatencyConfig, SamplingConfig, refuse_unavailable
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.gemv_tile import MAX_BATCH
-from alspec.launch.cli import Parser, check_picture, check_writable, run_command
+from alspec.launch.cli import Parser, check_picture, check_writable, cuts_without_effect, run_command
 from alspec.launch.display import StatusLine
 from alspec.launch.output import append_rows, write_text, writing
 from alspec.launch.plot_latency import draw
@@ -51,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
 def _run(config: LatencyConfig, command: str) -> int:
     _check(config)
     _check_modes(config)
+    if Placement.from_environment().rank == 0:
+        for notice in cuts_without_effect(config):
+            print(f"alspec: {notice}", file=sys.stderr)
     found: list[Measured] = []
     with _shown_if_ended(found):
         for one in _each(config):
@@ -77,8 +80,7 @@ def _modes(config: LatencyConfig) -> list[str]:
 
 
 def _codecs(config: LatencyConfig) -> list[str]:
-    # Alone, --kv-cache says the same as in the other commands.
-    return [config.kv_cache] if config.kv_cache != "bf16" else list(dict.fromkeys(config.codecs))
+    return list(dict.fromkeys(config.codecs or [config.kv_cache]))
 
 
 def _each(config: LatencyConfig) -> list[LatencyConfig]:
@@ -94,8 +96,10 @@ def _each(config: LatencyConfig) -> list[LatencyConfig]:
 
 def _check(config: LatencyConfig) -> None:
     """Find the mistakes that can be found without the model."""
-    if config.kv_cache != "bf16" and "codecs" in config.model_fields_set:
+    if config.codecs is not None and config.kv_cache != "bf16":
         raise UserError("flags: --kv-cache: --codecs says which caches are measured; leave --kv-cache out")
+    if config.codecs is not None and config.softmax == "sas" and "bf16" in config.codecs:
+        raise UserError("flags: --softmax: sas needs quantised caches; leave bf16 out of --codecs")
     if config.trace is not None and len(_each(config)) > 1:
         raise UserError("flags: --trace: one mode over one cache at a time; give one to --modes, and to --codecs")
     for one in _each(config):
@@ -289,7 +293,7 @@ def _row(
             "softmax": config.softmax,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
             "forced": rate != "real",
-            **_choice(config.sampling),
+            **_sampling_of(config.sampling),
         },
         "us": {name: round(profile.us[name], 3) for name in ("p20", "p50", "p80", "p99")},
         "bytes": profile.read_bytes,
@@ -301,7 +305,7 @@ def _row(
     }
 
 
-def _choice(sampling: SamplingConfig) -> dict[str, Any]:
+def _sampling_of(sampling: SamplingConfig) -> dict[str, Any]:
     """How tokens were chosen, where not greedily."""
     if sampling.temperature == 0.0:
         return {}

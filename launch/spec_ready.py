@@ -18,7 +18,8 @@ from alspec.kernels.merge import num_sums
 from alspec.kernels.reference import decode_attention_ref
 from alspec.kernels.words import unpack_words
 from alspec.launch.output import no_command
-from alspec.runtime.stats import percentile
+from alspec.predictor import predictor_ranges
+from alspec.runtime.stats import spread
 
 __all__ = ["merged", "pair_speculation", "spec_ready_us", "written"]
 
@@ -41,7 +42,7 @@ def _stamp(time_ptr):
     tl.store(time_ptr, globaltimer())
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@triton.jit(do_not_specialize=["epoch", "size"])
 def _wait_and_copy(
     words_ptr,  # [size] int64: values under an epoch, or acknowledgements
     epoch,
@@ -112,8 +113,8 @@ def merged(spec_out: Tensor, spec_lse: Tensor | None, epoch: int) -> Tensor:
 class _Watch:
     """A kernel that waits for words, and when it saw them.
 
-    Tensors are of its own, so that whatever the words all launches have the same compiled form; the first one loads it,
-    and later ones have the split of an SM's memory that it is to have.
+    Tensors are of its own, and sizes not specialised, so that all launches have the same compiled form: the first one
+    loads it, and later ones have the split of an SM's memory that it is to have.
     """
 
     def __init__(self, words: Tensor) -> None:
@@ -207,14 +208,14 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
             raise RankFailureError(f"spec_ready: repetition {repetition}: A~ did not come")
         samples.append((end - int(started)) / 1e3)
     _check_guess(speculation, q, k, v, seq_lens, WARMUP + REPETITIONS - 1)
-    return {f"p{int(100 * share)}": percentile(samples[WARMUP:], share) for share in (0.2, 0.5, 0.8)}
+    return spread(samples[WARMUP:])
 
 
 def _check_guess(speculation: Speculation, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, epoch: int) -> None:
     """Compare `A~` of one request with the fp64 oracle over its tokens."""
-    n, chunk_size = int(seq_lens), speculation.chunk_size
-    window = max(n - chunk_size, 0) // 64 * 64
-    tokens = [t for t in range(n) if t < chunk_size or t >= window]
+    n = int(seq_lens)
+    sink_end, window_start = (int(end) for end in predictor_ranges(seq_lens, speculation.chunk_size))
+    tokens = [*range(sink_end), *range(window_start, n)]
     near = torch.tensor([len(tokens)])
     wanted, _ = decode_attention_ref(q, k[:, :, tokens], v[:, :, tokens], near, q.shape[-1] ** -0.5)
     found = merged(speculation.spec_out, speculation.spec_lse, epoch).to(wanted)

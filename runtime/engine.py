@@ -236,7 +236,7 @@ class Engine:
             self.loop = DecodeLoop.build(
                 self.model,
                 self.cache,
-                self._connected(),
+                self.connected(),
                 self._uses_symm,
                 self._wants_graph,
                 self._looped_operation,
@@ -252,7 +252,7 @@ class Engine:
             self.program = StepProgram(
                 self.model,
                 self.cache,
-                self._connected(),
+                self.connected(),
                 self.mode,
                 speculation.threshold,
                 speculation.chunk_size,
@@ -266,7 +266,7 @@ class Engine:
     def _warm_up(self) -> None:
         """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches."""
         batch_size = self.cache.batch_size
-        prefill(self.model, self.cache, self._connected(), 0, [0], self._operation)
+        prefill(self.model, self.cache, self.connected(), 0, [0], self._operation)
         if self.loop is not None:
             return  # `prepare` warms it up, for the sampling asked for
         assert self.program is not None
@@ -321,7 +321,8 @@ class Engine:
             chosen |= {"the model's files (fingerprint)": fingerprint(model_folder(self.config))}
         self.agreement.require_same(shared_settings(self.config) | chosen)
 
-    def _connected(self) -> Transport:
+    def connected(self) -> Transport:
+        """The transport; `load` comes first."""
         assert self.transport is not None, "load comes first"
         return self.transport
 
@@ -381,7 +382,7 @@ class Engine:
         self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None
     ) -> Iterator[Token]:
         requests = generation.requests
-        transport = self._connected()
+        transport = self.connected()
         if self.loop is not None:
             self.prepare(sampling)
         if any(len(request.prompt_ids) > CHUNK_TOKENS for request in requests):
@@ -484,7 +485,7 @@ class Engine:
     def _raise_fault(self, code: int) -> None:
         if code:
             spreads = self.mode == "off"
-            raise fault_error(code, self._step, self.model_config.num_layers, self._connected(), spreads)
+            raise fault_error(code, self._step, self.model_config.num_layers, self.connected(), spreads)
 
     def stream(
         self, prompt: str | Sequence[int], sampling: SamplingConfig | None = None, **options: Any
@@ -546,7 +547,7 @@ class Engine:
         finite = torch.isfinite(logits).all().to(tokens.dtype)
         *chosen, is_finite = torch.cat([tokens, finite[None]]).tolist()
         if not is_finite:
-            raise bad_logits_error(logits, layer_sums, self._step, self._connected())
+            raise bad_logits_error(logits, layer_sums, self._step, self.connected())
         return [
             token if request.live else request.token_ids[-1] for token, request in zip(chosen, requests, strict=True)
         ]

@@ -14,7 +14,6 @@ from .engine import Engine
 from .generation import Generation
 from .prefill import CHUNK_TOKENS
 from .stats import percentile, step_bytes, stream_bandwidth
-from .transport import Transport
 
 __all__ = [
     "WARMUP_STEPS",
@@ -116,7 +115,7 @@ def measure(
     Raises:
         BadNumbersError, RankFailureError: as in generation.
     """
-    transport, batch_size = _transport(engine), engine.cache.batch_size
+    transport, batch_size = engine.connected(), engine.cache.batch_size
     transport.barrier()
     if engine.loop is not None:
         token_ids = first_tokens(engine, context, text_ids, sampling)
@@ -163,11 +162,6 @@ def first_tokens(
     return [request.token_ids[0] for request in _generate(engine, prompts, 1, sampling).requests]
 
 
-def _transport(engine: Engine) -> Transport:
-    assert engine.transport is not None, "load comes first"
-    return engine.transport
-
-
 def _generate(engine: Engine, prompts: list[list[int]], num_tokens: int, sampling: SamplingConfig) -> Generation:
     sampling = sampling.model_copy(update={"max_new_tokens": num_tokens, "ignore_eos": True})
     generation = engine.start_generation(prompts, sampling)
@@ -193,7 +187,7 @@ def _launched(
 
 def stream_limit(engine: Engine) -> float:
     """Bytes/s that a copy moves on the fastest rank, measured on all at once; every rank calls it."""
-    transport = _transport(engine)
+    transport = engine.connected()
     transport.barrier()
     own = torch.tensor(stream_bandwidth(engine.device), dtype=torch.float64, device=engine.device)
     return float(transport.all_gather_world(own).max())

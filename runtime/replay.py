@@ -165,6 +165,7 @@ class DecodeLoop:
         cuts = Sampler.cuts_of(*how, self._decoder.config.vocab_size)
         is_captured = self._prepared and cuts == (self._sampler.cuts if self._sampler else ())
         if not is_captured:
+            self._prepared = False  # until all of it has succeeded
             self.release()
             self._sampler = Sampler.allocate(cuts, self._batch_size, self._device) if cuts else None
         if self._sampler is not None:
@@ -172,6 +173,7 @@ class DecodeLoop:
         return 0 if is_captured else self._capture()
 
     def _capture(self) -> int:
+        """Compile the step's kernels, try them and, where steps are captured, capture one; returns the fault word."""
         self.begin([0] * self._batch_size, [1] * self._batch_size)
         if self._is_cuda:
             # What else is in a step, collectives and copies, runs once more, between steps.
@@ -182,13 +184,16 @@ class DecodeLoop:
             self._launched += 1
         self._taken = self._launched
         fault = int(self._exchange.fault)
-        self._prepared = fault == 0  # else the next call tries again
-        if self._prepared and self._use_graph:
-            self._graph = torch.cuda.CUDAGraph()
+        if fault:
+            return fault
+        if self._use_graph:
+            graph = torch.cuda.CUDAGraph()
             # Other threads (the heartbeat, NCCL's watchdog) may call CUDA meanwhile.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._issue(no_operation)
-        return fault
+            self._graph = graph
+        self._prepared = True
+        return 0
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """Set the state: the newest token of each request, and lengths with it."""
@@ -216,11 +221,12 @@ class DecodeLoop:
         """
         depth = min(DEPTH, remaining)
         pairing = self._decoder.pairing
-        if pairing is not None and live is not None and len(live) > 1:
+        if live is not None and self._batch_size > 1 and pairing is not None:
             depth = 1
-            if live != self._live:
-                pairing.live.copy_(torch.tensor(live, dtype=torch.int32))
-                self._live = list(live)
+        now = live or [True] * self._batch_size
+        if pairing is not None and now != self._live:
+            pairing.live.copy_(torch.tensor(now, dtype=torch.int32))
+            self._live = list(now)
         while self._launched < self._taken + depth:
             if self._graph is not None:
                 self._graph.replay()

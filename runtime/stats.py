@@ -21,7 +21,16 @@ from .codecs import bytes_per_token
 from .generation import Generation
 from .memory import plan_memory
 
-__all__ = ["mean_lengths", "percentile", "provenance", "step_bytes", "stream_bandwidth", "summarize", "versions"]
+__all__ = [
+    "mean_lengths",
+    "percentile",
+    "provenance",
+    "spread",
+    "step_bytes",
+    "stream_bandwidth",
+    "summarize",
+    "versions",
+]
 
 # An idle GPU needs some milliseconds of work before its clocks are those of a busy one.
 STREAM_WARMUP_S = 0.02
@@ -35,6 +44,11 @@ def percentile(values: list[float], share: float) -> float:
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """p20, p50 and p80 of values, as rows of benches have them."""
+    return {f"p{percent}": percentile(values, percent / 100) for percent in (20, 50, 80)}
 
 
 def step_bytes(

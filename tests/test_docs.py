@@ -380,8 +380,9 @@ def test_prose_about_sampling_and_prompts_says_what_the_rows_say() -> None:
         [found[cache, context]["us"]["p50"] / 1e6 for cache in ("bf16", "turbo4")] for context in (8192, 131072)
     )
     assert {f"{seconds:.2f}" for seconds in short} == {"0.26"}
-    share = found["bf16", 8192]["share_of_peak"]
-    assert f"8K tokens take 0.26 s over either cache, at {share:.0%} of the rate".replace("%", " %") in readme
+    bf16, turbo4 = (f"{100 * found[cache, 8192]['share_of_peak']:.0f} %" for cache in ("bf16", "turbo4"))
+    assert f"8K tokens take 0.26 s over either cache, at {bf16} (bf16) and {turbo4} (`turbo4`) of the rate" in readme
+    assert [found[cache, 131072]["prompts"] for cache in ("bf16", "turbo4")] == [1, 1], "one prompt each"
     assert f"128K tokens take {long[0]:.1f} s over the bf16 cache and {long[1]:.1f} s over `turbo4`" in readme
 
 

@@ -132,6 +132,25 @@ def test_caches_follow_each_other_in_one_run(profile: Profile, tmp_path: Path) -
     assert turbo4["bytes"] < bf16["bytes"]
 
 
+def test_a_printed_configuration_is_read_back(profile: Profile, tmp_path: Path) -> None:
+    for flags in (("--kv-cache", "turbo4"), ("--codecs", "bf16,turbo4"), ()):
+        code, printed, _ = profile("--contexts", 16, *flags, "--print-config")
+        assert code == 0
+        (tmp_path / "config.yaml").write_text(printed, encoding="utf-8")
+        assert profile("--config", tmp_path / "config.yaml", "--print-config")[:2] == (0, printed)
+        config = latency.LatencyConfig(**yaml.safe_load(printed))
+        latency._check(config)
+        assert latency._codecs(config) == {"--kv-cache": ["turbo4"], "--codecs": ["bf16", "turbo4"]}.get(
+            next(iter(flags), ""), ["bf16"]
+        )
+
+
+def test_cuts_without_effect_are_told(profile: Profile, checkpoint: Path) -> None:
+    flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", 16, "--steps", 1, "--top-k", 5)
+    assert profile(*flags)[2] == "alspec: --top-k without effect: temperature 0 takes the most likely token\n"
+    assert profile(*flags, "--temperature", 1)[2] == ""
+
+
 def test_sampled_steps(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
     """They are chosen as asked for, and rows and title say so."""
     how = ("--temperature", 0.8, "--top-p", 0.9, "--seed", 5)
@@ -377,7 +396,7 @@ MISTAKES = [
     ),
     (
         ("--codecs", "turbo4,bf16", "--softmax", "sas"),
-        "softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed",
+        "flags: --softmax: sas needs quantised caches; leave bf16 out of --codecs",
     ),
     (("--codecs", "turbo4"), "kv_cache: turbo4 needs a head_dim of 64 or 128, the model has 8; use bf16"),
     (

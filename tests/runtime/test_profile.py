@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,9 @@ class FakeEngine:
         self.placement = Placement(0, 2, 0, 2)
         self.started: list[tuple[list[int], list[int], int]] = []
         self._step_us = [90_000] * WARMUP_STEPS + step_us
+
+    def connected(self) -> FakeTransport:
+        return self.transport
 
     def decode(self, token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
         assert self.transport.barriers == 1
@@ -187,7 +191,7 @@ def test_filled_cache(engine: Engine) -> None:
 def test_limit_is_the_fastest_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alspec.runtime.profile.stream_bandwidth", lambda device: 3e9)
     for other, fastest in ((2e9, 3e9), (4e9, 4e9)):
-        fake: Any = SimpleNamespace(device=CPU, transport=FakeTransport([other]))
+        fake: Any = SimpleNamespace(device=CPU, connected=partial(FakeTransport, [other]))
         assert stream_limit(fake) == fastest
 
 

@@ -197,6 +197,39 @@ def test_bad_weights_name_operation_and_rank(small_folder: Path) -> None:
     assert _run(loop, setting.prefill(), GREEDY)
 
 
+def test_a_preparation_that_was_broken_off_is_done_again(setting: Setting) -> None:
+    """As by Ctrl-C, or for want of memory: also if the same step had been prepared before."""
+    loop = setting.loop()
+    loop.prepare(SAMPLED)
+    with (
+        mock.patch.object(loop, "_issue", mock.Mock(side_effect=torch.OutOfMemoryError)),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        loop.prepare(GREEDY)
+    for sampling in (SAMPLED, GREEDY):
+        with mock.patch.object(loop, "_capture", mock.Mock(wraps=loop._capture)) as capture:
+            loop.prepare(sampling)
+        assert capture.call_count == 1
+        assert _run(loop, setting.prefill(), sampling) == setting.tokens(sampling)
+
+
+def test_requests_of_a_batch_before_are_not_remembered(setting: Setting) -> None:
+    """A pair's verdicts ask who is still generating; of the next text, all are."""
+    loop = setting.loop()
+    loop.prepare(GREEDY)
+    pairing = mock.Mock(live=torch.ones(2, dtype=torch.int32), hits=torch.zeros(2, 2, dtype=torch.int32))
+    with (
+        mock.patch.object(loop._decoder, "pairing", pairing),
+        mock.patch.object(loop, "_issue"),
+        mock.patch.object(loop, "_await_stamp"),
+    ):
+        found = []
+        for live in ([True, True], [True, False], [True, False], None, [False, True]):
+            loop.step(3, live)
+            found.append(pairing.live.tolist())
+    assert found == [[1, 1], [1, 0], [1, 0], [1, 1], [0, 1]]
+
+
 def test_a_preparation_that_failed_is_tried_again(small_folder: Path) -> None:
     setting = Setting(small_folder)
     loop = setting.loop()
