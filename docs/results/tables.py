@@ -353,8 +353,8 @@ def prompts(rows: list[dict[str, Any]]) -> str:
             "## Whole prompts",
             "Time until the host has the first token after random ones, p20 / p50 / p80, of so many prompts. Rate and"
             " memory, that of PyTorch's tensors, are those of one GPU; the peak is what a large product of bf16"
-            " matrices reached in the same run. Counted are the operations of the layers' matrices, of causal attention, and of"
-            " one token's logits.",
+            " matrices reached in the same run. Counted are the operations of the layers' matrices, of causal"
+            " attention, and of one token's logits.",
             where(*rows),
             table([*head, "GiB", "GiB planned"], [lines[key] for key in sorted(lines)]),
         ]
