@@ -144,20 +144,8 @@ def lean_decode_attention(
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on its launches are, but for a `predictor`,
         programmatic dependent ones, which start while the kernel before them ends and wait for its results.
     """
-    batch_size, num_qo_heads, head_dim = q.shape
-    num_kv_heads, capacity = k_cache.shape[1:3]
-    if not (q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("q, k_cache, v_cache: expected contiguous tensors")
-    if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
-        raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
-    if speculation is None and phase != "all":
-        raise ValueError(f"phase: {phase!r} needs speculation")
-    if num_qo_heads % num_kv_heads:
-        raise ValueError(f"q: {num_qo_heads} heads are no multiple of {num_kv_heads} KV heads")
-    if capacity * head_dim >= 2**31:
-        raise ValueError(f"k_cache: {capacity} tokens of one head overflow 32-bit offsets")
-    check_speculation(speculation, q, phase, MAX_GUESS_PARTS)
-    parts = speculation.parts if speculation else 1
+    _check(q, k_cache, v_cache, seq_lens, speculation, phase)
+    (batch_size, num_qo_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]
     heads_per_kv = num_qo_heads // num_kv_heads
     heads_pad = triton.next_power_of_2(heads_per_kv)
     width = triton.next_power_of_2(head_dim)
@@ -178,43 +166,42 @@ def lean_decode_attention(
         "BLOCK_N": block_n,
         "LONG": long_run,
         "SPEC": spec is not None,
-        "GUESS_PARTS": parts,
+        "GUESS_PARTS": spec.parts if spec else 1,
         "PHASE": PHASES[phase],
         "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
     }
-    chunk_size = spec.chunk_size if spec else 0
-    arguments: tuple[Any, ...] = (
-        seq_lens,
-        spec.spec_out if spec else None,
-        spec.spec_lse if spec else None,
-        spec.epoch if spec else None,
-        workspace.o,
-        workspace.lse,
-        gate,
-        batch_size,
-        chunk_size,
-        sm_scale * math.log2(math.e),
-    )
+    numbers = (batch_size, spec.chunk_size if spec else 0)
     if copies:
         kernel, caches = lean_hopper_kernel, _descriptors(k_cache, v_cache, width, block_n, long_run > 0)
     else:
-        kernel, caches = lean_decode_kernel, (k_cache, v_cache, capacity)
+        kernel, caches = lean_decode_kernel, (k_cache, v_cache, k_cache.shape[2])
     launch(kernel, (workspace.num_programs,))(
-        q,
-        *caches,
-        *arguments,
-        ROWS=max(8 if copies else 16, heads_pad),
-        STAGES=num_stages,
-        EARLY=pdl and newest_only and gate is None and spec is None,
-        num_warps=NUM_WARPS,
-        **plan,
-    )
-    if phase == "predictor":
-        return
-    launch_merge(
-        lean_merge_kernel, seq_lens, workspace, out, lse, speculation, gate, (batch_size, chunk_size), head_dim, plan
-    )
+        q, *caches, seq_lens, spec.spec_out if spec else None, spec.spec_lse if spec else None,
+        spec.epoch if spec else None, workspace.o, workspace.lse, gate, *numbers, sm_scale * math.log2(math.e),
+        ROWS=max(8 if copies else 16, heads_pad), STAGES=num_stages,
+        EARLY=pdl and newest_only and gate is None and spec is None, num_warps=NUM_WARPS, **plan,
+    )  # fmt: skip
+    if phase != "predictor":
+        launch_merge(lean_merge_kernel, seq_lens, workspace, out, lse, spec, gate, numbers, head_dim, plan)
+
+
+def _check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, speculation: Speculation | None, phase: Phase
+) -> None:
+    """Raise ValueError where `lean_decode_attention` has no kernel for its arguments."""
+    (batch_size, num_qo_heads, head_dim), (num_kv_heads, capacity) = q.shape, k_cache.shape[1:3]
+    if not (q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("q, k_cache, v_cache: expected contiguous tensors")
+    if seq_lens.dtype != torch.int32 or seq_lens.shape != (batch_size,):
+        raise ValueError(f"seq_lens: expected [{batch_size}] int32, found {list(seq_lens.shape)} {seq_lens.dtype}")
+    if speculation is None and phase != "all":
+        raise ValueError(f"phase: {phase!r} needs speculation")
+    if num_qo_heads % num_kv_heads:
+        raise ValueError(f"q: {num_qo_heads} heads are no multiple of {num_kv_heads} KV heads")
+    if capacity * head_dim >= 2**31:
+        raise ValueError(f"k_cache: {capacity} tokens of one head overflow 32-bit offsets")
+    check_speculation(speculation, q, phase, MAX_GUESS_PARTS)
 
 
 def check_speculation(speculation: Speculation | None, q: Tensor, phase: Phase, most_parts: int) -> None:

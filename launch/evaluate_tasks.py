@@ -18,9 +18,10 @@ from alspec.errors import UserError
 from alspec.models.demo.data import RecallPrompt, recall_prompts
 from alspec.models.demo.tokenizer import SPECIAL_TOKENS
 from alspec.models.files import parse_json
+from alspec.models.source import model_folder
 from alspec.predictor import shortest_guess
 from alspec.runtime.decoded_attention import CacheSetting
-from alspec.runtime.engine import Engine, model_folder
+from alspec.runtime.engine import Engine
 from alspec.runtime.quality import TextScore, score_under
 
 __all__ = [

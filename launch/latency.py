@@ -21,8 +21,9 @@ from alspec.launch.display import StatusLine
 from alspec.launch.output import append_rows, write_text, writing
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
+from alspec.models.source import model_config
 from alspec.runtime.codecs import check_codec
-from alspec.runtime.engine import Engine, model_config
+from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
 from alspec.runtime.placement import Placement, choose_device, choose_mode

@@ -15,8 +15,8 @@ from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.launch.output import no_command
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Shard
+from alspec.models.source import model_config
 from alspec.runtime.codecs import bytes_per_token, check_codec
-from alspec.runtime.engine import model_config
 from alspec.runtime.memory import DTYPES, GIB, check_max_context, plan_memory
 from alspec.runtime.stats import step_bytes
 

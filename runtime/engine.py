@@ -22,9 +22,8 @@ from ..errors import UserError
 from ..kernels.attention import newest_causal_mask
 from ..kernels.gemv_tile import MAX_BATCH
 from ..models.checkpoint import Checkpoint, verify_checksums
-from ..models.config import LlamaConfig
-from ..models.demo import DEMO_CHECKPOINT
 from ..models.llama import Llama, load_weights, random_weights
+from ..models.source import model_config, model_folder
 from ..models.tokenizer import Tokenizer
 from ..predictor import shortest_guess
 from .agreement import Agreement, fingerprint, shared_settings
@@ -42,25 +41,9 @@ from .symmetric import symmetric_fault
 from .timeline import Timeline
 from .transport import Transport, connect_store
 
-__all__ = ["Engine", "model_config", "model_folder"]
+__all__ = ["Engine"]
 
 _JOBS = itertools.count()
-
-
-def model_folder(config: EngineConfig) -> Path:
-    """Where weights and tokenizer are, if weights are not random; by default, the bundled demo checkpoint."""
-    return config.model or DEMO_CHECKPOINT
-
-
-def model_config(config: EngineConfig) -> LlamaConfig:
-    """The model that is asked for.
-
-    Raises:
-        UserError: unknown shape, or a folder that is broken.
-    """
-    if config.random_weights is not None:
-        return LlamaConfig.from_shape(config.random_weights)
-    return LlamaConfig.from_folder(model_folder(config))
 
 
 class Engine:

@@ -1,0 +1,27 @@
+"""Where the model of a configuration comes from: a folder, the bundled checkpoint, or a published shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config import EngineConfig
+from .config import LlamaConfig
+from .demo import DEMO_CHECKPOINT
+
+__all__ = ["model_config", "model_folder"]
+
+
+def model_folder(config: EngineConfig) -> Path:
+    """Where weights and tokenizer are, if weights are not random; by default, the bundled demo checkpoint."""
+    return config.model or DEMO_CHECKPOINT
+
+
+def model_config(config: EngineConfig) -> LlamaConfig:
+    """The model that is asked for.
+
+    Raises:
+        UserError: unknown shape, or a folder that is broken.
+    """
+    if config.random_weights is not None:
+        return LlamaConfig.from_shape(config.random_weights)
+    return LlamaConfig.from_folder(model_folder(config))
