@@ -239,60 +239,6 @@ def _kept(counts_ptr, weights_ptr, state_ptr, largest, temperature, CUT: tl.cons
 
 
 @triton.jit
-def _second_digit_kernel(
-    logits_ptr,
-    best_ptr,
-    seq_lens_ptr,  # [B] int32
-    shares_ptr,
-    numbers_ptr,  # [2] int64
-    counts_ptr,
-    weights_ptr,
-    state_ptr,  # [B, TABLES, STATE] int64
-    vocab_size,
-    TABLE: tl.constexpr,  # that is made here
-    CUT: tl.constexpr,
-    CUT_BEFORE: tl.constexpr,  # or None
-    TABLES: tl.constexpr,
-    SCALE: tl.constexpr,
-    C: tl.constexpr,
-    C_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """What a cut is to reach, and its first digit; tokens that have it, by their second. Grid [C, B]."""
-    request = tl.program_id(1)
-    x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    temperature, top_p = tl.load(shares_ptr), tl.load(shares_ptr + 1)
-    first, table = _table(request, 0, TABLES), _table(request, TABLE, TABLES)
-    state = state_ptr + (request * TABLES + TABLE) * STATE
-    if CUT == TOP_K:
-        reach = tl.load(numbers_ptr)
-    else:
-        if CUT_BEFORE is None:
-            kept = tl.sum(tl.load(weights_ptr + first + tl.arange(0, FIRST_DIGITS)), 0)
-        else:
-            before = table - DIGITS
-            kept = _kept(
-                counts_ptr + before, weights_ptr + before, state - STATE, largest, temperature, CUT_BEFORE, SCALE
-            )  # fmt: skip
-        if CUT == TOP_P:
-            reach = tl.maximum(tl.ceil(top_p * kept.to(tl.float64)).to(tl.int64), 1)
-        else:
-            position = tl.load(seq_lens_ptr + request)
-            zero = position * 0
-            word, _, _, _ = tl.philox(tl.load(numbers_ptr + 1), position, request + zero, zero, zero)
-            uniform = word.to(tl.uint32, bitcast=True).to(tl.float64) / 4294967296.0
-            reach = (uniform * kept.to(tl.float64)).to(tl.int64) + 1
-    digits, count, weight = _find(counts_ptr + first, weights_ptr + first, reach, 0, 0, CUT == TOP_K, FIRST_DIGITS)
-    _store_state(state, digits, count, weight, reach)
-    asked = exist & (place >> FIRST == digits)
-    _add_up(x, place, asked, largest, temperature, counts_ptr + table, weights_ptr + table, SECOND, SCALE, CUT == TOP_K)
-
-
-@triton.jit
 def _store_state(state_ptr, digits, count, weight, reach):
     """For the launches behind this one, by the first program."""
     if tl.program_id(0) == 0:
@@ -303,16 +249,52 @@ def _store_state(state_ptr, digits, count, weight, reach):
 
 
 @triton.jit
-def _third_digit_kernel(
-    logits_ptr,
-    best_ptr,
-    shares_ptr,
-    counts_ptr,
-    weights_ptr,
-    state_ptr,
+def _to_reach(
+    request, largest, temperature, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
+    TABLE: tl.constexpr, CUT: tl.constexpr, CUT_BEFORE: tl.constexpr, TABLES: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """What a cut is to reach: a number of tokens, or a share of the weight that the cut before it keeps.
+
+    TABLE: the first that the cut makes.  CUT_BEFORE: or None.
+    """
+    if CUT == TOP_K:
+        reach = tl.load(numbers_ptr)
+    else:
+        if CUT_BEFORE is None:
+            table = _table(request, 0, TABLES)
+            kept = tl.sum(tl.load(weights_ptr + table + tl.arange(0, FIRST_DIGITS)), 0)
+        else:
+            table = _table(request, TABLE - 1, TABLES)
+            state = state_ptr + (request * TABLES + TABLE - 1) * STATE
+            kept = _kept(
+                counts_ptr + table, weights_ptr + table, state, largest, temperature, CUT_BEFORE, SCALE
+            )  # fmt: skip
+        if CUT == TOP_P:
+            top_p = tl.load(shares_ptr + 1)
+            reach = tl.maximum(tl.ceil(top_p * kept.to(tl.float64)).to(tl.int64), 1)
+        else:
+            position = tl.load(seq_lens_ptr + request)
+            zero = position * 0
+            word, _, _, _ = tl.philox(tl.load(numbers_ptr + 1), position, request + zero, zero, zero)
+            uniform = word.to(tl.uint32, bitcast=True).to(tl.float64) / 4294967296.0
+            reach = (uniform * kept.to(tl.float64)).to(tl.int64) + 1
+    return reach
+
+
+@triton.jit
+def _next_digit_kernel(
+    logits_ptr,  # [B, V] fp32
+    best_ptr,  # [B, C] fp32
+    seq_lens_ptr,  # [B] int32
+    shares_ptr,  # [2] fp64
+    numbers_ptr,  # [2] int64
+    counts_ptr,  # [B, tables] int32
+    weights_ptr,  # [B, tables] int64
+    state_ptr,  # [B, TABLES, STATE] int64
     vocab_size,
-    TABLE: tl.constexpr,  # that is made here
+    TABLE: tl.constexpr,  # that is made here: of a cut's second digit if odd, of its third if even
     CUT: tl.constexpr,
+    CUT_BEFORE: tl.constexpr,  # or None
     TABLES: tl.constexpr,
     SCALE: tl.constexpr,
     C: tl.constexpr,
@@ -320,22 +302,35 @@ def _third_digit_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The second digit of a cut; tokens that have both, by their third. Grid [C, B]."""
+    """The first digit of a cut, or the second; tokens that have the digits so far, by their next. Grid [C, B]."""
     request = tl.program_id(1)
     x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    temperature = tl.load(shares_ptr)
+    BEGINS: tl.constexpr = TABLE % 2 == 1
+    BY_COUNT: tl.constexpr = CUT == TOP_K
+    state = state_ptr + (request * TABLES + TABLE) * STATE
+    if BEGINS:
+        reach = _to_reach(
+            request, largest, temperature, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
+            TABLE, CUT, CUT_BEFORE, TABLES, SCALE,
+        )  # fmt: skip
+        known = _table(request, 0, TABLES)
+        digits, count, weight = _find(counts_ptr + known, weights_ptr + known, reach, 0, 0, BY_COUNT, FIRST_DIGITS)
+    else:
+        before = state - STATE
+        digits, count, weight, reach = tl.load(before), tl.load(before + 1), tl.load(before + 2), tl.load(before + 3)
+        known = _table(request, TABLE - 1, TABLES)
+        digit, count, weight = _find(counts_ptr + known, weights_ptr + known, reach, count, weight, BY_COUNT, DIGITS)
+        digits = digits * DIGITS + digit
+    _store_state(state, digits, count, weight, reach)
+    asked = exist & (place >> (FIRST if BEGINS else SECOND) == digits)
     table = _table(request, TABLE, TABLES)
-    state = state_ptr + (request * TABLES + TABLE - 1) * STATE
-    digits, count, weight, reach = tl.load(state), tl.load(state + 1), tl.load(state + 2), tl.load(state + 3)
-    before = table - DIGITS
-    digit, count, weight = _find(counts_ptr + before, weights_ptr + before, reach, count, weight, CUT == TOP_K, DIGITS)
-    digits = digits * DIGITS + digit
-    _store_state(state + STATE, digits, count, weight, reach)
-    asked = exist & (place >> SECOND == digits)
     _add_up(
-        x, place, asked, largest, tl.load(shares_ptr), counts_ptr + table, weights_ptr + table, 0, SCALE, CUT == TOP_K
+        x, place, asked, largest, temperature, counts_ptr + table, weights_ptr + table,
+        SECOND if BEGINS else 0, SCALE, BY_COUNT,
     )  # fmt: skip
 
 
@@ -414,14 +409,12 @@ def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tens
     grid = (blocks, batch_size)
     prefer_l1(launch(_first_digit_kernel, grid)(logits, best, *sums, vocab_size, BY_COUNT=by_count, **options))
     for i, cut in enumerate(sampler.cuts):
-        compiled = launch(_second_digit_kernel, grid)(
-            logits, best, seq_lens, sampler.shares, sampler.numbers, sampler.counts, sampler.weights, sampler.state,
-            vocab_size, TABLE=1 + 2 * i, CUT=cut, CUT_BEFORE=sampler.cuts[i - 1] if i else None, **options,
-        )  # fmt: skip
-        prefer_l1(compiled)
-        compiled = launch(_third_digit_kernel, grid)(
-            logits, best, *sums, sampler.state, vocab_size, TABLE=2 + 2 * i, CUT=cut, **options
-        )
-        prefer_l1(compiled)
+        before = sampler.cuts[i - 1] if i else None
+        for table in (1 + 2 * i, 2 + 2 * i):
+            compiled = launch(_next_digit_kernel, grid)(
+                logits, best, seq_lens, sampler.shares, sampler.numbers, sampler.counts, sampler.weights, sampler.state,
+                vocab_size, TABLE=table, CUT=cut, CUT_BEFORE=before, **options,
+            )  # fmt: skip
+            prefer_l1(compiled)
     prefer_l1(launch(_token_kernel, grid)(logits, best, *sums, sampler.state, sampler.tokens, vocab_size, **options))
     return sampler.tokens

@@ -298,11 +298,11 @@ def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
     top_k, top_p, draw = (int(cut.value) for cut in (sampling.TOP_K, sampling.TOP_P, sampling.DRAW))
     return {
         "sampling, first digit": compiled(sampling._first_digit_kernel, BY_COUNT=True),
-        "sampling, second of top_k": compiled(sampling._second_digit_kernel, TABLE=1, CUT=top_k, CUT_BEFORE=None),
-        "sampling, second of top_p": compiled(sampling._second_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k),
-        "sampling, second drawn": compiled(sampling._second_digit_kernel, TABLE=5, CUT=draw, CUT_BEFORE=top_p),
-        "sampling, third of top_k": compiled(sampling._third_digit_kernel, TABLE=2, CUT=top_k),
-        "sampling, third drawn": compiled(sampling._third_digit_kernel, TABLE=6, CUT=draw),
+        "sampling, second of top_k": compiled(sampling._next_digit_kernel, TABLE=1, CUT=top_k, CUT_BEFORE=None),
+        "sampling, second of top_p": compiled(sampling._next_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k),
+        "sampling, second drawn": compiled(sampling._next_digit_kernel, TABLE=5, CUT=draw, CUT_BEFORE=top_p),
+        "sampling, third of top_k": compiled(sampling._next_digit_kernel, TABLE=2, CUT=top_k, CUT_BEFORE=None),
+        "sampling, third drawn": compiled(sampling._next_digit_kernel, TABLE=6, CUT=draw, CUT_BEFORE=top_p),
         "sampling, token": compiled(sampling._token_kernel),
     }
 

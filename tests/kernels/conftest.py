@@ -17,20 +17,6 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
-        ),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the launcher under test runs."""
-    return torch.device(request.param)
-
-
 @pytest.fixture
 def check() -> Check:
     """`check(found, expected, dtype of the inputs)`: the comparison of every kernel test."""

@@ -38,19 +38,6 @@ def _signed_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.ReduceOps, "sum", total)
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
-        ),
-    ]
-)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
 class Job:
     """The self-tests of all ranks in one process, one after the other: memory that all reach, and an all-reduce."""
 
