@@ -10,10 +10,13 @@ Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..predictor import KV_TILE, predictor_ranges
 from ..sas import Softmax, cutoff, sas_softmax
@@ -37,6 +40,12 @@ LOG2E = math.log2(math.e)
 # Scores held at once where nothing fuses their softmax, in fp32 and some four times over while it is taken: 128 MiB on
 # a GPU, what stays in the cache of a CPU.
 SCORES_AT_ONCE = {"cuda": 2**25, "cpu": 2**20}
+
+# cuDNN's attention is the fastest, but prepares each shape anew, for 40 to 80 ms (H200): a prompt's time at 8K tokens
+# would not win that back. So it gets whole chunks, whose shapes come again, and the rest goes to what needs no
+# preparation.
+WHOLE_CHUNK = 4096
+WITHOUT_PREPARATION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -157,19 +166,43 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax:
     Returns:
         [n_q, Hq, D] in q's dtype.
     """
-    num_queries, num_tokens = q.shape[0], k.shape[1]
     if softmax == "sas":
         return _sas_prefill_attention(q, k, v, sm_scale)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k[None],
-        v[None],
-        attn_mask=None if num_queries == num_tokens else newest_causal_mask(num_queries, num_tokens),
-        is_causal=num_queries == num_tokens,
-        scale=sm_scale,
-        enable_gqa=True,
-    )
+    num_queries, num_tokens = q.shape[0], k.shape[1]
+    prefix = num_tokens - num_queries
+    qkv = q.transpose(0, 1)[None], k[None], v[None]
+    if num_queries % WHOLE_CHUNK == 0 and cudnn_takes(*qkv):
+        return _attention_by_cudnn(*qkv, prefix, sm_scale)[0].transpose(0, 1)
+    mask = newest_causal_mask(num_queries, num_tokens) if prefix else None
+    with sdpa_kernel(WITHOUT_PREPARATION) if q.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(*qkv, mask, is_causal=not prefix, scale=sm_scale, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def cudnn_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN has a kernel for causal attention of these: [1, heads, tokens, D] each."""
+    return q.is_cuda and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, True))
+
+
+def _attention_by_cudnn(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: float) -> Tensor:
+    """Causal attention of the tokens behind a prefix: among themselves, and over it, merged as `merge_partials` does.
+
+    cuDNN has no causal mask that begins behind a prefix, and PyTorch's kernel that has one takes 1.7 times as long as
+    these two (H200). Shapes as `cudnn_takes`, the tokens of q being the last of k and v.
+    """
+    own, lse_own = _partial_by_cudnn(q, k[:, :, prefix:], v[:, :, prefix:], True, sm_scale)
+    if prefix == 0:
+        return own
+    before, lse_before = _partial_by_cudnn(q, k[:, :, :prefix], v[:, :, :prefix], False, sm_scale)
+    share = torch.sigmoid(lse_own - lse_before)[..., None]
+    return before.float().lerp_(own.float(), share).to(q.dtype)
+
+
+def _partial_by_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """What F.scaled_dot_product_attention calls, with the lse that it keeps: [1, Hq, n_q] fp32, base e."""
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = attend(q, k, v, None, True, is_causal=is_causal, scale=sm_scale)
+    return out, lse.view(out.shape[:3])
 
 
 def newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ __all__ = ["Agreement", "fingerprint", "shared_settings"]
 
 SAMPLED_BYTES, SAMPLES = 4096, 64  # of each file of weights
 LONG, SHOWN = 128, 40  # characters of a value that ranks compare
+POLL_S = 0.005
 
 
 class Agreement:
     """Exchanges of text between all ranks of a job; with one rank there is nobody to ask.
 
-    Every rank makes the same calls in the same order.
+    Every rank makes the same calls in the same order, but for `gather_within`.
 
     Args:
         store: the job's store; None with one rank.
@@ -63,6 +65,21 @@ class Agreement:
             self._store.set(key, text)
             self._own_keys.append(key)
         return str(self._store.get(key).decode())
+
+    def gather_within(self, name: str, text: str, timeout_s: float) -> list[str]:
+        """The texts of all ranks that come here by then, this one's among them; the others may never do so.
+
+        Args:
+            name: of this call alone.
+        """
+        if self._store is None:
+            return [text]
+        keys = [f"alspec/{name}/{rank}" for rank in range(self._placement.world_size)]
+        self._store.set(keys[self._placement.rank], text)
+        deadline = time.monotonic() + timeout_s
+        while not (is_complete := self._store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return [self._store.get(key).decode() for key in keys if is_complete or self._store.check([key])]
 
     def require_same(self, own: dict[str, Any]) -> None:
         """Compare what every rank has been given, as JSON holds it.

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch import Tensor
 
 from ..errors import AlspecError, BadNumbersError, RankFailureError
 from ..kernels.words import BAD_NUMBERS, split_fault
+from .agreement import Agreement
 from .transport import Transport
 
 __all__ = ["bad_logits_error", "fault_error"]
 
+TOLD_WITHIN_S = 1.0  # ranks read a step's fault at nearly the same time, if their hosts are not late
 
-def fault_error(code: int, step: int, num_layers: int, transport: Transport, spreads: bool) -> AlspecError:
+
+def fault_error(code: int, step: int, num_layers: int, agreement: Agreement, attempt: int) -> AlspecError:
     """What a kernel noted in the fault word: bad numbers, or a rank that it waited for in vain.
+
+    Either may follow from what another rank has found: it works with the bad numbers, or waits for one that waits. So
+    all that have found something within `TOLD_WITHIN_S` say what came first.
 
     Args:
         code: not 0; see kernels/words.py.
-        spreads: bad numbers reach every rank within the step, so that all come here and learn where they began.
+        attempt: to decode, by this engine; the same number on every rank.
     """
-    kind, _, late_rank = split_fault(code)
-    if kind != BAD_NUMBERS:
-        where = _operation_of(code, num_layers)
-        return RankFailureError(f"rank {late_rank} stalled at step {step}, operation {where}: no data came")
-    codes = [code]
-    if spreads:
-        codes = transport.all_gather_world(torch.tensor([code], device=transport.device)).flatten().tolist()
-    first = min(codes)
-    return _bad_numbers("NaN or Inf", f"rank {split_fault(first)[2]}, {_operation_of(first, num_layers)}", step)
+    found = agreement.gather_within(f"fault/{attempt}", json.dumps([step, code]), TOLD_WITHIN_S)
+    step, code = min((json.loads(text) for text in found), key=lambda fault: _moment(fault, num_layers))
+    kind, _, rank = split_fault(code)
+    where = _operation_of(code, num_layers)
+    if kind == BAD_NUMBERS:
+        return _bad_numbers("NaN or Inf", f"rank {rank}, {where}", step)
+    return RankFailureError(f"rank {rank} stalled at step {step}, operation {where}: no data came")
+
+
+def _moment(fault: list[int], num_layers: int) -> tuple[int, int, int]:
+    """Orders steps and fault words by what comes first in a step; those of one operation by kind and rank."""
+    step, code = fault
+    _, slot, _ = split_fault(code)
+    return step, -1 if slot == 2 * num_layers + 1 else slot, code
 
 
 def bad_logits_error(logits: Tensor, layer_sums: Tensor, step: int, transport: Transport) -> BadNumbersError:

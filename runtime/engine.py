@@ -98,9 +98,11 @@ class Engine:
         self._weights_bytes = 0  # of those that are loaded
         self.transport: Transport | None = None
         self._step = 0
+        self._attempts = 0  # to run the loop; a fault ends one
         self._texts = 0  # begun so far; the last one owns the cache
         self._is_closed = False
         self._is_warm = self.device.type != "cuda"
+        self._warm_tokens = 0  # of the longest prompt that has run
 
     @classmethod
     def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> Engine:
@@ -242,14 +244,20 @@ class Engine:
                 self._operation,
             )
         self.memory = memory
-        if not self._is_warm:
-            self._warm_up()
-            self._is_warm = True
+        warm_tokens = min(max_context, 2 * CHUNK_TOKENS)
+        if self.device.type == "cuda" and warm_tokens > self._warm_tokens:
+            self._warm_up(warm_tokens)
+            self._is_warm, self._warm_tokens = True, warm_tokens
 
-    def _warm_up(self) -> None:
-        """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches."""
+    def _warm_up(self, num_tokens: int) -> None:
+        """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches.
+
+        num_tokens: up to a whole chunk and another one behind it, which run all that further ones run.
+        """
         batch_size = self.cache.batch_size
-        prefill(self.model, self.cache, self.connected(), 0, [0], self._operation)
+        if num_tokens > CHUNK_TOKENS:
+            newest_causal_mask(1, 2)  # seconds, for a part of a chunk behind others
+        prefill(self.model, self.cache, self.connected(), 0, [0] * num_tokens, self._operation)
         if self.loop is not None:
             return  # `prepare` warms it up, for the sampling asked for
         assert self.program is not None
@@ -368,8 +376,6 @@ class Engine:
         transport = self.connected()
         if self.loop is not None:
             self.prepare(sampling)
-        if any(len(request.prompt_ids) > CHUNK_TOKENS for request in requests):
-            newest_causal_mask(1, 2)  # loads what prompts of several chunks need, in seconds that are not the prompt's
         transport.barrier()
         self.timeline.start()
         started = time.perf_counter()
@@ -444,6 +450,7 @@ class Engine:
         assert self.loop is not None
         self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
         self._step = 0
+        self._attempts += 1
         self._raise_fault(self.loop.prepare(sampling))
 
     def decode(
@@ -458,6 +465,7 @@ class Engine:
             RankFailureError: a step waited for a rank in vain.
         """
         assert self.loop is not None
+        self._attempts += 1
         self.loop.begin(token_ids, seq_lens)
         for self._step in range(1, num_steps + 1):
             self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
@@ -467,8 +475,7 @@ class Engine:
 
     def _raise_fault(self, code: int) -> None:
         if code:
-            spreads = self.mode == "off"
-            raise fault_error(code, self._step, self.model_config.num_layers, self.connected(), spreads)
+            raise fault_error(code, self._step, self.model_config.num_layers, self.agreement, self._attempts)
 
     def stream(
         self, prompt: str | Sequence[int], sampling: SamplingConfig | None = None, **options: Any

@@ -31,7 +31,6 @@ CAPACITY = 600
 GREEDY = SamplingConfig(max_new_tokens=20, ignore_eos=True)
 PAUSE_CYCLES = 2 * 10**7  # 10 ms at 2 GHz
 PAUSED_RUNS = 8
-HELD_BACK_S = 2.0  # several heartbeats
 
 
 def main() -> int:
@@ -149,7 +148,6 @@ def lost(engine: Engine) -> int:
         decoder.push_partial = _lose_sums
     if engine.mode == "paired" and engine.placement.rank == 0:
         decoder.send_handover = _lose_handover
-        _hold_back(engine)
     engine.load(1, CAPACITY)
     return _generate(engine)
 
@@ -171,21 +169,7 @@ def nan(engine: Engine) -> int:
     engine.load(1, CAPACITY)
     if engine.mode == "paired":
         engine.loop.speculate(torch.inf)
-        if engine.placement.rank == 0:
-            _hold_back(engine)
     return _generate(engine, spoils=engine.placement.rank == 1)
-
-
-def _hold_back(engine: Engine) -> None:
-    """Let the other rank of a pair speak first: what this one finds in the same step follows from that."""
-    raise_fault = engine._raise_fault
-
-    def raise_later(code: int) -> None:
-        if code:
-            time.sleep(HELD_BACK_S)
-        raise_fault(code)
-
-    engine._raise_fault = raise_later
 
 
 def _generate(engine: Engine, spoils: bool = False) -> int:

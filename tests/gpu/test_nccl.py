@@ -5,7 +5,6 @@ verdicts away from what the order of sums can move. In bf16 a program equals its
 because no sum depends on who comes first; against another program its rounding may move a lead, so most prompts agree.
 """
 
-import itertools
 import json
 import subprocess
 from collections.abc import Callable
@@ -106,8 +105,12 @@ ALL_RUNS = {
     ],
 }
 RUNS = {world_size: runs for world_size, runs in ALL_RUNS.items() if world_size <= MAX_RANKS}
-# Jobs of one wave run side by side: ranks, and the first of their GPUs.
-WAVES = [[(1, 2), (2, 0)], [(4, 0)]] if MAX_RANKS >= 4 else [[(1, 0)], [(2, 0)]]
+# Jobs of one wave run side by side: ranks, the first of their GPUs, and the dtype of their runs.
+WAVES = (
+    [[(1, 2, "fp32"), (2, 0, "fp32")], [(1, 2, "bf16"), (2, 0, "bf16")], [(4, 0, "fp32")], [(4, 0, "bf16")]]
+    if MAX_RANKS >= 4
+    else [[(1, 0, "fp32"), (1, 1, "bf16")], [(2, 0, "fp32")], [(2, 0, "bf16")]]
+)
 WITH_LONG = (
     *("simulated1", "paired2", "swapped2", "bf16_paired2", "bf16_paired_launched2"),
     *(() if FOUR_SHARE else ("paired4", "swapped4")),
@@ -138,14 +141,11 @@ def _batches(num_ranks: int) -> list[list[list[int]]]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("nccl")
     found = {}
-    # The engines of a job in two parts, so that neither takes longer than a job may.
-    for wave, dtype in itertools.product(WAVES, ("fp32", "bf16")):
+    for wave in WAVES:
         jobs = []
-        for world_size, first in wave:
-            runs, batches = [run.case() for run in RUNS[world_size] if run.dtype == dtype], _batches(world_size)
-            if not runs:
-                continue
-            cases = {"runs": runs, "batches": batches, "max_new_tokens": MAX_NEW_TOKENS}
+        for world_size, first, dtype in wave:
+            runs = [run.case() for run in RUNS[world_size] if run.dtype == dtype]
+            cases = {"runs": runs, "batches": _batches(world_size), "max_new_tokens": MAX_NEW_TOKENS}
             cases["long"] = LONG | {"prompt": _batches(1)[4][0]}
             place = folder / f"{dtype}_{world_size}"
             place.with_suffix(".json").write_text(json.dumps(cases))

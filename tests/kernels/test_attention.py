@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from alspec.kernels import attention
 from alspec.kernels.attention import (
     SCORES_AT_ONCE,
     decode_attention,
@@ -241,6 +243,49 @@ def test_prefill_attention(
     out = prefill_attention(q, k, v, head_dim**-0.5)
     assert out.dtype == dtype
     check(out, prefill_attention_ref(q, k, v, head_dim**-0.5), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("prefix", [0, 1, 63, 64, 500])
+@pytest.mark.parametrize(("ratio", "head_dim"), [(1, 64), (4, 128), (3, 80), (8, 96), (16, 128)])
+def test_whole_chunks_by_cudnn(
+    ratio: int, head_dim: int, prefix: int, dtype: torch.dtype, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over views of a longer cache, whose further tokens do not matter."""
+    monkeypatch.setattr(attention, "WHOLE_CHUNK", 128)
+    device, num_queries = torch.device("cuda"), 256
+    q = draw((num_queries, 2 * ratio, head_dim), 0, device, dtype)
+    cache = torch.full((2, 2, 1000, head_dim), math.nan, device=device, dtype=dtype)
+    cache[:, :, : num_queries + prefix] = draw((2, 2, num_queries + prefix, head_dim), 1, device, dtype)
+    k, v = cache[:, :, : num_queries + prefix]
+    expected = prefill_attention_ref(q, k, v, head_dim**-0.5)
+    with mock.patch.object(attention, "_partial_by_cudnn", wraps=attention._partial_by_cudnn) as partial:
+        check(prefill_attention(q, k, v, head_dim**-0.5), expected, dtype)
+    assert partial.call_count == (2 if prefix else 1)
+    with mock.patch.object(attention, "_partial_by_cudnn") as partial:
+        check(prefill_attention(q[1:], k, v, head_dim**-0.5), expected[1:], dtype)
+    assert not partial.called, "a part of a chunk needs no preparation"
+
+
+@pytest.mark.parametrize(("num_queries", "prefix"), PREFILLS)
+def test_chunk_and_prefix_merge(num_queries: int, prefix: int, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two partials of a whole chunk, here those of the oracle, with scores far apart."""
+
+    def partial(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sm_scale: float) -> tuple[Tensor, Tensor]:
+        k, v = (of[0].repeat_interleave(q.shape[1] // of.shape[1], 0).double() for of in (k, v))
+        scores = q[0].double() @ k.transpose(1, 2) * sm_scale
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1) > 0, -math.inf)
+        return (scores.softmax(-1) @ v).to(q.dtype)[None], scores.logsumexp(-1).float()[None]
+
+    monkeypatch.setattr(attention, "WHOLE_CHUNK", 1)
+    monkeypatch.setattr(attention, "cudnn_takes", lambda *qkv: True)
+    monkeypatch.setattr(attention, "_partial_by_cudnn", partial)
+    q = draw((num_queries, 6, 64), 0, torch.device("cpu"), torch.float32)
+    k, v = (draw((2, num_queries + prefix, 64), seed, q.device, q.dtype) for seed in (1, 2))
+    check(prefill_attention(q, k, v, 2.0), prefill_attention_ref(q, k, v, 2.0), q.dtype)
 
 
 @by_dtype

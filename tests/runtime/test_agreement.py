@@ -77,3 +77,29 @@ def test_short_values_are_told() -> None:
             agreement.require_same({"seed": rank})
 
     on_ranks(dist.HashStore(), work)
+
+
+def test_those_who_come_in_time_are_gathered() -> None:
+    """One rank is late, and one never comes: whoever waits sees all that have come, in its own time."""
+
+    def work(agreement: Agreement, rank: int) -> tuple[list[str], float]:
+        if rank == 2:
+            return [], 0.0
+        time.sleep(0.2 * rank)
+        started = time.monotonic()
+        return agreement.gather_within("call/1", f"of {rank}", 1.0), time.monotonic() - started
+
+    (first, first_s), (second, second_s), _ = on_ranks(dist.HashStore(), work)
+    assert first == second == ["of 0", "of 1"]
+    assert min(first_s, second_s) >= 1.0
+    assert max(first_s, second_s) < 2.0
+
+
+def test_once_all_have_come_nobody_waits() -> None:
+    def work(agreement: Agreement, rank: int) -> list[list[str]]:
+        return [agreement.gather_within(f"call/{call}", f"{call} of {rank}", 20.0) for call in range(3)]
+
+    started = time.monotonic()
+    for found in on_ranks(dist.HashStore(), work):
+        assert found == [[f"{call} of {rank}" for rank in range(WORLD)] for call in range(3)]
+    assert time.monotonic() - started < 10.0
