@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dependent import wait_for_kernel_ahead
 from .flashq import BLOCK, MIN_SCALE
-from .flashq_layout import TurboLayer, record_words
+from .flashq_layout import PER_HEAD, TurboLayer, record_words
 from .flashq_record import TOKENS, record_at, restore_side, to_int8, write_side
 from .launch import launch, launch_options
 
@@ -57,7 +57,7 @@ def _store_tensor(
         write_side(q1, record_ptr, bits, D, IS_V)
 
 
-@triton.jit(do_not_specialize=["n", "request", "first_block"])
+@triton.jit(do_not_specialize=["n", "request", "first_block"], do_not_specialize_on_alignment=PER_HEAD)
 def _store_kernel(
     k_ptr,  # [n, H, D]
     v_ptr,
@@ -102,7 +102,7 @@ def _store_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rest", "request"])
+@triton.jit(do_not_specialize=["rest", "request"], do_not_specialize_on_alignment=PER_HEAD)
 def _store_tail_kernel(
     k_ptr,  # [rest, H, D], 1 to 63 tokens
     v_ptr,
@@ -175,7 +175,7 @@ def flashq_store(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_HEAD)
 def _turbo_append_kernel(
     k_ptr,  # [B, H, D]
     v_ptr,
@@ -241,7 +241,7 @@ def _compact_tensor(tail_ptr, record_ptr, bits, D: tl.constexpr, IS_V: tl.conste
     write_side(tl.load(tail_ptr + at).to(tl.int32), record_ptr, bits, D, IS_V)
 
 
-@triton.jit(do_not_specialize=["num_layers"])
+@triton.jit(do_not_specialize=["num_layers"], do_not_specialize_on_alignment=PER_HEAD)
 def _turbo_compact_kernel(
     seq_lens_ptr,  # [B] int32, with the new token
     words_ptr,  # [L, W] int32
@@ -302,7 +302,7 @@ def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["request"])
+@triton.jit(do_not_specialize=["request"], do_not_specialize_on_alignment=PER_HEAD)
 def _restore_kernel(
     words_ptr,  # [W] int32
     offset_ptr,  # [B, H] int64

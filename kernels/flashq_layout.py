@@ -36,11 +36,14 @@ from torch import Tensor
 
 from ..sas import Softmax
 
-__all__ = ["BLOCK", "BlockCodes", "TurboLayer", "pack_record", "record_words", "unpack_record"]
+__all__ = ["BLOCK", "PER_HEAD", "BlockCodes", "TurboLayer", "pack_record", "record_words", "unpack_record"]
 
 BLOCK = 64  # tokens of a record
 BITS = (4, 2)
 HEAD_DIMS = (64, 128)
+# Arguments of kernels that are some bytes for each head: with one or two heads those of a layer begin anywhere. They
+# are not specialised on alignment, so that one compiled kernel serves all layers.
+PER_HEAD = ["offset_ptr", "bits_ptr", "scales_ptr", "tail_scale_ptr"]
 
 
 @dataclass(frozen=True)

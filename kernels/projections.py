@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .flashq_layout import BLOCK, TurboLayer
+from .flashq_layout import BLOCK, PER_HEAD, TurboLayer
 from .flashq_record import TOKENS, to_int8
 from .gemv_tile import (
     PROGRAMS_PER_SM,
@@ -106,7 +106,7 @@ def _qkv_tile(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_HEAD)
 def _qkv_rope_append_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32

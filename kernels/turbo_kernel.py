@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .flashq_layout import PER_HEAD
 from .lean_schedule import REST, locate, start_after
 from .merge import await_partials, merge_output
 from .prefetch import prefetch
@@ -64,7 +65,7 @@ def _send_guess(
 
 
 # Not specialised, because nothing is divided by them: one compiled kernel serves every capacity and chunk size.
-@triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"], do_not_specialize_on_alignment=PER_HEAD)
 def turbo_decode_kernel(
     q_ptr,  # [B, Hkv * HEADS_PER_KV, D]
     records_ptr,  # [W] int32

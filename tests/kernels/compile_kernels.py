@@ -42,6 +42,7 @@ from alspec.kernels import (
     turbo_kernel,
     turbo_prefill_hopper,
 )
+from alspec.kernels.flashq_layout import PER_HEAD
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
@@ -75,8 +76,10 @@ def compile_for(
             signature[name] = "*" + kind
         else:
             signature[name] = SCALARS.get(name, "i32")
-        is_free = kernel.params[index].do_not_specialize
-        if name not in constants and (name.endswith("_ptr") or (name in DIVISIBLE and not is_free)):
+        parameter = kernel.params[index]
+        assert name not in PER_HEAD or parameter.do_not_specialize_on_alignment, "compiled anew for some layers"
+        is_free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if name not in constants and not is_free and (name.endswith("_ptr") or name in DIVISIBLE):
             attributes[(index,)] = [["tt.divisibility", 16]]
     language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
