@@ -10,13 +10,12 @@ Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from ..predictor import KV_TILE, predictor_ranges
 from ..sas import Softmax, cutoff, sas_softmax
@@ -28,7 +27,6 @@ __all__ = [
     "decode_attention",
     "dequantized_prefill_attention",
     "merge_partials",
-    "newest_causal_mask",
     "predictor_attention",
     "predictor_attention_all",
     "prefill_attention",
@@ -41,11 +39,7 @@ LOG2E = math.log2(math.e)
 # a GPU, what stays in the cache of a CPU.
 SCORES_AT_ONCE = {"cuda": 2**25, "cpu": 2**20}
 
-# cuDNN's attention is the fastest, but prepares each shape anew, for 40 to 80 ms (H200): a prompt's time at 8K tokens
-# would not win that back. So it gets whole chunks, whose shapes come again, and the rest goes to what needs no
-# preparation.
-WHOLE_CHUNK = 4096
-WITHOUT_PREPARATION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WHOLE_CHUNK = 4096  # tokens, of which chunks that cuDNN gets are a multiple
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -168,27 +162,41 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax:
     """
     if softmax == "sas":
         return _sas_prefill_attention(q, k, v, sm_scale)
-    num_queries, num_tokens = q.shape[0], k.shape[1]
-    prefix = num_tokens - num_queries
+    prefix = k.shape[1] - q.shape[0]
     qkv = q.transpose(0, 1)[None], k[None], v[None]
-    if num_queries % WHOLE_CHUNK == 0 and cudnn_takes(*qkv):
-        return _attention_by_cudnn(*qkv, prefix, sm_scale)[0].transpose(0, 1)
-    mask = newest_causal_mask(num_queries, num_tokens) if prefix else None
-    with sdpa_kernel(WITHOUT_PREPARATION) if q.is_cuda else nullcontext():
-        out = F.scaled_dot_product_attention(*qkv, mask, is_causal=not prefix, scale=sm_scale, enable_gqa=True)
+    if fused := fused_prefill(*qkv):
+        return fused(*qkv, prefix, sm_scale)[0].transpose(0, 1)
+    mask = newest_causal_mask(q.shape[0], k.shape[1]) if prefix else None
+    out = F.scaled_dot_product_attention(*qkv, mask, is_causal=not prefix, scale=sm_scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
-def cudnn_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN has a kernel for causal attention of these: [1, heads, tokens, D] each."""
-    return q.is_cuda and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, True))
+def fused_prefill(q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor, int, float], Tensor] | None:
+    """The library on a GPU that takes these, [1, heads, tokens, D] each, or None.
+
+    cuDNN's attention is the fastest, but prepares each shape anew, for 40 to 80 ms (H200): at 8K tokens a whole prompt
+    would win back half of that. So it gets chunks whose shapes come again, and FlashAttention, which needs no
+    preparation, the others.
+    """
+    if not q.is_cuda:
+        return None
+    params = SDPAParams(q, k, v, None, 0.0, False, True)
+    if q.shape[2] % WHOLE_CHUNK == 0 and can_use_cudnn_attention(params):
+        return _attention_by_cudnn
+    return _attention_by_flash if can_use_flash_attention(params) and q.shape[3] % 8 == 0 else None
+
+
+def _attention_by_flash(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: float) -> Tensor:
+    """As `_attention_by_cudnn`. Here a causal mask ends with the last token of both, so begins behind the prefix."""
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=sm_scale)[0]
+    return out
 
 
 def _attention_by_cudnn(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: float) -> Tensor:
     """Causal attention of the tokens behind a prefix: among themselves, and over it, merged as `merge_partials` does.
 
-    cuDNN has no causal mask that begins behind a prefix, and PyTorch's kernel that has one takes 1.7 times as long as
-    these two (H200). Shapes as `cudnn_takes`, the tokens of q being the last of k and v.
+    cuDNN has no causal mask that begins behind a prefix, and FlashAttention, which has one, takes 1.7 times as long as
+    these two (H200). Shapes as `fused_prefill`, the tokens of q being the last of k and v.
     """
     own, lse_own = _partial_by_cudnn(q, k[:, :, prefix:], v[:, :, prefix:], True, sm_scale)
     if prefix == 0:

@@ -57,7 +57,11 @@ def _store_tensor(
         write_side(q1, record_ptr, bits, D, IS_V)
 
 
-@triton.jit(do_not_specialize=["n", "request", "first_block"], do_not_specialize_on_alignment=PER_HEAD)
+# Lengths, and what lies where they say, are not specialised: prompts of all lengths are served by one compiled kernel.
+@triton.jit(
+    do_not_specialize=["n", "request", "first_block", "num_blocks", "scale_head_stride"],
+    do_not_specialize_on_alignment=[*PER_HEAD, "k_scale_ptr", "v_scale_ptr"],
+)
 def _store_kernel(
     k_ptr,  # [n, H, D]
     v_ptr,
@@ -302,7 +306,10 @@ def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["request"], do_not_specialize_on_alignment=PER_HEAD)
+@triton.jit(
+    do_not_specialize=["request", "num_blocks", "scale_head_stride"],
+    do_not_specialize_on_alignment=[*PER_HEAD, "k_scale_ptr", "v_scale_ptr"],
+)
 def _restore_kernel(
     words_ptr,  # [W] int32
     offset_ptr,  # [B, H] int64

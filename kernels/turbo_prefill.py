@@ -47,7 +47,8 @@ P_SHIFT = tl.constexpr(10.0)
 TINY = tl.constexpr(1e-37)  # a scale of 0 would make what is masked 0 * inf
 
 
-@triton.jit
+# Lengths are not specialised: prompts of all lengths are served by one compiled kernel.
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"], do_not_specialize_on_alignment=["scale_ptr"])
 def _widen_kernel(
     v_ptr,  # [Hkv, n, D] int8, heads `stride` apart
     scale_ptr,  # [Hkv, blocks] fp32
@@ -117,7 +118,7 @@ def _attend_tiles(
     return row_max, row_sum, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "num_tokens", "num_blocks", "k_stride"])
 def _prefill_kernel(
     q_ptr,  # [n_q, Hq, D]
     k_desc,  # [rows, D] int8, heads `k_stride` rows apart

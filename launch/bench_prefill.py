@@ -1,4 +1,4 @@
-"""Prefill attention over the INT8 stage of the cache against torch SDPA, on prompts and on a chunk behind a prefix."""
+"""Prefill attention over the INT8 stage of the cache and over bf16, for prompts and for a chunk behind a prefix."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from alspec.errors import BadNumbersError
+from alspec.kernels.attention import prefill_attention
 from alspec.kernels.reference import turbo_prefill_attention_ref
 from alspec.kernels.turbo_prefill import turbo_prefill_attention
 from alspec.launch.output import no_command
@@ -24,13 +25,14 @@ HEADS, HEAD_DIM = (32, 8), 128
 # Relative RMS: q's rounding changes a score of these inputs by 0.006, SAS a weight by 0.001, bf16 an output by 0.002.
 TOLERANCE = 1.5e-2
 CHECKED_ROWS = 64
+OURS = "alspec.turbo_prefill_attention"
 
 Run = Callable[[int], Tensor]
 
 
 @dataclass
 class PrefillCase:
-    """One prompt: keys and values in INT8, and for SDPA the same numbers in bf16."""
+    """One prompt: keys and values in INT8, and the same numbers in bf16."""
 
     q: Tensor  # [n_q, Hq, D] bf16
     k: Tensor  # [Hkv, n, D] bf16
@@ -64,14 +66,17 @@ class PrefillCase:
         return 4 * pairs * HEADS[0] * HEAD_DIM
 
     def num_bytes(self, impl: str) -> int:
-        """Bytes that a launch must read and write: q and o, K and V in bf16 for SDPA, in INT8 with scales for ours."""
+        """Bytes that a run must read and write: q and o, K and V in INT8 with scales, or in bf16."""
         quantised = (self.k8, self.v8, self.k_scale, self.v_scale)
-        cache = (self.k, self.v) if impl == "torch.sdpa" else quantised
+        cache = quantised if impl.startswith(OURS) else (self.k, self.v)
         return 2 * self.q.nbytes + sum(tensor.nbytes for tensor in cache)
 
 
 def prefill_runs(case: PrefillCase) -> dict[str, Run]:
-    """SDPA and ours, as functions of the number of a copy (there is one: each rereads its inputs hundreds of times)."""
+    """SDPA, what prompts take over bf16, and ours, as functions of the number of a copy.
+
+    There is one: each rereads its inputs hundreds of times.
+    """
     num_queries, num_tokens = case.q.shape[0], case.k.shape[1]
     is_prompt = num_queries == num_tokens
     mask = None if is_prompt else causal_lower_right(num_queries, num_tokens)
@@ -83,14 +88,16 @@ def prefill_runs(case: PrefillCase) -> dict[str, Run]:
         )
         return out[0].transpose(0, 1)
 
+    def bf16(_: int) -> Tensor:
+        return prefill_attention(case.q, case.k, case.v, HEAD_DIM**-0.5)
+
     def exact(_: int) -> Tensor:
         return turbo_prefill_attention(case.q, case.k8, case.v8, case.k_scale, case.v_scale, HEAD_DIM**-0.5)[0]
 
     def sas(_: int) -> Tensor:
         return turbo_prefill_attention(case.q, case.k8, case.v8, case.k_scale, case.v_scale, HEAD_DIM**-0.5, "sas")[0]
 
-    ours = "alspec.turbo_prefill_attention"
-    return {"torch.sdpa": sdpa, ours: exact, f"{ours}.sas": sas}
+    return {"torch.sdpa": sdpa, "alspec.prefill_attention": bf16, OURS: exact, f"{OURS}.sas": sas}
 
 
 def check_prefill(case: PrefillCase, run: Run) -> None:

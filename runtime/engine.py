@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..config import EngineConfig, SamplingConfig, refuse_unavailable, validate
 from ..errors import UserError
-from ..kernels.attention import newest_causal_mask
 from ..kernels.gemv_tile import MAX_BATCH
 from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.llama import Llama, load_weights, random_weights
@@ -255,8 +254,6 @@ class Engine:
         num_tokens: up to a whole chunk and another one behind it, which run all that further ones run.
         """
         batch_size = self.cache.batch_size
-        if num_tokens > CHUNK_TOKENS:
-            newest_causal_mask(1, 2)  # seconds, for a part of a chunk behind others
         prefill(self.model, self.cache, self.connected(), 0, [0] * num_tokens, self._operation)
         if self.loop is not None:
             return  # `prepare` warms it up, for the sampling asked for
