@@ -254,7 +254,9 @@ class Engine:
         num_tokens: up to a whole chunk and another one behind it, which run all that further ones run.
         """
         batch_size = self.cache.batch_size
-        prefill(self.model, self.cache, self.connected(), 0, [0] * num_tokens, self._operation)
+        for tokens in (1, num_tokens):  # kernels for few tokens are others
+            logits, _ = prefill(self.model, self.cache, self.connected(), 0, [0] * tokens, self._operation)
+        torch.cat([logits.argmax(dim=-1), torch.isfinite(logits).all()[None]]).tolist()  # as `_choose`
         if self.loop is not None:
             return  # `prepare` warms it up, for the sampling asked for
         assert self.program is not None

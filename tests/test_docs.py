@@ -476,20 +476,24 @@ def test_prose_about_quality_of_quantised_caches_says_what_the_rows_say() -> Non
 
 
 def test_prose_about_prefill_says_what_the_rows_say() -> None:
-    readme, turbo = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/turbo_attention.md"))
+    pages = ("README.md", "docs/turbo_attention.md", "docs/decode_step.md")
+    readme, turbo, step = ((ROOT / page).read_text(encoding="utf-8") for page in pages)
+    ours = "alspec.turbo_prefill_attention"
     us = {
         (impl, tokens): medians_of("prefill_attention", impl=impl, tokens=tokens)
-        for impl in ("torch.sdpa", "alspec.turbo_prefill_attention", "alspec.turbo_prefill_attention.sas")
+        for impl in ("torch.sdpa", "alspec.prefill_attention", ours, f"{ours}.sas")
         for tokens in (4096, 8192, 32768)
     }
 
-    def speed(tokens: int, context: int, softmax: str = "") -> str:
-        ours = us[f"alspec.turbo_prefill_attention{softmax}", tokens]
-        return f"{us['torch.sdpa', tokens][context] / ours[context]:.2f}x"
+    def speed(tokens: int, context: int, softmax: str = "", impl: str = ours, base: str = "torch.sdpa") -> str:
+        return f"{us[base, tokens][context] / us[impl + softmax, tokens][context]:.2f}x"
 
     short, long, chunk = speed(8192, 8192), speed(32768, 32768), speed(4096, 32768)
     assert f"Against SDPA: {short} at 8K tokens and {long} at 32K" in turbo
     assert re.search(rf"{chunk} for a\s+chunk of 4096 after 28K", turbo)
+    bf16 = "alspec.prefill_attention"
+    assert f"and {speed(4096, 32768, base=bf16)} against what such a chunk takes over bf16" in turbo
+    assert f"lse: {speed(4096, 32768, impl=bf16)} as fast as the kernel with a causal mask behind a prefix" in step
     assert f"run at {speed(8192, 8192, '.sas')} of SDPA with SAS and at {short} with exact" in turbo
     assert f"{short} of SDPA's speed on prompts of 8K tokens, {long} on 32K" in readme
 
