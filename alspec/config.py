@@ -167,7 +167,9 @@ class EngineConfig(_Schema):
         default=None, description="Hugging Face folder; default: the bundled demo checkpoint"
     )
     random_weights: str | None = Field(
-        default=None, description="shape with random weights, such as llama-3.1-8b (profiling without a download)"
+        default=None,
+        description="random weights, for profiling without a download, in a shape such as llama-3.1-8b or that of a "
+        "folder with a config.json",
     )
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
     kv_cache: KVCacheCodec = Field(default="bf16", description="cache codec; bf16: not quantised, stored as --dtype")

@@ -18,6 +18,7 @@ from alspec.errors import BadNumbersError, UserError
 from alspec.launch.output import no_command
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import LayerWeights, Llama
+from alspec.models.source import model_name
 from alspec.operation import no_operation
 from alspec.runtime.codecs import Cache, new_cache
 from alspec.runtime.engine import Engine
@@ -174,7 +175,7 @@ def _measure(engine: Engine, context: int, peak: float) -> Row:
         "bench": "prompt",
         "impl": "alspec.prefill",
         "case": {
-            "shape": engine.config.random_weights or "checkpoint",
+            "shape": model_name(engine.config),
             "world": world_size,
             "dtype": engine.dtype_name,
             "kv_cache": engine.config.kv_cache,

@@ -21,7 +21,7 @@ from alspec.launch.display import StatusLine
 from alspec.launch.output import append_rows, write_text, writing
 from alspec.launch.plot_latency import draw
 from alspec.launch.prompts import read_text_ids
-from alspec.models.source import model_config
+from alspec.models.source import model_config, model_name
 from alspec.runtime.codecs import check_codec
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
@@ -281,7 +281,7 @@ def _row(
         "bench": "decode_step",
         "impl": f"alspec.{engine.mode}",
         "case": {
-            "shape": config.random_weights or (config.model.absolute().name if config.model else "demo"),
+            "shape": model_name(config),
             "world": ranks,
             "mode": engine.mode,
             "transport": _transport(engine) if ranks > 1 else None,

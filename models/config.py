@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -122,14 +123,17 @@ class LlamaConfig(_Frozen):
 
     @classmethod
     def from_shape(cls, name: str) -> Self:
-        """The configuration of one of `RANDOM_SHAPES`.
+        """The configuration of one of `RANDOM_SHAPES`, or of a folder as `from_folder` reads it, weights or not.
 
         Raises:
-            UserError: unknown name; lists the known ones.
+            UserError: neither; lists the known names. As `from_folder`.
         """
-        if name not in _SHAPES:
-            raise UserError(f"random_weights: expected one of {', '.join(RANDOM_SHAPES)}, found {show(name)}")
-        return cls(**_LLAMA_3, **_SHAPES[name])
+        if name in _SHAPES:
+            return cls(**_LLAMA_3, **_SHAPES[name])
+        if os.path.isdir(name):
+            return cls.from_folder(Path(name))
+        known = ", ".join(RANDOM_SHAPES)
+        raise UserError(f"random_weights: expected {known} or a folder that holds config.json, found {show(name)}")
 
     @property
     def valid_tp_sizes(self) -> tuple[int, ...]:

@@ -5,15 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import EngineConfig
-from .config import LlamaConfig
+from .config import RANDOM_SHAPES, LlamaConfig
 from .demo import DEMO_CHECKPOINT
 
-__all__ = ["model_config", "model_folder"]
+__all__ = ["model_config", "model_folder", "model_name"]
 
 
 def model_folder(config: EngineConfig) -> Path:
     """Where weights and tokenizer are, if weights are not random; by default, the bundled demo checkpoint."""
     return config.model or DEMO_CHECKPOINT
+
+
+def model_name(config: EngineConfig) -> str:
+    """What rows of measurements call it: a published shape, or the folder's last part."""
+    if config.random_weights in RANDOM_SHAPES:
+        return str(config.random_weights)
+    folder = config.random_weights or config.model
+    return "demo" if folder is None else Path(folder).absolute().name
 
 
 def model_config(config: EngineConfig) -> LlamaConfig:

@@ -9,9 +9,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from alspec.config import EngineConfig
 from alspec.errors import UserError
 from alspec.models.checkpoint import expected_tensors
 from alspec.models.config import RANDOM_SHAPES, LlamaConfig, RopeScaling, rope_inv_freq
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.source import model_name
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared" / "hf" / "configs"
 
@@ -86,8 +89,40 @@ def test_random_shapes_are_the_published_ones(name: str, tmp_path: Path) -> None
 
 
 def test_unknown_shape_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"expected one of llama-3\.1-8b, .*found 'llama-9'"):
-        LlamaConfig.from_shape("llama-9")
+    for name in ("llama-9", "", "x" * 5000, "a\0b"):
+        with pytest.raises(UserError, match=r"expected llama-3\.1-8b, .* or a folder that holds config\.json, found '"):
+            LlamaConfig.from_shape(name)
+
+
+def test_a_folder_without_weights_is_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absolute or not; of a folder that is called like a published shape, the shape."""
+    raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8")) | {"num_hidden_layers": 3}
+    folder = write(tmp_path, raw)
+    assert LlamaConfig.from_shape(str(folder)) == LlamaConfig.from_folder(folder)
+    assert LlamaConfig.from_shape(str(folder)).num_layers == 3
+    monkeypatch.chdir(folder)
+    assert LlamaConfig.from_shape(".").num_layers == 3
+    (folder / "llama-3.1-8b").mkdir()
+    assert LlamaConfig.from_shape("llama-3.1-8b").num_layers == 32
+    write(folder, raw | {"num_hidden_layers": 0})
+    with pytest.raises(UserError, match="num_hidden_layers"):
+        LlamaConfig.from_shape(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "demo"),
+        ({"random_weights": "llama-3.2-1b"}, "llama-3.2-1b"),
+        ({"random_weights": "shapes/half/"}, "half"),
+        ({"random_weights": "."}, "here"),
+        ({"model": Path("../there")}, "there"),
+    ],
+)
+def test_names_in_rows(options: dict, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert model_name(EngineConfig(**options)) == name
 
 
 @pytest.mark.parametrize(

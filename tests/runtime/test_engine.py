@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import signal
 import socket
@@ -13,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from alspec.config import EngineConfig, GenerateConfig, LatencyConfig, SamplingConfig
 from alspec.errors import DoesNotFitError, UserError
-from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime import engine as engine_module
 from alspec.runtime import transport as transport_module
@@ -117,12 +116,15 @@ def test_what_a_user_may_not_expect_is_said_once(engine: Engine) -> None:
         list(engine.stream("The road", SAMPLING))
 
 
-def test_random_weights_take_ids() -> None:
+def test_random_weights_take_ids(tmp_path: Path) -> None:
+    """In the shape of a folder that has no weights."""
     torch.set_num_threads(1)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_qo_heads": 4, "num_kv_heads": 2}
-    config = LlamaConfig.model_validate(sizes | {"head_dim": 16, "vocab_size": 301})
-    with mock.patch.object(LlamaConfig, "from_shape", return_value=config):
-        engine = Engine(EngineConfig(random_weights="llama-3.2-1b", transport="gloo"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 301}
+    (tmp_path / "config.json").write_text(json.dumps(names | sizes), encoding="utf-8")
+    engine = Engine(EngineConfig(random_weights=str(tmp_path), transport="gloo"))
+    assert engine.model_config.vocab_size == 301
     with pytest.raises(UserError, match="random weights have no tokenizer; give token ids"):
         next(engine.stream("The road"))
     assert len(list(engine.stream([1, 2, 3], SAMPLING))) == 4
