@@ -174,14 +174,16 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax:
 def fused_prefill(q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor, int, float], Tensor] | None:
     """The library on a GPU that takes these, [1, heads, tokens, D] each, or None.
 
-    cuDNN's attention is the fastest, but prepares each shape anew, for 40 to 80 ms (H200): at 8K tokens a whole prompt
-    would win back half of that. So it gets chunks whose shapes come again, and FlashAttention, which needs no
-    preparation, the others.
+    cuDNN's attention is the fastest on compute capability 9 and 10, but prepares each shape anew, for 40 to 80 ms
+    (H200): at 8K tokens a whole prompt would win back half of that. So it gets chunks whose shapes come again, and
+    FlashAttention, which needs no preparation, the others.
     """
     if not q.is_cuda:
         return None
     params = SDPAParams(q, k, v, None, 0.0, False, True)
-    if q.shape[2] % WHOLE_CHUNK == 0 and can_use_cudnn_attention(params):
+    # Multiples of 128: before cuDNN 9.15.1, PyTorch does not trust it with other lengths.
+    is_whole = q.shape[2] % WHOLE_CHUNK == 0 and k.shape[2] % 128 == 0
+    if is_whole and torch.cuda.get_device_capability(q.device)[0] in (9, 10) and can_use_cudnn_attention(params):
         return _attention_by_cudnn
     return _attention_by_flash if can_use_flash_attention(params) and q.shape[3] % 8 == 0 else None
 

@@ -245,7 +245,7 @@ def _compact_tensor(tail_ptr, record_ptr, bits, D: tl.constexpr, IS_V: tl.conste
     write_side(tl.load(tail_ptr + at).to(tl.int32), record_ptr, bits, D, IS_V)
 
 
-@triton.jit(do_not_specialize=["num_layers"], do_not_specialize_on_alignment=PER_HEAD)
+@triton.jit(do_not_specialize=["num_layers", "num_rows", "num_blocks"], do_not_specialize_on_alignment=PER_HEAD)
 def _turbo_compact_kernel(
     seq_lens_ptr,  # [B] int32, with the new token
     words_ptr,  # [L, W] int32

@@ -176,7 +176,8 @@ def _attend_run(
     return o, lse, slot
 
 
-@triton.jit
+# One compiled kernel serves every capacity.
+@triton.jit(do_not_specialize=["capacity", "num_requests"])
 def lean_decode_kernel(
     q_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
     k_ptr,  # [B, Hkv, capacity, head_dim]
@@ -298,7 +299,7 @@ def lean_decode_kernel(
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, rows, channels, HEADS_PER_KV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def lean_merge_kernel(
     seq_lens_ptr,  # [B] int32
     o_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV, D] fp32, as the attention has left them

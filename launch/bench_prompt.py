@@ -134,9 +134,8 @@ def _check(engine: Engine) -> None:
     Raises:
         BadNumbersError: they differ by more than rounding and quantisation make them.
     """
-    model, ids = engine.model, _random_ids(engine, CHECKED_TOKENS)
-    config = model.config.model_copy(update={"num_layers": min(CHECKED_LAYERS, model.num_layers)})
-    weights = replace(model.weights, layers=model.weights.layers[:CHECKED_LAYERS])
+    model, ids = engine.model.first_layers(CHECKED_LAYERS), _random_ids(engine, CHECKED_TOKENS)
+    config, weights = model.config, model.weights
     # The embedding is read as fp32 anyway.
     exact = replace(
         weights,
@@ -147,7 +146,7 @@ def _check(engine: Engine) -> None:
     cache = new_cache("bf16", config, engine.placement.tp_size, 1, CHECKED_TOKENS, torch.float32, engine.device)
     all_reduce = engine.connected().all_reduce
     expected = _logits(engine, Llama(config, exact, all_reduce), cache, ids, CHECKED_TOKENS)
-    logits = _logits(engine, Llama(config, weights, all_reduce), engine.cache, ids, CHECKED_CHUNK)
+    logits = _logits(engine, model, engine.cache, ids, CHECKED_CHUNK)
     error = float((logits - expected).norm() / expected.norm())
     if not error < TOLERANCE[engine.config.kv_cache]:
         raise BadNumbersError(

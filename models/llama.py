@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +157,12 @@ class Llama:
     def num_layers(self) -> int:
         """Decoder layers."""
         return self.config.num_layers
+
+    def first_layers(self, num_layers: int) -> Llama:
+        """The same weights, with the LM head behind so many of the layers, if there are so many."""
+        layers = self.weights.layers[:num_layers]
+        config = self.config.model_copy(update={"num_layers": len(layers)})
+        return Llama(config, replace(self.weights, layers=layers), self._all_reduce)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[n] integers -> x [n, hidden] fp32."""

@@ -101,7 +101,6 @@ class Engine:
         self._texts = 0  # begun so far; the last one owns the cache
         self._is_closed = False
         self._is_warm = self.device.type != "cuda"
-        self._warm_tokens = 0  # of the longest prompt that has run
 
     @classmethod
     def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> Engine:
@@ -243,23 +242,24 @@ class Engine:
                 self._operation,
             )
         self.memory = memory
-        warm_tokens = min(max_context, 2 * CHUNK_TOKENS)
-        if self.device.type == "cuda" and warm_tokens > self._warm_tokens:
-            self._warm_up(warm_tokens)
-            self._is_warm, self._warm_tokens = True, warm_tokens
+        if self.device.type == "cuda":
+            self._warm_up(min(max_context, 2 * CHUNK_TOKENS * placement.num_groups))
+            self._is_warm = True
 
     def _warm_up(self, num_tokens: int) -> None:
         """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches.
 
-        num_tokens: up to a whole chunk and another one behind it, which run all that further ones run.
+        num_tokens: for each group up to a whole chunk and another one behind others, which run all that further ones
+            run, if not all of their shapes.
         """
-        batch_size = self.cache.batch_size
+        one = self.model.first_layers(1)
         for tokens in (1, num_tokens):  # kernels for few tokens are others
-            logits, _ = prefill(self.model, self.cache, self.connected(), 0, [0] * tokens, self._operation)
+            logits, _ = prefill(one, self.cache, self.connected(), 0, [0] * tokens, self._operation)
         torch.cat([logits.argmax(dim=-1), torch.isfinite(logits).all()[None]]).tolist()  # as `_choose`
-        if self.loop is not None:
-            return  # `prepare` warms it up, for the sampling asked for
+        if self.loop is not None or self._is_warm:
+            return  # `prepare` warms the loop up, for the sampling asked for
         assert self.program is not None
+        batch_size = self.cache.batch_size
         self.program.run(
             DecodeState(
                 token_ids=torch.zeros(batch_size, dtype=torch.int64, device=self.device),

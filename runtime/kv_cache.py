@@ -17,6 +17,8 @@ class KVCache:
     A codec owns layout and bytes per token, append, prefill write, and (with the kernels of its layout) the reading.
     """
 
+    depends_on_chunks = False  # what a prompt leaves, on where its chunks end
+
     def __init__(
         self,
         num_layers: int,

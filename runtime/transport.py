@@ -131,6 +131,7 @@ class Transport:
                 else:
                     self.receive(token.shape).wait()
             self.flush()
+            self.gather_pair(token)
         self.synchronize()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -153,6 +154,12 @@ class Transport:
             return tensor[None]
         out = tensor.new_empty(self.placement.world_size, *tensor.shape)
         dist.all_gather(list(out.unbind()), tensor.contiguous())
+        return out
+
+    def gather_pair(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank of a pair -> [2, ...] in the order of groups."""
+        out = tensor.new_empty(2, *tensor.shape)
+        _gather(out.view(-1), tensor.contiguous().view(-1), group=self._pair)
         return out
 
     def swap_calls(self, max_ctas: int) -> SwapCalls:

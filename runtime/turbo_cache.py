@@ -37,6 +37,8 @@ class TurboCache:
     Shapes: B requests, H KV heads of this rank, NB blocks of capacity, D head_dim, n tokens.
     """
 
+    depends_on_chunks = True  # attention sees tokens of the same chunk before stage 2
+
     def __init__(
         self,
         codec: str,

@@ -89,3 +89,12 @@ def test_a_rank_alone_waits_for_nobody() -> None:
     error = fault_error(fault_code(BAD_NUMBERS, 1, 0), 3, NUM_LAYERS, Agreement(Placement(0, 1), None), 1)
     assert "rank 0, MLP output, layer 0, step 3" in str(error)
     assert time.monotonic() - started < 0.5
+
+
+def test_a_store_that_is_gone_takes_no_fault_with_it() -> None:
+    class Gone(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    error = fault_error(fault_code(BAD_NUMBERS, 5, 0), 9, NUM_LAYERS, Agreement(Placement(0, 2), Gone()), 1)
+    assert "rank 0, MLP output, layer 2, step 9" in str(error)

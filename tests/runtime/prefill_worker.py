@@ -1,0 +1,85 @@
+"""One rank of two groups that share prompts, or of one; started with torchrun's variables.
+
+Run as `prefill_worker.py FOLDER GROUPS DEVICE`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.pt: of each case the
+logits, the cache and the tokens that this rank processed. One group alone takes the same chunks, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from alspec.models.config import LlamaConfig
+from alspec.models.llama import Llama, random_weights
+from alspec.operation import no_operation
+from alspec.runtime import prefill as prefill_module
+from alspec.runtime.codecs import new_cache
+from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.placement import Placement
+from alspec.runtime.prefill import prefill, turns_of
+from alspec.runtime.transport import Transport, connect_store
+
+CONFIG = LlamaConfig(
+    hidden_size=96, intermediate_size=128, num_layers=3, num_qo_heads=8, num_kv_heads=4, head_dim=64, vocab_size=301
+)
+CHUNK = 128
+LEAST_SHARED = 80
+
+
+def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, may_split: bool) -> list[list[range]]:
+    return [[chunk] for turn in turns_of(num_tokens, chunk_tokens, 2, may_split) for chunk in turn]
+
+
+@torch.no_grad()
+def run_case(transport: Transport, kv_cache: str, lengths: list[int]) -> dict[str, Any]:
+    """A batch of prompts."""
+    shard, tp_size = transport.placement.shard, transport.placement.tp_size
+    device = transport.device
+    model = Llama(CONFIG, random_weights(CONFIG, shard, torch.float32, device), transport.all_reduce)
+    cache = new_cache(kv_cache, CONFIG, tp_size, len(lengths), max(lengths), torch.float32, device)
+    processed: list[list[int]] = []
+    embed = model.embed
+
+    def noting_embed(ids: Tensor) -> Tensor:
+        processed.append(ids.tolist())
+        return embed(ids)
+
+    done: list[int] = []
+    found: dict[str, Any] = {"logits": [], "sums": [], "done": done, "processed": processed}
+    turns = turns_of if transport.placement.num_groups == 2 else one_by_one
+    with (
+        mock.patch.object(model, "embed", noting_embed),
+        mock.patch.object(prefill_module, "LEAST_SHARED", LEAST_SHARED),
+        mock.patch.object(prefill_module, "turns_of", turns),
+    ):
+        for request, length in enumerate(lengths):
+            ids = torch.randint(CONFIG.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+            logits, sums = prefill(model, cache, transport, request, ids, no_operation, CHUNK, done.append)
+            found["logits"].append(logits.cpu())
+            found["sums"].append(sums.cpu())
+    tensors = {"k": cache.k, "v": cache.v} if isinstance(cache, KVCache) else cache.layers.tensors
+    return found | {"cache": {name: tensor.cpu() for name, tensor in tensors.items()}}
+
+
+def main(folder: Path, num_groups: int, kind: str) -> None:
+    torch.set_num_threads(1)
+    spec = json.loads((folder / "spec.json").read_text())
+    placement = replace(Placement.from_environment(), num_groups=num_groups)
+    device = torch.device(kind, placement.local_rank if kind == "cuda" else None)
+    store = connect_store(placement) if placement.world_size > 1 else None
+    transport = Transport(placement, device, "nccl" if kind == "cuda" else "gloo", store)
+    found = {f"{kv_cache} {lengths}": run_case(transport, kv_cache, lengths) for kv_cache, lengths in spec}
+    torch.save(found, folder / f"rank{placement.rank}.pt")
+    transport.barrier()
+    transport.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

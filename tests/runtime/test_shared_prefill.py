@@ -1,0 +1,148 @@
+"""Prompts that two groups share: both caches hold what one group alone would have left, and each did half."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from prefill_worker import CHUNK, LEAST_SHARED
+
+from alspec.runtime import prefill as prefill_module
+from alspec.runtime.prefill import turns_of
+
+WORKER = Path(__file__).with_name("prefill_worker.py")
+Ranks = list[dict[str, Any]]  # what each found
+# Of one chunk, or part of one, that is shared or not; of two, three and more; around their edges and those of blocks.
+LENGTHS = [1, 64, 79, 80, 81, 127, 128, 129, 207, 208, 209, 255, 256, 257, 320, 383, 384, 385, 500]
+BATCH = [257, 40, 384]
+CODECS = ("bf16", "turbo4", "turbo-mixed", "turbo2")
+CASES = [(codec, [length]) for codec in CODECS for length in LENGTHS] + [(codec, BATCH) for codec in CODECS]
+
+
+def run_ranks(folder: Path, world_size: int, num_groups: int, device: str) -> Ranks:
+    (folder / "spec.json").write_text(json.dumps(CASES))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    environment |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world_size)}
+    command = [sys.executable, str(WORKER), str(folder), str(num_groups), device]
+    ranks = [
+        subprocess.Popen(
+            command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert not any(rank.returncode for rank in ranks), "\n".join(errors)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("cpu", 1),
+        ("cpu", 2),
+        *(
+            pytest.param(
+                ("cuda", tp_size),
+                marks=[
+                    *(pytest.mark.gpu, pytest.mark.multi_gpu),
+                    pytest.mark.skipif(torch.cuda.device_count() < 2 * tp_size, reason=f"needs {2 * tp_size} GPUs"),
+                ],
+            )
+            for tp_size in (1, 2)
+        ),
+    ],
+    ids=lambda place: f"{place[0]}-{2 * place[1]}-ranks",
+)
+def place(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """Device, and ranks of a group."""
+    device, tp_size = request.param
+    return str(device), int(tp_size)
+
+
+@pytest.fixture(scope="module")
+def ranks(place: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Of two groups."""
+    device, tp_size = place
+    return run_ranks(tmp_path_factory.mktemp("shared"), 2 * tp_size, 2, device)
+
+
+@pytest.fixture(scope="module")
+def alone(place: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Of one group."""
+    device, tp_size = place
+    return run_ranks(tmp_path_factory.mktemp("alone"), tp_size, 1, device)
+
+
+def shared_turns(length: int, codec: str) -> list[list[range]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill_module, "LEAST_SHARED", LEAST_SHARED)
+        return turns_of(length, CHUNK, 2, codec == "bf16")
+
+
+def test_one_group_alone_leaves_the_same_bits(ranks: Ranks, alone: Ranks) -> None:
+    """In the caches of both groups; logits are the same on every rank, and those of one group but for rounding."""
+    for rank, found in enumerate(ranks):
+        for name, expected in alone[rank % len(alone)].items():
+            for tensor, of in expected["cache"].items():
+                assert torch.equal(found[name]["cache"][tensor], of), (name, rank, tensor)
+            for logits, first, of in zip(
+                found[name]["logits"], ranks[0][name]["logits"], expected["logits"], strict=True
+            ):
+                assert torch.equal(logits, first), (name, rank)
+                torch.testing.assert_close(logits, of, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("codec", "lengths"), CASES, ids=str)
+def test_each_group_does_its_share(ranks: Ranks, codec: str, lengths: list[int]) -> None:
+    name = f"{codec} {lengths}"
+    expected: list[list[list[int]]] = [[], []]
+    for length in lengths:
+        ids = torch.randint(301, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        for turn in shared_turns(length, codec):
+            for group in (0, 1):
+                chunk = turn[group % len(turn)]
+                expected[group].append(ids[chunk.start : chunk.stop])
+    for rank, found in enumerate(ranks):
+        assert found[name]["processed"] == expected[rank // (len(ranks) // 2)]
+        assert all(bool(sums.isfinite().all()) for sums in found[name]["sums"])
+        done = [turn[-1].stop for length in lengths for turn in shared_turns(length, codec)[:-1]]
+        assert found[name]["done"] == done
+
+
+@hypothesis.given(
+    num_tokens=st.integers(1, 100_000),
+    blocks=st.integers(1, 200),
+    num_groups=st.sampled_from([1, 2]),
+    may_split=st.booleans(),
+)
+def test_turns_are_all_tokens_in_order(num_tokens: int, blocks: int, num_groups: int, may_split: bool) -> None:
+    chunk_tokens = 64 * blocks
+    turns = turns_of(num_tokens, chunk_tokens, num_groups, may_split)
+    chunks = [chunk for turn in turns for chunk in turn]
+    assert chunks[0].start == 0
+    assert chunks[-1].stop == num_tokens
+    assert all(one.stop == other.start for one, other in itertools.pairwise(chunks))
+    assert all(0 < len(chunk) <= chunk_tokens for chunk in chunks)
+    assert all(len(chunk) % 64 == 0 for chunk in chunks[:-1])
+    assert all(len(turn) == num_groups for turn in turns[:-1])
+    if num_groups == 2 and may_split:
+        assert len(turns[-1]) == 2 or len(turns[-1][0]) < prefill_module.LEAST_SHARED
+    if num_groups == 1 or not may_split:
+        assert all(chunk.start % chunk_tokens == 0 for chunk in chunks)
