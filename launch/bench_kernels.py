@@ -24,7 +24,7 @@ from alspec.kernels.lean_attention import LeanWorkspace, guess_parts, lean_decod
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
-from alspec.launch.bench_prompt import PROMPT_CONTEXTS, PROMPT_ENGINES, measure_prompts, prompt_table
+from alspec.launch.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, run_command
 from alspec.launch.output import append_rows
@@ -341,14 +341,14 @@ def bench_turbo(results: Results, contexts: list[int]) -> None:
 
 
 def bench_prompt(results: Results, contexts: list[int]) -> None:
-    """Whole prompts of the 8B shape over each cache, on every rank of a torchrun job; they have their own table."""
+    """Whole prompts of the 8B shape over each cache and in each mode of a torchrun job; they have their own table."""
     rows: list[dict[str, Any]] = []
 
     def found(row: dict[str, Any]) -> None:
         results.write(row, row["case"]["world"])
         rows.append(row)
 
-    for config in PROMPT_ENGINES:
+    for config in prompt_engines(Placement.from_environment().world_size):
         measure_prompts(config, contexts, found)
     results.table = prompt_table(rows)
 

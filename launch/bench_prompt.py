@@ -27,18 +27,14 @@ from alspec.runtime.memory import GIB
 from alspec.runtime.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.stats import percentile, spread
 
-__all__ = ["PROMPT_CONTEXTS", "PROMPT_ENGINES", "matrix_peak", "measure_prompts", "prompt_flops", "prompt_table"]
+__all__ = ["PROMPT_CONTEXTS", "matrix_peak", "measure_prompts", "prompt_engines", "prompt_flops", "prompt_table"]
 
 PROMPT_CONTEXTS = (8192, 32768, 131072)
-PROMPT_ENGINES = tuple(
-    EngineConfig(random_weights="llama-3.1-8b", kv_cache=codec, speculation=SpeculationConfig(mode="off"))
-    for codec in ("bf16", "turbo4")
-)
 
 # Prompts of one length: until they have taken long enough, and one at least.
 MOST_PROMPTS = 9
 ENOUGH_US = 3e6
-# The prompt before them, which is not counted: its second chunk has run all that further ones run.
+# For each group, of the prompt before them, which is not counted: its second chunk has run all that further ones run.
 WARMUP_TOKENS = 2 * CHUNK_TOKENS
 
 MATRIX_SIZE = 8192
@@ -52,6 +48,16 @@ CHECKED_TOKENS, CHECKED_CHUNK = 500, 256  # the second chunk ends within a block
 TOLERANCE = {"bf16": 2e-2, "turbo4": 5e-2}
 
 Row = dict[str, Any]
+
+
+def prompt_engines(world_size: int) -> list[EngineConfig]:
+    """What is measured with so many ranks: all of them in tensor parallelism, and as two groups, over two caches."""
+    modes = [SpeculationConfig(mode="off"), *([SpeculationConfig(mode="paired")] if world_size % 2 == 0 else [])]
+    return [
+        EngineConfig(random_weights="llama-3.1-8b", kv_cache=codec, speculation=mode)
+        for mode in modes
+        for codec in ("bf16", "turbo4")
+    ]
 
 
 def prompt_flops(config: LlamaConfig, num_tokens: int) -> int:
@@ -160,7 +166,7 @@ def _measure(engine: Engine, context: int, peak: float) -> Row:
     ids = _random_ids(engine, context)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    _first_token_us(engine, ids[:WARMUP_TOKENS])
+    _first_token_us(engine, ids[: WARMUP_TOKENS * engine.placement.num_groups])
     samples: list[float] = []
     while len(samples) < MOST_PROMPTS and sum(samples) < ENOUGH_US:
         samples += _largest(engine, _first_token_us(engine, ids))
@@ -176,6 +182,7 @@ def _measure(engine: Engine, context: int, peak: float) -> Row:
         "case": {
             "shape": model_name(engine.config),
             "world": world_size,
+            "mode": engine.mode,
             "dtype": engine.dtype_name,
             "kv_cache": engine.config.kv_cache,
             "context": context,
@@ -234,16 +241,16 @@ def prompt_table(rows: list[Row]) -> Table:
         title=f"Prompts of random tokens, {case['shape']}, {case['dtype']}, {case['world']} rank(s)",
         caption="TTFT: until the host has the first token; peak: of a large product of bf16 matrices in this run",
     )
-    names = ("cache", "tokens", "TTFT ms p50", "p20", "p80", "prompts", "tokens/s")
+    names = ("mode", "cache", "tokens", "TTFT ms p50", "p20", "p80", "prompts", "tokens/s")
     for name in (*names, "TFLOP/s a rank", "peak", "of peak", "GiB", "GiB planned"):
-        table.add_column(name, justify="left" if name == "cache" else "right")
+        table.add_column(name, justify="left" if name in ("mode", "cache") else "right")
     for row in rows:
         case, us = row["case"], row["us"]
         cells = [f"{us[name] / 1e3:.1f}" for name in ("p50", "p20", "p80")]
         cells += [str(row["prompts"]), f"{case['context'] / us['p50'] * 1e6:.0f}"]
         cells += [f"{row['tflop_s']:.0f}", f"{row['peak_tflop_s']:.0f}", f"{row['share_of_peak']:.1%}"]
         cells += [f"{row[name] / GIB:.2f}" for name in ("memory_bytes", "planned_bytes")]
-        table.add_row(case["kv_cache"], str(case["context"]), *cells)
+        table.add_row(case["mode"], case["kv_cache"], str(case["context"]), *cells)
     return table
 
 

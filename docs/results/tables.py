@@ -341,13 +341,13 @@ def prompts(rows: list[dict[str, Any]]) -> str:
     lines: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
         case, us = row["case"], row["us"]
-        key = (case["shape"], case["world"], case["kv_cache"], case["context"])
+        key = (case["shape"], case["world"], case.get("mode", "off"), case["kv_cache"], case["context"])
         times = " / ".join(f"{us[name] / 1e3:.1f}" for name in ("p20", "p50", "p80"))
         cells = [times, str(row["prompts"]), f"{case['context'] / us['p50'] * 1e6:.0f}", f"{row['tflop_s']:.0f}"]
         cells += [f"{row['peak_tflop_s']:.0f}", f"{row['share_of_peak']:.0%}"]
         cells += [f"{row[name] / 2**30:.2f}" for name in ("memory_bytes", "planned_bytes")]
         lines[key] = [*map(str, key), *cells]
-    head = ["shape", "GPUs", "cache", "tokens", "TTFT, ms", "prompts", "tokens/s", "TFLOP/s", "peak", "of peak"]
+    head = ["shape", "GPUs", "mode", "cache", "tokens", "TTFT, ms", "prompts", "tokens/s", "TFLOP/s", "peak", "of peak"]
     return "\n\n".join(
         [
             "## Whole prompts",

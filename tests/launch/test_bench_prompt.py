@@ -21,7 +21,7 @@ from alspec.config import BenchConfig, EngineConfig, SpeculationConfig
 from alspec.errors import AlspecError, UserError
 from alspec.kernels import attention
 from alspec.launch import bench_kernels, bench_prompt
-from alspec.launch.bench_prompt import matrix_peak, measure_prompts, prompt_flops, prompt_table
+from alspec.launch.bench_prompt import matrix_peak, measure_prompts, prompt_engines, prompt_flops, prompt_table
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, Shard, random_weights
 from alspec.operation import no_operation
@@ -108,7 +108,8 @@ def test_rows(kv_cache: str) -> None:
     assert [row["case"]["context"] for row in rows] == [70, 300]
     for row in rows:
         context, us = row["case"]["context"], row["us"]
-        case = {"shape": "llama-3.1-8b", "world": 1, "dtype": "fp32", "kv_cache": kv_cache, "chunk_tokens": 8192}
+        case = {"shape": "llama-3.1-8b", "world": 1, "mode": "off", "dtype": "fp32", "kv_cache": kv_cache}
+        case |= {"chunk_tokens": 8192}
         assert row["case"] == case | {"context": context}
         assert (row["bench"], row["impl"], row["prompts"]) == ("prompt", "alspec.prefill", 3)
         assert 0 < us["p20"] <= us["p50"] <= us["p80"]
@@ -167,7 +168,7 @@ def test_prompts_beyond_the_models_positions_are_refused() -> None:
 def test_table() -> None:
     """Times in ms, memory in GiB."""
     row = {
-        "case": {"shape": "llama-3.1-8b", "world": 2, "dtype": "bf16", "kv_cache": "turbo4", "context": 8192},
+        "case": {"shape": "llama-3.1-8b", "world": 2, "dtype": "bf16"},
         "us": {"p20": 200_000.0, "p50": 250_000.0, "p80": 310_040.0},
         "prompts": 9,
         "tflop_s": 401.2,
@@ -176,14 +177,15 @@ def test_table() -> None:
         "memory_bytes": 3 * 2**29,
         "planned_bytes": 2**31,
     }
-    console = Console(width=170)
+    row["case"] |= {"mode": "paired", "kv_cache": "turbo4", "context": 8192}
+    console = Console(width=180)
     with console.capture() as shown:
         console.print(prompt_table([row]))
     title, *lines = shown.get().splitlines()
     assert title.strip() == "Prompts of random tokens, llama-3.1-8b, bf16, 2 rank(s)"
     (cells,) = ([cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "turbo4" in line)
     times = ["250.0", "200.0", "310.0"]
-    assert cells == ["turbo4", "8192", *times, "9", "32768", "401", "780", "51.4%", "1.50", "2.00"]
+    assert cells == ["paired", "turbo4", "8192", *times, "9", "32768", "401", "780", "51.4%", "1.50", "2.00"]
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,11 +195,11 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
     monkeypatch.setattr(bench_kernels, "stream_bandwidth", lambda device: 1e12)
-    monkeypatch.setattr(bench_kernels, "PROMPT_ENGINES", [engine_config(), engine_config("turbo4")])
+    monkeypatch.setattr(bench_kernels, "prompt_engines", lambda world_size: [engine_config(), engine_config("turbo4")])
     monkeypatch.setattr(bench_kernels, "PROMPT_CONTEXTS", (20, 90))
     path = tmp_path / "rows.jsonl"
     assert bench_kernels.main(["--bench", "prompt", "--rows", str(path)]) == 0
-    shown = [line.split("│")[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    shown = [line.split("│")[2:4] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     found = [(row["case"]["kv_cache"], row["case"]["context"]) for row in rows]
     assert found == [("bf16", 20), ("bf16", 90), ("turbo4", 20), ("turbo4", 90)]
@@ -222,6 +224,13 @@ def test_lengths_are_those_of_the_bench_or_of_the_flag(monkeypatch: pytest.Monke
     assert BenchConfig().contexts is None
 
 
+def test_engines_of_a_job() -> None:
+    """Two groups where the ranks make two, over both caches."""
+    for world_size, modes in ((1, ["off"]), (2, ["off", "paired"]), (3, ["off"]), (4, ["off", "paired"])):
+        engines = [(engine.speculation.mode, engine.kv_cache) for engine in prompt_engines(world_size)]
+        assert engines == [(mode, codec) for mode in modes for codec in ("bf16", "turbo4")]
+
+
 def test_torchrun_is_for_two_benches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -242,9 +251,9 @@ from alspec.launch import bench_prompt
 bench_prompt.MATRIX_SIZE = 64
 measured = bench_prompt._first_token_us
 bench_prompt._first_token_us = lambda *args: 0 * measured(*args) + 100 + 50 * int(os.environ["RANK"])
-config = EngineConfig(model={str(checkpoint)!r}, transport="gloo", speculation=SpeculationConfig(mode="off"))
 rows = []
-for contexts in ([20, 300], [40]):
+for mode, contexts in (("off", [20, 300]), ("off", [40]), ("paired", [300])):
+    config = EngineConfig(model={str(checkpoint)!r}, transport="gloo", speculation=SpeculationConfig(mode=mode))
     bench_prompt.measure_prompts(config, contexts, rows.append)
 open({str(tmp_path)!r} + "/rank" + os.environ["RANK"], "w").write(json.dumps(rows))
 """,
@@ -256,9 +265,10 @@ open({str(tmp_path)!r} + "/rank" + os.environ["RANK"], "w").write(json.dumps(row
     assert done.returncode == 0, done.stderr
     rows, others = (json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2))
     assert rows == others
-    assert [(row["case"]["world"], row["case"]["context"]) for row in rows] == [(2, 20), (2, 300), (2, 40)]
+    cases = [tuple(row["case"][name] for name in ("world", "mode", "context")) for row in rows]
+    assert cases == [(2, "off", 20), (2, "off", 300), (2, "off", 40), (2, "paired", 300)]
     config = LlamaConfig.from_folder(checkpoint)
-    assert [row["flops"] for row in rows] == [prompt_flops(config, context) for context in (20, 300, 40)]
+    assert [row["flops"] for row in rows] == [prompt_flops(config, context) for context in (20, 300, 40, 300)]
     for row in rows:
         assert row["us"] == {"p20": 150.0, "p50": 150.0, "p80": 150.0}
         assert row["tflop_s"] == pytest.approx(row["flops"] / 150.0 / 1e6 / 2, abs=6e-4)
@@ -299,8 +309,8 @@ def test_table_of_the_results(tmp_path: Path) -> None:
     begin = found.index("## Whole prompts")
     end = "| 9 | {} | 400 | 780 | 51% | 1.50 | 2.00 |"
     assert [line for line in found[begin:] if line.startswith("| llama-3.1-8b")][:2] == [
-        "| llama-3.1-8b | 1 | bf16 | 8192 | 225.0 / 250.0 / 275.0 " + end.format(32768),
-        "| llama-3.1-8b | 1 | bf16 | 32768 | 1800.0 / 2000.0 / 2200.0 " + end.format(16384),
+        "| llama-3.1-8b | 1 | off | bf16 | 8192 | 225.0 / 250.0 / 275.0 " + end.format(32768),
+        "| llama-3.1-8b | 1 | off | bf16 | 32768 | 1800.0 / 2000.0 / 2200.0 " + end.format(16384),
     ]
     assert "- [Whole prompts](#whole-prompts)" in found
 
