@@ -36,6 +36,7 @@ HANDOVER_US = 7.2  # decode_parts, layer: 111.4, less the time of its bytes and 
 VERDICT_US = 3.3  # decode_parts: sender 131.2, less attention 127.9
 GUESS_US = 17.9  # decode_parts, receiver; where all attention takes less, the guess comes no later than its end
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
+MOST_RANKS = 16
 FAILURE_PROBABILITY = 0.01  # of the bound on what accepted guesses change
 
 
@@ -89,7 +90,8 @@ def print_plan(config: GenerateConfig) -> None:
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")
-    for world_size in (1, 2, 4, 8, 16):
+    worlds = {groups * tp_size for tp_size in model.valid_tp_sizes for groups in (1, 2)}
+    for world_size in sorted(world for world in worlds if world <= MOST_RANKS):
         off_us = None
         for mode, num_groups in (("off", 1), ("paired", 2)):
             tp_size = world_size // num_groups

@@ -24,7 +24,7 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
         contexts = [row["case"]["context"] for row in line]
         p20, p50, p80 = ([row["us"][name] / 1e3 for row in line] for name in ("p20", "p50", "p80"))
         axes.fill_between(contexts, p20, p80, alpha=0.3)
-        axes.plot(contexts, p50, marker="o", label=f"{label}, p50 (band: p20 to p80)")
+        axes.plot(contexts, p50, marker="o", label=f"{label}{_measured_hits(line)}, p50 (band: p20 to p80)")
     # Closed launches of a pair skip their weights: its bytes are no limit.
     off = [row for row in rows if row["case"]["mode"] == "off"]
     for codec, style in zip(
@@ -47,12 +47,21 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
 
 
 def _label(row: dict[str, Any]) -> str:
-    """`off`, or `paired over turbo4, 88 % hits (forced)`."""
+    """`off`, or `paired over turbo4, 88% hits (forced)`: of a line, along which measured rates may differ."""
     case = row["case"]
     name = case["mode"] + ("" if case["kv_cache"] == "bf16" else f" over {case['kv_cache']}")
     if case["hit_rate"] is None:
         return str(name)
-    return f"{name}, {case['hit_rate']:.0%} hits{' (forced)' if case['forced'] else ''}"
+    return f"{name}, {case['hit_rate']:.0%} hits (forced)" if case["forced"] else f"{name}, real verdicts"
+
+
+def _measured_hits(line: list[dict[str, Any]]) -> str:
+    """` (88% hits)`, or the range of a line; nothing where there are none, or they are forced."""
+    rates = [row["case"]["hit_rate"] for row in line]
+    if rates[0] is None or line[0]["case"]["forced"]:
+        return ""
+    lowest, highest = f"{min(rates):.0%}", f"{max(rates):.0%}"
+    return f" ({lowest} hits)" if lowest == highest else f" ({lowest} to {highest} hits)"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
+from alspec.launch import generate
 from alspec.launch.plan import step_costs
 from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
@@ -70,3 +71,26 @@ def test_guess_comes_no_later_than_attention_ends() -> None:
     config = LlamaConfig.from_shape("llama-3.1-8b")
     short, long = (step_costs(config, 2, 2, torch.bfloat16, context) for context in (1024, 131072))
     assert short.receiver_us == short.attention_us < long.receiver_us < long.attention_us
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        ((9, 3, 1536), ["1 off 1", "2 paired 1", "3 off 3", "6 paired 3"]),
+        (
+            (32, 32, 11008),
+            ["1 off 1", *(f"{n} {mode}" for n in (2, 4, 8, 16) for mode in (f"off {n}", f"paired {n // 2}"))],
+        ),
+    ],
+    ids=["3 KV heads", "32 KV heads"],
+)
+def test_ranks_of_a_plan_are_those_that_can_run(
+    heads: tuple[int, int, int], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One group of as many ranks as share the heads, or two; up to 16."""
+    raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8"))
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    (tmp_path / "config.json").write_text(json.dumps(raw | dict(zip(names, heads, strict=True))), encoding="utf-8")
+    assert generate.main(["--random-weights", str(tmp_path), "--plan"]) == 0
+    rows = [line.strip("│| ").replace("│", " ").split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert [" ".join(row) for row in rows if row and row[0].isdigit() and row[1] in ("off", "paired")] == expected
