@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import ErrorDetails
+from yaml.error import MarkedYAMLError
 
 from .errors import UserError
 from .predictor import CHUNK_SIZES
@@ -55,13 +57,34 @@ Selector = Literal["gap_std", "entropy", "min_max", "variation"]
 UNAVAILABLE = ("colocated", "turboquant3", "turboquant2")  # known values that the runtime does not have yet
 TURBO_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that the runtime has
 
+_MAX_DIGITS = 15  # of a number of tokens
+_MAX_INT_CHARACTERS = 1000  # of an integer in YAML; Python shows up to 4300 digits
+
 _SchemaT = TypeVar("_SchemaT", bound=BaseModel)
 
 
 def _one_of_chunk_sizes(value: Any) -> int:
-    if value not in {*CHUNK_SIZES, *map(str, CHUNK_SIZES)}:
+    if value not in (*CHUNK_SIZES, *map(str, CHUNK_SIZES)):  # not a set: a list or mapping has no hash
         raise ValueError(f"expected one of {', '.join(map(str, CHUNK_SIZES))}")
     return int(value)
+
+
+def _no_bool(value: Any) -> Any:
+    """Refuse true and false, which would be taken as 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+def _path(value: Any) -> Any:
+    """Refuse what no file can be called: NUL, and lone surrogates other than those that stand for foreign bytes."""
+    try:
+        is_name = not isinstance(value, str | os.PathLike) or b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise ValueError("expected a path")
+    return value
 
 
 def _ids(value: Any) -> Any:
@@ -70,7 +93,7 @@ def _ids(value: Any) -> Any:
         parts = [part.strip() for part in value.split(",")]
         if not all(part.isdecimal() for part in parts):
             raise ValueError("expected token ids separated by commas, such as 1,2,3")
-        return tuple(int(part) for part in parts)
+        return tuple(parts)
     return value
 
 
@@ -102,7 +125,7 @@ def _tokens(value: Any) -> int:
     """A number of tokens such as 4096 or 4k; k is 1024."""
     text = str(value).lower()
     digits, scale = text.removesuffix("k"), 1024 if text.endswith("k") else 1
-    if not digits.isdecimal() or int(digits) * scale < 2:
+    if not digits.isdecimal() or len(digits) > _MAX_DIGITS or int(digits) * scale < 2:
         raise ValueError("expected lengths such as 1k,8k or 4096")
     return int(digits) * scale
 
@@ -111,8 +134,8 @@ def _hit_rate(value: Any) -> float | str:
     if value == "real":
         return "real"
     try:
-        rate = float(value)
-    except (TypeError, ValueError):
+        rate = float(_no_bool(value))
+    except (TypeError, ValueError, OverflowError):
         rate = math.nan
     if not 0 <= rate <= 1:
         raise ValueError("expected real or numbers from 0 to 1")
@@ -121,11 +144,15 @@ def _hit_rate(value: Any) -> float | str:
 
 _ItemT = TypeVar("_ItemT")
 _Several = Annotated[tuple[_ItemT, ...], Field(min_length=1), BeforeValidator(_items)]
+_AnyInt = Annotated[int, BeforeValidator(_no_bool)]
+_Int = Annotated[_AnyInt, Field(lt=2**63)]
+_Float = Annotated[float, BeforeValidator(_no_bool)]
+_Path = Annotated[Path, BeforeValidator(_path)]
 _Tokens = Annotated[int, BeforeValidator(_tokens)]
-_Share = Annotated[float, Field(ge=0.0, le=1.0)]
+_Share = Annotated[_Float, Field(ge=0.0, le=1.0)]
 # JSON has no infinity; the text is read back as one.
 _Threshold = Annotated[
-    float,
+    _Float,
     Field(ge=0.0),
     PlainSerializer(lambda threshold: threshold if math.isfinite(threshold) else "inf", when_used="json"),
 ]
@@ -163,7 +190,7 @@ class SpeculationConfig(_Schema):
 class EngineConfig(_Schema):
     """What is loaded and how it is executed."""
 
-    model: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
+    model: Annotated[_Path | None, BeforeValidator(_not_empty)] = Field(
         default=None, description="Hugging Face folder; default: the bundled demo checkpoint"
     )
     random_weights: str | None = Field(
@@ -186,7 +213,7 @@ class EngineConfig(_Schema):
     dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, BeforeValidator(_dtype)] = Field(
         default=None, description="weights and cache; default: the checkpoint's on GPUs, fp32 on CPU"
     )
-    max_context: int | None = Field(
+    max_context: _Int | None = Field(
         default=None, ge=1, description="tokens the cache has room for; default: what is needed"
     )
     verify_checksums: bool = Field(default=False, description="compare the model folder with its SHA256SUMS first")
@@ -201,18 +228,18 @@ class EngineConfig(_Schema):
 class ChoiceConfig(_Schema):
     """How the next token is chosen."""
 
-    temperature: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy")
-    top_k: int = Field(default=0, ge=0, description="sample among the k most likely tokens; 0: all")
-    top_p: float = Field(
+    temperature: _Float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="0: greedy")
+    top_k: _Int = Field(default=0, ge=0, description="sample among the k most likely tokens; 0: all")
+    top_p: _Float = Field(
         default=1.0, gt=0.0, le=1.0, description="sample among the most likely tokens of this total probability"
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="of the counter-based random numbers")
+    seed: _Int = Field(default=0, ge=0, description="of the counter-based random numbers")
 
 
 class SamplingConfig(ChoiceConfig):
     """How the next token is chosen and when a request ends."""
 
-    max_new_tokens: int = Field(default=128, ge=1, description="tokens to generate for each prompt")
+    max_new_tokens: _Int = Field(default=128, ge=1, description="tokens to generate for each prompt")
     stop: tuple[str, ...] = Field(default=(), description="end a request at this text (repeatable); it is not printed")
     ignore_eos: bool = Field(default=False, description="do not stop at the end-of-sequence token")
 
@@ -233,17 +260,19 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
     """Everything `launch/generate.py` can be told."""
 
     prompt: str | None = Field(default=None, description="text to continue")
-    prompt_file: Path | None = Field(
+    prompt_file: _Path | None = Field(
         default=None,
         description="file with a prompt, less its last line end; *.jsonl: one request a line, run as a batch",
     )
-    prompt_ids: Annotated[tuple[int, ...] | None, BeforeValidator(_ids)] = Field(
+    prompt_ids: Annotated[tuple[_AnyInt, ...] | None, BeforeValidator(_ids)] = Field(
         default=None, description="token ids, such as 1,2,3"
     )
     chat: bool = Field(default=False, description="apply the checkpoint's chat template to the prompt")
     system: str | None = Field(default=None, description="system message; needs --chat")
-    json_file: Path | None = Field(default=None, alias="json", description="write everything measured to this file")
-    trace: Path | None = Field(default=None, description="write a Perfetto trace of all ranks' operations to this file")
+    json_file: _Path | None = Field(default=None, alias="json", description="write everything measured to this file")
+    trace: _Path | None = Field(
+        default=None, description="write a Perfetto trace of all ranks' operations to this file"
+    )
     color: bool = Field(default=False, description="shade each token by its speculation hit rate, on a terminal")
 
     @model_validator(mode="after")
@@ -274,16 +303,16 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
         default=("real",),
         description="of paired: real verdicts, or forced ones for profiling, such as real,0.5,0.875,1",
     )
-    prompt_file: Path | None = Field(
+    prompt_file: _Path | None = Field(
         default=None,
         description="text to read into the cache, repeated or cut to each context; default: random numbers or tokens",
     )
-    batch: int = Field(default=1, ge=1, description="requests, all of the same length")
-    steps: int = Field(default=100, ge=1, description="decode steps to measure at each context")
-    rows: Path | None = Field(default=None, description="append one JSON line for each context to this file")
-    json_file: Path | None = Field(default=None, alias="json", description="write every sample of every rank here")
-    plot: Path | None = Field(default=None, description="picture of ms/token against context to write")
-    trace: Path | None = Field(
+    batch: _Int = Field(default=1, ge=1, description="requests, all of the same length")
+    steps: _Int = Field(default=100, ge=1, description="decode steps to measure at each context")
+    rows: _Path | None = Field(default=None, description="append one JSON line for each context to this file")
+    json_file: _Path | None = Field(default=None, alias="json", description="write every sample of every rank here")
+    plot: _Path | None = Field(default=None, description="picture of ms/token against context to write")
+    trace: _Path | None = Field(
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
     )
 
@@ -296,18 +325,18 @@ class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
 class EvaluateConfig(CommandConfig, EngineConfig):
     """Everything `launch/evaluate.py` can be told."""
 
-    text: Path | None = Field(default=None, description=".txt, or .jsonl / .jsonl.xz with a 'text' field; needed")
+    text: _Path | None = Field(default=None, description=".txt, or .jsonl / .jsonl.xz with a 'text' field; needed")
     contexts: _Several[_Tokens] = Field(
         default=(1024, 8192), description="lengths in tokens, of windows for bits per byte and of needle prompts"
     )
-    windows: int = Field(default=16, ge=0, description="windows of the longest context to score; 0: no bits per byte")
-    recall: int = Field(
+    windows: _Int = Field(default=16, ge=0, description="windows of the longest context to score; 0: no bits per byte")
+    recall: _Int = Field(
         default=0, ge=0, description="recall prompts of the longest context, in the demo checkpoint's form"
     )
-    records: Path | None = Field(
+    records: _Path | None = Field(
         default=None, description="key-value retrieval cases (.jsonl.gz) to recall from as well"
     )
-    needles: int = Field(
+    needles: _Int = Field(
         default=0,
         ge=0,
         description="prompts, in that form too, for each context and depth of a needle, and of a pair of --records",
@@ -331,11 +360,11 @@ class EvaluateConfig(CommandConfig, EngineConfig):
     selectors: _Several[Selector] = Field(
         default=("gap_std",), description=f"of turbo-mixed's 2-bit heads: {', '.join(get_args(Selector))}"
     )
-    low_heads: _Several[Annotated[int, Field(ge=0)]] | None = Field(
+    low_heads: _Several[Annotated[_Int, Field(ge=0)]] | None = Field(
         default=None, description="how many heads turbo-mixed holds at 2 bits, such as 0,1,2 (default: half)"
     )
-    rows: Path | None = Field(default=None, description="append one JSON line for each value to this file")
-    plot: Path | None = Field(
+    rows: _Path | None = Field(default=None, description="append one JSON line for each value to this file")
+    plot: _Path | None = Field(
         default=None, description="picture to write: needles over context and depth, hit rates of layers over lambda"
     )
 
@@ -344,8 +373,10 @@ class DoctorConfig(CommandConfig):
     """Everything `launch/doctor.py` can be told."""
 
     transport: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="as in generate")
-    deadline: float = Field(default=60.0, gt=0.0, allow_inf_nan=False, description="seconds for one check")
-    json_file: Path | None = Field(
+    deadline: _Float = Field(  # up to a day: Python's timers have a limit
+        default=60.0, gt=0.0, le=86400.0, allow_inf_nan=False, description="seconds for one check"
+    )
+    json_file: _Path | None = Field(
         default=None, alias="json", description="write the outcomes on all ranks to this file"
     )
 
@@ -360,7 +391,7 @@ class BenchConfig(CommandConfig):
         default=None,
         description="tokens in the cache of decode, ready and turbo (default: 1k to 256k), or of prompts (8k,32k,128k)",
     )
-    rows: Path | None = Field(default=None, description="append one JSON line for each measurement to this file")
+    rows: _Path | None = Field(default=None, description="append one JSON line for each measurement to this file")
 
 
 def refuse_unavailable(config: EngineConfig) -> None:
@@ -476,7 +507,27 @@ def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> dict[str, str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loading in which only true and false are booleans, as in YAML 1.2: `off` and `on` are values of fields."""
+    """Safe loading in which only true and false are booleans, as in YAML 1.2: `off` and `on` are values of fields.
+
+    A key that stands twice in a mapping is refused, and so is an integer too long for messages to show.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Before merge keys (`<<`) are replaced by what they add."""
+        node = super().compose_mapping_node(anchor)
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
+                names.add(key.value)
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Also hexadecimal, octal and binary ones."""
+        if len(node.value) > _MAX_INT_CHARACTERS:
+            raise MarkedYAMLError(problem="expected a smaller integer", problem_mark=node.start_mark)
+        return super().construct_yaml_int(node)
 
 
 _BOOL = "tag:yaml.org,2002:bool"
@@ -485,13 +536,14 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a configuration file: a YAML mapping of field names, safe loading.
 
     Raises:
-        UserError: unreadable file, broken YAML, or anything that is not a mapping.
+        UserError: unreadable file, broken YAML, a key given twice, or anything that is not a mapping.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -499,7 +551,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"config: cannot read {path}: {error.strerror}; give an existing YAML file") from None
     except RecursionError:
         raise UserError(f"config: {path} is not YAML: nested too deeply") from None
-    except (yaml.YAMLError, ValueError, AttributeError) as error:  # the last two of values, such as 2026-13-01
+    # The last ones are of values, such as 2026-13-01.
+    except (yaml.YAMLError, ValueError, AttributeError, LookupError, OverflowError) as error:
         raise UserError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}

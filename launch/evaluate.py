@@ -39,7 +39,8 @@ EPILOG = (
     "Every figure is of the reference semantics (simulated): each verdict from both outputs, accepted A~ let through, "
     "keys and values as the cache holds them. The ablations of TurboAttention: Table 3 is --codecs bf16,turbo4 "
     "--block-sizes 32,64,128; Table 4 is --codecs bf16,turbo4 --softmaxes exact,sas; Figure 7b is --codecs turbo-mixed "
-    "--selectors gap_std,entropy,min_max,variation --low-heads 0,1,2,3,4."
+    "--selectors gap_std,entropy,min_max,variation --low-heads 0,1,2,3,4. --threshold is for "
+    "--baselines alone: the lambda whose hit rates say which layers are fixed."
 )
 # Layers whose measured hit rate is above this always speculate in the baseline of fixed layers (ALSpec, Figure 2).
 FIXED_LAYER_HIT_RATE = 0.8
@@ -87,8 +88,28 @@ def _check(config: EvaluateConfig) -> None:
         raise UserError("flags: nothing to measure; give one of --windows, --recall, --needles or --records")
     if config.baselines and not config.windows:
         raise UserError("flags: --baselines takes its fixed layers from bits per byte; give --windows")
+    _check_effects(config)
     check_picture("flags: --plot", config.plot)
     check_writable("flags: --rows", config.rows)
+
+
+def _check_effects(config: EvaluateConfig) -> None:
+    """Refuse what is not as by default and would change nothing."""
+    codecs = config.codecs or (config.kv_cache,)
+    mixed = "turbo-mixed" in codecs, "only turbo-mixed has heads of 2 bits; add it to --codecs"
+    effects = {
+        "threshold": (config.baselines, "only --baselines needs one; give --thresholds"),
+        "kv_cache": (config.codecs is None, "--codecs says which caches are measured; add it there"),
+        "softmax": (config.softmaxes is None, "--softmaxes says which are measured; add it there"),
+        "block_sizes": (set(codecs) != {"bf16"}, "a bf16 cache has no blocks; add another one to --codecs"),
+        "selectors": mixed,
+        "low_heads": mixed,
+        "depths": (config.needles > 0, "only needles have a depth; give --needles"),
+    }
+    given, default = (vars(one) | {"threshold": one.speculation.threshold} for one in (config, EvaluateConfig()))
+    for name, (has_effect, reason) in effects.items():
+        if given[name] != default[name] and not has_effect:
+            raise UserError(f"flags: --{name.replace('_', '-')}: {reason}, or leave it out")
 
 
 def _check_baselines(config: EvaluateConfig, longest: int) -> None:

@@ -6,10 +6,12 @@ import gzip
 import itertools
 import lzma
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import tokenizers
 import torch
@@ -17,7 +19,7 @@ import torch
 from alspec.errors import UserError
 from alspec.models.demo.data import RecallPrompt, recall_prompts
 from alspec.models.demo.tokenizer import SPECIAL_TOKENS
-from alspec.models.files import parse_json
+from alspec.models.files import parse_json, show
 from alspec.models.source import model_folder
 from alspec.predictor import shortest_guess
 from alspec.runtime.decoded_attention import CacheSetting
@@ -88,12 +90,32 @@ def read_text(path: Path) -> str:
         data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
         text = data.decode("utf-8-sig")
         if ".jsonl" in path.suffixes:
-            text = "\n\n".join(parse_json(line)["text"] for line in text.split("\n") if line.strip())
+            lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+            text = "\n\n".join(_text_of(line, f"{path}:{number}") for number, line in lines)
     except OSError as error:
         raise UserError(f"flags: --text: cannot read {path}: {error.strerror}; give a text file") from None
-    except (lzma.LZMAError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"flags: --text: {path}: broken at {error!r}; give .txt, .jsonl or .jsonl.xz") from None
+    except lzma.LZMAError as error:
+        raise UserError(f"flags: --text: {path}: broken ({error}); give .txt, .jsonl or .jsonl.xz") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"flags: --text: {path}: not UTF-8 at byte {error.start}; give a UTF-8 text file") from None
     return text
+
+
+def _text_of(line: str, where: str) -> str:
+    expected = 'expected a text, as in {"text": "..."}'
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise UserError(f"flags: --text: {where}: not JSON ({getattr(error, 'msg', error)}); {expected}") from None
+    text = value.get("text") if isinstance(value, dict) else None
+    if not _is_text(text):
+        raise UserError(f"flags: --text: {where}: {expected}, found {show(value if text is None else text)}")
+    return text
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """A text that can be written as UTF-8; JSON may hold halves of characters (lone surrogates)."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def first_guess(chunk_size: int) -> int:
@@ -170,15 +192,19 @@ def record_needle_tasks(
 def _record_cases(path: Path, count: int) -> list[RecordCase]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            found = [parse_json(line) for line in itertools.islice(lines, count)]
-        return [
-            RecordCase([(key, value) for key, value in case["ordered_kv_records"]], case["key"], case["value"])
-            for case in found
-        ]
+            return [_record_case(line) for line in itertools.islice(lines, count)]
     except OSError as error:
         raise UserError(f"flags: --records: cannot read {path}: {error}; give a .jsonl.gz file") from None
     except (EOFError, zlib.error, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"flags: --records: {path}: broken at {error!r}") from None
+        raise UserError(f"flags: --records: {path}: broken at {show(error)}") from None
+
+
+def _record_case(line: str) -> RecordCase:
+    case = parse_json(line)
+    pairs = [(key, value) for key, value in case["ordered_kv_records"]]
+    if not all(map(_is_text, itertools.chain(*pairs, (case["key"], case["value"])))):
+        raise ValueError("expected texts as keys and values")
+    return RecordCase(pairs, case["key"], case["value"])
 
 
 def _record_prompt(engine: Engine, case: RecordCase, pairs: list[tuple[str, str]]) -> RecallPrompt:

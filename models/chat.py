@@ -112,7 +112,8 @@ def render_chat(template: str, messages: list[dict[str, Any]], special_tokens: d
     block `{% generation %}`.
 
     Raises:
-        UserError: the template is broken, calls `raise_exception`, or reaches for what the sandbox forbids.
+        UserError: the template is broken, calls `raise_exception`, reaches for what the sandbox forbids, or writes
+            nothing.
     """
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
@@ -125,7 +126,7 @@ def render_chat(template: str, messages: list[dict[str, Any]], special_tokens: d
         "documents": None,
     }
     try:
-        return environment.from_string(template).render(variables)
+        text = environment.from_string(template).render(variables)
     except SecurityError as error:
         raise UserError(
             f"{where}: chat template: refused by the sandbox: {show(str(error))}; do not trust it"
@@ -135,3 +136,9 @@ def render_chat(template: str, messages: list[dict[str, Any]], special_tokens: d
             f"{where}: chat template: expected a prompt, found {type(error).__name__} {show(str(error), 200)}; "
             "check the messages and the template"
         ) from None
+    if not text.strip():
+        raise UserError(
+            f"{where}: chat template: expected a prompt, found nothing but {show(text)}; check the messages and the "
+            "template"
+        )
+    return text

@@ -98,8 +98,8 @@ class LlamaConfig(_Frozen):
             UserError: no folder, no or broken config.json, or a model this runtime does not run, naming the field.
         """
         folder = Path(folder)
-        if not folder.is_dir():
-            found = "a file" if folder.exists() else "nothing"
+        if not os.path.isdir(folder):  # `Path.is_dir` raises for a name that is too long
+            found = "a file" if os.path.exists(folder) else "nothing"
             raise UserError(
                 f"{folder}: expected a model folder, found {found}; give the folder that holds config.json"
                 + _download_hint(folder)
@@ -228,7 +228,7 @@ def rope_inv_freq(head_dim: int, rope_theta: float, scaling: RopeScaling | None 
 
 def _download_hint(folder: Path) -> str:
     """What to do with a name such as meta-llama/Llama-3.1-8B; empty for what cannot be one."""
-    if folder.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(folder), re.ASCII):
+    if os.path.exists(folder) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(folder), re.ASCII):
         return ""
     return f" (names on a hub are not downloaded; `hf download {folder} --local-dir DIR`, then give DIR)"
 
@@ -294,6 +294,8 @@ def _rope_settings(raw: dict[str, Any], path: Path) -> tuple[str, dict[str, Any]
 def _rope_theta(raw: dict[str, Any], path: Path) -> Any:
     name, settings = _rope_settings(raw, path)
     theta = settings.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    if isinstance(theta, float) and not math.isfinite(theta):  # NaN would not equal itself below
+        raise UserError(f"{path}: rope_theta: expected a finite number, found {show(theta)}; correct the file")
     replaced = (raw.get("rope_parameters") or {}).get("rope_theta", theta)
     if replaced != theta:
         raise UserError(

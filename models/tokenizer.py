@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +16,7 @@ from .chat import find_template, render_chat
 from .config import LlamaConfig
 from .files import foreign_content, read_json, show
 
-__all__ = ["StreamDecoder", "Tokenizer"]
+__all__ = ["StreamDecoder", "Tokenizer", "token_ids"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -155,6 +157,18 @@ class Tokenizer:
     def stream_decoder(self) -> StreamDecoder:
         """A decoder for one sequence of generated tokens."""
         return StreamDecoder(self._core, self._special_ids)
+
+
+def token_ids(prompt: object) -> list[int]:
+    """The ids of a prompt that is given as such; those of NumPy and PyTorch are integers, too.
+
+    Raises:
+        UserError: it is not a sequence of integers.
+    """
+    if isinstance(prompt, Sequence) and not any(isinstance(token, bool) for token in prompt):
+        with suppress(TypeError):
+            return [operator.index(token) for token in prompt]
+    raise UserError(f"prompt: expected a text or token ids, found {prompt!r:.80}")
 
 
 class StreamDecoder:

@@ -23,7 +23,7 @@ from ..kernels.gemv_tile import MAX_BATCH
 from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.llama import Llama, load_weights, random_weights
 from ..models.source import model_config, model_folder
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizer import Tokenizer, token_ids
 from ..predictor import shortest_guess
 from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
@@ -511,9 +511,7 @@ class Engine:
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
-                raise UserError(f"prompt: expected a text or token ids, found {prompt!r:.80}")
-            return [int(token) for token in prompt]
+            return token_ids(prompt)
         if self.tokenizer is None:
             raise UserError("prompt: random weights have no tokenizer; give token ids")
         if not prompt:

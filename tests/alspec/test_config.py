@@ -113,6 +113,10 @@ def test_unknown_option_from_python_shows_the_valid_ones() -> None:
         ({"speculation": {"chunk_size": 64}}, "speculation.chunk_size"),
         ({"speculation": {"chunk_size": "129"}}, "speculation.chunk_size"),
         ({"speculation": {"chunk_size": None}}, "speculation.chunk_size"),
+        ({"speculation": {"chunk_size": [128]}}, "speculation.chunk_size: expected one of 128, 256, 512, found [128]"),
+        ({"speculation": {"chunk_size": {"a": 1}}}, "speculation.chunk_size"),
+        ({"speculation": {"chunk_size": True}}, "speculation.chunk_size"),
+        ({"speculation": {"threshold": True}}, "speculation.threshold: expected a number, found True"),
         ({"kv_cache": "int8"}, "kv_cache"),
         ({"softmax": "fast"}, "softmax"),
         ({"transport": "mpi"}, "transport"),
@@ -120,9 +124,15 @@ def test_unknown_option_from_python_shows_the_valid_ones() -> None:
         ({"dtype": "float64"}, "dtype"),
         ({"max_context": 0}, "max_context"),
         ({"max_context": 1.5}, "max_context"),
+        ({"max_context": True}, "max_context: expected a number, found True"),
+        ({"max_context": 2**63}, "max_context: expected less than"),
         ({"verify_checksums": "maybe"}, "verify_checksums"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_new_tokens": "ten"}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens: expected a number, found True"),
+        ({"max_new_tokens": "9" * 4300}, "max_new_tokens: expected less than"),
+        ({"temperature": False}, "temperature: expected a number, found False"),
+        ({"temperature": 10**400}, "temperature"),
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
@@ -142,6 +152,8 @@ def test_unknown_option_from_python_shows_the_valid_ones() -> None:
         ({"prompt_ids": "1,\u00b2"}, "prompt_ids: expected token ids"),
         ({"prompt_ids": "-1"}, "prompt_ids"),
         ({"prompt_ids": [1.5]}, "prompt_ids"),
+        ({"prompt_ids": [True]}, "prompt_ids: expected a number, found True"),
+        ({"prompt_ids": "1," + "9" * 5000}, "prompt_ids: expected a smaller integer, found '999"),
         ({"chat": 2}, "chat"),
         ({"system": 3, "chat": True}, "system"),
         ({"json": 3}, "json"),
@@ -149,7 +161,7 @@ def test_unknown_option_from_python_shows_the_valid_ones() -> None:
         ({"color": "red"}, "color"),
         ({"debug": "very"}, "debug"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_wrong_value_names_the_field(values: dict[str, Any], field: str) -> None:
     message = refused(values)
@@ -219,22 +231,53 @@ def test_lists(schema: type[BaseModel], values: dict[str, Any], expected: object
         (LatencyConfig, {"contexts": ""}, "contexts: expected lengths such as 1k,8k or 4096, found ''"),
         (LatencyConfig, {"contexts": [64, 1]}, "contexts: expected lengths such as 1k,8k or 4096, found 1"),
         (LatencyConfig, {"contexts": 1.5}, "contexts: expected lengths such as 1k,8k or 4096, found '1.5'"),
+        (LatencyConfig, {"contexts": [True]}, "contexts: expected lengths such as 1k,8k or 4096, found True"),
+        (LatencyConfig, {"contexts": "9" * 4299 + "k"}, "contexts: expected lengths such as 1k,8k or 4096, found '999"),
         (LatencyConfig, {"contexts": []}, "contexts: expected at least one value, found []"),
         (LatencyConfig, {"contexts": {"a": 1}}, "contexts: expected a list, found {'a': 1}"),
         (LatencyConfig, {"modes": "simulated"}, "modes: expected off or paired, found 'simulated'"),
         (LatencyConfig, {"hit_rates": "real,nan"}, "hit_rates: expected real or numbers from 0 to 1, found 'nan'"),
         (LatencyConfig, {"hit_rates": [None]}, "hit_rates: expected real or numbers from 0 to 1, found None"),
+        (LatencyConfig, {"hit_rates": [10**400]}, "hit_rates: expected real or numbers from 0 to 1, found 1000"),
+        (LatencyConfig, {"hit_rates": [True]}, "hit_rates: expected real or numbers from 0 to 1, found True"),
+        (LatencyConfig, {"steps": True}, "steps: expected a number, found True"),
+        (EvaluateConfig, {"depths": [True]}, "depths: expected a number, found True"),
+        (EvaluateConfig, {"low_heads": [True]}, "low_heads: expected a number, found True"),
         (EvaluateConfig, {"thresholds": "0,nan"}, "thresholds: expected 0 or more, found 'nan'"),
         (EvaluateConfig, {"thresholds": "low"}, "thresholds: expected a number, found 'low'"),
         (EvaluateConfig, {"low_heads": "-1"}, "low_heads: expected 0 or more, found '-1'"),
         (EvaluateConfig, {"windows": -1}, "windows: expected 0 or more, found -1"),
         (BenchConfig, {"bench": "fast"}, "bench: expected allreduce, decode, prefill, prompt, ready or turbo, found "),
         (DoctorConfig, {"deadline": "inf"}, "deadline: expected a finite number, found 'inf'"),
+        (DoctorConfig, {"deadline": "1e10"}, "deadline: expected 86400 or less, found '1e10'"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_wrong_values_of_other_commands(schema: type[BaseModel], values: dict[str, Any], message: str) -> None:
     assert refused(values, schema).startswith(f"source: {message}")
+
+
+@pytest.mark.parametrize("schema", COMMANDS)
+def test_paths_that_no_file_can_have(schema: type[BaseModel]) -> None:
+    names = [field.alias or name for name, field in schema.model_fields.items() if "Path" in str(field.annotation)]
+    assert names
+    for name in names:
+        for value in ("a\0b", "\ud800", "a\udc7f", Path("a\0b")):
+            message = refused({name: value}, schema)
+            assert message == f"source: {name}: expected a path, found {value!r}"
+        # As Python reads the byte FF of a file's name.
+        assert getattr(validate(schema, {name: "\udcff"}, "source"), name.replace("json", "json_file")) == Path(
+            "\udcff"
+        )
+
+
+def test_numbers_are_never_true_or_false() -> None:
+    """In no field of any command but switches."""
+    for schema in (SpeculationConfig, *COMMANDS):
+        for name, field in schema.model_fields.items():
+            for value in (True, [True]):
+                if field.annotation is not bool:
+                    refused({field.alias or name: value}, schema)
 
 
 def test_json_has_no_infinity() -> None:
@@ -301,10 +344,18 @@ def test_python_tags_are_refused(text: str, tmp_path: Path) -> None:
         (b"model: \xff\xfe", ("is not YAML",)),
         (b"seed: 2026-13-01", ("is not YAML", "month must be in 1..12")),
         (b"seed: !!timestamp today", ("is not YAML",)),
-        (b"seed: " + b"9" * 5000, ("is not YAML", "5000 digits")),
+        (b"seed: " + b"9" * 5000, ("is not YAML", "expected a smaller integer", "seed: 99")),
+        (b"a: 1\nseed: 0x" + b"1" * 5000, ("is not YAML", "expected a smaller integer", "line 2", "seed: 0x11")),
+        (b"speculation:\n  threshold: 0b" + b"1" * 20_000, ("expected a smaller integer", "line 2", "threshold: 0b11")),
+        (b"prompt_ids: [1, -0x" + b"f" * 1000 + b"]", ("expected a smaller integer", "line 1")),
         (b"stop: " + b"[" * 5000 + b"]" * 5000, ("is not YAML", "nested too deeply")),
+        (b"temperature: " + b":".join([b"1"] * 400) + b".0", ("is not YAML", "too large")),
+        (b"seed: !!int ''", ("is not YAML",)),
+        (b"chat: !!bool maybe", ("is not YAML", "'maybe'")),
+        (b"prompt: x\nseed: 1\n'prompt': y", ("is not YAML", "duplicate key 'prompt'", "line 3")),
+        (b"speculation: {mode: off, mode: paired}", ("duplicate key 'mode'", "line 1")),
     ],
-    ids=range(8),
+    ids=range(16),
 )
 def test_broken_yaml(content: bytes, words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
@@ -313,6 +364,13 @@ def test_broken_yaml(content: bytes, words: tuple[str, ...], tmp_path: Path) -> 
         load_yaml(path)
     assert all(word in str(caught.value) for word in (*words, str(path)))
     assert "\n" not in str(caught.value)
+
+
+def test_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
+    """A mapping may say anew what `<<` brings, and others may merge it in turn, whatever stands deeper."""
+    text = "a: &a {x: 1}\nlist: [[&b {<<: *a, x: 2}]]\nb: {<<: *b, y: 3}\nlong: " + "9" * 1000
+    found = load_yaml(write(tmp_path / "config.yaml", text))
+    assert (found["list"], found["b"], found["long"]) == ([[{"x": 2}]], {"x": 2, "y": 3}, 10**1000 - 1)
 
 
 def test_missing_yaml(tmp_path: Path) -> None:

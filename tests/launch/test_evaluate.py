@@ -19,13 +19,12 @@ import yaml
 from alspec.config import EngineConfig, EvaluateConfig, EvaluatedCodec, Selector, validate
 from alspec.errors import BadNumbersError, UserError
 from alspec.kernels.flashq import SELECTORS
-from alspec.launch import bench_allreduce, bench_kernels, evaluate, evaluate_tasks, plot_trace
+from alspec.launch import bench_allreduce, bench_kernels, evaluate, plot_trace
 from alspec.launch.bench_prefill import PrefillCase, check_prefill
-from alspec.launch.evaluate_tasks import Task, record_needle_tasks
+from alspec.launch.evaluate_tasks import record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
-from alspec.runtime.quality import TextScore
 from alspec.runtime.timeline import write_trace
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -98,27 +97,6 @@ def test_hit_rates_where_no_guess_leaves_out_a_token(
     rows.unlink()
     assert evaluate.main([*flags, "--contexts", "320", "--rows", str(rows)]) == 0
     assert [row["hit_rate"] for row in rows_of(rows)] == [0.0, 1.0]
-
-
-def test_hit_rates_of_answers_where_no_guess_leaves_out_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an answer that reaches position 2 S + 63, only the rest counts: before it, nothing can miss."""
-    engine = Engine(validate(EngineConfig, {"speculation": {"mode": "simulated"}, "transport": "gloo"}, "test"))
-    num_layers = engine.model_config.num_layers
-
-    def score(engine: Engine, ids: list[int], thresholds: Any, first: int, cache: CacheSetting) -> list[TextScore]:
-        hits = torch.zeros(num_layers, len(ids))
-        hits[:, :319] = 1
-        return [TextScore(torch.zeros(len(ids) - 1), torch.tensor(ids[1:]), hits)]
-
-    monkeypatch.setattr(evaluate_tasks, "_scores", score)
-    for length, expected in ((300, None), (310, None), (313, None), (314, 0.0), (400, 0.0)):
-        task = Task("recall", 0, [[0] * length], [list(range(6))])
-        (quality,) = task.run(engine, [[0.0] * num_layers], CacheSetting())
-        assert quality.value == 1.0
-        assert quality.hit_rates == (None if expected is None else [expected] * num_layers), length
-    both = Task("recall", 0, [[0] * 310, [0] * 400], [list(range(6))] * 2)
-    assert both.run(engine, [[0.0] * num_layers], CacheSetting())[0].hit_rates == [0.0] * num_layers
-    engine.close()
 
 
 def test_caches_needles_and_baselines(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,6 +262,13 @@ def test_bytes_of_characters_that_windows_cut(monkeypatch: pytest.MonkeyPatch, t
             ["--baselines", "--contexts", "128,575", "--windows", "1", "--chunk", "256"],
             "in 575 tokens no guess leaves out one, give --contexts beyond 575",
         ),
+        (["--threshold", "0.3"], "--threshold: only --baselines needs one; give --thresholds, or leave it out"),
+        (["--low-heads", "1", "--codecs", "bf16,turbo4"], "--low-heads: only turbo-mixed has heads of 2 bits; add it"),
+        (["--selectors", "entropy"], "--selectors: only turbo-mixed has heads of 2 bits; add it to --codecs"),
+        (["--block-sizes", "32"], "--block-sizes: a bf16 cache has no blocks; add another one to --codecs"),
+        (["--depths", "0.5", "--recall", "1"], "--depths: only needles have a depth; give --needles"),
+        (["--kv-cache", "turbo4", "--codecs", "bf16"], "--kv-cache: --codecs says which caches are measured"),
+        (["--softmax", "sas", "--softmaxes", "exact"], "--softmax: --softmaxes says which are measured"),
         (["--windos", "3"], "unknown flag --windos; the nearest valid name is --windows"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -294,6 +279,22 @@ def test_mistakes(text: Path, flags: list[str], expected: str, capsys: pytest.Ca
     assert err.startswith("alspec: exit 2: ")
     assert err.count("\n") == 1
     assert expected in err
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculation": {"threshold": 0.1}, "block_sizes": [64], "selectors": "gap_std", "kv_cache": "bf16"},
+        {"speculation": {"threshold": 0.3}, "baselines": True},
+        {"codecs": "bf16,turbo-mixed", "low_heads": 1, "selectors": "entropy", "block_sizes": 32},
+        {"kv_cache": "turbo-mixed", "low_heads": 1},
+        {"codecs": "int8", "block_sizes": 32},
+        {"softmax": "sas", "depths": 0.5, "needles": 1},
+    ],
+    ids=range(6),
+)
+def test_settings_with_an_effect_are_taken(settings: dict[str, Any]) -> None:
+    evaluate._check(validate(EvaluateConfig, {"text": "text.txt"} | settings, "test"))
 
 
 def test_text_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,34 +340,6 @@ def test_plot_without_matplotlib(
     assert evaluate.main(["--text", str(text), "--plot", str(tmp_path / "plot.png")]) == 2
     expected = "flags: --plot: needs matplotlib; pip install -e '.[plot]'"
     assert capsys.readouterr().err == f"alspec: exit 2: {expected}\n"
-
-
-def test_texts_hold_every_line_end(tmp_path: Path) -> None:
-    """Those that JSON allows inside a string as well; a byte order mark is no text."""
-    texts = ["a\u2028b", "c\u2029\x85d"]
-    path = tmp_path / "text.jsonl"
-    path.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), "utf-8-sig")
-    assert evaluate_tasks.read_text(path) == "\n\n".join(texts)
-    (tmp_path / "text.txt").write_text("a\u2028b", "utf-8-sig")
-    assert evaluate_tasks.read_text(tmp_path / "text.txt") == "a\u2028b"
-
-
-@pytest.mark.parametrize("line", ["{", "[" * 100_000, '{"text": 1}', f'{{"text": {"1" * 5000}}}'], ids=range(4))
-def test_a_broken_line_is_refused(line: str, tmp_path: Path) -> None:
-    path, records = tmp_path / "text.jsonl", tmp_path / "records.jsonl.gz"
-    path.write_text(line, encoding="utf-8")
-    records.write_bytes(gzip.compress(line.encode()))
-    with pytest.raises(UserError, match=f"flags: --text: {path}: broken at "):
-        evaluate_tasks.read_text(path)
-    with pytest.raises(UserError, match=f"flags: --records: {records}: broken at "):
-        evaluate_tasks._record_cases(records, 1)
-
-
-def test_broken_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "broken.jsonl.xz"
-    path.write_bytes(b"not xz")
-    assert evaluate.main(["--text", str(path)]) == 2
-    assert f"{path}: broken" in capsys.readouterr().err
 
 
 def test_work_of_prefill_attention() -> None:

@@ -178,6 +178,13 @@ def test_failing_template(template: str, needles: list[str]) -> None:
         assert needle in message
 
 
+@pytest.mark.parametrize("template", ["", " \n", "{% for m in messages %}{% endfor %}", "{{ messages[0].name }}\n"])
+def test_a_template_that_says_nothing(template: str) -> None:
+    """What is generated after it could not depend on the messages."""
+    with pytest.raises(UserError, match="model: chat template: expected a prompt, found nothing but '"):
+        render(template)
+
+
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
     assert find_template(tmp_path, {}) is None

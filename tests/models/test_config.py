@@ -240,7 +240,8 @@ def test_names_on_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         LlamaConfig.from_folder(Path(name))
     Path(name).parent.mkdir()
     Path(name).touch()
-    for other in (name, "../models/llama", "llama", "models/llama/8b", "models/a b", str(tmp_path / "none")):
+    others = ("../models/llama", "llama", "models/llama/8b", "models/a b", str(tmp_path / "none"), "a" * 5000)
+    for other in (name, *others):
         with pytest.raises(UserError, match="expected a model folder, found") as caught:
             LlamaConfig.from_folder(Path(other))
         assert "downloaded" not in str(caught.value)
@@ -294,6 +295,15 @@ def test_names_on_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"rms_norm_eps": 0.0}, ["rms_norm_eps", "found 0.0"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
         ({"rope_theta": float("inf")}, ["rope_theta", "found inf"]),
+        ({"rope_theta": float("nan")}, ["rope_theta: expected a finite number, found nan"]),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": float("nan")}},
+            ["rope_theta: expected a finite number, found nan"],
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": float("nan")}},
+            ["rope_parameters.rope_theta: expected 10000.0", "found nan"],
+        ),
         ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
         ({"torch_dtype": "int8"}, ["torch_dtype", "bfloat16", "'int8'"]),
         ({"bos_token_id": 32000}, ["bos_token_id (32000)", "vocab_size (32000)"]),

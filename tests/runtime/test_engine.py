@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -97,7 +98,11 @@ def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
     assert [token.token_id for token in engine.stream("The road", max_new_tokens=4, ignore_eos=True)] == expected
     ids = engine.tokenizer.encode("The road")
     assert [token.token_id for token in engine.stream(ids, SAMPLING)] == expected
-    for prompt in (5, ["a", "b"], None, ""):
+    for others in (list(np.array(ids)), tuple(np.array(ids, np.uint16)), list(torch.tensor(ids))):
+        assert engine._encode(others) == ids
+        assert {type(token) for token in engine._encode(others)} == {int}
+    assert [token.token_id for token in engine.stream(list(np.array(ids)), SAMPLING)] == expected
+    for prompt in (5, ["a", "b"], None, "", [1, True], [np.True_], [1.0], [np.float32(1)], {1: 2}):
         with pytest.raises(UserError, match="prompt: expected a text"):
             next(engine.stream(prompt, SAMPLING))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"max_new_token.*max_new_tokens"):
