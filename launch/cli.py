@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
+import itertools
+import os
 import shlex
 import sys
 import tempfile
@@ -17,11 +20,12 @@ from pydantic.fields import FieldInfo
 
 from alspec.config import UNAVAILABLE, ChoiceConfig, CommandConfig, check_fields, load_yaml, nearest_name, validate
 from alspec.errors import UserError
-from alspec.launch.output import exit_code
+from alspec.launch.output import exit_code, is_special
 from alspec.runtime.placement import Placement
 
 __all__ = [
     "Parser",
+    "check_distinct",
     "check_picture",
     "check_writable",
     "cuts_without_effect",
@@ -33,6 +37,7 @@ __all__ = [
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 _CommandT = TypeVar("_CommandT", bound=CommandConfig)
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+WRITTEN = ("json_file", "trace", "rows", "plot")  # fields of the files that commands write
 
 
 class Parser(argparse.ArgumentParser):
@@ -120,6 +125,7 @@ def run_command(
             if placement.rank == 0:
                 print_config(config)
             return 0
+        check_distinct(config, args.config)
         torchrun = f"torchrun --nproc-per-node {placement.local_world_size} " if placement.world_size > 1 else ""
         args.command = torchrun + shlex.join([f"launch/{parser.prog}.py", *words])
         return run(config, args)
@@ -160,6 +166,20 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     values[path[-1]] = value
 
 
+def check_distinct(config: BaseModel, config_file: Path | None) -> None:
+    """Refuse one file for two flags where one of them writes it: what the other wrote, or reads, would be lost.
+
+    Raises:
+        UserError: names both flags and the file.
+    """
+    fields = type(config).model_fields.items()
+    files = [(_flag((field.alias or name,), field), getattr(config, name), name in WRITTEN) for name, field in fields]
+    files = [file for file in [*files, ("--config", config_file, False)] if isinstance(file[1], Path)]
+    for (flag, path, writes), (other_flag, other, other_writes) in itertools.combinations(files, 2):
+        if (writes or other_writes) and os.path.realpath(path) == os.path.realpath(other) and not is_special(path):
+            raise UserError(f"flags: {flag} and {other_flag} both name {path}; give each a file of its own")
+
+
 def check_writable(name: str, path: Path | None) -> None:
     """Find out before the work whether its result can be written to `path`; leaves no file behind.
 
@@ -169,7 +189,11 @@ def check_writable(name: str, path: Path | None) -> None:
     if path is None:
         return
     try:
-        if path.exists():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # A reader of a pipe would take what is opened and closed for all that comes.
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        elif path.exists():
             path.open("a").close()
         else:
             # Try a file beside it: ranks that created and removed the file itself would get in each other's way.

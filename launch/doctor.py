@@ -7,12 +7,17 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 try:
     from alspec.errors import RankFailureError, UserError, report
+    from alspec.launch.output import exit_on_interrupt, is_special, write_text
 except ImportError as error:  # `report` is in what is missing
     print(f"alspec: exit 2: doctor: cannot import alspec: {error}; pip install -e . in its folder", file=sys.stderr)
     sys.exit(2)
+
+if __name__ == "__main__":  # before the imports that take seconds
+    exit_on_interrupt()
 
 # That torch or Triton cannot be imported is a finding too: report it like any other.
 try:
@@ -21,7 +26,6 @@ try:
 
     from alspec.config import DoctorConfig
     from alspec.launch.cli import Parser, check_writable, run_command
-    from alspec.launch.output import write_text
     from alspec.runtime.checkup import Check, run_checks
     from alspec.runtime.diagnostics import CHECKS
     from alspec.runtime.faults import Heartbeat, run_guarded
@@ -70,15 +74,21 @@ def _print(outcomes: Iterable[list[Check]], json_file: Path | None, is_first: bo
             Text.assemble(f"{by_rank[0].name:<{width}}  ", (status, COLORS[status]), f"  {text}"), soft_wrap=True
         )
         sys.stdout.flush()
-        if json_file is not None:
-            # Written anew after each check: a stall in the next one ends the process.
-            write_text(json_file, json.dumps({"world_size": len(by_rank), "checks": rows}, indent=1))
+        # Written anew after each check: a stall in the next one ends the process.
+        if json_file is not None and not is_special(json_file):
+            _write(json_file, rows)
+    if json_file is not None and is_first and is_special(json_file):
+        _write(json_file, rows)
     failed = [check for check in checks if check.status == "fail"]
     if not failed:
         return 0
     kind = UserError if any(check.exit_code == UserError.exit_code for check in failed) else RankFailureError
     names = ", ".join(dict.fromkeys(check.name for check in failed))
     return report(kind(f"doctor: failed: {names}; the table says what to do"))
+
+
+def _write(json_file: Path, rows: list[dict[str, Any]]) -> None:
+    write_text(json_file, json.dumps({"world_size": 1 + rows[-1]["rank"], "checks": rows}, indent=1))
 
 
 def _line(by_rank: list[Check]) -> tuple[str, str]:

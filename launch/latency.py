@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from alspec.launch.output import exit_on_interrupt
+
+    exit_on_interrupt()
+
 import contextlib
 import json
 import os

@@ -5,6 +5,11 @@ Traces are of operations launched one by one (generate.py) or of the kernels ins
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from alspec.launch.output import exit_on_interrupt
+
+    exit_on_interrupt()
+
 import gzip
 import json
 import sys

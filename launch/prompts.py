@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from alspec.config import GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.cli import check_writable
-from alspec.models.files import parse_json
+from alspec.models.files import parse_json, show
 from alspec.runtime.engine import Engine
 
 __all__ = ["read_prompts", "read_text_ids"]
@@ -32,7 +32,7 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]
         return [_encode(prompt, config, engine) for prompt in _read(config)]
 
     ids = _from_first_rank(engine, read)
-    return ids, config.prompt_file is not None and config.prompt_file.suffix == ".jsonl"
+    return ids, config.prompt_file is not None and _is_batch(config.prompt_file)
 
 
 def read_text_ids(path: Path, engine: Engine) -> list[int]:
@@ -68,6 +68,10 @@ def _from_first_rank(engine: Engine, read: Callable[[], _T]) -> _T:
     return found
 
 
+def _is_batch(path: Path) -> bool:
+    return path.suffix.lower() == ".jsonl"
+
+
 def _read(config: GenerateConfig) -> list[str | list[int]]:
     """One text or list of ids for each request."""
     if config.prompt_ids is not None:
@@ -76,7 +80,7 @@ def _read(config: GenerateConfig) -> list[str | list[int]]:
         text = config.prompt
     elif config.prompt_file is not None:
         text = _read_file(config.prompt_file)
-        if config.prompt_file.suffix == ".jsonl":
+        if _is_batch(config.prompt_file):
             return _read_jsonl(text, config.prompt_file)
         text = _without_line_end(text)
         if not text.strip():
@@ -129,14 +133,29 @@ def _read_line(line: str, where: str) -> str | list[int]:
     try:
         value = parse_json(line)
     except ValueError as error:
-        raise UserError(f"prompt_file: {where}: not JSON ({getattr(error, 'msg', error)}); {expected}") from None
+        fault = f"not JSON ({getattr(error, 'msg', error)})"
+        if "int_max_str_digits" in fault:  # Python reads no number that long
+            fault = "an integer of that size is no token id"
+        raise UserError(f"prompt_file: {where}: {fault}; {expected}") from None
     if isinstance(value, dict) and len(value) == 1:
         prompt = value.get("prompt", value.get("prompt_ids"))
         if "prompt" in value and isinstance(prompt, str) and prompt.strip():
-            return prompt
+            return _checked_text(prompt, f"prompt_file: {where}")
         if "prompt_ids" in value and isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt):
             return prompt
     raise UserError(f"prompt_file: {where}: {expected}, found {line.strip()[:60]!r}")
+
+
+def _checked_text(text: str, where: str) -> str:
+    """The text itself; half a surrogate pair, which JSON can spell, is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = show(text[error.start : error.end])
+        raise UserError(
+            f"{where}: expected UTF-8 text, found {found} at character {error.start}; write whole characters"
+        ) from None
+    return text
 
 
 def _encode(prompt: str | list[int], config: GenerateConfig, engine: Engine) -> list[int]:

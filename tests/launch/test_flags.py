@@ -222,6 +222,22 @@ def test_bad_jsonl_line(line: str, refused: Refused, checkpoint: Path, tmp_path:
     assert 'expected {"prompt": "..."} or {"prompt_ids": [1, 2, 3]}' in message
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (r'{"prompt": "a\ud800"}', "expected UTF-8 text, found '\\ud800' at character 1; "),
+        (f'{{"prompt_ids": [{"1" * 5000}]}}', "an integer of that size is no token id; "),
+    ],
+    ids=["surrogate", "digits"],
+)
+def test_value_that_is_no_prompt(line: str, fault: str, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f"\n{line}\n")
+    message = refused("--model", checkpoint, "--prompt-file", path)
+    assert message.startswith(f"prompt_file: {path}:2: {fault}")
+    assert "int_max_str_digits" not in message
+
+
 @pytest.mark.parametrize("text", ["", "\n \n"], ids=repr)
 def test_empty_jsonl(text: str, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
@@ -230,7 +246,7 @@ def test_empty_jsonl(text: str, refused: Refused, checkpoint: Path, tmp_path: Pa
     assert message == f"prompt_file: {path} holds no request; write one JSON object a line"
 
 
-@pytest.mark.parametrize("token_id", [100, 10**30], ids=["first", "huge"])
+@pytest.mark.parametrize("token_id", [100, 2**63 - 1], ids=["first", "huge"])
 def test_token_id_outside_the_vocabulary(token_id: int, refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint, "--prompt-ids", f"1,{token_id}")
     assert message.startswith(f"prompt 0: token id {token_id} is outside the vocabulary of 100")

@@ -274,11 +274,12 @@ def test_batch_is_each_request_alone(
 
 def test_a_batch_may_hold_every_line_end(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """U+2028, U+2029 and U+0085 stand inside a JSON string as they are."""
-    path = tmp_path / "prompts.jsonl"
+    path = tmp_path / "PROMPTS.JSONL"
     path.write_text(json.dumps({"prompt": "a\u2028b\u2029c\x85d"}, ensure_ascii=False) + "\r\n", encoding="utf-8")
     code, out, err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", path, *SMALL)
     assert code == 0, err
     assert len(out.split("\n")) == 2
+    assert json.loads(out)["request"] == 0, "a batch, whatever the case of its name"
 
 
 def test_a_byte_order_mark_is_no_text(

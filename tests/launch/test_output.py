@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import runpy
+import signal
 import stat
 import subprocess
 import sys
@@ -18,9 +19,9 @@ import torch
 
 from alspec.config import CommandConfig
 from alspec.errors import UserError
-from alspec.launch import doctor, evaluate, generate, latency, plot_trace
+from alspec.launch import bench_kernels, doctor, evaluate, generate, latency, plot_trace
 from alspec.launch.cli import Parser, run_command
-from alspec.launch.output import append_rows, write_text
+from alspec.launch.output import append_rows, exit_on_interrupt, write_text
 from alspec.runtime.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,17 @@ def test_standard_output_that_is_full(
         assert err.splitlines()[-1] == f"alspec: exit 2: cannot write standard output: {NO_SPACE}"
         assert "Traceback" not in err
     assert len(json.loads((tmp_path / "out.json").read_text())["requests"]) == 1
+
+
+@needs_full
+@pytest.mark.parametrize("main", [generate.main, latency.main, evaluate.main, bench_kernels.main, plot_trace.main])
+def test_help_that_is_lost(
+    main: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FULL.open("w", encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        assert main(["--help"]) == 2
+    assert capsys.readouterr().err == f"alspec: exit 2: cannot write standard output: {NO_SPACE}\n"
 
 
 @pytest.mark.parametrize("when", ["while it writes", "at its end"])
@@ -232,6 +244,40 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(plot_trace, "check_picture", interrupt)
     assert plot_trace.main(["trace.json", "picture.png", "--step", "1"]) == 130
     assert capsys.readouterr() == ("", "alspec: exit 130: interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bench_kernels", "doctor", "evaluate", "generate", "latency", "plot_trace"])
+def test_interrupted_while_modules_are_imported(name: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "launch" / f"{name}.py"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "alspec: exit 130: interrupted\n")
+    assert process.returncode == 130
+
+
+def test_a_command_takes_interrupts_over() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert before is signal.default_int_handler, "the commands, imported above, have left it as it was"
+    seen: list[object] = []
+    try:
+        exit_on_interrupt()
+        assert signal.getsignal(signal.SIGINT) is not before
+        run_with(lambda: seen.append(signal.getsignal(signal.SIGINT)))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `nohup` leaves it
+        exit_on_interrupt()
+        run_with(lambda: seen.append(signal.getsignal(signal.SIGINT)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [before, signal.SIG_IGN]
 
 
 @pytest.mark.parametrize("when", ["in a mode", "between modes"])
