@@ -164,14 +164,14 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax:
         return _sas_prefill_attention(q, k, v, sm_scale)
     prefix = k.shape[1] - q.shape[0]
     qkv = q.transpose(0, 1)[None], k[None], v[None]
-    if fused := fused_prefill(*qkv):
+    if fused := _fused_prefill(*qkv):
         return fused(*qkv, prefix, sm_scale)[0].transpose(0, 1)
-    mask = newest_causal_mask(q.shape[0], k.shape[1]) if prefix else None
+    mask = _newest_causal_mask(q.shape[0], k.shape[1]) if prefix else None
     out = F.scaled_dot_product_attention(*qkv, mask, is_causal=not prefix, scale=sm_scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
-def fused_prefill(q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor, int, float], Tensor] | None:
+def _fused_prefill(q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor, int, float], Tensor] | None:
     """The library on a GPU that takes these, [1, heads, tokens, D] each, or None.
 
     cuDNN's attention is the fastest on compute capability 9 and 10, but prepares each shape anew, for 40 to 80 ms
@@ -198,7 +198,7 @@ def _attention_by_cudnn(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: 
     """Causal attention of the tokens behind a prefix: among themselves, and over it, merged as `merge_partials` does.
 
     cuDNN has no causal mask that begins behind a prefix, and FlashAttention, which has one, takes 1.7 times as long as
-    these two (H200). Shapes as `fused_prefill`, the tokens of q being the last of k and v.
+    these two (H200). Shapes as `_fused_prefill`, the tokens of q being the last of k and v.
     """
     own, lse_own = _partial_by_cudnn(q, k[:, :, prefix:], v[:, :, prefix:], True, sm_scale)
     if prefix == 0:
@@ -215,7 +215,7 @@ def _partial_by_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sm_scale
     return out, lse.view(out.shape[:3])
 
 
-def newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:
+def _newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:
     """Which of `num_tokens` tokens the last `num_queries` of them see, for PyTorch's attention."""
     # Not at the top: it loads TorchDynamo, a second that would go to the start of every command.
     from torch.nn.attention.bias import causal_lower_right

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from alspec.config import GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.cli import check_writable
-from alspec.models.files import parse_json, show
+from alspec.models.files import check_utf8, parse_json
 from alspec.runtime.engine import Engine
 
 __all__ = ["read_prompts", "read_text_ids"]
@@ -140,22 +140,10 @@ def _read_line(line: str, where: str) -> str | list[int]:
     if isinstance(value, dict) and len(value) == 1:
         prompt = value.get("prompt", value.get("prompt_ids"))
         if "prompt" in value and isinstance(prompt, str) and prompt.strip():
-            return _checked_text(prompt, f"prompt_file: {where}")
+            return check_utf8(prompt, f"prompt_file: {where}")
         if "prompt_ids" in value and isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt):
             return prompt
     raise UserError(f"prompt_file: {where}: {expected}, found {line.strip()[:60]!r}")
-
-
-def _checked_text(text: str, where: str) -> str:
-    """The text itself; half a surrogate pair, which JSON can spell, is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = show(text[error.start : error.end])
-        raise UserError(
-            f"{where}: expected UTF-8 text, found {found} at character {error.start}; write whole characters"
-        ) from None
-    return text
 
 
 def _encode(prompt: str | list[int], config: GenerateConfig, engine: Engine) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import UserError
 
-__all__ = ["foreign_content", "parse_json", "parse_json_object", "read_json", "show"]
+__all__ = ["check_utf8", "foreign_content", "parse_json", "parse_json_object", "read_json", "show"]
 
 _HEAD_BYTES = 512
 
@@ -17,6 +17,23 @@ def show(value: object, limit: int = 100) -> str:
     """`repr` of an untrusted value, shortened to `limit` characters: one line without control characters."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def check_utf8(text: str, where: str) -> str:
+    """The text itself.
+
+    Raises:
+        UserError: it holds half of a surrogate pair, which JSON can spell, and which stands for bytes that are not
+            UTF-8; `where` it came from.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = show(text[error.start : error.end])
+        raise UserError(
+            f"{where}: expected UTF-8 text, found {found} at character {error.start}; convert it to UTF-8"
+        ) from None
+    return text
 
 
 def foreign_content(head: bytes) -> str | None:

@@ -14,7 +14,7 @@ import tokenizers
 from ..errors import UserError
 from .chat import find_template, render_chat
 from .config import LlamaConfig
-from .files import foreign_content, read_json, show
+from .files import check_utf8, foreign_content, read_json, show
 
 __all__ = ["StreamDecoder", "Tokenizer", "token_ids"]
 
@@ -118,13 +118,7 @@ class Tokenizer:
         Raises:
             UserError: `text` is not valid Unicode (lone surrogates of a prompt that was not UTF-8).
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"prompt: expected UTF-8 text, found {show(error.object[error.start : error.end])} at character "
-                f"{error.start}; convert it to UTF-8"
-            ) from None
+        check_utf8(text, "prompt")
         ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         if not add_bos or not self._adds_bos or self.bos_token_id is None:
             return ids

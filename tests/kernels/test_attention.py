@@ -285,7 +285,7 @@ def test_chunk_and_prefix_merge(num_queries: int, prefix: int, check: Check, mon
             scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1) > 0, -math.inf)
         return (scores.softmax(-1) @ v).to(q.dtype)[None], scores.logsumexp(-1).float()[None]
 
-    monkeypatch.setattr(attention, "fused_prefill", lambda *qkv: attention._attention_by_cudnn)
+    monkeypatch.setattr(attention, "_fused_prefill", lambda *qkv: attention._attention_by_cudnn)
     monkeypatch.setattr(attention, "_partial_by_cudnn", partial)
     q = draw((num_queries, 6, 64), 0, torch.device("cpu"), torch.float32)
     k, v = (draw((2, num_queries + prefix, 64), seed, q.device, q.dtype) for seed in (1, 2))

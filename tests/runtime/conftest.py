@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import tokenizers
 import torch
@@ -239,37 +236,10 @@ def run_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
         world_size: int, spec: Spec, model: Path = tiny_folder, kv_cache: str = "bf16", softmax: str = "exact"
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp(f"world{world_size}")
-        ports = free_ports(len(spec))
+        ports = jobs.free_ports(len(spec))
         options = {"model": str(model), "kv_cache": kv_cache, "softmax": softmax, "ports": ports, "modes": spec}
         (folder / "spec.json").write_text(json.dumps(options), encoding="utf-8")
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(WORKER), str(folder)],
-                env=os.environ
-                | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-                | {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
-                stderr=(folder / f"stderr{rank}.txt").open("w"),
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            codes = [rank.wait(timeout=240) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        errors = [(folder / f"stderr{rank}.txt").read_text() for rank in range(world_size)]
-        assert not any(codes), f"exit codes {codes}\n" + "\n".join(errors)
+        jobs.run_ranks(WORKER, world_size, folder, timeout_s=240)
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
     return run
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -1,4 +1,4 @@
-"""Programs under torchrun for tests of faults: their outputs, and the processes of their ranks."""
+"""Programs of several ranks: under torchrun for tests of faults, with their outputs and processes, or by themselves."""
 
 from __future__ import annotations
 
@@ -122,8 +122,41 @@ engine = Engine.from_pretrained(sys.argv[1], transport="gloo")
 """
 
 
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as each:
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
         each.bind(("127.0.0.1", 0))
-        return int(each.getsockname()[1])
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def free_port() -> int:
+    """One of them."""
+    return free_ports(1)[0]
+
+
+def run_ranks(
+    program: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float, **variables: str
+) -> None:
+    """`program FOLDER ARGUMENTS` on so many processes, with torchrun's variables and others; all have to end well."""
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)} | variables
+    # In files: a pipe that is not read yet could hold up a rank, and so all of them.
+    outputs = [folder / f"stderr{rank}.txt" for rank in range(world_size)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(folder), *arguments],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=output.open("w"),
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    try:
+        codes = [rank.wait(timeout=timeout_s) for rank in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert not any(codes), f"exit codes {codes}\n" + "\n".join(output.read_text() for output in outputs)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import jobs
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -31,24 +28,7 @@ CASES = [(codec, [length]) for codec in CODECS for length in LENGTHS] + [(codec,
 
 def run_ranks(folder: Path, world_size: int, num_groups: int, device: str) -> Ranks:
     (folder / "spec.json").write_text(json.dumps(CASES))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    environment |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world_size)}
-    command = [sys.executable, str(WORKER), str(folder), str(num_groups), device]
-    ranks = [
-        subprocess.Popen(
-            command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert not any(rank.returncode for rank in ranks), "\n".join(errors)
+    jobs.run_ranks(WORKER, world_size, folder, str(num_groups), device, timeout_s=300)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
 
 

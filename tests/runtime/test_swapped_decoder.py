@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import jobs
 import pytest
 import torch
 
@@ -60,22 +57,8 @@ QUANTISED: dict[str, Any] = {
 def run_ranks(folder: Path, model: Path, world_size: int, cases: list[dict[str, Any]]) -> list[Any]:
     """What each rank recorded."""
     (folder / "spec.json").write_text(json.dumps({"model": str(model), "cases": cases}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world_size)}
-    command = [sys.executable, str(Path(__file__).with_name("swap_worker.py")), str(folder)]
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert not any(rank.returncode for rank in ranks), "\n".join(errors)
+    worker = Path(__file__).with_name("swap_worker.py")
+    jobs.run_ranks(worker, world_size, folder, timeout_s=600, TRITON_INTERPRET="1")
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
