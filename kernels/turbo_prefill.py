@@ -37,6 +37,7 @@ __all__ = ["turbo_prefill_attention"]
 BLOCK = tl.constexpr(64)  # tokens that share a scale
 HEAD_DIMS = (64, 128)
 BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES = 128, 128, 8, 2
+SCALES = 1024  # looked at at once for the largest one
 
 Q_MAX = tl.constexpr(127.0)
 # fp32 holds an integer below 2^22 in its low bits once this is added: rounding, and int to float, in a cheap addition.
@@ -52,20 +53,29 @@ TINY = tl.constexpr(1e-37)  # a scale of 0 would make what is masked 0 * inf
 def _widen_kernel(
     v_ptr,  # [Hkv, n, D] int8, heads `stride` apart
     scale_ptr,  # [Hkv, blocks] fp32
-    unit_ptr,  # [Hkv] fp32, the largest scale of each head
+    unit_ptr,  # [Hkv] fp32, the largest scale of each head: written by its first program
     out_ptr,  # [Hkv, n, D] fp16: v8 s_V / unit
     num_tokens,
     num_blocks,
     stride,
     D: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     """One block of one head; grid [blocks, Hkv]."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    factor = tl.load(scale_ptr + head * num_blocks + block) / tl.load(unit_ptr + head)
     tokens = block * BLOCK + tl.arange(0, BLOCK)[:, None]
     at = tokens * D + tl.arange(0, D)[None, :]
     exists = tokens < num_tokens
     v = tl.load(v_ptr + head * stride + at, mask=exists, other=0)
+    scale_ptr += head * num_blocks
+    # Each program looks for the largest itself: to launch something that does takes longer.
+    unit = 0.0
+    for first in range(0, num_blocks, SCALES):
+        blocks = first + tl.arange(0, SCALES)
+        unit = tl.maximum(unit, tl.max(tl.load(scale_ptr + blocks, mask=blocks < num_blocks, other=0.0)))
+    if block == 0:
+        tl.store(unit_ptr + head, unit)
+    factor = tl.load(scale_ptr + block) / unit
     tl.store(out_ptr + head * num_tokens * D + at, (v.to(tl.float32) * factor).to(tl.float16), mask=exists)
 
 
@@ -209,9 +219,9 @@ def turbo_prefill_attention(
     num_blocks = triton.cdiv(num_tokens, BLOCK.value)
     _check(q, k8, v8, k_scale, v_scale, sm_scale)
     v = torch.empty(num_kv_heads, num_tokens, head_dim, dtype=torch.float16, device=q.device)
-    unit = v_scale.amax(1)
+    unit = torch.empty(num_kv_heads, device=q.device)
     _widen_kernel[(num_blocks, num_kv_heads)](
-        v8, v_scale, unit, v, num_tokens, num_blocks, v8.stride(0), D=head_dim, num_warps=4
+        v8, v_scale, unit, v, num_tokens, num_blocks, v8.stride(0), D=head_dim, SCALES=SCALES, num_warps=4
     )
     out = torch.empty_like(q)
     lse = torch.empty(num_queries, num_qo_heads, dtype=torch.float32, device=q.device)
@@ -224,7 +234,9 @@ def turbo_prefill_attention(
     if softmax == "exact" and _is_hopper(q.device):
         tile = [hopper.TILE, head_dim]
         k_layout, v_layout = (gl.NVMMASharedLayout.get_default_for(tile, kind) for kind in (gl.int8, gl.float16))
-        hopper.prefill_hopper_kernel[(triton.cdiv(num_queries, 2 * hopper.HALF_ROWS) * num_qo_heads,)](
+        blocks = triton.cdiv(num_queries, 2 * hopper.HALF_ROWS) * num_qo_heads
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        hopper.prefill_hopper_kernel[(min(blocks, sms),)](
             q,
             HopperDescriptor(k8, [rows, head_dim], [head_dim, 1], tile, k_layout),
             HopperDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile, v_layout),

@@ -178,10 +178,10 @@ def _rescaled(acc, alpha):
 
 @gluon.jit
 def _attend_tiles(
-    half: gl.constexpr, first, last, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles,
+    half: gl.constexpr, first, last, step, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles,
     ready, empty, p, row_max, row_sum, acc, MASKED: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Tiles [first, last), first at least 1; P, packed, comes in from the tile before.
+    """Tiles [first, last), first at least 1; P, packed, comes in from the tile before. step: that of tile 0.
 
     Where every row sees every token, weights are relative to a maximum m of earlier tiles, and nothing is rescaled: one
     that is too small does as well while fp16 holds the weights. Where it does not, m and weights are found anew.
@@ -193,9 +193,9 @@ def _attend_tiles(
     none = gl.zeros([rows, tile_tokens], gl.int32, s_layout)
     for tile in range(first, last):
         next_scale = _scales(k_scale_ptr, tile + 1, num_blocks, scale_layout)
-        stage, before = tile % stages, (tile - 1) % stages
+        stage, before = (step + tile) % stages, (step + tile - 1) % stages
         start = tile * tile_tokens
-        mbarrier.wait(ready.index(stage), (tile // stages) & 1)
+        mbarrier.wait(ready.index(stage), ((step + tile) // stages) & 1)
         s = warpgroup_mma(q8, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
         acc = warpgroup_mma(_unpack(p, p_layout), v_tiles.index(before), acc, is_async=True)
         s = warpgroup_mma_wait(1, [s])  # the product with V goes on, and reads P till it is waited for
@@ -223,12 +223,39 @@ def _attend_tiles(
 
 
 @gluon.jit
-def _attend(
-    half: gl.constexpr, q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, first_query, first_position, head, kv_head,
-    num_qo_heads, num_queries, num_blocks, full_tiles, tiles, qk_scale, q_halves, k_tiles, v_tiles, ready, empty,
-):  # fmt: skip
-    """What the warp group of a half, 0 or 1, does with its 64 queries."""
-    gl.inline_asm_elementwise(_declaration(half), "=r,r", [tiles], gl.int32, False, 1)
+def _rounds(work):
+    """How many blocks of queries this program has: of all in one list, longest first, one of each `programs` in a row.
+
+    In every other round they are dealt backwards. So programs have equal work: of two rounds nearly to a tile.
+    """
+    program, programs, blocks = work[0], work[1], work[2]
+    rounds = blocks // programs
+    return rounds + (_place(program, programs, rounds) < blocks % programs).to(gl.int32)
+
+
+@gluon.jit
+def _place(program, programs, turn):
+    return gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def _block(work, turn, tile_tokens: gl.constexpr):
+    """The block of a round: its head, first query, that one's position, tiles that all its rows see whole, and tiles."""
+    program, programs, _, num_qo_heads, num_queries, num_tokens = work[:6]
+    at = turn * programs + _place(program, programs, turn)
+    first_query = (gl.cdiv(num_queries, 2 * ROWS) - 1 - at // num_qo_heads) * (2 * ROWS)
+    first_position = num_tokens - num_queries + first_query
+    tiles = gl.cdiv(gl.minimum(first_position + 2 * ROWS, num_tokens), tile_tokens)
+    return at % num_qo_heads, first_query, first_position, (first_position + 1) // tile_tokens, tiles
+
+
+@gluon.jit
+def _attend(half: gl.constexpr, work, pointers, shared):
+    """What the warp group of a half, 0 or 1, does: 64 queries of each block."""
+    num_qo_heads, num_queries, heads_per_kv, num_blocks = work[3], work[4], work[6], work[7]
+    q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, qk_scale = pointers
+    q_halves, k_tiles, v_tiles, ready, empty = shared
+    gl.inline_asm_elementwise(_declaration(half), "=r,r", [num_blocks], gl.int32, False, 1)
     rows: gl.constexpr = q_halves.shape[1]
     dim: gl.constexpr = q_halves.shape[2]
     tile_tokens: gl.constexpr = k_tiles.shape[1]
@@ -239,87 +266,108 @@ def _attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     q_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-
-    queries = first_query + half * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, q_layout))
-    at = (queries.to(gl.int64) * num_qo_heads + head)[:, None] * dim
-    at += gl.arange(0, dim, layout=gl.SliceLayout(0, q_layout))[None, :]
-    q = gl.load(q_ptr + at, mask=(queries < num_queries)[:, None], other=0.0).to(gl.float32)
-    step = gl.max(gl.abs(q), 1) / Q_MAX
-    inverse = gl.where(step > TINY, 1.0 / gl.maximum(step, TINY), 0.0)
-    q8 = q_halves.index(half)
-    q8.store((q * inverse[:, None] + MAGIC - MAGIC).to(gl.int8))
-    fence_async_shared()
-    _barrier()
-    q_scale = gl.convert_layout(step * qk_scale, row_layout)
-    positions = first_position + half * rows + gl.arange(0, rows, layout=row_layout)
-
-    row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
-    row_sum = gl.zeros([rows, 8], gl.float32, sum_layout)
-    acc = gl.zeros([rows, dim], gl.float32, o_layout)
     none = gl.zeros([rows, tile_tokens], gl.int32, s_layout)
     blocks_layout: gl.constexpr = none.reshape([rows, tile_tokens // BLOCK, BLOCK]).type.layout
     scale_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks_layout))
-    k_scale = _scales(k_scale_ptr, 0, num_blocks, scale_layout)
-    mbarrier.wait(ready.index(0), 0)
-    s = warpgroup_mma(q8, k_tiles.index(0).permute((1, 0)), none, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(empty.index(0), count=1)
-    p, row_max, row_sum, _ = _softmax(s, k_scale, q_scale, row_max, row_sum, positions, 0, True)
-    p = _pack(p)
-    k_scale = _scales(k_scale_ptr, 1, num_blocks, scale_layout)
-    p, k_scale, row_max, row_sum, acc = _attend_tiles(
-        half, 1, full_tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles, ready, empty,
-        p, row_max, row_sum, acc, False, s_layout, p_layout,
-    )  # fmt: skip
-    p, k_scale, row_max, row_sum, acc = _attend_tiles(
-        half, gl.maximum(full_tiles, 1), tiles, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles,
-        v_tiles, ready, empty, p, row_max, row_sum, acc, True, s_layout, p_layout,
-    )  # fmt: skip
-    mbarrier.wait(ready.index(tiles % stages), (tiles // stages) & 1)
-    acc = warpgroup_mma(_unpack(p, p_layout), v_tiles.index((tiles - 1) % stages), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, [acc])
+    q8 = q_halves.index(half)
+    step = 0  # of a block's first tile: each block has one more than tiles
+    for turn in range(_rounds(work)):
+        head, first_query, first_position, full_tiles, tiles = _block(work, turn, tile_tokens)
+        kv_head = head // heads_per_kv
+        scales = k_scale_ptr + kv_head * num_blocks
+        queries = first_query + half * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, q_layout))
+        at = (queries.to(gl.int64) * num_qo_heads + head)[:, None] * dim
+        at += gl.arange(0, dim, layout=gl.SliceLayout(0, q_layout))[None, :]
+        q = gl.load(q_ptr + at, mask=(queries < num_queries)[:, None], other=0.0).to(gl.float32)
+        q_step = gl.max(gl.abs(q), 1) / Q_MAX
+        inverse = gl.where(q_step > TINY, 1.0 / gl.maximum(q_step, TINY), 0.0)
+        _barrier()  # all warps are done with q of the block before
+        q8.store((q * inverse[:, None] + MAGIC - MAGIC).to(gl.int8))
+        fence_async_shared()
+        _barrier()
+        q_scale = gl.convert_layout(q_step * qk_scale, row_layout)
+        positions = first_position + half * rows + gl.arange(0, rows, layout=row_layout)
 
-    total = gl.convert_layout(gl.sum(row_sum, 1), row_layout, assert_trivial=True)
-    acc = acc * (gl.load(unit_ptr + kv_head) / total)[:, None]
-    queries = first_query + half * rows + gl.arange(0, rows, layout=row_layout)
-    row = queries.to(gl.int64) * num_qo_heads + head
-    at = row[:, None] * dim + gl.arange(0, dim, layout=gl.SliceLayout(0, o_layout))[None, :]
-    gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(queries < num_queries)[:, None])
-    gl.store(lse_ptr + row, row_max - P_SHIFT + gl.log2(total), mask=queries < num_queries)
+        row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
+        row_sum = gl.zeros([rows, 8], gl.float32, sum_layout)
+        acc = gl.zeros([rows, dim], gl.float32, o_layout)
+        k_scale = _scales(scales, 0, num_blocks, scale_layout)
+        stage = step % stages
+        mbarrier.wait(ready.index(stage), (step // stages) & 1)
+        s = warpgroup_mma(q8, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, [s])
+        mbarrier.arrive(empty.index(stage), count=1)
+        p, row_max, row_sum, alpha = _softmax(s, k_scale, q_scale, row_max, row_sum, positions, 0, True)
+        p = _pack(p)
+        k_scale = _scales(scales, 1, num_blocks, scale_layout)
+        p, k_scale, row_max, row_sum, acc = _attend_tiles(
+            half, 1, full_tiles, step, q8, q_scale, positions, k_scale, scales, num_blocks, k_tiles, v_tiles, ready,
+            empty, p, row_max, row_sum, acc, False, s_layout, p_layout,
+        )  # fmt: skip
+        p, k_scale, row_max, row_sum, acc = _attend_tiles(
+            half, gl.maximum(full_tiles, 1), tiles, step, q8, q_scale, positions, k_scale, scales, num_blocks, k_tiles,
+            v_tiles, ready, empty, p, row_max, row_sum, acc, True, s_layout, p_layout,
+        )  # fmt: skip
+        step += tiles
+        stage, before = step % stages, (step - 1) % stages
+        mbarrier.wait(ready.index(stage), (step // stages) & 1)
+        acc = warpgroup_mma(_unpack(p, p_layout), v_tiles.index(before), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+
+        total = gl.convert_layout(gl.sum(row_sum, 1), row_layout, assert_trivial=True)
+        acc = acc * (gl.load(unit_ptr + kv_head) / total)[:, None]
+        queries = first_query + half * rows + gl.arange(0, rows, layout=row_layout)
+        row = queries.to(gl.int64) * num_qo_heads + head
+        at = row[:, None] * dim + gl.arange(0, dim, layout=gl.SliceLayout(0, o_layout))[None, :]
+        gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(queries < num_queries)[:, None])
+        gl.store(lse_ptr + row, row_max - P_SHIFT + gl.log2(total), mask=queries < num_queries)
 
 
 @gluon.jit
-def _attend_first(work, shared, descriptors):
-    _attend(0, *work, *shared)
+def _attend_first(work, pointers, shared, descriptors):
+    _attend(0, work, pointers, shared)
 
 
 @gluon.jit
-def _attend_second(work, shared, descriptors):
-    _attend(1, *work, *shared)
+def _attend_second(work, pointers, shared, descriptors):
+    _attend(1, work, pointers, shared)
 
 
 @gluon.jit
-def _load_tiles(work, shared, descriptors):
-    """Keep the stages full. Step j brings K of tile j and V of tile j - 1: they are wanted, and done with, together."""
+def _load_tiles(work, pointers, shared, descriptors):
+    """Keep the stages full, across blocks of queries.
+
+    Step j of a block brings K of tile j and V of tile j - 1: they are wanted, and done with, together.
+    """
     _, k_tiles, v_tiles, ready, empty = shared
-    k_desc, v_desc, k_row, v_row = descriptors
+    k_desc, v_desc = descriptors
+    num_tokens, heads_per_kv, k_stride = work[5], work[6], work[8]
     stages: gl.constexpr = k_tiles.shape[0]
     tile_tokens: gl.constexpr = k_tiles.shape[1]
     k_bytes: gl.constexpr = k_desc.block_type.nbytes
     v_bytes: gl.constexpr = v_desc.block_type.nbytes
-    tiles = work[13]
-    for step in range(tiles + 1):
-        stage, before = step % stages, (step + stages - 1) % stages
-        bar = ready.index(stage)
-        mbarrier.wait(empty.index(stage), ((step // stages) & 1) ^ 1)
-        has_k, has_v = step < tiles, step > 0
-        mbarrier.expect(bar, k_bytes, pred=step == 0)
-        mbarrier.expect(bar, k_bytes + v_bytes, pred=has_k & has_v)
-        mbarrier.expect(bar, v_bytes, pred=step == tiles)
-        token = step * tile_tokens
-        tma.async_copy_global_to_shared(k_desc, [k_row + token, 0], bar, k_tiles.index(stage), pred=has_k)
-        token -= tile_tokens
-        tma.async_copy_global_to_shared(v_desc, [v_row + token, 0], bar, v_tiles.index(before), pred=has_v)
+    first = 0
+    for turn in range(_rounds(work)):
+        head, first_query, first_position, full_tiles, tiles = _block(work, turn, tile_tokens)
+        kv_head = head // heads_per_kv
+        for j in range(tiles + 1):
+            step = first + j
+            stage, before = step % stages, (step + stages - 1) % stages
+            bar = ready.index(stage)
+            mbarrier.wait(empty.index(stage), ((step // stages) & 1) ^ 1)
+            has_k, has_v = j < tiles, j > 0
+            mbarrier.expect(bar, k_bytes, pred=j == 0)
+            mbarrier.expect(bar, k_bytes + v_bytes, pred=has_k & has_v)
+            mbarrier.expect(bar, v_bytes, pred=j == tiles)
+            token = j * tile_tokens
+            tma.async_copy_global_to_shared(
+                k_desc, [kv_head * k_stride + token, 0], bar, k_tiles.index(stage), pred=has_k
+            )
+            token = kv_head * num_tokens + token - tile_tokens
+            tma.async_copy_global_to_shared(v_desc, [token, 0], bar, v_tiles.index(before), pred=has_v)
+        first += tiles + 1
 
 
 # Specialised, a size of 1 would be a constant, which cannot be passed to the functions of the halves.
@@ -328,19 +376,18 @@ def prefill_hopper_kernel(
     q_ptr, k_desc, v_desc, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, num_queries, num_tokens, num_blocks, k_stride,
     qk_scale, HQ: gl.constexpr, HEADS_PER_KV: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """128 queries of one head; grid [ceil(n_q / 128) * Hq], the longest rows first; 4 warps, and 5 more.
+    """Blocks of 128 queries of one head; any grid, which shares ceil(n_q / 128) * Hq of them; 4 warps, and 5 more.
 
     The arguments are those of `_prefill_kernel` in turbo_prefill.py, but for the descriptors' layouts.
     """
     tile_tokens: gl.constexpr = k_desc.block_type.shape[0]
     program = gl.program_id(0)
-    head = program % HQ
-    kv_head = head // HEADS_PER_KV
-    first_query = (gl.cdiv(num_queries, 2 * ROWS) - 1 - program // HQ) * (2 * ROWS)
-    first_position = num_tokens - num_queries + first_query
-    full_tiles = (first_position + 1) // tile_tokens
-    tiles = gl.cdiv(gl.minimum(first_position + 2 * ROWS, num_tokens), tile_tokens)
-
+    blocks = gl.cdiv(num_queries, 2 * ROWS) * HQ
+    # Numbers of the device, as constants cannot be passed.
+    work = (
+        program, gl.num_programs(0), blocks, HQ + 0 * program, num_queries, num_tokens, HEADS_PER_KV + 0 * program,
+        num_blocks, k_stride,
+    )  # fmt: skip
     q_halves = gl.allocate_shared_memory(gl.int8, [2, ROWS, D], k_desc.layout)
     k_tiles = gl.allocate_shared_memory(gl.int8, [STAGES, tile_tokens, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, tile_tokens, D], v_desc.layout)
@@ -350,12 +397,9 @@ def prefill_hopper_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)  # one arrival of each half
     fence_async_shared()
-    work = (
-        q_ptr, unit_ptr, k_scale_ptr + kv_head * num_blocks, out_ptr, lse_ptr, first_query, first_position, head,
-        kv_head, HQ + 0 * program, num_queries, num_blocks, full_tiles, tiles, qk_scale,
-    )  # fmt: skip
+    pointers = (q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, qk_scale)
     shared = (q_halves, k_tiles, v_tiles, ready, empty)
-    arguments = (work, shared, (k_desc, v_desc, kv_head * k_stride, kv_head * num_tokens))
+    arguments = (work, pointers, shared, (k_desc, v_desc))
     gl.warp_specialize(
         [(_attend_first, arguments), (_attend_second, arguments), (_load_tiles, arguments)], [4, 1], [240, 24]
     )
