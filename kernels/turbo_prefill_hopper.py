@@ -223,45 +223,47 @@ def _attend_tiles(
 
 
 @gluon.jit
-def _rounds(work):
-    """How many blocks of queries this program has: of all in one list, longest first, one of each `programs` in a row.
-
-    In every other round they are dealt backwards. So programs have equal work: of two rounds nearly to a tile.
-    """
-    program, programs, blocks = work[0], work[1], work[2]
-    rounds = blocks // programs
-    return rounds + (_place(program, programs, rounds) < blocks % programs).to(gl.int32)
-
-
-@gluon.jit
 def _place(program, programs, turn):
     return gl.where(turn % 2 == 0, program, programs - 1 - program)
 
 
 @gluon.jit
-def _block(work, turn, tile_tokens: gl.constexpr):
-    """The block of a round: its head, first query, that one's position, tiles that all its rows see whole, and tiles."""
-    program, programs, _, num_qo_heads, num_queries, num_tokens = work[:6]
-    at = turn * programs + _place(program, programs, turn)
-    first_query = (gl.cdiv(num_queries, 2 * ROWS) - 1 - at // num_qo_heads) * (2 * ROWS)
-    first_position = num_tokens - num_queries + first_query
-    tiles = gl.cdiv(gl.minimum(first_position + 2 * ROWS, num_tokens), tile_tokens)
-    return at % num_qo_heads, first_query, first_position, (first_position + 1) // tile_tokens, tiles
+def _turns(program, programs, blocks):
+    """How many blocks of queries a program has: of one list of all, longest first, one of each `programs` in a row.
+
+    In every other turn they are dealt backwards. So programs have equal work: of two turns nearly to a tile.
+    """
+    turns = blocks // programs
+    return turns + (_place(program, programs, turns) < blocks % programs).to(gl.int32)
 
 
 @gluon.jit
-def _attend(half: gl.constexpr, work, pointers, shared):
-    """What the warp group of a half, 0 or 1, does: 64 queries of each block."""
-    num_qo_heads, num_queries, heads_per_kv, num_blocks = work[3], work[4], work[6], work[7]
+def _block(program, programs, turn, num_qo_heads, num_queries):
+    """The block of a program's turn: its head and first query."""
+    at = turn * programs + _place(program, programs, turn)
+    return at % num_qo_heads, (gl.cdiv(num_queries, 2 * ROWS) - 1 - at // num_qo_heads) * (2 * ROWS)
+
+
+@gluon.jit
+def _tiles_of(first_position, num_tokens, tile_tokens: gl.constexpr):
+    """Tiles that a block sees."""
+    return gl.cdiv(gl.minimum(first_position + 2 * ROWS, num_tokens), tile_tokens)
+
+
+@gluon.jit
+def _attend_block(
+    half: gl.constexpr, head, first_query, first_position, tiles, step, sizes, pointers, shared, s_layout: gl.constexpr,
+    o_layout: gl.constexpr,
+):  # fmt: skip
+    """64 queries of one block; step: of its first tile. It takes a step more than it has tiles."""
+    num_qo_heads, num_queries, heads_per_kv, num_blocks = sizes[0], sizes[1], sizes[3], sizes[4]
     q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, qk_scale = pointers
     q_halves, k_tiles, v_tiles, ready, empty = shared
-    gl.inline_asm_elementwise(_declaration(half), "=r,r", [num_blocks], gl.int32, False, 1)
-    rows: gl.constexpr = q_halves.shape[1]
-    dim: gl.constexpr = q_halves.shape[2]
+    q8 = q_halves.index(half)
+    rows: gl.constexpr = q8.shape[0]
+    dim: gl.constexpr = q8.shape[1]
     tile_tokens: gl.constexpr = k_tiles.shape[1]
     stages: gl.constexpr = k_tiles.shape[0]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_tokens, 32])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -269,104 +271,117 @@ def _attend(half: gl.constexpr, work, pointers, shared):
     none = gl.zeros([rows, tile_tokens], gl.int32, s_layout)
     blocks_layout: gl.constexpr = none.reshape([rows, tile_tokens // BLOCK, BLOCK]).type.layout
     scale_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks_layout))
-    q8 = q_halves.index(half)
-    step = 0  # of a block's first tile: each block has one more than tiles
-    for turn in range(_rounds(work)):
-        head, first_query, first_position, full_tiles, tiles = _block(work, turn, tile_tokens)
-        kv_head = head // heads_per_kv
-        scales = k_scale_ptr + kv_head * num_blocks
-        queries = first_query + half * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, q_layout))
-        at = (queries.to(gl.int64) * num_qo_heads + head)[:, None] * dim
-        at += gl.arange(0, dim, layout=gl.SliceLayout(0, q_layout))[None, :]
-        q = gl.load(q_ptr + at, mask=(queries < num_queries)[:, None], other=0.0).to(gl.float32)
-        q_step = gl.max(gl.abs(q), 1) / Q_MAX
-        inverse = gl.where(q_step > TINY, 1.0 / gl.maximum(q_step, TINY), 0.0)
-        _barrier()  # all warps are done with q of the block before
-        q8.store((q * inverse[:, None] + MAGIC - MAGIC).to(gl.int8))
-        fence_async_shared()
-        _barrier()
-        q_scale = gl.convert_layout(q_step * qk_scale, row_layout)
-        positions = first_position + half * rows + gl.arange(0, rows, layout=row_layout)
 
-        row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
-        row_sum = gl.zeros([rows, 8], gl.float32, sum_layout)
-        acc = gl.zeros([rows, dim], gl.float32, o_layout)
-        k_scale = _scales(scales, 0, num_blocks, scale_layout)
-        stage = step % stages
-        mbarrier.wait(ready.index(stage), (step // stages) & 1)
-        s = warpgroup_mma(q8, k_tiles.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, [s])
-        mbarrier.arrive(empty.index(stage), count=1)
-        p, row_max, row_sum, alpha = _softmax(s, k_scale, q_scale, row_max, row_sum, positions, 0, True)
-        p = _pack(p)
-        k_scale = _scales(scales, 1, num_blocks, scale_layout)
-        p, k_scale, row_max, row_sum, acc = _attend_tiles(
-            half, 1, full_tiles, step, q8, q_scale, positions, k_scale, scales, num_blocks, k_tiles, v_tiles, ready,
-            empty, p, row_max, row_sum, acc, False, s_layout, p_layout,
-        )  # fmt: skip
-        p, k_scale, row_max, row_sum, acc = _attend_tiles(
-            half, gl.maximum(full_tiles, 1), tiles, step, q8, q_scale, positions, k_scale, scales, num_blocks, k_tiles,
-            v_tiles, ready, empty, p, row_max, row_sum, acc, True, s_layout, p_layout,
-        )  # fmt: skip
-        step += tiles
-        stage, before = step % stages, (step - 1) % stages
-        mbarrier.wait(ready.index(stage), (step // stages) & 1)
-        acc = warpgroup_mma(_unpack(p, p_layout), v_tiles.index(before), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, [acc])
-        mbarrier.arrive(empty.index(stage), count=1)
-        step += 1
+    queries = first_query + half * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, q_layout))
+    at = (queries.to(gl.int64) * num_qo_heads + head)[:, None] * dim
+    at += gl.arange(0, dim, layout=gl.SliceLayout(0, q_layout))[None, :]
+    q = gl.load(q_ptr + at, mask=(queries < num_queries)[:, None], other=0.0).to(gl.float32)
+    q_step = gl.max(gl.abs(q), 1) / Q_MAX
+    inverse = gl.where(q_step > TINY, 1.0 / gl.maximum(q_step, TINY), 0.0)
+    _barrier()  # all warps are done with q of the block before
+    q8.store((q * inverse[:, None] + MAGIC - MAGIC).to(gl.int8))
+    fence_async_shared()
+    _barrier()
+    q_scale = gl.convert_layout(q_step * qk_scale, row_layout)
+    positions = first_position + half * rows + gl.arange(0, rows, layout=row_layout)
 
-        total = gl.convert_layout(gl.sum(row_sum, 1), row_layout, assert_trivial=True)
-        acc = acc * (gl.load(unit_ptr + kv_head) / total)[:, None]
-        queries = first_query + half * rows + gl.arange(0, rows, layout=row_layout)
-        row = queries.to(gl.int64) * num_qo_heads + head
-        at = row[:, None] * dim + gl.arange(0, dim, layout=gl.SliceLayout(0, o_layout))[None, :]
-        gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(queries < num_queries)[:, None])
-        gl.store(lse_ptr + row, row_max - P_SHIFT + gl.log2(total), mask=queries < num_queries)
+    row_max = gl.full([rows], float("-inf"), gl.float32, row_layout)
+    row_sum = gl.zeros([rows, 8], gl.float32, sum_layout)
+    acc = gl.zeros([rows, dim], gl.float32, o_layout)
+    kv_head = head // heads_per_kv
+    k_scale_ptr += kv_head * num_blocks
+    k_scale = _scales(k_scale_ptr, 0, num_blocks, scale_layout)
+    mbarrier.wait(ready.index(step % stages), (step // stages) & 1)
+    s = warpgroup_mma(q8, k_tiles.index(step % stages).permute((1, 0)), none, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(empty.index(step % stages), count=1)
+    p, row_max, row_sum, _ = _softmax(s, k_scale, q_scale, row_max, row_sum, positions, 0, True)
+    p = _pack(p)
+    k_scale = _scales(k_scale_ptr, 1, num_blocks, scale_layout)
+    full_tiles = (first_position + 1) // tile_tokens  # that all rows see whole
+    p, k_scale, row_max, row_sum, acc = _attend_tiles(
+        half, 1, full_tiles, step, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles, v_tiles, ready,
+        empty, p, row_max, row_sum, acc, False, s_layout, p_layout,
+    )  # fmt: skip
+    p, k_scale, row_max, row_sum, acc = _attend_tiles(
+        half, gl.maximum(full_tiles, 1), tiles, step, q8, q_scale, positions, k_scale, k_scale_ptr, num_blocks, k_tiles,
+        v_tiles, ready, empty, p, row_max, row_sum, acc, True, s_layout, p_layout,
+    )  # fmt: skip
+    last = step + tiles
+    mbarrier.wait(ready.index(last % stages), (last // stages) & 1)
+    acc = warpgroup_mma(_unpack(p, p_layout), v_tiles.index((last - 1) % stages), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(empty.index(last % stages), count=1)
+
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_layout, assert_trivial=True)
+    acc = acc * (gl.load(unit_ptr + kv_head) / total)[:, None]
+    queries = first_query + half * rows + gl.arange(0, rows, layout=row_layout)
+    row = queries.to(gl.int64) * num_qo_heads + head
+    at = row[:, None] * dim + gl.arange(0, dim, layout=gl.SliceLayout(0, o_layout))[None, :]
+    gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(queries < num_queries)[:, None])
+    gl.store(lse_ptr + row, row_max - P_SHIFT + gl.log2(total), mask=queries < num_queries)
 
 
 @gluon.jit
-def _attend_first(work, pointers, shared, descriptors):
-    _attend(0, work, pointers, shared)
+def _attend(half: gl.constexpr, work, sizes, pointers, shared):
+    """What the warp group of a half, 0 or 1, does."""
+    program, programs, blocks = work
+    num_qo_heads, num_queries, num_tokens = sizes[0], sizes[1], sizes[2]
+    gl.inline_asm_elementwise(_declaration(half), "=r,r", [blocks], gl.int32, False, 1)
+    tile_tokens: gl.constexpr = shared[1].shape[1]
+    dim: gl.constexpr = shared[1].shape[2]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_tokens, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
+    step = 0
+    for turn in range(_turns(program, programs, blocks)):
+        head, first_query = _block(program, programs, turn, num_qo_heads, num_queries)
+        first_position = num_tokens - num_queries + first_query
+        tiles = _tiles_of(first_position, num_tokens, tile_tokens)
+        _attend_block(half, head, first_query, first_position, tiles, step, sizes, pointers, shared, s_layout, o_layout)
+        step += tiles + 1
 
 
 @gluon.jit
-def _attend_second(work, pointers, shared, descriptors):
-    _attend(1, work, pointers, shared)
+def _attend_first(work, sizes, pointers, shared, descriptors):
+    _attend(0, work, sizes, pointers, shared)
 
 
 @gluon.jit
-def _load_tiles(work, pointers, shared, descriptors):
-    """Keep the stages full, across blocks of queries.
+def _attend_second(work, sizes, pointers, shared, descriptors):
+    _attend(1, work, sizes, pointers, shared)
+
+
+@gluon.jit
+def _load_tiles(work, sizes, pointers, shared, descriptors):
+    """Keep the stages full, also from one block of queries to the next.
 
     Step j of a block brings K of tile j and V of tile j - 1: they are wanted, and done with, together.
     """
+    program, programs, blocks = work
+    num_qo_heads, num_queries, num_tokens, heads_per_kv = sizes[0], sizes[1], sizes[2], sizes[3]
     _, k_tiles, v_tiles, ready, empty = shared
-    k_desc, v_desc = descriptors
-    num_tokens, heads_per_kv, k_stride = work[5], work[6], work[8]
+    k_desc, v_desc, k_stride = descriptors
     stages: gl.constexpr = k_tiles.shape[0]
     tile_tokens: gl.constexpr = k_tiles.shape[1]
     k_bytes: gl.constexpr = k_desc.block_type.nbytes
     v_bytes: gl.constexpr = v_desc.block_type.nbytes
     first = 0
-    for turn in range(_rounds(work)):
-        head, first_query, first_position, full_tiles, tiles = _block(work, turn, tile_tokens)
-        kv_head = head // heads_per_kv
+    for turn in range(_turns(program, programs, blocks)):
+        head, first_query = _block(program, programs, turn, num_qo_heads, num_queries)
+        tiles = _tiles_of(num_tokens - num_queries + first_query, num_tokens, tile_tokens)
+        k_row, v_row = head // heads_per_kv * k_stride, head // heads_per_kv * num_tokens
         for j in range(tiles + 1):
-            step = first + j
-            stage, before = step % stages, (step + stages - 1) % stages
+            stage, before = (first + j) % stages, (first + j + stages - 1) % stages
             bar = ready.index(stage)
-            mbarrier.wait(empty.index(stage), ((step // stages) & 1) ^ 1)
+            mbarrier.wait(empty.index(stage), (((first + j) // stages) & 1) ^ 1)
             has_k, has_v = j < tiles, j > 0
             mbarrier.expect(bar, k_bytes, pred=j == 0)
             mbarrier.expect(bar, k_bytes + v_bytes, pred=has_k & has_v)
             mbarrier.expect(bar, v_bytes, pred=j == tiles)
             token = j * tile_tokens
-            tma.async_copy_global_to_shared(
-                k_desc, [kv_head * k_stride + token, 0], bar, k_tiles.index(stage), pred=has_k
-            )
-            token = kv_head * num_tokens + token - tile_tokens
-            tma.async_copy_global_to_shared(v_desc, [token, 0], bar, v_tiles.index(before), pred=has_v)
+            tma.async_copy_global_to_shared(k_desc, [k_row + token, 0], bar, k_tiles.index(stage), pred=has_k)
+            token -= tile_tokens
+            tma.async_copy_global_to_shared(v_desc, [v_row + token, 0], bar, v_tiles.index(before), pred=has_v)
         first += tiles + 1
 
 
@@ -382,12 +397,10 @@ def prefill_hopper_kernel(
     """
     tile_tokens: gl.constexpr = k_desc.block_type.shape[0]
     program = gl.program_id(0)
-    blocks = gl.cdiv(num_queries, 2 * ROWS) * HQ
-    # Numbers of the device, as constants cannot be passed.
-    work = (
-        program, gl.num_programs(0), blocks, HQ + 0 * program, num_queries, num_tokens, HEADS_PER_KV + 0 * program,
-        num_blocks, k_stride,
-    )  # fmt: skip
+    work = (program, gl.num_programs(0), gl.cdiv(num_queries, 2 * ROWS) * HQ)
+    # Constants cannot be passed.
+    heads, heads_per_kv = HQ + 0 * program, HEADS_PER_KV + 0 * program
+    sizes = (heads, num_queries, num_tokens, heads_per_kv, num_blocks)
     q_halves = gl.allocate_shared_memory(gl.int8, [2, ROWS, D], k_desc.layout)
     k_tiles = gl.allocate_shared_memory(gl.int8, [STAGES, tile_tokens, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, tile_tokens, D], v_desc.layout)
@@ -399,7 +412,7 @@ def prefill_hopper_kernel(
     fence_async_shared()
     pointers = (q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, qk_scale)
     shared = (q_halves, k_tiles, v_tiles, ready, empty)
-    arguments = (work, pointers, shared, (k_desc, v_desc))
+    arguments = (work, sizes, pointers, shared, (k_desc, v_desc, k_stride))
     gl.warp_specialize(
         [(_attend_first, arguments), (_attend_second, arguments), (_load_tiles, arguments)], [4, 1], [240, 24]
     )

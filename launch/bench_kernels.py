@@ -33,6 +33,7 @@ from alspec.launch.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, run_command
 from alspec.launch.output import append_rows
+from alspec.launch.reading import can_read_alone, reading_alone
 from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us, written
 from alspec.runtime.faults import out_of_memory_is_told
 from alspec.runtime.placement import Placement
@@ -266,7 +267,16 @@ def bench_decode(results: Results, contexts: list[int]) -> None:
                 us = time_us(run, case.q.shape[0])
                 base = base or us["p50"]
                 results.add(bench, impl, label, us, case.num_bytes, base)
+            size = case.num_bytes
             del case, runs, run
+            add_reading(results, label, size, base)
+
+
+def add_reading(results: Results, case: dict[str, Any], num_bytes: int, base: float | None) -> None:
+    """What it takes to read as many bytes as attention must, and no more."""
+    if can_read_alone(torch.device("cuda")):
+        run, copies = reading_alone(num_bytes, COLD_BYTES)
+        results.add("reading", "reading alone", case, time_us(run, copies), num_bytes, base)
 
 
 def bench_ready(results: Results, contexts: list[int]) -> None:
@@ -342,7 +352,9 @@ def bench_turbo(results: Results, contexts: list[int]) -> None:
                     us = time_us(turbo, quantised.q.shape[0])
                     impl = "alspec.turbo_decode_attention" + (".sas" if softmax == "sas" else "")
                     results.add(bench, impl, {**label, "codec": codec}, us, quantised.num_bytes, base)
+                size = quantised.num_bytes
                 del quantised, turbo
+                add_reading(results, {**label, "codec": codec}, size, base)
 
 
 def bench_prompt(results: Results, contexts: list[int]) -> None:

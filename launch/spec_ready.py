@@ -28,7 +28,9 @@ FLUSH_BYTES = 200 * 2**20
 # Words of a program that waits, one for each lane. A poll takes as long as the slowest of its loads, which go through
 # what memory is busy with: with 256 words, up to 22 us.
 POLLED = 32
-WATCHERS = 2  # programs that wait for the same words: what one asks for too early, another one sees
+# Programs that wait for the same words: what one asks for too early, another one sees. All together leave attention and
+# its merge places on an SM, which holds 32 programs.
+WATCHERS, WATCHERS_OF_SM = 6, 28
 # The first launch is held back until everything after it is queued and the waiting kernels spin.
 HEAD_START_CYCLES = 2_000_000
 DEADLINE_NS = 50_000_000
@@ -123,6 +125,8 @@ class _Watch:
         self.copy = torch.empty(words.shape, device=device)
         self.times = torch.empty(triton.cdiv(words.numel(), POLLED), dtype=torch.int64, device=device)
         self.num_seen = torch.zeros(1, dtype=torch.int32, device=device)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.watchers = min(WATCHERS, WATCHERS_OF_SM * sms // len(self.times))
 
     def reset(self) -> None:
         self.copy.fill_(torch.nan)
@@ -132,9 +136,9 @@ class _Watch:
     def start(self, epoch: int, ack: Tensor) -> None:
         """Launch it; ack: [1] int64, a word of the epoch once all have been seen."""
         # Many small programs: one that polls many words takes much of its SM's share of memory bandwidth.
-        compiled = _wait_and_copy[(WATCHERS * len(self.times),)](
+        compiled = _wait_and_copy[(self.watchers * len(self.times),)](
             self.words, epoch, self.copy, self.words.numel(), self.times, NEVER, self.num_seen, ack, DEADLINE_NS,
-            POLLED, WATCHERS, num_warps=1,
+            POLLED, self.watchers, num_warps=1,
         )  # fmt: skip
         # All of an SM's memory as shared memory, as attention needs: an SM cannot change that while a program runs.
         room = torch.cuda.get_device_properties(ack.device).shared_memory_per_block_optin  # type: ignore[attr-defined]

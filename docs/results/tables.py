@@ -12,6 +12,7 @@ from alspec.latency_model import StepCosts, speculative_step_us
 OTHER_COMMIT = "\\* The pair is of an earlier commit than `off`."
 OTHER_PARTS = "\\*\\* The parts given to the model are of another commit than the pair."
 OTHER_RUN = "FlashInfer was measured in an earlier run, of an earlier commit."
+READING = "reading alone"
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_STEPS = (1024, 8192, 32768, 131072)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
@@ -81,9 +82,10 @@ def decode(rows: list[dict[str, Any]]) -> str:
     """Decode attention, one table for each shape: rivals, ours, ours with guess and verdict."""
     if not rows:
         return ""
-    parts = ["## Decode attention", " ".join(["Microseconds, p50 or p20 / p50 / p80.", *other_run(rows)]), where(*rows)]
+    text = ["Microseconds, p50 or p20 / p50 / p80. Reading alone is a kernel that only copies as many bytes on chip."]
+    parts = ["## Decode attention", " ".join([*text, *other_run(rows)]), where(*rows)]
     head = ["context", "torch SDPA", "FlashInfer", "lean decode", "TB/s", "of stream", "against SDPA"]
-    head += ["with guess and verdict", "its cost"]
+    head += ["with guess and verdict", "its cost", "reading alone"]
     for shape, contexts in by_shape(rows).items():
         lines = []
         for context, found in contexts.items():
@@ -92,7 +94,8 @@ def decode(rows: list[dict[str, Any]]) -> str:
             line = [context, f"{sdpa['us']['p50']:.1f}"]
             line += [f"{found['FlashInfer']['us']['p50']:.1f}" if "FlashInfer" in found else "", spread(ours)]
             line += [f"{rate:.2f}", f"{rate / ours['stream_tb_s']:.0%}", f"{sdpa['us']['p50'] / p50:.2f}x"]
-            lines.append([*line, spread(spec), f"{spec['us']['p50'] / p50 - 1:+.1%}"])
+            line += [spread(spec), f"{spec['us']['p50'] / p50 - 1:+.1%}"]
+            lines.append([*line, f"{found[READING]['us']['p50']:.1f}" if READING in found else ""])
         parts += [f"### {shape}", table(head, lines)]
     return "\n\n".join(parts)
 
@@ -272,6 +275,7 @@ def by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[s
     for row in rows:
         case = row["case"]
         ours = "lean decode" if row["bench"] == "decode_attention" else "with guess and verdict"
+        ours = READING if row["bench"] == "reading" else ours
         contexts = shapes.setdefault(f"{case['heads']} heads of {case['head_dim']}", {})
         contexts.setdefault(str(case["context"]), {}).setdefault(names.get(row["impl"], ours), row)
     return {
@@ -287,16 +291,17 @@ def quantised(rows: list[dict[str, Any]]) -> str:
     parts = [
         "## Decode attention over quantised caches",
         "p50 in microseconds, and how many times faster than the lean kernel over bf16 under the same heading: plain,"
-        " then with guess and verdict.",
+        " then with guess and verdict. Reading alone is a kernel that only copies as many bytes on chip.",
         where(*rows),
     ]
     for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
         for bench, title in (("decode_attention", "plain"), ("speculative_decode", "with guess and verdict")):
             found: dict[str, dict[int, float]] = {}
             for row in rows:
-                if row["case"]["heads"] == shape and row["bench"] == bench:
+                if row["case"]["heads"] == shape and row["bench"] in (bench, "reading"):
                     name = "torch SDPA, bf16" if row["impl"] == "torch.sdpa" else row["case"]["codec"]
                     name += ", SAS" if row["impl"].endswith(".sas") else ""
+                    name += f", {READING}" if row["bench"] == "reading" else ""
                     found.setdefault(name, {})[row["case"]["context"]] = row["us"]["p50"]
             contexts = sorted(found["bf16"])
             lines = [
