@@ -143,13 +143,13 @@ class Llama:
     """The operations of one decoder step on one rank; attention itself belongs to the step program.
 
     Args:
-        all_reduce: sums a tensor over the tensor-parallel group and returns it, identical on every rank of the group.
+        sum_partials: the sum of a tensor over the tensor-parallel group, identical on every rank of the group.
     """
 
-    def __init__(self, config: LlamaConfig, weights: LlamaWeights, all_reduce: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: LlamaConfig, weights: LlamaWeights, sum_partials: Callable[[Tensor], Tensor]) -> None:
         self.config = config
         self.weights = weights
-        self._all_reduce = all_reduce
+        self._sum_partials = sum_partials
         self.inv_freq = config.inv_freq().to(weights.embedding.device)
         self.sm_scale = config.head_dim**-0.5
 
@@ -162,7 +162,7 @@ class Llama:
         """The same weights, with the LM head behind so many of the layers, if there are so many."""
         layers = self.weights.layers[:num_layers]
         config = self.config.model_copy(update={"num_layers": len(layers)})
-        return Llama(config, replace(self.weights, layers=layers), self._all_reduce)
+        return Llama(config, replace(self.weights, layers=layers), self._sum_partials)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[n] integers -> x [n, hidden] fp32."""
@@ -170,7 +170,7 @@ class Llama:
 
     def reduce_residual(self, x: Tensor, partial: Tensor | None) -> Tensor:
         """Finish an all-reduce: `x + sum over ranks of partial`, [n, hidden] fp32; None stands for nothing to add."""
-        return x if partial is None else x + self._all_reduce(partial)
+        return x if partial is None else x + self._sum_partials(partial)
 
     def pre_attention(
         self, layer: int, x: Tensor, partial: Tensor | None, positions: Tensor
@@ -198,13 +198,13 @@ class Llama:
         Args:
             x: [n, hidden] fp32.  attn_out: [n, Hq, D].
         Returns:
-            x [n, hidden] fp32 after attention, and this rank's partial of the MLP output [n, hidden] fp32.
+            x [n, hidden] fp32 after attention, and this rank's partial of the MLP output [n, hidden].
         """
         weights = self.weights.layers[layer]
         attn = attn_out.to(weights.o.dtype).flatten(1)
-        x = self.reduce_residual(x, F.linear(attn, weights.o).float())
+        x = self.reduce_residual(x, F.linear(attn, weights.o))
         hidden = F.linear(rms_norm(x, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
-        return x, F.linear(silu_mul(hidden), weights.down).float()
+        return x, F.linear(silu_mul(hidden), weights.down)
 
     def lm_head(self, x: Tensor) -> Tensor:
         """Final norm and this rank's vocabulary shard: x [n, hidden] fp32 -> [n, rows of the shard] fp32."""

@@ -62,7 +62,7 @@ def prefill(
                     else:
                         cache.write_prefill(layer, request, chunk.start, *kv)
                 x, partial = model.post_attention(layer, x, attn_out)
-                layer_sums[layer] += x[-1].sum() + partial[-1].sum()
+                layer_sums[layer] += x[-1].sum() + partial[-1].sum(dtype=torch.float32)
         if progress is not None and turn[-1].stop < len(token_ids):
             transport.synchronize()
             progress(turn[-1].stop)

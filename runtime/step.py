@@ -100,7 +100,7 @@ class StepProgram:
             if not self._skip_compute():
                 with self._operation("post_attention", layer):
                     x, partial = self._model.post_attention(layer, x, attn_out)
-                    layer_sums[layer] = x.sum() + partial.sum()
+                    layer_sums[layer] = x.sum() + partial.sum(dtype=torch.float32)
         x = self._agree(x, partial)
         with self._operation("lm_head", self._model.num_layers):
             logits = gather_logits(self._model, self._transport, x)

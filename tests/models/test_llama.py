@@ -73,7 +73,7 @@ class Runner:
     """One rank decoding one request on the CPU: prefill in chunks, then steps of `off`."""
 
     def __init__(self, config: LlamaConfig, weights: LlamaWeights, transport: Transport) -> None:
-        self.model = Llama(config, weights, transport.all_reduce)
+        self.model = Llama(config, weights, transport.sum_partials)
         self.transport = transport
         kv_heads = config.num_kv_heads // transport.placement.tp_size
         self.cache = KVCache(config.num_layers, 1, kv_heads, 200, config.head_dim, torch.float32, CPU)
