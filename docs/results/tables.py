@@ -343,6 +343,20 @@ def prompts(rows: list[dict[str, Any]]) -> str:
     """Whole prompts: a line for each configuration and length; of repeated rows the last."""
     if not rows:
         return ""
+    gpus: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        gpus.setdefault(row["gpu"], []).append(row)
+    text = (
+        "Time until the host has the first token after random ones, p20 / p50 / p80, of so many prompts. Rate and"
+        " memory, that of PyTorch's tensors, are those of one GPU; the peak is what a large product of bf16"
+        " matrices reached in the same run. Counted are the operations of the layers' matrices, of causal"
+        " attention, and of one token's logits."
+    )
+    return "\n\n".join(["## Whole prompts", text, *(part for of_gpu in gpus.values() for part in prompt_table(of_gpu))])
+
+
+def prompt_table(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """Whole prompts on one kind of GPU."""
     lines: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
         case, us = row["case"], row["us"]
@@ -353,17 +367,7 @@ def prompts(rows: list[dict[str, Any]]) -> str:
         cells += [f"{row[name] / 2**30:.2f}" for name in ("memory_bytes", "planned_bytes")]
         lines[key] = [*map(str, key), *cells]
     head = ["shape", "GPUs", "mode", "cache", "tokens", "TTFT, ms", "prompts", "tokens/s", "TFLOP/s", "peak", "of peak"]
-    return "\n\n".join(
-        [
-            "## Whole prompts",
-            "Time until the host has the first token after random ones, p20 / p50 / p80, of so many prompts. Rate and"
-            " memory, that of PyTorch's tensors, are those of one GPU; the peak is what a large product of bf16"
-            " matrices reached in the same run. Counted are the operations of the layers' matrices, of causal"
-            " attention, and of one token's logits.",
-            where(*rows),
-            table([*head, "GiB", "GiB planned"], [lines[key] for key in sorted(lines)]),
-        ]
-    )
+    return where(*rows), table([*head, "GiB", "GiB planned"], [lines[key] for key in sorted(lines)])
 
 
 def sampled(rows: list[dict[str, Any]]) -> str:

@@ -43,6 +43,7 @@ from alspec.kernels import (
     turbo_prefill_hopper,
 )
 from alspec.kernels.flashq_layout import PER_HEAD
+from alspec.launch import reading
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
@@ -226,6 +227,12 @@ def prefill(head_dim: int) -> Any:
     types = {"k_desc": descriptor("i8", gl.int8, tile), "v_desc": descriptor("fp16", gl.float16, tile)}
     kernel, registers = turbo_prefill_hopper.prefill_hopper_kernel, turbo_prefill_hopper.REGISTERS
     return compile_for(90, kernel, 4, constants, maxnreg=registers, out_ptr="*bf16", **types)
+
+
+def reading_alone() -> Any:
+    """What `bench_kernels` measures beside attention."""
+    types = {"desc": descriptor("i8", gl.int8, [reading.ROWS, reading.ROW_BYTES])}
+    return compile_for(90, reading._read_kernel, 1, {"STAGES": reading.STAGES}, **types)
 
 
 def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
@@ -462,6 +469,7 @@ def main(capability: int) -> None:
         compiled["turbo, sas, batch 8, spec True"] = turbo(capability, 4, 128, 8, True, sas=True)
         compiled["turbo, sas, head 64"] = turbo(capability, 7, 64, 1, True, sas=True)
         compiled |= {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
+        compiled["reading alone"] = reading_alone()
     projections = ("qkv", "qkv, quantised", "qkv, quantised, head 64", "o", "gate_up", "down")
     sizes = [(1, 1), (4, 1), (4, 8)] + [(1, 8)] * (capability == 90)  # ranks of a group, requests
     for tp_size, batch_size in sizes:

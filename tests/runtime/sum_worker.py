@@ -1,0 +1,40 @@
+"""One rank that sums partials with the others of its group; started with torchrun's variables.
+
+Run as `sum_worker.py FOLDER DEVICE`: writes FOLDER/rank{RANK}.pt, of each dtype the own partial, the sum, and bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from alspec.runtime.placement import Placement
+from alspec.runtime.transport import Transport, connect_store
+
+
+def main() -> None:
+    folder, kind = Path(sys.argv[1]), sys.argv[2]
+    placement = Placement.from_environment()
+    device = torch.device(kind, placement.local_rank) if kind == "cuda" else torch.device("cpu")
+    transport = Transport(placement, device, "nccl" if kind == "cuda" else "gloo", connect_store(placement))
+    found = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        generator = torch.Generator().manual_seed(placement.rank)
+        # Large and small numbers, whose sum in 16 bits would lose the small ones.
+        scale = 10.0 ** torch.randint(-3, 4, (7, 33), generator=generator)
+        partial = (torch.randn(7, 33, generator=generator) * scale).to(dtype).to(device)
+        own = partial.cpu().clone()
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            total = transport.sum_partials(partial)
+        found[str(dtype)] = {"own": own, "sum": total.cpu(), "reduced": reduced.call_count}
+    torch.save(found, folder / f"rank{placement.rank}.pt")
+    transport.barrier()
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Sums of partials over real ranks, gathered or reduced, against fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import run_ranks
+
+from alspec.runtime.transport import MOST_GATHERED
+
+WORKER = Path(__file__).with_name("sum_worker.py")
+GPUS = torch.cuda.device_count()
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size"),
+    [
+        *(("cpu", world_size) for world_size in (1, 2, 3, MOST_GATHERED, MOST_GATHERED + 1)),
+        *(
+            pytest.param(
+                "cuda", size, marks=[pytest.mark.gpu, pytest.mark.skipif(size > GPUS, reason=f"needs {size} GPUs")]
+            )
+            for size in (2, 4)
+        ),
+    ],
+)
+def test_sums_are_those_of_fp32_and_alike_everywhere(device: str, world_size: int, tmp_path: Path) -> None:
+    run_ranks(WORKER, world_size, tmp_path, device, timeout_s=120)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world_size)]
+    for name in ("torch.bfloat16", "torch.float16", "torch.float32"):
+        partials = torch.stack([rank[name]["own"].double() for rank in ranks])
+        total = ranks[0][name]["sum"]
+        assert total.dtype == (torch.float32 if world_size > 1 else ranks[0][name]["own"].dtype)
+        # Each of its additions rounds what has been added up to half a unit of 2^-24.
+        bound = (world_size - 1) * 2.0**-24 * partials.abs().sum(0)
+        assert bool(((total.double() - partials.sum(0)).abs() <= bound).all())
+        assert all(torch.equal(rank[name]["sum"], total) for rank in ranks)
+        is_gathered = world_size == 1 or (name != "torch.float32" and world_size <= MOST_GATHERED)
+        assert all(rank[name]["reduced"] == (0 if is_gathered else 1) for rank in ranks)
