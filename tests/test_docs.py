@@ -375,15 +375,33 @@ def test_prose_about_sampling_and_prompts_says_what_the_rows_say() -> None:
     assert f"took a step from {greedy / 1e3:.2f} to {top_p / 1e3:.2f} ms with top-p" in step
 
     prompts = [json.loads(line) for line in (ROOT / "docs" / "results" / "prompt.jsonl").read_text().splitlines()]
-    found = {(row["case"]["kv_cache"], row["case"]["context"]): row for row in prompts}
-    short, long = (
-        [found[cache, context]["us"]["p50"] / 1e6 for cache in ("bf16", "turbo4")] for context in (8192, 131072)
+    found = {
+        (row["num_gpus"], row["case"].get("mode", "off"), row["case"]["kv_cache"], row["case"]["context"]): row
+        for row in prompts
+    }
+    assert len(found) == len(prompts)
+
+    def seconds(num_gpus: int, mode: str, cache: str, digits: int) -> list[str]:
+        of = [found[num_gpus, mode, cache, context] for context in (8192, 32768, 131072)]
+        return [f"{row['us']['p50'] / 1e6:.{1 if row['case']['context'] > 2**16 else digits}f}" for row in of]
+
+    bf16, turbo4 = (seconds(1, "off", cache, 2) for cache in ("bf16", "turbo4"))
+    shares = [f"{100 * found[1, 'off', cache, 8192]['share_of_peak']:.0f} %" for cache in ("bf16", "turbo4")]
+    assert (
+        f"8K tokens take {bf16[0]} s over bf16 and {turbo4[0]} s over `turbo4`, at {' and '.join(shares)} of" in readme
     )
-    assert {f"{seconds:.2f}" for seconds in short} == {"0.26"}
-    bf16, turbo4 = (f"{100 * found[cache, 8192]['share_of_peak']:.0f} %" for cache in ("bf16", "turbo4"))
-    assert f"8K tokens take 0.26 s over either cache, at {bf16} (bf16) and {turbo4} (`turbo4`) of the rate" in readme
-    assert [found[cache, 131072]["prompts"] for cache in ("bf16", "turbo4")] == [1, 1], "one prompt each"
-    assert f"128K tokens take {long[0]:.1f} s over the bf16 cache and {long[1]:.1f} s over `turbo4`" in readme
+    assert [found[1, "off", cache, 131072]["prompts"] for cache in ("bf16", "turbo4")] == [1, 1], "one prompt each"
+    assert f"128K tokens take {bf16[2]} s over the bf16 cache and {turbo4[2]} s over `turbo4`" in readme
+    pair, pair4, both, both4 = (
+        "{}, {} and {}".format(*seconds(2, mode, cache, 2))
+        for mode in ("paired", "off")
+        for cache in ("bf16", "turbo4")
+    )
+    assert (
+        f"over bf16 take a pair {pair} s, the two in tensor parallelism {both}; over `turbo4` {pair4} s, and {both4}"
+        in step
+    )
+    assert f"take 1 + 1 H100s {pair.split()[-1]} s, two in tensor parallelism {both.split()[-1]}" in readme
 
 
 SHAPES = (("32/8", 128), ("8/2", 128), ("32/8", 64))
