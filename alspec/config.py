@@ -112,6 +112,8 @@ def _measured_mode(value: Any) -> Any:
 
 def _dtype(value: Any) -> Any:
     """Accept PyTorch's names, and its types themselves, beside the short ones."""
+    if isinstance(value, int):
+        return value  # it may be too long for a text
     name = str(value).removeprefix("torch.")
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, value)
 
@@ -464,8 +466,16 @@ def validate(
         else:
             hint = "see --help" if issubclass(schema, CommandConfig) else f"valid names: {', '.join(keys.values())}"
         raise UserError(f"{source}: unknown key {spell(path)!r}; {hint}")
-    where, found = (f"{spell(path)}: ", f", found {first['input']!r:.80}") if path else ("", "")
+    where, found = (f"{spell(path)}: ", f", found {_shown(first['input'])}") if path else ("", "")
     raise UserError(f"{source}: {where}{_message(first)}{found}")
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, as Python writes it."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python writes up to 4300 digits
+        return "an integer too long to show"
 
 
 def _message(error: ErrorDetails) -> str:

@@ -19,7 +19,7 @@ from alspec.config import GenerateConfig, SpeculationConfig
 from alspec.errors import UserError
 from alspec.launch.cli import Parser, cuts_without_effect, run_command
 from alspec.launch.display import Printer, StatusLine, print_panel, shows_color, use_utf8
-from alspec.launch.output import write_text, writing
+from alspec.launch.output import write_text
 from alspec.launch.plan import print_plan
 from alspec.launch.prompts import read_prompts
 from alspec.runtime.engine import Engine
@@ -27,7 +27,7 @@ from alspec.runtime.faults import run_guarded
 from alspec.runtime.generation import Generation
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import mean_lengths, step_bytes, stream_bandwidth, summarize, versions
-from alspec.runtime.timeline import write_trace
+from alspec.runtime.timeline import trace_json
 
 __all__ = ["main"]
 
@@ -113,8 +113,7 @@ def _finish(config: GenerateConfig, engine: Engine, generation: Generation) -> N
         if config.json_file is not None:
             write_text(config.json_file, json.dumps(_everything(config, generation, summary)))
         if config.trace is not None:
-            with writing(config.trace):
-                write_trace(config.trace, rows_by_rank)
+            write_text(config.trace, trace_json(rows_by_rank))
     finally:
         print_panel(summary)
 

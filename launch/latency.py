@@ -34,7 +34,7 @@ from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
 from alspec.runtime.placement import Placement, choose_device, choose_mode
 from alspec.runtime.profile import Profile, first_tokens, forced_verdicts, measure, prepare, room, stream_limit
 from alspec.runtime.stats import percentile, provenance
-from alspec.runtime.timeline import write_trace
+from alspec.runtime.timeline import trace_json
 
 __all__ = ["main"]
 
@@ -230,8 +230,7 @@ def _trace(
         return
     if engine.loop is not None:
         rows_by_rank = label(rows_by_rank, verdicts)
-    with writing(config.trace):
-        write_trace(config.trace, rows_by_rank, row)
+    write_text(config.trace, trace_json(rows_by_rank, row))
     if verdicts:
         parts = layer_parts(rows_by_rank, verdicts)
         append_rows(config.rows, parts_rows(row, parts, engine.model_config.num_layers))

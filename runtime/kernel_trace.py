@@ -113,7 +113,7 @@ def step_kernels(exported: dict[str, Any]) -> tuple[int, list[tuple[str, int, in
 
 
 def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list[Row]]:
-    """Rows for `write_trace` from those of `kernel_rows`: what each kernel belongs to, and whether it did anything.
+    """Rows for `trace_json` from those of `kernel_rows`: what each kernel belongs to, and whether it did anything.
 
     Args:
         rows_by_rank: of every rank; a pair's first half is group 0.  verdicts: [steps][L], of a pair; else empty.

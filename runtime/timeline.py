@@ -6,12 +6,11 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Timeline", "write_trace"]
+__all__ = ["Timeline", "trace_json"]
 
 
 class Timeline:
@@ -67,8 +66,8 @@ class Timeline:
         ]
 
 
-def write_trace(path: Path, rows_by_rank: list[list[dict[str, Any]]], measured: dict[str, Any] | None = None) -> None:
-    """Write a trace that Perfetto and chrome://tracing open: a process for each rank, a slice for each operation.
+def trace_json(rows_by_rank: list[list[dict[str, Any]]], measured: dict[str, Any] | None = None) -> str:
+    """A trace that Perfetto and chrome://tracing open: a process for each rank, a slice for each operation.
 
     Operations of a rank that overlap lie in lanes below each other. What a row holds besides `op`, `start_us` and
     `end_us` becomes the slice's arguments.
@@ -99,4 +98,4 @@ def write_trace(path: Path, rows_by_rank: list[list[dict[str, Any]]], measured: 
     trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms"}
     if measured is not None:
         trace["otherData"] = measured
-    path.write_text(json.dumps(trace), encoding="utf-8")
+    return json.dumps(trace)

@@ -168,6 +168,22 @@ def test_wrong_value_names_the_field(values: dict[str, Any], field: str) -> None
     assert message.startswith(f"source: {field}"), message
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_integer_that_python_does_not_write(sign: int) -> None:
+    """Its text has too many digits: nothing but the found value is left out."""
+    number = sign * 10**5000
+    for path, field in (*fields(EngineConfig), *fields(SamplingConfig)):
+        if isinstance(field.default, BaseModel):
+            continue
+        message = refused({path[0]: number if len(path) == 1 else {path[1]: number}})
+        assert message.startswith(f"source: {'.'.join(path)}: "), message
+        assert message.endswith(", found an integer too long to show"), message
+        assert "4300" not in message
+    assert refused({"stop": [number]}) == "source: stop: expected a text, found an integer too long to show"
+    message = refused({"max_new_tokens": number}, SamplingConfig)
+    assert message.startswith("source: max_new_tokens: expected ")
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -115,10 +116,16 @@ def test_lists_in_help_are_written_as_flags(capsys: pytest.CaptureFixture[str]) 
 
 
 @every_command
-def test_every_command_is_installed(command: ModuleType) -> None:
+def test_every_command_is_installed(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     name = command.__name__.removeprefix("alspec.launch.")
-    assert scripts[f"alspec-{name.replace('_', '-')}"] == f"alspec.launch.{name}:main"
+    installed = EntryPoint("", scripts[f"alspec-{name.replace('_', '-')}"], "").load()
+    monkeypatch.setattr("sys.argv", [name, "--print-config"])
+    assert (installed(), capsys.readouterr()) == (command.main(), capsys.readouterr())
+    monkeypatch.setattr("sys.argv", [name, "--nothing-like-it"])
+    assert installed() == 2
 
 
 def test_every_bench_can_be_named() -> None:

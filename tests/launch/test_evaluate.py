@@ -25,7 +25,7 @@ from alspec.launch.evaluate_tasks import record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
-from alspec.runtime.timeline import write_trace
+from alspec.runtime.timeline import trace_json
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 TEXT = (
@@ -186,7 +186,7 @@ def test_a_terminal_shows_what_is_measured(
 
 def asked_to_plot(monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: list[list[dict[str, Any]]]) -> Path:
     """The picture that `plot_trace.main` is to draw, of layers 0 to 2 of step 1 of a trace."""
-    write_trace(folder / "trace.json", ranks)
+    (folder / "trace.json").write_text(trace_json(ranks))
     picture = folder / "picture.svg"
     flags = [str(folder / "trace.json"), str(picture), "--step", "1", "--layers", "0:3"]
     monkeypatch.setattr("sys.argv", ["plot_trace", *flags])
@@ -397,7 +397,7 @@ def test_plot_trace_draws_and_counts(
         [row("full_attention", 0, 0.0, 10.0), row("full_attention", 1, 30.0, 40.0)],
         [row("post_attention", 0, 4.0, 8.0), row("post_attention", 1, 41.0, 45.0)],
     ]
-    write_trace(tmp_path / "trace.json", ranks)
+    (tmp_path / "trace.json").write_text(trace_json(ranks))
     picture = tmp_path / "picture.png"
     argv = ["plot_trace", str(tmp_path / "trace.json"), str(picture), "--step", "1", "--layers", "0:2"]
     monkeypatch.setattr("sys.argv", argv)
@@ -513,8 +513,8 @@ def test_plot_trace_mistakes(
         return {"op": op, "layer": 0, "step": 1, "start_us": start, "end_us": start + 4.0}
 
     alone, pair, broken = (tmp_path / name for name in ("alone.json", "pair.json", "broken.json"))
-    write_trace(alone, [[row("full_attention", 0.0), row("post_attention", 4.0)]])
-    write_trace(pair, [[row("full_attention", 0.0)], [row("post_attention", 2.0)]])
+    alone.write_text(trace_json([[row("full_attention", 0.0), row("post_attention", 4.0)]]))
+    pair.write_text(trace_json([[row("full_attention", 0.0)], [row("post_attention", 2.0)]]))
     broken.write_text("no JSON", encoding="utf-8")
     (tmp_path / "broken.gz").write_bytes(b"no gzip")
     (tmp_path / "list.json").write_text("[1, 2]", encoding="utf-8")

@@ -85,6 +85,34 @@ def test_json_behind_the_text_on_standard_output(where: str, checkpoint: Path, t
     assert found["requests"][0]["text"] in before
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (generate, ["--prompt", "abc", "--max-new-tokens", "3", "--ignore-eos"]),
+        (latency, ["--contexts", "16", "--steps", "1"]),
+    ],
+    ids=["generate", "latency"],
+)
+def test_a_trace_on_standard_output_leaves_the_rest(
+    command: ModuleType, flags: list[str], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out"
+    with path.open("w") as stream, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stream)
+        stream.write("before\n")
+        given = ["--model", str(checkpoint), "--transport", "gloo", "--trace", str(path)]
+        assert command.main([*given, *flags]) == 0
+    out = path.read_text()
+    begin = out.index('{"traceEvents"')
+    trace, end = json.JSONDecoder().raw_decode(out, begin)
+    assert len(trace["traceEvents"]) > 1
+    assert out[:begin].startswith("before\n")
+    if command is latency:
+        assert " off " in out[end:], "the table comes last"
+    else:
+        assert len(out[:begin]) > len("before\n"), "the text comes first"
+
+
 def test_a_named_pipe_keeps_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)

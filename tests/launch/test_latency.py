@@ -27,7 +27,7 @@ from alspec.runtime.engine import Engine
 from alspec.runtime.kernel_trace import TRACE_STEPS
 from alspec.runtime.profile import WARMUP_STEPS
 from alspec.runtime.stats import percentile, step_bytes
-from alspec.runtime.timeline import write_trace
+from alspec.runtime.timeline import trace_json
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_GPU = torch.cuda.is_available()
@@ -281,7 +281,7 @@ def plot_pair(folder: Path, measured: dict[str, Any] | None, *flags: str) -> str
     """What `plot_trace.py` draws of a pair's trace, an SVG."""
     moments = {"layer": 0, "step": 1, "start_us": 0.0, "end_us": 4.0}
     ranks = [[{"op": op} | moments] for op in ("full_attention", "post_attention")]
-    write_trace(folder / "trace.json", ranks, measured)
+    (folder / "trace.json").write_text(trace_json(ranks, measured))
     picture = folder / "picture.svg"
     assert plot_trace.main([str(folder / "trace.json"), str(picture), "--step", "1", *flags]) == 0
     return picture.read_text(encoding="utf-8")

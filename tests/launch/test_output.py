@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,7 @@ PARTS = {
     "plan": "generate.py --plan",
     "plot_latency": "latency.py --plot F",
     "plot_quality": "evaluate.py --plot F",
+    "reading": "bench_kernels.py --bench decode",
     "spec_ready": "bench_kernels.py --bench ready",
 }
 
@@ -188,7 +190,7 @@ def test_a_part_of_a_command_names_the_command(name: str, instead: str, capsys: 
 
 
 def test_every_file_is_a_command_or_says_which_one_to_use() -> None:
-    modules = {"__init__", "cli", "display", "evaluate_tasks", "output", "prompts"}
+    modules = {"__init__", "cli", "commands", "display", "evaluate_tasks", "output", "prompts"}
     for path in (ROOT / "launch").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert ("__main__" in text) == (path.stem not in modules), path
@@ -246,13 +248,23 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", "alspec: exit 130: interrupted\n")
 
 
+SCRIPTS = ("bench_kernels", "doctor", "evaluate", "generate", "latency", "plot_trace")
+INSTALLED = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+
+
+def installed(name: str) -> str:
+    """What pip makes of an installed command."""
+    module, function = INSTALLED[name].split(":")
+    return f"import sys; from {module} import {function}; sys.exit({function}())"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bench_kernels", "doctor", "evaluate", "generate", "latency", "plot_trace"])
+@pytest.mark.parametrize("name", [*SCRIPTS, *INSTALLED])
 def test_interrupted_while_modules_are_imported(name: str, tmp_path: Path) -> None:
     """As from a terminal: the tests themselves may run where interrupts are ignored, as behind `nohup`."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     process = subprocess.Popen(
-        [sys.executable, ROOT / "launch" / f"{name}.py"],
+        [sys.executable, *(["-c", installed(name)] if name in INSTALLED else [ROOT / "launch" / f"{name}.py"])],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

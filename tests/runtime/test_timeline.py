@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from alspec.runtime.timeline import Timeline, write_trace
+from alspec.runtime.timeline import Timeline, trace_json
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def test_trace_file(tmp_path: Path) -> None:
             {"op": "post_attention", "layer": 0, "step": 1, "start_us": 11.0, "end_us": 14.0},
         ],
     ]
-    write_trace(tmp_path / "trace.json", rows)
+    (tmp_path / "trace.json").write_text(trace_json(rows))
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert set(trace) == {"traceEvents", "displayTimeUnit"}
     names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
@@ -87,14 +87,14 @@ def test_trace_file(tmp_path: Path) -> None:
 
 def test_trace_says_what_was_run(tmp_path: Path) -> None:
     measured = {"case": {"shape": "tiny", "hit_rate": 0.5, "forced": True}, "commit": "1234567"}
-    write_trace(tmp_path / "trace.json", [[]], measured)
+    (tmp_path / "trace.json").write_text(trace_json([[]], measured))
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == measured
 
 
 def test_operations_that_overlap_lie_in_lanes(tmp_path: Path) -> None:
     spans = [("a", 0.0, 10.0), ("b", 9.0, 30.0), ("c", 10.0, 12.0), ("d", 11.0, 13.0), ("e", 12.0, 20.0)]
     rows = [{"op": name, "step": 1, "start_us": start, "end_us": end} for name, start, end in spans]
-    write_trace(tmp_path / "trace.json", [rows])
+    (tmp_path / "trace.json").write_text(trace_json([rows]))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert [(event["name"], event["tid"]) for event in slices] == [("a", 0), ("b", 1), ("c", 0), ("d", 2), ("e", 0)]

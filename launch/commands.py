@@ -1,0 +1,23 @@
+"""The installed commands: before the imports that take seconds, Ctrl-C gets its line, as in the scripts."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+
+from alspec.launch.output import exit_on_interrupt
+
+__all__ = ["bench_kernels", "doctor", "evaluate", "generate", "latency"]
+
+
+def _run(module: str) -> int:
+    exit_on_interrupt()
+    code: int = import_module(f"alspec.launch.{module}").main()
+    return code
+
+
+bench_kernels = partial(_run, "bench_kernels")
+doctor = partial(_run, "doctor")
+evaluate = partial(_run, "evaluate")
+generate = partial(_run, "generate")
+latency = partial(_run, "latency")
