@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .dependent import wait_for_kernel_ahead
 from .flashq import BLOCK, MIN_SCALE
 from .flashq_layout import PER_HEAD, TurboLayer, record_words
-from .flashq_record import TOKENS, record_at, restore_side, to_int8, write_side
+from .flashq_record import TOKENS, largest, record_at, restore_side, to_int8, write_side
 from .launch import launch, launch_options
 
 __all__ = ["flashq_restore", "flashq_store", "turbo_append", "turbo_compact"]
@@ -46,7 +46,7 @@ def _store_tensor(
     t = chunk_block * TOKENS + tl.arange(0, TOKENS)
     exists = (t < n)[:, None]
     x = tl.load(x_ptr + t[:, None].to(tl.int64) * x_stride + c[None, :], mask=exists, other=0.0).to(tl.float32)
-    raw = tl.div_rn(tl.max(tl.max(tl.abs(x), 1), 0), 119.0)
+    raw = tl.div_rn(largest(largest(x, 1), 0), 119.0)
     scale = tl.where(raw == 0, 1.0, raw)
     tl.atomic_max(tail_scale_ptr, raw, sem="relaxed")
     tl.store(scale_ptr, scale)

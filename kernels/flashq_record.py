@@ -14,9 +14,15 @@ import triton.language as tl
 
 from .flashq_layout import BLOCK
 
-__all__ = ["TOKENS", "record_at", "restore_side", "to_int8", "write_side"]
+__all__ = ["TOKENS", "largest", "record_at", "restore_side", "to_int8", "write_side"]
 
 TOKENS = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def largest(x, axis: tl.constexpr):
+    """max |x| over an axis, NaN if there is one: as integers, because the maximum of floats leaves NaN out."""
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -30,22 +30,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..sas import Softmax, cutoff
 from . import turbo_prefill_hopper as hopper
+from .flashq_layout import HEAD_DIMS
+from .flashq_record import TOKENS, largest
 from .sas import sas_exp2
+from .turbo_prefill_hopper import MAGIC, MAGIC_BITS, P_SHIFT, Q_MAX, TINY
 
 __all__ = ["turbo_prefill_attention"]
 
-BLOCK = tl.constexpr(64)  # tokens that share a scale
-HEAD_DIMS = (64, 128)
+BLOCK = TOKENS  # that share a scale
 BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES = 128, 128, 8, 2
 SCALES = 1024  # looked at at once for the largest one
-
-Q_MAX = tl.constexpr(127.0)
-# fp32 holds an integer below 2^22 in its low bits once this is added: rounding, and int to float, in a cheap addition.
-MAGIC = tl.constexpr(1.5 * 2.0**23)
-MAGIC_BITS = tl.constexpr(0x4B400000)
-# P is held times 2^10, so that fp16 goes down to 2^-34 of a row's largest weight.
-P_SHIFT = tl.constexpr(10.0)
-TINY = tl.constexpr(1e-37)  # a scale of 0 would make what is masked 0 * inf
 
 
 # Lengths are not specialised: prompts of all lengths are served by one compiled kernel.
@@ -109,7 +103,8 @@ def _attend_tiles(
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         block = start // BLOCK + blocks
         k_scale = tl.load(k_scale_ptr + block, mask=block < num_blocks, other=1.0)
-        scale = tl.maximum(q_scale[:, None] * k_scale[None, :], TINY)
+        scale = q_scale[:, None] * k_scale[None, :]
+        scale = tl.where(scale < TINY, TINY, scale)  # a maximum would leave NaN out
         s = tl.dot(q8, tl.trans(k_desc.load([k_row + start, 0])))
         s = tl.reshape((s + MAGIC_BITS).to(tl.float32, bitcast=True), [BLOCK_M, SCALES, BLOCK])
         if MASKED:
@@ -161,7 +156,7 @@ def _prefill_kernel(
     at = (queries.to(tl.int64) * HQ + head)[:, None] * D + channels[None, :]
     exists = queries < num_queries
     q = tl.load(q_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
-    step = tl.max(tl.abs(q), 1) / Q_MAX
+    step = largest(q, 1) / Q_MAX
     inverse = tl.where(step > TINY, 1.0 / tl.maximum(step, TINY), 0.0)
     q8 = (q * inverse[:, None] + MAGIC - MAGIC).to(tl.int8)
     q_scale = step * qk_scale

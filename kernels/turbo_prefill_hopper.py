@@ -34,11 +34,13 @@ REGISTERS = 168  # a thread in the mean: 240 where it computes, 24 where it load
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
 BLOCK = gl.constexpr(64)
 ROWS = gl.constexpr(HALF_ROWS)
-MAGIC = gl.constexpr(1.5 * 2.0**23)  # this and those below as in turbo_prefill.py
-MAGIC_BITS = gl.constexpr(0x4B400000)
-P_SHIFT = gl.constexpr(10.0)
 Q_MAX = gl.constexpr(127.0)
-TINY = gl.constexpr(1e-37)
+# fp32 holds an integer below 2^22 in its low bits once this is added: rounding, and int to float, in a cheap addition.
+MAGIC = gl.constexpr(1.5 * 2.0**23)
+MAGIC_BITS = gl.constexpr(0x4B400000)
+# P is held times 2^10, so that fp16 goes down to 2^-34 of a row's largest weight.
+P_SHIFT = gl.constexpr(10.0)
+TINY = gl.constexpr(1e-37)  # a scale of 0 would make what is masked 0 * inf
 HIDDEN = gl.constexpr(-(2**22))  # below every score of INT8, and MAGIC still takes it
 
 
@@ -86,7 +88,7 @@ def _weights(s, scale, row_max, row_sum):
 def _scale_of(s, k_scale, q_scale):
     """Scale of scores, [rows, blocks].  s: [rows, blocks, 64].  k_scale: [blocks].  q_scale: [rows]."""
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout))
-    return gl.maximum(gl.convert_layout(q_scale, of_row, assert_trivial=True)[:, None] * k_scale[None, :], TINY)
+    return gl.convert_layout(q_scale, of_row, assert_trivial=True)[:, None] * k_scale[None, :]
 
 
 @gluon.jit
@@ -119,6 +121,8 @@ def _softmax(s, k_scale, q_scale, row_max, row_sum, positions, start, MASKED: gl
         visible = _in_blocks(visible)
     s = _in_blocks(s)
     scale = _scale_of(s, k_scale, q_scale)
+    if MASKED:
+        scale = gl.where(scale < TINY, TINY, scale)  # a maximum would leave NaN out
     # The largest among integers: of those the hardware compares three at once.
     largest = _as_floats(gl.max(s, 2))
     s = _as_floats(s)
@@ -276,7 +280,8 @@ def _attend_block(
     at = (queries.to(gl.int64) * num_qo_heads + head)[:, None] * dim
     at += gl.arange(0, dim, layout=gl.SliceLayout(0, q_layout))[None, :]
     q = gl.load(q_ptr + at, mask=(queries < num_queries)[:, None], other=0.0).to(gl.float32)
-    q_step = gl.max(gl.abs(q), 1) / Q_MAX
+    # As integers: the maximum of floats leaves NaN out.
+    q_step = gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) / Q_MAX
     inverse = gl.where(q_step > TINY, 1.0 / gl.maximum(q_step, TINY), 0.0)
     _barrier()  # all warps are done with q of the block before
     q8.store((q * inverse[:, None] + MAGIC - MAGIC).to(gl.int8))

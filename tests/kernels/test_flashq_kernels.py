@@ -122,6 +122,21 @@ def test_store(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch
             assert torch.equal(kept[1, head, :whole], same)
 
 
+@pytest.mark.parametrize("is_v", [0, 1])
+def test_store_keeps_nan_in_the_scales(is_v: int, device: torch.device) -> None:
+    """Of its block, and the universal one: so what is restored there, and everything in the tail, is NaN."""
+    layer = noisy_layer(1, [4, 4], 64, 3, device)
+    sides = draw(130, 2, 64, torch.bfloat16, device)
+    sides[is_v][70, 1, 5] = torch.nan
+    q8, scale = torch.empty(2, 2, 130, 64, dtype=torch.int8, device=device), torch.empty(2, 2, 3, device=device)
+    flashq_store(*sides, layer, 0, 0, *q8.unbind(0), *scale.unbind(0))
+    expected = torch.zeros_like(scale, dtype=torch.bool)
+    expected[is_v, 1, 1] = True
+    assert torch.equal(scale.isnan(), expected)
+    assert torch.equal(layer.scales[0, :, :2].isnan(), expected[:, :, :2].permute(1, 2, 0))
+    assert torch.equal(layer.tail_scale[0].isnan(), expected.any(2).T)
+
+
 @by_head_dim
 def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torch.device) -> None:
     """Records and tail after every token, through two compactions, for requests of different lengths."""

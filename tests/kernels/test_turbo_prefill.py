@@ -277,3 +277,32 @@ def test_real_shapes(num_queries: int, num_tokens: int, head_dim: int, softmax: 
         k8, v8 = case.k8[:, :seen], case.v8[:, :seen]
         rows = Case(case.q[begin:end], k8, v8, case.k_scale, case.v_scale, case.sm_scale)
         rows.check(out[begin:end], lse[begin:end], rows.score_error() + P_AND_V + SAS[softmax])
+
+
+@by_softmax
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+@pytest.mark.parametrize(("num_queries", "num_tokens"), [(200, 200), (70, 400)])
+def test_nan_reaches_what_depends_on_it(
+    num_queries: int, num_tokens: int, what: str, softmax: Softmax, device: torch.device
+) -> None:
+    """A query's row alone; of a block of keys or values every row that sees the block, in the heads that share it.
+
+    And rows before it that meet it in a tile, where weights of 0 meet NaN.
+    """
+    case = Case.draw(num_queries, num_tokens, (4, 2), 64, device)
+    whole, _ = turbo_prefill_attention(*case.args(), softmax)
+    expected, allowed = torch.zeros(2, num_queries, 4, dtype=torch.bool, device=device)
+    if what == "q":
+        case.q[65, 1, 7] = torch.nan
+        expected[65, 1] = allowed[65, 1] = True
+    else:
+        block, before = num_tokens // 64 // 2, num_tokens - num_queries
+        (case.k_scale if what == "k" else case.v_scale)[1, block] = torch.nan
+        expected[max(64 * block - before, 0) :, 2:] = True
+        allowed[max(64 * block // 128 * 128 - before, 0) :, 2:] = True
+    out, lse = turbo_prefill_attention(*case.args(), softmax)
+    assert bool(out.isnan().all(2)[expected].all())
+    assert not bool(out.isnan().any(2)[~allowed].any())
+    assert torch.equal(out[~allowed], whole[~allowed])
+    if what != "v":
+        assert bool(lse.isnan()[expected].all())
