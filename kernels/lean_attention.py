@@ -138,7 +138,7 @@ def lean_decode_attention(
         gate: [1] int32; 0 skips everything.
         newest_only: a promise that the kernel ahead writes nothing that this one reads but q and the newest token of
             each request, and lets this one start only after its own wait for those before it. Then, without speculation
-            and gate, lengths are read, and first tiles fetched into the L2, before the kernel ahead has ended.
+            and gate, lengths are read, and first tiles fetched, before the kernel ahead has ended.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on its launches are, but for a `predictor`,

@@ -170,7 +170,7 @@ def turbo_decode_kernel(
             # Memory is asked now, and answers while q comes and is made an operand.
             if has_tail:
                 prefetch(tail, 2 * TOKENS * D)
-            prefetch(scales + first * 2, (count * 8 + 15) // 16 * 16)
+            prefetch(scales + first * 2, (tl.where(count > 0, blocks[1], 0) * 8 + 15) // 16 * 16)
         # q ahead of the records, if it is there already.
         if SENT and not EARLY:
             send_query(slots, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)

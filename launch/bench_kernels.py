@@ -30,10 +30,10 @@ from alspec.kernels.reference import decode_attention_ref, speculative_decode_at
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
+from alspec.launch.bench_reading import can_read_alone, reading_alone
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, run_command
 from alspec.launch.output import append_rows
-from alspec.launch.reading import can_read_alone, reading_alone
 from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us, written
 from alspec.runtime.faults import out_of_memory_is_told
 from alspec.runtime.placement import Placement
@@ -387,6 +387,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: BenchConfig, command: str) -> int:
+    if config.contexts and config.bench in ("allreduce", "prefill"):
+        raise UserError(f"flags: --contexts: --bench {config.bench} has cases of its own; leave it out")
     if not torch.cuda.is_available():
         raise UserError("bench_kernels: needs a CUDA GPU, found none")
     check_writable("flags: --rows", config.rows)

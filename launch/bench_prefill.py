@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from alspec.errors import BadNumbersError
 from alspec.kernels.attention import prefill_attention
@@ -79,6 +78,9 @@ def prefill_runs(case: PrefillCase) -> dict[str, Run]:
     """
     num_queries, num_tokens = case.q.shape[0], case.k.shape[1]
     is_prompt = num_queries == num_tokens
+    # Not at the top: it loads TorchDynamo.
+    from torch.nn.attention.bias import causal_lower_right
+
     mask = None if is_prompt else causal_lower_right(num_queries, num_tokens)
     q = case.q.transpose(0, 1)[None].contiguous()
 

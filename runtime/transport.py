@@ -145,8 +145,9 @@ class Transport:
     def sum_partials(self, partial: Tensor) -> Tensor:
         """The sum over the tensor-parallel group in fp32, the same bits on every rank; of one rank `partial` as it is.
 
-        Up to four ranks, 16 bits are gathered: (T - 1) 2 bytes of each value, where an all-reduce in fp32 moves
-        2 (T - 1) / T 4. One in 16 bits would round the sums.
+        Up to four ranks, values of 16 bits are gathered: (T - 1) 2 bytes of each come to a rank, where an all-reduce in
+        fp32 takes 2 (T - 1) / T 4, so 2 instead of 4 of two ranks and 6 either way of four. One in 16 bits would round
+        the sums.
         """
         if self.placement.tp_size == 1:
             return partial

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def where(*rows: dict[str, Any]) -> str:
     """Hardware, versions and commands of rows, a paragraph of its own; several commands are folded away."""
     row = rows[0]
     gpu = f"{max(row['num_gpus'] for row in rows)} x {row['gpu']}" if row["gpu"] else "CPU"
-    commands = "\n".join(dict.fromkeys(row["command"] for row in rows))
+    commands = "\n".join(dict.fromkeys(re.sub("^launch/", "python launch/", row["command"]) for row in rows))
     block = f"```\n{commands}\n```"
     if "\n" in commands:
         block = f"<details><summary>The commands that wrote these rows</summary>\n\n{block}\n\n</details>"

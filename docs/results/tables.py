@@ -11,8 +11,10 @@ from alspec.latency_model import StepCosts, speculative_step_us
 
 OTHER_COMMIT = "\\* The pair is of an earlier commit than `off`."
 OTHER_PARTS = "\\*\\* The parts given to the model are of another commit than the pair."
+OTHER_GPU = " That was measured in an earlier run, of an earlier commit."
 OTHER_RUN = "FlashInfer was measured in an earlier run, of an earlier commit."
 READING = "reading alone"
+READING_TEXT = "Reading alone is a kernel that reads as many bytes into shared memory and does nothing else."
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_STEPS = (1024, 8192, 32768, 131072)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
@@ -64,7 +66,8 @@ def main() -> None:
     parts = [
         "# Measured rows and their tables",
         "One JSON line for each measured value, written by the command that it names."
-        " `python docs/results/tables.py` makes the tables from them, `python docs/results/pictures.py` the pictures.",
+        " `python docs/results/tables.py` makes the tables from them, `python docs/results/pictures.py` the pictures."
+        " `corpus/` stands for texts of your own.",
         "\n".join(contents(sections)),
         "![ms/token of whole steps, and microseconds of decode attention, over contexts](latency.png)",
         *sections,
@@ -82,7 +85,7 @@ def decode(rows: list[dict[str, Any]]) -> str:
     """Decode attention, one table for each shape: rivals, ours, ours with guess and verdict."""
     if not rows:
         return ""
-    text = ["Microseconds, p50 or p20 / p50 / p80. Reading alone is a kernel that only copies as many bytes on chip."]
+    text = ["Microseconds, p50 or p20 / p50 / p80.", READING_TEXT]
     parts = ["## Decode attention", " ".join([*text, *other_run(rows)]), where(*rows)]
     head = ["context", "torch SDPA", "FlashInfer", "lean decode", "TB/s", "of stream", "against SDPA"]
     head += ["with guess and verdict", "its cost", "reading alone"]
@@ -269,7 +272,7 @@ def spread(row: dict[str, Any]) -> str:
 
 
 def by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Decode rows by shape, context (ascending, batches last) and what was measured; of repeated ones the first."""
+    """Decode rows by shape, context (ascending, batches last) and what was measured; of repeated ones the last."""
     names = {"torch.sdpa": "torch SDPA", "flashinfer": "FlashInfer"}
     shapes: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for row in rows:
@@ -277,7 +280,7 @@ def by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[s
         ours = "lean decode" if row["bench"] == "decode_attention" else "with guess and verdict"
         ours = READING if row["bench"] == "reading" else ours
         contexts = shapes.setdefault(f"{case['heads']} heads of {case['head_dim']}", {})
-        contexts.setdefault(str(case["context"]), {}).setdefault(names.get(row["impl"], ours), row)
+        contexts.setdefault(str(case["context"]), {})[names.get(row["impl"], ours)] = row
     return {
         shape: dict(sorted(contexts.items(), key=lambda item: int(item[0]) if item[0].isdigit() else 10**9))
         for shape, contexts in shapes.items()
@@ -291,7 +294,7 @@ def quantised(rows: list[dict[str, Any]]) -> str:
     parts = [
         "## Decode attention over quantised caches",
         "p50 in microseconds, and how many times faster than the lean kernel over bf16 under the same heading: plain,"
-        " then with guess and verdict. Reading alone is a kernel that only copies as many bytes on chip.",
+        f" then with guess and verdict. {READING_TEXT}",
         where(*rows),
     ]
     for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
@@ -399,15 +402,16 @@ def ready(rows: list[dict[str, Any]]) -> str:
     """Time until the guess can be used, over contexts."""
     if not rows:
         return ""
-    columns = list(dict.fromkeys((row["case"]["seen_by"], row["case"]["chunk_size"]) for row in rows))
+    columns = sorted({(row["num_gpus"], row["case"]["seen_by"], row["case"]["chunk_size"]) for row in rows})
     parts = [
         "## Time to the guess",
         "From the end of the kernel before speculative decode until a waiting kernel has seen all of `A~`, p50 in"
         " microseconds, cold L2, for chunk sizes S. On the second GPU (`A~` in its memory) the waiting kernel"
-        " answers, and the time ends when the first GPU has the answer: it holds the way back.",
+        " answers, and the time ends when the first GPU has the answer: it holds the way back."
+        + (OTHER_GPU if len({row["commit"] for row in rows}) > 1 else ""),
         where(*rows),
     ]
-    head = ["context", *(f"{place}, S = {chunk_size}" for place, chunk_size in columns)]
+    head = ["context", *(f"{place}, S = {chunk_size}" for _, place, chunk_size in columns)]
     for shape in dict.fromkeys((row["case"]["heads"], row["case"]["head_dim"]) for row in rows):
         found = {
             (row["case"]["context"], (row["case"]["seen_by"], row["case"]["chunk_size"])): f"{row['us']['p50']:.1f}"
@@ -415,7 +419,7 @@ def ready(rows: list[dict[str, Any]]) -> str:
             if (row["case"]["heads"], row["case"]["head_dim"]) == shape
         }
         contexts = sorted({context for context, _ in found})
-        lines = [[str(context), *(found.get((context, column), "") for column in columns)] for context in contexts]
+        lines = [[str(context), *(found.get((context, column[1:]), "") for column in columns)] for context in contexts]
         parts += [f"### {shape[0]} heads of {shape[1]}", table(head, lines)]
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""Compile the decode kernels for one GPU architecture without a GPU and print what is in each as JSON.
+"""Compile kernels of decoding and prompts for one GPU architecture without a GPU and print what is in each as JSON.
 
 Started by test_compile.py in a process of its own, because the tests import the kernels for the interpreter.
 """
@@ -43,7 +43,7 @@ from alspec.kernels import (
     turbo_prefill_hopper,
 )
 from alspec.kernels.flashq_layout import PER_HEAD
-from alspec.launch import reading
+from alspec.launch import bench_reading
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
@@ -231,8 +231,8 @@ def prefill(head_dim: int) -> Any:
 
 def reading_alone() -> Any:
     """What `bench_kernels` measures beside attention."""
-    types = {"desc": descriptor("i8", gl.int8, [reading.ROWS, reading.ROW_BYTES])}
-    return compile_for(90, reading._read_kernel, 1, {"STAGES": reading.STAGES}, **types)
+    types = {"desc": descriptor("i8", gl.int8, [bench_reading.ROWS, bench_reading.ROW_BYTES])}
+    return compile_for(90, bench_reading._read_kernel, 1, {"STAGES": bench_reading.STAGES}, **types)
 
 
 def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:

@@ -209,6 +209,12 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert row["command"] == f"launch/bench_kernels.py --bench prompt --rows {path}"
 
 
+@pytest.mark.parametrize("bench", ["allreduce", "prefill"])
+def test_contexts_that_would_change_nothing(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_kernels.main(["--bench", bench, "--contexts", "1k"]) == 2
+    assert f"flags: --contexts: --bench {bench} has cases of its own" in capsys.readouterr().err
+
+
 def test_lengths_are_those_of_the_bench_or_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

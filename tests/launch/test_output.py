@@ -171,11 +171,11 @@ PARTS = {
     "bench_allreduce": "bench_kernels.py --bench allreduce",
     "bench_prefill": "bench_kernels.py --bench prefill",
     "bench_prompt": "bench_kernels.py --bench prompt",
+    "bench_reading": "bench_kernels.py --bench decode",
     "bench_turbo": "bench_kernels.py --bench turbo",
     "plan": "generate.py --plan",
     "plot_latency": "latency.py --plot F",
     "plot_quality": "evaluate.py --plot F",
-    "reading": "bench_kernels.py --bench decode",
     "spec_ready": "bench_kernels.py --bench ready",
 }
 

@@ -1,6 +1,7 @@
 """One rank that sums partials with the others of its group; started with torchrun's variables.
 
-Run as `sum_worker.py FOLDER DEVICE`: writes FOLDER/rank{RANK}.pt, of each dtype the own partial, the sum, and bytes.
+Run as `sum_worker.py FOLDER DEVICE`: writes FOLDER/rank{RANK}.pt, of each dtype the own partial, the sum, and how
+many all-reduces that took.
 """
 
 from __future__ import annotations

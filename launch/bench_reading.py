@@ -56,11 +56,11 @@ def reading_alone(num_bytes: int, cold_bytes: int) -> tuple[Callable[[int], None
     A programmatic dependent launch, as attention is. Its wait is the only thing between two of them in a row.
 
     Returns:
-        It, and how many copies there are: so many that all of them take `cold_bytes`, 8 at least.
+        It, and how many copies there are: so many that all of them take `cold_bytes`, 8 to 128.
     """
     device = torch.device("cuda")
     tiles = triton.cdiv(num_bytes, ROWS * ROW_BYTES)
-    copies = max(8, cold_bytes // num_bytes)
+    copies = max(8, min(128, cold_bytes // num_bytes))
     memory = torch.zeros(copies, tiles * ROWS, ROW_BYTES, dtype=torch.int8, device=device)
     tile = [ROWS, ROW_BYTES]
     layout = gl.NVMMASharedLayout.get_default_for(tile, gl.int8)
