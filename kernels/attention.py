@@ -27,6 +27,7 @@ __all__ = [
     "decode_attention",
     "dequantized_prefill_attention",
     "merge_partials",
+    "newest_causal_mask",
     "predictor_attention",
     "predictor_attention_all",
     "prefill_attention",
@@ -166,7 +167,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax:
     qkv = q.transpose(0, 1)[None], k[None], v[None]
     if fused := _fused_prefill(*qkv):
         return fused(*qkv, prefix, sm_scale)[0].transpose(0, 1)
-    mask = _newest_causal_mask(q.shape[0], k.shape[1]) if prefix else None
+    mask = newest_causal_mask(q.shape[0], k.shape[1]) if prefix else None
     out = F.scaled_dot_product_attention(*qkv, mask, is_causal=not prefix, scale=sm_scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
@@ -215,7 +216,7 @@ def _partial_by_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sm_scale
     return out, lse.view(out.shape[:3])
 
 
-def _newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:
+def newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:
     """Which of `num_tokens` tokens the last `num_queries` of them see, for PyTorch's attention."""
     # Not at the top: it loads TorchDynamo, a second that would go to the start of every command.
     from torch.nn.attention.bias import causal_lower_right

@@ -37,9 +37,8 @@ from .turbo_prefill_hopper import MAGIC, MAGIC_BITS, P_SHIFT, Q_MAX, TINY
 
 __all__ = ["turbo_prefill_attention"]
 
-BLOCK = TOKENS  # that share a scale
 BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES = 128, 128, 8, 2
-SCALES = 1024  # looked at at once for the largest one
+AT_ONCE = tl.constexpr(1024)  # scales looked at for the largest one
 
 
 # Lengths are not specialised: prompts of all lengths are served by one compiled kernel.
@@ -53,19 +52,18 @@ def _widen_kernel(
     num_blocks,
     stride,
     D: tl.constexpr,
-    SCALES: tl.constexpr,
 ):
     """One block of one head; grid [blocks, Hkv]."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    tokens = block * BLOCK + tl.arange(0, BLOCK)[:, None]
+    tokens = block * TOKENS + tl.arange(0, TOKENS)[:, None]
     at = tokens * D + tl.arange(0, D)[None, :]
     exists = tokens < num_tokens
     v = tl.load(v_ptr + head * stride + at, mask=exists, other=0)
     scale_ptr += head * num_blocks
     # Each program looks for the largest itself: to launch something that does takes longer.
     unit = 0.0
-    for first in range(0, num_blocks, SCALES):
-        blocks = first + tl.arange(0, SCALES)
+    for first in range(0, num_blocks, AT_ONCE):
+        blocks = first + tl.arange(0, AT_ONCE)
         unit = tl.maximum(unit, tl.max(tl.load(scale_ptr + blocks, mask=blocks < num_blocks, other=0.0)))
     if block == 0:
         tl.store(unit_ptr + head, unit)
@@ -97,16 +95,16 @@ def _attend_tiles(
 ):
     """Online softmax over tokens [first, last), whole tiles; with `MASKED` a row sees those up to its position."""
     BLOCK_M: tl.constexpr = q8.shape[0]
-    SCALES: tl.constexpr = BLOCK_N // BLOCK
-    columns = tl.reshape(tl.arange(0, BLOCK_N), [1, SCALES, BLOCK])
+    SCALES: tl.constexpr = BLOCK_N // TOKENS
+    columns = tl.reshape(tl.arange(0, BLOCK_N), [1, SCALES, TOKENS])
     blocks = tl.arange(0, SCALES)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-        block = start // BLOCK + blocks
+        block = start // TOKENS + blocks
         k_scale = tl.load(k_scale_ptr + block, mask=block < num_blocks, other=1.0)
         scale = q_scale[:, None] * k_scale[None, :]
         scale = tl.where(scale < TINY, TINY, scale)  # a maximum would leave NaN out
         s = tl.dot(q8, tl.trans(k_desc.load([k_row + start, 0])))
-        s = tl.reshape((s + MAGIC_BITS).to(tl.float32, bitcast=True), [BLOCK_M, SCALES, BLOCK])
+        s = tl.reshape((s + MAGIC_BITS).to(tl.float32, bitcast=True), [BLOCK_M, SCALES, TOKENS])
         if MASKED:
             s = tl.where(start + columns <= positions[:, None, None], s, float("-inf"))
         # MAGIC leaves together with the maximum, in one FMA. That rounds to half a unit of the integer score, which is
@@ -211,12 +209,12 @@ def turbo_prefill_attention(
     """
     num_queries, num_qo_heads, head_dim = q.shape
     num_kv_heads, num_tokens, _ = k8.shape
-    num_blocks = triton.cdiv(num_tokens, BLOCK.value)
+    num_blocks = triton.cdiv(num_tokens, TOKENS.value)
     _check(q, k8, v8, k_scale, v_scale, sm_scale)
     v = torch.empty(num_kv_heads, num_tokens, head_dim, dtype=torch.float16, device=q.device)
     unit = torch.empty(num_kv_heads, device=q.device)
     _widen_kernel[(num_blocks, num_kv_heads)](
-        v8, v_scale, unit, v, num_tokens, num_blocks, v8.stride(0), D=head_dim, SCALES=SCALES, num_warps=4
+        v8, v_scale, unit, v, num_tokens, num_blocks, v8.stride(0), D=head_dim, num_warps=4
     )
     out = torch.empty_like(q)
     lse = torch.empty(num_queries, num_qo_heads, dtype=torch.float32, device=q.device)
@@ -281,7 +279,7 @@ def _check(q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, 
             raise ValueError(f"{name}: expected contiguous rows, found strides {values.stride()}")
         if num_kv_heads * values.stride(0) >= 2**31 * head_dim or num_tokens * head_dim >= 2**31:
             raise ValueError(f"{name}: {num_tokens} tokens overflow 32-bit offsets")
-    expected = (num_kv_heads, triton.cdiv(num_tokens, BLOCK.value))
+    expected = (num_kv_heads, triton.cdiv(num_tokens, TOKENS.value))
     for name, values in (("k_scale", k_scale), ("v_scale", v_scale)):
         if values.shape != expected or values.dtype != torch.float32 or not values.is_contiguous():
             raise ValueError(f"{name}: expected {list(expected)} fp32, found {list(values.shape)} {values.dtype}")

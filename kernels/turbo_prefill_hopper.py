@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .flashq_record import TOKENS, largest
+
 __all__ = ["HALF_ROWS", "REGISTERS", "STAGES", "TILE", "prefill_hopper_kernel"]
 
 TILE = 128  # tokens, two blocks with a scale each
@@ -32,7 +34,6 @@ HALF_ROWS = 64  # queries of a half: of one of the two warp groups that compute
 REGISTERS = 168  # a thread in the mean: 240 where it computes, 24 where it loads
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
-BLOCK = gl.constexpr(64)
 ROWS = gl.constexpr(HALF_ROWS)
 Q_MAX = gl.constexpr(127.0)
 # fp32 holds an integer below 2^22 in its low bits once this is added: rounding, and int to float, in a cheap addition.
@@ -99,7 +100,7 @@ def _as_floats(s):
 
 @gluon.jit
 def _in_blocks(s):
-    return s.reshape([s.shape[0], s.shape[1] // BLOCK, BLOCK])
+    return s.reshape([s.shape[0], s.shape[1] // TOKENS, TOKENS])
 
 
 @gluon.jit
@@ -124,12 +125,12 @@ def _softmax(s, k_scale, q_scale, row_max, row_sum, positions, start, MASKED: gl
     if MASKED:
         scale = gl.where(scale < TINY, TINY, scale)  # a maximum would leave NaN out
     # The largest among integers: of those the hardware compares three at once.
-    largest = _as_floats(gl.max(s, 2))
+    top = _as_floats(gl.max(s, 2))
     s = _as_floats(s)
     if MASKED:
-        largest = gl.where(largest > MAGIC + HIDDEN, largest, float("-inf"))
+        top = gl.where(top > MAGIC + HIDDEN, top, float("-inf"))
         s = gl.where(visible, s, float("-inf"))
-    new_max = gl.convert_layout(gl.max(largest * scale - scale * MAGIC, 1), row_layout, assert_trivial=True)
+    new_max = gl.convert_layout(gl.max(top * scale - scale * MAGIC, 1), row_layout, assert_trivial=True)
     new_max = gl.maximum(row_max, new_max)
     p, sums = _weights(s, scale, new_max, row_sum)
     alpha = gl.exp2(row_max - new_max)
@@ -242,25 +243,25 @@ def _turns(program, programs, blocks):
 
 
 @gluon.jit
-def _block(program, programs, turn, num_qo_heads, num_queries):
-    """The block of a program's turn: its head and first query."""
+def _block(work, sizes, turn, tile_tokens: gl.constexpr):
+    """What a program's turn is about: the block's head, the position of its first query, and the tiles it sees."""
+    program, programs, _ = work
+    num_qo_heads, num_queries, num_tokens = sizes[0], sizes[1], sizes[2]
     at = turn * programs + _place(program, programs, turn)
-    return at % num_qo_heads, (gl.cdiv(num_queries, 2 * ROWS) - 1 - at // num_qo_heads) * (2 * ROWS)
-
-
-@gluon.jit
-def _tiles_of(first_position, num_tokens, tile_tokens: gl.constexpr):
-    """Tiles that a block sees."""
-    return gl.cdiv(gl.minimum(first_position + 2 * ROWS, num_tokens), tile_tokens)
+    first_query = (gl.cdiv(num_queries, 2 * ROWS) - 1 - at // num_qo_heads) * (2 * ROWS)
+    first_position = num_tokens - num_queries + first_query
+    tiles = gl.cdiv(gl.minimum(first_position + 2 * ROWS, num_tokens), tile_tokens)
+    return at % num_qo_heads, first_position, tiles
 
 
 @gluon.jit
 def _attend_block(
-    half: gl.constexpr, head, first_query, first_position, tiles, step, sizes, pointers, shared, s_layout: gl.constexpr,
+    half: gl.constexpr, head, first_position, tiles, step, sizes, pointers, shared, s_layout: gl.constexpr,
     o_layout: gl.constexpr,
 ):  # fmt: skip
     """64 queries of one block; step: of its first tile. It takes a step more than it has tiles."""
-    num_qo_heads, num_queries, heads_per_kv, num_blocks = sizes[0], sizes[1], sizes[3], sizes[4]
+    num_qo_heads, num_queries, num_tokens, heads_per_kv, num_blocks = sizes
+    first_query = first_position - (num_tokens - num_queries)
     q_ptr, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, qk_scale = pointers
     q_halves, k_tiles, v_tiles, ready, empty = shared
     q8 = q_halves.index(half)
@@ -273,15 +274,14 @@ def _attend_block(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     q_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     none = gl.zeros([rows, tile_tokens], gl.int32, s_layout)
-    blocks_layout: gl.constexpr = none.reshape([rows, tile_tokens // BLOCK, BLOCK]).type.layout
+    blocks_layout: gl.constexpr = none.reshape([rows, tile_tokens // TOKENS, TOKENS]).type.layout
     scale_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, blocks_layout))
 
     queries = first_query + half * rows + gl.arange(0, rows, layout=gl.SliceLayout(1, q_layout))
     at = (queries.to(gl.int64) * num_qo_heads + head)[:, None] * dim
     at += gl.arange(0, dim, layout=gl.SliceLayout(0, q_layout))[None, :]
     q = gl.load(q_ptr + at, mask=(queries < num_queries)[:, None], other=0.0).to(gl.float32)
-    # As integers: the maximum of floats leaves NaN out.
-    q_step = gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True) / Q_MAX
+    q_step = largest(q, 1) / Q_MAX
     inverse = gl.where(q_step > TINY, 1.0 / gl.maximum(q_step, TINY), 0.0)
     _barrier()  # all warps are done with q of the block before
     q8.store((q * inverse[:, None] + MAGIC - MAGIC).to(gl.int8))
@@ -330,19 +330,15 @@ def _attend_block(
 @gluon.jit
 def _attend(half: gl.constexpr, work, sizes, pointers, shared):
     """What the warp group of a half, 0 or 1, does."""
-    program, programs, blocks = work
-    num_qo_heads, num_queries, num_tokens = sizes[0], sizes[1], sizes[2]
-    gl.inline_asm_elementwise(_declaration(half), "=r,r", [blocks], gl.int32, False, 1)
+    gl.inline_asm_elementwise(_declaration(half), "=r,r", [work[0]], gl.int32, False, 1)
     tile_tokens: gl.constexpr = shared[1].shape[1]
     dim: gl.constexpr = shared[1].shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile_tokens, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
     step = 0
-    for turn in range(_turns(program, programs, blocks)):
-        head, first_query = _block(program, programs, turn, num_qo_heads, num_queries)
-        first_position = num_tokens - num_queries + first_query
-        tiles = _tiles_of(first_position, num_tokens, tile_tokens)
-        _attend_block(half, head, first_query, first_position, tiles, step, sizes, pointers, shared, s_layout, o_layout)
+    for turn in range(_turns(*work)):
+        head, first_position, tiles = _block(work, sizes, turn, tile_tokens)
+        _attend_block(half, head, first_position, tiles, step, sizes, pointers, shared, s_layout, o_layout)
         step += tiles + 1
 
 
@@ -362,8 +358,7 @@ def _load_tiles(work, sizes, pointers, shared, descriptors):
 
     Step j of a block brings K of tile j and V of tile j - 1: they are wanted, and done with, together.
     """
-    program, programs, blocks = work
-    num_qo_heads, num_queries, num_tokens, heads_per_kv = sizes[0], sizes[1], sizes[2], sizes[3]
+    num_tokens, heads_per_kv = sizes[2], sizes[3]
     _, k_tiles, v_tiles, ready, empty = shared
     k_desc, v_desc, k_stride = descriptors
     stages: gl.constexpr = k_tiles.shape[0]
@@ -371,9 +366,8 @@ def _load_tiles(work, sizes, pointers, shared, descriptors):
     k_bytes: gl.constexpr = k_desc.block_type.nbytes
     v_bytes: gl.constexpr = v_desc.block_type.nbytes
     first = 0
-    for turn in range(_turns(program, programs, blocks)):
-        head, first_query = _block(program, programs, turn, num_qo_heads, num_queries)
-        tiles = _tiles_of(num_tokens - num_queries + first_query, num_tokens, tile_tokens)
+    for turn in range(_turns(*work)):
+        head, _position, tiles = _block(work, sizes, turn, tile_tokens)
         k_row, v_row = head // heads_per_kv * k_stride, head // heads_per_kv * num_tokens
         for j in range(tiles + 1):
             stage, before = (first + j) % stages, (first + j + stages - 1) % stages

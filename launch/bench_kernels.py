@@ -267,16 +267,16 @@ def bench_decode(results: Results, contexts: list[int]) -> None:
                 us = time_us(run, case.q.shape[0])
                 base = base or us["p50"]
                 results.add(bench, impl, label, us, case.num_bytes, base)
-            size = case.num_bytes
+            size, copies = case.num_bytes, case.q.shape[0]
             del case, runs, run
-            add_reading(results, label, size, base)
+            add_reading(results, label, size, copies, base)
 
 
-def add_reading(results: Results, case: dict[str, Any], num_bytes: int, base: float | None) -> None:
+def add_reading(results: Results, case: dict[str, Any], num_bytes: int, copies: int, base: float | None) -> None:
     """What it takes to read as many bytes as attention must, and no more."""
     if can_read_alone(torch.device("cuda")):
-        run, copies = reading_alone(num_bytes, COLD_BYTES)
-        results.add("reading", "reading alone", case, time_us(run, copies), num_bytes, base)
+        us = time_us(reading_alone(num_bytes, copies), copies)
+        results.add("reading", "reading alone", case, us, num_bytes, base)
 
 
 def bench_ready(results: Results, contexts: list[int]) -> None:
@@ -352,9 +352,9 @@ def bench_turbo(results: Results, contexts: list[int]) -> None:
                     us = time_us(turbo, quantised.q.shape[0])
                     impl = "alspec.turbo_decode_attention" + (".sas" if softmax == "sas" else "")
                     results.add(bench, impl, {**label, "codec": codec}, us, quantised.num_bytes, base)
-                size = quantised.num_bytes
+                size, copies = quantised.num_bytes, quantised.q.shape[0]
                 del quantised, turbo
-                add_reading(results, {**label, "codec": codec}, size, base)
+                add_reading(results, {**label, "codec": codec}, size, copies, base)
 
 
 def bench_prompt(results: Results, contexts: list[int]) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alspec.errors import BadNumbersError
-from alspec.kernels.attention import prefill_attention
+from alspec.kernels.attention import newest_causal_mask, prefill_attention
 from alspec.kernels.reference import turbo_prefill_attention_ref
 from alspec.kernels.turbo_prefill import turbo_prefill_attention
 from alspec.launch.output import no_command
@@ -78,10 +78,7 @@ def prefill_runs(case: PrefillCase) -> dict[str, Run]:
     """
     num_queries, num_tokens = case.q.shape[0], case.k.shape[1]
     is_prompt = num_queries == num_tokens
-    # Not at the top: it loads TorchDynamo.
-    from torch.nn.attention.bias import causal_lower_right
-
-    mask = None if is_prompt else causal_lower_right(num_queries, num_tokens)
+    mask = None if is_prompt else newest_causal_mask(num_queries, num_tokens)
     q = case.q.transpose(0, 1)[None].contiguous()
 
     def sdpa(_: int) -> Tensor:

@@ -50,17 +50,13 @@ def can_read_alone(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def reading_alone(num_bytes: int, cold_bytes: int) -> tuple[Callable[[int], None], int]:
+def reading_alone(num_bytes: int, copies: int) -> Callable[[int], None]:
     """A launch that reads `num_bytes` of the current GPU's memory, rounded up to 16 KB, as a function of which copy.
 
     A programmatic dependent launch, as attention is. Its wait is the only thing between two of them in a row.
-
-    Returns:
-        It, and how many copies there are: so many that all of them take `cold_bytes`, 8 to 128.
     """
     device = torch.device("cuda")
     tiles = triton.cdiv(num_bytes, ROWS * ROW_BYTES)
-    copies = max(8, min(128, cold_bytes // num_bytes))
     memory = torch.zeros(copies, tiles * ROWS, ROW_BYTES, dtype=torch.int8, device=device)
     tile = [ROWS, ROW_BYTES]
     layout = gl.NVMMASharedLayout.get_default_for(tile, gl.int8)
@@ -70,7 +66,7 @@ def reading_alone(num_bytes: int, cold_bytes: int) -> tuple[Callable[[int], None
     def run(i: int) -> None:
         _read_kernel[(programs,)](descriptors[i], tiles, STAGES, num_warps=1, launch_pdl=True)
 
-    return run, copies
+    return run
 
 
 if __name__ == "__main__":

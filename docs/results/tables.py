@@ -273,14 +273,13 @@ def spread(row: dict[str, Any]) -> str:
 
 def by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
     """Decode rows by shape, context (ascending, batches last) and what was measured; of repeated ones the last."""
-    names = {"torch.sdpa": "torch SDPA", "flashinfer": "FlashInfer"}
+    names = {"torch.sdpa": "torch SDPA", "flashinfer": "FlashInfer", READING: READING}
+    ours = {"decode_attention": "lean decode", "speculative_decode": "with guess and verdict"}
     shapes: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for row in rows:
         case = row["case"]
-        ours = "lean decode" if row["bench"] == "decode_attention" else "with guess and verdict"
-        ours = READING if row["bench"] == "reading" else ours
         contexts = shapes.setdefault(f"{case['heads']} heads of {case['head_dim']}", {})
-        contexts.setdefault(str(case["context"]), {})[names.get(row["impl"], ours)] = row
+        contexts.setdefault(str(case["context"]), {})[names.get(row["impl"]) or ours[row["bench"]]] = row
     return {
         shape: dict(sorted(contexts.items(), key=lambda item: int(item[0]) if item[0].isdigit() else 10**9))
         for shape, contexts in shapes.items()

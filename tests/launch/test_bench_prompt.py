@@ -76,7 +76,7 @@ def measured(contexts: list[int], kv_cache: str = "bf16") -> list[Row]:
 @pytest.mark.parametrize("num_tokens", [1, 2, 37])
 def test_operations_are_those_that_pytorch_counts(num_tokens: int, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, each of which sees all before it: PyTorch counts what a mask hides as well."""
-    monkeypatch.setattr(attention, "_newest_causal_mask", lambda num_queries, num_tokens: None)
+    monkeypatch.setattr(attention, "newest_causal_mask", lambda num_queries, num_tokens: None)
     config = TINY.model_copy(update={"tie_word_embeddings": tied})
     transport = Transport(Placement(), CPU, "gloo", None)
     model = Llama(config, random_weights(config, Shard(), torch.float32, CPU), transport.sum_partials)
