@@ -338,6 +338,21 @@ def test_decode_steps_beside_others_are_those_of_the_rows() -> None:
         assert f"| alspec, `off` | {world} x H200 | {tokens_per_s} |" in prose
 
 
+def test_prose_about_the_exchange_says_what_the_rows_say() -> None:
+    """A rank's share alone, and two ranks, in milliseconds; what is exposed of each of 64 all-reduces."""
+    prose = " ".join((ROOT / "docs" / "decode_step.md").read_text(encoding="utf-8").split())
+    alone, both = (
+        medians_of("decode_step_h100", mode="off", shape=shape, world=world)
+        for shape, world in (("slice", 1), ("llama-3.1-8b", 2))
+    )
+    contexts = (1024, 8192, 32768, 131072)
+    for us in (alone, both):
+        *first, last = (f"{us[context] / 1e3:.3f}" for context in contexts)
+        assert f"{', '.join(first)} and {last}" in prose
+    exposed = sorted((both[context] - alone[context]) / 64 for context in contexts)
+    assert f"{exposed[0]:.1f} to {exposed[-1]:.1f} us are exposed" in prose
+
+
 def test_published_steps_are_those_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(ROOT / "docs" / "results")
