@@ -9,7 +9,7 @@ Source: TurboAttention, section 4 and Appendix B. **(corrected)**, because two t
 - `n_r = 6` there, whatever the length. The mass beyond grows with the number of tokens n: for logits N(0, 2^2) it is
   3 % at 1K and 27 % at 128K. Here `n_r` grows with ln n (`cutoff`), and the dropped mass has a bound.
 
-In base 2 the table of powers is the exponent of a float, which costs one addition and no memory, so `n_r` may be as
+In base 2 the table of powers is the exponent of a float, which costs one product and no memory, so `n_r` may be as
 large as it must. The fraction lies in [-1/2, 1/2], not in [0, 1) of base e: there a cubic is ten times closer (1.0e-4
 relative at most, 10.3e-4 for the printed one), and what is best with `POLY(0) = 1` also joins without a step from one
 integer to the next: `2 POLY(-1/2) = POLY(1/2)`.
@@ -43,7 +43,8 @@ COEFFICIENTS = (0.69328293, 0.24221101, 0.05500895)
 RELATIVE_ERROR = 1.02e-4  # of POLY, rounding of fp32 included
 DROPPED_MASS = 2.0**-10  # of a row's softmax, at most, with the cutoff below
 
-MAGIC = 1.5 * 2.0**23  # adding it to |x| < 2^22 rounds x to an integer, the low bits of the sum
+# Adding it to |x| < 2^22 rounds x to an integer i; the low bits of the sum are i + 127, the exponent of 2^i as a float.
+MAGIC = 1.5 * 2.0**23 + 127
 
 
 def cutoff(num_tokens: int) -> float:
@@ -116,7 +117,7 @@ def sas_exp2(x: Tensor, cutoff: float | Tensor) -> Tensor:
     """`2^x` to `RELATIVE_ERROR`, 0 where `x < cutoff`; the rule that `kernels/sas.py` computes.
 
     Args:
-        x: fp32, below 127; -inf gives 0.
+        x: fp32, below 127; -inf gives 0, NaN gives NaN.
         cutoff: in powers of two, -125 or more; `-n_r log2(e)`.
     Returns:
         fp32, as x. Exact where x is an integer; continuous from the cutoff on.
@@ -125,6 +126,6 @@ def sas_exp2(x: Tensor, cutoff: float | Tensor) -> Tensor:
     shifted = x + MAGIC
     f = x - (shifted - MAGIC)
     fraction = ((c3 * f + c2) * f + c1) * f + 1
-    # The integer goes into the exponent.
-    power = (fraction.view(torch.int32) + (shifted.view(torch.int32) << 23)).view(torch.float32)
+    # A product, exact: by adding to the exponent, NaN would become a number.
+    power = fraction * (shifted.view(torch.int32) << 23).view(torch.float32)
     return torch.where(x < cutoff, 0.0, power)

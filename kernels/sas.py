@@ -32,12 +32,13 @@ def sas_exp2(x, cutoff):
     """`2^x` to 1.02e-4, 0 where `x < cutoff`; exact where x is an integer. Not for `alpha`. Oracle: `alspec.sas`.
 
     Args:
-        x: fp32 tensor, below 127; -inf gives 0.
+        x: fp32 tensor, below 127; -inf gives 0, NaN gives NaN.
         cutoff: fp32 scalar, `-n_r log2(e)`, -125 or more; with a reference that is not the maximum, x's own.
     """
-    # Three additions, three FMAs, a shift, an addition, and two for the cutoff; exp2 takes as long as eight.
+    # Three additions, three FMAs, a shift, a product, and two for the cutoff; exp2 takes as long as eight. Adding to the
+    # exponent instead would make NaN a number.
     shifted = x + MAGIC
     f = x - (shifted - MAGIC)
     fraction = ((C3 * f + C2) * f + C1) * f + 1.0
-    power = fraction.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
-    return tl.where(x < cutoff, 0.0, power.to(tl.float32, bitcast=True))
+    power = fraction * (shifted.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x < cutoff, 0.0, power)

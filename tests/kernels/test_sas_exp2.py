@@ -48,3 +48,12 @@ def test_device_function_is_the_rule(device: torch.device) -> None:
     assert ((found[kept].double() / exact - 1).abs() < sas.RELATIVE_ERROR).all()
     integers = x == x.round()
     assert torch.equal(found[integers & kept], torch.exp2(x[integers & kept]))
+
+
+def test_nan_stays_nan_whatever_its_bits(device: torch.device) -> None:
+    """That of a GPU's arithmetic is 0x7fffffff, a CPU's 0x7fc00000 with either sign."""
+    x = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    out = torch.zeros(4, device=device)
+    _apply[(1,)](x.to(device), out, -20.0, SIZE=4)
+    assert out.isnan().all()
+    assert sas.sas_exp2(x, -20.0).isnan().all()
