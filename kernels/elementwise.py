@@ -1,4 +1,7 @@
-"""RMSNorm, SiLU gate and rotary embedding."""
+"""RMSNorm, SiLU gate and rotary embedding of prompts, and of steps that are no captured graph.
+
+On the CPU by PyTorch's operators, on GPUs by the kernels of prompt_kernels.py, one pass over memory each.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["apply_rope", "rms_norm", "rope_cos_sin", "silu_mul"]
+from .prompt_kernels import add_rms_norm_kernel, rotate_heads_kernel, silu_mul_kernel
+
+__all__ = ["add_rms_norm", "rms_norm", "rope_cos_sin", "rotate_heads", "silu_mul"]
+
+
+def add_rms_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x' = x + sum of parts` and `rms_norm(x')`, the sum in fp32 and in the order of the parts.
+
+    Args:
+        x: [n, hidden] fp32 residual stream.  parts: [P, n, hidden], or None for nothing.  weight: [hidden].
+    Returns:
+        x' [n, hidden] fp32; [n, hidden] in weight's dtype.
+    """
+    if x.is_cuda:
+        out = x if parts is None else torch.empty_like(x)
+        y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+        add_rms_norm_kernel(x, parts, weight, out, y, eps)
+        return out, y
+    if parts is not None:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        x = x + total
+    return x, rms_norm(x, weight, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,7 +47,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of [..., 2 I] with gate first -> [..., I]. Oracle: `silu_mul_ref`."""
+    """`silu(gate) * up` of [n, 2 I], contiguous, with gate first -> [n, I]. Oracle: `silu_mul_ref`."""
+    if gate_up.is_cuda:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        silu_mul_kernel(gate_up, out)
+        return out
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -32,13 +62,22 @@ def rope_cos_sin(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel pairs `(c, c + D/2)`, the Hugging Face layout, in fp32. Oracle: `apply_rope_ref`.
+def rotate_heads(qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate channel pairs `(c, c + D/2)` of queries and keys, the Hugging Face layout, in fp32.
+
+    Oracle: `apply_rope_ref`.
 
     Args:
-        x: [n, H, D].  cos, sin: [n, 1, D/2] fp32, from `rope_cos_sin`.
+        qkv: [n, Hq + 2 Hkv, D], contiguous.  cos, sin: [n, 1, D/2] fp32, from `rope_cos_sin`.
     Returns:
-        [n, H, D] in x's dtype.
+        q [n, Hq, D] and k [n, Hkv, D] in qkv's dtype, v [n, Hkv, D], part of qkv.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    num_qo_heads = qkv.shape[1] - 2 * num_kv_heads
+    v = qkv[:, -num_kv_heads:]
+    if qkv.is_cuda:
+        q, k = (qkv.new_empty(qkv.shape[0], heads, qkv.shape[2]) for heads in (num_qo_heads, num_kv_heads))
+        rotate_heads_kernel(qkv, cos, sin, q, k)
+        return q, k, v
+    first, second = qkv[:, :-num_kv_heads].float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
+    return turned[:, :num_qo_heads], turned[:, num_qo_heads:], v

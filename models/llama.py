@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.elementwise import apply_rope, rms_norm, rope_cos_sin, silu_mul
+from ..kernels.elementwise import add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
 from .checkpoint import Checkpoint
 from .config import LlamaConfig
 
@@ -143,13 +143,13 @@ class Llama:
     """The operations of one decoder step on one rank; attention itself belongs to the step program.
 
     Args:
-        sum_partials: the sum of a tensor over the tensor-parallel group, identical on every rank of the group.
+        gather_partials: [n, hidden] on each rank -> [P, n, hidden], whose sum is that over the tensor-parallel group.
     """
 
-    def __init__(self, config: LlamaConfig, weights: LlamaWeights, sum_partials: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: LlamaConfig, weights: LlamaWeights, gather_partials: Callable[[Tensor], Tensor]) -> None:
         self.config = config
         self.weights = weights
-        self._sum_partials = sum_partials
+        self._gather_partials = gather_partials
         self.inv_freq = config.inv_freq().to(weights.embedding.device)
         self.sm_scale = config.head_dim**-0.5
 
@@ -162,7 +162,7 @@ class Llama:
         """The same weights, with the LM head behind so many of the layers, if there are so many."""
         layers = self.weights.layers[:num_layers]
         config = self.config.model_copy(update={"num_layers": len(layers)})
-        return Llama(config, replace(self.weights, layers=layers), self._sum_partials)
+        return Llama(config, replace(self.weights, layers=layers), self._gather_partials)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[n] integers -> x [n, hidden] fp32."""
@@ -170,7 +170,12 @@ class Llama:
 
     def reduce_residual(self, x: Tensor, partial: Tensor | None) -> Tensor:
         """Finish an all-reduce: `x + sum over ranks of partial`, [n, hidden] fp32; None stands for nothing to add."""
-        return x if partial is None else x + self._sum_partials(partial)
+        return x if partial is None else x + self._gather_partials(partial).sum(0, dtype=torch.float32)
+
+    def _add_norm(self, x: Tensor, partial: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Finish an all-reduce, as `reduce_residual`; and RMSNorm, [n, hidden]."""
+        parts = None if partial is None else self._gather_partials(partial)
+        return add_rms_norm(x, parts, weight, self.config.rms_norm_eps)
 
     def pre_attention(
         self, layer: int, x: Tensor, partial: Tensor | None, positions: Tensor
@@ -182,15 +187,11 @@ class Llama:
         Returns:
             x [n, hidden] fp32, q [n, Hq, D], k and v [n, Hkv, D].
         """
-        x = self.reduce_residual(x, partial)
         weights, head_dim = self.weights.layers[layer], self.config.head_dim
-        qkv = F.linear(rms_norm(x, weights.input_norm, self.config.rms_norm_eps), weights.qkv)
+        x, y = self._add_norm(x, partial, weights.input_norm)
+        qkv = F.linear(y, weights.qkv).view(x.shape[0], -1, head_dim)
         group = self.config.num_qo_heads // self.config.num_kv_heads
-        num_kv_heads = weights.qkv.shape[0] // head_dim // (group + 2)
-        heads = qkv.view(x.shape[0], -1, head_dim)
-        q, k, v = heads.split([group * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-        cos, sin = rope_cos_sin(positions, self.inv_freq)
-        return x, apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+        return x, *rotate_heads(qkv, qkv.shape[1] // (group + 2), *rope_cos_sin(positions, self.inv_freq))
 
     def post_attention(self, layer: int, x: Tensor, attn_out: Tensor) -> tuple[Tensor, Tensor]:
         """o_proj, all-reduce and residual, RMSNorm, gate/up with SiLU, down; its all-reduce comes with the next one.
@@ -202,9 +203,8 @@ class Llama:
         """
         weights = self.weights.layers[layer]
         attn = attn_out.to(weights.o.dtype).flatten(1)
-        x = self.reduce_residual(x, F.linear(attn, weights.o))
-        hidden = F.linear(rms_norm(x, weights.post_norm, self.config.rms_norm_eps), weights.gate_up)
-        return x, F.linear(silu_mul(hidden), weights.down)
+        x, y = self._add_norm(x, F.linear(attn, weights.o), weights.post_norm)
+        return x, F.linear(silu_mul(F.linear(y, weights.gate_up)), weights.down)
 
     def lm_head(self, x: Tensor) -> Tensor:
         """Final norm and this rank's vocabulary shard: x [n, hidden] fp32 -> [n, rows of the shard] fp32."""

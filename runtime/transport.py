@@ -142,18 +142,17 @@ class Transport:
             dist.all_reduce(tensor, group=self._tp_group)
         return tensor
 
-    def sum_partials(self, partial: Tensor) -> Tensor:
-        """The sum over the tensor-parallel group in fp32, the same bits on every rank; of one rank `partial` as it is.
+    def gather_partials(self, partial: Tensor) -> Tensor:
+        """[...] on each rank -> [P, ...], the same on every rank, whose sum is that over the tensor-parallel group.
 
         Up to four ranks, values of 16 bits are gathered: (T - 1) 2 bytes of each come to a rank, where an all-reduce in
         fp32 takes 2 (T - 1) / T 4, so 2 instead of 4 of two ranks and 6 either way of four. One in 16 bits would round
         the sums.
         """
-        if self.placement.tp_size == 1:
-            return partial
-        if partial.itemsize == 2 and self.placement.tp_size <= MOST_GATHERED:
-            return self.all_gather_group(partial).sum(0, dtype=torch.float32)
-        return self.all_reduce(partial.float())
+        tp_size = self.placement.tp_size
+        if tp_size == 1 or (partial.itemsize == 2 and tp_size <= MOST_GATHERED):
+            return self.all_gather_group(partial)
+        return self.all_reduce(partial.float())[None]
 
     def all_gather_group(self, tensor: Tensor) -> Tensor:
         """[...] on each rank -> [T, ...] in rank order, over the tensor-parallel group."""

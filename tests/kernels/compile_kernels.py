@@ -33,6 +33,7 @@ from alspec.kernels import (
     mma_tile,
     next_token,
     projections,
+    prompt_kernels,
     push,
     residual,
     roles,
@@ -391,6 +392,20 @@ def quantised_cache(capability: int) -> dict[str, Any]:
     }
 
 
+def between_products(capability: int) -> dict[str, Any]:
+    """The kernels between the matrix products of a prompt, for the 8B shape and two ranks' partial sums."""
+    norm = {"PARTS": 2, "HIDDEN": 4096, "BLOCK": 4096}
+    heads = {"HQ": 32, "HKV": 8, "D": 128, "HEADS_PAD": 64, "HALF_PAD": 64}
+    types = {"x_ptr": "*fp32", "parts_ptr": "*bf16", "weight_ptr": "*bf16", "y_ptr": "*bf16"}
+    types |= {"qkv_ptr": "*bf16", "gate_up_ptr": "*bf16"}
+    silu = {"WIDTH": 14336, "BLOCK": prompt_kernels.SILU_BLOCK}
+    return {
+        "add_rms_norm": compile_for(capability, prompt_kernels._add_rms_norm_kernel, 8, norm, **types),
+        "rotate_heads": compile_for(capability, prompt_kernels._rotate_heads_kernel, 8, heads, **types),
+        "silu_mul": compile_for(capability, prompt_kernels._silu_mul_kernel, 4, silu, **types, out_ptr="*bf16"),
+    }
+
+
 def lanes_elsewhere(ttgir: str) -> list[str]:
     """Layouts of tensors [W, 32] in assembly where an element is not in the lane of its column, the warp of its row.
 
@@ -450,7 +465,7 @@ def main(capability: int) -> None:
         }
     for phase in ("all", "predictor", "rest"):
         compiled[f"lean, gated, {phase}"] = lean(capability, 4, 128, 1, True, True, phase)
-    compiled |= quantised_cache(capability) | sampled(capability)
+    compiled |= quantised_cache(capability) | sampled(capability) | between_products(capability)
     if capability == 90:
         compiled |= {f"lean, head 64, batch {size}, spec {spec}": lean(90, 4, 64, size, spec) for size, spec in BOTH}
         for phase in ("all", "predictor", "rest"):

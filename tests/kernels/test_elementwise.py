@@ -8,10 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.kernels.elementwise import apply_rope, rms_norm, rope_cos_sin, silu_mul
+from alspec.kernels.elementwise import add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
+from alspec.kernels.prompt_kernels import add_rms_norm_kernel, rotate_heads_kernel, silu_mul_kernel
 from alspec.kernels.reference import apply_rope_ref, rms_norm_ref, silu_mul_ref
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of heads x [n, H, D] as queries, beside one key and value."""
+    q, _, _ = rotate_heads(torch.cat([x, x.new_zeros(len(x), 2, x.shape[2])], dim=1), 1, cos, sin)
+    return q
+
 
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -96,3 +104,64 @@ def test_rope_keeps_lengths_and_relative_scores(device: torch.device, check: Che
     scores = (rotated_q * rotated_k).sum(-1)
     check(scores, scores[:1].expand(5, 1), torch.float32)
     assert not torch.allclose(rotated_q[0], rotated_q[1])
+
+
+SIZES = pytest.mark.parametrize("size", [16, 80, 511, 4096])  # interpreted, bf16 is cut off, not rounded
+
+
+@by_dtype
+@SIZES
+@pytest.mark.parametrize("num_parts", [0, 1, 2, 4])
+def test_add_rms_norm(num_parts: int, size: int, dtype: torch.dtype, device: torch.device, check: Check) -> None:
+    """The kernel, interpreted or compiled, and what takes its place on the CPU."""
+    x = draw((3, size), 0, device, torch.float32) * 3
+    parts = draw((num_parts, 3, size), 2, device, dtype) if num_parts else None
+    weight = draw((size,), 1, device, dtype)
+    total = x if parts is None else x + parts.float().sum(0)
+    out, y = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan, dtype=dtype)
+    add_rms_norm_kernel(x, parts, weight, out, y, 1e-5)
+    for found_sum, found in ((x if parts is None else out, y), add_rms_norm(x, parts, weight, 1e-5)):
+        torch.testing.assert_close(found_sum, total, rtol=2**-22, atol=2**-22)
+        check(found, rms_norm_ref(total, weight, 1e-5), dtype)
+    if parts is None:
+        assert bool(out.isnan().all())
+
+
+def test_parts_are_added_in_their_order(device: torch.device) -> None:
+    """As all ranks do: (a + b) + c, which is not a + (b + c) here; and x last."""
+    parts = torch.tensor([1e8, -1e8, 1.0], device=device)[:, None, None].expand(3, 1, 16).contiguous()
+    x, weight = torch.full((1, 16), 2.0**-30, device=device), torch.ones(16, device=device)
+    out, y = torch.empty_like(x), torch.empty_like(x)
+    add_rms_norm_kernel(x, parts, weight, out, y, 1e-5)
+    for total in (out, add_rms_norm(x, parts, weight, 1e-5)[0]):
+        assert bool((total == 1.0).all())
+
+
+@by_dtype
+@pytest.mark.parametrize("heads", [(1, 1, 2), (4, 2, 16), (7, 1, 80), (32, 8, 128)], ids=str)
+def test_rotate_heads(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, check: Check) -> None:
+    num_qo_heads, num_kv_heads, head_dim = heads
+    positions = torch.tensor([0, 3, 131071], device=device)
+    inv_freq = 2.0 ** -torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+    qkv = draw((3, num_qo_heads + 2 * num_kv_heads, head_dim), 0, device, dtype)
+    cos, sin = rope_cos_sin(positions, inv_freq)
+    q = torch.full((3, num_qo_heads, head_dim), torch.nan, dtype=dtype, device=device)
+    k = torch.full((3, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
+    rotate_heads_kernel(qkv, cos, sin, q, k)
+    expected = apply_rope_ref(qkv, positions, inv_freq).split([num_qo_heads, num_kv_heads, num_kv_heads], dim=1)
+    *turned, v = rotate_heads(qkv, num_kv_heads, cos, sin)
+    for found in ((q, k), turned):
+        for one, of in zip(found, expected[:2], strict=True):
+            assert one.dtype == dtype
+            check(one, of, dtype)
+    assert torch.equal(v, qkv[:, -num_kv_heads:])
+
+
+@by_dtype
+@SIZES
+def test_silu_mul_kernel(size: int, dtype: torch.dtype, device: torch.device, check: Check) -> None:
+    gate_up = draw((3, 2 * size), 0, device, dtype) * 4
+    gate_up[0, 0], gate_up[1, 0] = -1e4, 1e4
+    out = torch.full((3, size), torch.nan, dtype=dtype, device=device)
+    silu_mul_kernel(gate_up, out)
+    check(out, silu_mul_ref(gate_up), dtype)

@@ -42,7 +42,7 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int]) -> dict[st
     """A batch of prompts."""
     shard, tp_size = transport.placement.shard, transport.placement.tp_size
     device = transport.device
-    model = Llama(CONFIG, random_weights(CONFIG, shard, torch.float32, device), transport.sum_partials)
+    model = Llama(CONFIG, random_weights(CONFIG, shard, torch.float32, device), transport.gather_partials)
     cache = new_cache(kv_cache, CONFIG, tp_size, len(lengths), max(lengths), torch.float32, device)
     processed: list[list[int]] = []
     embed = model.embed

@@ -1,7 +1,7 @@
 """One rank that sums partials with the others of its group; started with torchrun's variables.
 
-Run as `sum_worker.py FOLDER DEVICE`: writes FOLDER/rank{RANK}.pt, of each dtype the own partial, the sum, and how
-many all-reduces that took.
+Run as `sum_worker.py FOLDER DEVICE`: writes FOLDER/rank{RANK}.pt, of each dtype what was given, what came, and
+how many reductions that took.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def main() -> None:
         partial = (torch.randn(7, 33, generator=generator) * scale).to(dtype).to(device)
         own = partial.cpu().clone()
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
-            total = transport.sum_partials(partial)
-        found[str(dtype)] = {"own": own, "sum": total.cpu(), "reduced": reduced.call_count}
+            parts = transport.gather_partials(partial)
+        found[str(dtype)] = {"own": own, "parts": parts.cpu(), "reduced": reduced.call_count}
     torch.save(found, folder / f"rank{placement.rank}.pt")
     transport.barrier()
     transport.close()

@@ -1,4 +1,4 @@
-"""Sums of partials over real ranks, gathered or reduced, against fp64."""
+"""Partials of real ranks, gathered or reduced: their sums against fp64."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def test_sums_are_those_of_fp32_and_alike_everywhere(device: str, world_size: in
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world_size)]
     for name in ("torch.bfloat16", "torch.float16", "torch.float32"):
         partials = torch.stack([rank[name]["own"].double() for rank in ranks])
-        total = ranks[0][name]["sum"]
-        assert total.dtype == (torch.float32 if world_size > 1 else ranks[0][name]["own"].dtype)
+        parts = ranks[0][name]["parts"]
+        total = parts.sum(0, dtype=torch.float32)
         # Each of its additions rounds what has been added up to half a unit of 2^-24.
         bound = (world_size - 1) * 2.0**-24 * partials.abs().sum(0)
         assert bool(((total.double() - partials.sum(0)).abs() <= bound).all())
-        assert all(torch.equal(rank[name]["sum"], total) for rank in ranks)
+        assert all(torch.equal(rank[name]["parts"], parts) for rank in ranks)
         is_gathered = world_size == 1 or (name != "torch.float32" and world_size <= MOST_GATHERED)
+        assert len(parts) == (world_size if is_gathered else 1)
         assert all(rank[name]["reduced"] == (0 if is_gathered else 1) for rank in ranks)

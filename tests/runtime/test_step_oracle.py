@@ -83,7 +83,9 @@ def setting(tiny_folder: Path, oracle: Any) -> Setting:
             tensor[:, request, :, length - 1 :] = math.nan
     token_ids = torch.randint(config.vocab_size, (STEPS, len(SEQ_LENS)), generator=generator)
     k_cache, v_cache = list(cache.k.double()), list(cache.v.double())
-    return Setting(config, Llama(config, weights, lambda partial: partial), cache, oracle, k_cache, v_cache, token_ids)
+    return Setting(
+        config, Llama(config, weights, lambda partial: partial[None]), cache, oracle, k_cache, v_cache, token_ids
+    )
 
 
 def close(found: Tensor, expected: Tensor) -> None:
