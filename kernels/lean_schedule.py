@@ -48,7 +48,7 @@ WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this 
 GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
 # Cycles by which programs with a guess start ahead of the others: requests are served in the order in which they come,
 # and the first tiles of all programs take 4 us. Only where runs have 3 tiles or more: else memory is not busy for long.
-HEAD_START = tl.constexpr(500)
+HEAD_START = tl.constexpr(320)
 BUSY_TILES = tl.constexpr(3)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
 MANY_TILES = tl.constexpr(32)
