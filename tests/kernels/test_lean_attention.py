@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -327,6 +328,27 @@ def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
         refused("phase: .* needs speculation", phase)
     refused("3 heads are no multiple of 2", q=launch.q[:, :3].contiguous())
     refused("overflow", k_cache=torch.empty(2, 2, 2**27, 16, device="meta"))
+
+
+def test_what_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a predictor, nor the merge behind a rest, beside which collectives need the SMs that attention leaves."""
+    started: dict[str, list[bool]] = {"all": [], "predictor": [], "rest": []}
+    launch = Launch.draw((700,), 2, 1, 16, torch.device("cpu"), 3, S)
+
+    def record(*_: object, PDL: bool, launch_pdl: bool = False, **__: object) -> None:  # noqa: N803
+        assert PDL == launch_pdl
+        started[phase].append(PDL)
+
+    module = "alspec.kernels.lean_attention."
+    monkeypatch.setattr(module + "_settings", lambda *_: (64, 3, 3, True))
+    monkeypatch.setattr(module + "launch", lambda *_: record)
+    monkeypatch.setattr(module + "prefer_l1", lambda _: None)
+    for phase in get_args(Phase):
+        lean_decode_attention(
+            launch.q, launch.k, launch.v, launch.seq_lens, launch.sm_scale, launch.workspace, launch.out, launch.lse,
+            launch.speculation, phase,
+        )  # fmt: skip
+    assert started == {"all": [True, True], "predictor": [False], "rest": [True, False]}
 
 
 @pytest.fixture
