@@ -31,14 +31,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .launch import launch, launch_options, prefer_l1
-from .mailbox import GATE_O, GATE_PRE_ATTENTION, GATE_STRIDE, Handover
+from .mailbox import GATE_STRIDE, Handover
 from .words import LATE_WORD, await_words, fault_code, pack_words
 
 __all__ = ["add_sums", "decide", "judge", "meet", "squared", "take_turn"]
 
-# Where the gates lie that kernels here write, from `gates_ptr` on.
-O_AT = tl.constexpr(GATE_O * GATE_STRIDE)
-PRE_ATTENTION_AT = tl.constexpr(GATE_PRE_ATTENTION * GATE_STRIDE)
+NUM_GATES = tl.constexpr(3)
+STRIDE = tl.constexpr(GATE_STRIDE)
 SUMS_LOADED = tl.constexpr(256)  # of each request together: of eight, more would not fit a warp's registers
 
 
@@ -83,6 +82,17 @@ def meet(handover: Handover, patience_ns: int) -> None:
     prefer_l1(compiled)
 
 
+@triton.jit
+def _set_gates(gates_ptr, is_open):
+    """All gates, that of the next step's first pre-attention too; within a layer `reduce_norm` sets later ones again.
+
+    These are set here for kernels that look ahead of their wait whether weights are worth loading (`opens`): by what
+    the layer before left, they would load in vain, or too late.
+    """
+    gates = tl.arange(0, 4)
+    tl.store(gates_ptr + gates * STRIDE, is_open + tl.zeros([4], tl.int32), mask=gates < NUM_GATES)
+
+
 @triton.jit(do_not_specialize=["layer", "num_layers", "patience_ns", "code"])
 def _take_turn_kernel(
     verdicts_ptr,  # [L, B + 1] int64
@@ -123,10 +133,7 @@ def _take_turn_kernel(
     mine = tl.where(sends, 2, receiver)
     tl.store(priority_ptr, mine)
     tl.store(priority_ptr + 1, tl.where(sends, receiver, 2))
-    is_open = (mine != 0).to(tl.int32)
-    tl.store(gates_ptr + O_AT, is_open)
-    # Of the next step's first pre-attention; within a step `reduce_norm` sets that gate.
-    tl.store(gates_ptr + PRE_ATTENTION_AT, is_open, mask=layer == num_layers)
+    _set_gates(gates_ptr, (mine != 0).to(tl.int32))
 
 
 def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) -> None:
@@ -238,7 +245,7 @@ def _decide_kernel(
     tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
     tl.store(priority_ptr, tl.where(verdict, 0, 2))
     tl.store(priority_ptr + 1, 1)
-    tl.store(gates_ptr + O_AT, tl.where(verdict, 0, 1))
+    _set_gates(gates_ptr, tl.where(verdict, 0, 1))
 
 
 def decide(

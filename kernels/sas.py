@@ -35,8 +35,8 @@ def sas_exp2(x, cutoff):
         x: fp32 tensor, below 127; -inf gives 0, NaN gives NaN.
         cutoff: fp32 scalar, `-n_r log2(e)`, -125 or more; with a reference that is not the maximum, x's own.
     """
-    # Three additions, three FMAs, a shift, a product, and two for the cutoff; exp2 takes as long as eight. Adding to the
-    # exponent instead would make NaN a number.
+    # Three additions, three FMAs, a shift, a product, and two for the cutoff; exp2 takes as long as eight. An addition
+    # to the exponent instead of the product would make NaN a number.
     shifted = x + MAGIC
     f = x - (shifted - MAGIC)
     fraction = ((C3 * f + C2) * f + C1) * f + 1.0

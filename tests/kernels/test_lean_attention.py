@@ -335,8 +335,8 @@ def test_what_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, list[bool]] = {"all": [], "predictor": [], "rest": []}
     launch = Launch.draw((700,), 2, 1, 16, torch.device("cpu"), 3, S)
 
-    def record(*_: object, PDL: bool, launch_pdl: bool = False, **__: object) -> None:  # noqa: N803
-        assert PDL == launch_pdl
+    def record(*_: object, PDL: bool, launch_pdl: bool = False, **__: object) -> None:
+        assert launch_pdl == PDL
         started[phase].append(PDL)
 
     module = "alspec.kernels.lean_attention."
