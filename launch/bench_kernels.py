@@ -285,7 +285,7 @@ def bench_ready(results: Results, contexts: list[int]) -> None:
     if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1):
         # Copies both ways make PyTorch open each GPU's memory to the other.
         torch.zeros(1, device="cuda:0").to("cuda:1").to("cuda:0")
-        places.append("second GPU, acknowledged")
+        places.append("second GPU")
     for hq, hkv, dim in SHAPES:
         for context in contexts:
             case = Case.draw([context], hq, hkv, dim)

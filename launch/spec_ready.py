@@ -34,6 +34,7 @@ WATCHERS, WATCHERS_OF_SM = 6, 28
 # The first launch is held back until everything after it is queued and the waiting kernels spin.
 HEAD_START_CYCLES = 2_000_000
 DEADLINE_NS = 50_000_000
+ROUNDS = 16  # of words to and fro, to compare two clocks
 NEVER = torch.iinfo(torch.int64).max
 TOLERANCE = 1e-2
 
@@ -46,14 +47,12 @@ def _stamp(time_ptr):
 
 @triton.jit(do_not_specialize=["epoch", "size"])
 def _wait_and_copy(
-    words_ptr,  # [size] int64: values under an epoch, or acknowledgements
+    words_ptr,  # [size] int64: values under an epoch
     epoch,
     copy_ptr,  # [size] fp32
     size,
     times_ptr,  # [size / PAD] int64: when words were first seen, in ns; before that, `never`
     never,
-    seen_ptr,  # [1] int32: how many blocks of words have been seen
-    ack_ptr,  # [1] int64: a word of the epoch, once all have been
     deadline_ns,
     PAD: tl.constexpr,
     WATCHERS: tl.constexpr,
@@ -73,8 +72,32 @@ def _wait_and_copy(
     if late == 0:  # noqa: SIM102 (`and` would not spare the atomic)
         if tl.atomic_min(times_ptr + block, globaltimer()) == never:
             tl.store(copy_ptr + at, words.to(tl.int32).to(tl.float32, bitcast=True), mask=at < size)
-            if tl.atomic_add(seen_ptr, 1) == tl.num_programs(0) // WATCHERS - 1:
-                tl.store(ack_ptr, tl.full([], epoch, tl.int64) << 32)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _exchange(
+    mine_ptr,  # [1] int64, on this GPU: the last round that the other one has answered, or asked for
+    other_ptr,  # [1] int64, on the other GPU
+    times_ptr,  # [rounds, 2] int64: this GPU's clock before and after each round, in ns
+    rounds,
+    first,
+    deadline_ns,
+    ASKS: tl.constexpr,
+):
+    """A word to the other GPU and one back, `rounds` times, whoever asks first; grid [1]. Rounds count from `first`."""
+    start = globaltimer()
+    for i in range(rounds):
+        before = globaltimer()
+        if ASKS:
+            tl.store(other_ptr, first + i)
+        seen = tl.load(mine_ptr, volatile=True)
+        while (seen != first + i) & (globaltimer() - start < deadline_ns):
+            seen = tl.load(mine_ptr, volatile=True)
+        after = globaltimer()
+        if not ASKS:
+            tl.store(other_ptr, first + i)
+        tl.store(times_ptr + 2 * i, before)
+        tl.store(times_ptr + 2 * i + 1, after)
 
 
 def pair_speculation(chunk_size: int, q: Tensor, parts: int, device: torch.device) -> tuple[Speculation, Tensor]:
@@ -124,24 +147,22 @@ class _Watch:
         self.words = words
         self.copy = torch.empty(words.shape, device=device)
         self.times = torch.empty(triton.cdiv(words.numel(), POLLED), dtype=torch.int64, device=device)
-        self.num_seen = torch.zeros(1, dtype=torch.int32, device=device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.watchers = min(WATCHERS, WATCHERS_OF_SM * sms // len(self.times))
 
     def reset(self) -> None:
         self.copy.fill_(torch.nan)
         self.times.fill_(NEVER)
-        self.num_seen.zero_()
 
-    def start(self, epoch: int, ack: Tensor) -> None:
-        """Launch it; ack: [1] int64, a word of the epoch once all have been seen."""
+    def start(self, epoch: int) -> None:
+        """Launch it, on the current stream of the GPU that has the words."""
         # Many small programs: one that polls many words takes much of its SM's share of memory bandwidth.
         compiled = _wait_and_copy[(self.watchers * len(self.times),)](
-            self.words, epoch, self.copy, self.words.numel(), self.times, NEVER, self.num_seen, ack, DEADLINE_NS,
-            POLLED, self.watchers, num_warps=1,
+            self.words, epoch, self.copy, self.words.numel(), self.times, NEVER, DEADLINE_NS, POLLED, self.watchers,
+            num_warps=1,
         )  # fmt: skip
         # All of an SM's memory as shared memory, as attention needs: an SM cannot change that while a program runs.
-        room = torch.cuda.get_device_properties(ack.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        room = torch.cuda.get_device_properties(self.words.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
         prefer_l1(compiled, (room + RESERVED_BYTES) // (compiled.metadata.shared + RESERVED_BYTES))
 
     def seen_at(self) -> int:
@@ -149,12 +170,43 @@ class _Watch:
         return int(self.times.max())
 
 
+class _Clocks:
+    """How far the second GPU's clock is ahead of the first one's.
+
+    The two send a word to and fro; in the quickest round the answer is taken to be given in its middle. So the error is
+    at most half of what a word takes both ways, and small where it takes as long one way as the other.
+    """
+
+    def __init__(self, here: torch.device, there: torch.device) -> None:
+        self.words = [torch.zeros(1, dtype=torch.int64, device=device) for device in (here, there)]
+        self.times = [torch.zeros(ROUNDS, 2, dtype=torch.int64, device=device) for device in (here, there)]
+        self.streams = [torch.cuda.Stream(device) for device in (here, there)]
+        self.first = 1
+
+    def start(self) -> None:
+        """Launch the exchange on both GPUs, on streams of its own."""
+        for side in (1, 0):
+            with torch.cuda.device(self.streams[side].device), torch.cuda.stream(self.streams[side]):
+                _exchange[(1,)](
+                    self.words[side], self.words[1 - side], self.times[side], ROUNDS, self.first, DEADLINE_NS,
+                   ASKS=side == 0, num_warps=1,
+                )  # fmt: skip
+        self.first += ROUNDS
+
+    def ahead_ns(self) -> float:
+        """By the last exchange, once it has ended."""
+        asked, answered = (times.tolist() for times in self.times)
+        rounds = [
+            (end - begin, seen - (begin + end) / 2) for (begin, end), (_, seen) in zip(asked, answered, strict=True)
+        ]
+        return min(rounds)[1]
+
+
 def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, peer: bool) -> dict[str, float]:
     """Microseconds from the launch of speculative decode until another kernel sees all of `A~`.
 
-    The clock starts when the kernel before it ends, so its launch is in it; all is of one GPU's clock. With `peer`,
-    `A~` lies on the second GPU, where a kernel waits for it and acknowledges to the first: the time ends there, when
-    the acknowledgement is seen, and holds the way back too.
+    The clock starts when the kernel before it ends, so its launch is in it. With `peer`, `A~` lies on the second GPU,
+    where a kernel waits for it; the clocks of the two are compared right before.
 
     Args:
         q, k, v, seq_lens: of one request, as for `lean_decode_attention`, on the first GPU.
@@ -173,10 +225,10 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     parts = guess_parts(chunk_size, batch, hq, k.shape[1], dim, q.dtype, here)
     speculation, words = pair_speculation(chunk_size, q, parts, there)
     assert speculation.epoch is not None
-    started, ack, no_ack = (torch.zeros(1, dtype=torch.int64, device=here) for _ in range(3))
-    guess, acknowledged = _Watch(words), _Watch(ack)
+    started = torch.zeros(1, dtype=torch.int64, device=here)
+    guess, clocks = _Watch(words), _Clocks(here, there) if peer else None
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=here)
-    main, waiting, answering = torch.cuda.Stream(here), torch.cuda.Stream(there), torch.cuda.Stream(here)
+    main, waiting = torch.cuda.Stream(here), torch.cuda.Stream(there)
 
     def attend() -> None:
         _stamp[(1,)](started)
@@ -185,7 +237,6 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     samples = []
     for repetition in range(WARMUP + REPETITIONS):
         guess.reset()
-        acknowledged.reset()
         speculation.epoch.fill_(repetition)
         _synchronize(here, there)
         if repetition == 0:
@@ -194,23 +245,21 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
                 flush.fill_(1)
                 torch.cuda._sleep(1)
                 attend()
-                acknowledged.start(0, no_ack)
+            _synchronize(here, there)
+        if clocks is not None:
+            clocks.start()
             _synchronize(here, there)
         with torch.cuda.device(there), torch.cuda.stream(waiting):
-            guess.start(repetition, ack)
-        with torch.cuda.device(here):
-            if peer:
-                with torch.cuda.stream(answering):
-                    acknowledged.start(repetition, no_ack)
-            with torch.cuda.stream(main):
-                flush.fill_(repetition % 7)
-                torch.cuda._sleep(HEAD_START_CYCLES)
-                attend()
+            guess.start(repetition)
+        with torch.cuda.device(here), torch.cuda.stream(main):
+            flush.fill_(repetition % 7)
+            torch.cuda._sleep(HEAD_START_CYCLES)
+            attend()
         _synchronize(here, there)
-        end = (acknowledged if peer else guess).seen_at()
+        end = guess.seen_at()
         if end == NEVER or not torch.equal(guess.copy, unpack_words(words, repetition)):
             raise RankFailureError(f"spec_ready: repetition {repetition}: A~ did not come")
-        samples.append((end - int(started)) / 1e3)
+        samples.append((end - int(started) - (clocks.ahead_ns() if clocks else 0)) / 1e3)
     _check_guess(speculation, q, k, v, seq_lens, WARMUP + REPETITIONS - 1)
     return spread(samples[WARMUP:])
 
