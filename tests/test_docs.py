@@ -324,9 +324,12 @@ def test_prose_about_pairs_and_other_shapes_says_what_the_rows_say() -> None:
     assert f"at 128K tokens, at {eight[131072]:.2f}x of that speed, if every guess is accepted" in prose
     real = pair_against_off(shape="checkpoint", world=2)
     assert f"1 + 1 GPUs come to {min(real.values()):.2f}x to {max(real.values()):.2f}x of two" in prose
-    large, small = (1e6 / medians_of("decode_step", **of, shape=f"llama-3.{name}b")[8192] for name in ("1-70", "2-1"))
+    large, middle, small = (
+        1e6 / medians_of("decode_step", **of, shape=f"llama-3.{name}b", world=world)[8192]
+        for name, world in (("1-70", 4), ("1-70", 2), ("2-1", 1))
+    )
     assert f"70B shape on four GPUs runs at {large:.0f} tokens/s (8K tokens" in prose
-    assert f"a 1B shape on one at {small:.0f}" in prose
+    assert f"on two at {middle:.0f} (101 %), a 1B shape on one at {small:.0f}." in prose
 
 
 def test_decode_steps_beside_others_are_those_of_the_rows() -> None:
@@ -375,7 +378,7 @@ def test_prose_about_the_latency_model_says_what_the_rows_say(monkeypatch: pytes
     names = ("shape", "world", "transport", "kv_cache")
     of_pair = {"bench": "decode_step", "mode": "paired"} | {name: case[name] for name in names}
     worst, best = (f"{medians_of('decode_step', **of_pair, hit_rate=rate)[131072] / 1e3:.2f}" for rate in (0.0, 1.0))
-    assert f"steps of later kernels took {best} and {worst} " in prose
+    assert f"with none; steps took {best} and {worst} " in prose
 
 
 def test_prose_about_sampling_and_prompts_says_what_the_rows_say() -> None:
@@ -419,7 +422,7 @@ def test_prose_about_sampling_and_prompts_says_what_the_rows_say() -> None:
         f"over bf16 take a pair {pair} s, the two in tensor parallelism {both}; over `turbo4` {pair4} s, and {both4}"
         in step
     )
-    assert f"take 1 + 1 H100s {pair.split()[-1]} s, two in tensor parallelism {both.split()[-1]}" in readme
+    assert f"take 1 + 1 H200s {pair.split()[-1]} s, two in tensor parallelism {both.split()[-1]}" in readme
 
 
 SHAPES = (("32/8", 128), ("8/2", 128), ("32/8", 64))

@@ -405,8 +405,8 @@ def ready(rows: list[dict[str, Any]]) -> str:
     parts = [
         "## Time to the guess",
         "From the end of the kernel before speculative decode until a waiting kernel has seen all of `A~`, p50 in"
-        " microseconds, cold L2, for chunk sizes S. On the second GPU (`A~` in its memory) the waiting kernel"
-        " answers, and the time ends when the first GPU has the answer: it holds the way back."
+        " microseconds, cold L2, for chunk sizes S. On the second GPU (`A~` in its memory) it is by that GPU's clock,"
+        " compared with the first one's right before each launch, by words sent to and fro."
         + (OTHER_GPU if len({row["commit"] for row in rows}) > 1 else ""),
         where(*rows),
     ]

@@ -1,7 +1,13 @@
-"""Launches for `compute-sanitizer --tool racecheck python tests/kernels/race_check.py` (and memcheck, synccheck)."""
+"""Launches for `compute-sanitizer --tool racecheck python tests/kernels/race_check.py` (and memcheck, synccheck).
+
+With a number it is one of its cases alone: ten at a time, all take two minutes.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import get_args
 
 import torch
@@ -28,18 +34,15 @@ TURBO = (((700,), 4, 128), ((65, 1500, 319), 4, 128), ((33000,), 4, 128), ((3300
 PROMPTS = ((0, 64, 4, 128), (0, 200, 4, 64), (128, 130, 4, 128), (640, 333, 1, 128), (640, 333, 4, 64))
 
 
-def main() -> None:
+def main(case: int | None = None) -> None:
     """Both decode kernels, plain, speculative and in two launches; prompts of a quantised cache."""
-    for lengths, num_programs, heads_per_kv, head_dim in LEAN:
-        lean(lengths, num_programs, heads_per_kv, head_dim)
-    for lengths, heads_per_kv, head_dim in TURBO:
-        for chunk_size in (0, 128):
-            case = TurboCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
-            out = turbo_run(case, chunk_size)(len(case.q) - 1)[0]
-            expected = decode_attention_ref(*case.last(), head_dim**-0.5)[0]
-            report(f"turbo-mixed, S {chunk_size}, {lengths}, {heads_per_kv} x {head_dim}", out, expected)
-    for sizes in PROMPTS:
-        prompt(*sizes)
+    cases: list[Callable[[], None]] = [
+        *(partial(lean, *sizes) for sizes in LEAN),
+        *(partial(turbo, *sizes, chunk_size) for sizes in TURBO for chunk_size in (0, 128)),
+        *(partial(prompt, *sizes) for sizes in PROMPTS),
+    ]
+    for run in cases if case is None else [cases[case]]:
+        run()
 
 
 def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_dim: int) -> None:
@@ -69,6 +72,14 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
         report(f"{name}, {lengths}, {num_programs} programs, {heads_per_kv} x {head_dim}", out, expected)
 
 
+def turbo(lengths: tuple[int, ...], heads_per_kv: int, head_dim: int, chunk_size: int) -> None:
+    """Decode over a quantised cache of 2 KV heads, one of 2 bits."""
+    case = TurboCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
+    out = turbo_run(case, chunk_size)(len(case.q) - 1)[0]
+    expected = decode_attention_ref(*case.last(), head_dim**-0.5)[0]
+    report(f"turbo-mixed, S {chunk_size}, {lengths}, {heads_per_kv} x {head_dim}", out, expected)
+
+
 def prompt(cached: int, chunk: int, heads_per_kv: int, head_dim: int) -> None:
     """Store of a prompt in one or two chunks and read of the first one, and attention of the last one: 1 to 2 % off."""
     device, heads, num_tokens = torch.device("cuda"), 2, cached + chunk
@@ -92,4 +103,4 @@ def report(what: str, out: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
