@@ -12,7 +12,7 @@ import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -158,7 +158,24 @@ def check(case: Case | TurboCase, run: Callable[[int], tuple[Tensor, ...]], chun
 
 
 def time_us(run: Callable[[int], Any], copies: int) -> dict[str, float]:
-    """Microseconds of one launch inside a CUDA graph that runs every copy once: p20, p50, p80 over replays."""
+    """Microseconds of one launch, as of `times_us`."""
+    return times_us([run], copies)[0]
+
+
+def times_us(runs: Sequence[Callable[[int], Any]], copies: int) -> list[dict[str, float]]:
+    """Microseconds of one launch of each, inside a CUDA graph that runs every copy once: p20, p50, p80 over replays.
+
+    The graphs are replayed in turn, so that whatever changes with time changes for all of them.
+    """
+    graphs = [_captured(run, copies) for run in runs]
+    for graph in graphs:
+        for _ in range(2 + int(WARMUP_MS / max(_replay_us(graph) / 1e3, 0.05))):
+            graph.replay()
+    samples = [[_replay_us(graph) / copies for graph in graphs] for _ in range(REPLAYS)]
+    return [spread(list(of_run)) for of_run in zip(*samples, strict=True)]
+
+
+def _captured(run: Callable[[int], Any], copies: int) -> torch.cuda.CUDAGraph:
     for i in range(copies):
         run(i)
     torch.cuda.synchronize()
@@ -166,11 +183,7 @@ def time_us(run: Callable[[int], Any], copies: int) -> dict[str, float]:
     with torch.cuda.graph(graph):
         for i in range(copies):
             run(i)
-    for _ in range(2 + int(WARMUP_MS / max(_replay_us(graph) / 1e3, 0.05))):
-        graph.replay()
-    samples = [_replay_us(graph) / copies for _ in range(REPLAYS)]
-    del graph
-    return spread(samples)
+    return graph
 
 
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
@@ -259,17 +272,32 @@ def bench_decode(results: Results, contexts: list[int]) -> None:
                 ("decode_attention", "alspec.lean_decode_attention", lean(case), 0),
                 ("speculative_decode", "alspec.lean_decode_attention", lean(case, CHUNK_SIZE), CHUNK_SIZE),
             )
-            base = None
-            for bench, impl, run, chunk_size in runs:
-                if run is None:
-                    continue
-                check(case, run, chunk_size)
-                us = time_us(run, case.q.shape[0])
-                base = base or us["p50"]
-                results.add(bench, impl, label, us, case.num_bytes, base)
+            base = add_runs(results, label, case, runs)
             size, copies = case.num_bytes, case.q.shape[0]
-            del case, runs, run
+            del case, runs
             add_reading(results, label, size, copies, base)
+
+
+def add_runs(
+    results: Results,
+    label: dict[str, Any],
+    case: Case | TurboCase,
+    runs: Sequence[tuple[str, str, Callable[[int], tuple[Tensor, ...]] | None, int]],
+    base: float | None = None,
+) -> float:
+    """Check, then time in turn, what there is of (bench, implementation, run, chunk size).
+
+    Returns:
+        The median to compare with: `base`, or that of the first one.
+    """
+    found = [(bench, impl, run, chunk_size) for bench, impl, run, chunk_size in runs if run is not None]
+    for _, _, run, chunk_size in found:
+        check(case, run, chunk_size)
+    times = times_us([run for _, _, run, _ in found], case.q.shape[0])
+    base = base or times[0]["p50"]
+    for (bench, impl, _, _), us in zip(found, times, strict=True):
+        results.add(bench, impl, label, us, case.num_bytes, base)
+    return base
 
 
 def add_reading(results: Results, case: dict[str, Any], num_bytes: int, copies: int, base: float | None) -> None:
@@ -332,28 +360,28 @@ def bench_turbo(results: Results, contexts: list[int]) -> None:
         for context in contexts:
             label = {"heads": f"{hq}/{hkv}", "head_dim": dim, "context": context}
             case = Case.draw([context], hq, hkv, dim)
-            base = None
-            for bench, impl, run, chunk_size in (
+            runs: list[tuple[str, str, Callable[[int], tuple[Tensor, ...]], int]] = [
                 ("decode_attention", "torch.sdpa", sdpa(case), 0),
                 ("decode_attention", "alspec.lean_decode_attention", lean(case), 0),
                 ("speculative_decode", "alspec.lean_decode_attention", lean(case, CHUNK_SIZE), CHUNK_SIZE),
-            ):
-                check(case, run, chunk_size)
-                us = time_us(run, case.q.shape[0])
-                base = base or us["p50"]
-                results.add(bench, impl, {**label, "codec": "bf16"}, us, case.num_bytes, base)
-            del case, run
+            ]
+            base = add_runs(results, {**label, "codec": "bf16"}, case, runs)
+            del case, runs
             for codec in TURBO_CODECS:
                 quantised = TurboCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
                 benches = (("decode_attention", 0), ("speculative_decode", CHUNK_SIZE))
-                for softmax, (bench, chunk_size) in itertools.product(get_args(Softmax), benches):
-                    turbo = turbo_run(quantised, chunk_size, softmax=softmax)
-                    check(quantised, turbo, chunk_size)
-                    us = time_us(turbo, quantised.q.shape[0])
-                    impl = "alspec.turbo_decode_attention" + (".sas" if softmax == "sas" else "")
-                    results.add(bench, impl, {**label, "codec": codec}, us, quantised.num_bytes, base)
+                runs = [
+                    (
+                        bench,
+                        "alspec.turbo_decode_attention" + (".sas" if softmax == "sas" else ""),
+                        turbo_run(quantised, chunk_size, softmax=softmax),
+                        chunk_size,
+                    )
+                    for softmax, (bench, chunk_size) in itertools.product(get_args(Softmax), benches)
+                ]
+                add_runs(results, {**label, "codec": codec}, quantised, runs, base)
                 size, copies = quantised.num_bytes, quantised.q.shape[0]
-                del quantised, turbo
+                del quantised, runs
                 add_reading(results, {**label, "codec": codec}, size, copies, base)
 
 
