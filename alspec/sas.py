@@ -43,7 +43,8 @@ COEFFICIENTS = (0.69328293, 0.24221101, 0.05500895)
 RELATIVE_ERROR = 1.02e-4  # of POLY, rounding of fp32 included
 DROPPED_MASS = 2.0**-10  # of a row's softmax, at most, with the cutoff below
 
-# Adding it to |x| < 2^22 rounds x to an integer i; the low bits of the sum are i + 127, the exponent of 2^i as a float.
+# Adding it to |x| < 2^22 - 127 rounds x to an integer i; the low bits of the sum are i + 127, for -127 < i < 128 the
+# exponent of 2^i as a float.
 MAGIC = 1.5 * 2.0**23 + 127
 
 

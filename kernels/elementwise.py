@@ -1,4 +1,4 @@
-"""RMSNorm, SiLU gate and rotary embedding of prompts, and of steps that are no captured graph.
+"""Residual, RMSNorm, SiLU gate and rotary embedding of prompts, and of steps that are no captured graph.
 
 On the CPU by PyTorch's operators, on GPUs by the kernels of prompt_kernels.py, one pass over memory each.
 """
@@ -9,48 +9,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .prompt_kernels import add_rms_norm_kernel, rotate_heads_kernel, silu_mul_kernel
+from . import prompt_kernels
 
-__all__ = ["add_rms_norm", "rms_norm", "rope_cos_sin", "rotate_heads", "silu_mul"]
+__all__ = ["add_parts", "add_rms_norm", "rms_norm", "rope_cos_sin", "rotate_heads", "silu_mul"]
+
+
+def add_parts(x: Tensor, parts: Tensor) -> Tensor:
+    """`x + sum of parts`, the sum in fp32 and in the order of the parts: [n, hidden] fp32, [P, n, hidden] -> as x."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return x + total
 
 
 def add_rms_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x' = x + sum of parts` and `rms_norm(x')`, the sum in fp32 and in the order of the parts.
+    """`x' = add_parts(x, parts)` and `rms_norm(x')`. Oracle: `add_rms_norm_ref`.
 
     Args:
-        x: [n, hidden] fp32 residual stream.  parts: [P, n, hidden], or None for nothing.  weight: [hidden].
+        x: [n, hidden] fp32 residual stream.  parts: [P, n, hidden], or None for nothing; both contiguous.
+        weight: [hidden].
     Returns:
         x' [n, hidden] fp32; [n, hidden] in weight's dtype.
     """
     if x.is_cuda:
         out = x if parts is None else torch.empty_like(x)
         y = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-        add_rms_norm_kernel(x, parts, weight, out, y, eps)
+        prompt_kernels.add_rms_norm(x, parts, weight, out, y, eps)
         return out, y
     if parts is not None:
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part
-        x = x + total
-    return x, rms_norm(x, weight, eps)
+        x = add_parts(x, parts)
+    return x, F.rms_norm(x, x.shape[-1:], weight.float(), eps).to(weight.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`y = x / sqrt(mean(x^2) + eps) * weight`, computed in fp32. Oracle: `rms_norm_ref`.
 
     Args:
-        x: [..., hidden] fp32 residual stream.  weight: [hidden].
+        x: [n, hidden] fp32 residual stream, contiguous.  weight: [hidden].
     Returns:
-        [..., hidden] in weight's dtype.
+        [n, hidden] in weight's dtype.
     """
-    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(weight.dtype)
+    return add_rms_norm(x, None, weight, eps)[1]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of [n, 2 I], contiguous, with gate first -> [n, I]. Oracle: `silu_mul_ref`."""
     if gate_up.is_cuda:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        silu_mul_kernel(gate_up, out)
+        prompt_kernels.silu_mul(gate_up, out)
         return out
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -76,7 +82,7 @@ def rotate_heads(qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor) -> tu
     v = qkv[:, -num_kv_heads:]
     if qkv.is_cuda:
         q, k = (qkv.new_empty(qkv.shape[0], heads, qkv.shape[2]) for heads in (num_qo_heads, num_kv_heads))
-        rotate_heads_kernel(qkv, cos, sin, q, k)
+        prompt_kernels.rotate_heads(qkv, cos, sin, q, k)
         return q, k, v
     first, second = qkv[:, :-num_kv_heads].float().chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)

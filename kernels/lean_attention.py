@@ -4,7 +4,7 @@ A *lean tile* is `block_n` tokens of one (request, KV head), or twice as many wh
 query heads of that KV head in one product, so that K and V are read once. A fixed grid of programs takes equal
 contiguous runs of tiles over ragged work; the schedule, and which length tiles have, is computed on the device from
 `seq_lens`, in closed form. Every program writes a partial `(o, lse)` for each output that its run meets. A second
-launch, whose programs lie on the SMs before the first has ended, merges them in tile order. No program waits for
+launch, whose programs mostly lie on the SMs before the first has ended, merges them in tile order. No program waits for
 another, so nothing can deadlock, and the result has the same bits every time.
 
 With `chunk_size` (S) given, each output's sink and window are the first work of one program, or of several, a part
@@ -141,8 +141,9 @@ def lean_decode_attention(
             and gate, lengths are read, and first tiles fetched, before the kernel ahead has ended.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
-    Capture: graph-safe; allocates nothing. From compute capability 9.0 on its launches are, but for a `predictor`,
-        programmatic dependent ones, which start while the kernel before them ends and wait for its results.
+    Capture: graph-safe; allocates nothing. From compute capability 9.0 on its launches are, but for a `predictor` and
+        the merge of a `rest`, programmatic dependent ones, which start while the kernel before them ends and wait for
+        its results.
     """
     _check(q, k_cache, v_cache, seq_lens, speculation, phase)
     (batch_size, num_qo_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]

@@ -21,10 +21,11 @@ from .lean_attention import Speculation
 from .merge import num_sums
 from .words import LATE_WORD, fault_code
 
-__all__ = ["GATE_MLP", "GATE_O", "GATE_PRE_ATTENTION", "GATE_STRIDE", "Handover", "Mailbox", "PairShape"]
+__all__ = ["GATE_MLP", "GATE_O", "GATE_PRE_ATTENTION", "GATE_STRIDE", "NUM_GATES", "Handover", "Mailbox", "PairShape"]
 
 # Gates of a layer, by what they open: the o projection, the MLP, the next layer's pre-attention.
-GATE_O, GATE_MLP, GATE_PRE_ATTENTION = range(3)
+NUM_GATES = 3
+GATE_O, GATE_MLP, GATE_PRE_ATTENTION = range(NUM_GATES)
 GATE_STRIDE = 4  # int32 words from one gate to the next: compiled kernels rely on 16-byte alignment
 
 
@@ -145,7 +146,7 @@ class Handover:
             priority=torch.zeros(2, dtype=torch.int32, device=device),
             sends=torch.zeros(1, dtype=torch.int32, device=device),
             receives=torch.zeros(1, dtype=torch.int32, device=device),
-            gates=torch.zeros(3, GATE_STRIDE, dtype=torch.int32, device=device),
+            gates=torch.zeros(NUM_GATES, GATE_STRIDE, dtype=torch.int32, device=device),
             meeting=meeting,
             meeting_peers=torch.tensor(list(meeting_addresses), device=device),
         )

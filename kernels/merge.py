@@ -5,7 +5,8 @@ What stores partials and sends a guess is that over bf16; for a quantised cache 
 A partial is `(o, lse)` of some tokens of one output, that is of the query heads of one (request, KV head), normalised,
 fp32, `lse` in base 2. Partials of one output lie in consecutive slots. A launch of its own merges them: programs of
 one warp, each for some channels of a query head. They know from the schedule where partials lie, and are on their SMs
-before the attention has ended; so a merge is the way from one kernel to the next and a round of loads.
+before the attention has ended (but for a `rest`, see `launch_merge`); so a merge is the way from one kernel to the next
+and a round of loads.
 """
 
 from __future__ import annotations

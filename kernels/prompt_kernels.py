@@ -11,19 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_rms_norm_kernel", "rotate_heads_kernel", "silu_mul_kernel"]
+__all__ = ["add_rms_norm", "rotate_heads", "silu_mul"]
 
 SILU_BLOCK = 1024  # channels of a program
 
 
-@triton.jit(do_not_specialize=["part_size"])
+@triton.jit
 def _add_rms_norm_kernel(
     x_ptr,  # [n, HIDDEN] fp32
     parts_ptr,  # [PARTS, n, HIDDEN], or None
     weight_ptr,  # [HIDDEN]
     sum_ptr,  # [n, HIDDEN] fp32: x + all parts; not written without parts
     y_ptr,  # [n, HIDDEN]
-    part_size,  # n HIDDEN
     eps,
     PARTS: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -37,7 +36,8 @@ def _add_rms_norm_kernel(
     if PARTS > 0:
         total = tl.load(parts_ptr + at, mask=exists, other=0.0).to(tl.float32)
         for _ in tl.static_range(1, PARTS):
-            parts_ptr += part_size.to(tl.int64)
+            # By the grid, not by a number passed: the compiler would not know it to keep 16 bytes together.
+            parts_ptr += tl.num_programs(0).to(tl.int64) * HIDDEN
             total += tl.load(parts_ptr + at, mask=exists, other=0.0).to(tl.float32)
         x += total
         tl.store(sum_ptr + at, x, mask=exists)
@@ -46,17 +46,19 @@ def _add_rms_norm_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=exists)
 
 
-def add_rms_norm_kernel(x: Tensor, parts: Tensor | None, weight: Tensor, out: Tensor, y: Tensor, eps: float) -> None:
-    """`out = x + sum of parts`, in their order, and `y = rms_norm(out)`. Oracle: `rms_norm_ref`.
+def add_rms_norm(x: Tensor, parts: Tensor | None, weight: Tensor, out: Tensor, y: Tensor, eps: float) -> None:
+    """`out = x + sum of parts`, in their order, and `y = rms_norm(out)`. Oracle: `add_rms_norm_ref`.
 
     Args:
         x: [n, hidden] fp32.  parts: [P, n, hidden], or None, then `out` is not written.  weight: [hidden].
         out: [n, hidden] fp32, may be `x`.  y: [n, hidden] in weight's dtype.  All contiguous.
     """
+    assert x.is_contiguous()
+    assert parts is None or parts.is_contiguous()
     num_tokens, hidden = x.shape
     block = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(num_tokens,)](
-        x, parts, weight, out, y, x.numel(), eps, PARTS=0 if parts is None else len(parts), HIDDEN=hidden, BLOCK=block,
+        x, parts, weight, out, y, eps, PARTS=0 if parts is None else len(parts), HIDDEN=hidden, BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
 
@@ -97,13 +99,14 @@ def _rotate_heads_kernel(
     tl.store(k + HALF, second, mask=is_k)
 
 
-def rotate_heads_kernel(qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> None:
+def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> None:
     """Rotary embedding of the query and key heads. Oracle: `apply_rope_ref`.
 
     Args:
         qkv: [n, Hq + 2 Hkv, D], queries first, then keys.  cos, sin: [n, 1, D/2] fp32.
         q: [n, Hq, D].  k: [n, Hkv, D].  All contiguous.
     """
+    assert all(tensor.is_contiguous() for tensor in (qkv, cos, sin))
     (num_tokens, num_qo_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     _rotate_heads_kernel[(num_tokens,)](
         qkv, cos, sin, q, k, HQ=num_qo_heads, HKV=num_kv_heads, D=head_dim,
@@ -130,8 +133,9 @@ def _silu_mul_kernel(
     tl.store(out_ptr + token * WIDTH + channels, out.to(out_ptr.dtype.element_ty), mask=exists)
 
 
-def silu_mul_kernel(gate_up: Tensor, out: Tensor) -> None:
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """`silu(gate) * up` of [n, 2 I] with gate first -> [n, I], both contiguous. Oracle: `silu_mul_ref`."""
+    assert gate_up.is_contiguous()
     num_tokens, width = out.shape
     _silu_mul_kernel[(num_tokens, triton.cdiv(width, SILU_BLOCK))](
         gate_up, out, WIDTH=width, BLOCK=min(SILU_BLOCK, triton.next_power_of_2(width)), num_warps=4

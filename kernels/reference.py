@@ -14,6 +14,7 @@ from ..sas import COEFFICIENTS, Softmax, cutoff
 from ..verdict import accepts, combine_sums, layer_verdict
 
 __all__ = [
+    "add_rms_norm_ref",
     "apply_rope_ref",
     "collect_logits_ref",
     "decide_ref",
@@ -39,6 +40,12 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`y = x / sqrt(mean(x^2) + eps) * weight`; x [..., hidden] -> [..., hidden] fp64."""
     x = x.double()
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def add_rms_norm_ref(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x' = x + sum of parts` and `rms_norm_ref(x')`; [n, hidden], [P, n, hidden] -> two [n, hidden] fp64."""
+    x = x.double() if parts is None else x.double() + parts.double().sum(0)
+    return x, rms_norm_ref(x, weight, eps)
 
 
 def silu_mul_ref(gate_up: Tensor) -> Tensor:

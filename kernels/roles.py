@@ -30,14 +30,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import mailbox
 from .launch import launch, launch_options, prefer_l1
-from .mailbox import GATE_STRIDE, Handover
+from .mailbox import Handover
 from .words import LATE_WORD, await_words, fault_code, pack_words
 
 __all__ = ["add_sums", "decide", "judge", "meet", "squared", "take_turn"]
 
-NUM_GATES = tl.constexpr(3)
-STRIDE = tl.constexpr(GATE_STRIDE)
+NUM_GATES, GATE_STRIDE = tl.constexpr(mailbox.NUM_GATES), tl.constexpr(mailbox.GATE_STRIDE)
 SUMS_LOADED = tl.constexpr(256)  # of each request together: of eight, more would not fit a warp's registers
 
 
@@ -89,8 +89,8 @@ def _set_gates(gates_ptr, is_open):
     These are set here for kernels that look ahead of their wait whether weights are worth loading (`opens`): by what
     the layer before left, they would load in vain, or too late.
     """
-    gates = tl.arange(0, 4)
-    tl.store(gates_ptr + gates * STRIDE, is_open + tl.zeros([4], tl.int32), mask=gates < NUM_GATES)
+    for gate in tl.static_range(NUM_GATES):
+        tl.store(gates_ptr + gate * GATE_STRIDE, is_open)
 
 
 @triton.jit(do_not_specialize=["layer", "num_layers", "patience_ns", "code"])
@@ -258,10 +258,10 @@ def decide(
     patience_ns: int,
     forced: Tensor | None = None,
 ) -> None:
-    """The sender's verdict on what it handed over, to the paired rank and into its own priority. Gated by `sends`.
+    """The sender's verdict on what it handed over, to the paired rank and into its own priority and gates.
 
-    A request accepts if `dist2 < threshold^2 norm2` over all heads of the group, whose ranks exchange their sums; the
-    layer does if every live request accepts. Rules: `alspec.verdict`. Oracle: `decide_ref`.
+    Gated by `sends`. A request accepts if `dist2 < threshold^2 norm2` over all heads of the group, whose ranks exchange
+    their sums; the layer does if every live request accepts. Rules: `alspec.verdict`. Oracle: `decide_ref`.
 
     Args:
         sums: [B, S, 2] fp32, of `lean_decode_attention`.  live: [B] int32, the same on every rank of the job.

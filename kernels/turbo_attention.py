@@ -109,7 +109,7 @@ def turbo_decode_attention(
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on programmatic dependent launches, but for a
-        `predictor`.
+        `predictor` and the merge of a `rest`.
     """
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = layer.num_kv_heads

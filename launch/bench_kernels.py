@@ -345,13 +345,14 @@ def bench_prefill(results: Results, _: list[int]) -> None:
         case = PrefillCase.draw(num_queries, num_tokens)
         heads, dim = f"{case.q.shape[1]}/{case.k.shape[0]}", case.q.shape[2]
         label = {"heads": heads, "head_dim": dim, "tokens": num_queries, "context": num_tokens}
-        base = None
-        for impl, run in prefill_runs(case).items():
+        runs = prefill_runs(case)
+        for run in runs.values():
             check_prefill(case, run)
-            us = time_us(run, 1)
-            base = base or us["p50"]
-            results.add("prefill_attention", impl, label, us, case.num_bytes(impl), base, flops=case.flops)
-        del case, run
+        times = times_us(list(runs.values()), 1)
+        for impl, us in zip(runs, times, strict=True):
+            size, base = case.num_bytes(impl), times[0]["p50"]
+            results.add("prefill_attention", impl, label, us, size, base, flops=case.flops)
+        del case, runs, run
 
 
 def bench_turbo(results: Results, contexts: list[int]) -> None:

@@ -27,14 +27,15 @@ __all__ = ["print_plan", "step_costs"]
 # predicted step with its row. decode_parts is one run: llama-3.1-8b, 131072 tokens, 1 + 1 GPUs, half of the guesses
 # accepted.
 STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.23 to 4.27
-ATTENTION_US = 4.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 5.4, less the time of its bytes
-ALL_REDUCE_US = 2.3  # allreduce_rmsnorm on 4 GPUs, batch 1; there are two in a layer
-FIXED_US = 10.0  # decode_step in mode off, shapes of 10 to 80 layers: fitted, outside of layers
-LAYER_US = 1.8  # the same, in each layer
-PAIR_FIXED_US = 15.0  # decode_parts, fixed: 148.8, less the time of its bytes and FIXED_US
-HANDOVER_US = 7.2  # decode_parts, layer: 111.4, less the time of its bytes and LAYER_US
-VERDICT_US = 3.3  # decode_parts: sender 131.2, less attention 127.9
-GUESS_US = 17.9  # decode_parts, receiver; where all attention takes less, the guess comes no later than its end
+READ_BYTES_PER_S = 4.5e12  # of the cache. reading alone, 32/8 heads of 128, 131072 tokens: 537 MB in 119.1
+ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.4, less the time of its bytes
+ALL_REDUCE_US = 0.65  # of two in a layer, for each rank of the group. decode_step in mode off: fitted
+FIXED_US = 8.0  # the same, shapes of 10 to 80 layers: outside of layers
+LAYER_US = 2.1  # the same, in each layer
+PAIR_FIXED_US = 17.0  # decode_parts, fixed: 148.0, less the time of its bytes and FIXED_US
+HANDOVER_US = 6.9  # decode_parts, layer: 111.4, less the time of its bytes and LAYER_US
+VERDICT_US = 3.4  # decode_parts: sender 127.3, less attention 123.9
+GUESS_US = 8.6  # decode_parts, receiver; where all attention takes less, the guess comes no later than its end
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
 MOST_RANKS = 16
 FAILURE_PROBABILITY = 0.01  # of the bound on what accepted guesses change
@@ -53,11 +54,11 @@ def step_costs(
     def microseconds(num_bytes: float) -> float:
         return num_bytes / STREAM_BYTES_PER_S * 1e6
 
-    attention_us = microseconds(cache / config.num_layers) + ATTENTION_US
+    attention_us = cache / config.num_layers / READ_BYTES_PER_S * 1e6 + ATTENTION_US
     fixed_us = microseconds(head) + FIXED_US
     layer_us = microseconds(layers / config.num_layers) + LAYER_US
     if tp_size > 1:
-        layer_us += 2 * ALL_REDUCE_US
+        layer_us += 2 * tp_size * ALL_REDUCE_US
     if num_groups > 1:
         fixed_us, layer_us = fixed_us + PAIR_FIXED_US, layer_us + HANDOVER_US
     return StepCosts(

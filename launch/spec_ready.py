@@ -78,9 +78,11 @@ def _wait_and_copy(
 def _exchange(
     mine_ptr,  # [1] int64, on this GPU: the last round that the other one has answered, or asked for
     other_ptr,  # [1] int64, on the other GPU
-    times_ptr,  # [rounds, 2] int64: this GPU's clock before and after each round, in ns
+    # [rounds, 2] int64: this GPU's clock in ns before a round begins, and when its word has come; `never` if it has not
+    times_ptr,
     rounds,
     first,
+    never,
     deadline_ns,
     ASKS: tl.constexpr,
 ):
@@ -93,11 +95,11 @@ def _exchange(
         seen = tl.load(mine_ptr, volatile=True)
         while (seen != first + i) & (globaltimer() - start < deadline_ns):
             seen = tl.load(mine_ptr, volatile=True)
-        after = globaltimer()
+        came = tl.where(seen == first + i, globaltimer(), never)
         if not ASKS:
             tl.store(other_ptr, first + i)
         tl.store(times_ptr + 2 * i, before)
-        tl.store(times_ptr + 2 * i + 1, after)
+        tl.store(times_ptr + 2 * i + 1, came)
 
 
 def pair_speculation(chunk_size: int, q: Tensor, parts: int, device: torch.device) -> tuple[Speculation, Tensor]:
@@ -136,11 +138,7 @@ def merged(spec_out: Tensor, spec_lse: Tensor | None, epoch: int) -> Tensor:
 
 
 class _Watch:
-    """A kernel that waits for words, and when it saw them.
-
-    Tensors are of its own, and sizes not specialised, so that all launches have the same compiled form: the first one
-    loads it, and later ones have the split of an SM's memory that it is to have.
-    """
+    """A kernel that waits for words, and when it saw them."""
 
     def __init__(self, words: Tensor) -> None:
         device = words.device
@@ -174,7 +172,8 @@ class _Clocks:
     """How far the second GPU's clock is ahead of the first one's.
 
     The two send a word to and fro; in the quickest round the answer is taken to be given in its middle. So the error is
-    at most half of what a word takes both ways, and small where it takes as long one way as the other.
+    at most half of what a word takes both ways, and small where it takes as long one way as the other. A millisecond
+    later, when the time is taken, the clocks may have drifted by some 20 ns.
     """
 
     def __init__(self, here: torch.device, there: torch.device) -> None:
@@ -188,18 +187,25 @@ class _Clocks:
         for side in (1, 0):
             with torch.cuda.device(self.streams[side].device), torch.cuda.stream(self.streams[side]):
                 _exchange[(1,)](
-                    self.words[side], self.words[1 - side], self.times[side], ROUNDS, self.first, DEADLINE_NS,
-                   ASKS=side == 0, num_warps=1,
+                    self.words[side], self.words[1 - side], self.times[side], ROUNDS, self.first, NEVER, DEADLINE_NS,
+                    ASKS=side == 0, num_warps=1,
                 )  # fmt: skip
         self.first += ROUNDS
 
     def ahead_ns(self) -> float:
-        """By the last exchange, once it has ended."""
+        """By the last exchange, once it has ended.
+
+        Raises:
+            RankFailureError: a word did not come in time.
+        """
         asked, answered = (times.tolist() for times in self.times)
-        rounds = [
-            (end - begin, seen - (begin + end) / 2) for (begin, end), (_, seen) in zip(asked, answered, strict=True)
-        ]
-        return float(min(rounds)[1])  # of the quickest
+        if any(came == NEVER for times in (asked, answered) for _, came in times):
+            raise RankFailureError("spec_ready: two GPUs could not compare their clocks: a word did not come")
+        # In whole ns: beyond 2^60 of them since 1970, floats are 256 apart.
+        _, twice = min(
+            (end - begin, 2 * seen - begin - end) for (begin, end), (_, seen) in zip(asked, answered, strict=True)
+        )
+        return float(twice / 2)
 
 
 def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, peer: bool) -> dict[str, float]:
@@ -245,7 +251,12 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
                 flush.fill_(1)
                 torch.cuda._sleep(1)
                 attend()
+            if clocks is not None:
+                clocks.start()
+            with torch.cuda.device(there):
+                guess.start(-1)  # of no epoch that comes: it waits till its deadline
             _synchronize(here, there)
+            guess.reset()
         if clocks is not None:
             clocks.start()
             _synchronize(here, there)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.elementwise import add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
+from ..kernels.elementwise import add_parts, add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
 from .checkpoint import Checkpoint
 from .config import LlamaConfig
 
@@ -170,7 +170,7 @@ class Llama:
 
     def reduce_residual(self, x: Tensor, partial: Tensor | None) -> Tensor:
         """Finish an all-reduce: `x + sum over ranks of partial`, [n, hidden] fp32; None stands for nothing to add."""
-        return x if partial is None else x + self._gather_partials(partial).sum(0, dtype=torch.float32)
+        return x if partial is None else add_parts(x, self._gather_partials(partial))
 
     def _add_norm(self, x: Tensor, partial: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Finish an all-reduce, as `reduce_residual`; and RMSNorm, [n, hidden]."""

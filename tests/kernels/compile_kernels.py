@@ -429,7 +429,7 @@ def lanes_elsewhere(ttgir: str) -> list[str]:
 
 
 def report(ptx: str) -> dict[str, int]:
-    """Assemble PTX once more: registers, spilled bytes, 16-byte copies, those of tiles, products in the foreground."""
+    """Assemble PTX once more: registers, spilled bytes, what else is counted below."""
     arch = re.search(r"\.target (\w+)", ptx)[1]
     # As Triton chooses: where it has two, the second is for compute capability 10.0 and up.
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -444,9 +444,10 @@ def report(ptx: str) -> dict[str, int]:
     return {
         "registers": int(re.search(r"Used (\d+) registers", told)[1]),
         "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", told)),
-        "async_copies": ptx.count("cp.async.cg.shared.global"),
-        "tensor_copies": ptx.count("cp.async.bulk.tensor"),
-        "serialised": told.count("wgmma.mma_async instructions are serialized"),
+        "async_copies": ptx.count("cp.async.cg.shared.global"),  # of 16 bytes
+        "tensor_copies": ptx.count("cp.async.bulk.tensor"),  # of tiles
+        "serialised": told.count("wgmma.mma_async instructions are serialized"),  # products in the foreground
+        "narrow_loads": len(re.findall(r"\bld\.global[\w.:]*\.b16\b", ptx)),  # of 16 bits
     }
 
 

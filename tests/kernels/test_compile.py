@@ -26,6 +26,7 @@ def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int
     assert len(found) == 8 + 8 + 8 + 7 + 3 + 3 * (10 + 7 + 15) + on_hopper
     assert {name: usage["spills"] for name, usage in found.items() if usage["spills"]} == {}
     assert {name for name, usage in found.items() if usage["serialised"]} == set()
+    assert [found[name]["narrow_loads"] for name in ("add_rms_norm", "rotate_heads", "silu_mul")] == [0, 0, 0]
     # A copy by every thread is 2 KB; a loop that does not load ahead has those of one tile (K, V and q) and no more.
     of_one_tile = 18 if capability >= 100 else 34
     lean = {name: usage["async_copies"] for name, usage in found.items() if name.startswith("lean,")}

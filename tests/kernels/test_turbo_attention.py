@@ -199,7 +199,7 @@ def test_head_shapes(device: torch.device, codec: str, head_dim: int, ratio: int
 
 @pytest.mark.parametrize("chunk_size", [0, S, 256], ids=["plain", "S128", "S256"])
 @pytest.mark.parametrize(("num_programs", "num_warps"), [(1, 1), (7, 2), (30, 1), (30, 4)])
-@pytest.mark.parametrize("lengths", [(65, 700, 319, 128, 1), (320, 321, 1000)], ids=lambda n: "-".join(map(str, n)))
+@pytest.mark.parametrize("lengths", [(65, 450, 319, 128, 1), (320, 321, 640)], ids=lambda n: "-".join(map(str, n)))
 def test_ragged_batches_on_any_grid(
     device: torch.device, lengths: tuple[int, ...], num_programs: int, num_warps: int, chunk_size: int
 ) -> None:
