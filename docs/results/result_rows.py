@@ -27,7 +27,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def where(*rows: dict[str, Any]) -> str:
     """Hardware, versions and commands of rows, a paragraph of its own; several commands are folded away."""
     row = rows[0]
-    gpu = f"{max(row['num_gpus'] for row in rows)} x {row['gpu']}" if row["gpu"] else "CPU"
+    *fewer, most = (str(number) for number in sorted({row["num_gpus"] for row in rows}))
+    numbers = f"{', '.join(fewer)} and {most}" if fewer else most
+    gpu = f"{numbers} x {row['gpu']}" if row["gpu"] else "CPU"
     commands = "\n".join(dict.fromkeys(re.sub("^launch/", "python launch/", row["command"]) for row in rows))
     block = f"```\n{commands}\n```"
     if "\n" in commands:

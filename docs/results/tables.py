@@ -67,7 +67,8 @@ def main() -> None:
         "# Measured rows and their tables",
         "One JSON line for each measured value, written by the command that it names."
         " `python docs/results/tables.py` makes the tables from them, `python docs/results/pictures.py` the pictures."
-        " `corpus/` stands for texts of your own.",
+        " `corpus/` stands for texts of your own. `demo_candidates.jsonl` belongs to"
+        " [the demo model's card](../../models/demo/README.md).",
         "\n".join(contents(sections)),
         "![ms/token of whole steps, and microseconds of decode attention, over contexts](latency.png)",
         *sections,
@@ -127,7 +128,9 @@ def steps(title: str, rows: list[dict[str, Any]]) -> str:
     parts = [
         f"## {title}",
         "Tokens/s at the median step (share of the limit: a rank's bytes at the stream bandwidth of the run), over the"
-        " tokens in the cache.",
+        " tokens in the cache. `checkpoint` is the bundled model after a text, `slice` what one rank of two computes of"
+        " the 8B shape ([its config.json](../decode_step.md#where-the-time-of-a-layer-goes-on-four-gpus)). Rows are of"
+        " several commits, which each row names, and of several machines.",
         where(*rows),
         table(head, cells),
     ]

@@ -53,6 +53,7 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
             take_turn(rank, num_layers, hits[group], PATIENCE_NS)
             assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == source else (0, 1))
             assert_knows(rank, group, (2, 0) if source == 0 else (0, 2))
+            assert rank.gates[:, 0].tolist() == [group == source] * 3
             assert hits[group].bool().tolist() == [at.accept for at in roles]
             assert int(rank.exchange.fault) == 0
             rank.exchange.epoch.add_(1)

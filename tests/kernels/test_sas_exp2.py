@@ -50,6 +50,15 @@ def test_device_function_is_the_rule(device: torch.device) -> None:
     assert torch.equal(found[integers & kept], torch.exp2(x[integers & kept]))
 
 
+def test_ends_of_the_range(device: torch.device) -> None:
+    """The least cutoff and the largest x: exponents of a float next to its smallest and its largest."""
+    x = torch.tensor([-125.0, -125.4, -124.5, -0.0, 0.5, 125.7, 126.49, 126.9])
+    out = torch.full((8,), torch.nan, device=device)
+    _apply[(1,)](x.to(device), out, -125.0, SIZE=8)
+    exact = torch.where(x < -125, 0.0, torch.exp2(x.double()))
+    torch.testing.assert_close(out.cpu().double(), exact, rtol=sas.RELATIVE_ERROR, atol=0)
+
+
 def test_nan_stays_nan_whatever_its_bits(device: torch.device) -> None:
     """That of a GPU's arithmetic is 0x7fffffff, a CPU's 0x7fc00000 with either sign."""
     x = torch.tensor([0x7FFFFFFF, 0x7FC00000, -0x400000, 0x7F800001], dtype=torch.int32).view(torch.float32)
