@@ -298,7 +298,7 @@ def test_a_run_meets_many_outputs(
 
 @pytest.mark.parametrize("num_programs", [1, 7, 40])
 @pytest.mark.parametrize(("chunk_size", "parts"), [(128, 2), (128, 3), (256, 3), (512, 5), (512, 4)])
-@pytest.mark.parametrize("length", [1, 128, 129, 300, 320, 447, 640, 1088, 1101])
+@pytest.mark.parametrize("length", [1, 128, 300, 320, 447, 640, 1101])
 def test_a_guess_in_parts(
     device: torch.device, dtype: torch.dtype, check: Check, length: int, chunk_size: int, parts: int, num_programs: int
 ) -> None:
