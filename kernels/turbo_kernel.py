@@ -64,6 +64,69 @@ def _send_guess(
     return o, lse
 
 
+@triton.jit
+def _share(
+    lengths, ends, rest_at, lead_in, parts, used, total, PROGRAMS: tl.constexpr, PER_SM: tl.constexpr,
+    SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """What this program does of a plan.
+
+    Returns:
+        Its number; the steps of its run, [here, last), in the row of rests alone; its guesses, [guess, guesses_end),
+        which come first; in how many turns all that is done.
+    """
+    # Programs in use are spread over all SMs, and those at the beginnings of outputs, which have more to do, lie on
+    # different ones.
+    SMS: tl.constexpr = PROGRAMS // PER_SM
+    place, sm = tl.program_id(0) // SMS, tl.program_id(0) % SMS
+    program = place * SMS + (sm + place * (SMS // 8)) % SMS
+    begin = run_start(program, used, total)
+    end = run_start(program + 1, used, total)
+    here = tl.sum(tl.minimum(tl.maximum(begin - rest_at, 0), lengths), 0)
+    last = tl.sum(tl.minimum(tl.maximum(end - rest_at, 0), lengths), 0)
+    guess = 0
+    guesses_end = 0
+    if SPEC and PHASE != REST:
+        guess = guesses_before(begin, rest_at - lead_in, parts, GUESS_PARTS)
+        guesses_end = guesses_before(end, rest_at - lead_in, parts, GUESS_PARTS)
+    met = tl.minimum(ends, last) > tl.maximum(ends - lengths, here)
+    return program, here, last, guess, guesses_end, guesses_end - guess + tl.sum(met.to(tl.int32), 0)
+
+
+@triton.jit
+def _attend_turn(
+    slots, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, tail, tail_scale_ptr,
+    has_tail, tail_tokens, cutoff, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr,
+    D: tl.constexpr, SAS: tl.constexpr, BULK: tl.constexpr, SENT: tl.constexpr,
+):  # fmt: skip
+    """Attention over the blocks of a turn, after its tail if it has one: o and lse of `merge_warps`, and parities.
+
+    Args: `blocks` and `has_tail` of `blocks_of_turn`, whose first records are on their way.  width: bits of a code.
+        tail, tail_scale_ptr: of the output.  cutoff: of `sas_exp2`.  SENT: whether q comes through shared memory.
+    """
+    if has_tail:
+        maxima, state = attend_tail(
+            q_ptr, output, qk_scale, tail, tail_scale_ptr, tail_tokens, cutoff, HEADS_PER_KV, HEADS, WARPS, D, SAS
+        )
+    else:
+        maxima, state = no_tokens(HEADS, WARPS, D)
+    if blocks[3] > 0:
+        query = query_of_keys(q_ptr, output, slots, query_parity, HEADS_PER_KV, HEADS, WARPS, D, SENT)
+        query_parity ^= 1
+        if width == 2:
+            maxima, state, parity = attend_blocks(
+                maxima, state, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
+                HEADS, 2, WARPS, D, SAS, BULK,
+            )  # fmt: skip
+        else:
+            maxima, state, parity = attend_blocks(
+                maxima, state, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
+                HEADS, 4, WARPS, D, SAS, BULK,
+            )  # fmt: skip
+    o, lse = merge_warps(slots, maxima, state, HEADS, WARPS, D, BULK)
+    return o, lse, parity, query_parity
+
+
 # Not specialised, because nothing is divided by them: one compiled kernel serves every capacity and chunk size.
 @triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"], do_not_specialize_on_alignment=PER_HEAD)
 def turbo_decode_kernel(
@@ -125,26 +188,13 @@ def turbo_decode_kernel(
     lengths, ends, rest_at, lead_in, parts, used, total = plan(
         seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, GUESS_PARTS, PHASE
     )
-    # Programs in use are spread over all SMs, and those at the beginnings of outputs, which have more to do, lie on
-    # different ones.
-    SMS: tl.constexpr = PROGRAMS // PER_SM
-    place, sm = tl.program_id(0) // SMS, tl.program_id(0) % SMS
-    program = place * SMS + (sm + place * (SMS // 8)) % SMS
-    begin = run_start(program, used, total)
-    end = run_start(program + 1, used, total)
-    here = tl.sum(tl.minimum(tl.maximum(begin - rest_at, 0), lengths), 0)
-    last = tl.sum(tl.minimum(tl.maximum(end - rest_at, 0), lengths), 0)
-    guess = 0
-    guesses_end = 0
-    if SPEC and PHASE != REST:
-        guess = guesses_before(begin, rest_at - lead_in, parts, GUESS_PARTS)
-        guesses_end = guesses_before(end, rest_at - lead_in, parts, GUESS_PARTS)
+    program, here, last, guess, guesses_end, left = _share(
+        lengths, ends, rest_at, lead_in, parts, used, total, PROGRAMS, PER_SM, SPEC, GUESS_PARTS, PHASE
+    )
 
     # Turns: first the guesses of this run, each sent before the next turn, then a turn for each output whose
     # rest it meets. What no turn changes, such as addresses in shared memory, is not computed ahead of them: it would
     # take registers that the loops over records need.
-    met = tl.minimum(ends, last) > tl.maximum(ends - lengths, here)
-    left = guesses_end - guess + tl.sum(met.to(tl.int32), 0)
     for _ in tl.range(left, num_stages=1, disable_licm=True):
         # 2. Which output and blocks this turn is about.
         is_guess = guess < guesses_end
@@ -185,27 +235,11 @@ def turbo_decode_kernel(
         # 3. Stream the records, after the tail.
         # By the tokens of this request: neither the cache's capacity nor the length at capture matters.
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
-        if has_tail:
-            maxima, state = attend_tail(
-                q_ptr, output, qk_scale, tail, tail_scale_ptr + output * 2, seq_len - full * TOKENS, cutoff,
-                HEADS_PER_KV, HEADS, WARPS, D, SAS,
-            )  # fmt: skip
-        else:
-            maxima, state = no_tokens(HEADS, WARPS, D)
-        if count > 0:
-            query = query_of_keys(q_ptr, output, slots, query_parity, HEADS_PER_KV, HEADS, WARPS, D, SENT)
-            query_parity ^= 1
-            if width == 2:
-                maxima, state, parity = attend_blocks(
-                    maxima, state, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
-                    HEADS, 2, WARPS, D, SAS, BULK,
-                )  # fmt: skip
-            else:
-                maxima, state, parity = attend_blocks(
-                    maxima, state, query, qk_scale, records, scales, blocks, cutoff, slots, parity,
-                    HEADS, 4, WARPS, D, SAS, BULK,
-                )  # fmt: skip
-        o, lse = merge_warps(slots, maxima, state, HEADS, WARPS, D, BULK)
+        o, lse, parity, query_parity = _attend_turn(
+            slots, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, tail,
+            tail_scale_ptr + output * 2, has_tail, seq_len - full * TOKENS, cutoff, HEADS_PER_KV, HEADS, WARPS, D, SAS,
+            BULK, SENT,
+        )  # fmt: skip
 
         # 4. Leave the partial; a guess also goes to its receiver.
         slot = program + output
