@@ -157,11 +157,6 @@ def check(case: Case | TurboCase, run: Callable[[int], tuple[Tensor, ...]], chun
             raise BadNumbersError(f"wrong result: relative error {error:.2e} for seq_lens {case.seq_lens.tolist()[:4]}")
 
 
-def time_us(run: Callable[[int], Any], copies: int) -> dict[str, float]:
-    """Microseconds of one launch, as of `times_us`."""
-    return times_us([run], copies)[0]
-
-
 def times_us(runs: Sequence[Callable[[int], Any]], copies: int) -> list[dict[str, float]]:
     """Microseconds of one launch of each, inside a CUDA graph that runs every copy once: p20, p50, p80 over replays.
 
@@ -303,7 +298,7 @@ def add_runs(
 def add_reading(results: Results, case: dict[str, Any], num_bytes: int, copies: int, base: float | None) -> None:
     """What it takes to read as many bytes as attention must, and no more."""
     if can_read_alone(torch.device("cuda")):
-        us = time_us(reading_alone(num_bytes, copies), copies)
+        (us,) = times_us([reading_alone(num_bytes, copies)], copies)
         results.add("reading", "reading alone", case, us, num_bytes, base)
 
 
