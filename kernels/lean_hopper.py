@@ -294,7 +294,7 @@ def lean_hopper_kernel(
     done = 0
     for turn in range(turns):
         # 2. Which output and tokens this turn begins with.
-        give_head_start(program, turn, num_guesses, total_rest, PROGRAMS, SPEC, PHASE, PDL)
+        give_head_start(program, turn, num_guesses, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL)
         is_guess = turn < guesses
         output, part = head, 0
         begin, end, count = sink + (tile - head * rest) * block_n, window, last - tile

@@ -239,7 +239,7 @@ def lean_decode_kernel(
     # first copy.
     for turn in tl.range(turns, disable_licm=LONG > 0):
         # 2. Which output and tokens this turn begins with.
-        give_head_start(program, turn, num_guesses, total_rest, PROGRAMS, SPEC, PHASE, PDL)
+        give_head_start(program, turn, num_guesses, total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS, SPEC, PHASE, PDL)
         is_guess = turn < guesses
         guess = program + turn * PROGRAMS
         part = 0

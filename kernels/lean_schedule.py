@@ -26,6 +26,7 @@ __all__ = [
     "deal",
     "give_head_start",
     "head_of",
+    "head_start",
     "lengths_of",
     "locate",
     "plan",
@@ -48,8 +49,9 @@ WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this 
 GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
 # Cycles by which programs with a guess start ahead of the others: requests are served in the order in which they come,
 # and the first tiles of all programs take 4 us. Only where runs have 3 tiles or more: else memory is not busy for long.
-HEAD_START = tl.constexpr(320)
-BUSY_TILES = tl.constexpr(3)
+# Where runs have many KB, longer: less of a launch, and more before the guess.
+HEAD_START, LONG_HEAD_START = tl.constexpr(320), tl.constexpr(440)
+BUSY_TILES, LONG_KB = tl.constexpr(3), tl.constexpr(200)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
 MANY_TILES = tl.constexpr(32)
 
@@ -247,9 +249,18 @@ def deal(
 
 
 @triton.jit
+def head_start(total_rest, is_long, BLOCK_N: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Cycles for which programs without a guess wait, by tiles of a run, and its bytes of K and V (16 bits each)."""
+    TILE_KB: tl.constexpr = BLOCK_N * D * 4 // 1024
+    rest_kb = total_rest * tl.where(is_long, 2 * TILE_KB, TILE_KB)
+    cycles = tl.where(rest_kb >= LONG_KB * PROGRAMS, LONG_HEAD_START, HEAD_START)
+    return tl.where(total_rest >= BUSY_TILES * PROGRAMS, cycles, 0)
+
+
+@triton.jit
 def give_head_start(
-    program, turn, num_guesses, total_rest, PROGRAMS: tl.constexpr, SPEC: tl.constexpr, PHASE: tl.constexpr,
-    PDL: tl.constexpr,
+    program, turn, num_guesses, total_rest, is_long, BLOCK_N: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr,
+    SPEC: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Wait, in the first turn of a program without a guess, if others have one and memory will be busy.
 
@@ -257,8 +268,9 @@ def give_head_start(
     from being done while the lengths are on their way.
     """
     if SPEC and PHASE == ALL and PDL:
-        if (program >= num_guesses) & (turn == 0) & (total_rest >= BUSY_TILES * PROGRAMS):
-            wait_cycles(HEAD_START)
+        cycles = head_start(total_rest, is_long, BLOCK_N, D, PROGRAMS)
+        if (program >= num_guesses) & (turn == 0) & (cycles > 0):
+            wait_cycles(cycles)
 
 
 @triton.jit

@@ -28,12 +28,12 @@ def prefetch(pointer, size):
 
 
 @triton.jit
-def wait_cycles(cycles: tl.constexpr):
-    """Do nothing for so many cycles of the SM's clock."""
+def wait_cycles(cycles):
+    """Do nothing for so many cycles of the SM's clock, int32."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
-            "{ .reg .pred early; .reg .u64 start, now; mov.u64 start, %clock64;"
-            f" AGAIN: mov.u64 now, %clock64; sub.u64 now, now, start; setp.lt.u64 early, now, {cycles};"
+            "{ .reg .pred early; .reg .u32 start, now; mov.u32 start, %clock;"
+            " AGAIN: mov.u32 now, %clock; sub.u32 now, now, start; setp.lt.u32 early, now, $1;"
             " @early bra AGAIN; mov.u32 $0, 0; }",
-            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,r", [cycles], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from alspec.kernels.lean_attention import (
     guess_parts,
     lean_decode_attention,
 )
-from alspec.kernels.lean_schedule import BUSY_TILES, MANY_TILES, plan
+from alspec.kernels.lean_schedule import MANY_TILES, head_start, plan
 from alspec.kernels.merge import merge_sizes, num_sums
 from alspec.kernels.words import unpack_words
 
@@ -445,7 +445,7 @@ def test_one_captured_graph_serves_every_length(check: Check, chunk_size: int, d
 
 @triton.jit
 def _plan_kernel(
-    facts_ptr,  # [N, 5] int32: is_long, total_rest, parts, lead_run, followers
+    facts_ptr,  # [N, 6] int32: is_long, total_rest, parts, lead_run, followers, cycles of a head start
     chunk_size,
     HKV: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -453,9 +453,10 @@ def _plan_kernel(
     LONG: tl.constexpr,
     SPEC: tl.constexpr,
     GUESS_PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
     """The schedule of one request with as many tokens as there are programs up to this one; grid [N]."""
-    at = facts_ptr + tl.program_id(0) * 5
+    at = facts_ptr + tl.program_id(0) * 6
     seq_lens = tl.zeros([1], tl.int32) + (tl.program_id(0) + 1)
     is_long, _, total_rest, _, parts, _, lead_run, followers, _, _ = plan(
         seq_lens, 1, chunk_size, HKV, PROGRAMS, 1, BLOCK_N, LONG, SPEC, GUESS_PARTS, 0
@@ -465,6 +466,7 @@ def _plan_kernel(
     tl.store(at + 2, parts)
     tl.store(at + 3, lead_run)
     tl.store(at + 4, followers)
+    tl.store(at + 5, head_start(total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS))
 
 
 def lengths_at_switches(launch: Launch, capacity: int) -> list[int]:
@@ -474,17 +476,17 @@ def lengths_at_switches(launch: Launch, capacity: int) -> list[int]:
     spec, row_bytes = launch.speculation, head_dim * launch.q.itemsize
     copies = _by_copies(device, 1, launch.q.shape[1] // num_kv_heads, head_dim, launch.q.dtype)
     block_n, long_run, *_ = _settings(device, row_bytes, copies)
-    facts = torch.empty(capacity, 5, dtype=torch.int32, device=device)
+    facts = torch.empty(capacity, 6, dtype=torch.int32, device=device)
     _plan_kernel[(capacity,)](
         facts, spec.chunk_size if spec else 0, HKV=num_kv_heads, PROGRAMS=programs, BLOCK_N=block_n, LONG=long_run,
-        SPEC=spec is not None, GUESS_PARTS=spec.parts if spec else 1,
+        SPEC=spec is not None, GUESS_PARTS=spec.parts if spec else 1, HEAD_DIM=head_dim,
     )  # fmt: skip
-    is_long, total_rest, parts, lead_run, followers = facts.cpu().unbind(1)
+    is_long, total_rest, parts, lead_run, followers, cycles = facts.cpu().unbind(1)
     even = programs // 8 * 8
     kinds = torch.stack(
         [
             is_long,
-            total_rest >= BUSY_TILES.value * programs,  # then programs with a guess have a head start
+            cycles,  # of a guess's head start
             parts,
             lead_run.clamp(max=2),
             (followers == even).int() + 2 * (followers == programs).int(),
@@ -493,7 +495,7 @@ def lengths_at_switches(launch: Launch, capacity: int) -> list[int]:
         dim=1,
     )
     assert not long_run or set(is_long.tolist()) == {0, 1}, "no tiles are long, or all"
-    assert set(kinds[:, 1].tolist()) == {0, 1}, "no head start, or always"
+    assert len(set(kinds[:, 1].tolist())) == 3, "no head start, or no longer one"
     switches: dict[str, int] = {}
     for before in (kinds[1:] != kinds[:-1]).any(1).nonzero().flatten().tolist():
         switches.setdefault(str(kinds[before : before + 2].tolist()), before + 1)
