@@ -128,9 +128,9 @@ def steps(title: str, rows: list[dict[str, Any]]) -> str:
     parts = [
         f"## {title}",
         "Tokens/s at the median step (share of the limit: a rank's bytes at the stream bandwidth of the run), over the"
-        " tokens in the cache. `checkpoint` is the bundled model after a text, `slice` what one rank of two computes of"
-        " the 8B shape ([its config.json](../decode_step.md#where-the-time-of-a-layer-goes-on-four-gpus)). Rows are of"
-        " several commits, which each row names, and of several machines.",
+        " tokens in the cache. `checkpoint` is the bundled model after a text, `slice` and `slice4` what one rank of"
+        " two or four computes of the 8B shape ([its config.json](../decode_step.md#where-the-time-of-a-layer-goes-on-"
+        "four-gpus)). Rows are of several commits, which each row names, and of several machines.",
         where(*rows),
         table(head, cells),
     ]
