@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 from yaml.error import MarkedYAMLError
 
 from .errors import UserError
+from .models.files import show
 from .predictor import CHUNK_SIZES
 from .sas import Softmax
 
@@ -466,16 +467,8 @@ def validate(
         else:
             hint = "see --help" if issubclass(schema, CommandConfig) else f"valid names: {', '.join(keys.values())}"
         raise UserError(f"{source}: unknown key {spell(path)!r}; {hint}")
-    where, found = (f"{spell(path)}: ", f", found {_shown(first['input'])}") if path else ("", "")
+    where, found = (f"{spell(path)}: ", f", found {show(first['input'], 80)}") if path else ("", "")
     raise UserError(f"{source}: {where}{_message(first)}{found}")
-
-
-def _shown(value: Any) -> str:
-    """The beginning of a value, as Python writes it."""
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # Python writes up to 4300 digits
-        return "an integer too long to show"
 
 
 def _message(error: ErrorDetails) -> str:

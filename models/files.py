@@ -15,7 +15,10 @@ _HEAD_BYTES = 512
 
 def show(value: object, limit: int = 100) -> str:
     """`repr` of an untrusted value, shortened to `limit` characters: one line without control characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes up to 4300 digits
+        return "an integer too long to show"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 

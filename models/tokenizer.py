@@ -16,7 +16,7 @@ from .chat import find_template, render_chat
 from .config import LlamaConfig
 from .files import check_utf8, foreign_content, read_json, show
 
-__all__ = ["StreamDecoder", "Tokenizer", "token_ids"]
+__all__ = ["StreamDecoder", "Tokenizer", "spelled", "token_ids"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -162,7 +162,19 @@ def token_ids(prompt: object) -> list[int]:
     if isinstance(prompt, Sequence) and not any(isinstance(token, bool) for token in prompt):
         with suppress(TypeError):
             return [operator.index(token) for token in prompt]
-    raise UserError(f"prompt: expected a text or token ids, found {prompt!r:.80}")
+    raise UserError(f"prompt: expected a text or token ids, found {show(prompt, 80)}")
+
+
+def spelled(prompt: object) -> str:
+    """All of a prompt as text, for ranks to compare; of one that is none, what `token_ids` says of it."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        ids = token_ids(prompt)
+    except UserError as error:
+        return str(error)
+    # Python writes numbers of any size in hexadecimal only.
+    return f"[{', '.join(str(token) if token.bit_length() < 64 else hex(token) for token in ids)}]"
 
 
 class StreamDecoder:

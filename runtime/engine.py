@@ -21,9 +21,10 @@ from ..config import EngineConfig, SamplingConfig, refuse_unavailable, validate
 from ..errors import UserError
 from ..kernels.gemv_tile import MAX_BATCH
 from ..models.checkpoint import Checkpoint, verify_checksums
+from ..models.files import show
 from ..models.llama import Llama, load_weights, random_weights
 from ..models.source import model_config, model_folder
-from ..models.tokenizer import Tokenizer, token_ids
+from ..models.tokenizer import Tokenizer, spelled, token_ids
 from ..predictor import shortest_guess
 from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
@@ -169,7 +170,7 @@ class Engine:
             wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
             if wrong is not None:
                 raise UserError(
-                    f"prompt {index}: token id {wrong} is outside the vocabulary of {config.vocab_size}; "
+                    f"prompt {index}: token id {show(wrong)} is outside the vocabulary of {config.vocab_size}; "
                     f"give ids from 0 to {config.vocab_size - 1}"
                 )
         needed = max(map(len, prompts)) + max_new_tokens
@@ -495,7 +496,7 @@ class Engine:
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
         with self.heartbeat.waiting():
             # Before anything of it is refused, for that has to happen on all ranks.
-            self.agreement.require_same({"prompt": prompt if isinstance(prompt, str) else repr(prompt)} | settings)
+            self.agreement.require_same({"prompt": spelled(prompt)} | settings)
             prompts = [self._encode(prompt)]
             needed = self.check_prompts(prompts, sampling.max_new_tokens)
             if self.memory is None or self.cache.batch_size != 1 or self.cache.max_context < needed:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from alspec.errors import UserError
 from alspec.models.config import LlamaConfig
-from alspec.models.tokenizer import Tokenizer
+from alspec.models.tokenizer import Tokenizer, spelled
 
 LLAMA_3 = Path(__file__).resolve().parents[2].parent / "shared" / "hf" / "llama3"
 Core = tokenizers.Tokenizer
@@ -261,3 +262,17 @@ def test_an_interrupt_is_no_unreadable_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_file=interrupted))
     with pytest.raises(KeyboardInterrupt):
         Tokenizer.from_folder(tmp_path, config())
+
+
+def test_all_of_a_prompt_is_spelled() -> None:
+    """Also what no tokenizer has, and what is no prompt: ranks compare it before any of them refuses it."""
+    assert [spelled(prompt) for prompt in ("The road", [3, -1], (2**63 - 1,))] == [
+        "The road",
+        "[3, -1]",
+        f"[{2**63 - 1}]",
+    ]
+    huge = [spelled([1, 10**5000 + more]) for more in (0, 1)]
+    assert huge[0] != huge[1]
+    assert spelled([1.5]) == "prompt: expected a text or token ids, found [1.5]"
+    ids = torch.arange(5000)
+    assert spelled(list(ids)) == str(ids.tolist()), "nothing is left out"

@@ -105,6 +105,11 @@ def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
     for prompt in (5, ["a", "b"], None, "", [1, True], [np.True_], [1.0], [np.float32(1)], {1: 2}):
         with pytest.raises(UserError, match="prompt: expected a text"):
             next(engine.stream(prompt, SAMPLING))  # type: ignore[arg-type]
+    # Python does not write an integer of so many digits.
+    with pytest.raises(UserError, match="prompt 0: token id an integer too long to show is outside the vocabulary"):
+        next(engine.stream([1, 10**5000], SAMPLING))
+    with pytest.raises(UserError, match="prompt: expected a text or token ids, found an integer too long to show"):
+        next(engine.stream(10**5000, SAMPLING))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"max_new_token.*max_new_tokens"):
         next(engine.stream("The road", max_new_token=4))
     for sampling in ({"max_new_tokens": 2}, 3):
