@@ -35,9 +35,9 @@ from .flashq_record import TOKENS, largest
 from .sas import sas_exp2
 from .turbo_prefill_hopper import MAGIC, MAGIC_BITS, P_SHIFT, Q_MAX, TINY
 
-__all__ = ["turbo_prefill_attention"]
+__all__ = ["block_sizes", "turbo_prefill_attention"]
 
-BLOCK_M, BLOCK_N, NUM_WARPS, NUM_STAGES = 128, 128, 8, 2
+NUM_WARPS, NUM_STAGES = 8, 2
 AT_ONCE = tl.constexpr(1024)  # scales looked at for the largest one
 
 
@@ -240,21 +240,29 @@ def turbo_prefill_attention(
             maxnreg=hopper.REGISTERS,
         )
         return out, lse
-    tile = [BLOCK_N, head_dim]
-    _prefill_kernel[(triton.cdiv(num_queries, BLOCK_M) * num_qo_heads,)](
+    block_m, block_n = block_sizes(q.device)
+    tile = [block_n, head_dim]
+    _prefill_kernel[(triton.cdiv(num_queries, block_m) * num_qo_heads,)](
         q,
         TensorDescriptor(k8, [rows, head_dim], [head_dim, 1], tile),
         TensorDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile),
         *others,
         -cutoff(num_tokens) * log2e,
         **shape,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
         SAS=softmax == "sas",
         STAGES=NUM_STAGES,
         num_warps=NUM_WARPS,
     )
     return out, lse
+
+
+@functools.cache
+def block_sizes(device: torch.device) -> tuple[int, int]:
+    """Queries, and tokens, in a block. Before Hopper larger ones spill registers (nothing has been measured there)."""
+    is_older = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9
+    return (64, 64) if is_older else (128, 128)
 
 
 @functools.cache

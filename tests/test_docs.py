@@ -297,9 +297,14 @@ def test_prose_says_what_the_rows_say() -> None:
         medians_of("decode_step", **step, kv_cache=codec)[131072] for codec in ("bf16", "turbo4", "turbo-mixed")
     )
     turbo4, mixed = (f"{bf16 / us:.2f}x" for us in quantised)
-    without_peers = step | {"world": 2, "transport": "nccl without peer access"}
-    short, long = (f"{1e6 / us:.0f}" for us in medians_of("decode_step", **without_peers).values())
-    peerless = f"where `off` reaches {short} tokens/s at 8K tokens and {long} at 128K."
+    two, four = (
+        " and ".join(
+            f"{1e6 / us:.0f}" for us in medians_of("decode_step", **step | {"world": world} | without_peers).values()
+        )
+        for without_peers in [{"transport": "nccl without peer access"}]
+        for world in (2, 4)
+    )
+    peerless = f"where `off` reaches, at 8K and 128K tokens, {two} tokens/s on two GPUs and {four} on four."
     assert peerless in " ".join(readme.split())
     assert f"at 128K they are {turbo4} and {mixed} as fast." in " ".join(readme.split())
     pair = {"shape": "llama-3.1-8b", "world": 2, "transport": "symm", "kv_cache": "bf16", "hit_rate": 1.0}
@@ -344,7 +349,7 @@ def test_decode_steps_beside_others_are_those_of_the_rows() -> None:
 
 
 def test_prose_about_the_exchange_says_what_the_rows_say() -> None:
-    """A rank's share alone, and two ranks, in milliseconds; what is exposed of each of 64 all-reduces."""
+    """A rank's share alone, and all ranks, in milliseconds; what is exposed of each of 64 all-reduces."""
     prose = " ".join((ROOT / "docs" / "decode_step.md").read_text(encoding="utf-8").split())
     alone, both = (
         medians_of("decode_step_h100", mode="off", shape=shape, world=world)
@@ -356,6 +361,28 @@ def test_prose_about_the_exchange_says_what_the_rows_say() -> None:
         assert f"{', '.join(first)} and {last}" in prose
     exposed = sorted((both[context] - alone[context]) / 64 for context in contexts)
     assert f"{exposed[0]:.1f} to {exposed[-1]:.1f} us are exposed" in prose
+
+    alone, four = (
+        medians_of("decode_step", mode="off", kv_cache="bf16", shape=shape, world=world, transport=transport)
+        for shape, world, transport in (("slice4", 1, None), ("llama-3.1-8b", 4, "symm"))
+    )
+    for us in (alone, four):
+        *first, last = (f"{us[context] / 1e3:.3f}" for context in contexts)
+        assert f"{', '.join(first)} and {last}" in prose
+    exposed = sorted((four[context] - alone[context]) / 64 for context in contexts)
+    assert f"{exposed[0]:.1f} to {exposed[-1]:.1f} us exposed" in prose
+    rows = map(json.loads, (ROOT / "docs" / "results" / "decode_step.jsonl").read_text().splitlines())
+    case = {
+        "shape": "llama-3.1-8b",
+        "world": 4,
+        "mode": "off",
+        "transport": "symm",
+        "context": 8192,
+        "kv_cache": "bf16",
+    }
+    (row,) = (row for row in rows if row["bench"] == "decode_step" and case.items() <= row["case"].items())
+    beyond = (row["us"]["p50"] - row["bytes"] / row["stream_tb_s"] / 1e6) / 32
+    assert f"takes {row['us']['p50'] / 1e3:.3f} ms at 8K tokens: {beyond:.1f} us a layer beyond its bytes" in prose
 
 
 def test_published_steps_are_those_of_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:

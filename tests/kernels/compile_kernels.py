@@ -41,6 +41,7 @@ from alspec.kernels import (
     swap,
     turbo_attention,
     turbo_kernel,
+    turbo_prefill,
     turbo_prefill_hopper,
 )
 from alspec.kernels.flashq_layout import PER_HEAD
@@ -228,6 +229,18 @@ def prefill(head_dim: int) -> Any:
     types = {"k_desc": descriptor("i8", gl.int8, tile), "v_desc": descriptor("fp16", gl.float16, tile)}
     kernel, registers = turbo_prefill_hopper.prefill_hopper_kernel, turbo_prefill_hopper.REGISTERS
     return compile_for(90, kernel, 4, constants, maxnreg=registers, out_ptr="*bf16", **types)
+
+
+def prefill_elsewhere(capability: int, head_dim: int, sas: bool) -> Any:
+    """The same on other GPUs."""
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
+        turbo_prefill.block_sizes.cache_clear()
+        block_m, block_n = turbo_prefill.block_sizes(torch.device("cuda"))
+    constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "BLOCK_M": block_m, "BLOCK_N": block_n, "SAS": sas}
+    constants["STAGES"] = turbo_prefill.NUM_STAGES
+    types = {"k_desc": f"tensordesc<i8[{block_n}, {head_dim}]>", "v_desc": f"tensordesc<fp16[{block_n}, {head_dim}]>"}
+    types |= {"cutoff": "fp32", "out_ptr": "*bf16"}
+    return compile_for(capability, turbo_prefill._prefill_kernel, turbo_prefill.NUM_WARPS, constants, **types)
 
 
 def reading_alone() -> Any:
@@ -486,6 +499,14 @@ def main(capability: int) -> None:
         compiled["turbo, sas, head 64"] = turbo(capability, 7, 64, 1, True, sas=True)
         compiled |= {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
         compiled["reading alone"] = reading_alone()
+    else:
+        for head_dim in (64, 80, 96, 256):
+            compiled |= {
+                f"lean, head {head_dim}, batch {size}, spec {spec}": lean(capability, 4, head_dim, size, spec)
+                for size, spec in BOTH
+            }
+        for head_dim, sas in itertools.product((64, 128), (False, True)):
+            compiled[f"prefill, head {head_dim}, sas {sas}"] = prefill_elsewhere(capability, head_dim, sas)
     projections = ("qkv", "qkv, quantised", "qkv, quantised, head 64", "o", "gate_up", "down")
     sizes = [(1, 1), (4, 1), (4, 8)] + [(1, 8)] * (capability == 90)  # ranks of a group, requests
     for tp_size, batch_size in sizes:
