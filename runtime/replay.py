@@ -79,7 +79,8 @@ class DecodeLoop:
             shape = (RING_STEPS, *decoder.pairing.hits.shape)
             self._hits_ring = torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda)
         self._batch_size = batch_size
-        self._live = [True] * batch_size  # what a pair's devices have been told
+        self._live = [True] * batch_size  # what a pair's devices have been told, and from where they read it
+        self._live_words = torch.ones(batch_size, dtype=torch.int32, pin_memory=self._is_cuda)
         self._begun = self._launched = self._taken = int(exchange.epoch) - 1
 
     @classmethod
@@ -225,7 +226,9 @@ class DecodeLoop:
             depth = 1
         now = live or [True] * self._batch_size
         if pairing is not None and now != self._live:
-            pairing.live.copy_(torch.tensor(now, dtype=torch.int32))
+            # No step is in flight that could still read the words.
+            self._live_words.copy_(torch.tensor(now))
+            pairing.live.copy_(self._live_words, non_blocking=True)
             self._live = list(now)
         while self._launched < self._taken + depth:
             if self._graph is not None:

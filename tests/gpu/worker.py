@@ -14,8 +14,22 @@ import torch
 from alspec.config import EngineConfig, SamplingConfig, validate
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
+from alspec.runtime.replay import DecodeLoop, StepRecord
 
 WARM = SamplingConfig(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
+
+
+def watched_step(self: DecodeLoop, *args: object) -> StepRecord:
+    """`DecodeLoop.step`, in which it is an error that the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return step(self, *args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+step = DecodeLoop.step
+DecodeLoop.step = watched_step
 
 
 def main() -> int:
