@@ -23,8 +23,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 from yaml.error import MarkedYAMLError
 
-from .errors import UserError
-from .models.files import show
+from .errors import UserError, show
 from .predictor import CHUNK_SIZES
 from .sas import Softmax
 

@@ -17,6 +17,7 @@ __all__ = [
     "UserError",
     "print_error",
     "report",
+    "show",
     "tell_torchrun",
 ]
 
@@ -85,3 +86,12 @@ def tell_torchrun(line: str) -> None:
         with open(part, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": line, "extraInfo": details}}, file)
         os.replace(part, path)
+
+
+def show(value: object, limit: int = 100) -> str:
+    """`repr` of an untrusted value, shortened to `limit` characters: one line without control characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes up to 4300 digits
+        return "an integer too long to show"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

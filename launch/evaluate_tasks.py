@@ -16,10 +16,10 @@ from typing import TypeGuard
 import tokenizers
 import torch
 
-from alspec.errors import UserError
+from alspec.errors import UserError, show
 from alspec.models.demo.data import RecallPrompt, recall_prompts
 from alspec.models.demo.tokenizer import SPECIAL_TOKENS
-from alspec.models.files import parse_json, show
+from alspec.models.files import parse_json
 from alspec.models.source import model_folder
 from alspec.predictor import shortest_guess
 from alspec.runtime.decoded_attention import CacheSetting

@@ -15,8 +15,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import UserError
-from .files import foreign_content, show
+from ..errors import UserError, show
+from .files import foreign_content
 
 __all__ = ["find_template", "render_chat"]
 

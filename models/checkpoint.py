@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 
-from ..errors import UserError
+from ..errors import UserError, show
 from .config import LlamaConfig
-from .files import read_json, show
+from .files import read_json
 from .safetensors_header import TensorEntry, read_header
 
 __all__ = ["Checkpoint", "expected_tensors", "verify_checksums"]

@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import UserError
-from .files import read_json, show
+from ..errors import UserError, show
+from .files import read_json
 
 __all__ = ["RANDOM_SHAPES", "LlamaConfig", "RopeScaling", "rope_inv_freq"]
 

@@ -6,20 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, show
 
-__all__ = ["check_utf8", "foreign_content", "parse_json", "parse_json_object", "read_json", "show"]
+__all__ = ["check_utf8", "foreign_content", "parse_json", "parse_json_object", "read_json"]
 
 _HEAD_BYTES = 512
-
-
-def show(value: object, limit: int = 100) -> str:
-    """`repr` of an untrusted value, shortened to `limit` characters: one line without control characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes up to 4300 digits
-        return "an integer too long to show"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def check_utf8(text: str, where: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 import tokenizers
 
-from ..errors import UserError
+from ..errors import UserError, show
 from .chat import find_template, render_chat
 from .config import LlamaConfig
-from .files import check_utf8, foreign_content, read_json, show
+from .files import check_utf8, foreign_content, read_json
 
 __all__ = ["StreamDecoder", "Tokenizer", "spelled", "token_ids"]
 

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import EngineConfig, SamplingConfig, refuse_unavailable, validate
-from ..errors import UserError
+from ..errors import UserError, show
 from ..kernels.gemv_tile import MAX_BATCH
 from ..models.checkpoint import Checkpoint, verify_checksums
-from ..models.files import show
 from ..models.llama import Llama, load_weights, random_weights
 from ..models.source import model_config, model_folder
 from ..models.tokenizer import Tokenizer, spelled, token_ids
