@@ -81,9 +81,9 @@ def read_json(path: Path, purpose: str) -> dict[str, Any]:
     Raises:
         UserError: missing or unreadable file, a Git-LFS pointer, an HTML page, or not a JSON object.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: expected a file, found none; the model folder needs it {purpose}")
     try:
+        if not path.is_file():  # raises in a folder that may not be entered
+            raise UserError(f"{path}: expected a file, found none; the model folder needs it {purpose}")
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's permissions") from None

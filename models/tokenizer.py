@@ -159,7 +159,8 @@ def token_ids(prompt: object) -> list[int]:
     Raises:
         UserError: it is not a sequence of integers.
     """
-    if isinstance(prompt, Sequence) and not any(isinstance(token, bool) for token in prompt):
+    is_bytes = isinstance(prompt, bytes | bytearray)  # a text, in some encoding
+    if isinstance(prompt, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in prompt):
         with suppress(TypeError):
             return [operator.index(token) for token in prompt]
     raise UserError(f"prompt: expected a text or token ids, found {show(prompt, 80)}")

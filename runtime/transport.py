@@ -45,8 +45,8 @@ def connect_store(placement: Placement) -> dist.Store:
             f"WORLD_SIZE is {placement.world_size}, but MASTER_ADDR and MASTER_PORT are missing; use torchrun"
         )
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if not port.isdecimal():
-        raise UserError(f"MASTER_PORT: expected a number, found {port!r}")
+    if not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16):
+        raise UserError(f"MASTER_PORT: expected a number from 1 to 65535, found {port!r:.80}")
     where = f"{placement.world_size - 1} other rank(s) at {address}:{port}"
     notice = threading.Timer(NOTICE_S, lambda: print(f"alspec: waiting for {where}", file=sys.stderr, flush=True))
     notice.daemon = True

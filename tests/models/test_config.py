@@ -430,3 +430,16 @@ def test_llama3_scaling_keeps_and_divides() -> None:
     between = (wavelength > 2048) & (wavelength < 8192)
     assert between.any()
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+
+
+def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it does to a look at its files: who runs the tests may be allowed everything."""
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(
+        UserError, match=r"config\.json: cannot be read \(Permission denied\); check the file's permissions"
+    ):
+        LlamaConfig.from_folder(tmp_path)

@@ -102,7 +102,19 @@ def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
         assert engine._encode(others) == ids
         assert {type(token) for token in engine._encode(others)} == {int}
     assert [token.token_id for token in engine.stream(list(np.array(ids)), SAMPLING)] == expected
-    for prompt in (5, ["a", "b"], None, "", [1, True], [np.True_], [1.0], [np.float32(1)], {1: 2}):
+    for prompt in (
+        5,
+        ["a", "b"],
+        None,
+        "",
+        [1, True],
+        [np.True_],
+        [1.0],
+        [np.float32(1)],
+        {1: 2},
+        b"hi",
+        bytearray(b"hi"),
+    ):
         with pytest.raises(UserError, match="prompt: expected a text"):
             next(engine.stream(prompt, SAMPLING))  # type: ignore[arg-type]
     # Python does not write an integer of so many digits.
@@ -270,13 +282,19 @@ run_guarded(Heartbeat(Placement()), work)
     ("variables", "line"),
     [
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE: expected a number in the environment, found 'x'"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "y"}, "MASTER_PORT: expected a"),
+        *(
+            (
+                {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                "MASTER_PORT: expected a",
+            )
+            for port in ("y", "-1", "0", "65536", "9" * 5000)
+        ),
         (
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"},
             "cannot meet 1 other rank(s) at 127.0.0.1:",
         ),
     ],
-    ids=["world", "port", "taken"],
+    ids=["world", "letter", "negative", "zero", "large", "huge", "taken"],
 )
 def test_a_wrong_environment_is_one_line(variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
