@@ -27,9 +27,9 @@ __all__ = ["print_plan", "step_costs"]
 # predicted step with its row. decode_parts is one run: llama-3.1-8b, 131072 tokens, 1 + 1 GPUs, half of the guesses
 # accepted.
 STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.23 to 4.27
-READ_BYTES_PER_S = (
-    4.5e12  # of the cache: 537 MB, reading alone in 116.4; decode_parts: attention 123.9, less ATTENTION_US
-)
+# Of the cache, 537 MB: reading alone, 32/8 heads of 128, 131072 tokens, in 116.4; decode_parts: attention 123.9, less
+# ATTENTION_US.
+READ_BYTES_PER_S = 4.5e12
 ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.4, less the time of its bytes
 ALL_REDUCE_US = 0.65  # of two in a layer, for each rank of the group. decode_step in mode off: fitted
 FIXED_US = 8.0  # the same, shapes of 10 to 80 layers: outside of layers
