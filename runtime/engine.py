@@ -92,6 +92,8 @@ class Engine:
         self._store = dist.PrefixStore(job, connect_store(self.placement)) if several else None
         self.agreement = Agreement(self.placement, self._store)
         self.heartbeat = Heartbeat(self.placement, job=job)
+        if self._store is not None:
+            self.heartbeat.announce(self._store)
         self.timeline = Timeline(self.device, trace)
         self.memory: MemoryPlan | None = None  # of what is loaded, cache included
         self._weights_bytes = 0  # of those that are loaded
@@ -209,7 +211,9 @@ class Engine:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         if not self._weights_bytes:
-            self._load_model()
+            self.heartbeat.start(self._release)
+            with self.heartbeat.waiting("load"):
+                self._load_model()
             self._weights_bytes = memory.weights_bytes
         self.cache = new_cache(
             codec, config, placement.tp_size, batch_size, max_context, self.dtype, self.device, self.config.softmax
@@ -282,7 +286,6 @@ class Engine:
             )
         self._check_agreement()
         self.heartbeat.mark(0, LOADING, -1)
-        self.heartbeat.start(self._release)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif placement.local_world_size > 1:
@@ -360,7 +363,7 @@ class Engine:
         steps = self._run(generation, sampling, progress)
         while True:
             self._refuse_closed()
-            with self.heartbeat.waiting():
+            with self.heartbeat.waiting(f"text {text}"):
                 token = next(steps, None)
             if token is None:
                 return
@@ -493,7 +496,8 @@ class Engine:
         self._refuse_closed()
         sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
-        with self.heartbeat.waiting():
+        self.heartbeat.start(self._release)
+        with self.heartbeat.waiting(f"the start of text {self._texts + 1}"):
             # Before anything of it is refused, for that has to happen on all ranks.
             self.agreement.require_same({"prompt": spelled(prompt)} | settings)
             prompts = [self._encode(prompt)]
@@ -562,13 +566,16 @@ class Engine:
         """
         # At the interpreter's end, this may come after the heartbeat has left: nobody is met then.
         has_left = self.placement.world_size > 1 and not self.heartbeat.watching
-        if self.transport is not None and not self._is_closed and not has_left:
+        if self.transport is None:
+            self.heartbeat.stop(has_met=False)
+        elif not self._is_closed and not has_left:
             error = error_on_its_way()
             if error is None:
-                with self.heartbeat.waiting():
-                    self.transport.flush()
-                self._close_together(self.transport)
-            elif self.heartbeat.meets_after(error):
+                with self.heartbeat.waiting("close"):
+                    if self.heartbeat.meets(None):
+                        self.transport.flush()
+                        self._close_together(self.transport)
+            elif self.heartbeat.meets(error):
                 # Messages may have no receiver any more; and the error on its way is the one to be seen.
                 with suppress(RuntimeError):
                     self._close_together(self.transport)
@@ -576,8 +583,7 @@ class Engine:
 
     def _close_together(self, transport: Transport) -> None:
         """Every rank is here, or on its way."""
-        self.heartbeat.closing()
-        with self.heartbeat.waiting():
+        with self.heartbeat.waiting("close"):
             transport.barrier()
         # Graphs first, then symmetric buffers, then process groups: NCCL waits for graphs that refer to it.
         self._release()

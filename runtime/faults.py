@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -34,6 +33,7 @@ from ..errors import (
     tell_torchrun,
 )
 from .placement import Placement
+from .processes import born, host, kill_stalled, process_state
 from .signals import SignalWatch
 from .transport import NOTICE_S, TIMEOUT, agent_hosts_store, connect_store
 
@@ -58,10 +58,12 @@ STORE_GONE = "the job's key-value store is gone: torchrun (or rank 0) died"
 class Heartbeat:
     """Publishes this rank's beat, watches the others', and exits with code 5 when one is lost.
 
-    Use `mark` before each operation, `waiting` around what other ranks take part in; `stop` before the process ends
-    well. A process that ends without `stop` leaves as well as it can, see `start`. `patience_s` is how long the others
-    bear with a rank that does not beat, where that is more than a few seconds; on the same host, they bear longer with
-    one that computes meanwhile.
+    `announce` it, `start` it before this rank first needs others; use `mark` before each operation, `waiting` around
+    what other ranks take part in; `stop` before the process ends well. One that ends without leaves as well as it can,
+    see `start`. Ranks that wait for each other in different places, for good, are told so, and end.
+
+    `patience_s` is how long the others bear with a rank that does not beat, where that is more than a few seconds; on
+    the same host, they bear longer with one that computes meanwhile.
 
     SIGTERM, where the program has no handler of its own, ends the process once the others have had time to show which
     of them failed. All other signals are the program's.
@@ -73,7 +75,8 @@ class Heartbeat:
         self._patience_s = patience_s
         self._progress = (0, "start", -1)
         self._progress_s = time.monotonic()  # when it was marked
-        self._is_waiting = False
+        self._waits = ""  # where this rank waits for others
+        self._is_noticed = False  # that it does, and for whom
         self._has_missed = False  # the last wait ended with an error that others may have caused
         self._stopped = threading.Event()
         self._reporting = threading.Lock()
@@ -82,13 +85,19 @@ class Heartbeat:
         self._cause: AlspecError | None = None  # what ends this process, for the others to repeat
         self._is_closing = False
         self._has_failed = False  # the cause is an error that it closes after: who misses it ends, and it stays
-        self._ended: Literal["", "closed", "left"] = ""
+        self._ended: Literal["", "closed", "unmet", "left"] = ""
         # Of each other rank, its newest beat, when that was first seen, and the process's CPU time then.
         self._seen: dict[int, tuple[dict[str, Any], float, float]] = {}
         self._thread: threading.Thread | None = None
+        self._store: dist.Store | None = None
+
+    def announce(self, store: dist.Store) -> None:
+        """Publish one beat in the store of this `job`: from here on the others see whether this process has ended."""
+        self._store = store
+        self._beat()
 
     def start(self, release: Callable[[], None] | None = None) -> None:
-        """Begin beating and watching; every rank must call it; again, it goes on. A rank alone has nobody to watch.
+        """Begin beating and watching; again, it goes on. A rank alone has nobody to watch.
 
         An interpreter that ends while this goes on first says goodbye, calls `release` (a method, whose object is not
         kept alive) and ends the process groups, all without waiting for the others: threads that are in the midst of
@@ -99,7 +108,6 @@ class Heartbeat:
         # A client of its own: the main thread may block inside a call on the other one.
         self._store = dist.PrefixStore(self._job, connect_store(self._placement))
         self._beat()
-        self._store.wait([self._key(rank) for rank in range(self._placement.world_size)])
         # The handler may never run while the main thread is blocked.
         self._signals = SignalWatch(takes_sigterm=True)
         self._thread = threading.Thread(target=self._watch, name="alspec-heartbeat", daemon=True)
@@ -115,61 +123,68 @@ class Heartbeat:
             self._beat()
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what needs the others: there, one that has ended its process without `stop` is missed."""
-        self._has_missed, self._is_waiting, self._progress_s = False, True, time.monotonic()
+    def waiting(self, where: str) -> Iterator[None]:
+        """Around what needs the others: there, one that has ended its process without `stop` is missed.
+
+        Args:
+            where: the same on all ranks that take part. Ranks that are stuck in different places wait in vain.
+        """
+        outer, self._waits, self._progress_s = self._waits, where, time.monotonic()
+        self._has_missed = self._is_noticed = False
         try:
             yield
         except BaseException as error:
             self._has_missed = _may_come_from_others(error)
             raise
         finally:
-            self._is_waiting = False  # a program that catches the error waits for nobody
+            self._waits = outer  # a program that catches the error waits for nobody
 
-    def closing(self) -> None:
-        """Tell the others that this rank needs them for nothing but `close`."""
-        self._is_closing = True
-        if self.watching:
-            with contextlib.suppress(dist.DistError, RuntimeError):
-                self._beat()
+    def meets(self, error: BaseException | None) -> bool:
+        """In `close`: whether all the others come to `close`, too, without which nothing is to be sent to them.
 
-    def meets_after(self, error: BaseException) -> bool:
-        """In `close`, while `error` is on its way: whether all the others come to `close`, too.
-
-        They do where all of them had the error, or nobody needed this rank any more. One that waits for it anywhere
-        else ends instead, and names it and its error, which is then for the caller to show.
+        After an `error` that is on its way, they do where all of them had it, or nobody needed this rank any more. One
+        that waits for it anywhere else ends instead, and names it and its error, which is then for the caller to show.
         """
         if self._placement.world_size == 1:
             return True
-        self.closing()
+        self._is_closing = True
         # An error of a collective may be a lost rank's, which shows before that.
         tells_after_s = STALL_LIMIT_S + 1 if _may_come_from_others(error) else 0.0
         started, is_noticed = time.monotonic(), False
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone
+            self._beat()
             while (waited_s := time.monotonic() - started) < TIMEOUT.total_seconds():
-                if self._cause is None and waited_s >= tells_after_s:
+                if error is not None and self._cause is None and waited_s >= tells_after_s:
                     self._has_failed = True
                     self.tell(self._own_failure(error, "closed its engine after an error"))
-                if self._lost_rank(STALL_LIMIT_S, misses=True):
-                    return False
-                if all(beat["closing"] for beat, *_ in self._seen.values()):
+                if self._lost_rank(STALL_LIMIT_S, misses=True) and error is not None:
+                    return False  # without an error, the watch ends the process
+                if len(self._seen) == self._placement.world_size - 1 and all(
+                    beat["closing"] for beat, *_ in self._seen.values()
+                ):
                     if self._has_failed:
                         self._cause, self._has_failed = None, False
                     return True
                 if waited_s > NOTICE_S and not is_noticed:
                     is_noticed = True
-                    what = f"rank {self._placement.rank} closes after {type(error).__name__}: {error}"
+                    after = "" if error is None else f" after {type(error).__name__}: {error}"
+                    what = f"rank {self._placement.rank} closes{after}"
                     print(f"alspec: {what}; waiting for the others to close", file=sys.stderr, flush=True)
-                time.sleep(0.05)
+                time.sleep(0.02)
         return False
 
-    def stop(self) -> None:
-        """Say goodbye, so that the others do not take this rank for dead. From any thread, and again."""
-        self._say_goodbye("closed")
+    def stop(self, has_met: bool = True) -> None:
+        """Say goodbye, so that the others do not take this rank for dead. From any thread, and again.
 
-    def _say_goodbye(self, ended: Literal["closed", "left"]) -> None:
-        if self._end_watch():
-            self._ended = ended
+        Args:
+            has_met: all of them; otherwise those that wait for it miss it.
+        """
+        self._say_goodbye("closed" if has_met else "unmet")
+
+    def _say_goodbye(self, ended: Literal["closed", "unmet", "left"]) -> None:
+        is_unstarted = self._thread is None and self._store is not None
+        if self._end_watch() or is_unstarted:
+            self._ended = self._ended or ended
             with contextlib.suppress(dist.DistError, RuntimeError):
                 self._beat()
                 deadline = time.monotonic() + TERMINATED_LIMIT_S
@@ -261,6 +276,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """Publish what this rank is at, built and set as one: an older record of another thread must not come last."""
+        assert self._store is not None
         with self._beating:
             self._counter += 1
             step, operation = self._place()
@@ -268,10 +284,13 @@ class Heartbeat:
                 "counter": self._counter,
                 "step": step,
                 "op": operation,
+                "has_started": self._thread is not None,
+                "waits": self._waits,
+                "is_stuck": self._has_waited(),
                 "patience_s": LOAD_LIMIT_S if operation == LOADING else self._patience_s,
                 "pid": os.getpid(),
-                "born": _born(os.getpid()),
-                "host": _host(),
+                "born": born(os.getpid()),
+                "host": host(),
                 "closing": self._is_closing,
                 "failed": self._has_failed,
                 "ended": self._ended,
@@ -298,7 +317,8 @@ class Heartbeat:
             try:
                 if not is_store_gone:
                     self._beat()
-                    lost = self._lost_rank(limit_s, self._has_waited())
+                    lost = self._lost_rank(limit_s, self._has_waited()) or self._parted_rank()
+                    self._tell_of_waiting()
             except (dist.DistError, RuntimeError):
                 is_store_gone = True
             if is_store_gone and (self._has_waited() or not self._host_has_left()):
@@ -312,7 +332,37 @@ class Heartbeat:
     def _has_waited(self) -> bool:
         """For others, and longer than any operation takes whose others have done their part."""
         limit_s = LOAD_LIMIT_S if self._progress[1] == LOADING else STALL_LIMIT_S
-        return self._is_waiting and time.monotonic() - self._progress_s > limit_s
+        return self._waits != "" and time.monotonic() - self._progress_s > limit_s
+
+    def _parted_rank(self) -> AlspecError | None:
+        """One line on a rank that waits for this one elsewhere, while this one waits for it here."""
+        step, operation = self._place()
+        own = (self._placement.rank, self._waits, step, operation, self._has_waited())
+        for rank, (beat, *_) in list(self._seen.items()):
+            other = (rank, beat["waits"], beat["step"], beat["op"], beat["is_stuck"])
+            if own[-1] and other[-1] and other[1] != own[1]:
+                places = ", ".join(
+                    f"rank {rank} in {waits} at step {step}, operation {operation}"
+                    for rank, waits, step, operation, _ in sorted([own, other])
+                )
+                return RankFailureError(f"ranks wait for each other in different places: {places}")
+        return None
+
+    def _tell_of_waiting(self) -> None:
+        """One line for each wait in vain for ranks whose programs are elsewhere, maybe for good."""
+        if self._is_noticed or not self._has_waited() or time.monotonic() - self._progress_s < NOTICE_S:
+            return
+        absent = [
+            f"{rank} (which has not created its engine)"
+            if rank not in self._seen
+            else f"{rank} (which is not in its engine, after step {self._seen[rank][0]['step']})"
+            for rank in range(self._placement.world_size)
+            if rank != self._placement.rank and (rank not in self._seen or not self._seen[rank][0]["waits"])
+        ]
+        if absent:
+            self._is_noticed = True
+            line = f"rank {self._placement.rank} waits in {self._waits} for rank {', '.join(absent)}"
+            print(f"alspec: {line}", file=sys.stderr, flush=True)
 
     def _lost_rank(self, limit_s: float, misses: bool) -> AlspecError | None:
         """One line on a rank that died, was interrupted or has not moved for `limit_s`; None if all are well.
@@ -320,11 +370,14 @@ class Heartbeat:
         Args:
             misses: this rank misses one, so that one that has left, if not by `close`, is lost.
         """
+        assert self._store is not None
         peers = [rank for rank in range(self._placement.world_size) if rank != self._placement.rank]
+        # Of one that has not created its engine there is no beat, for which `multi_get` would wait.
+        peers = [rank for rank in peers if rank in self._seen or self._store.check([self._key(rank)])]
         beats = [json.loads(beat) for beat in self._store.multi_get([self._key(rank) for rank in peers])]
         now = time.monotonic()
         for rank, beat in zip(peers, beats, strict=True):
-            state, cpu_s = _process_state(beat)
+            state, cpu_s = process_state(beat)
             last, since, cpu_then_s = self._seen.get(rank, (None, now, cpu_s))
             if last is None or last["counter"] != beat["counter"]:
                 since, cpu_then_s = now, cpu_s
@@ -332,7 +385,7 @@ class Heartbeat:
             where = f"step {beat['step']}, operation {beat['op']}"
             if state == "dead":
                 beat = json.loads(self._store.get(self._key(rank)))  # its last one
-            if beat["ended"] and not (beat["ended"] == "left" and misses):
+            if beat["ended"] and not (beat["ended"] != "closed" and misses):
                 continue
             # It leaves, maybe because of another rank; or it waits in `close`, and is missed only elsewhere.
             if not beat["failed"] or state == "dead" or (misses and not self._is_closing):
@@ -340,13 +393,20 @@ class Heartbeat:
                     return InterruptedJobError("interrupted")
                 if beat["cause"]:
                     return RankFailureError(beat["cause"])
+            if beat["ended"] == "unmet":
+                return RankFailureError(f"rank {rank} closed its engine at {where}, and did not wait for others")
             if beat["ended"]:
                 return RankFailureError(f"rank {rank} left at {where} without closing its engine")
+            if state == "dead" and not beat["has_started"]:
+                line = f"rank {rank} ended at {where}, and took no part; see its own output above for the cause"
+                return RankFailureError(line)
             if state == "dead":
                 return RankFailureError(f"rank {rank} died at {where}; see its own output above for the cause")
+            if not beat["has_started"]:
+                continue
             is_busy = state == "running" and cpu_s - cpu_then_s > BUSY_SHARE * (now - since)
             if now - since > max(limit_s, beat["patience_s"], LOAD_LIMIT_S if is_busy else 0.0):
-                _kill_stalled(beat)
+                kill_stalled(beat)
                 line = f"rank {rank} stalled at {where}: {state}, no heartbeat for {now - since:.1f} s"
                 return RankFailureError(line)
         return None
@@ -355,59 +415,15 @@ class Heartbeat:
         """This process hosts the store of others who have not said goodbye."""
         if self._placement.rank != 0 or agent_hosts_store():
             return False
-        beats = [json.loads(self._store.get(self._key(rank))) for rank in range(1, self._placement.world_size)]
-        return not all(beat["ended"] or _process_state(beat)[0] == "dead" for beat in beats)
+        assert self._store is not None
+        keys = [self._key(rank) for rank in range(1, self._placement.world_size)]
+        beats = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        return len(beats) < len(keys) or not all(beat["ended"] or process_state(beat)[0] == "dead" for beat in beats)
 
     def _host_has_left(self) -> bool:
         """Rank 0 had the store, and has said goodbye."""
         beat, *_ = self._seen.get(0, ({}, 0.0, 0.0))
         return not agent_hosts_store() and bool(beat.get("ended"))
-
-
-def _host() -> str:
-    """This boot and PID namespace: where they are equal, a process id means the same process."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
-            return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # unknown: equal to nobody's
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third (state) on."""
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-        return stat.read().rpartition(")")[2].split()
-
-
-def _born(pid: int) -> str:
-    """Start time of a process, in clock ticks since boot: tells it from a later one with the same id."""
-    try:
-        return _stat(pid)[19]
-    except OSError:
-        return ""
-
-
-def _process_state(beat: dict[str, Any]) -> tuple[str, float]:
-    """`dead`, `stopped` or `running` for a process of this host, with its CPU time; `silent` for one of another."""
-    if beat["host"] != _host():
-        return "silent", 0.0
-    try:
-        stat = _stat(beat["pid"])
-    except (FileNotFoundError, ProcessLookupError):
-        return "dead", 0.0
-    except OSError:
-        return "silent", 0.0
-    if stat[19] != beat["born"]:
-        return "dead", 0.0
-    state = {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(stat[0], "running")
-    return state, (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _kill_stalled(beat: dict[str, Any]) -> None:
-    """A stopped process ignores torchrun's SIGTERM for 30 s; kill it, so that the job ends now."""
-    if beat["host"] == _host() and beat["born"] == _born(beat["pid"]):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(beat["pid"], signal.SIGKILL)
 
 
 def _flush_stdout() -> None:
@@ -525,7 +541,7 @@ def run_guarded(heartbeat: Heartbeat, work: Callable[[], int], advice: str = "Us
     raise AssertionError("unreachable")
 
 
-def _may_come_from_others(error: BaseException) -> bool:
+def _may_come_from_others(error: BaseException | None) -> bool:
     """Collectives and stores fail with RuntimeError and its kinds in PyTorch; Python's own kinds are ours."""
     return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError | RecursionError)
 

@@ -295,7 +295,7 @@ time.sleep(60)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "missed",
-    ["list(stream(engine, 100))", "list(tokens)", "with engine.heartbeat.waiting(): time.sleep(60)"],
+    ["list(stream(engine, 100))", "list(tokens)", 'with engine.heartbeat.waiting("a test"): time.sleep(60)'],
     ids=["text", "step", "wait"],
 )
 def test_a_rank_that_leaves_early(missed: str, tiny_folder: Path, tmp_path: Path) -> None:
@@ -322,6 +322,80 @@ run_guarded(engine.heartbeat, work)
         pattern = r"alspec: exit 5: rank 1 left at step 2, operation .+ without closing its engine"
         assert len(lines) == 1, running.stderr
         assert re.fullmatch(pattern, lines[0]), running.stderr
+
+
+PLACE = r" at step \d+, operation [\w ,]+"
+PARTED = "ranks wait for each other in different places: rank 0 in text 1" + PLACE + ", rank 1 in {}" + PLACE
+# What rank 1 does after three tokens of text 1, while rank 0 goes on with it, and what the job then says.
+PARTINGS = {
+    "another text": ("next(stream(engine))", PARTED.format("the start of text 2")),
+    "close": ("engine.close()", PARTED.format("close")),
+    "close, later": ("time.sleep(6); engine.close()", PARTED.format("close")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("other", "line"), PARTINGS.values(), ids=PARTINGS)
+def test_ranks_that_part(other: str, line: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Each would wait for the other for ten minutes, or take its messages for others."""
+    program = write_program(
+        tmp_path,
+        f"""
+tokens = stream(engine, 100)
+for _ in range(3):
+    next(tokens)
+if rank == 1:
+    {other}
+list(tokens)
+time.sleep(60)
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        assert running.torchrun.wait(timeout=40) != 0
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        assert lines, running.stderr
+        assert all(re.fullmatch("alspec: exit 5: " + line, each) for each in lines), running.stderr
+
+
+UNUSED = {
+    "ends": ("sys.exit(0)", "rank 1 ended at step 0, operation start, and took no part; see its own .+"),
+    "closes": ("engine.close(); time.sleep(60)", "rank 1 closed its engine at step 0, operation start, and did not .+"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("other", "line"), UNUSED.values(), ids=UNUSED)
+def test_an_engine_that_is_not_used(other: str, line: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Of rank 1; rank 0 is told in its first text that it waits in vain."""
+    program = write_program(tmp_path, f"if rank == 1:\n    {other}\nlist(stream(engine))")
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        assert running.torchrun.wait(timeout=40) != 0
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        assert len(lines) == 1, running.stderr
+        assert re.fullmatch("alspec: exit 5: " + line, lines[0])
+
+
+@pytest.mark.slow
+def test_a_long_wait_for_a_rank_elsewhere(tiny_folder: Path, tmp_path: Path) -> None:
+    """It may still come, and then all is well."""
+    program = write_program(
+        tmp_path,
+        """
+if rank == 1:
+    time.sleep(12)
+tokens = stream(engine)
+next(tokens)
+if rank == 1:
+    time.sleep(12)
+list(tokens)
+engine.close()
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        assert running.torchrun.wait(timeout=60) == 0, running.stderr
+        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        absent = "for rank 1 (which is not in its engine, after step 0)"
+        assert lines == [f"alspec: rank 0 waits in {where} {absent}" for where in ("the start of text 1", "text 1")]
 
 
 @pytest.mark.slow

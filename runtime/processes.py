@@ -1,0 +1,57 @@
+"""Processes that other ranks tell of in their beats: whether they live, on this host, and what they have computed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from typing import Any
+
+__all__ = ["born", "host", "kill_stalled", "process_state"]
+
+
+def host() -> str:
+    """This boot and PID namespace: where they are equal, a process id means the same process."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
+            return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"  # unknown: equal to nobody's
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third (state) on."""
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+        return stat.read().rpartition(")")[2].split()
+
+
+def born(pid: int) -> str:
+    """Start time of a process, in clock ticks since boot: tells it from a later one with the same id."""
+    try:
+        return _stat(pid)[19]
+    except OSError:
+        return ""
+
+
+def process_state(beat: dict[str, Any]) -> tuple[str, float]:
+    """`dead`, `stopped` or `running` for a process of this host, with its CPU time; `silent` for one of another."""
+    if beat["host"] != host():
+        return "silent", 0.0
+    try:
+        stat = _stat(beat["pid"])
+    except (FileNotFoundError, ProcessLookupError):
+        return "dead", 0.0
+    except OSError:
+        return "silent", 0.0
+    if stat[19] != beat["born"]:
+        return "dead", 0.0
+    state = {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(stat[0], "running")
+    return state, (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def kill_stalled(beat: dict[str, Any]) -> None:
+    """A stopped process ignores torchrun's SIGTERM for 30 s; kill it, so that the job ends now."""
+    if beat["host"] == host() and beat["born"] == born(beat["pid"]):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(beat["pid"], signal.SIGKILL)
