@@ -150,8 +150,8 @@ def _check(engine: Engine) -> None:
         lm_head=weights.lm_head.float(),
     )
     cache = new_cache("bf16", config, engine.placement.tp_size, 1, CHECKED_TOKENS, torch.float32, engine.device)
-    gather_partials = engine.connected().gather_partials
-    expected = _logits(engine, Llama(config, exact, gather_partials), cache, ids, CHECKED_TOKENS)
+    group = engine.connected()
+    expected = _logits(engine, Llama(config, exact, group), cache, ids, CHECKED_TOKENS)
     logits = _logits(engine, model, engine.cache, ids, CHECKED_CHUNK)
     error = float((logits - expected).norm() / expected.norm())
     if not error < TOLERANCE[engine.config.kv_cache]:

@@ -7,8 +7,8 @@ The residual stream `x` is fp32 and replicated over the group; every other activ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -139,17 +139,29 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
     return LlamaWeights(embedding, layers, torch.ones_like(layers[0].input_norm), lm_head)
 
 
+class Group(Protocol):
+    """What the ranks of a tensor-parallel group do together."""
+
+    def gather_partials(self, partial: Tensor) -> Tensor:
+        """[n, hidden] on each rank -> [P, n, hidden], whose sum is that over the group."""
+
+    def scatter_partials(self, partial: Tensor) -> Tensor:
+        """[n, hidden] on each rank -> [T, m, hidden] of its own m of the n tokens."""
+
+    def gather_tokens(self, own: Tensor, num_tokens: int) -> Tensor:
+        """[m, hidden] of its own tokens on each rank -> [n, hidden]."""
+
+
 class Llama:
     """The operations of one decoder step on one rank; attention itself belongs to the step program.
 
-    Args:
-        gather_partials: [n, hidden] on each rank -> [P, n, hidden], whose sum is that over the tensor-parallel group.
+    Of a long prompt each rank keeps the residual stream of its own tokens only, m of n; else m = n.
     """
 
-    def __init__(self, config: LlamaConfig, weights: LlamaWeights, gather_partials: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: LlamaConfig, weights: LlamaWeights, group: Group) -> None:
         self.config = config
         self.weights = weights
-        self._gather_partials = gather_partials
+        self._group = group
         self.inv_freq = config.inv_freq().to(weights.embedding.device)
         self.sm_scale = config.head_dim**-0.5
 
@@ -162,7 +174,7 @@ class Llama:
         """The same weights, with the LM head behind so many of the layers, if there are so many."""
         layers = self.weights.layers[:num_layers]
         config = self.config.model_copy(update={"num_layers": len(layers)})
-        return Llama(config, replace(self.weights, layers=layers), self._gather_partials)
+        return Llama(config, replace(self.weights, layers=layers), self._group)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[n] integers -> x [n, hidden] fp32."""
@@ -170,12 +182,16 @@ class Llama:
 
     def reduce_residual(self, x: Tensor, partial: Tensor | None) -> Tensor:
         """Finish an all-reduce: `x + sum over ranks of partial`, [n, hidden] fp32; None stands for nothing to add."""
-        return x if partial is None else add_parts(x, self._gather_partials(partial))
+        return x if partial is None else add_parts(x, self._group.gather_partials(partial))
 
-    def _add_norm(self, x: Tensor, partial: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Finish an all-reduce, as `reduce_residual`; and RMSNorm, [n, hidden]."""
-        parts = None if partial is None else self._gather_partials(partial)
-        return add_rms_norm(x, parts, weight, self.config.rms_norm_eps)
+    def _add_norm(self, x: Tensor, partial: Tensor | None, weight: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Finish an all-reduce, as `reduce_residual`, of x [m, hidden]; and RMSNorm, [n, hidden]."""
+        if len(x) == num_tokens:
+            parts = None if partial is None else self._group.gather_partials(partial)
+            return add_rms_norm(x, parts, weight, self.config.rms_norm_eps)
+        parts = None if partial is None else self._group.scatter_partials(partial)
+        x, y = add_rms_norm(x, parts, weight, self.config.rms_norm_eps)
+        return x, self._group.gather_tokens(y, num_tokens)
 
     def pre_attention(
         self, layer: int, x: Tensor, partial: Tensor | None, positions: Tensor
@@ -183,13 +199,13 @@ class Llama:
         """Finish the previous all-reduce, then RMSNorm, QKV projection and RoPE.
 
         Args:
-            x: [n, hidden] fp32.  partial: of the previous layer's `post_attention`, or None.  positions: [n] integers.
+            x: [m, hidden] fp32.  partial: of the previous layer's `post_attention`, or None.  positions: [n] integers.
         Returns:
-            x [n, hidden] fp32, q [n, Hq, D], k and v [n, Hkv, D].
+            x [m, hidden] fp32, q [n, Hq, D], k and v [n, Hkv, D].
         """
         weights, head_dim = self.weights.layers[layer], self.config.head_dim
-        x, y = self._add_norm(x, partial, weights.input_norm)
-        qkv = F.linear(y, weights.qkv).view(x.shape[0], -1, head_dim)
+        x, y = self._add_norm(x, partial, weights.input_norm, len(positions))
+        qkv = F.linear(y, weights.qkv).view(len(y), -1, head_dim)
         group = self.config.num_qo_heads // self.config.num_kv_heads
         return x, *rotate_heads(qkv, qkv.shape[1] // (group + 2), *rope_cos_sin(positions, self.inv_freq))
 
@@ -197,13 +213,13 @@ class Llama:
         """o_proj, all-reduce and residual, RMSNorm, gate/up with SiLU, down; its all-reduce comes with the next one.
 
         Args:
-            x: [n, hidden] fp32.  attn_out: [n, Hq, D].
+            x: [m, hidden] fp32.  attn_out: [n, Hq, D].
         Returns:
-            x [n, hidden] fp32 after attention, and this rank's partial of the MLP output [n, hidden].
+            x [m, hidden] fp32 after attention, and this rank's partial of the MLP output [n, hidden].
         """
         weights = self.weights.layers[layer]
         attn = attn_out.to(weights.o.dtype).flatten(1)
-        x, y = self._add_norm(x, F.linear(attn, weights.o), weights.post_norm)
+        x, y = self._add_norm(x, F.linear(attn, weights.o), weights.post_norm, len(attn))
         return x, F.linear(silu_mul(F.linear(y, weights.gate_up)), weights.down)
 
     def lm_head(self, x: Tensor) -> Tensor:

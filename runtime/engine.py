@@ -303,7 +303,7 @@ class Engine:
             if reason:
                 self._uses_symm = False
                 self.notices.append(f"decoding over nccl: no symmetric memory ({reason})")
-        self.model = Llama(config, weights, self.transport.gather_partials)
+        self.model = Llama(config, weights, self.transport)
 
     def _check_agreement(self) -> None:
         """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""

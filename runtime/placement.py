@@ -31,21 +31,34 @@ class Placement:
 
     @classmethod
     def from_environment(cls) -> Placement:
-        """Read torchrun's variables; without them, one rank alone."""
+        """Read torchrun's variables; without them, one rank alone.
+
+        Raises:
+            UserError: they are no numbers, or do not fit each other.
+        """
 
         def number(name: str, default: int) -> int:
             value = os.environ.get(name, str(default))
-            if not value.isdecimal():
-                raise UserError(f"{name}: expected a number in the environment, found {value!r}; use torchrun")
+            if not value.isdecimal() or len(value) > 9 or (name.endswith("SIZE") and int(value) == 0):
+                raise UserError(f"{name}: expected a number in the environment, found {value!r:.80}; use torchrun")
             return int(value)
 
         world_size = number("WORLD_SIZE", 1)
-        return cls(
+        found = cls(
             rank=number("RANK", 0),
             world_size=world_size,
             local_rank=number("LOCAL_RANK", 0),
             local_world_size=number("LOCAL_WORLD_SIZE", world_size),
         )
+        for name, value, limit in (
+            ("RANK", found.rank, world_size - 1),
+            ("LOCAL_RANK", found.local_rank, found.local_world_size - 1),
+            ("LOCAL_WORLD_SIZE", found.local_world_size, world_size),
+        ):
+            if value > limit:
+                sizes = f"WORLD_SIZE {world_size} and LOCAL_WORLD_SIZE {found.local_world_size}"
+                raise UserError(f"{name}: expected at most {limit} with {sizes}, found {value}; use torchrun")
+        return found
 
     @property
     def tp_size(self) -> int:

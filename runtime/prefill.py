@@ -52,7 +52,8 @@ def prefill(
         own = turn[placement.group % len(turn)]
         ids = torch.tensor(token_ids[own.start : own.stop], device=device)
         positions = torch.arange(own.start, own.stop, device=device)
-        x, partial = model.embed(ids), None
+        kept = transport.own_tokens(len(own))
+        x, partial = model.embed(ids)[kept.start : kept.stop], None
         for layer in range(model.num_layers):
             with operation("prefill", layer):
                 x, q, k, v = model.pre_attention(layer, x, partial, positions)
@@ -66,7 +67,8 @@ def prefill(
         if progress is not None and turn[-1].stop < len(token_ids):
             transport.synchronize()
             progress(turn[-1].stop)
-    x = model.reduce_residual(x[-1:], None if partial is None else partial[-1:].contiguous())
+    last = transport.all_gather_group(x[-1:])[-1] if len(kept) < len(own) else x[-1:]
+    x = model.reduce_residual(last, None if partial is None else partial[-1:].contiguous())
     if len(turn) == 2:
         x = transport.gather_pair(x)[1]
     return gather_logits(model, transport, x), layer_sums

@@ -28,6 +28,9 @@ _hosted: list[dist.Store] = []
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 MOST_GATHERED = 4  # ranks whose partial sums of 16 bits are gathered
+# Tokens of a prompt, and ranks, from which on the residual stream is spread over the ranks: two collectives take longer
+# than one for fewer tokens, and two ranks receive the same bytes either way. With T (T - 1) tokens every rank has some.
+LEAST_SPREAD, FEWEST_SPREADING = 1024, 3
 
 
 def agent_hosts_store() -> bool:
@@ -153,6 +156,37 @@ class Transport:
         if tp_size == 1 or (partial.itemsize == 2 and tp_size <= MOST_GATHERED):
             return self.all_gather_group(partial)
         return self.all_reduce(partial.float())[None]
+
+    def own_tokens(self, num_tokens: int) -> range:
+        """Of a prompt's tokens, those whose residual stream this rank keeps: equal parts, or of a short prompt all."""
+        placement = self.placement
+        if placement.tp_size < FEWEST_SPREADING or num_tokens < LEAST_SPREAD:
+            return range(num_tokens)
+        return range(num_tokens)[self._share_of(placement.tp_rank, num_tokens)]
+
+    def _share_of(self, tp_rank: int, num_tokens: int) -> slice:
+        size = -(-num_tokens // self.placement.tp_size)
+        return slice(tp_rank * size, (tp_rank + 1) * size)
+
+    def scatter_partials(self, partial: Tensor) -> Tensor:
+        """[n, hidden] on each rank -> [T, m, hidden] in rank order, of the `own_tokens` of each, if they are spread.
+
+        With `gather_tokens` in 16 bits, 2 (T - 1) / T 2 bytes of each value come to a rank: half of an all-reduce in
+        fp32, whose sum it is.
+        """
+        tp_size = self.placement.tp_size
+        sizes = [len(range(len(partial))[self._share_of(tp_rank, len(partial))]) for tp_rank in range(tp_size)]
+        own = sizes[self.placement.tp_rank]
+        out = partial.new_empty(tp_size, own, *partial.shape[1:])
+        dist.all_to_all_single(out.flatten(0, 1), partial, [own] * tp_size, sizes, group=self._tp_group)
+        return out
+
+    def gather_tokens(self, own: Tensor, num_tokens: int) -> Tensor:
+        """[m, hidden] of each rank's `own_tokens`, if they are spread -> [n, hidden]."""
+        size = -(-num_tokens // self.placement.tp_size)
+        if len(own) < size:  # the last ones have fewer
+            own = torch.nn.functional.pad(own, (0, 0, 0, size - len(own)))
+        return self.all_gather_group(own).flatten(0, 1)[:num_tokens]
 
     def all_gather_group(self, tensor: Tensor) -> Tensor:
         """[...] on each rank -> [T, ...] in rank order, over the tensor-parallel group."""

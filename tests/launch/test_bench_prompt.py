@@ -79,7 +79,7 @@ def test_operations_are_those_that_pytorch_counts(num_tokens: int, tied: bool, m
     monkeypatch.setattr(attention, "newest_causal_mask", lambda num_queries, num_tokens: None)
     config = TINY.model_copy(update={"tie_word_embeddings": tied})
     transport = Transport(Placement(), CPU, "gloo", None)
-    model = Llama(config, random_weights(config, Shard(), torch.float32, CPU), transport.gather_partials)
+    model = Llama(config, random_weights(config, Shard(), torch.float32, CPU), transport)
     cache = new_cache("bf16", config, 1, 1, num_tokens, torch.float32, CPU)
     # Fused attention on the CPU is not counted at all.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -73,7 +73,7 @@ class Runner:
     """One rank decoding one request on the CPU: prefill in chunks, then steps of `off`."""
 
     def __init__(self, config: LlamaConfig, weights: LlamaWeights, transport: Transport) -> None:
-        self.model = Llama(config, weights, transport.gather_partials)
+        self.model = Llama(config, weights, transport)
         self.transport = transport
         kv_heads = config.num_kv_heads // transport.placement.tp_size
         self.cache = KVCache(config.num_layers, 1, kv_heads, 200, config.head_dim, torch.float32, CPU)
@@ -186,7 +186,7 @@ def test_bf16_execution_stays_near_fp32(tmp_path: Path) -> None:
     config = LlamaConfig.from_folder(tmp_path)
     weights = load_weights(Checkpoint.open(tmp_path, config), config, Shard(), torch.bfloat16, CPU)
     assert all(tensor.dtype == torch.bfloat16 for tensor in every_tensor(weights))
-    model = Llama(config, weights, lambda partial: partial[None])
+    model = Llama(config, weights, Transport(Placement(), CPU, "gloo", None))
     ids = prompt(TINY["vocab_size"], 20)
     cache = KVCache(config.num_layers, 1, config.num_kv_heads, 20, config.head_dim, torch.bfloat16, CPU)
     logits, layer_sums = prefill(model, cache, Transport(Placement(), CPU, "gloo", None), 0, ids, no_operation)

@@ -1,7 +1,8 @@
 """One rank of two groups that share prompts, or of one; started with torchrun's variables.
 
-Run as `prefill_worker.py FOLDER GROUPS DEVICE`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.pt: of each case the
-logits, the cache and the tokens that this rank processed. One group alone takes the same chunks, one after the other.
+Run as `prefill_worker.py FOLDER GROUPS DEVICE LEAST`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.pt: of each case
+the logits, the cache and the tokens that this rank processed. One group alone takes the same chunks, one after the
+other. Chunks of LEAST tokens are spread over the ranks of a group.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, random_weights
 from alspec.operation import no_operation
 from alspec.runtime import prefill as prefill_module
+from alspec.runtime import transport as transport_module
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.placement import Placement
@@ -31,6 +33,7 @@ CONFIG = LlamaConfig(
 )
 CHUNK = 128
 LEAST_SHARED = 80
+LEAST_SPREAD = 100  # tokens, unless told otherwise: some chunks are spread
 
 
 def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, may_split: bool) -> list[list[range]]:
@@ -38,11 +41,11 @@ def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, may_split: b
 
 
 @torch.no_grad()
-def run_case(transport: Transport, kv_cache: str, lengths: list[int]) -> dict[str, Any]:
+def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spread: int) -> dict[str, Any]:
     """A batch of prompts."""
     shard, tp_size = transport.placement.shard, transport.placement.tp_size
     device = transport.device
-    model = Llama(CONFIG, random_weights(CONFIG, shard, torch.float32, device), transport.gather_partials)
+    model = Llama(CONFIG, random_weights(CONFIG, shard, torch.float32, device), transport)
     cache = new_cache(kv_cache, CONFIG, tp_size, len(lengths), max(lengths), torch.float32, device)
     processed: list[list[int]] = []
     embed = model.embed
@@ -58,6 +61,7 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int]) -> dict[st
         mock.patch.object(model, "embed", noting_embed),
         mock.patch.object(prefill_module, "LEAST_SHARED", LEAST_SHARED),
         mock.patch.object(prefill_module, "turns_of", turns),
+        mock.patch.multiple(transport_module, LEAST_SPREAD=least_spread, FEWEST_SPREADING=2),
     ):
         for request, length in enumerate(lengths):
             ids = torch.randint(CONFIG.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -68,18 +72,20 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int]) -> dict[st
     return found | {"cache": {name: tensor.cpu() for name, tensor in tensors.items()}}
 
 
-def main(folder: Path, num_groups: int, kind: str) -> None:
+def main(folder: Path, num_groups: int, kind: str, least_spread: int) -> None:
     torch.set_num_threads(1)
     spec = json.loads((folder / "spec.json").read_text())
     placement = replace(Placement.from_environment(), num_groups=num_groups)
     device = torch.device(kind, placement.local_rank if kind == "cuda" else None)
     store = connect_store(placement) if placement.world_size > 1 else None
     transport = Transport(placement, device, "nccl" if kind == "cuda" else "gloo", store)
-    found = {f"{kv_cache} {lengths}": run_case(transport, kv_cache, lengths) for kv_cache, lengths in spec}
+    found = {
+        f"{kv_cache} {lengths}": run_case(transport, kv_cache, lengths, least_spread) for kv_cache, lengths in spec
+    }
     torch.save(found, folder / f"rank{placement.rank}.pt")
     transport.barrier()
     transport.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

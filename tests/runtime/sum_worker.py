@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from alspec.runtime import transport as transport_module
 from alspec.runtime.placement import Placement
 from alspec.runtime.transport import Transport, connect_store
 
@@ -31,7 +32,18 @@ def main() -> None:
         own = partial.cpu().clone()
         with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
             parts = transport.gather_partials(partial)
-        found[str(dtype)] = {"own": own, "parts": parts.cpu(), "reduced": reduced.call_count}
+        with mock.patch.multiple(transport_module, LEAST_SPREAD=1, FEWEST_SPREADING=2):
+            tokens = transport.own_tokens(len(partial))
+        if placement.tp_size > 1:
+            # Again as it was: a reduction is in place.
+            scattered = transport.scatter_partials(own.to(device))
+            gathered = transport.gather_tokens(own[tokens.start : tokens.stop].to(device), len(partial))
+        else:
+            scattered, gathered = own[None], own
+        found[str(dtype)] = {
+            "own": own, "parts": parts.cpu(), "reduced": reduced.call_count, "tokens": tokens,
+            "scattered": scattered.cpu(), "gathered": gathered.cpu(), "all": list(transport.own_tokens(len(partial))),
+        }  # fmt: skip
     torch.save(found, folder / f"rank{placement.rank}.pt")
     transport.barrier()
     transport.close()

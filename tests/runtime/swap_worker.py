@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
     transport = Transport(placement, CPU, "gloo", connect_store(placement))
     config = LlamaConfig.from_folder(Path(spec["model"]))
     weights = load_weights(Checkpoint.open(Path(spec["model"]), config), config, placement.shard, torch.float32, CPU)
-    model = Llama(config, weights, transport.gather_partials)
+    model = Llama(config, weights, transport)
     results = [run_case(model, transport, case) for case in spec["cases"]]
     (folder / f"rank{placement.rank}.json").write_text(json.dumps(results))
     transport.barrier()

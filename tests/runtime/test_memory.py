@@ -207,7 +207,7 @@ def test_a_prompt_of_128k_tokens_stays_within_the_plan(kv_cache: str) -> None:
     others = torch.cuda.memory_allocated(device)  # of other tests
     plan = plan_memory(config, Shard(), torch.bfloat16, 1, num_tokens, kv_cache)
     transport = Transport(Placement(), device, "nccl", None)
-    model = Llama(config, random_weights(config, Shard(), torch.bfloat16, device), transport.gather_partials)
+    model = Llama(config, random_weights(config, Shard(), torch.bfloat16, device), transport)
     cache = new_cache(kv_cache, config, 1, 1, num_tokens, torch.bfloat16, device)
     token_ids = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     held = torch.cuda.memory_allocated(device) - others

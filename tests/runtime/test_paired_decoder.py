@@ -162,7 +162,7 @@ def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, req
     config = LlamaConfig.from_folder(folder)
     weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
     transport = Transport(Placement(), CPU, "gloo", None)
-    model = Llama(config, weights, transport.gather_partials)
+    model = Llama(config, weights, transport)
     cache = _cache(config, codec)
     prefill(model, cache, transport, 0, PROMPT, no_operation)
     program = StepProgram(model, cache, transport, "simulated", threshold, S, no_operation)
@@ -198,7 +198,7 @@ def test_forced_verdicts_leave_the_bits_of_one_group(small_folder: Path, verdict
     model = Llama(
         config.model_copy(update={"num_layers": len(layers)}),
         replace(weights, layers=layers),
-        Transport(Placement(), CPU, "gloo", None).gather_partials,
+        Transport(Placement(), CPU, "gloo", None),
     )
     pair = Pair(model, 0.1, "bf16", torch.tensor(verdicts, dtype=torch.int32))
     one = OneRank(model, verdicts)

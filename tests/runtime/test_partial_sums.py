@@ -28,7 +28,7 @@ GPUS = torch.cuda.device_count()
 )
 def test_sums_are_those_of_fp32_and_alike_everywhere(device: str, world_size: int, tmp_path: Path) -> None:
     run_ranks(WORKER, world_size, tmp_path, device, timeout_s=120)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world_size)]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
     for name in ("torch.bfloat16", "torch.float16", "torch.float32"):
         partials = torch.stack([rank[name]["own"].double() for rank in ranks])
         parts = ranks[0][name]["parts"]
@@ -40,3 +40,12 @@ def test_sums_are_those_of_fp32_and_alike_everywhere(device: str, world_size: in
         is_gathered = world_size == 1 or (name != "torch.float32" and world_size <= MOST_GATHERED)
         assert len(parts) == (world_size if is_gathered else 1)
         assert all(rank[name]["reduced"] == (0 if is_gathered else 1) for rank in ranks)
+        # Every token is somebody's; of it come all ranks' partials there, and from there its row to all.
+        assert [token for rank in ranks for token in rank[name]["tokens"]] == list(range(7))
+        assert all(rank[name]["all"] == list(range(7)) for rank in ranks), "short prompts are not spread"
+        owns = torch.stack([rank[name]["own"] for rank in ranks])
+        for rank in ranks:
+            tokens = rank[name]["tokens"]
+            assert torch.equal(rank[name]["scattered"], owns[:, tokens.start : tokens.stop])
+            rows = [owner[name]["own"][token] for owner in ranks for token in owner[name]["tokens"]]
+            assert torch.equal(rank[name]["gathered"], torch.stack(rows))

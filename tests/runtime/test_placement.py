@@ -68,6 +68,27 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Placement.from_environment() == Placement(5, 8, 1, 4)
 
 
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ("RANK=2 WORLD_SIZE=2", "RANK: expected at most 1 with WORLD_SIZE 2"),
+        ("RANK=1", "RANK: expected at most 0 with WORLD_SIZE 1"),
+        ("RANK=1 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK: expected at most 1"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3", "LOCAL_WORLD_SIZE: expected at most 2"),
+        ("WORLD_SIZE=0", "WORLD_SIZE: expected a number in the environment, found '0'"),
+        ("WORLD_SIZE=-1", "WORLD_SIZE: expected a number in the environment, found '-1'"),
+        ("RANK=" + 5000 * "9", "RANK: expected a number in the environment, found '999"),
+    ],
+)
+def test_variables_that_do_not_fit(variables: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a rank would wait for one that never comes."""
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(UserError, match=named) as error:
+        Placement.from_environment()
+    assert len(str(error.value)) < 200
+
+
 # (query heads, KV heads, world size) -> mode and groups that `auto` takes.
 AUTO = [
     (8, 4, 1, ("off", 1)),

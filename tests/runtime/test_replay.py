@@ -45,7 +45,7 @@ class Setting:
         config = LlamaConfig.from_folder(folder)
         weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
         self.transport = Transport(Placement(), CPU, "gloo", None)
-        self.model = Llama(config, weights, self.transport.gather_partials)
+        self.model = Llama(config, weights, self.transport)
         capacity = max(CAPACITY, *(len(ids) + 10 for ids in prompts))
         self.cache = new_cache(codec, config, 1, len(prompts), capacity, torch.float32, CPU)
 

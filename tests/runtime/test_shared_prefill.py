@@ -12,7 +12,7 @@ import jobs
 import pytest
 import torch
 from hypothesis import strategies as st
-from prefill_worker import CHUNK, LEAST_SHARED
+from prefill_worker import CHUNK, LEAST_SHARED, LEAST_SPREAD
 
 from alspec.runtime import prefill as prefill_module
 from alspec.runtime.prefill import turns_of
@@ -26,9 +26,16 @@ CODECS = ("bf16", "turbo4", "turbo-mixed", "turbo2")
 CASES = [(codec, [length]) for codec in CODECS for length in LENGTHS] + [(codec, BATCH) for codec in CODECS]
 
 
-def run_ranks(folder: Path, world_size: int, num_groups: int, device: str) -> Ranks:
-    (folder / "spec.json").write_text(json.dumps(CASES))
-    jobs.run_ranks(WORKER, world_size, folder, str(num_groups), device, timeout_s=300)
+def run_ranks(
+    folder: Path,
+    world_size: int,
+    num_groups: int,
+    device: str,
+    cases: list[tuple[str, list[int]]] = CASES,
+    least_spread: int = LEAST_SPREAD,
+) -> Ranks:
+    (folder / "spec.json").write_text(json.dumps(cases))
+    jobs.run_ranks(WORKER, world_size, folder, str(num_groups), device, str(least_spread), timeout_s=300)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world_size)]
 
 
@@ -104,6 +111,22 @@ def test_each_group_does_its_share(ranks: Ranks, codec: str, lengths: list[int])
         assert all(bool(sums.isfinite().all()) for sums in found[name]["sums"])
         done = [turn[-1].stop for length in lengths for turn in shared_turns(length, codec)[:-1]]
         assert found[name]["done"] == done
+
+
+@pytest.mark.parametrize(("world_size", "num_groups"), [(4, 1), (4, 2)])
+def test_tokens_spread_over_ranks_leave_what_they_do_together(world_size: int, num_groups: int, tmp_path: Path) -> None:
+    """The residual stream of each token on one rank, or of all on every rank: caches and logits but for rounding."""
+    cases = [("bf16", [length]) for length in (99, 100, 101, 127, 228, 500)]
+    found = []
+    for least_spread in (LEAST_SPREAD, 10**6):
+        folder = tmp_path / str(least_spread)
+        folder.mkdir()
+        found.append(run_ranks(folder, world_size, num_groups, "cpu", cases, least_spread))
+    for spread, together in zip(*found, strict=True):
+        for name, expected in together.items():
+            torch.testing.assert_close(spread[name]["cache"], expected["cache"], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(spread[name]["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
+            assert torch.equal(spread[name]["logits"][0], found[0][0][name]["logits"][0])
 
 
 @hypothesis.given(

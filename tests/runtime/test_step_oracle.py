@@ -84,7 +84,13 @@ def setting(tiny_folder: Path, oracle: Any) -> Setting:
     token_ids = torch.randint(config.vocab_size, (STEPS, len(SEQ_LENS)), generator=generator)
     k_cache, v_cache = list(cache.k.double()), list(cache.v.double())
     return Setting(
-        config, Llama(config, weights, lambda partial: partial[None]), cache, oracle, k_cache, v_cache, token_ids
+        config,
+        Llama(config, weights, Transport(Placement(), CPU, "gloo", None)),
+        cache,
+        oracle,
+        k_cache,
+        v_cache,
+        token_ids,
     )
 
 

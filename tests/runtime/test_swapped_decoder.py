@@ -67,7 +67,7 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     config = LlamaConfig.from_folder(folder)
     weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
     transport = Transport(Placement(), CPU, "gloo", None)
-    model = Llama(config, weights, transport.gather_partials)
+    model = Llama(config, weights, transport)
     prompts = case["prompts"]
     capacity = max(map(len, prompts)) + 9
     cache = new_cache(case["kv_cache"], config, 1, len(prompts), capacity, torch.float32, CPU)
