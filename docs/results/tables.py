@@ -40,8 +40,9 @@ def main() -> None:
     ablations = read("quality_ablations.jsonl")
     sections = [
         steps("Decode steps", read("decode_step.jsonl")),
-        against_off(read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
+        against_off("Pairs against tensor parallelism", "decode_step.jsonl"),
         steps("Decode steps on H100", read("decode_step_h100.jsonl")),
+        against_off("Pairs against tensor parallelism on H100", "decode_step_h100.jsonl"),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         decode(read("decode_attention.jsonl")),
         quantised(read("turbo_attention.jsonl")),
@@ -137,8 +138,9 @@ def steps(title: str, rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
+def against_off(title: str, file: str) -> str:
     """Pairs beside tensor parallelism on the same GPUs, and beside what the latency model makes of measured parts."""
+    rows, parts = read(file), read(file, PARTS)
     plain = {_setting(row): row for row in rows if row["case"]["mode"] == "off"}
     measured: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in parts:
@@ -191,7 +193,7 @@ def against_off(rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
             where(*parts),
             table(["shape", "GPUs", "context", "cache", "hits", *names], cells),
         ]
-    return "\n\n".join(["## Pairs against tensor parallelism", *text, *tables])
+    return "\n\n".join([f"## {title}", *text, *tables])
 
 
 def against(base: dict[str, Any], row: dict[str, Any]) -> str:
@@ -225,23 +227,25 @@ def allreduce(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     impls = list(dict.fromkeys(row["impl"] for row in rows))
-    lines: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    gpus: dict[str, dict[tuple[int, int], dict[str, dict[str, Any]]]] = {}
     for row in rows:
         case = row["case"]
-        lines.setdefault((case["world"], case["batch"]), {})[row["impl"]] = row
-    cells = [
-        [str(world), str(batch), f"{next(iter(found.values()))['bytes'] // 1024}"]
-        + [spread(found[impl]) if impl in found else "" for impl in impls]
-        for (world, batch), found in sorted(lines.items())
-    ]
+        gpus.setdefault(row["gpu"], {}).setdefault((case["world"], case["batch"]), {})[row["impl"]] = row
+    tables = []
+    for gpu, lines in gpus.items():
+        cells = [
+            [str(world), str(batch), f"{next(iter(found.values()))['bytes'] // 1024}"]
+            + [spread(found[impl]) if impl in found else "" for impl in impls]
+            for (world, batch), found in sorted(lines.items())
+        ]
+        tables += [where(*(row for row in rows if row["gpu"] == gpu)), table(["GPUs", "batch", "KB", *impls], cells)]
     return "\n\n".join(
         [
             "## All-reduce alone",
             "p20 / p50 / p80 in microseconds of one all-reduce inside a CUDA graph of many, on the slowest rank. Ours"
             " also adds the residual and leaves what the next norm needs, in two dependent launches, a push and a"
             " reduction; two launches that do nothing stand beside it.",
-            where(*rows),
-            table(["GPUs", "batch", "KB", *impls], cells),
+            *tables,
         ]
     )
 
