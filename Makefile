@@ -10,11 +10,13 @@ SEED ?= 4
 
 .PHONY: generate test lint ci clean
 
+# The prompt goes through the environment, whatever quotes and dollars it has.
+export PROMPT
 # The seed is one of six looked at; `make generate SEED=7` gives another text. OMP_NUM_THREADS only keeps torchrun from
 # warning; the ranks of a host share its cores.
 generate: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/generate.py \
-		--speculation $(SPECULATION) --temperature 0.8 --top-p 0.9 --seed $(SEED) --prompt "$(PROMPT)"
+		--speculation $(SPECULATION) --temperature 0.8 --top-p 0.9 --seed $(SEED) --prompt "$$PROMPT"
 
 # Files side by side: most of the time goes to one kernel at a time in Triton's interpreter.
 test: $(VENV)/.installed-dev

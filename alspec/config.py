@@ -435,8 +435,10 @@ _MESSAGES = {
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was meant, if one is near enough."""
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    """The known name that was meant: one that begins so, else one that is near enough."""
+    known = list(known)
+    longer = [other for other in known if other.startswith(name)]
+    return longer[0] if len(longer) == 1 else next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def validate(

@@ -40,7 +40,7 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("tokens in the cache")
     axes.set_ylabel("ms/token")
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title, parse_math=False, fontsize=9)
     axes.legend(frameon=False)
     figure.savefig(picture, dpi=130, bbox_inches="tight")
     plt.close(figure)

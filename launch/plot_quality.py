@@ -44,11 +44,11 @@ def draw(picture: Path, rows: list[Row]) -> None:
             contexts, depths = (sorted({case[name] for case in cases}) for name in ("context", "depth"))
             of_kind = [row for row in found if (row["case"]["measure"], threshold_name(row)) == kind]
             _needle_map(axes, of_kind, contexts, depths)
-            axes.set_title(f"{cache}: {kind[0]} recalled, lambda {kind[1]}", fontsize=8)
+            axes.set_title(f"{cache}: {kind[0]} recalled, lambda {kind[1]}", parse_math=False, fontsize=8)
         image = _hit_map(column[-1], [row for row in hits if row["case"]["cache"] == cache])
         on = "text" if first["measure"] == "bits per byte" else first["measure"]
         title = f"{cache}: hit rate on {on}, {first['context']} tokens"
-        column[-1].set_title(title, fontsize=8)
+        column[-1].set_title(title, parse_math=False, fontsize=8)
     figure.colorbar(image, ax=grid, shrink=0.6 if down > 1 else 1.0)
     figure.savefig(picture, dpi=130)
     plt.close(figure)

@@ -301,7 +301,7 @@ def _draw_lanes(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     axes.set_ylim(ranks[-1] + 0.4, ranks[0] - 0.4)
     axes.set_xlim(-0.005 * width, 1.005 * width)
     axes.set_xlabel("microseconds")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title, parse_math=False, fontsize=10)
     shown = {part["op"] for part in parts if part["end"] - part["begin"] > VISIBLE * width}
     names = [name for name in COLORS if name in shown]
     axes.legend(

@@ -154,6 +154,7 @@ def _encode(prompt: str | list[int], config: GenerateConfig, engine: Engine) -> 
     if engine.tokenizer is None:
         raise UserError("prompt: random weights have no tokenizer; use --prompt-ids or prompt_ids in a JSONL file")
     if not config.chat:
-        return engine.tokenizer.encode(prompt)
+        return engine.tokenizer.encode(prompt, most_tokens=engine.most_tokens)
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
-    return engine.tokenizer.encode_chat([*system, {"role": "user", "content": prompt}])
+    messages = [*system, {"role": "user", "content": prompt}]
+    return engine.tokenizer.encode_chat(messages, most_tokens=engine.most_tokens)

@@ -264,7 +264,9 @@ def _read_manifest(path: Path) -> dict[str, str]:
     digests: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; correct its permissions") from None
+    except UnicodeDecodeError:
         raise UserError(f"{path}: expected the text that sha256sum writes, found none; write it again") from None
     for number, line in enumerate(lines, start=1):
         digest, _, name = line.partition(" ")

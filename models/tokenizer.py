@@ -107,7 +107,7 @@ class Tokenizer:
             return add_bos_token
         return self.bos_token_id in self._core.encode("", add_special_tokens=True).ids
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True, most_tokens: int | None = None) -> list[int]:
         """Token ids of `text`.
 
         With `add_bos` the result begins with exactly one BOS, also when the text already begins with it, and never with
@@ -115,10 +115,20 @@ class Tokenizer:
         or no such rule, as in SmolLM) gets none, because its model was trained without. With `add_bos=False` the text
         is encoded as it is. Special tokens that `text` spells out become their ids.
 
+        Args:
+            most_tokens: what there is room for. A text that has more tokens by its length alone is refused at once,
+                where encoding could take minutes and all memory.
         Raises:
-            UserError: `text` is not valid Unicode (lone surrogates of a prompt that was not UTF-8).
+            UserError: `text` is not valid Unicode (lone surrogates of a prompt that was not UTF-8), or far too long.
         """
         check_utf8(text, "prompt")
+        if most_tokens is not None and len(text) > most_tokens:
+            # A token stands for as many characters as its name has, or fewer: bytes are a character each there.
+            most = most_tokens * max(map(len, self._core.get_vocab(with_added_tokens=True)))
+            if len(text) > most:
+                raise UserError(
+                    f"prompt: {len(text)} characters are more than {most_tokens} tokens can hold; shorten the prompt"
+                )
         ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         if not add_bos or not self._adds_bos or self.bos_token_id is None:
             return ids
@@ -144,9 +154,9 @@ class Tokenizer:
             )
         return render_chat(self._template, messages, self._special_tokens, str(self._folder))
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], most_tokens: int | None = None) -> list[int]:
         """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`)."""
-        return self.encode(self.apply_chat_template(messages))
+        return self.encode(self.apply_chat_template(messages), most_tokens=most_tokens)
 
     def stream_decoder(self) -> StreamDecoder:
         """A decoder for one sequence of generated tokens."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import EngineConfig, SamplingConfig, refuse_unavailable, validate
-from ..errors import UserError, show
+from ..errors import UserError
 from ..kernels.gemv_tile import MAX_BATCH
 from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.llama import Llama, load_weights, random_weights
@@ -29,7 +29,7 @@ from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
 from .codecs import Cache, check_codec, new_cache
 from .faults import LOADING, Heartbeat, error_on_its_way
-from .generation import Generation, IdDecoder, Request, Token
+from .generation import Generation, IdDecoder, Request, Token, check_prompts
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
 from .placement import Placement, choose_device, choose_mode
 from .prefill import CHUNK_TOKENS, prefill
@@ -156,35 +156,14 @@ class Engine:
             self.notices.append("operations are launched one by one, because --trace times each of them")
         return self.config.cuda_graph != "off" and not trace
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its answer: `max_context`, or what the model has positions for."""
+        return self.config.max_context or self.model_config.max_position_embeddings
+
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """The cache room that these prompts need; refuses what the model or `max_context` has no room for."""
-        config = self.model_config
-        for name, value in (("cuda_graph", "on"), ("transport", "symm")):
-            if getattr(self.config, name) == value and len(prompts) > MAX_BATCH:
-                raise UserError(
-                    f"{name}: {value} serves up to {MAX_BATCH} requests, found {len(prompts)}; use auto, or fewer "
-                    "prompts"
-                )
-        for index, ids in enumerate(prompts):
-            if not ids:
-                raise UserError(f"prompt {index}: expected at least one token, found none")
-            wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
-            if wrong is not None:
-                raise UserError(
-                    f"prompt {index}: token id {show(wrong)} is outside the vocabulary of {config.vocab_size}; "
-                    f"give ids from 0 to {config.vocab_size - 1}"
-                )
-        needed = max(map(len, prompts)) + max_new_tokens
-        limit = self.config.max_context or config.max_position_embeddings
-        if needed > limit:
-            name = "max_context" if self.config.max_context else "the model's max_position_embeddings"
-            advice = "shorten the prompt or lower --max-new-tokens"
-            if limit < config.max_position_embeddings:
-                advice += f", or raise --max-context (up to {config.max_position_embeddings})"
-            raise UserError(
-                f"prompt: {needed} tokens needed ({needed - max_new_tokens} of prompt, {max_new_tokens} new), "
-                f"{name} is {limit}; {advice}"
-            )
+        needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config)
         return self.config.max_context or needed
 
     def load(self, batch_size: int, max_context: int) -> None:
@@ -520,7 +499,7 @@ class Engine:
             raise UserError("prompt: random weights have no tokenizer; give token ids")
         if not prompt:
             raise UserError("prompt: expected a text, found an empty one")
-        return self.tokenizer.encode(prompt)
+        return self.tokenizer.encode(prompt, most_tokens=self.most_tokens)
 
     def _choose(
         self, logits: Tensor, layer_sums: Tensor, requests: list[Request], sampling: SamplingConfig

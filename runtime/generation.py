@@ -8,9 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..config import SamplingConfig
+from ..config import EngineConfig, SamplingConfig
+from ..errors import UserError, show
+from ..kernels.gemv_tile import MAX_BATCH
+from ..models.config import LlamaConfig
 
-__all__ = ["Generation", "Request", "TextDecoder", "Token"]
+__all__ = ["Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts"]
 
 
 class TextDecoder(Protocol):
@@ -112,3 +115,38 @@ class Generation:
     prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
     step_us: list[float] = field(default_factory=list)  # every decode step, token on host to token on host
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
+
+
+def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig) -> int:
+    """The tokens that the longest of these prompts and its answer need.
+
+    Raises:
+        UserError: more than the model or `max_context` has room for, more requests than what was asked for serves, or
+            ids that are none.
+    """
+    for name, value in (("cuda_graph", "on"), ("transport", "symm")):
+        if getattr(config, name) == value and len(prompts) > MAX_BATCH:
+            raise UserError(
+                f"{name}: {value} serves up to {MAX_BATCH} requests, found {len(prompts)}; use auto, or fewer prompts"
+            )
+    for index, ids in enumerate(prompts):
+        if not ids:
+            raise UserError(f"prompt {index}: expected at least one token, found none")
+        wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
+        if wrong is not None:
+            raise UserError(
+                f"prompt {index}: token id {show(wrong)} is outside the vocabulary of {model.vocab_size}; "
+                f"give ids from 0 to {model.vocab_size - 1}"
+            )
+    needed = max(map(len, prompts)) + max_new_tokens
+    limit = config.max_context or model.max_position_embeddings
+    if needed > limit:
+        name = "max_context" if config.max_context else "the model's max_position_embeddings"
+        advice = "shorten the prompt or lower --max-new-tokens"
+        if limit < model.max_position_embeddings:
+            advice += f", or raise --max-context (up to {model.max_position_embeddings})"
+        raise UserError(
+            f"prompt: {needed} tokens needed ({needed - max_new_tokens} of prompt, {max_new_tokens} new), "
+            f"{name} is {limit}; {advice}"
+        )
+    return needed

@@ -138,7 +138,7 @@ def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
     for name in ("alspec", "triton"):
         try:
             found[name] = metadata.version(name)

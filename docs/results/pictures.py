@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ REPORTED = {1: {8192: 158, 131072: 84}, 4: {8192: 221, 131072: 156}}
 
 def main() -> None:
     """Both, into the folder that was given."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=HERE)
+    folder = parser.parse_args().folder
     latency(folder / "latency.png")
     needles = folder / "needles.png"
     plot_quality.draw(needles, needle_rows(read("quality_codecs.jsonl")))

@@ -623,6 +623,15 @@ def test_script_works_from_any_folder(checkpoint: Path, generate_text: GenerateT
     assert done.stderr == "alspec: exit 2: flags: unknown flag --promt; the nearest valid name is --prompt\n"
 
 
+@pytest.mark.parametrize(("word", "meant"), [("--temp", "--temperature"), ("--max-con", "--max-context")])
+def test_the_beginning_of_a_flag_suggests_it(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from alspec.launch import generate
+
+    assert generate.main([word, "1"]) == 2
+    line = f"alspec: exit 2: flags: unknown flag {word}; the nearest valid name is {meant}\n"
+    assert capsys.readouterr() == ("", line)
+
+
 def test_numbers_gone_bad(run: Run, make_checkpoint: Callable[..., Path]) -> None:
     """Exit 4, naming where it began, and no token printed."""
     import safetensors.torch

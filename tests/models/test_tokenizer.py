@@ -177,10 +177,30 @@ def test_eos_of_the_folder(single_folder: Path) -> None:
     assert Tokenizer.from_folder(single_folder, shape).eos_token_ids == (1, 2, 3)
 
 
+class Vocabulary:
+    """A tokenizer that encodes nothing."""
+
+    def __init__(self, vocab: dict[str, int]) -> None:
+        self._vocab = vocab
+
+    def get_vocab(self, with_added_tokens: bool) -> dict[str, int]:
+        return self._vocab
+
+
 def test_lone_surrogates_are_refused(byte_level: Tokenizer) -> None:
     with pytest.raises(UserError, match=r"prompt: expected UTF-8 text, found '\\udcff' at character 2") as caught:
         byte_level.encode("ab\udcffc")
     assert str(caught.value).isprintable()
+
+
+def test_a_text_of_too_many_tokens_by_its_length(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before it is encoded; one that may fit is not, down to the longest token over and over."""
+    vocab = byte_level._core.get_vocab(with_added_tokens=True)
+    text = "a" * (10 * max(map(len, vocab)))
+    assert byte_level.encode(text, most_tokens=10) == byte_level.encode(text)
+    monkeypatch.setattr(byte_level, "_core", Vocabulary(vocab))
+    with pytest.raises(UserError, match=f"prompt: {len(text) + 1} characters are more than 10 tokens can hold"):
+        byte_level.encode(text + "a", most_tokens=10)
 
 
 @pytest.mark.parametrize("text", [CJK, EMOJI, "na\u00efve caf\u00e9", "the cat", " the", "a\n\n b", "\ufffd!", ""])
