@@ -350,6 +350,10 @@ def test_prose_about_pairs_and_other_shapes_says_what_the_rows_say() -> None:
         1e6 / medians_of("decode_step", **of, shape=f"llama-3.{name}b", world=world)[8192]
         for name, world in (("1-70", 4), ("1-70", 2), ("2-1", 1))
     )
+    one = of | {"shape": "llama-3.1-8b", "world": 1}
+    batches = {size: medians_of("decode_step_h100", **one, batch=size) for size in (2, 4, 8)}
+    *first, last = (f"{size * 1e6 / us[8192]:.0f}" for size, us in batches.items())
+    assert f"8K tokens each, reach {', '.join(first)} and {last} tokens/s on one H100, 91 % of the limit" in prose
     assert f"70B shape on four GPUs runs at {large:.0f} tokens/s (8K tokens" in prose
     assert f"on two at {middle:.0f} (101 %), a 1B shape on one at {small:.0f}." in prose
 
