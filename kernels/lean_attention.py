@@ -243,9 +243,7 @@ def launch_merge(
         # keep those away until attention has ended (a step of 1 + 1 GPUs at 128K tokens took 8.3 ms instead of 5.5).
         plan = {name: value for name, value in plan.items() if name != "launch_pdl"} | {"PDL": False}
     outputs = lse.numel() // plan["HEADS_PER_KV"]
-    chunk, chunks, together = merge_sizes(
-        speculation is not None, lse.shape[1], head_dim, workspace.num_programs // outputs
-    )
+    chunk, chunks, together = merge_sizes(lse.shape[1], head_dim, workspace.num_programs // outputs)
     compiled = launch(kernel, (lse.numel() * chunks,))(
         seq_lens,
         workspace.o,

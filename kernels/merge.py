@@ -29,31 +29,30 @@ __all__ = [
 ]
 
 LANE = tl.constexpr(4)  # channels that a lane loads at once
-# Channels of a program: few, for what one warp has to do takes longer than the loads (32 were 1 us slower, H200). With
-# a guess, when each program also leaves two sums that somebody has to add up, twice as many if there are many programs
-# even so: over a quantised cache, whose programs leave no registers to others until they end, 512 of them took 0.8 us
-# longer than 256, and 128 of 8 heads up to 0.5 us less than 64.
+# Channels of a program: few, for what one warp has to do takes longer than the loads (32 were 1 us slower, H200). Twice
+# as many where there are many programs even so: over a quantised cache, whose programs leave no registers to others
+# until they end, 512 of them took up to 0.9 us longer than 256, and 128 of 8 heads up to 0.5 us less than 64.
 CHUNK = 8
-SPEC_CHUNK = 16
+WIDE_CHUNK = 16
 FEW_PROGRAMS = 128
 MERGE_VALUES = 2048  # that a program loads at once: 64 registers
 # By itself ptxas aims at 64 in all, and delays loads until others have come.
 MERGE_REGISTERS = 128
 
 
-def _chunk(spec: bool, num_qo_heads: int, head_dim: int) -> int:
-    return SPEC_CHUNK if spec and num_qo_heads * -(-head_dim // CHUNK) > FEW_PROGRAMS else CHUNK
+def _chunk(num_qo_heads: int, head_dim: int) -> int:
+    return WIDE_CHUNK if num_qo_heads * -(-head_dim // CHUNK) > FEW_PROGRAMS else CHUNK
 
 
 def num_sums(num_qo_heads: int, head_dim: int) -> int:
     """S: how many pairs of sums of a request its heads leave for the verdict."""
-    return num_qo_heads * -(-head_dim // _chunk(True, num_qo_heads, head_dim))
+    return num_qo_heads * -(-head_dim // _chunk(num_qo_heads, head_dim))
 
 
-def merge_sizes(spec: bool, num_qo_heads: int, head_dim: int, programs_of_head: int) -> tuple[int, int, int]:
+def merge_sizes(num_qo_heads: int, head_dim: int, programs_of_head: int) -> tuple[int, int, int]:
     """Channels that a program merges, programs of a head, and how many partials they load at once: nearly always all
     that a head has of so many programs of the attention."""
-    chunk = _chunk(spec, num_qo_heads, head_dim)
+    chunk = _chunk(num_qo_heads, head_dim)
     most = triton.next_power_of_2(programs_of_head + 2)
     return chunk, -(-head_dim // chunk), max(32 * int(LANE.value) // chunk, min(most, MERGE_VALUES // chunk))
 

@@ -142,7 +142,7 @@ def lean_merge(
 ) -> Any:  # fmt: skip
     """What merges the partials of `lean`."""
     constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, "all")
-    chunk, chunks, together = merge.merge_sizes(spec, heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size))
+    chunk, chunks, together = merge.merge_sizes(heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size))
     constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
@@ -201,7 +201,7 @@ def turbo_merge(
     """What merges the partials of `turbo`."""
     constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, guess_parts)
     programs = 132 * turbo_attention.GPU_SETTINGS.per_sm
-    chunk, chunks, together = merge.merge_sizes(spec, 8 * heads_per_kv, head_dim, programs // (8 * batch_size))
+    chunk, chunks, together = merge.merge_sizes(8 * heads_per_kv, head_dim, programs // (8 * batch_size))
     constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
