@@ -234,13 +234,14 @@ def prefill(head_dim: int) -> Any:
 def prefill_elsewhere(capability: int, head_dim: int, sas: bool) -> Any:
     """The same on other GPUs."""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
-        turbo_prefill.block_sizes.cache_clear()
-        block_m, block_n = turbo_prefill.block_sizes(torch.device("cuda"))
-    constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "BLOCK_M": block_m, "BLOCK_N": block_n, "SAS": sas}
+        turbo_prefill.num_warps.cache_clear()
+        num_warps = turbo_prefill.num_warps(torch.device("cuda"))
+    block = turbo_prefill.BLOCK
+    constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "BLOCK_M": block, "BLOCK_N": block, "SAS": sas}
     constants["STAGES"] = turbo_prefill.NUM_STAGES
-    types = {"k_desc": f"tensordesc<i8[{block_n}, {head_dim}]>", "v_desc": f"tensordesc<fp16[{block_n}, {head_dim}]>"}
+    types = {"k_desc": f"tensordesc<i8[{block}, {head_dim}]>", "v_desc": f"tensordesc<fp16[{block}, {head_dim}]>"}
     types |= {"cutoff": "fp32", "out_ptr": "*bf16"}
-    return compile_for(capability, turbo_prefill._prefill_kernel, turbo_prefill.NUM_WARPS, constants, **types)
+    return compile_for(capability, turbo_prefill._prefill_kernel, num_warps, constants, **types)
 
 
 def reading_alone() -> Any:
