@@ -253,14 +253,19 @@ class Results:
 
 
 def bench_decode(results: Results, contexts: list[int]) -> None:
-    """Plain and speculative decode against SDPA and FlashInfer: batch 1 at every context, then a ragged batch."""
+    """Plain and speculative decode against SDPA and FlashInfer: batch 1 at every context, then a ragged batch.
+
+    And that batch with every request as long as the longest: what a kernel without ragged lengths would do for it.
+    """
     generator = torch.Generator().manual_seed(11)
     ragged = torch.randint(1024, 65536, (8,), generator=generator).tolist()
     for hq, hkv, dim in SHAPES:
-        for seq_lens in [*([n] for n in contexts), ragged]:
+        for seq_lens in [*([n] for n in contexts), ragged, [max(ragged)] * len(ragged)]:
             case = Case.draw(seq_lens, hq, hkv, dim)
             label: dict[str, Any] = {"heads": f"{hq}/{hkv}", "head_dim": dim}
-            label["context"] = seq_lens[0] if len(seq_lens) == 1 else "ragged 8"
+            label["context"] = seq_lens[0]
+            if len(seq_lens) > 1:
+                label["context"] = f"{'ragged' if seq_lens is ragged else 'padded'} {len(seq_lens)}"
             runs = (
                 ("decode_attention", "torch.sdpa", sdpa(case), 0),
                 ("decode_attention", "flashinfer", flashinfer(case), 0),
