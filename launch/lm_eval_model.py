@@ -8,11 +8,12 @@ context is a prompt, the continuation is decoded. Tasks that generate need a cac
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
 
-from alspec.config import SamplingConfig
+from alspec.config import SamplingConfig, validate
 from alspec.errors import AlspecError, UserError, report
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
@@ -21,6 +22,7 @@ from alspec.runtime.quality import TextScore, score_text
 __all__ = ["cache_setting", "generate_until", "loglikelihood", "loglikelihood_rolling", "main", "open_engine"]
 
 # As in lm-eval's own models, for tasks that do not say how much to generate.
+CHOICE = ("temperature", "top_p", "top_k")  # as tasks and SamplingConfig call them
 DEFAULT_NEW_TOKENS = 256
 # What the engine decodes when it is loaded.
 WARM_UP_TOKENS = 2
@@ -79,15 +81,21 @@ def loglikelihood_rolling(engine: Engine, text: str, cache: CacheSetting = PLAIN
     return -sum(float(_score(engine, ids, 0, cache).nll.double().sum()) for ids in windows)
 
 
-def generate_until(engine: Engine, context: str, settings: dict[str, Any]) -> str:
-    """Text generated after `context`, up to one of the texts in `settings["until"]`."""
+def generate_until(engine: Engine, context: str, settings: dict[str, Any], seed: int = 0) -> str:
+    """Text generated after `context`, up to one of the texts in `settings["until"]`.
+
+    Raises:
+        UserError: a setting that has no such value.
+    """
     until = settings.get("until") or []
-    temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
-    sampling = SamplingConfig(
-        max_new_tokens=int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS)),
-        stop=(until,) if isinstance(until, str) else tuple(until),
-        temperature=temperature,
-    )
+    values: dict[str, Any] = {
+        "max_new_tokens": int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS)),
+        "stop": tuple(text for text in ([until] if isinstance(until, str) else until) if text),
+        "seed": seed,
+    }
+    if settings.get("do_sample"):
+        values |= {"temperature": 1.0} | {name: settings[name] for name in CHOICE if name in settings}
+    sampling = validate(SamplingConfig, values, "lm-eval")
     room = _longest(engine) - sampling.max_new_tokens
     if room < 1:
         raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {_longest(engine)} tokens")
@@ -146,7 +154,12 @@ def _register() -> None:
                 raise UserError("lm-eval: tasks that generate decode from kv_cache bf16 with softmax exact only")
             # The longest first, which takes the memory once.
             order = sorted(range(len(requests)), key=lambda index: len(requests[index].args[0]), reverse=True)
-            answers = {index: generate_until(self.engine, *requests[index].args) for index in order}
+            times: Counter[str] = Counter()  # a request that is repeated is sampled anew
+            answers = {}
+            for index in order:
+                context, settings = requests[index].args
+                answers[index] = generate_until(self.engine, context, settings, seed=times[context])
+                times[context] += 1
             return [answers[index] for index in range(len(requests))]
 
 

@@ -114,7 +114,7 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error the other ranks may be anywhere: there is no meeting them.
-        if kind is None:
+        if kind is None or self.placement.world_size == 1:
             self.close()
 
     def _open(self, folder: Path) -> None:
@@ -178,11 +178,11 @@ class Engine:
         """
         self._refuse_closed()
         config, placement = self.model_config, self.placement
-        held = self._weights_bytes + (0 if self.memory is None else self.cache.num_bytes)
+        held = self._weights_bytes + (self.cache.num_bytes if "cache" in vars(self) else 0)
         available = available_bytes(self.device, placement.local_world_size) + held
         codec = self.config.kv_cache
         memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available, codec)
-        if self.memory is not None:
+        if "cache" in vars(self):
             # The old cache goes before the new one comes, and a graph before what it refers to.
             self._release()
             self.memory = self.program = None

@@ -206,8 +206,9 @@ class DecodeLoop:
         pairing = self._decoder.pairing
         if pairing is not None and isinstance(pairing.handover, Handover):
             pairing.handover.reset_roles()
-        # What was launched ahead and not read belongs to the text before.
-        self._begun = self._taken = self._launched
+        # What was launched ahead and not read belongs to the text before; so does a step that an interrupt kept from
+        # being counted here.
+        self._begun = self._taken = self._launched = int(self._exchange.epoch) - 1
 
     @property
     def next_step(self) -> int:
@@ -231,10 +232,14 @@ class DecodeLoop:
             pairing.live.copy_(self._live_words, non_blocking=True)
             self._live = list(now)
         while self._launched < self._taken + depth:
-            if self._graph is not None:
-                self._graph.replay()
-            else:
-                self._issue(self._operation)
+            try:
+                if self._graph is not None:
+                    self._graph.replay()
+                else:
+                    self._issue(self._operation)
+            except BaseException:
+                self._prepared = False  # half of a step has left the sampler half of its counts
+                raise
             self._launched += 1
         self._taken += 1
         place = self._taken % RING_STEPS

@@ -132,6 +132,21 @@ def test_what_decoding_says_is_greedy(engine: Engine) -> None:
     assert generate_until(engine, context, {"until": [stop], "max_gen_toks": 12}) == text[: text.index(stop)]
 
 
+def test_what_a_task_says_of_sampling(engine: Engine) -> None:
+    """All of it counts, if it says that it samples; and of repeated requests each has a seed of its own."""
+    context, room = "The old man stood by the", {"max_gen_toks": 12, "until": ["", "\n\n\n"]}
+    greedy = generate_until(engine, context, room)
+    for others in ({"temperature": 3.0}, {"do_sample": True, "temperature": 3.0, "top_k": 1}):
+        assert generate_until(engine, context, room | others) == greedy
+    assert generate_until(engine, context, room | {"do_sample": True, "top_p": 1e-6}) == greedy
+    sampled = [generate_until(engine, context, room | {"do_sample": True, "temperature": 3.0}, seed) for seed in (0, 1)]
+    config = SamplingConfig(max_new_tokens=12, temperature=3.0, seed=1)
+    assert sampled[1] == "".join(token.text for token in engine.stream(context, config))
+    assert len({greedy, *sampled}) == 3
+    with pytest.raises(UserError, match=r"lm-eval: top_p: .+, found 2"):
+        generate_until(engine, context, room | {"do_sample": True, "top_p": 2})
+
+
 def test_a_long_context_loses_its_beginning(engine: Engine) -> None:
     assert engine.tokenizer is not None
     context, continuation = "a river and a boat. " * 60, "the captain"
@@ -184,6 +199,10 @@ def test_requests_of_a_task_share_their_memory(monkeypatch: pytest.MonkeyPatch) 
     assert len(loads) == 1
     for context, answer in zip(contexts, answers, strict=True):
         assert generate_until(model.engine, context, {"max_gen_toks": 4}) == answer
+    request = SimpleNamespace(args=(contexts[0], {"max_gen_toks": 8, "do_sample": True, "temperature": 3.0}))
+    answers = model.generate_until(3 * [request])
+    assert len(set(answers)) == 3
+    assert model.generate_until(3 * [request]) == answers
     model.engine.close()
 
 

@@ -67,7 +67,12 @@ def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), [("load_weights", KeyboardInterrupt), ("new_cache", torch.OutOfMemoryError)]
+    ("name", "error"),
+    [
+        ("load_weights", KeyboardInterrupt),
+        ("new_cache", torch.OutOfMemoryError),
+        ("StepProgram", torch.OutOfMemoryError),
+    ],
 )
 def test_an_engine_that_failed_to_load_loads_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
@@ -75,10 +80,17 @@ def test_an_engine_that_failed_to_load_loads_again(
     def fail(*_: object) -> None:
         raise error
 
+    new_cache = engine_module.new_cache
+
+    def new_cache_alone(*args: object) -> object:
+        assert "cache" not in vars(engine), "there may be no room for both"
+        return new_cache(*args)
+
+    monkeypatch.setattr(engine_module, "new_cache", new_cache_alone)
     for prompt in ("The road", "The road " * 90):  # the second one needs another cache
         with monkeypatch.context() as patch:
             patch.setattr(engine_module, name, fail)
-            if name == "new_cache" or engine.memory is None:
+            if name != "load_weights" or engine.memory is None:
                 with pytest.raises(error):
                     list(engine.stream(prompt, SAMPLING))
         assert len(list(engine.stream(prompt, SAMPLING))) == 4
@@ -189,16 +201,23 @@ def test_a_text_that_another_one_has_overtaken_ends(engine: Engine) -> None:
         next(first)
 
 
-def test_a_block_closes_the_engine_and_an_error_in_it_does_not_meet_the_others() -> None:
+def test_a_block_closes_the_engine_after_an_error_only_where_nobody_else_is_met() -> None:
     with Engine.from_pretrained(transport="gloo", dtype="fp32") as engine:
         assert len(list(engine.stream("The road", SAMPLING))) == 4
     with pytest.raises(UserError, match="engine: it is closed"):
         next(engine.stream("The road", SAMPLING))
     engine.close()  # again: nothing happens
     engine = Engine.from_pretrained(transport="gloo", dtype="fp32")
+    engine.placement = Placement(0, 2, 0, 2)
     with pytest.raises(KeyError), engine:
         raise KeyError
     assert not engine._is_closed
+    engine.placement = Placement()
+    engine.load(1, 64)
+    with pytest.raises(KeyError), engine:
+        raise KeyError
+    assert engine._is_closed
+    assert "model" not in vars(engine)
 
 
 @pytest.mark.parametrize("has_decoder", [False, True], ids=["program", "loop"])

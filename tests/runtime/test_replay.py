@@ -11,6 +11,7 @@ import torch
 from paired_ranks import pairs
 
 from alspec.config import SamplingConfig
+from alspec.kernels import sampling as sampling_kernels
 from alspec.kernels.flashq_reference import flashq_dequantize
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.words import BAD_NUMBERS, split_fault
@@ -141,6 +142,56 @@ def test_a_text_left_early_leaves_nothing_behind(setting: Setting) -> None:
     loop.begin([1, 2], [9, 9])
     loop.step(remaining=5)
     assert _run(loop, setting.prefill(), GREEDY) == expected
+
+
+class Graph:
+    """Stands for a captured one: an interrupt comes while the third step from now is being launched."""
+
+    def __init__(self, loop: DecodeLoop) -> None:
+        self._loop = loop
+        self._left = 3
+
+    def replay(self) -> None:
+        self._loop._issue(no_operation)
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+    def reset(self) -> None:
+        """Nothing to give back."""
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_an_interrupted_launch_leaves_nothing_behind(setting: Setting, sampling: SamplingConfig) -> None:
+    """The step is under way, and not counted: the next text does not take its token for one of its own."""
+    expected = setting.tokens(sampling)
+    loop = setting.loop()
+    loop.prepare(sampling)
+    loop._graph = Graph(loop)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        _run(loop, [1, 2], sampling)
+    for _ in range(2):
+        loop.prepare(sampling)
+        assert _run(loop, setting.prefill(), sampling) == expected
+
+
+def test_half_a_step_leaves_nothing_behind(setting: Setting) -> None:
+    """Its first kernels have counted logits that its last one, which did not come, would have taken away."""
+    expected = setting.tokens(SAMPLED)
+    loop = setting.loop()
+    loop.prepare(SAMPLED)
+    launch = sampling_kernels.launch
+
+    def interrupted(kernel: object, grid: tuple[int, ...]) -> object:
+        if kernel is sampling_kernels._token_kernel:
+            raise KeyboardInterrupt
+        return launch(kernel, grid)
+
+    with mock.patch.object(sampling_kernels, "launch", interrupted), pytest.raises(KeyboardInterrupt):
+        _run(loop, [1, 2], SAMPLED)
+    for _ in range(2):
+        loop.prepare(SAMPLED)
+        assert _run(loop, setting.prefill(), SAMPLED) == expected
 
 
 def test_steps_that_are_launched_are_counted_from_the_beginning_of_a_text(setting: Setting) -> None:
