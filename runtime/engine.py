@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +101,9 @@ class Engine:
         self.transport: Transport | None = None
         self._step = 0
         self._attempts = 0  # to run the loop; a fault ends one
-        self._texts = 0  # begun so far; the last one owns the cache
+        self._texts = 0  # begun so far
+        self._owner = 0  # the text that may use the cache: the last one, if nothing was loaded since
+        self._turn = threading.RLock()  # of threads: one at a time loads, closes or takes a step
         self._is_closed = False
         self._is_warm = self.device.type != "cuda"
 
@@ -176,7 +179,12 @@ class Engine:
             DoesNotFitError: before anything is allocated.
             UserError: settings that ranks disagree on; symmetric memory asked for that does not work; after `close`.
         """
-        self._refuse_closed()
+        with self._turn:
+            self._refuse_closed()
+            self._load(batch_size, max_context)
+
+    def _load(self, batch_size: int, max_context: int) -> None:
+        self._owner = 0
         config, placement = self.model_config, self.placement
         held = self._weights_bytes + (self.cache.num_bytes if "cache" in vars(self) else 0)
         available = available_bytes(self.device, placement.local_world_size) + held
@@ -335,20 +343,23 @@ class Engine:
             BadNumbersError: NaN or Inf in the logits; no token of that step is yielded.
             UserError: another text has begun since the last token, and has the cache; after `close`.
         """
-        self._texts += 1
-        text = self._texts
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # each thread has its own, and this may be another than `load`'s
         steps = self._run(generation, sampling, progress)
+        with self._turn:
+            self._texts += 1
+            text = self._owner = self._texts
         while True:
-            self._refuse_closed()
-            with self.heartbeat.waiting(f"text {text}"):
-                token = next(steps, None)
+            with self._turn:
+                self._refuse_closed()
+                if text != self._owner:
+                    why = "another text of this engine has begun, which ends this one"
+                    raise UserError(f"stream: {why}; take one after the other, or use two engines")
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)  # each thread has its own
+                with self.heartbeat.waiting(f"text {text}"):
+                    token = next(steps, None)
             if token is None:
                 return
             yield token
-            if text != self._texts:
-                raise UserError("stream: another text of this engine has begun; finish one first, or use two engines")
 
     def _run(
         self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None
@@ -463,6 +474,8 @@ class Engine:
     ) -> Iterator[Token]:
         """Generate from one prompt, the same on every rank, loading the model on first use.
 
+        An engine serves one text at a time: a text ends when another one of its engine begins, in any thread.
+
         Args:
             prompt: a text, or token ids.
             sampling, options: either all of it, or fields of `SamplingConfig`: `stream("...", temperature=0.8)`.
@@ -475,14 +488,15 @@ class Engine:
         self._refuse_closed()
         sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
-        self.heartbeat.start(self._release)
-        with self.heartbeat.waiting(f"the start of text {self._texts + 1}"):
-            # Before anything of it is refused, for that has to happen on all ranks.
-            self.agreement.require_same({"prompt": spelled(prompt)} | settings)
-            prompts = [self._encode(prompt)]
-            needed = self.check_prompts(prompts, sampling.max_new_tokens)
-            if self.memory is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
-                self.load(1, needed)
+        with self._turn:
+            self.heartbeat.start(self._release)
+            with self.heartbeat.waiting(f"the start of text {self._texts + 1}"):
+                # Before anything of it is refused, for that has to happen on all ranks.
+                self.agreement.require_same({"prompt": spelled(prompt)} | settings)
+                prompts = [self._encode(prompt)]
+                needed = self.check_prompts(prompts, sampling.max_new_tokens)
+                if self.memory is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
+                    self.load(1, needed)
         for notice in () if self._told or self.placement.rank else self.notices:
             warnings.warn(notice, stacklevel=2)
         self._told = True
@@ -543,6 +557,11 @@ class Engine:
         does not wait for the others. Called while an error is on its way, as in a `finally` block, it meets the others
         only where they close as well; those that wait for this rank in a step end, and name it.
         """
+        with self._turn:
+            self._close()
+            self._is_closed = True
+
+    def _close(self) -> None:
         # At the interpreter's end, this may come after the heartbeat has left: nobody is met then.
         has_left = self.placement.world_size > 1 and not self.heartbeat.watching
         if self.transport is None:
@@ -558,7 +577,6 @@ class Engine:
                 # Messages may have no receiver any more; and the error on its way is the one to be seen.
                 with suppress(RuntimeError):
                     self._close_together(self.transport)
-        self._is_closed = True
 
     def _close_together(self, transport: Transport) -> None:
         """Every rank is here, or on its way."""

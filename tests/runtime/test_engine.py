@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,6 +199,39 @@ def test_a_text_that_another_one_has_overtaken_ends(engine: Engine) -> None:
     first = engine.stream("The road", SAMPLING)
     next(first)
     assert [token.text for token in engine.stream("It was a", SAMPLING)] == expected
+    with pytest.raises(UserError, match="another text of this engine has begun"):
+        next(first)
+
+
+def test_a_text_that_begins_in_another_thread_waits_for_the_step_under_way(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would write into one cache: the prompt of the first one while the second decodes."""
+    expected = [token.text for token in engine.stream("It was a", SAMPLING)]
+    prefill, has_begun = engine_module.prefill, threading.Event()
+    found: list[str] = []
+    second = threading.Thread(target=lambda: found.extend(token.text for token in engine.stream("It was a", SAMPLING)))
+
+    def slow_prefill(*args: Any, **options: Any) -> object:
+        if not has_begun.is_set():
+            has_begun.set()
+            second.start()
+            second.join(timeout=0.5)
+        return prefill(*args, **options)
+
+    monkeypatch.setattr(engine_module, "prefill", slow_prefill)
+    first = engine.stream("The road", SAMPLING)
+    next(first)
+    second.join(timeout=30)
+    assert found == expected
+    with pytest.raises(UserError, match="another text of this engine has begun"):
+        next(first)
+
+
+def test_a_cache_that_is_loaded_ends_the_text(engine: Engine) -> None:
+    first = engine.stream("The road", SAMPLING)
+    next(first)
+    engine.load(1, 100)
     with pytest.raises(UserError, match="another text of this engine has begun"):
         next(first)
 
