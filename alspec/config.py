@@ -132,6 +132,17 @@ def _tokens(value: Any) -> int:
     return int(digits) * scale
 
 
+def _thousands(value: Any) -> Any:
+    """Accept the flag's spelling `128k` of 131072."""
+    is_short = isinstance(value, str) and value[:-1].isdecimal() and len(value) <= _MAX_DIGITS
+    return int(value[:-1]) * 1024 if is_short and value[-1] in "kK" else value
+
+
+def _texts(value: Any) -> Any:
+    """Accept one text alone."""
+    return (value,) if isinstance(value, str) else value
+
+
 def _hit_rate(value: Any) -> float | str:
     if value == "real":
         return "real"
@@ -215,8 +226,8 @@ class EngineConfig(_Schema):
     dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, BeforeValidator(_dtype)] = Field(
         default=None, description="weights and cache; default: the checkpoint's on GPUs, fp32 on CPU"
     )
-    max_context: _Int | None = Field(
-        default=None, ge=1, description="tokens the cache has room for; default: what is needed"
+    max_context: Annotated[_Int | None, BeforeValidator(_thousands)] = Field(
+        default=None, ge=1, description="tokens the cache has room for, such as 4096 or 128k; default: what is needed"
     )
     verify_checksums: bool = Field(default=False, description="compare the model folder with its SHA256SUMS first")
 
@@ -235,14 +246,18 @@ class ChoiceConfig(_Schema):
     top_p: _Float = Field(
         default=1.0, gt=0.0, le=1.0, description="sample among the most likely tokens of this total probability"
     )
-    seed: _Int = Field(default=0, ge=0, description="of the counter-based random numbers")
+    seed: _Int = Field(
+        default=0, ge=0, description="of random numbers, with a request's place in the batch and the token's position"
+    )
 
 
 class SamplingConfig(ChoiceConfig):
     """How the next token is chosen and when a request ends."""
 
     max_new_tokens: _Int = Field(default=128, ge=1, description="tokens to generate for each prompt")
-    stop: tuple[str, ...] = Field(default=(), description="end a request at this text (repeatable); it is not printed")
+    stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = Field(
+        default=(), description="end a request at this text (repeatable); it is not printed"
+    )
     ignore_eos: bool = Field(default=False, description="do not stop at the end-of-sequence token")
 
     @model_validator(mode="after")
@@ -264,7 +279,8 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
     prompt: str | None = Field(default=None, description="text to continue")
     prompt_file: _Path | None = Field(
         default=None,
-        description="file with a prompt, less its last line end; *.jsonl: one request a line, run as a batch",
+        description='file with a prompt, less its last line end; *.jsonl: a batch, {"prompt": "..."} or '
+        '{"prompt_ids": [1, 2]} in each line',
     )
     prompt_ids: Annotated[tuple[_AnyInt, ...] | None, BeforeValidator(_ids)] = Field(
         default=None, description="token ids, such as 1,2,3"
@@ -438,7 +454,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that was meant: one that begins so, else one that is near enough."""
     known = list(known)
     longer = [other for other in known if other.startswith(name)]
-    return longer[0] if len(longer) == 1 else next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    return next(iter(longer or difflib.get_close_matches(name, known, n=1)), None)
 
 
 def validate(

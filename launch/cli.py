@@ -38,6 +38,11 @@ _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 _CommandT = TypeVar("_CommandT", bound=CommandConfig)
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 WRITTEN = ("json_file", "trace", "rows", "plot")  # fields of the files that commands write
+PROMPTS = (
+    "prompt",
+    "prompt_file",
+    "prompt_ids",
+)  # fields of which one is given: a flag takes the place of any in a file
 
 
 class Parser(argparse.ArgumentParser):
@@ -154,9 +159,11 @@ def parse(
         if isinstance(values.get("speculation"), str):  # the mode alone, to which flags may add
             values["speculation"] = {"mode": values["speculation"]}
     flags = {path: _flag(path, field) for path, field in _leaves(schema)}
-    for path in flags:
-        if hasattr(args, ".".join(path)):
-            _set(values, path, getattr(args, ".".join(path)))
+    given = {path: getattr(args, ".".join(path)) for path in flags if hasattr(args, ".".join(path))}
+    if any((name,) in given for name in PROMPTS):
+        values = {name: value for name, value in values.items() if name not in PROMPTS}
+    for path, value in given.items():
+        _set(values, path, value)
     return validate(schema, values, "flags", spell=lambda path: flags.get(path, ".".join(path))), args
 
 

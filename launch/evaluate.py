@@ -150,15 +150,14 @@ def _caches(config: EvaluateConfig) -> list[CacheSetting]:
 
 
 def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: str) -> list[Task]:
-    if engine.tokenizer is None:
-        raise UserError("evaluate: random weights have no tokenizer; give a --model folder")
+    tokenizer = engine.text_tokenizer("give a --model folder", "evaluate")
     longest = max(contexts)
     limit = engine.model_config.max_position_embeddings
     if longest > limit:
         raise UserError(f"flags: --contexts: {longest} is beyond the model's {limit} positions")
     tasks = []
     if config.windows:
-        ids = engine.tokenizer.encode(text, add_bos=False)
+        ids = tokenizer.encode(text, add_bos=False)
         needed = config.windows * longest
         if len(ids) < needed:
             raise UserError(

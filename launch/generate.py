@@ -44,9 +44,16 @@ def _run(config: GenerateConfig, args: Namespace) -> int:
         for flag, path in (("--json", config.json_file), ("--trace", config.trace)):
             if path is not None:
                 raise UserError(f"flags: {flag}: --plan generates nothing to write there; leave one of them out")
+        given = config.model_fields_set & {"prompt", "prompt_file", "prompt_ids", "max_new_tokens"}
+        if "mode" in config.speculation.model_fields_set:
+            given |= {"speculation"}
         # Once, not by every rank of torchrun.
         if Placement.from_environment().rank == 0:
             print_plan(config)
+            if given:
+                flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+                what = "shows every mode, for one request of --max-context tokens (default: all that the model takes)"
+                print(f"alspec: without effect: {flags}; --plan {what}", file=sys.stderr)
         return 0
     use_utf8()
     engine = Engine(config, trace=config.trace is not None)

@@ -164,9 +164,7 @@ def _register() -> None:
 
 
 def _encode(engine: Engine, text: str) -> list[int]:
-    if engine.tokenizer is None:
-        raise UserError("lm-eval: random weights have no tokenizer; give a model folder")
-    return engine.tokenizer.encode(text)
+    return engine.text_tokenizer("give a model folder", "lm-eval").encode(text)
 
 
 def _prefix(engine: Engine) -> list[int]:

@@ -40,6 +40,7 @@ VERDICT_US = 3.4  # decode_parts: sender 127.3, less attention 123.9
 GUESS_US = 8.6  # decode_parts, receiver; where all attention takes less, the guess comes no later than its end
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
 MOST_RANKS = 16
+H200_GIB = 139  # less what a process takes for CUDA and NCCL: 1 to 2 are left of what PyTorch reports
 FAILURE_PROBABILITY = 0.01  # of the bound on what accepted guesses change
 
 
@@ -112,7 +113,7 @@ def print_plan(config: GenerateConfig) -> None:
                 mode,
                 str(tp_size),
                 *(f"{size / GIB:.2f}" for size in sizes),
-                f"{step_us / 1e3:.2f}",
+                f"{step_us / 1e3:.2f}" if sum(sizes) < H200_GIB * GIB else "does not fit",
                 f"{off_us / step_us:.2f}x" if mode != "off" and off_us is not None else "-",
             ]
             table.add_row(*cells)

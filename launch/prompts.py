@@ -43,12 +43,11 @@ def read_text_ids(path: Path, engine: Engine) -> list[int]:
     """
 
     def read() -> list[int]:
-        if engine.tokenizer is None:
-            raise UserError("prompt_file: random weights have no tokenizer; leave it out, or use --model")
+        tokenizer = engine.text_tokenizer("leave it out, or use --model", "prompt_file")
         text = _read_file(path)
         if not text.strip():
             raise UserError(f"prompt_file: {path} is empty; give a text file")
-        return engine.tokenizer.encode(text)
+        return tokenizer.encode(text)
 
     return _from_first_rank(engine, read)
 
@@ -151,10 +150,9 @@ def _encode(prompt: str | list[int], config: GenerateConfig, engine: Engine) -> 
         if config.chat:
             raise UserError("chat needs a text prompt: prompt_ids are used as they are")
         return prompt
-    if engine.tokenizer is None:
-        raise UserError("prompt: random weights have no tokenizer; use --prompt-ids or prompt_ids in a JSONL file")
+    tokenizer = engine.text_tokenizer("use --prompt-ids or prompt_ids in a JSONL file")
     if not config.chat:
-        return engine.tokenizer.encode(prompt, most_tokens=engine.most_tokens)
+        return tokenizer.encode(prompt, most_tokens=engine.most_tokens)
     system = [] if config.system is None else [{"role": "system", "content": config.system}]
     messages = [*system, {"role": "user", "content": prompt}]
-    return engine.tokenizer.encode_chat(messages, most_tokens=engine.most_tokens)
+    return tokenizer.encode_chat(messages, most_tokens=engine.most_tokens)

@@ -169,11 +169,15 @@ def token_ids(prompt: object) -> list[int]:
     Raises:
         UserError: it is not a sequence of integers.
     """
-    is_bytes = isinstance(prompt, bytes | bytearray)  # a text, in some encoding
-    if isinstance(prompt, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in prompt):
+    is_array = getattr(prompt, "ndim", 0) == 1 and hasattr(prompt, "tolist")
+    found: object = prompt.tolist() if is_array else prompt  # type: ignore[attr-defined]
+    is_bytes = isinstance(found, bytes | bytearray)  # a text, in some encoding
+    if isinstance(found, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in found):
         with suppress(TypeError):
-            return [operator.index(token) for token in prompt]
-    raise UserError(f"prompt: expected a text or token ids, found {show(prompt, 80)}")
+            return [operator.index(token) for token in found]
+    is_batch = isinstance(prompt, list | tuple) and all(isinstance(text, str) for text in prompt)
+    advice = "; several at a time: launch/generate.py --prompt-file F.jsonl" if is_batch else ""
+    raise UserError(f"prompt: expected a text or token ids, found {show(prompt, 80)}{advice}")
 
 
 def spelled(prompt: object) -> str:

@@ -122,7 +122,7 @@ def fingerprint(folder: Path) -> str:
     Weights are read in some places, evenly spread, for all of them would take as long as loading.
     """
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), folder / "tokenizer.json"]):
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")]):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

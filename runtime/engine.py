@@ -32,7 +32,7 @@ from .codecs import Cache, check_codec, new_cache
 from .faults import LOADING, Heartbeat, error_on_its_way
 from .generation import Generation, IdDecoder, Request, Token, check_prompts
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
-from .placement import Placement, choose_device, choose_mode
+from .placement import Placement, choose_device, choose_graph, choose_mode, choose_symm
 from .prefill import CHUNK_TOKENS, prefill
 from .replay import DecodeLoop, StepRecord
 from .sampling import sample
@@ -77,13 +77,20 @@ class Engine:
         check_codec(config.kv_cache, self.model_config, self.placement.tp_size)
         self.device, self.backend, notice = choose_device(config, self.placement)
         self.notices = [notice] if notice else []  # choices that a user may not expect
+        if self.mode == "paired" and config.speculation.mode == "auto":
+            why = f"heads do not divide over {self.placement.world_size} ranks"
+            what = f"guesses within lambda {config.speculation.threshold:g} are accepted (threshold 0 accepts none)"
+            self.notices.append(f"speculation: a pair, because {why}; {what}")
         self._told = False  # by `stream`; commands print them
         # The fused kernels of a whole step: those steps can be captured, and their results travel in symmetric memory.
         self._has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")
         if self.device.type == "cuda" and not self._has_decoder:
             self.notices.append(f"{self.mode}: operations are launched one by one; captured steps serve off and paired")
-        self._uses_symm = self._wants_symm()
-        self._wants_graph = self._check_graph(trace)
+        # Whether to try symmetric memory; `_load_model` finds out whether it works.
+        self._uses_symm = choose_symm(config, self.mode, self.placement.world_size, self._has_decoder)
+        self._wants_graph = choose_graph(config, self.mode, self.device, self._has_decoder, trace)
+        if trace and self._has_decoder:
+            self.notices.append("operations are launched one by one, because --trace times each of them")
         stored = self.model_config.dtype if self.device.type == "cuda" else "fp32"
         self.dtype_name = config.dtype or stored
         self.dtype = DTYPES[self.dtype_name]
@@ -124,7 +131,8 @@ class Engine:
         if self.config.verify_checksums:
             verify_checksums(folder)
         self.checkpoint = Checkpoint.open(folder, self.model_config)
-        self.tokenizer = Tokenizer.from_folder(folder, self.model_config)
+        if (folder / "tokenizer.json").exists():  # without one, prompts are token ids
+            self.tokenizer = Tokenizer.from_folder(folder, self.model_config)
 
     @property
     def transport_name(self) -> str:
@@ -135,29 +143,6 @@ class Engine:
     def uses_graph(self) -> bool:
         """Decode steps are replays of a captured graph."""
         return self.loop is not None and self._wants_graph
-
-    def _wants_symm(self) -> bool:
-        """Whether to try symmetric memory; `_load_model` finds out whether it works."""
-        if self.config.transport == "symm" and not self._has_decoder:
-            raise UserError(
-                f"transport: symm is not available with speculation {self.mode}; "
-                "use --speculation off or paired, or --transport nccl"
-            )
-        several = self.placement.world_size > 1
-        return self._has_decoder and several and self.config.transport in ("auto", "symm")
-
-    def _check_graph(self, trace: bool) -> bool:
-        """Whether steps are captured, where the fused kernels decode at all."""
-        if self.config.cuda_graph == "on":
-            if self.device.type != "cuda":
-                raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
-            if not self._has_decoder:
-                raise UserError(f"cuda_graph: on is not available with speculation {self.mode}; use auto or off")
-            if trace:
-                raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
-        if trace and self._has_decoder:
-            self.notices.append("operations are launched one by one, because --trace times each of them")
-        return self.config.cuda_graph != "off" and not trace
 
     @property
     def most_tokens(self) -> int:
@@ -509,11 +494,23 @@ class Engine:
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             return token_ids(prompt)
-        if self.tokenizer is None:
-            raise UserError("prompt: random weights have no tokenizer; give token ids")
         if not prompt:
             raise UserError("prompt: expected a text, found an empty one")
-        return self.tokenizer.encode(prompt, most_tokens=self.most_tokens)
+        return self.text_tokenizer("give token ids").encode(prompt, most_tokens=self.most_tokens)
+
+    def text_tokenizer(self, advice: str, where: str = "prompt") -> Tokenizer:
+        """The tokenizer, where a text needs it.
+
+        Args:
+            advice: what else to do.  where: the text comes from.
+        Raises:
+            UserError: there is none.
+        """
+        if self.tokenizer is None and self.checkpoint is not None:
+            return Tokenizer.from_folder(model_folder(self.config), self.model_config)  # says what is missing
+        if self.tokenizer is None:
+            raise UserError(f"{where}: random weights have no tokenizer; {advice}")
+        return self.tokenizer
 
     def _choose(
         self, logits: Tensor, layer_sums: Tensor, requests: list[Request], sampling: SamplingConfig

@@ -12,7 +12,7 @@ from ..errors import UserError
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
 
-__all__ = ["Placement", "choose_device", "choose_mode"]
+__all__ = ["Placement", "choose_device", "choose_graph", "choose_mode", "choose_symm"]
 
 
 @dataclass(frozen=True)
@@ -136,3 +136,33 @@ def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.dev
             notice = f"{gpus} GPU(s) for {placement.local_world_size} ranks: running on the CPU with gloo"
         return torch.device("cpu"), "gloo", notice
     return torch.device("cuda", placement.local_rank), "nccl", ""
+
+
+def choose_symm(config: EngineConfig, mode: str, world_size: int, has_decoder: bool) -> bool:
+    """Whether ranks are to write into each other's memory; only the fused kernels of a whole step do.
+
+    Raises:
+        UserError: it is asked for where those do not decode.
+    """
+    if config.transport == "symm" and not has_decoder:
+        raise UserError(
+            f"transport: symm is not available with speculation {mode}; "
+            "use --speculation off or paired, or --transport nccl"
+        )
+    return has_decoder and world_size > 1 and config.transport in ("auto", "symm")
+
+
+def choose_graph(config: EngineConfig, mode: str, device: torch.device, has_decoder: bool, trace: bool) -> bool:
+    """Whether steps are captured, where the fused kernels decode at all.
+
+    Raises:
+        UserError: it is asked for where that is not so, or with a trace.
+    """
+    if config.cuda_graph == "on":
+        if device.type != "cuda":
+            raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
+        if not has_decoder:
+            raise UserError(f"cuda_graph: on is not available with speculation {mode}; use auto or off")
+        if trace:
+            raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
+    return config.cuda_graph != "off" and not trace

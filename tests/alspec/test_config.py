@@ -141,7 +141,7 @@ def test_unknown_option_from_python_shows_the_valid_ones() -> None:
         ({"top_p": 1.01}, "top_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
-        ({"stop": "text"}, "stop"),
+        ({"stop": 3}, "stop"),
         ({"stop": [3]}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"ignore_eos": "perhaps"}, "ignore_eos"),
@@ -534,7 +534,7 @@ def test_off_and_on_in_a_file_are_text(tmp_path: Path) -> None:
         ("top_p: 3", ("top_p", "found 3")),
         ("speculation: pared", ("speculation.mode: expected auto, off, paired or simulated, found 'pared'",)),
         ("speculation: [paired]", ("speculation: expected a mapping of names, found ['paired']",)),
-        ("max_context: 8k", ("max_context: expected an integer, found '8k'",)),
+        ("max_context: 8m", ("max_context: expected an integer, found '8m'",)),
         ("chat: 2", ("chat: expected true or false, found 2",)),
         ("1: 2", ("1",)),
     ],
@@ -548,6 +548,32 @@ def test_wrong_file_is_named(text: str, words: tuple[str, ...], tmp_path: Path) 
     assert all(word in message for word in words)
 
 
+def test_short_ways_to_say_it() -> None:
+    assert validate(EngineConfig, {"max_context": "128k"}, "here").max_context == 131072
+    assert parse_generate("--max-context", "8K").max_context == 8192
+    assert validate(SamplingConfig, {"stop": "day"}, "here").stop == ("day",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ((), ("a", None, None)),
+        (("--prompt", "b"), ("b", None, None)),
+        (("--prompt-ids", "1,2"), (None, None, (1, 2))),
+        (("--prompt-file", "F"), (None, Path("F"), None)),
+    ],
+)
+def test_a_prompt_of_the_command_line_takes_the_place_of_that_of_the_file(
+    flags: tuple[str, ...], found: tuple[object, ...], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "config.yaml", "prompt: a\nseed: 3")
+    config = parse_generate("--config", str(path), *flags)
+    assert (config.prompt, config.prompt_file, config.prompt_ids) == found
+    assert config.seed == 3
+    with pytest.raises(UserError, match="prompt and prompt_ids exclude each other"):
+        parse_generate("--prompt", "a", "--prompt-ids", "1")
+
+
 def test_help_shows_every_description(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser(prog="generate")
     with pytest.raises(SystemExit) as caught:
@@ -557,6 +583,6 @@ def test_help_shows_every_description(capsys: pytest.CaptureFixture[str]) -> Non
     for _, field in fields(GenerateConfig):
         if not isinstance(field.default, BaseModel):
             assert " ".join(field.description.split()) in shown
-    for text in ("0: greedy (default: 0.0)", "0: all (default: 0)", "random numbers (default: 0)"):
+    for text in ("0: greedy (default: 0.0)", "0: all (default: 0)", "token's position (default: 0)"):
         assert text in shown
     assert not any(text in shown for text in ("(default: None)", "(default: ())", "(default: False)"))

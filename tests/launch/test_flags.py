@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,7 +93,7 @@ BAD_VALUES = [
     ("--cuda-graph", "yes", "expected auto, on or off, found"),
     ("--dtype", "int8", "expected bf16, fp16 or fp32, found"),
     ("--max-context", "0", "expected 1 or more, found"),
-    ("--max-context", "8k", "integer"),
+    ("--max-context", "8m", "integer"),
     ("--max-new-tokens", "0", "expected 1 or more, found"),
     ("--max-new-tokens", "many", "expected an integer, found 'many'"),
     ("--temperature", "-1", "expected 0 or more, found"),
@@ -293,6 +294,13 @@ def test_chat_with_prompt_ids(refused: Refused, checkpoint: Path, tmp_path: Path
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt_ids": [1]}')
     assert expected in refused("--model", checkpoint, "--prompt-file", path, "--chat")
+
+
+def test_text_prompt_without_a_tokenizer(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "ids"))
+    (folder / "tokenizer.json").unlink()
+    found = f"{folder / 'tokenizer.json'}: expected a tokenizer, found none"
+    assert refused("--model", folder, "--prompt", "a").startswith(found)
 
 
 def test_text_prompt_for_random_weights(refused: Refused) -> None:

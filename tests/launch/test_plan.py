@@ -95,3 +95,25 @@ def test_ranks_of_a_plan_are_those_that_can_run(
     assert generate.main(["--random-weights", str(tmp_path), "--plan"]) == 0
     rows = [line.strip("│| ").replace("│", " ").split()[:3] for line in capsys.readouterr().out.splitlines()]
     assert [" ".join(row) for row in rows if row and row[0].isdigit() and row[1] in ("off", "paired")] == expected
+
+
+def test_a_plan_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """70B in bf16 takes 131 GiB: with a long cache it needs two ranks, and as pairs four."""
+    for context, expected in (("8k", {("1", "off"): False}), ("128k", {("1", "off"): True, ("2", "off"): False})):
+        assert generate.main(["--random-weights", "llama-3.1-70b", "--max-context", context, "--plan"]) == 0
+        rows = [line.strip("│| ").replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+        found = {tuple(row[:2]): "fit" in row for row in rows if row and row[0].isdigit()}
+        assert expected.items() <= found.items()
+        assert found["2", "paired"] == found["1", "off"]
+        assert not found["4", "paired"]
+
+
+def test_a_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--random-weights", "llama-3.2-1b", "--plan", "--max-context", "4k"]
+    assert generate.main(flags) == 0
+    plan = capsys.readouterr()
+    assert "without effect" not in plan.err
+    assert generate.main([*flags, "--prompt-ids", "1,2", "--max-new-tokens", "9", "--speculation", "off"]) == 0
+    found = capsys.readouterr()
+    assert found.out == plan.out
+    assert found.err.startswith("alspec: without effect: --max-new-tokens, --prompt-ids, --speculation; --plan shows")

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from alspec.errors import UserError
 from alspec.models.config import LlamaConfig
-from alspec.models.tokenizer import Tokenizer, spelled
+from alspec.models.tokenizer import Tokenizer, spelled, token_ids
 
 LLAMA_3 = Path(__file__).resolve().parents[2].parent / "shared" / "hf" / "llama3"
 Core = tokenizers.Tokenizer
@@ -282,6 +283,19 @@ def test_an_interrupt_is_no_unreadable_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_file=interrupted))
     with pytest.raises(KeyboardInterrupt):
         Tokenizer.from_folder(tmp_path, config())
+
+
+def test_token_ids_are_sequences_or_arrays_of_integers() -> None:
+    for ids in ([1, 2], (1, 2), range(1, 3), np.array([1, 2], np.uint16), torch.tensor([1, 2])):
+        found = token_ids(ids)
+        assert found == [1, 2]
+        assert {type(token) for token in found} == {int}
+    assert token_ids([]) == token_ids(np.array([], int)) == []
+    for wrong in (np.array([1.0]), torch.tensor([True]), np.array([[1, 2]]), torch.tensor(1), {1, 2}, {1: 2}, b"ab", 5):
+        with pytest.raises(UserError, match="prompt: expected a text or token ids, found"):
+            token_ids(wrong)
+    with pytest.raises(UserError, match=r"found \['a', 'b'\]; several at a time: launch/generate.py --prompt-file"):
+        token_ids(["a", "b"])
 
 
 def test_all_of_a_prompt_is_spelled() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from alspec.config import EngineConfig, GenerateConfig, LatencyConfig, SamplingConfig
@@ -226,6 +227,32 @@ def test_a_text_that_begins_in_another_thread_waits_for_the_step_under_way(
     assert found == expected
     with pytest.raises(UserError, match="another text of this engine has begun"):
         next(first)
+
+
+def test_token_ids_need_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
+    ids = [3, 1, 2]
+    with Engine.from_pretrained(tiny_folder, transport="gloo") as engine:
+        answer = [token.token_id for token in engine.stream(ids, max_new_tokens=5)]
+    folder = shutil.copytree(tiny_folder, tmp_path / "ids")
+    (folder / "tokenizer.json").unlink()
+    with Engine.from_pretrained(folder, transport="gloo") as engine:
+        assert [token.token_id for token in engine.stream(ids, max_new_tokens=5)] == answer
+        with pytest.raises(UserError, match=r"tokenizer.json: expected a tokenizer, found none"):
+            next(engine.stream("a"))
+
+
+@pytest.mark.parametrize(("mode", "kv_heads"), [("auto", 1), ("auto", 2), ("paired", 1)])
+def test_a_pair_that_nobody_asked_for_is_told(
+    mode: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_key_value_heads": kv_heads}), encoding="utf-8")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(engine_module, "connect_store", lambda placement: dist.HashStore())
+    engine = Engine.from_pretrained(random_weights=str(tmp_path), transport="gloo", speculation=mode)
+    assert engine.mode == ("off" if (mode, kv_heads) == ("auto", 2) else "paired")
+    line = "a pair, because heads do not divide over 2 ranks; guesses within lambda 0.1 are accepted"
+    assert any(line in notice for notice in engine.notices) == ((mode, kv_heads) == ("auto", 1))
 
 
 def test_a_cache_that_is_loaded_ends_the_text(engine: Engine) -> None:
