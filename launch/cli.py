@@ -18,7 +18,17 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from alspec.config import UNAVAILABLE, ChoiceConfig, CommandConfig, check_fields, load_yaml, nearest_name, validate
+from alspec.config import (
+    UNAVAILABLE,
+    ChoiceConfig,
+    CommandConfig,
+    EngineConfig,
+    SpeculationConfig,
+    check_fields,
+    load_yaml,
+    nearest_name,
+    validate,
+)
 from alspec.errors import UserError
 from alspec.launch.output import exit_code, is_special
 from alspec.runtime.placement import Placement
@@ -29,6 +39,7 @@ __all__ = [
     "check_picture",
     "check_writable",
     "cuts_without_effect",
+    "guesses_without_effect",
     "parse",
     "print_config",
     "run_command",
@@ -217,6 +228,16 @@ def cuts_without_effect(config: ChoiceConfig) -> list[str]:
     if not given or config.temperature > 0.0:
         return []
     return [f"{' and '.join(given)} without effect: temperature 0 takes the most likely token"]
+
+
+def guesses_without_effect(config: EngineConfig, advice: str) -> list[str]:
+    """A notice about flags that judge guesses, where there are none."""
+    default, own = SpeculationConfig(), config.speculation
+    changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))
+    given = [flag for flag, is_changed in changed if is_changed]
+    if not given:
+        return []
+    return [f"{' and '.join(given)} without effect: nothing is speculated in mode off; {advice}"]
 
 
 def check_picture(name: str, path: Path | None) -> None:

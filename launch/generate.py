@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from alspec.config import GenerateConfig, SpeculationConfig
+from alspec.config import GenerateConfig
 from alspec.errors import UserError
-from alspec.launch.cli import Parser, cuts_without_effect, run_command
+from alspec.launch.cli import Parser, cuts_without_effect, guesses_without_effect, run_command
 from alspec.launch.display import Printer, StatusLine, print_panel, shows_color, use_utf8
 from alspec.launch.output import write_text
 from alspec.launch.plan import print_plan
@@ -99,14 +99,8 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
     elif config.color and not shows_color():
         notices.append("--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same")
     notices += cuts_without_effect(config)
-    default, own = SpeculationConfig(), config.speculation
-    changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))
-    given = [flag for flag, is_changed in changed if is_changed]
-    if given and mode == "off":
-        notices.append(
-            f"{' and '.join(given)} without effect: nothing is speculated in mode off; use --speculation simulated, or "
-            "paired on two ranks"
-        )
+    if mode == "off":
+        notices += guesses_without_effect(config, "use --speculation simulated, or paired on two ranks")
     return notices
 
 

@@ -21,7 +21,14 @@ from rich.table import Table
 from alspec.config import HitRate, LatencyConfig, SamplingConfig, refuse_unavailable
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.gemv_tile import MAX_BATCH
-from alspec.launch.cli import Parser, check_picture, check_writable, cuts_without_effect, run_command
+from alspec.launch.cli import (
+    Parser,
+    check_picture,
+    check_writable,
+    cuts_without_effect,
+    guesses_without_effect,
+    run_command,
+)
 from alspec.launch.display import StatusLine
 from alspec.launch.output import append_rows, write_text, writing
 from alspec.launch.plot_latency import draw
@@ -58,7 +65,10 @@ def _run(config: LatencyConfig, command: str) -> int:
     _check(config)
     _check_modes(config)
     if Placement.from_environment().rank == 0:
-        for notice in cuts_without_effect(config):
+        notices = cuts_without_effect(config)
+        if "paired" not in _modes(config):
+            notices += guesses_without_effect(config, "add --modes paired")
+        for notice in notices:
             print(f"alspec: {notice}", file=sys.stderr)
     found: list[Measured] = []
     with _shown_if_ended(found):

@@ -145,10 +145,12 @@ def test_a_printed_configuration_is_read_back(profile: Profile, tmp_path: Path) 
         )
 
 
-def test_cuts_without_effect_are_told(profile: Profile, checkpoint: Path) -> None:
+def test_what_has_no_effect_is_told(profile: Profile, checkpoint: Path) -> None:
     flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", 16, "--steps", 1, "--top-k", 5)
     assert profile(*flags)[2] == "alspec: --top-k without effect: temperature 0 takes the most likely token\n"
     assert profile(*flags, "--temperature", 1)[2] == ""
+    told = "alspec: --threshold without effect: nothing is speculated in mode off; add --modes paired\n"
+    assert profile(*flags, "--temperature", 1, "--threshold", 0.3)[2] == told
 
 
 def test_sampled_steps(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
