@@ -381,12 +381,14 @@ def test_a_long_wait_for_a_rank_elsewhere(tiny_folder: Path, tmp_path: Path) -> 
     program = write_program(
         tmp_path,
         """
+from alspec.runtime import faults
+faults.NOTICE_S = 5.0
 if rank == 1:
-    time.sleep(12)
+    time.sleep(7)
 tokens = stream(engine)
 next(tokens)
 if rank == 1:
-    time.sleep(12)
+    time.sleep(7)
 list(tokens)
 engine.close()
 """,
