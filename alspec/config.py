@@ -28,6 +28,7 @@ from .predictor import CHUNK_SIZES
 from .sas import Softmax
 
 __all__ = [
+    "PROMPTS",
     "TURBO_CODECS",
     "UNAVAILABLE",
     "BenchConfig",
@@ -57,6 +58,7 @@ Selector = Literal["gap_std", "entropy", "min_max", "variation"]
 UNAVAILABLE = ("colocated", "turboquant3", "turboquant2")  # known values that the runtime does not have yet
 TURBO_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that the runtime has
 
+PROMPTS = ("prompt", "prompt_file", "prompt_ids")  # fields of which one is given
 _MAX_DIGITS = 15  # of a number of tokens
 _MAX_INT_CHARACTERS = 1000  # of an integer in YAML; Python shows up to 4300 digits
 
@@ -123,19 +125,20 @@ def _items(value: Any) -> Any:
     return [item.strip() for item in str(value).split(",")] if isinstance(value, str | int | float) else value
 
 
-def _tokens(value: Any) -> int:
-    """A number of tokens such as 4096 or 4k; k is 1024."""
-    text = str(value).lower()
-    digits, scale = text.removesuffix("k"), 1024 if text.endswith("k") else 1
-    if not digits.isdecimal() or len(digits) > _MAX_DIGITS or int(digits) * scale < 2:
-        raise ValueError("expected lengths such as 1k,8k or 4096")
-    return int(digits) * scale
-
-
 def _thousands(value: Any) -> Any:
     """Accept the flag's spelling `128k` of 131072."""
-    is_short = isinstance(value, str) and value[:-1].isdecimal() and len(value) <= _MAX_DIGITS
+    is_short = isinstance(value, str) and value[:-1].isdecimal() and len(value) <= _MAX_DIGITS + 1
     return int(value[:-1]) * 1024 if is_short and value[-1] in "kK" else value
+
+
+def _tokens(value: Any) -> int:
+    """A number of tokens such as 4096 or 4k; k is 1024."""
+    count = _thousands(str(value))
+    if isinstance(count, str):
+        count = int(count) if count.isdecimal() and len(count) <= _MAX_DIGITS else 0
+    if count < 2:
+        raise ValueError("expected lengths such as 1k,8k or 4096")
+    return int(count)
 
 
 def _texts(value: Any) -> Any:
@@ -295,7 +298,7 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
-        given = [name for name in ("prompt", "prompt_file", "prompt_ids") if getattr(self, name) is not None]
+        given = [name for name in PROMPTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other; give exactly one prompt")
         if self.system is not None and not self.chat:

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from alspec.config import (
+    PROMPTS,
     UNAVAILABLE,
     ChoiceConfig,
     CommandConfig,
@@ -49,11 +50,6 @@ _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 _CommandT = TypeVar("_CommandT", bound=CommandConfig)
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 WRITTEN = ("json_file", "trace", "rows", "plot")  # fields of the files that commands write
-PROMPTS = (
-    "prompt",
-    "prompt_file",
-    "prompt_ids",
-)  # fields of which one is given: a flag takes the place of any in a file
 
 
 class Parser(argparse.ArgumentParser):
@@ -171,7 +167,7 @@ def parse(
             values["speculation"] = {"mode": values["speculation"]}
     flags = {path: _flag(path, field) for path, field in _leaves(schema)}
     given = {path: getattr(args, ".".join(path)) for path in flags if hasattr(args, ".".join(path))}
-    if any((name,) in given for name in PROMPTS):
+    if any((name,) in given for name in PROMPTS):  # a flag takes the place of whichever the file has
         values = {name: value for name, value in values.items() if name not in PROMPTS}
     for path, value in given.items():
         _set(values, path, value)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from alspec.config import GenerateConfig
+from alspec.config import PROMPTS, GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.cli import Parser, cuts_without_effect, guesses_without_effect, run_command
 from alspec.launch.display import Printer, StatusLine, print_panel, shows_color, use_utf8
@@ -44,7 +44,7 @@ def _run(config: GenerateConfig, args: Namespace) -> int:
         for flag, path in (("--json", config.json_file), ("--trace", config.trace)):
             if path is not None:
                 raise UserError(f"flags: {flag}: --plan generates nothing to write there; leave one of them out")
-        given = config.model_fields_set & {"prompt", "prompt_file", "prompt_ids", "max_new_tokens"}
+        given = config.model_fields_set & {*PROMPTS, "max_new_tokens"}
         if "mode" in config.speculation.model_fields_set:
             given |= {"speculation"}
         # Once, not by every rank of torchrun.

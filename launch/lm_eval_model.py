@@ -33,7 +33,7 @@ def open_engine(threshold: float = 0.1, **options: Any) -> Engine:
     """A loaded engine of one rank that simulates speculation; options are fields of `EngineConfig`."""
     engine = Engine.from_pretrained(speculation={"mode": "simulated", "threshold": threshold}, **options)
     # Likelihoods read no cache: `generate_until` takes what its texts need.
-    engine.load(1, min(WARM_UP_TOKENS, _longest(engine)))
+    engine.load(1, min(WARM_UP_TOKENS, engine.most_tokens))
     return engine
 
 
@@ -62,7 +62,7 @@ def loglikelihood(engine: Engine, context: str, continuation: str, cache: CacheS
         ids, start = ids if ids[:1] == prefix else prefix + ids, 1
     if start >= len(ids):
         raise UserError(f"lm-eval: expected a continuation that adds tokens, found {continuation!r}")
-    dropped = min(max(len(ids) - _longest(engine), 0), start - 1)
+    dropped = min(max(len(ids) - engine.most_tokens, 0), start - 1)
     ids, start = ids[dropped:], start - dropped
     score = _score(engine, ids, start, cache)
     answer = torch.tensor(ids[start:])
@@ -76,7 +76,7 @@ def loglikelihood_rolling(engine: Engine, text: str, cache: CacheSetting = PLAIN
     """
     prefix = _prefix(engine)
     ids = _encode(engine, text)[len(_encode(engine, "")) :]
-    step = _longest(engine) - 1
+    step = engine.most_tokens - 1
     windows = [prefix + ids[start : start + step] for start in range(0, len(ids), step)]
     return -sum(float(_score(engine, ids, 0, cache).nll.double().sum()) for ids in windows)
 
@@ -96,9 +96,9 @@ def generate_until(engine: Engine, context: str, settings: dict[str, Any], seed:
     if settings.get("do_sample"):
         values |= {"temperature": 1.0} | {name: settings[name] for name in CHOICE if name in settings}
     sampling = validate(SamplingConfig, values, "lm-eval")
-    room = _longest(engine) - sampling.max_new_tokens
+    room = engine.most_tokens - sampling.max_new_tokens
     if room < 1:
-        raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {_longest(engine)} tokens")
+        raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {engine.most_tokens} tokens")
     prompts = [_encode(engine, context)[-room:] or _prefix(engine)]
     needed = engine.check_prompts(prompts, sampling.max_new_tokens)
     if engine.cache.max_context < needed:
@@ -174,12 +174,6 @@ def _prefix(engine: Engine) -> list[int]:
     if token_id is None:
         raise UserError("lm-eval: an empty context needs a BOS or EOS token, which this tokenizer has not")
     return [token_id]
-
-
-def _longest(engine: Engine) -> int:
-    """Tokens of the longest text that the model reads, or is allowed to."""
-    longest = engine.model_config.max_position_embeddings
-    return min(longest, engine.config.max_context or longest)
 
 
 def _score(engine: Engine, ids: list[int], start: int, cache: CacheSetting) -> TextScore:

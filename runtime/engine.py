@@ -30,7 +30,7 @@ from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
 from .codecs import Cache, check_codec, new_cache
 from .faults import LOADING, Heartbeat, error_on_its_way
-from .generation import Generation, IdDecoder, Request, Token, check_prompts
+from .generation import Generation, IdDecoder, Request, Token, check_prompts, most_tokens
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
 from .placement import Placement, choose_device, choose_graph, choose_mode, choose_symm
 from .prefill import CHUNK_TOKENS, prefill
@@ -146,8 +146,8 @@ class Engine:
 
     @property
     def most_tokens(self) -> int:
-        """Of a prompt and its answer: `max_context`, or what the model has positions for."""
-        return self.config.max_context or self.model_config.max_position_embeddings
+        """Of a prompt and its answer."""
+        return most_tokens(self.config, self.model_config)
 
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """The cache room that these prompts need; refuses what the model or `max_context` has no room for."""

@@ -165,10 +165,9 @@ class Heartbeat:
                     if self._has_failed:
                         self._cause, self._has_failed = None, False
                     return True
-                if waited_s > NOTICE_S and not is_noticed:
+                if error is not None and waited_s > NOTICE_S and not is_noticed:  # else the watch says so
                     is_noticed = True
-                    after = "" if error is None else f" after {type(error).__name__}: {error}"
-                    what = f"rank {self._placement.rank} closes{after}"
+                    what = f"rank {self._placement.rank} closes after {type(error).__name__}: {error}"
                     print(f"alspec: {what}; waiting for the others to close", file=sys.stderr, flush=True)
                 time.sleep(0.02)
         return False

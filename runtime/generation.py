@@ -13,7 +13,7 @@ from ..errors import UserError, show
 from ..kernels.gemv_tile import MAX_BATCH
 from ..models.config import LlamaConfig
 
-__all__ = ["Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts"]
+__all__ = ["Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts", "most_tokens"]
 
 
 class TextDecoder(Protocol):
@@ -117,6 +117,11 @@ class Generation:
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
 
 
+def most_tokens(config: EngineConfig, model: LlamaConfig) -> int:
+    """Of a prompt and its answer: `max_context`, or what the model has positions for."""
+    return config.max_context or model.max_position_embeddings
+
+
 def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig) -> int:
     """The tokens that the longest of these prompts and its answer need.
 
@@ -139,7 +144,7 @@ def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineC
                 f"give ids from 0 to {model.vocab_size - 1}"
             )
     needed = max(map(len, prompts)) + max_new_tokens
-    limit = config.max_context or model.max_position_embeddings
+    limit = most_tokens(config, model)
     if needed > limit:
         name = "max_context" if config.max_context else "the model's max_position_embeddings"
         advice = "shorten the prompt or lower --max-new-tokens"

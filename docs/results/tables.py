@@ -40,9 +40,13 @@ def main() -> None:
     ablations = read("quality_ablations.jsonl")
     sections = [
         steps("Decode steps", read("decode_step.jsonl")),
-        against_off("Pairs against tensor parallelism", "decode_step.jsonl"),
+        against_off("Pairs against tensor parallelism", read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
         steps("Decode steps on H100", read("decode_step_h100.jsonl")),
-        against_off("Pairs against tensor parallelism on H100", "decode_step_h100.jsonl"),
+        against_off(
+            "Pairs against tensor parallelism on H100",
+            read("decode_step_h100.jsonl"),
+            read("decode_step_h100.jsonl", PARTS),
+        ),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         decode(read("decode_attention.jsonl")),
         quantised(read("turbo_attention.jsonl")),
@@ -138,9 +142,8 @@ def steps(title: str, rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def against_off(title: str, file: str) -> str:
+def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
     """Pairs beside tensor parallelism on the same GPUs, and beside what the latency model makes of measured parts."""
-    rows, parts = read(file), read(file, PARTS)
     plain = {_setting(row): row for row in rows if row["case"]["mode"] == "off"}
     measured: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in parts:

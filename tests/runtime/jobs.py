@@ -43,6 +43,11 @@ class Job:
     def stderr(self) -> str:
         return self._outputs[1].read_text(errors="replace")
 
+    @property
+    def lines(self) -> list[str]:
+        """Those that alspec itself has written to stderr."""
+        return [line for line in self.stderr.splitlines() if line.startswith("alspec: ")]
+
     def find_ranks(self) -> dict[int, int]:
         """torchrun's child processes by their RANK."""
         found = {}
@@ -109,6 +114,13 @@ def write_program(folder: Path, text: str) -> Path:
     program = folder / "program.py"
     program.write_text(f"{PROGRAM}{text}", encoding="utf-8")
     return program
+
+
+def failed(folder: Path, model: Path, text: str, within_s: float = 60.0) -> Job:
+    """Two ranks of a program, which ends with an error."""
+    with job(folder, 2, [str(model)], write_program(folder, text)) as running:
+        assert running.torchrun.wait(timeout=within_s) != 0, running.stderr
+    return running
 
 
 PROGRAM = """

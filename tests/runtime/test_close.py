@@ -67,7 +67,7 @@ def work():
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
         running.torchrun.wait(timeout=60)
         seconds = time.time() - float(running.stdout)
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: exit")]
+        lines = [line for line in running.lines if line.startswith("alspec: exit")]
         cause = rf"rank 1 closed its engine after an error at step 3, operation .+: {kind}: no such token"
         assert len(lines) == 1, running.stderr
         assert re.fullmatch(f"alspec: exit 5: {cause}", lines[0]), running.stderr
@@ -112,6 +112,6 @@ sys.stdout.flush()
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
         assert running.torchrun.wait(timeout=90) == 0, running.stderr
         assert running.stdout.splitlines() == ["no such row"] * 6
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        lines = running.lines
         waits = "alspec: rank 0 closes after {}: no such row; waiting for the others to close"
         assert lines == [waits.format(error) for error in ("ValueError", "RuntimeError", "SystemExit")]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import GONE_WITHIN_S, LONG, free_port, job, write_program
+from jobs import GONE_WITHIN_S, LONG, failed, free_port, job, write_program
 from safetensors.torch import load_file, save_file
 
 from alspec.errors import RankFailureError
@@ -49,7 +49,7 @@ def test_lost_rank(
         seconds = running.seconds_until_gone()
         assert seconds < GONE_WITHIN_S
         assert running.torchrun.returncode != 0
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: exit")]
+        lines = [line for line in running.lines if line.startswith("alspec: exit")]
         # A survivor ends a stopped rank, so another survivor may find it dead; nobody blames a survivor.
         pattern = rf"alspec: exit 5: rank {rank} (died|stalled) at step (\d+), operation \w+"
         named = [re.match(pattern, line) for line in lines]
@@ -97,7 +97,7 @@ engine.close()
     )
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
         code = running.torchrun.wait(timeout=60)
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        lines = running.lines
         if found is None:
             assert (code, lines) == (0, []), running.stderr
             assert running.stdout.splitlines() == ["2 more"] * 2
@@ -136,7 +136,7 @@ run_guarded(engine.heartbeat, work)
         for process in running.ranks.values():
             os.kill(process, signal.SIGINT)
         assert running.seconds_until_gone() < GONE_WITHIN_S
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        lines = running.lines
         assert lines == ["alspec: exit 130: interrupted"] * 2, running.stderr
         assert running.stderr.count("exitcode  : 130") == 2
         assert "Traceback (most recent call last)" not in running.stderr.partition("alspec: ")[0]
@@ -168,7 +168,7 @@ run_guarded(engine.heartbeat, work)
     )
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
         running.torchrun.wait(timeout=90)
-        lines = sorted(line for line in running.stderr.splitlines() if line.startswith("alspec: exit"))
+        lines = sorted(line for line in running.lines if line.startswith("alspec: exit"))
         cause = rf"rank 0 died at step \d+, operation .+: {named}"
         assert lines[:-1] == own_lines, running.stderr
         assert re.fullmatch(f"alspec: exit 5: {cause}", lines[-1])
@@ -285,11 +285,18 @@ time.sleep(60)
     )
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
         running.torchrun.wait(timeout=90)
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        lines = running.lines
         assert lines, running.stderr
         assert re.fullmatch(
             r"alspec: exit 5: rank 0 died at step \d+, operation .+: ValueError: no such token", lines[0]
         )
+
+
+THREE_TOKENS = """
+tokens = stream(engine, 100)
+for _ in range(3):
+    next(tokens)
+"""
 
 
 @pytest.mark.slow
@@ -300,12 +307,7 @@ time.sleep(60)
 )
 def test_a_rank_that_leaves_early(missed: str, tiny_folder: Path, tmp_path: Path) -> None:
     """It ends well, without `close`: whoever waits for it is told, also where no collective fails (as on GPUs)."""
-    program = write_program(
-        tmp_path,
-        f"""
-tokens = stream(engine, 100)
-for _ in range(3):
-    next(tokens)
+    text = f"""{THREE_TOKENS}
 if rank == 1:
     sys.exit(0)
 time.sleep(6)
@@ -313,15 +315,12 @@ print("alone", flush=True)
 def work():
     {missed}
 run_guarded(engine.heartbeat, work)
-""",
-    )
-    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
-        assert running.torchrun.wait(timeout=60) != 0
-        assert running.stdout.splitlines() == ["alone"]  # as long as nobody is waited for
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
-        pattern = r"alspec: exit 5: rank 1 left at step 2, operation .+ without closing its engine"
-        assert len(lines) == 1, running.stderr
-        assert re.fullmatch(pattern, lines[0]), running.stderr
+"""
+    ended = failed(tmp_path, tiny_folder, text)
+    assert ended.stdout.splitlines() == ["alone"]  # as long as nobody is waited for
+    pattern = r"alspec: exit 5: rank 1 left at step 2, operation .+ without closing its engine"
+    assert len(ended.lines) == 1, ended.stderr
+    assert re.fullmatch(pattern, ended.lines[0]), ended.stderr
 
 
 PLACE = r" at step \d+, operation [\w ,]+"
@@ -338,23 +337,10 @@ PARTINGS = {
 @pytest.mark.parametrize(("other", "line"), PARTINGS.values(), ids=PARTINGS)
 def test_ranks_that_part(other: str, line: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Each would wait for the other for ten minutes, or take its messages for others."""
-    program = write_program(
-        tmp_path,
-        f"""
-tokens = stream(engine, 100)
-for _ in range(3):
-    next(tokens)
-if rank == 1:
-    {other}
-list(tokens)
-time.sleep(60)
-""",
-    )
-    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
-        assert running.torchrun.wait(timeout=40) != 0
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
-        assert lines, running.stderr
-        assert all(re.fullmatch("alspec: exit 5: " + line, each) for each in lines), running.stderr
+    text = f"{THREE_TOKENS}\nif rank == 1:\n    {other}\nlist(tokens)\ntime.sleep(60)"
+    ended = failed(tmp_path, tiny_folder, text, within_s=40)
+    assert ended.lines
+    assert all(re.fullmatch("alspec: exit 5: " + line, each) for each in ended.lines), ended.stderr
 
 
 UNUSED = {
@@ -367,12 +353,10 @@ UNUSED = {
 @pytest.mark.parametrize(("other", "line"), UNUSED.values(), ids=UNUSED)
 def test_an_engine_that_is_not_used(other: str, line: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Of rank 1; rank 0 is told in its first text that it waits in vain."""
-    program = write_program(tmp_path, f"if rank == 1:\n    {other}\nlist(stream(engine))")
-    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
-        assert running.torchrun.wait(timeout=40) != 0
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
-        assert len(lines) == 1, running.stderr
-        assert re.fullmatch("alspec: exit 5: " + line, lines[0])
+    text = f"if rank == 1:\n    {other}\nlist(stream(engine))"
+    ended = failed(tmp_path, tiny_folder, text, within_s=40)
+    assert len(ended.lines) == 1, ended.stderr
+    assert re.fullmatch("alspec: exit 5: " + line, ended.lines[0])
 
 
 @pytest.mark.slow
@@ -395,7 +379,7 @@ engine.close()
     )
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
         assert running.torchrun.wait(timeout=60) == 0, running.stderr
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: ")]
+        lines = running.lines
         absent = "for rank 1 (which is not in its engine, after step 0)"
         assert lines == [f"alspec: rank 0 waits in {where} {absent}" for where in ("the start of text 1", "text 1")]
 
@@ -549,7 +533,7 @@ def test_bad_numbers_on_two_ranks(tiny_folder: Path, tmp_path: Path, fault: str,
     with job(tmp_path, 2, [*LONG, "--model", str(folder), "--speculation", mode]) as running:
         running.torchrun.wait(timeout=90)
         # The last rank to leave may also report (exit 5) that the first one has left.
-        lines = [line for line in running.stderr.splitlines() if line.startswith("alspec: exit 4")]
+        lines = [line for line in running.lines if line.startswith("alspec: exit 4")]
         assert lines, running.stderr
         assert all(line.startswith(bad_numbers(rank, where, 0)) for line in lines)
         assert running.stdout == ""

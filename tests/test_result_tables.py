@@ -1,0 +1,323 @@
+"""The tables and pictures of docs/results are those of the measured rows."""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """What the tables are made from and written to, in a folder of its own."""
+    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def make_tables(project: Path, **rows: list[str]) -> list[str]:
+    """Lines of docs/results/README.md, with other rows in the files named."""
+    for name, lines in rows.items():
+        (project / "docs" / "results" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    subprocess.run([sys.executable, project / "docs" / "results" / "tables.py"], check=True)
+    return (project / "docs" / "results" / "README.md").read_text().splitlines()
+
+
+def test_tables_are_those_of_the_rows(project: Path) -> None:
+    make_tables(project)
+    for name in ("README.md", "docs/results/README.md"):
+        assert (project / name).read_text() == (ROOT / name).read_text(), f"run docs/results/tables.py: {name} is old"
+
+
+def test_tables_of_decode_steps(project: Path) -> None:
+    """A line for each configuration, a column for each context; the README has captured steps of the 8B shape alone."""
+    (project / "docs" / "results" / "turbo_attention.jsonl").unlink()  # so that whole steps are what is quantised
+
+    def row(
+        shape: str, world: int, context: int, tokens_per_s: float, cuda_graph: bool = True, kv_cache: str = "bf16"
+    ) -> str:
+        transport = "symm" if world > 1 else None
+        case = {"shape": shape, "world": world, "mode": "off", "transport": transport, "cuda_graph": cuda_graph}
+        case |= {
+            "dtype": "bf16",
+            "batch": 1,
+            "context": context,
+            "kv_cache": kv_cache,
+            "hit_rate": None,
+            "forced": False,
+        }
+        rest = {
+            "gpu": "NVIDIA H200",
+            "num_gpus": world,
+            "versions": {"torch": "2.11.0"},
+            "command": "launch/latency.py",
+        }
+        found = {"us": {"p50": 1e6 / tokens_per_s}, "tokens_per_s": tokens_per_s, "share_of_limit": 0.875}
+        return json.dumps({"bench": "decode_step", "impl": "alspec.off", "case": case} | found | rest)
+
+    rows = [
+        row("llama-3.1-8b", 1, 8192, 100.0),
+        row("llama-3.1-8b", 1, 1024, 250.4),
+        row("llama-3.1-8b", 1, 8192, 240.0),  # measured again
+        row("llama-3.1-8b", 4, 1024, 800.0),
+        row("llama-3.1-8b", 4, 1024, 90.0, cuda_graph=False),
+        row("llama-3.1-70b", 4, 1024, 100.0),
+        row("llama-3.1-8b", 1, 1024, 200.0, kv_cache="turbo4"),
+        row("llama-3.1-8b", 1, 8192, 160.0, kv_cache="turbo4"),
+        row("llama-3.1-8b", 1, 1024, 125.0, kv_cache="turbo-mixed"),
+    ]
+    for _ in range(2):
+        long = make_tables(project, decode_step=rows)
+        readme = (project / "README.md").read_text()
+        short = readme.split("<!-- decode_step -->")[1].split("<!-- /decode_step -->")[0]
+        assert [line for line in short.splitlines() if line.startswith("|")] == [
+            "| GPUs, off | 1024 | 8192 |",
+            "| --- | --- | --- |",
+            "| 1 | 250 (88%) | 240 (88%) |",
+            "| 4 | 800 (88%) |  |",
+        ]
+        caches = readme.split("<!-- quantised -->")[1].split("<!-- /quantised -->")[0]
+        assert [line for line in caches.splitlines() if line.startswith("|")] == [
+            "| whole step, ms | 1024 |",
+            "| --- | --- |",
+            "| bf16 | 3.99 |",
+            "| turbo4 | 5.00 |",
+            "| turbo-mixed | 8.00 |",
+        ]
+    assert "| llama-3.1-8b | 4 | off | symm | one by one | bf16 | 1 | bf16, random numbers |  | 90 (88%) |  |" in long
+    assert "| llama-3.1-70b | 4 | off | symm | captured | bf16 | 1 | bf16, random numbers |  | 100 (88%) |  |" in long
+
+
+def test_tables_of_pairs_and_all_reduces(project: Path) -> None:
+    """A pair beside `off` on the same GPUs and beside the latency model; all-reduces, a column for each."""
+    rest = {"gpu": "NVIDIA H200", "num_gpus": 2, "versions": {"torch": "2.11.0"}, "command": "launch/latency.py"}
+
+    def row(
+        mode: str,
+        p50: float,
+        hit_rate: float | None = None,
+        text: str | None = None,
+        part: str = "",
+        commit: str = "new",
+    ) -> str:
+        case = {"shape": "llama-3.1-8b", "world": 2, "mode": mode, "transport": "symm", "cuda_graph": True}
+        case |= {"dtype": "bf16", "batch": 1, "context": 8192, "kv_cache": "bf16", "hit_rate": hit_rate}
+        case |= {"forced": False, "text": text}
+        shown = {"us": {"p50": p50}, "tokens_per_s": 1e6 / p50, "share_of_limit": None}
+        bench = {"bench": "decode_step"}
+        if part:
+            case["part"] = part
+            bench = {"bench": "decode_parts", "untraced_us": 1000.0, "num_layers": 10}
+        return json.dumps(bench | {"case": case, "commit": commit} | shown | rest)
+
+    parts = {"attention": 70.0, "sender": 80.0, "receiver": 20.0, "layer": 40.0, "fixed": 50.0, "step": 1100.0}
+    rows = [
+        row("off", 1200.0),
+        row("paired", 1050.0, 0.5),
+        row("paired", 1000.0, 1.0, commit="old"),
+        row("paired", 900.0, 0.5, "book.txt"),
+        row("off", 990.0, text="book.txt"),
+        *(row("paired", p50, 0.5, part=part) for part, p50 in parts.items()),
+    ]
+    sums = [
+        {"bench": "allreduce_rmsnorm", "impl": impl, "case": {"world": 4, "batch": batch}, "bytes": 16384 * batch}
+        | {"us": {"p20": p50 - 1, "p50": p50, "p80": p50 + 1}}
+        | rest
+        for batch in (4, 1)
+        for impl, p50 in (("nccl", 20.0), ("alspec", 2.0 + batch))
+    ]
+    long = make_tables(project, decode_step=rows, allreduce=list(map(json.dumps, sums)))
+    # 5 accepted layers of max(80, 20 + 40) and 5 rejected ones of 80 + 40, and 50.
+    begin = "| llama-3.1-8b | 1 + 1 | symm | 1 |"
+    assert f"{begin} bf16, random numbers | 8192 | 50% | 1.050 | 1.200 | 1.14x | 1.050 | +0.0% | +10.0% |" in long
+    # Of another commit than `off`, and than the parts: both are marked. 10 accepted layers, and 50.
+    cells = "8192 | 100% | 1.000 | 1.200 | 1.20x\\* | 0.850\\*\\* | +17.6%\\*\\* | +10.0% |"
+    assert f"{begin} bf16, random numbers | {cells}" in long
+    assert "\\* The pair is of an earlier commit than `off`." in long
+    assert "\\*\\* The parts given to the model are of another commit than the pair." in long
+    assert f"{begin} bf16, book.txt | 8192 | 50% | 0.900 | 0.990 | 1.10x |  |  |  |" in long
+    parts_line = "| llama-3.1-8b | 2 | 8192 | bf16, random numbers | 50% | 70.0 | 80.0 | 20.0 | 40.0 | 50.0 | 1100.0 |"
+    assert parts_line in long
+    assert long[long.index("| GPUs | batch | KB | nccl | alspec |") + 2 :][:2] == [
+        "| 4 | 1 | 16 | 19.0 / 20.0 / 21.0 | 2.0 / 3.0 / 4.0 |",
+        "| 4 | 4 | 64 | 19.0 / 20.0 / 21.0 | 5.0 / 6.0 / 7.0 |",
+    ]
+
+
+def test_tables_of_attention_over_quantised_caches(project: Path) -> None:
+    """How many times faster than bf16 under the same heading; SAS beside exact; prefill against SDPA."""
+    rest = {"gpu": "NVIDIA H200", "num_gpus": 1, "versions": {"torch": "2.11.0"}, "command": "launch/bench_kernels.py"}
+
+    def row(bench: str, impl: str, us: float, **case: object) -> str:
+        return json.dumps({"bench": bench, "impl": impl, "case": case, "us": {"p50": us}, "tflop_s": 500.0} | rest)
+
+    at = {"heads": "32/8", "context": 8192}
+    rows = [
+        row("decode_attention", "torch.sdpa", 15.0, codec="bf16", **at),
+        row("decode_attention", "alspec.lean_decode_attention", 12.0, codec="bf16", **at),
+        row("speculative_decode", "alspec.lean_decode_attention", 14.0, codec="bf16", **at),
+        row("decode_attention", "alspec.turbo_decode_attention", 8.0, codec="turbo4", **at),
+        row("decode_attention", "alspec.turbo_decode_attention.sas", 10.0, codec="turbo4", **at),
+        row("speculative_decode", "alspec.turbo_decode_attention", 7.0, codec="turbo4", **at),
+    ]
+    prompts = [
+        row("prefill_attention", impl, us, tokens=4096, **at)
+        for impl, us in (("torch.sdpa", 900.0), ("alspec.turbo_prefill_attention", 600.0))
+    ]
+    long = make_tables(project, turbo_attention=rows, prefill_attention=prompts)
+    plain = long.index("### 32/8 heads of 128, plain")
+    assert long[plain + 4 : plain + 8] == [
+        "| torch SDPA, bf16 | 15.0 (0.80x) |",
+        "| bf16 | 12.0 (1.00x) |",
+        "| turbo4 | 8.0 (1.50x) |",
+        "| turbo4, SAS | 10.0 (1.20x) |",
+    ]
+    guess = long.index("### 32/8 heads of 128, with guess and verdict")
+    assert long[guess + 4 : guess + 6] == ["| bf16 | 14.0 (1.00x) |", "| turbo4 | 7.0 (2.00x) |"]
+    assert "| 4096 | 8192 | 900, 500 TFLOP/s, 1.00x | 600, 500 TFLOP/s, 1.50x |" in long
+
+
+def quality_row(measure: str, context: int, value: float, rates: list[float] | None = None, **of_case: object) -> str:
+    """A row of the reference semantics over a cache, in bf16."""
+    case = {"measure": measure, "context": context, "depth": None, "chunk_size": 128, "dtype": "bf16", "samples": 10}
+    rest = {"gpu": None, "num_gpus": 0, "versions": {"torch": "2.11.0"}, "command": "launch/evaluate.py"}
+    hits = {"hit_rate": 0.5, "hit_rate_per_layer": rates or [0.25, 0.75]}
+    return json.dumps({"bench": "quality", "case": case | of_case, "value": value} | hits | rest)
+
+
+def section(lines: list[str], title: str) -> list[str]:
+    """Lines of the tables under one heading."""
+    text = "\n".join(lines).split(f"## {title}\n")[1].split("## ")[0]
+    return [line for line in text.splitlines() if line.startswith("|") and not line.startswith("| ---")]
+
+
+def test_tables_of_caches(project: Path) -> None:
+    """Each cache and lambda at the longest context, with its change against bf16; over contexts, layers and depths."""
+    bf16, turbo4 = ({"cache": cache, "threshold": "0.1"} for cache in ("bf16", "turbo4"))
+    rows = [
+        quality_row("bits per byte", 1024, 9.0, **bf16),
+        quality_row("bits per byte", 8192, 1.25, [0.125, 0.875], **bf16),
+        quality_row("recall", 8192, 1.0, **bf16),
+        quality_row("bits per byte", 8192, 1.26, **turbo4),
+        quality_row("recall", 8192, 0.995, **turbo4),
+        quality_row("record needle", 1024, 0.7, **turbo4 | {"depth": 0.0}),
+        quality_row("needle", 8192, 0.9, **turbo4 | {"depth": 0.0}),
+        quality_row("needle", 8192, 0.8, **turbo4 | {"depth": 1.0}),
+        quality_row("bits per byte", 8192, 1.5, **turbo4 | {"threshold": "fixed"}),
+        quality_row("needle", 8192, 1.0, **turbo4 | {"threshold": "inf", "depth": 0.0, "samples": 5}),
+        quality_row("needle", 8192, 0.6, **turbo4 | {"cache": "turbo4, sas", "depth": 0.0, "samples": 5}),
+    ]
+    assert section(make_tables(project, quality_codecs=rows), "Demo checkpoint over caches") == [
+        "| lambda | cache | bits per byte | change | fact recalled | change | hit rate |",
+        "| 0.1 | bf16 | 1.2500 |  | 100.0% |  | 0.500 |",
+        "| 0.1 | turbo4 | 1.2600 | +0.80% | 99.5% | -0.5 points | 0.500 |",
+        "| fixed layers | turbo4 | 1.5000 |  |  |  | 0.500 |",
+        "| lambda | cache | 1024 | 8192 |",
+        "| 0.1 | bf16 | 9.0000 | 1.2500 |",
+        "| 0.1 | turbo4 |  | 1.2600 |",
+        "| fixed layers | turbo4 |  | 1.5000 |",
+        "| cache | layer 0 | layer 1 |",
+        "| bf16 | 0.125 | 0.875 |",
+        "| turbo4 | 0.250 | 0.750 |",
+        "| what | cache | 0.1 | inf |",
+        "| a fact in a text | turbo4 | 17 of 20 | 5 of 5 |",
+        "| a fact in a text | turbo4, sas | 3 of 5 |  |",
+        "| one of as many pairs as fit | turbo4 | 7 of 10 |  |",
+    ]
+
+
+def test_tables_of_quality_measured_again(project: Path) -> None:
+    """Of repeated rows the last counts, once; their order does not matter, and no cell is of a shorter context."""
+    bf16, turbo4 = ({"cache": cache, "threshold": "0.1"} for cache in ("bf16", "turbo4"))
+    again = [
+        quality_row("needle", 8192, 0.5, **turbo4 | {"depth": 0.0}),
+        quality_row("bits per byte", 8192, 1.5, **bf16),
+        quality_row("bits per byte", 4096, 1.5, **turbo4),
+        quality_row("recall", 8192, 0.5, **turbo4),
+        quality_row("record recall", 5600, 0.25, **turbo4),
+    ]
+    rows = [row.replace('"value": ', '"value": 1') for row in again] + again
+    lines = section(make_tables(project, quality_codecs=rows), "Demo checkpoint over caches")
+    head = "| lambda | cache | bits per byte | change | fact recalled | change | UUID recalled | change | hit rate |"
+    assert lines[:3] == [
+        head,
+        "| 0.1 | bf16 | 1.5000 |  |  |  |  |  | 0.500 |",
+        "| 0.1 | turbo4 |  |  | 50.0% |  | 25.0% |  | 0.500 |",
+    ]
+    assert lines[-1] == "| a fact in a text | turbo4 | 5 of 10 |"
+    of_lambda = [
+        quality_row(measure, 8192, value, threshold="0.1")
+        for measure, value in (("record recall", 0.25), ("recall", 0.5), ("bits per byte", 1.5))
+    ]
+    make_tables(project, quality=[*of_lambda, *of_lambda])
+    short = (project / "README.md").read_text().split("<!-- quality -->")[1].split("<!-- /quality -->")[0]
+    assert "\n| 0.1 | 50% | 1.5000 | 50% | 25% |\n" in short
+
+
+def test_table_of_selectors(project: Path) -> None:
+    """Settings of half the heads in one table, selectors over the number of heads in another."""
+    at = {"threshold": "0.0", "selector": "gap_std", "low_heads": None}
+    rows = [quality_row("bits per byte", 8192, 1.25, cache="bf16", **at)]
+    for selector, low, bits, recall in (
+        ("gap_std", 1, 1.26, 1.0),
+        ("gap_std", 2, 1.27, 0.98),
+        ("entropy", 2, 1.3, 0.8),
+    ):
+        of = at | {"cache": f"turbo-mixed, {selector}, {low} heads low", "selector": selector, "low_heads": low}
+        rows += [quality_row("bits per byte", 8192, bits, **of), quality_row("recall", 8192, recall, **of)]
+    assert section(make_tables(project, quality_ablations=rows), "Softmax, block sizes and selectors") == [
+        "| lambda | cache | bits per byte | change | hit rate |",
+        "| 0 | bf16 | 1.2500 |  | 0.500 |",
+        "| heads of lowest priority by | 1 | 2 |",
+        "| gap_std | 1.2600, 100% | 1.2700, 98% |",
+        "| entropy |  | 1.3000, 80% |",
+    ]
+
+
+def test_pictures(project: Path) -> None:
+    pytest.importorskip("matplotlib")
+    subprocess.run([sys.executable, project / "docs" / "results" / "pictures.py", project], check=True)
+    for name in ("latency.png", "needles.png"):
+        assert (project / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_of_needles_has_every_lambda_of_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of the maps of facts and of pairs, and hit rates, for every cache; of a repeated row the last value."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "results")
+    pictures = importlib.import_module("pictures")
+    of_lambda = [
+        json.loads(quality_row(measure, 1024, value, cache=cache, threshold=threshold, softmax=softmax, depth=depth))
+        for cache, softmax in (("bf16", "exact"), ("turbo4", "exact"), ("turbo4, sas", "sas"))
+        for threshold in ("0.0", "inf", "fixed")
+        for measure, depth, value in (("needle", 0.0, 0.5), ("record needle", 1.0, 0.25), ("bits per byte", None, 1.2))
+    ]
+    again = of_lambda[0] | {"value": 0.75}
+    pictures.plot_quality.draw(tmp_path / "needles.svg", pictures.needle_rows([*of_lambda, again]))
+    drawn = (tmp_path / "needles.svg").read_text(encoding="utf-8")
+    for cache in ("bf16", "turbo4"):
+        for kind in ("needle", "record needle"):
+            for name in ("0", "inf", "fixed layers"):
+                assert drawn.count(f"<!-- {cache}: {kind} recalled, lambda {name} -->") == 1
+        assert f"<!-- {cache}: hit rate on text, 1024 tokens -->" in drawn
+    assert "sas" not in drawn
+    assert [drawn.count(f"<!-- {value} -->") for value in ("0.75", "0.50", "0.25")] == [1, 5, 6]
+
+
+def test_picture_has_the_steps_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact softmax and no text, as in the README's table beside it."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "results")
+    pictures, axes = importlib.import_module("pictures"), mock.Mock()
+    case = {"shape": "llama-3.1-8b", "world": 1, "mode": "off", "transport": None, "cuda_graph": True, "batch": 1}
+    case |= {"context": 8192, "kv_cache": "turbo4", "hit_rate": None}
+    others: list[dict[str, object]] = [{}, {"softmax": "sas"}, {"text": "book.txt"}]
+    pictures.steps(axes, [{"case": case | of, "us": {"p50": 1e3 * at}} for at, of in enumerate(others, start=1)])
+    drawn = [call.args for call in axes.plot.call_args_list if call.kwargs["color"] == "tab:orange"]
+    assert ([8192], [1.0]) in drawn
