@@ -39,6 +39,10 @@ Q_MAX = gl.constexpr(127.0)
 # fp32 holds an integer below 2^22 in its low bits once this is added: rounding, and int to float, in a cheap addition.
 MAGIC = gl.constexpr(1.5 * 2.0**23)
 MAGIC_BITS = gl.constexpr(0x4B400000)
+# 2^(n $2 + $3) of an integer n: see `_weights`.
+WEIGHT = gl.constexpr(
+    f"{{ .reg .b32 x; add.s32 x, $1, {MAGIC_BITS.value}; fma.rn.f32 x, x, $2, $3; ex2.approx.ftz.f32 $0, x; }}"
+)
 # P is held times 2^10, so that fp16 goes down to 2^-34 of a row's largest weight.
 P_SHIFT = gl.constexpr(10.0)
 TINY = gl.constexpr(1e-37)  # a scale of 0 would make what is masked 0 * inf
@@ -72,16 +76,29 @@ def _unpack(packed, layout: gl.constexpr):
 
 
 @gluon.jit
-def _weights(s, scale, row_max, row_sum):
-    """P = 2^(x - m + 10) [rows, tile] fp32, and its sums [rows, 8] of every 8th token: those that one thread has.
+def _weights(s, scale, row_max):
+    """P = 2^(n scale - m + 10) of scores n, fp32 [rows, blocks, 64].
 
-    s: [rows, blocks, 64] fp32, MAGIC + n of scores x = n scale.  scale: [rows, blocks].  row_max: [rows], m.
-    row_sum: as the sums, for their layout; sums of threads meet after the last tile.
+    s: [rows, blocks, 64] int32, n.  scale: [rows, blocks].  row_max: [rows], m.
+
+    By assembly, element by element: else all sums come first and then all exponentials, of which the hardware takes
+    one of a warp in 8 cycles.
     """
-    rows: gl.constexpr = s.shape[0]
-    tile: gl.constexpr = s.shape[1] * s.shape[2]
     shift = gl.convert_layout(row_max - P_SHIFT, gl.SliceLayout(1, scale.type.layout), assert_trivial=True)
-    p = gl.exp2(s * scale[:, :, None] - (scale * MAGIC + shift[:, None])[:, :, None]).reshape([rows, tile])
+    offset = -(scale * MAGIC + shift[:, None])
+    operands = [s, gl.broadcast(scale[:, :, None], s)[0], gl.broadcast(offset[:, :, None], s)[0]]
+    return gl.inline_asm_elementwise(WEIGHT, "=r,r,r,r", operands, gl.float32, True, 1)
+
+
+@gluon.jit
+def _sums_of(p, row_sum):
+    """P as [rows, tile], and its sums [rows, 8] of every 8th token: those that one thread has.
+
+    p: [rows, blocks, 64].  row_sum: as the sums, for their layout; sums of threads meet after the last tile.
+    """
+    rows: gl.constexpr = p.shape[0]
+    tile: gl.constexpr = p.shape[1] * p.shape[2]
+    p = p.reshape([rows, tile])
     return p, gl.convert_layout(gl.sum(p.reshape([rows, tile // 8, 8]), 1), row_sum.type.layout, assert_trivial=True)
 
 
@@ -126,13 +143,14 @@ def _softmax(s, k_scale, q_scale, row_max, row_sum, positions, start, MASKED: gl
         scale = gl.where(scale < TINY, TINY, scale)  # a maximum would leave NaN out
     # The largest among integers: of those the hardware compares three at once.
     top = _as_floats(gl.max(s, 2))
-    s = _as_floats(s)
     if MASKED:
         top = gl.where(top > MAGIC + HIDDEN, top, float("-inf"))
-        s = gl.where(visible, s, float("-inf"))
     new_max = gl.convert_layout(gl.max(top * scale - scale * MAGIC, 1), row_layout, assert_trivial=True)
     new_max = gl.maximum(row_max, new_max)
-    p, sums = _weights(s, scale, new_max, row_sum)
+    p = _weights(s, scale, new_max)
+    if MASKED:
+        p = gl.where(visible, p, 0.0)
+    p, sums = _sums_of(p, row_sum)
     alpha = gl.exp2(row_max - new_max)
     row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sum_layout), assert_trivial=True)[:, None] + sums
     return p, new_max, row_sum, alpha
@@ -210,7 +228,8 @@ def _attend_tiles(
             acc = _rescaled(acc, alpha)
         else:
             blocks = _in_blocks(s)
-            next_p, sums = _weights(_as_floats(blocks), _scale_of(blocks, k_scale, q_scale), row_max, row_sum)
+            weights = _weights(blocks, _scale_of(blocks, k_scale, q_scale), row_max)
+            next_p, sums = _sums_of(weights, row_sum)
             sums, grown = _vote(sums, tile, half)
             acc, _ = warpgroup_mma_wait(0, [acc, p])
             if grown:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +17,9 @@ from .chat import find_template, render_chat
 from .config import LlamaConfig
 from .files import check_utf8, foreign_content, read_json
 
-__all__ = ["StreamDecoder", "Tokenizer", "spelled", "token_ids"]
+__all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of", "spelled", "token_ids"]
+
+Prompt = str | Sequence[int]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -163,27 +166,61 @@ class Tokenizer:
         return StreamDecoder(self._core, self._special_ids)
 
 
-def token_ids(prompt: object) -> list[int]:
+def prompts_of(prompt: object) -> list[object]:
+    """The prompts of a list or tuple of texts and sequences of token ids; of anything else, that alone."""
+    return list(prompt) if _is_batch(prompt) else [prompt]  # type: ignore[call-overload]
+
+
+def _is_batch(prompt: object) -> bool:
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return all(isinstance(one, str | list | tuple) or _is_array(one) for one in prompt)
+
+
+def _is_array(value: object) -> bool:
+    return getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist")
+
+
+def encode_prompts(
+    prompt: Prompt | Sequence[Prompt], tokenizer: Callable[[], Tokenizer], most_tokens: int
+) -> list[list[int]]:
+    """Token ids of each of `prompts_of`; the tokenizer is asked for where there is a text.
+
+    Raises:
+        UserError: an empty text, what is no prompt, or as `tokenizer` and `Tokenizer.encode`.
+    """
+    prompts, encoded = prompts_of(prompt), []
+    for index, one in enumerate(prompts):
+        where = "prompt" if len(prompts) == 1 else f"prompt {index}"
+        if not isinstance(one, str):
+            encoded.append(token_ids(one, where))
+        elif one:
+            encoded.append(tokenizer().encode(one, most_tokens=most_tokens))
+        else:
+            raise UserError(f"{where}: expected a text, found an empty one")
+    return encoded
+
+
+def token_ids(prompt: object, where: str = "prompt") -> list[int]:
     """The ids of a prompt that is given as such; those of NumPy and PyTorch are integers, too.
 
     Raises:
         UserError: it is not a sequence of integers.
     """
-    is_array = getattr(prompt, "ndim", 0) == 1 and hasattr(prompt, "tolist")
-    found: object = prompt.tolist() if is_array else prompt  # type: ignore[attr-defined]
+    found: object = prompt.tolist() if _is_array(prompt) else prompt  # type: ignore[attr-defined]
     is_bytes = isinstance(found, bytes | bytearray)  # a text, in some encoding
     if isinstance(found, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in found):
         with suppress(TypeError):
             return [operator.index(token) for token in found]
-    is_batch = isinstance(prompt, list | tuple) and all(isinstance(text, str) for text in prompt)
-    advice = "; several at a time: launch/generate.py --prompt-file F.jsonl" if is_batch else ""
-    raise UserError(f"prompt: expected a text or token ids, found {show(prompt, 80)}{advice}")
+    raise UserError(f"{where}: expected a text or token ids, found {show(prompt, 80)}")
 
 
 def spelled(prompt: object) -> str:
-    """All of a prompt as text, for ranks to compare; of one that is none, what `token_ids` says of it."""
+    """All of a prompt, or of several, as text, for ranks to compare; of one that is none, what `token_ids` says."""
     if isinstance(prompt, str):
         return prompt
+    if _is_batch(prompt):
+        return json.dumps([spelled(one) for one in prompts_of(prompt)])
     try:
         ids = token_ids(prompt)
     except UserError as error:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ from ..kernels.gemv_tile import MAX_BATCH
 from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.llama import Llama, load_weights, random_weights
 from ..models.source import model_config, model_folder
-from ..models.tokenizer import Tokenizer, spelled, token_ids
+from ..models.tokenizer import Prompt, Tokenizer, encode_prompts, spelled
 from ..predictor import shortest_guess
 from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
@@ -455,14 +456,15 @@ class Engine:
             raise fault_error(code, self._step, self.model_config.num_layers, self.agreement, self._attempts)
 
     def stream(
-        self, prompt: str | Sequence[int], sampling: SamplingConfig | None = None, **options: Any
+        self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig | None = None, **options: Any
     ) -> Iterator[Token]:
-        """Generate from one prompt, the same on every rank, loading the model on first use.
+        """Generate from a prompt, or from several at once, the same on every rank, loading the model on first use.
 
-        An engine serves one text at a time: a text ends when another one of its engine begins, in any thread.
+        Of several, `token.request` says whose a token is. An engine serves one call at a time: its tokens end when
+        another one begins, in any thread.
 
         Args:
-            prompt: a text, or token ids.
+            prompt: a text or token ids, or a list of such prompts.
             sampling, options: either all of it, or fields of `SamplingConfig`: `stream("...", temperature=0.8)`.
         Raises:
             UserError: options that do not exist or have no such value; a prompt that is none, does not fit, or is not
@@ -478,10 +480,11 @@ class Engine:
             with self.heartbeat.waiting(f"the start of text {self._texts + 1}"):
                 # Before anything of it is refused, for that has to happen on all ranks.
                 self.agreement.require_same({"prompt": spelled(prompt)} | settings)
-                prompts = [self._encode(prompt)]
-                needed = self.check_prompts(prompts, sampling.max_new_tokens)
-                if self.memory is None or self.cache.batch_size != 1 or self.cache.max_context < needed:
-                    self.load(1, needed)
+                of_text = partial(self.text_tokenizer, "give token ids")
+                prompts = encode_prompts(prompt, of_text, self.most_tokens)
+                needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
+                if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
+                    self.load(batch_size, needed)
         for notice in () if self._told or self.placement.rank else self.notices:
             warnings.warn(notice, stacklevel=2)
         self._told = True
@@ -490,13 +493,6 @@ class Engine:
     def _refuse_closed(self) -> None:
         if self._is_closed:
             raise UserError("engine: it is closed; create another one")
-
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return token_ids(prompt)
-        if not prompt:
-            raise UserError("prompt: expected a text, found an empty one")
-        return self.text_tokenizer("give token ids").encode(prompt, most_tokens=self.most_tokens)
 
     def text_tokenizer(self, advice: str, where: str = "prompt") -> Tokenizer:
         """The tokenizer, where a text needs it.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from alspec.errors import UserError
 from alspec.models.config import LlamaConfig
-from alspec.models.tokenizer import Tokenizer, spelled, token_ids
+from alspec.models.tokenizer import Tokenizer, encode_prompts, prompts_of, spelled, token_ids
 
 LLAMA_3 = Path(__file__).resolve().parents[2].parent / "shared" / "hf" / "llama3"
 Core = tokenizers.Tokenizer
@@ -294,8 +294,19 @@ def test_token_ids_are_sequences_or_arrays_of_integers() -> None:
     for wrong in (np.array([1.0]), torch.tensor([True]), np.array([[1, 2]]), torch.tensor(1), {1, 2}, {1: 2}, b"ab", 5):
         with pytest.raises(UserError, match="prompt: expected a text or token ids, found"):
             token_ids(wrong)
-    with pytest.raises(UserError, match=r"found \['a', 'b'\]; several at a time: launch/generate.py --prompt-file"):
-        token_ids(["a", "b"])
+
+
+def test_prompts_are_told_from_token_ids() -> None:
+    for one in ("ab", [1, 2], (1, 2), np.array([1, 2]), list(np.array([1, 2])), [], [1, "a"], 5, None):
+        assert len(prompts_of(one)) == 1
+        assert prompts_of(one)[0] is one
+    arrays = [np.array([1, 2]), torch.tensor([3])]
+    for several in (["ab"], ["ab", [1]], ((1, 2), (3,)), arrays):
+        assert prompts_of(several) == list(several)
+    for ids in (list(np.array([1, 2])), tuple(np.array([1, 2], np.uint16)), list(torch.tensor([1, 2]))):
+        (found,) = encode_prompts(ids, lambda: pytest.fail("nothing to encode"), 5)
+        assert found == [1, 2]
+        assert {type(token) for token in found} == {int}
 
 
 def test_all_of_a_prompt_is_spelled() -> None:
@@ -310,3 +321,4 @@ def test_all_of_a_prompt_is_spelled() -> None:
     assert spelled([1.5]) == "prompt: expected a text or token ids, found [1.5]"
     ids = torch.arange(5000)
     assert spelled(list(ids)) == str(ids.tolist()), "nothing is left out"
+    assert spelled(["a", [1]]) == '["a", "[1]"]'

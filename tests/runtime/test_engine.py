@@ -113,13 +113,10 @@ def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
     assert [token.token_id for token in engine.stream("The road", max_new_tokens=4, ignore_eos=True)] == expected
     ids = engine.tokenizer.encode("The road")
     assert [token.token_id for token in engine.stream(ids, SAMPLING)] == expected
-    for others in (list(np.array(ids)), tuple(np.array(ids, np.uint16)), list(torch.tensor(ids))):
-        assert engine._encode(others) == ids
-        assert {type(token) for token in engine._encode(others)} == {int}
     assert [token.token_id for token in engine.stream(list(np.array(ids)), SAMPLING)] == expected
     for prompt in (
         5,
-        ["a", "b"],
+        ["a", 1],
         None,
         "",
         [1, True],
@@ -142,6 +139,21 @@ def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
     for sampling in ({"max_new_tokens": 2}, 3):
         with pytest.raises(UserError, match="either a SamplingConfig or its fields"):
             next(engine.stream("The road", sampling))  # type: ignore[arg-type]
+
+
+def test_stream_takes_several_prompts(engine: Engine) -> None:
+    """Of any kinds and lengths, each with the answer that it has alone; and after them one again."""
+    prompts = ["The road", list(range(3, 90)), np.array([5, 300, 7])]
+    alone = [[(token.token_id, token.text) for token in engine.stream(prompt, SAMPLING)] for prompt in prompts]
+    tokens = list(engine.stream(prompts, SAMPLING))
+    for index, expected in enumerate(alone):
+        assert [(token.token_id, token.text) for token in tokens if token.request == index] == expected
+    assert len(tokens) == 3 * 4
+    assert len(list(engine.stream(tuple(prompts[:1]), SAMPLING))) == 4
+    with pytest.raises(UserError, match="prompt 1: expected a text, found an empty one"):
+        next(engine.stream(["The road", ""], SAMPLING))
+    with pytest.raises(UserError, match="prompt 1: expected a text or token ids, found"):
+        next(engine.stream(["The road", [1.5]], SAMPLING))  # type: ignore[list-item]
 
 
 def test_what_a_user_may_not_expect_is_said_once(engine: Engine) -> None:
