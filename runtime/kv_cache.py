@@ -17,8 +17,6 @@ class KVCache:
     A codec owns layout and bytes per token, append, prefill write, and (with the kernels of its layout) the reading.
     """
 
-    depends_on_chunks = False  # what a prompt leaves, on where its chunks end
-
     def __init__(
         self,
         num_layers: int,
@@ -101,7 +99,14 @@ class KVCache:
         return self.k[layer, request, :, :stop], self.v[layer, request, :, :stop]
 
     def prefill_attention(
-        self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float
+        self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:
-        """Store a chunk as `write_prefill` and attend causally over the request so far: q [n, Hq, D] -> [n, Hq, D]."""
-        return prefill_attention(q, *self.write_prefill(layer, request, start, k, v), sm_scale)
+        """Store a chunk as `write_prefill`; causal attention of tokens of it, those ahead of position `stop`.
+
+        Args:
+            q: [n_q, Hq, D].
+        Returns:
+            As q.
+        """
+        keys, values = self.write_prefill(layer, request, start, k, v)
+        return prefill_attention(q, keys[:, :stop], values[:, :stop], sm_scale)

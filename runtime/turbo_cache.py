@@ -37,8 +37,6 @@ class TurboCache:
     Shapes: B requests, H KV heads of this rank, NB blocks of capacity, D head_dim, n tokens.
     """
 
-    depends_on_chunks = True  # attention sees tokens of the same chunk before stage 2
-
     def __init__(
         self,
         codec: str,
@@ -140,10 +138,21 @@ class TurboCache:
         return q8[0], q8[1], scales[0], scales[1]
 
     def prefill_attention(
-        self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float
+        self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:
-        """Store a chunk as `write_prefill` and attend causally over the request so far: q [n, Hq, D] -> [n, Hq, D]."""
-        prefix = self.write_prefill(layer, request, start, k, v)
+        """Store a chunk as `write_prefill`; causal attention of tokens of it, those ahead of position `stop`.
+
+        Tokens of the chunk are attended after stage 1, those before it as their records have them.
+
+        Args:
+            q: [n_q, Hq, D].
+        Returns:
+            As q.
+        """
+        k8, v8, *scales = self.write_prefill(layer, request, start, k, v)
+        blocks = math.ceil(stop / BLOCK)
+        k_scale, v_scale = (scale[:, :blocks].contiguous() for scale in scales)
+        prefix = k8[:, :stop], v8[:, :stop], k_scale, v_scale
         if self.device.type == "cuda":
             return turbo_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax)[0]
         return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax)

@@ -48,12 +48,9 @@ def main() -> None:
             read("decode_step_h100.jsonl", PARTS),
         ),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
-        decode(read("decode_attention.jsonl")),
-        quantised(read("turbo_attention.jsonl")),
-        prefill(read("prefill_attention.jsonl")),
+        *attention(),
         prompts(read("prompt.jsonl")),
         sampled(read("sampling.jsonl")),
-        ready(read("ready.jsonl")),
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
         over_contexts(read("quality_codecs.jsonl")),
@@ -81,18 +78,31 @@ def main() -> None:
     (HERE / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
+def attention() -> list[str]:
+    """Sections of attention alone, of H200s and then of H100s, whose rows are in files of their own."""
+    found = []
+    for gpu, of_gpu in (("", ""), ("_h100", " on H100")):
+        found += [
+            decode(f"Decode attention{of_gpu}", read(f"decode_attention{gpu}.jsonl")),
+            quantised(f"Decode attention over quantised caches{of_gpu}", read(f"turbo_attention{gpu}.jsonl")),
+            prefill(f"Prefill attention over the INT8 stage{of_gpu}", read(f"prefill_attention{gpu}.jsonl")),
+            ready(f"Time to the guess{of_gpu}", read(f"ready{gpu}.jsonl")),
+        ]
+    return found
+
+
 def contents(sections: list[str]) -> list[str]:
     """A link to each section that has a heading."""
     titles = [section.splitlines()[0][3:] for section in sections if section.startswith("## ")]
     return [f"- [{title}](#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
 
 
-def decode(rows: list[dict[str, Any]]) -> str:
+def decode(title: str, rows: list[dict[str, Any]]) -> str:
     """Decode attention, one table for each shape: rivals, ours, ours with guess and verdict."""
     if not rows:
         return ""
     text = ["Microseconds, p50 or p20 / p50 / p80.", READING_TEXT]
-    parts = ["## Decode attention", " ".join([*text, *other_run(rows)]), where(*rows)]
+    parts = [f"## {title}", " ".join([*text, *other_run(rows)]), where(*rows)]
     head = ["context", "torch SDPA", "FlashInfer", "lean decode", "TB/s", "of stream", "against SDPA"]
     head += ["with guess and verdict", "its cost", "reading alone"]
     for shape, contexts in by_shape(rows).items():
@@ -296,18 +306,18 @@ def by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[s
     }
 
 
-def quantised(rows: list[dict[str, Any]]) -> str:
+def quantised(title: str, rows: list[dict[str, Any]]) -> str:
     """Decode attention over quantised caches beside bf16, one table for each shape."""
     if not rows:
         return ""
     parts = [
-        "## Decode attention over quantised caches",
+        f"## {title}",
         "p50 in microseconds, and how many times faster than the lean kernel over bf16 under the same heading: plain,"
         f" then with guess and verdict. {READING_TEXT}",
         where(*rows),
     ]
     for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
-        for bench, title in (("decode_attention", "plain"), ("speculative_decode", "with guess and verdict")):
+        for bench, kind in (("decode_attention", "plain"), ("speculative_decode", "with guess and verdict")):
             found: dict[str, dict[int, float]] = {}
             for row in rows:
                 if row["case"]["heads"] == shape and row["bench"] in (bench, "reading"):
@@ -320,11 +330,11 @@ def quantised(rows: list[dict[str, Any]]) -> str:
                 [name, *(f"{us[at]:.1f} ({found['bf16'][at] / us[at]:.2f}x)" if at in us else "" for at in contexts)]
                 for name, us in found.items()
             ]
-            parts += [f"### {shape} heads of 128, {title}", table(["cache", *map(str, contexts)], lines)]
+            parts += [f"### {shape} heads of 128, {kind}", table(["cache", *map(str, contexts)], lines)]
     return "\n\n".join(parts)
 
 
-def prefill(rows: list[dict[str, Any]]) -> str:
+def prefill(title: str, rows: list[dict[str, Any]]) -> str:
     """Prefill attention over the INT8 stage beside SDPA over bf16."""
     if not rows:
         return ""
@@ -343,7 +353,7 @@ def prefill(rows: list[dict[str, Any]]) -> str:
     ]
     return "\n\n".join(
         [
-            "## Prefill attention over the INT8 stage",
+            f"## {title}",
             "p50 in microseconds, rate, and speed against SDPA; 32/8 heads of 128, causal.",
             where(*rows),
             table(["tokens", "context", *impls], lines),
@@ -407,13 +417,13 @@ def sampled(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def ready(rows: list[dict[str, Any]]) -> str:
+def ready(title: str, rows: list[dict[str, Any]]) -> str:
     """Time until the guess can be used, over contexts."""
     if not rows:
         return ""
     columns = sorted({(row["num_gpus"], row["case"]["seen_by"], row["case"]["chunk_size"]) for row in rows})
     parts = [
-        "## Time to the guess",
+        f"## {title}",
         "From the end of the kernel before speculative decode until a waiting kernel has seen all of `A~`, p50 in"
         " microseconds, cold L2, for chunk sizes S. On the second GPU (`A~` in its memory) it is by that GPU's clock,"
         " compared with the first one's right before each launch, by words sent to and fro."

@@ -145,7 +145,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that does not see the ones before it."""
 
     def own_chunk(
-        self: KVCache, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float
+        self: KVCache, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:
         return attention.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), sm_scale)
 

@@ -1,8 +1,8 @@
 """One rank of two groups that share prompts, or of one; started with torchrun's variables.
 
 Run as `prefill_worker.py FOLDER GROUPS DEVICE LEAST`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.pt: of each case
-the logits, the cache and the tokens that this rank processed. One group alone takes the same chunks, one after the
-other. Chunks of LEAST tokens are spread over the ranks of a group.
+the logits, the cache and the tokens that this rank processed. Chunks of LEAST tokens are spread over the ranks of a
+group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from alspec.runtime import transport as transport_module
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.placement import Placement
-from alspec.runtime.prefill import prefill, turns_of
+from alspec.runtime.prefill import prefill
 from alspec.runtime.transport import Transport, connect_store
 
 CONFIG = LlamaConfig(
@@ -34,10 +34,6 @@ CONFIG = LlamaConfig(
 CHUNK = 128
 LEAST_SHARED = 80
 LEAST_SPREAD = 100  # tokens, unless told otherwise: some chunks are spread
-
-
-def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, may_split: bool) -> list[list[range]]:
-    return [[chunk] for turn in turns_of(num_tokens, chunk_tokens, 2, may_split) for chunk in turn]
 
 
 @torch.no_grad()
@@ -56,11 +52,9 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spre
 
     done: list[int] = []
     found: dict[str, Any] = {"logits": [], "sums": [], "done": done, "processed": processed}
-    turns = turns_of if transport.placement.num_groups == 2 else one_by_one
     with (
         mock.patch.object(model, "embed", noting_embed),
         mock.patch.object(prefill_module, "LEAST_SHARED", LEAST_SHARED),
-        mock.patch.object(prefill_module, "turns_of", turns),
         mock.patch.multiple(transport_module, LEAST_SPREAD=least_spread, FEWEST_SPREADING=2),
     ):
         for request, length in enumerate(lengths):

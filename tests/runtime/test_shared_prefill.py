@@ -1,4 +1,4 @@
-"""Prompts that two groups share: both caches hold what one group alone would have left, and each did half."""
+"""Prompts that two groups share: both caches hold what one group alone would have left, and each did its share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from prefill_worker import CHUNK, LEAST_SHARED, LEAST_SPREAD
 
 from alspec.runtime import prefill as prefill_module
-from alspec.runtime.prefill import turns_of
+from alspec.runtime.prefill import Turn, turns_of
 
 WORKER = Path(__file__).with_name("prefill_worker.py")
 Ranks = list[dict[str, Any]]  # what each found
+CODES_THAT_DIFFER = 1e-3
+EXACTLY, NEARLY = {"rtol": 1e-5, "atol": 1e-5}, {"rtol": 1e-3, "atol": 1e-3}
 # Of one chunk, or part of one, that is shared or not; of two, three and more; around their edges and those of blocks.
 LENGTHS = [1, 64, 79, 80, 81, 127, 128, 129, 207, 208, 209, 255, 256, 257, 320, 383, 384, 385, 500]
 BATCH = [257, 40, 384]
@@ -77,23 +79,29 @@ def alone(place: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> R
     return run_ranks(tmp_path_factory.mktemp("alone"), tp_size, 1, device)
 
 
-def shared_turns(length: int, codec: str) -> list[list[range]]:
+def shared_turns(length: int) -> list[Turn]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill_module, "LEAST_SHARED", LEAST_SHARED)
-        return turns_of(length, CHUNK, 2, codec == "bf16")
+        return turns_of(length, CHUNK, 2)
 
 
-def test_one_group_alone_leaves_the_same_bits(ranks: Ranks, alone: Ranks) -> None:
-    """In the caches of both groups; logits are the same on every rank, and those of one group but for rounding."""
+def test_one_group_alone_leaves_the_same(ranks: Ranks, alone: Ranks) -> None:
+    """In the caches of both groups, whose bits are the same; a product of fewer rows may round differently."""
     for rank, found in enumerate(ranks):
-        for name, expected in alone[rank % len(alone)].items():
+        of_group = rank % len(alone)
+        for name, expected in alone[of_group].items():
             for tensor, of in expected["cache"].items():
-                assert torch.equal(found[name]["cache"][tensor], of), (name, rank, tensor)
+                own = found[name]["cache"][tensor]
+                assert torch.equal(own, ranks[of_group][name]["cache"][tensor]), (name, rank, tensor)
+                if tensor in ("k", "v", "scales", "tail_scale"):
+                    torch.testing.assert_close(own, of, rtol=1e-5, atol=1e-5)
+                else:  # codes: a value that rounds the other way becomes another one
+                    assert (own != of).float().mean() < CODES_THAT_DIFFER, (name, rank, tensor)
             for logits, first, of in zip(
                 found[name]["logits"], ranks[0][name]["logits"], expected["logits"], strict=True
             ):
                 assert torch.equal(logits, first), (name, rank)
-                torch.testing.assert_close(logits, of, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(logits, of, **(EXACTLY if name.startswith("bf16") else NEARLY))
 
 
 @pytest.mark.parametrize(("codec", "lengths"), CASES, ids=str)
@@ -102,14 +110,14 @@ def test_each_group_does_its_share(ranks: Ranks, codec: str, lengths: list[int])
     expected: list[list[list[int]]] = [[], []]
     for length in lengths:
         ids = torch.randint(301, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-        for turn in shared_turns(length, codec):
+        for turn in shared_turns(length):
             for group in (0, 1):
-                chunk = turn[group % len(turn)]
-                expected[group].append(ids[chunk.start : chunk.stop])
+                share = turn.shares[group % len(turn.shares)]
+                expected[group].append(ids[share.start : share.stop])
     for rank, found in enumerate(ranks):
         assert found[name]["processed"] == expected[rank // (len(ranks) // 2)]
         assert all(bool(sums.isfinite().all()) for sums in found[name]["sums"])
-        done = [turn[-1].stop for length in lengths for turn in shared_turns(length, codec)[:-1]]
+        done = [turn.chunks[-1].stop for length in lengths for turn in shared_turns(length)[:-1]]
         assert found[name]["done"] == done
 
 
@@ -133,19 +141,19 @@ def test_tokens_spread_over_ranks_leave_what_they_do_together(world_size: int, n
     num_tokens=st.integers(1, 100_000),
     blocks=st.integers(1, 200),
     num_groups=st.sampled_from([1, 2]),
-    may_split=st.booleans(),
 )
-def test_turns_are_all_tokens_in_order(num_tokens: int, blocks: int, num_groups: int, may_split: bool) -> None:
+def test_turns_are_all_tokens_in_order(num_tokens: int, blocks: int, num_groups: int) -> None:
     chunk_tokens = 64 * blocks
-    turns = turns_of(num_tokens, chunk_tokens, num_groups, may_split)
-    chunks = [chunk for turn in turns for chunk in turn]
-    assert chunks[0].start == 0
-    assert chunks[-1].stop == num_tokens
-    assert all(one.stop == other.start for one, other in itertools.pairwise(chunks))
-    assert all(0 < len(chunk) <= chunk_tokens for chunk in chunks)
-    assert all(len(chunk) % 64 == 0 for chunk in chunks[:-1])
-    assert all(len(turn) == num_groups for turn in turns[:-1])
-    if num_groups == 2 and may_split:
-        assert len(turns[-1]) == 2 or len(turns[-1][0]) < prefill_module.LEAST_SHARED
-    if num_groups == 1 or not may_split:
-        assert all(chunk.start % chunk_tokens == 0 for chunk in chunks)
+    turns = turns_of(num_tokens, chunk_tokens, num_groups)
+    chunks = [chunk for turn in turns for chunk in turn.chunks]
+    shares = [share for turn in turns for share in turn.shares]
+    for ranges in (chunks, shares):
+        assert ranges[0].start == 0
+        assert ranges[-1].stop == num_tokens
+        assert all(one.stop == other.start for one, other in itertools.pairwise(ranges))
+        assert all(0 < len(of) <= chunk_tokens for of in ranges)
+        assert all(len(of) % 64 == 0 for of in ranges[:-1])
+    assert all(chunk.start % chunk_tokens == 0 for chunk in chunks), "what is cached depends on no group"
+    assert all(turn.chunks == turn.shares and len(turn.shares) == num_groups for turn in turns[:-1])
+    assert len(turns[-1].shares) == num_groups or len(chunks[-1]) < prefill_module.LEAST_SHARED
+    assert len(turns[-1].shares[0]) >= len(turns[-1].shares[-1])

@@ -188,13 +188,14 @@ def test_heads_are_selected_by_the_first_chunk_of_each_prompt() -> None:
 @by_softmax
 @by_codec
 def test_prefill_attention(codec: str, softmax: Softmax) -> None:
-    """Causal attention of each chunk over its own stage-1 values and the records before it."""
+    """Causal attention of each chunk, or of part of one, over its own stage-1 values and the records before it."""
     cache = new(codec, softmax=softmax)
     k, v = draw(330, 2)
     q = torch.randn(330, 2 * H, D, generator=torch.Generator().manual_seed(3))
     for start in (0, 128, 256):
         part = slice(start, start + 128)
-        found = cache.prefill_attention(0, 1, start, q[part], k[part], v[part], D**-0.5)
+        stop = min(start + 128, 330)
+        found = cache.prefill_attention(0, 1, start, q[part], k[part], v[part], D**-0.5, stop)
         bits = cache.layer(0).bits[1].tolist()
 
         def read(x: Tensor, part: slice = part, bits: list[int] = bits) -> Tensor:
@@ -203,6 +204,10 @@ def test_prefill_attention(codec: str, softmax: Softmax) -> None:
 
         expected = prefill_attention_ref(q[part], read(k), read(v), D**-0.5, softmax)
         assert error(found, expected) < 2e-6
+        for first, last in ((0, 64), (64, stop - start), (5, 7)):
+            own = q[start + first : start + last]
+            found = cache.prefill_attention(0, 1, start, own, k[part], v[part], D**-0.5, start + last)
+            assert error(found, expected[first:last]) < 2e-6
 
 
 @by_softmax
@@ -319,7 +324,7 @@ def test_attention_weighs_by_the_softmax_of_the_cache(device: str) -> None:
     outs: dict[Softmax, list[Tensor]] = {}
     for softmax in get_args(Softmax):
         cache = TurboCache("turbo4", 1, 1, H, 512, D, place, softmax)
-        outs[softmax] = [cache.prefill_attention(0, 0, 0, q, k, v, D**-0.5)]
+        outs[softmax] = [cache.prefill_attention(0, 0, 0, q, k, v, D**-0.5, 400)]
         layer, newest = cache.layer(0), q[-1:].contiguous()
         attention = DecodeAttention(layer, num_heads, 128, D**-0.5, place)
         outs[softmax] += [attention.full(newest, layer, seq_lens).clone()]
