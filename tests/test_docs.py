@@ -261,6 +261,74 @@ def test_prose_about_decode_attention_says_what_the_rows_say() -> None:
         assert f"| speculation: {name} | {costs[0]}, {costs[1]} (8/2), {costs[2]} (head_dim 64) |" in lean
 
 
+def test_prose_about_an_h100_says_what_the_rows_say() -> None:
+    """Attention alone, prompts of a pair, and a layer of a step on four."""
+    pages = ("lean_attention", "turbo_attention", "decode_step")
+    lean, turbo, step = (" ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()) for page in pages)
+    ours, kinds = "alspec.lean_decode_attention", ("decode_attention", "speculative_decode")
+    least, costs, padded = [], [], []
+    for heads, head_dim in SHAPES:
+        shape = {"heads": heads, "head_dim": head_dim}
+        plain, guess, sdpa = (
+            medians_of("decode_attention_h100", **shape, bench=bench, impl=impl)
+            for bench, impl in ((kinds[0], ours), (kinds[1], ours), (kinds[0], "torch.sdpa"))
+        )
+        ratios = {context: us / plain[context] for context, us in sdpa.items() if isinstance(context, int)}
+        least.append((min(ratio for context, ratio in ratios.items() if context <= 8192), min(ratios.values())))
+        costs.append([f"{100 * (guess[context] / plain[context] - 1):.1f} %" for context in (8192, 131072)])
+        padded.append(f"{plain['padded 8'] / plain['ragged 8']:.2f}x")
+    assert min(slowest for _, slowest in least) == least[2][1]
+    assert f"and {least[2][1]:.3f}x SDPA at the slowest point, 256K tokens with heads of 64" in lean
+    early = [f"{ratio:.2f}x" for ratio, _ in least]
+    assert f"Up to 8K tokens it is {early[0]}, {early[1]} (8/2) and {early[2]} (head_dim 64) or more" in lean
+    short, long = ("{}, {} and {}".format(*of) for of in zip(*costs, strict=True))
+    assert f"A guess costs {short} at 8K, {long} at 128K" in lean
+    assert "take {}, {} and {}, as many times".format(*padded) in lean
+
+    def speedups(codec: str, bench: str) -> list[str]:
+        of = {"heads": "32/8", "bench": bench}
+        bf16 = medians_of("turbo_attention_h100", **of, codec="bf16", impl=ours)
+        quantised = medians_of("turbo_attention_h100", **of, codec=codec, impl="alspec.turbo_decode_attention")
+        return [f"{bf16[context] / quantised[context]:.2f}x" for context in (8192, 32768, 131072)]
+
+    plain4, guess4, *mixed = (speedups(codec, bench) for codec in ("turbo4", "turbo-mixed") for bench in kinds)
+    assert (
+        "`turbo4` {} at 8K tokens, {} at 32K and {} at 128K, with guesses {}, {} and {};".format(*plain4, *guess4)
+        in turbo
+    )
+    assert f"`turbo-mixed` {mixed[0][2]} and {mixed[1][2]} at 128K." in turbo
+
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert (
+        f"at 128K tokens is {plain4[2]} as fast over `turbo4` as over bf16, and {mixed[0][2]} over `turbo-mixed`"
+        in readme
+    )
+    int8, sdpa = (
+        [medians_of("prefill_attention_h100", impl=impl, tokens=tokens)[tokens] for tokens in (8192, 32768)]
+        for impl in ("alspec.turbo_prefill_attention", "torch.sdpa")
+    )
+    speed = [f"{theirs / us:.2f}x" for us, theirs in zip(int8, sdpa, strict=True)]
+    assert f"Prefill attention runs at {speed[0]} and {speed[1]} of SDPA's speed there." in readme
+    assert f"it is {speed[0]} and {speed[1]}." in turbo
+
+    prompts = {"kv_cache": "turbo4", "bench": "prompt"}
+    seconds = [
+        f"{medians_of('prompt_h100', **prompts, world=world, mode=mode)[8192] / 1e6:.3f}"
+        for world in (2, 4)
+        for mode in ("paired", "off")
+    ]
+    assert (
+        f"take a pair {seconds[0]} s and the two in tensor parallelism {seconds[1]}, "
+        f"on four {seconds[2]} and {seconds[3]}" in step
+    )
+    four = {"world": 4, "mode": "off", "bench": "decode_step", "kv_cache": "bf16", "transport": "symm", "batch": 1}
+    whole, half = (medians_of("decode_step_h100", **four, shape=shape) for shape in ("llama-3.1-8b", "half"))
+    layers = [(whole[context] - half[context]) / 16 for context in (8192, 131072)]
+    assert f"it takes {whole[8192] / 1e3:.3f} ms, and with 16 layers instead of 32 (`half` in the rows) " in step
+    assert f"{half[8192] / 1e3:.3f}: {layers[0]:.1f} us for each of the others" in step
+    assert f"at 128K tokens {layers[1]:.1f} and" in step
+
+
 def test_prose_about_quantised_caches_says_what_the_rows_say() -> None:
     """How many times faster than the bf16 kernel of the same run."""
     prose = (ROOT / "docs" / "turbo_attention.md").read_text(encoding="utf-8")

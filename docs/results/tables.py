@@ -49,7 +49,8 @@ def main() -> None:
         ),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         *attention(),
-        prompts(read("prompt.jsonl")),
+        prompts("Whole prompts", read("prompt.jsonl")),
+        prompts("Whole prompts on H100", read("prompt_h100.jsonl")),
         sampled(read("sampling.jsonl")),
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
@@ -143,9 +144,10 @@ def steps(title: str, rows: list[dict[str, Any]]) -> str:
     parts = [
         f"## {title}",
         "Tokens/s at the median step (share of the limit: a rank's bytes at the stream bandwidth of the run), over the"
-        " tokens in the cache. `checkpoint` is the bundled model after a text, `slice` and `slice4` what one rank of"
-        " two or four computes of the 8B shape ([its config.json](../decode_step.md#where-the-time-of-a-layer-goes-on-"
-        "four-gpus)). Rows are of several commits, which each row names, and of several machines.",
+        " tokens in the cache. `checkpoint` is the bundled model after a text, `half` has 16 of the 8B shape's layers,"
+        " `slice` and `slice4` have what one rank of two or four computes of that shape ([its config.json]("
+        "../decode_step.md#where-the-time-of-a-layer-goes-on-four-gpus)). Rows are of several commits, which each row"
+        " names, and of several machines.",
         where(*rows),
         table(head, cells),
     ]
@@ -361,24 +363,16 @@ def prefill(title: str, rows: list[dict[str, Any]]) -> str:
     )
 
 
-def prompts(rows: list[dict[str, Any]]) -> str:
+def prompts(title: str, rows: list[dict[str, Any]]) -> str:
     """Whole prompts: a line for each configuration and length; of repeated rows the last."""
     if not rows:
         return ""
-    gpus: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        gpus.setdefault(row["gpu"], []).append(row)
     text = (
         "Time until the host has the first token after random ones, p20 / p50 / p80, of so many prompts. Rate and"
         " memory, that of PyTorch's tensors, are those of one GPU; the peak is what a large product of bf16"
         " matrices reached in the same run. Counted are the operations of the layers' matrices, of causal"
         " attention, and of one token's logits."
     )
-    return "\n\n".join(["## Whole prompts", text, *(part for of_gpu in gpus.values() for part in prompt_table(of_gpu))])
-
-
-def prompt_table(rows: list[dict[str, Any]]) -> tuple[str, str]:
-    """Whole prompts on one kind of GPU."""
     lines: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
         case, us = row["case"], row["us"]
@@ -389,7 +383,8 @@ def prompt_table(rows: list[dict[str, Any]]) -> tuple[str, str]:
         cells += [f"{row[name] / 2**30:.2f}" for name in ("memory_bytes", "planned_bytes")]
         lines[key] = [*map(str, key), *cells]
     head = ["shape", "GPUs", "mode", "cache", "tokens", "TTFT, ms", "prompts", "tokens/s", "TFLOP/s", "peak", "of peak"]
-    return where(*rows), table([*head, "GiB", "GiB planned"], [lines[key] for key in sorted(lines)])
+    cells = [lines[key] for key in sorted(lines)]
+    return "\n\n".join([f"## {title}", text, where(*rows), table([*head, "GiB", "GiB planned"], cells)])
 
 
 def sampled(rows: list[dict[str, Any]]) -> str:

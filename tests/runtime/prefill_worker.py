@@ -1,8 +1,8 @@
 """One rank of two groups that share prompts, or of one; started with torchrun's variables.
 
 Run as `prefill_worker.py FOLDER GROUPS DEVICE LEAST`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.pt: of each case
-the logits, the cache and the tokens that this rank processed. Chunks of LEAST tokens are spread over the ranks of a
-group.
+the logits, the cache, the keys and values that it stands for, and the tokens that this rank processed. Chunks of LEAST
+tokens are spread over the ranks of a group.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from alspec.kernels.flashq_reference import flashq_dequantize
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, random_weights
 from alspec.operation import no_operation
@@ -62,8 +63,12 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spre
             logits, sums = prefill(model, cache, transport, request, ids, no_operation, CHUNK, done.append)
             found["logits"].append(logits.cpu())
             found["sums"].append(sums.cpu())
-    tensors = {"k": cache.k, "v": cache.v} if isinstance(cache, KVCache) else cache.layers.tensors
-    return found | {"cache": {name: tensor.cpu() for name, tensor in tensors.items()}}
+    if isinstance(cache, KVCache):
+        tensors, read = {"k": cache.k, "v": cache.v}, [torch.stack([cache.k, cache.v])]
+    else:
+        tensors, with_newest = cache.layers.tensors, torch.tensor(lengths) + 1
+        read = [torch.stack(flashq_dequantize(cache.layer(n), with_newest)) for n in range(cache.num_layers)]
+    return found | {"cache": {name: tensor.cpu() for name, tensor in tensors.items()}, "read": torch.stack(read).cpu()}
 
 
 def main(folder: Path, num_groups: int, kind: str, least_spread: int) -> None:
