@@ -308,7 +308,7 @@ def test_prose_about_an_h100_says_what_the_rows_say() -> None:
         for impl in ("alspec.turbo_prefill_attention", "torch.sdpa")
     )
     speed = [f"{theirs / us:.2f}x" for us, theirs in zip(int8, sdpa, strict=True)]
-    assert f"Prefill attention runs at {speed[0]} and {speed[1]} of SDPA's speed there." in readme
+    assert f"Prefill attention runs at {speed[0]} and {speed[1]} of SDPA's speed on that H100." in readme
     assert f"it is {speed[0]} and {speed[1]}." in turbo
 
     prompts = {"kv_cache": "turbo4", "bench": "prompt"}
