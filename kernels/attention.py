@@ -152,24 +152,37 @@ def verify_attention(
     return full_out, distance_sums(spec_out, full_out)
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax = "exact") -> Tensor:
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax = "exact", cutoff_tokens: int | None = None
+) -> Tensor:
     """Causal attention of the newest tokens over a prefix that ends with them. Oracle: `prefill_attention_ref`.
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D] in q's dtype.
-        softmax: sas: weights of `alspec/sas.py`, with the cutoff of n tokens for every row; in fp32.
+        softmax: sas: weights of `alspec/sas.py`, with the cutoff of n tokens, or of `cutoff_tokens`, for every row; in
+            fp32.
     Returns:
         [n_q, Hq, D] in q's dtype.
     """
     if softmax == "sas":
-        return _sas_prefill_attention(q, k, v, sm_scale)
+        return _sas_prefill_attention(q, k, v, sm_scale, cutoff_tokens or k.shape[1])
     prefix = k.shape[1] - q.shape[0]
     qkv = q.transpose(0, 1)[None], k[None], v[None]
     if fused := _fused_prefill(*qkv):
         return fused(*qkv, prefix, sm_scale)[0].transpose(0, 1)
-    mask = newest_causal_mask(q.shape[0], k.shape[1]) if prefix else None
-    out = F.scaled_dot_product_attention(*qkv, mask, is_causal=not prefix, scale=sm_scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    if prefix == 0:
+        out = F.scaled_dot_product_attention(*qkv, is_causal=True, scale=sm_scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    outs, end = [], prefix
+    # A mask of all queries would be as large as their scores.
+    for queries in q.split(max(1, SCORES_AT_ONCE[q.device.type] // k.shape[1])):
+        end += len(queries)
+        mask, seen = newest_causal_mask(len(queries), end), (k[None, :, :end], v[None, :, :end])
+        out = F.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None], *seen, mask, scale=sm_scale, enable_gqa=True
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
 
 
 def _fused_prefill(q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor, int, float], Tensor] | None:
@@ -224,10 +237,10 @@ def newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:
     return causal_lower_right(num_queries, num_tokens)
 
 
-def _sas_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
+def _sas_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, cutoff_tokens: int) -> Tensor:
     """`prefill_attention` with SAS weights, so many queries at a time that their scores fit in memory."""
     (num_queries, num_qo_heads, head_dim), (num_kv_heads, num_tokens, _) = q.shape, k.shape
-    n_r, keys, values = cutoff(num_tokens), k.float().transpose(1, 2), v.float()
+    n_r, keys, values = cutoff(cutoff_tokens), k.float().transpose(1, 2), v.float()
     token = torch.arange(num_tokens, device=q.device)
     at_once = max(1, SCORES_AT_ONCE[q.device.type] // (num_qo_heads * num_tokens))
     outs = []
@@ -247,6 +260,7 @@ def dequantized_prefill_attention(
     v_scale: Tensor,
     sm_scale: float,
     softmax: Softmax = "exact",
+    cutoff_tokens: int | None = None,
 ) -> Tensor:
     """`prefill_attention` over INT8 keys and values, dequantised to q's dtype.
 
@@ -257,7 +271,7 @@ def dequantized_prefill_attention(
         [n_q, Hq, D] in q's dtype. Oracle: `prefill_attention_ref` of the dequantised tensors.
     """
     k, v = (dequantize(x8, scale).to(q.dtype) for x8, scale in ((k8, k_scale), (v8, v_scale)))
-    return prefill_attention(q, k, v, sm_scale, softmax)
+    return prefill_attention(q, k, v, sm_scale, softmax, cutoff_tokens)
 
 
 def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm_scale: float) -> Tensor:

@@ -6,7 +6,8 @@ that is STAGES further on is on its way to the same place. So a program always h
 are enough: with 64 KB on each SM memory is busy, and what is asked for next, such as a guess, waits for less.
 
 A tile that reaches beyond the end of its tokens begins earlier instead, so that it ends there: unused memory, which may
-hold NaN, is never read. Tokens before its beginning count as zeros, which the copy writes.
+hold NaN, is never read. Tokens before its beginning count as zeros, which the copy writes. Those that it repeats have
+weights of 0: infinite values of theirs become NaN.
 
     S^T = K q^T,   O^T = V^T P^T
 

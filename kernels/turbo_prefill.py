@@ -193,6 +193,7 @@ def turbo_prefill_attention(
     v_scale: Tensor,
     sm_scale: float,
     softmax: Softmax = "exact",
+    cutoff_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the newest tokens over the INT8 stage of a cache that ends with them.
 
@@ -205,6 +206,7 @@ def turbo_prefill_attention(
         k8, v8: [Hkv, n, D] int8, stage 1 of FlashQ, each head's tokens contiguous (views of a longer cache will do).
         k_scale, v_scale: [Hkv, ceil(n / 64)] fp32, contiguous, above 0: one for each block of 64 tokens.
         sm_scale: above 0.
+        cutoff_tokens: whose cutoff SAS weights have; n without it.
     Returns:
         o: [n_q, Hq, D] in q's dtype.  lse: [n_q, Hq] fp32, base 2.
     Raises:
@@ -249,7 +251,7 @@ def turbo_prefill_attention(
         TensorDescriptor(k8, [rows, head_dim], [head_dim, 1], tile),
         TensorDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile),
         *others,
-        -cutoff(num_tokens) * log2e,
+        -cutoff(cutoff_tokens or num_tokens) * log2e,
         **shape,
         BLOCK_M=BLOCK,
         BLOCK_N=BLOCK,

@@ -108,13 +108,14 @@ def print_plan(config: GenerateConfig) -> None:
             step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
             off_us = step_us if mode == "off" else off_us
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
+            fits = sum(sizes) < H200_GIB * GIB
             cells = [
                 str(world_size),
                 mode,
                 str(tp_size),
                 *(f"{size / GIB:.2f}" for size in sizes),
-                f"{step_us / 1e3:.2f}" if sum(sizes) < H200_GIB * GIB else "does not fit",
-                f"{off_us / step_us:.2f}x" if mode != "off" and off_us is not None else "-",
+                f"{step_us / 1e3:.2f}" if fits else "does not fit",
+                f"{off_us / step_us:.2f}x" if mode != "off" and off_us is not None and fits else "-",
             ]
             table.add_row(*cells)
     Console(width=120).print(table)

@@ -20,6 +20,8 @@ __all__ = ["Checkpoint", "expected_tensors", "verify_checksums"]
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MANIFEST = "SHA256SUMS"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROWS_AT_ONCE = 4096  # of a head and an embedding that are compared
 _COVERED = ("*.safetensors", "*.json", "*.jinja")
 
 
@@ -38,12 +40,12 @@ def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (mlp, hidden),
         "mlp.down_proj.weight": (hidden, mlp),
     }
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    tensors: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden)}
     for index in range(config.num_layers):
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     tensors["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+        tensors[_HEAD] = (config.vocab_size, hidden)
     return tensors
 
 
@@ -59,11 +61,13 @@ class Checkpoint:
     def open(cls, folder: Path, config: LlamaConfig) -> Self:
         """Find every fault of a folder's weights from the file headers; no weight is read and no memory is taken.
 
-        Tolerated: `rotary_emb.inv_freq` buffers that older files carry, and an LM head beside tied embeddings.
+        Tolerated: `rotary_emb.inv_freq` buffers that older files carry, and an LM head beside tied embeddings, which is
+        compared with them.
 
         Raises:
             UserError: no weights, a missing or broken file (see `read_header`), an index that does not fit the files, a
-                tensor that is missing, left over, stored twice, or of the wrong shape, naming file and tensor.
+                tensor that is missing, left over, stored twice, or of the wrong shape, or a tied head of its own,
+                naming file and tensor.
         """
         folder = Path(folder)
         index_path = folder / _INDEX
@@ -88,6 +92,8 @@ class Checkpoint:
         if weight_map is not None:
             _check_weight_map(index_path, weight_map, files, config)
         _check_tensors(folder, entries, files, config)
+        if config.tie_word_embeddings and _HEAD in entries:
+            _check_tied_head(cls(entries, files))
         expected = expected_tensors(config)
         return cls({name: entries[name] for name in expected}, {name: files[name] for name in expected})
 
@@ -128,7 +134,22 @@ class Checkpoint:
 
 def _is_tolerated(name: str, config: LlamaConfig) -> bool:
     """Tensors that may stand in a file although the model does not read them."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD)
+
+
+def _check_tied_head(stored: Checkpoint) -> None:
+    """A head that was trained apart must not be passed over."""
+    rows = stored.entries[_EMBEDDING].shape[0]
+    alike = stored.entries[_HEAD].shape == stored.entries[_EMBEDDING].shape
+    for start in range(0, rows if alike else 0, ROWS_AT_ONCE):
+        stop = min(start + ROWS_AT_ONCE, rows)
+        head, embedding = (stored.tensor_slice(name, 0, start, stop) for name in (_HEAD, _EMBEDDING))
+        alike = alike and torch.equal(head.float(), embedding.float())
+    if not alike:
+        raise UserError(
+            f"{stored.files[_HEAD]}: tensor '{_HEAD}': expected the values of {_EMBEDDING}, for tie_word_embeddings is "
+            "true, found others; set it to false in config.json to use them, or remove the tensor"
+        )
 
 
 def _no_weights(folder: Path) -> UserError:
@@ -207,7 +228,8 @@ def _check_tensors(folder: Path, entries: dict[str, TensorEntry], files: dict[st
         name = left_over[0]
         raise UserError(
             f"{files[name]}: tensor {show(name)}: left over: expected the {len(expected)} tensors of config.json, "
-            f"found {len(left_over)} more; check num_hidden_layers and tie_word_embeddings in config.json"
+            f"found {len(left_over)} more; check num_hidden_layers and tie_word_embeddings in config.json, or remove "
+            "what a Llama does not have"
         )
     for name, shape in expected.items():
         if entries[name].shape != shape:

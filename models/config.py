@@ -20,6 +20,7 @@ DType = Literal["bf16", "fp16", "fp32"]
 
 _DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
+NO_TOKEN = -1  # how some folders write that there is no such token
 # Where RoPE settings stand, the one that is followed first.
 _ROPE_NAMES = ("rope_scaling", "rope_parameters")
 
@@ -114,7 +115,7 @@ class LlamaConfig(_Frozen):
             "eos_token_ids": _eos_token_ids(raw, folder),
         }
         for name in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "bos_token_id"):
-            if raw.get(name) is not None:
+            if raw.get(name) is not None and (name, raw[name]) != ("bos_token_id", NO_TOKEN):
                 values[name] = raw[name]
         try:
             return cls(**values)
@@ -365,7 +366,7 @@ def _id_list(raw: dict[str, Any], path: Path) -> set[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int for token_id in ids):
         raise UserError(f"{path}: eos_token_id: expected an integer or a list of them, found {show(value)}; correct it")
-    return set(ids)
+    return set(ids) - {NO_TOKEN}
 
 
 def _tokenizer_eos_id(folder: Path) -> tuple[Path, set[int]]:

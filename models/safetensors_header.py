@@ -108,7 +108,7 @@ def _entry(path: Path, name: str, value: Any) -> TensorEntry:
     if itemsize is None:
         raise UserError(
             f"{where}: wrong dtype: expected {', '.join(_ITEMSIZE_BYTES)}, found {show(dtype)}; "
-            "give an unquantised checkpoint"
+            "give unquantised weights in 16 or 32 bits"
         )
     expected = math.prod(shape) * itemsize
     if offsets[1] - offsets[0] != expected:

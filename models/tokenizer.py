@@ -22,6 +22,7 @@ __all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of
 Prompt = str | Sequence[int]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+PROMPT_CONTEXT = 8  # tokens of a prompt behind which its answer is decoded: a character has up to 4
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -63,10 +64,11 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         core = _load(path)
+        # Tokens that were added, such as one for padding, may have no embedding: a prompt with such a one is refused.
         vocab = core.get_vocab(with_added_tokens=True)
-        largest = max(vocab, key=vocab.__getitem__, default="")
-        if not vocab or vocab[largest] >= config.vocab_size:
-            found = f"id {vocab[largest]} of {show(largest)}" if vocab else "an empty vocabulary"
+        largest = max(core.get_vocab(with_added_tokens=False), key=vocab.__getitem__, default="")
+        if not largest or vocab[largest] >= config.vocab_size:
+            found = f"id {vocab[largest]} of {show(largest)}" if largest else "an empty vocabulary"
             raise UserError(
                 f"{path}: vocabulary: expected ids below vocab_size ({config.vocab_size} in config.json), "
                 f"found {found}; use the tokenizer that belongs to the model"
@@ -110,7 +112,9 @@ class Tokenizer:
             return add_bos_token
         return self.bos_token_id in self._core.encode("", add_special_tokens=True).ids
 
-    def encode(self, text: str, add_bos: bool = True, most_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_bos: bool = True, most_tokens: int | None = None, where: str = "prompt"
+    ) -> list[int]:
         """Token ids of `text`.
 
         With `add_bos` the result begins with exactly one BOS, also when the text already begins with it, and never with
@@ -121,16 +125,17 @@ class Tokenizer:
         Args:
             most_tokens: what there is room for. A text that has more tokens by its length alone is refused at once,
                 where encoding could take minutes and all memory.
+            where: the text comes from.
         Raises:
             UserError: `text` is not valid Unicode (lone surrogates of a prompt that was not UTF-8), or far too long.
         """
-        check_utf8(text, "prompt")
+        check_utf8(text, where)
         if most_tokens is not None and len(text) > most_tokens:
             # A token stands for as many characters as its name has, or fewer: bytes are a character each there.
             most = most_tokens * max(map(len, self._core.get_vocab(with_added_tokens=True)))
             if len(text) > most:
                 raise UserError(
-                    f"prompt: {len(text)} characters are more than {most_tokens} tokens can hold; shorten the prompt"
+                    f"{where}: {len(text)} characters are more than {most_tokens} tokens can hold; shorten the prompt"
                 )
         ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         if not add_bos or not self._adds_bos or self.bos_token_id is None:
@@ -161,9 +166,9 @@ class Tokenizer:
         """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`)."""
         return self.encode(self.apply_chat_template(messages), most_tokens=most_tokens)
 
-    def stream_decoder(self) -> StreamDecoder:
-        """A decoder for one sequence of generated tokens."""
-        return StreamDecoder(self._core, self._special_ids)
+    def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
+        """A decoder for one sequence of generated tokens, whose text continues that of the prompt."""
+        return StreamDecoder(self._core, self._special_ids, prompt_ids)
 
 
 def prompts_of(prompt: object) -> list[object]:
@@ -195,7 +200,7 @@ def encode_prompts(
         if not isinstance(one, str):
             encoded.append(token_ids(one, where))
         elif one:
-            encoded.append(tokenizer().encode(one, most_tokens=most_tokens))
+            encoded.append(tokenizer().encode(one, most_tokens=most_tokens, where=where))
         else:
             raise UserError(f"{where}: expected a text, found an empty one")
     return encoded
@@ -218,9 +223,9 @@ def token_ids(prompt: object, where: str = "prompt") -> list[int]:
 def spelled(prompt: object) -> str:
     """All of a prompt, or of several, as text, for ranks to compare; of one that is none, what `token_ids` says."""
     if isinstance(prompt, str):
-        return prompt
+        return f"text: {prompt}"
     if _is_batch(prompt):
-        return json.dumps([spelled(one) for one in prompts_of(prompt)])
+        return f"{len(prompts_of(prompt))} prompts: {json.dumps([spelled(one) for one in prompts_of(prompt)])}"
     try:
         ids = token_ids(prompt)
     except UserError as error:
@@ -234,22 +239,26 @@ class StreamDecoder:
 
     A piece is cut only where the text so far is final: not inside a multibyte character, and not inside a run of
     sentencepiece byte tokens, because one invalid byte changes how the whole run is decoded. Each piece is decoded
-    behind the tokens of the piece before it, so that spaces between tokens come out as in the whole text.
+    behind the tokens of the piece before it, the first one behind the prompt's last tokens, so that spaces between
+    tokens come out as in the whole text.
     """
 
-    def __init__(self, core: tokenizers.Tokenizer, special_ids: set[int]) -> None:
+    def __init__(self, core: tokenizers.Tokenizer, special_ids: set[int], prompt_ids: Sequence[int] = ()) -> None:
         self._core = core
         self._special_ids = special_ids
         self._context: list[int] = []
         self._pending: list[int] = []
+        for token_id in reversed(prompt_ids[-PROMPT_CONTEXT:]):
+            if not self._is_text(token_id):
+                break
+            self._context.insert(0, token_id)
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that is now complete, often of this token alone, sometimes empty."""
-        token = self._core.id_to_token(token_id)
-        if token is None or token_id in self._special_ids:  # embeddings may have more rows than there are tokens
+        if not self._is_text(token_id):
             return ""
         self._pending.append(token_id)
-        if _BYTE_TOKEN.fullmatch(token):
+        if _BYTE_TOKEN.fullmatch(str(self._core.id_to_token(token_id))):
             return ""
         piece = self._pending_text()
         if not piece or piece.endswith(_REPLACEMENT):
@@ -263,9 +272,17 @@ class StreamDecoder:
         self._context, self._pending = [], []
         return piece
 
+    def _is_text(self, token_id: int) -> bool:
+        """Embeddings may have more rows than there are tokens."""
+        return token_id not in self._special_ids and self._core.id_to_token(token_id) is not None
+
     def _pending_text(self) -> str:
         before = self._core.decode(self._context, skip_special_tokens=True) if self._context else ""
-        return str(self._core.decode(self._context + self._pending, skip_special_tokens=True)[len(before) :])
+        text = str(self._core.decode(self._context + self._pending, skip_special_tokens=True))
+        if not text.startswith(before):  # the prompt ends within a character, or within a run that now is no text
+            self._context, before = [], ""
+            text = str(self._core.decode(self._pending, skip_special_tokens=True))
+        return text[len(before) :]
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:

@@ -173,7 +173,11 @@ class Engine:
         self._owner = 0
         config, placement = self.model_config, self.placement
         held = self._weights_bytes + (self.cache.num_bytes if "cache" in vars(self) else 0)
-        available = available_bytes(self.device, placement.local_world_size) + held
+        self.heartbeat.start(self._release)
+        with self.heartbeat.waiting("load"):
+            # What the rank with least has, for all have to refuse what one does.
+            own = available_bytes(self.device, placement.local_world_size) + held
+            available = min(map(int, self.agreement.exchange(str(own))))
         codec = self.config.kv_cache
         memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available, codec)
         if "cache" in vars(self):
@@ -184,7 +188,6 @@ class Engine:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         if not self._weights_bytes:
-            self.heartbeat.start(self._release)
             with self.heartbeat.waiting("load"):
                 self._load_model()
             self._weights_bytes = memory.weights_bytes
@@ -313,7 +316,7 @@ class Engine:
         eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
         return Generation(
             [
-                Request(ids, self.tokenizer.stream_decoder() if self.tokenizer else IdDecoder(), sampling, eos)
+                Request(ids, self.tokenizer.stream_decoder(ids) if self.tokenizer else IdDecoder(), sampling, eos)
                 for ids in prompts
             ]
         )
@@ -329,10 +332,17 @@ class Engine:
             BadNumbersError: NaN or Inf in the logits; no token of that step is yielded.
             UserError: another text has begun since the last token, and has the cache; after `close`.
         """
-        steps = self._run(generation, sampling, progress)
         with self._turn:
-            self._texts += 1
-            text = self._owner = self._texts
+            text = self._begin_text()
+        yield from self._take_turns(text, self._run(generation, sampling, progress))
+
+    def _begin_text(self) -> int:
+        """The number of a new text, which has the cache from now on; within the lock under which that was loaded."""
+        self._texts += 1
+        self._owner = self._texts
+        return self._texts
+
+    def _take_turns(self, text: int, steps: Iterator[Token]) -> Iterator[Token]:
         while True:
             with self._turn:
                 self._refuse_closed()
@@ -485,10 +495,12 @@ class Engine:
                 needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
                 if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                     self.load(batch_size, needed)
-        for notice in () if self._told or self.placement.rank else self.notices:
-            warnings.warn(notice, stacklevel=2)
+            text = self._begin_text()
+        notices = () if self._told or self.placement.rank else self.notices
         self._told = True
-        yield from self.run(self.start_generation(prompts, sampling), sampling)
+        for notice in notices:
+            warnings.warn(notice, stacklevel=2)
+        yield from self._take_turns(text, self._run(self.start_generation(prompts, sampling), sampling, None))
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

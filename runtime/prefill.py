@@ -65,6 +65,7 @@ def prefill(
                         attn_out = cache.prefill_attention(*at, q, *kv, model.sm_scale, own.stop)
                     else:
                         cache.write_prefill(*at, *kv)
+                del q, k, v, kv  # nothing that is done with stays beside what the MLP takes
                 x, partial = model.post_attention(layer, x, attn_out)
                 layer_sums[layer] += x[-1].sum() + partial[-1].sum(dtype=torch.float32)
         if progress is not None and turn.chunks[-1].stop < len(token_ids):

@@ -199,6 +199,7 @@ class DecodeLoop:
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """Set the state: the newest token of each request, and lengths with it."""
         at = self._decoder.buffers
+        assert at.token_ids.shape == (len(token_ids),), "a batch of another size"
         at.token_ids.copy_(torch.tensor(token_ids))
         at.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         self._exchange.fault.zero_()

@@ -142,7 +142,8 @@ class TurboCache:
     ) -> Tensor:
         """Store a chunk as `write_prefill`; causal attention of tokens of it, those ahead of position `stop`.
 
-        Tokens of the chunk are attended after stage 1, those before it as their records have them.
+        Tokens of the chunk are attended after stage 1, those before it as their records have them; with SAS, weights
+        are those of the whole chunk's length.
 
         Args:
             q: [n_q, Hq, D].
@@ -154,8 +155,8 @@ class TurboCache:
         k_scale, v_scale = (scale[:, :blocks].contiguous() for scale in scales)
         prefix = k8[:, :stop], v8[:, :stop], k_scale, v_scale
         if self.device.type == "cuda":
-            return turbo_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax)[0]
-        return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax)
+            return turbo_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax, start + len(k))[0]
+        return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax, start + len(k))
 
     def _set_bits(self, layer: TurboLayer, request: int, bits: Tensor) -> None:
         """Lay out the records of one request, head after head: bits [H] int32. On the device throughout."""

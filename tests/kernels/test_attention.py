@@ -324,6 +324,16 @@ def test_prefill_attention_shapes(
     check(prefill_attention(q, k, v, 0.3), prefill_attention_ref(q, k, v, 0.3), dtype)
 
 
+def test_prefill_attention_behind_a_prefix_in_pieces(
+    device: torch.device, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many queries at a time that their mask is small."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(shape, generator=generator).to(device) for shape in ((40, 6, 16), (2, 53, 16), (2, 53, 16)))
+    monkeypatch.setitem(SCORES_AT_ONCE, device.type, 7 * 53)
+    check(prefill_attention(q, k, v, 0.3), prefill_attention_ref(q, k, v, 0.3), torch.float32)
+
+
 def test_prefill_attention_reads_cache_views(device: torch.device) -> None:
     """The engine passes views of a longer cache: the tokens behind them must not matter."""
     q = draw((5, 4, 32), 0, device, torch.float32)

@@ -307,6 +307,14 @@ def test_a_guess_in_parts(
     launch.compare(check)
 
 
+@pytest.mark.parametrize("length", [480, 481, 511, 512])
+def test_a_guess_in_parts_of_short_tiles(device: torch.device, check: Check, length: int) -> None:
+    """Heads of 256 in fp32: tiles of 32 tokens, of which a window may have two more than its chunk."""
+    launch = Launch.draw((length,), 5, 1, 256, device, 7, 128, torch.float32, 3)
+    launch.run()
+    launch.compare(check)
+
+
 def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a launch, which would read beyond its tensors."""
     monkeypatch.setattr("alspec.kernels.lean_attention.launch", None)

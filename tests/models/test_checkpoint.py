@@ -101,6 +101,25 @@ def test_single_file_comes_before_an_index(single_folder: Path, sharded_folder: 
     assert {path.name for path in open_folder(single_folder).files.values()} == {"model.safetensors"}
 
 
+def test_a_head_of_its_own_is_not_passed_over(
+    make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside embeddings that the configuration says are tied: in its last row, of other numbers, of another shape."""
+    monkeypatch.setattr("alspec.models.checkpoint.ROWS_AT_ONCE", 5)
+    folder = make_folder(tie_word_embeddings=True)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    changed = embedding.clone()
+    changed[-1, -1] += 1
+    for head in (changed, torch.randn(embedding.shape), embedding[:-1].clone()):
+        save_file(tensors | {"lm_head.weight": head}, path)
+        with pytest.raises(UserError, match=r"lm_head.weight'.* tie_word_embeddings is true, found others; set it to"):
+            open_folder(folder)
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, path)
+    open_folder(folder)
+
+
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["single", "sharded"])
 def test_tolerated_tensors(is_sharded: bool, make_folder: Callable[..., Path]) -> None:
     """In shards also where the index does not name them, where they are not, and twice."""

@@ -56,6 +56,11 @@ def write(folder: Path, raw: dict[str, Any], **others: Any) -> Path:
     return folder
 
 
+def test_no_token_as_some_folders_write_it(tmp_path: Path) -> None:
+    config = LlamaConfig.from_folder(write(tmp_path, LLAMA_2_CHAT | {"bos_token_id": -1, "eos_token_id": [-1, 7]}))
+    assert (config.bos_token_id, config.eos_token_ids) == (None, (7,))
+
+
 def test_llama_2_spelling(tmp_path: Path) -> None:
     config = LlamaConfig.from_folder(write(tmp_path, LLAMA_2_CHAT))
     assert config == LlamaConfig(
@@ -308,7 +313,7 @@ def test_names_on_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"torch_dtype": "int8"}, ["torch_dtype", "bfloat16", "'int8'"]),
         ({"bos_token_id": 32000}, ["bos_token_id (32000)", "vocab_size (32000)"]),
         ({"eos_token_id": [2, 40000]}, ["eos_token_id: expected ids from 0 to 31999", "found [40000]"]),
-        ({"eos_token_id": -1}, ["eos_token_id: expected ids from 0 to 31999", "found [-1]"]),
+        ({"eos_token_id": -2}, ["eos_token_id: expected ids from 0 to 31999", "found [-2]"]),
         ({"eos_token_id": 2, "vocab_size": 0}, ["vocab_size", "found 0"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
         ({"hidden_act": "a\nb\x1b[31m" + "x" * 1000}, ["hidden_act", r"a\nb\x1b[31m", "..."]),

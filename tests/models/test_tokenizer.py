@@ -285,6 +285,31 @@ def test_an_interrupt_is_no_unreadable_file(tmp_path: Path, monkeypatch: pytest.
         Tokenizer.from_folder(tmp_path, config())
 
 
+def test_text_continues_the_prompts(metaspace: Tokenizer, byte_level: Tokenizer) -> None:
+    """A decoder that drops the first space of all drops none behind a prompt."""
+    for tokenizer in (metaspace, byte_level):
+        for text in ("he the the he", "the at\u20ac the", "a\u20ac"):
+            ids = tokenizer.encode(text)
+            for cut in range(1, len(ids)):
+                decoder = tokenizer.stream_decoder(ids[:cut])
+                rest = "".join([*(decoder.push(token_id) for token_id in ids[cut:]), decoder.flush()])
+                before = tokenizer.decode(ids[:cut])
+                if "\ufffd" not in before:
+                    assert before + rest == text, (cut, ids)
+    assert metaspace.stream_decoder().push(metaspace.encode("he the")[-1]) == "the"
+
+
+def test_tokens_that_were_added_may_have_no_embedding(tmp_path: Path, byte_level_core: Callable[[], Core]) -> None:
+    core = byte_level_core()
+    size = core.get_vocab_size(with_added_tokens=True)
+    core.add_special_tokens(["[PAD]"])
+    write_tokenizer(tmp_path, core, bos_token="<|begin|>", eos_token="<|end|>")
+    shape = {"bos_token_id": BOS, "eos_token_ids": (1,)}
+    assert Tokenizer.from_folder(tmp_path, config(size, **shape)).encode("[PAD]")[-1] == size
+    with pytest.raises(UserError, match="vocabulary: expected ids below vocab_size"):
+        Tokenizer.from_folder(tmp_path, config(size - 1 - BOS, **shape))
+
+
 def test_token_ids_are_sequences_or_arrays_of_integers() -> None:
     for ids in ([1, 2], (1, 2), range(1, 3), np.array([1, 2], np.uint16), torch.tensor([1, 2])):
         found = token_ids(ids)
@@ -312,7 +337,7 @@ def test_prompts_are_told_from_token_ids() -> None:
 def test_all_of_a_prompt_is_spelled() -> None:
     """Also what no tokenizer has, and what is no prompt: ranks compare it before any of them refuses it."""
     assert [spelled(prompt) for prompt in ("The road", [3, -1], (2**63 - 1,))] == [
-        "The road",
+        "text: The road",
         "[3, -1]",
         f"[{2**63 - 1}]",
     ]
@@ -321,4 +346,5 @@ def test_all_of_a_prompt_is_spelled() -> None:
     assert spelled([1.5]) == "prompt: expected a text or token ids, found [1.5]"
     ids = torch.arange(5000)
     assert spelled(list(ids)) == str(ids.tolist()), "nothing is left out"
-    assert spelled(["a", [1]]) == '["a", "[1]"]'
+    alike = ["[1]", [1], '["[1]"]', ["[1]"], [[1]], '1 prompts: ["[1]"]']
+    assert len({spelled(prompt) for prompt in alike}) == len(alike)

@@ -42,8 +42,11 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spre
     """A batch of prompts."""
     shard, tp_size = transport.placement.shard, transport.placement.tp_size
     device = transport.device
-    model = Llama(CONFIG, random_weights(CONFIG, shard, torch.float32, device), transport)
-    cache = new_cache(kv_cache, CONFIG, tp_size, len(lengths), max(lengths), torch.float32, device)
+    weights, (codec, _, softmax) = random_weights(CONFIG, shard, torch.float32, device), kv_cache.partition(" ")
+    for layer in weights.layers if softmax else ():
+        layer.qkv.mul_(3)  # sharp enough that SAS drops weights
+    model = Llama(CONFIG, weights, transport)
+    cache = new_cache(codec, CONFIG, tp_size, len(lengths), max(lengths), torch.float32, device, softmax or "exact")
     processed: list[list[int]] = []
     embed = model.embed
 

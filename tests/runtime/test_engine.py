@@ -31,6 +31,7 @@ from alspec.runtime import transport as transport_module
 from alspec.runtime.agreement import fingerprint, shared_settings
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import Heartbeat, run_guarded
+from alspec.runtime.generation import Generation
 from alspec.runtime.placement import Placement
 
 MakePrompt = Callable[[int, int], list[int]]
@@ -239,6 +240,32 @@ def test_a_text_that_begins_in_another_thread_waits_for_the_step_under_way(
     assert found == expected
     with pytest.raises(UserError, match="another text of this engine has begun"):
         next(first)
+
+
+def test_a_cache_loaded_by_another_thread_is_not_taken_for_ones_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as many requests, or as many tokens, as the other text has."""
+    expected = [token.text for token in engine.stream("It was a", SAMPLING)]
+    start_generation, found = engine.start_generation, list[str]()
+    second = threading.Thread(target=lambda: found.extend(token.text for token in engine.stream("It was a", SAMPLING)))
+
+    def overtaken(prompts: list[list[int]], sampling: SamplingConfig) -> Generation:
+        if len(prompts) == 2:
+            second.start()
+            second.join(timeout=30)
+        return start_generation(prompts, sampling)
+
+    monkeypatch.setattr(engine, "start_generation", overtaken)
+    with pytest.raises(UserError, match="another text of this engine has begun"):
+        next(engine.stream(["The road", "It was a"], SAMPLING))
+    assert found == expected
+
+
+def test_what_fits_is_what_fits_every_rank(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.agreement, "exchange", lambda own: [own, str(10**6), own])
+    with pytest.raises(DoesNotFitError, match=r"a rank needs .* and has 0.00 GiB; .*, or fewer prompts$"):
+        engine.load(3, 100)
 
 
 def test_token_ids_need_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:

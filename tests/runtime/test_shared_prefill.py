@@ -24,7 +24,7 @@ EXACT, QUANTISED = 1e-5, {"cpu": 1e-2, "cuda": 1e-1}
 # Of one chunk, or part of one, that is shared or not; of two, three and more; around their edges and those of blocks.
 LENGTHS = [1, 64, 79, 80, 81, 127, 128, 129, 207, 208, 209, 255, 256, 257, 320, 383, 384, 385, 500]
 BATCH = [257, 40, 384]
-CODECS = ("bf16", "turbo4", "turbo-mixed", "turbo2")
+CODECS = ("bf16", "turbo4", "turbo-mixed", "turbo2", "turbo4 sas")
 CASES = [(codec, [length]) for codec in CODECS for length in LENGTHS] + [(codec, BATCH) for codec in CODECS]
 
 

@@ -191,7 +191,7 @@ def test_prefill_attention(codec: str, softmax: Softmax) -> None:
     """Causal attention of each chunk, or of part of one, over its own stage-1 values and the records before it."""
     cache = new(codec, softmax=softmax)
     k, v = draw(330, 2)
-    q = torch.randn(330, 2 * H, D, generator=torch.Generator().manual_seed(3))
+    q = 4 * torch.randn(330, 2 * H, D, generator=torch.Generator().manual_seed(3))  # SAS drops weights
     for start in (0, 128, 256):
         part = slice(start, start + 128)
         stop = min(start + 128, 330)
