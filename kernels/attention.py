@@ -39,6 +39,9 @@ LOG2E = math.log2(math.e)
 # Scores held at once where nothing fuses their softmax, in fp32 and some four times over while it is taken: 128 MiB on
 # a GPU, what stays in the cache of a CPU.
 SCORES_AT_ONCE = {"cuda": 2**25, "cpu": 2**20}
+QUERIES_AT_ONCE = (
+    256  # at least, behind a prefix: fewer are slower than PyTorch's own blocks (128K tokens on a CPU: 2x)
+)
 
 WHOLE_CHUNK = 4096  # tokens, of which chunks that cuDNN gets are a multiple
 
@@ -174,8 +177,9 @@ def prefill_attention(
         out = F.scaled_dot_product_attention(*qkv, is_causal=True, scale=sm_scale, enable_gqa=True)
         return out[0].transpose(0, 1)
     outs, end = [], prefix
-    # A mask of all queries would be as large as their scores.
-    for queries in q.split(max(1, SCORES_AT_ONCE[q.device.type] // k.shape[1])):
+    # A mask of all queries is as large as the scores of a head; on a GPU those of all heads are held, too.
+    row = k.shape[1] * (q.shape[1] if q.is_cuda else 1)
+    for queries in q.split(max(QUERIES_AT_ONCE, SCORES_AT_ONCE[q.device.type] // row)):
         end += len(queries)
         mask, seen = newest_causal_mask(len(queries), end), (k[None, :, :end], v[None, :, :end])
         out = F.scaled_dot_product_attention(

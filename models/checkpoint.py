@@ -140,12 +140,14 @@ def _is_tolerated(name: str, config: LlamaConfig) -> bool:
 def _check_tied_head(stored: Checkpoint) -> None:
     """A head that was trained apart must not be passed over."""
     rows = stored.entries[_EMBEDDING].shape[0]
-    alike = stored.entries[_HEAD].shape == stored.entries[_EMBEDDING].shape
-    for start in range(0, rows if alike else 0, ROWS_AT_ONCE):
+
+    def is_alike(start: int) -> bool:
         stop = min(start + ROWS_AT_ONCE, rows)
-        head, embedding = (stored.tensor_slice(name, 0, start, stop) for name in (_HEAD, _EMBEDDING))
-        alike = alike and torch.equal(head.float(), embedding.float())
-    if not alike:
+        head, embedding = (stored.tensor_slice(name, 0, start, stop).float() for name in (_HEAD, _EMBEDDING))
+        return torch.allclose(head, embedding, rtol=0, atol=0, equal_nan=True)
+
+    has_shape = stored.entries[_HEAD].shape == stored.entries[_EMBEDDING].shape
+    if not (has_shape and all(map(is_alike, range(0, rows, ROWS_AT_ONCE)))):
         raise UserError(
             f"{stored.files[_HEAD]}: tensor '{_HEAD}': expected the values of {_EMBEDDING}, for tie_word_embeddings is "
             "true, found others; set it to false in config.json to use them, or remove the tensor"

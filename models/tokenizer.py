@@ -22,7 +22,7 @@ __all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of
 Prompt = str | Sequence[int]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-PROMPT_CONTEXT = 8  # tokens of a prompt behind which its answer is decoded: a character has up to 4
+PROMPT_CONTEXT = 8  # tokens of a prompt, at least, behind which its answer is decoded: a character has up to 4
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -47,6 +47,7 @@ class Tokenizer:
         self._core = core
         self._folder = folder
         self._template = template
+        self._vocab_size = config.vocab_size
         self._special_tokens = _special_tokens(settings)
         self.eos_token_ids = config.eos_token_ids
         self.bos_token_id = self._bos_token_id(config)
@@ -64,7 +65,7 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         core = _load(path)
-        # Tokens that were added, such as one for padding, may have no embedding: a prompt with such a one is refused.
+        # Tokens that were added, such as one for padding, may have no embedding: a text with such a one is refused.
         vocab = core.get_vocab(with_added_tokens=True)
         largest = max(core.get_vocab(with_added_tokens=False), key=vocab.__getitem__, default="")
         if not largest or vocab[largest] >= config.vocab_size:
@@ -77,7 +78,7 @@ class Tokenizer:
         settings = read_json(settings_path, "for the special tokens") if settings_path.exists() else {}
         for name in ("bos_token", "eos_token"):
             token = _special_tokens(settings).get(name)
-            if token is not None and token not in vocab:
+            if token is not None and vocab.get(token, config.vocab_size) >= config.vocab_size:
                 raise UserError(
                     f"{settings_path}: {name}: expected a token of tokenizer.json, found {show(token)}; "
                     "use the files that belong together"
@@ -127,7 +128,8 @@ class Tokenizer:
                 where encoding could take minutes and all memory.
             where: the text comes from.
         Raises:
-            UserError: `text` is not valid Unicode (lone surrogates of a prompt that was not UTF-8), or far too long.
+            UserError: `text` is not valid Unicode (lone surrogates of a prompt that was not UTF-8), far too long, or
+                spells out a token that has no embedding.
         """
         check_utf8(text, where)
         if most_tokens is not None and len(text) > most_tokens:
@@ -138,6 +140,9 @@ class Tokenizer:
                     f"{where}: {len(text)} characters are more than {most_tokens} tokens can hold; shorten the prompt"
                 )
         ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        if (largest := max(ids, default=0)) >= self._vocab_size:
+            token = show(str(self._core.id_to_token(largest)))
+            raise UserError(f"{where}: {token} has no embedding: its id is {largest}, vocab_size {self._vocab_size}")
         if not add_bos or not self._adds_bos or self.bos_token_id is None:
             return ids
         begin = 0
@@ -179,7 +184,7 @@ def prompts_of(prompt: object) -> list[object]:
 def _is_batch(prompt: object) -> bool:
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
-    return all(isinstance(one, str | list | tuple) or _is_array(one) for one in prompt)
+    return all(isinstance(one, str | list | tuple | range) or _is_array(one) for one in prompt)
 
 
 def _is_array(value: object) -> bool:
@@ -248,17 +253,20 @@ class StreamDecoder:
         self._special_ids = special_ids
         self._context: list[int] = []
         self._pending: list[int] = []
-        for token_id in reversed(prompt_ids[-PROMPT_CONTEXT:]):
+        for token_id in reversed(prompt_ids):
             if not self._is_text(token_id):
                 break
-            self._context.insert(0, token_id)
+            self._context.append(token_id)
+            if len(self._context) >= PROMPT_CONTEXT and not self._is_byte(token_id):  # never within a run of bytes
+                break
+        self._context.reverse()
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that is now complete, often of this token alone, sometimes empty."""
         if not self._is_text(token_id):
             return ""
         self._pending.append(token_id)
-        if _BYTE_TOKEN.fullmatch(str(self._core.id_to_token(token_id))):
+        if self._is_byte(token_id):
             return ""
         piece = self._pending_text()
         if not piece or piece.endswith(_REPLACEMENT):
@@ -275,6 +283,9 @@ class StreamDecoder:
     def _is_text(self, token_id: int) -> bool:
         """Embeddings may have more rows than there are tokens."""
         return token_id not in self._special_ids and self._core.id_to_token(token_id) is not None
+
+    def _is_byte(self, token_id: int) -> bool:
+        return _BYTE_TOKEN.fullmatch(str(self._core.id_to_token(token_id))) is not None
 
     def _pending_text(self) -> str:
         before = self._core.decode(self._context, skip_special_tokens=True) if self._context else ""

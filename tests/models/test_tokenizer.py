@@ -288,7 +288,7 @@ def test_an_interrupt_is_no_unreadable_file(tmp_path: Path, monkeypatch: pytest.
 def test_text_continues_the_prompts(metaspace: Tokenizer, byte_level: Tokenizer) -> None:
     """A decoder that drops the first space of all drops none behind a prompt."""
     for tokenizer in (metaspace, byte_level):
-        for text in ("he the the he", "the at\u20ac the", "a\u20ac"):
+        for text in ("he the the he", "the at\u20ac the", "a\u20ac", 3 * "\u20ac\u4e2d\u6587" + "\u20ac the"):
             ids = tokenizer.encode(text)
             for cut in range(1, len(ids)):
                 decoder = tokenizer.stream_decoder(ids[:cut])
@@ -305,7 +305,9 @@ def test_tokens_that_were_added_may_have_no_embedding(tmp_path: Path, byte_level
     core.add_special_tokens(["[PAD]"])
     write_tokenizer(tmp_path, core, bos_token="<|begin|>", eos_token="<|end|>")
     shape = {"bos_token_id": BOS, "eos_token_ids": (1,)}
-    assert Tokenizer.from_folder(tmp_path, config(size, **shape)).encode("[PAD]")[-1] == size
+    with pytest.raises(UserError, match=rf"'\[PAD\]' has no embedding: its id is {size}, vocab_size {size}"):
+        Tokenizer.from_folder(tmp_path, config(size, **shape)).encode("the [PAD]")
+    assert Tokenizer.from_folder(tmp_path, config(size, **shape)).encode("the")
     with pytest.raises(UserError, match="vocabulary: expected ids below vocab_size"):
         Tokenizer.from_folder(tmp_path, config(size - 1 - BOS, **shape))
 
@@ -326,7 +328,7 @@ def test_prompts_are_told_from_token_ids() -> None:
         assert len(prompts_of(one)) == 1
         assert prompts_of(one)[0] is one
     arrays = [np.array([1, 2]), torch.tensor([3])]
-    for several in (["ab"], ["ab", [1]], ((1, 2), (3,)), arrays):
+    for several in (["ab"], ["ab", [1]], ((1, 2), (3,)), [range(1, 3), [3]], arrays):
         assert prompts_of(several) == list(several)
     for ids in (list(np.array([1, 2])), tuple(np.array([1, 2], np.uint16)), list(torch.tensor([1, 2]))):
         (found,) = encode_prompts(ids, lambda: pytest.fail("nothing to encode"), 5)
