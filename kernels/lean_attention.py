@@ -36,7 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .launch import launch, prefer_l1
 from .lean_hopper import lean_hopper_kernel
 from .lean_kernel import lean_decode_kernel, lean_merge_kernel
-from .lean_schedule import WINDOW_ALIGN
+from .lean_schedule import more_tiles
 from .merge import MERGE_REGISTERS, merge_sizes, num_sums
 
 __all__ = [
@@ -290,7 +290,7 @@ def guess_parts(
     block_n, long_run, num_stages, _ = _settings(device, width * dtype.itemsize, copies)
     block_n = min(128, 2 * block_n) if long_run else block_n
     programs = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles = 2 * -(-chunk_size // block_n) + (int(WINDOW_ALIGN.value) + block_n - 2) // block_n
+    tiles = 2 * -(-chunk_size // block_n) + int(more_tiles(block_n))
     wanted = -(-tiles // max(1, num_stages - 1))
     return max(1, min(wanted, MAX_GUESS_PARTS if heads_per_kv <= 4 else 3, programs // (3 * num_kv_heads)))
 

@@ -23,13 +23,13 @@ from .prefetch import wait_cycles
 __all__ = [
     "PREDICTOR",
     "REST",
-    "WINDOW_ALIGN",
     "deal",
     "give_head_start",
     "head_of",
     "head_start",
     "lengths_of",
     "locate",
+    "more_tiles",
     "plan",
     "rest_of",
     "run_of",
@@ -197,12 +197,16 @@ def tiles_of(outputs, rest, HKV: tl.constexpr, B_PAD: tl.constexpr):
     return first, tiles
 
 
+@triton.constexpr_function
+def more_tiles(block_n):
+    """By how many tiles of `block_n` tokens a window, of up to WINDOW_ALIGN - 1 tokens more, may exceed its chunk."""
+    return (WINDOW_ALIGN.value + block_n - 2) // block_n
+
+
 @triton.jit
 def _parts_of_guess(sink, window, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
     """Tiles of one part of a guess, and how many parts have tiles; sink, window: numbers of tokens, [1] with parts."""
-    # A window has up to WINDOW_ALIGN - 1 tokens more than the chunk.
-    MORE: tl.constexpr = (WINDOW_ALIGN + BLOCK_N - 2) // BLOCK_N
-    part_tiles = tl.cdiv(2 * tiles_in(chunk_size, is_long, BLOCK_N) + MORE, GUESS_PARTS)
+    part_tiles = tl.cdiv(2 * tiles_in(chunk_size, is_long, BLOCK_N) + more_tiles(BLOCK_N), GUESS_PARTS)
     parts = 1
     if GUESS_PARTS > 1:
         tiles = tl.sum(tiles_in(sink, is_long, BLOCK_N) + tiles_in(window, is_long, BLOCK_N), 0)

@@ -321,6 +321,10 @@ def test_prose_about_an_h100_says_what_the_rows_say() -> None:
         f"take a pair {seconds[0]} s and the two in tensor parallelism {seconds[1]}, "
         f"on four {seconds[2]} and {seconds[3]}" in step
     )
+    assert (
+        f"8K tokens over `turbo4` take 1 + 1 {seconds[0]} s and 2 + 2 {seconds[2]}, two in tensor parallelism "
+        f"{seconds[1]} and four {seconds[3]} " in readme
+    )
     four = {"world": 4, "mode": "off", "bench": "decode_step", "kv_cache": "bf16", "transport": "symm", "batch": 1}
     whole, half = (medians_of("decode_step_h100", **four, shape=shape) for shape in ("llama-3.1-8b", "half"))
     layers = [(whole[context] - half[context]) / 16 for context in (8192, 131072)]

@@ -15,6 +15,7 @@ OTHER_GPU = " That was measured in an earlier run, of an earlier commit."
 OTHER_RUN = "FlashInfer was measured in an earlier run, of an earlier commit."
 READING = "reading alone"
 READING_TEXT = "Reading alone is a kernel that reads as many bytes into shared memory and does nothing else."
+GPUS = (("", ""), ("_h100", " on H100"))  # H200s and H100s: ends of the names of their files, and of headings
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_STEPS = (1024, 8192, 32768, 131072)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
@@ -39,18 +40,10 @@ def main() -> None:
     project.write_text(text, encoding="utf-8")
     ablations = read("quality_ablations.jsonl")
     sections = [
-        steps("Decode steps", read("decode_step.jsonl")),
-        against_off("Pairs against tensor parallelism", read("decode_step.jsonl"), read("decode_step.jsonl", PARTS)),
-        steps("Decode steps on H100", read("decode_step_h100.jsonl")),
-        against_off(
-            "Pairs against tensor parallelism on H100",
-            read("decode_step_h100.jsonl"),
-            read("decode_step_h100.jsonl", PARTS),
-        ),
+        *(part for gpu in GPUS for part in whole_steps(*gpu)),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
-        *attention(),
-        prompts("Whole prompts", read("prompt.jsonl")),
-        prompts("Whole prompts on H100", read("prompt_h100.jsonl")),
+        *(part for gpu in GPUS for part in attention(*gpu)),
+        *(prompts(f"Whole prompts{of_gpu}", read(f"prompt{gpu}.jsonl")) for gpu, of_gpu in GPUS),
         sampled(read("sampling.jsonl")),
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
@@ -79,17 +72,23 @@ def main() -> None:
     (HERE / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
-def attention() -> list[str]:
-    """Sections of attention alone, of H200s and then of H100s, whose rows are in files of their own."""
-    found = []
-    for gpu, of_gpu in (("", ""), ("_h100", " on H100")):
-        found += [
-            decode(f"Decode attention{of_gpu}", read(f"decode_attention{gpu}.jsonl")),
-            quantised(f"Decode attention over quantised caches{of_gpu}", read(f"turbo_attention{gpu}.jsonl")),
-            prefill(f"Prefill attention over the INT8 stage{of_gpu}", read(f"prefill_attention{gpu}.jsonl")),
-            ready(f"Time to the guess{of_gpu}", read(f"ready{gpu}.jsonl")),
-        ]
-    return found
+def whole_steps(gpu: str, of_gpu: str) -> list[str]:
+    """Sections of decode steps on one kind of GPU."""
+    name = f"decode_step{gpu}.jsonl"
+    return [
+        steps(f"Decode steps{of_gpu}", read(name)),
+        against_off(f"Pairs against tensor parallelism{of_gpu}", read(name), read(name, PARTS)),
+    ]
+
+
+def attention(gpu: str, of_gpu: str) -> list[str]:
+    """Sections of attention alone on one kind of GPU."""
+    return [
+        decode(f"Decode attention{of_gpu}", read(f"decode_attention{gpu}.jsonl")),
+        quantised(f"Decode attention over quantised caches{of_gpu}", read(f"turbo_attention{gpu}.jsonl")),
+        prefill(f"Prefill attention over the INT8 stage{of_gpu}", read(f"prefill_attention{gpu}.jsonl")),
+        ready(f"Time to the guess{of_gpu}", read(f"ready{gpu}.jsonl")),
+    ]
 
 
 def contents(sections: list[str]) -> list[str]:

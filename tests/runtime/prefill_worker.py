@@ -1,7 +1,8 @@
 """One rank of two groups that share prompts, or of one; started with torchrun's variables.
 
 Run as `prefill_worker.py FOLDER GROUPS DEVICE LEAST`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.pt: of each case
-the logits, the cache, the keys and values that it stands for, and the tokens that this rank processed. Chunks of LEAST
+the logits, the cache, the keys and values that it stands for, and the tokens that this rank processed. One group alone
+takes the same shares, one after the other; over a quantised cache, a chunk of two shares as a whole. Chunks of LEAST
 tokens are spread over the ranks of a group.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +28,7 @@ from alspec.runtime import transport as transport_module
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.placement import Placement
-from alspec.runtime.prefill import prefill
+from alspec.runtime.prefill import Turn, prefill, turns_of
 from alspec.runtime.transport import Transport, connect_store
 
 CONFIG = LlamaConfig(
@@ -35,6 +37,11 @@ CONFIG = LlamaConfig(
 CHUNK = 128
 LEAST_SHARED = 80
 LEAST_SPREAD = 100  # tokens, unless told otherwise: some chunks are spread
+
+
+def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, cached_together: bool) -> list[Turn]:
+    parts = [part for turn in turns_of(num_tokens, chunk_tokens, 2) for part in turn[0 if cached_together else 1]]
+    return [Turn([part], [part]) for part in parts]
 
 
 @torch.no_grad()
@@ -56,9 +63,13 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spre
 
     done: list[int] = []
     found: dict[str, Any] = {"logits": [], "sums": [], "done": done, "processed": processed}
+    turns = turns_of
+    if transport.placement.num_groups == 1:
+        turns = partial(one_by_one, cached_together=codec != "bf16")
     with (
         mock.patch.object(model, "embed", noting_embed),
         mock.patch.object(prefill_module, "LEAST_SHARED", LEAST_SHARED),
+        mock.patch.object(prefill_module, "turns_of", turns),
         mock.patch.multiple(transport_module, LEAST_SPREAD=least_spread, FEWEST_SPREADING=2),
     ):
         for request, length in enumerate(lengths):
