@@ -51,8 +51,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Bytes of weights, cache and activations on one rank.
 
-    Activations are those of the widest moment: one prefill chunk in the MLP beside the fp32 residual, and the logits. A
-    quantised cache adds one layer: of the longest prompt, at INT8, dequantised, and in fp32 on the way; or of all
+    Activations are those of the widest moment, beside the fp32 residual, and the logits: one prefill chunk in the MLP,
+    or, with a quantised cache, one layer: of the longest prompt, at INT8, dequantised, and in fp32 on the way; or of all
     requests in fp32, while they decode on the CPU.
     """
     hidden, tp_size = config.hidden_size, shard.tp_size
@@ -65,10 +65,11 @@ def plan_memory(
     weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
     cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype)
     tokens = min(CHUNK_TOKENS, max_context)
-    activations = tokens * (4 * 4 * hidden + dtype.itemsize * (2 * qkv_rows + 4 * intermediate))
+    widest = tokens * dtype.itemsize * 4 * intermediate
     if kv_cache != "bf16":
         channels = config.num_kv_heads // tp_size * config.head_dim
-        activations += max_context * channels * max(2 * (1 + dtype.itemsize) + 8, 8 * batch_size)
+        widest = max(widest, max_context * channels * max(2 * (1 + dtype.itemsize) + 8, 8 * batch_size))
+    activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
     logits = 3 * 4 * batch_size * config.vocab_size
     # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0

@@ -81,7 +81,7 @@ def test_buffers_hold_one_chunk_and_the_logits() -> None:
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_buffers_of_a_quantised_cache_hold_a_layer(tp_size: int, batch_size: int) -> None:
-    """Keys and values of one layer: a prompt's at INT8 and dequantised, or all requests' in fp32."""
+    """Keys and values of one layer, a prompt's at INT8 and dequantised, or all requests' in fp32: these or the MLP's."""
     config = MODEL.model_copy(update={"head_dim": 64})
     for tokens in (100, 10 * CHUNK_TOKENS):
         exact, quantised = (
@@ -90,7 +90,9 @@ def test_buffers_of_a_quantised_cache_hold_a_layer(tp_size: int, batch_size: int
         )
         numbers = 2 * tokens * config.num_kv_heads // tp_size * config.head_dim
         least = numbers * max(1 + 2, 4 * batch_size)
-        assert least <= quantised.buffer_bytes - exact.buffer_bytes <= 3 * least
+        mlp = 2 * min(tokens, CHUNK_TOKENS) * 4 * config.intermediate_size // tp_size
+        assert exact.buffer_bytes <= quantised.buffer_bytes <= exact.buffer_bytes + 3 * least
+        assert quantised.buffer_bytes >= exact.buffer_bytes - mlp + least
 
 
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
