@@ -37,7 +37,7 @@ def sender(priority: Priority) -> int:
 
 def after_handover(priority: Priority) -> Priority:
     """Priorities once the receiver has `A~`: receiver 1, sender 2."""
-    return _with_sender(sender(priority), sender_value=2, receiver_value=1)
+    return _with_sender(sender(priority), 2)
 
 
 def after_verdict(priority: Priority, accepted: bool) -> Priority:
@@ -49,7 +49,7 @@ def after_verdict(priority: Priority, accepted: bool) -> Priority:
 
     """
     assert set(priority) == {1, 2}, f"expected the priorities after a handover, found {priority}"
-    return _with_sender(sender(priority), sender_value=0 if accepted else 2, receiver_value=1)
+    return _with_sender(sender(priority), 0 if accepted else 2)
 
 
 def skips_compute(priority: Priority, group: int) -> bool:
@@ -57,5 +57,6 @@ def skips_compute(priority: Priority, group: int) -> bool:
     return priority[group] == 0
 
 
-def _with_sender(group: int, sender_value: int, receiver_value: int) -> Priority:
-    return (sender_value, receiver_value) if group == 0 else (receiver_value, sender_value)
+def _with_sender(group: int, value: int) -> Priority:
+    """The sending group's priority is `value`, the receiver's 1."""
+    return (value, 1) if group == 0 else (1, value)

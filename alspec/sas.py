@@ -90,8 +90,7 @@ def dropped_mass_bound(num_tokens: int, n_r: float) -> float:
 
 def cutoffs(num_tokens: Tensor) -> Tensor:
     """`cutoff` of each number of tokens, fp32 of the same shape."""
-    odds = (1 - DROPPED_MASS) / DROPPED_MASS
-    return ((num_tokens - 1).clamp(min=1).float().log() + math.log(odds)).clamp(min=0)
+    return (num_tokens - 1).clamp(min=1).float().log() + cutoff(1)
 
 
 def sas_softmax(scores: Tensor, n_r: float | Tensor) -> tuple[Tensor, Tensor]:

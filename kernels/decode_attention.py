@@ -14,6 +14,7 @@ from ..sas import Softmax
 from .attention import decode_attention, predictor_attention, verify_attention
 from .flashq_layout import TurboLayer
 from .flashq_reference import flashq_dequantize
+from .launch import num_sms
 from .lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
 from .merge import num_sums
 from .turbo_attention import turbo_decode_attention, turbo_settings
@@ -57,10 +58,10 @@ CacheLayer = KVLayer | TurboLayer
 
 def attend_workspace(layer: CacheLayer, num_qo_heads: int, device: torch.device, spare_sms: int = 0) -> LeanWorkspace:
     """Scratch memory of `attend` over such a cache, on all SMs but `spare_sms`; 4 programs in the interpreter."""
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4 + spare_sms
+    sms = num_sms(device) - spare_sms if device.type == "cuda" else 4
     per_sm = turbo_settings(device).per_sm if isinstance(layer, TurboLayer) else 1
     return LeanWorkspace.allocate(
-        layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, per_sm * (num_sms - spare_sms)
+        layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, per_sm * sms
     )
 
 

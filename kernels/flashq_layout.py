@@ -56,9 +56,8 @@ class TurboLayer:
     The cache of several layers is a stack: each tensor has a leading dimension L and is contiguous.
     """
 
-    words: (
-        Tensor  # [W] int32: all records; block j of (b, h) begins at word offset[b, h] + j record_words(bits[b, h], D)
-    )
+    # [W] int32: all records; block j of (b, h) begins at word offset[b, h] + j record_words(bits[b, h], D)
+    words: Tensor
     offset: Tensor  # [B, H] int64, multiples of 4
     bits: Tensor  # [B, H] int32: 4 or 2
     scales: Tensor  # [B, H, NB, 2] fp32: stage-1 scale of each block's K and V

@@ -17,12 +17,12 @@ In all four files: B requests (`B`), K inputs (`K`), the next power of two (`KP`
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
+
+from .launch import num_sms
 
 __all__ = [
     "MAX_BATCH",
@@ -111,19 +111,12 @@ def rows_in_tile(num_rows: int, width: int, itemsize: int, matrices: int) -> int
 
 def num_programs_on(num_tiles: int, per_sm: int, device: torch.device) -> int:
     """Programs of a launch on a device, about `per_sm` on each SM; with 0 one for each tile."""
-    return programs_for(num_tiles, per_sm * _num_sms(device))
+    return programs_for(num_tiles, per_sm * (num_sms(device) if device.type == "cuda" else 1))
 
 
 def programs_for(num_tiles: int, at_once: int) -> int:
     """Programs of equal shares of the tiles, about `at_once`; with 0 one for each tile."""
     return -(-num_tiles // max(1, round(num_tiles / at_once))) if at_once else num_tiles
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def num_warps_for(rows: int, width: int, itemsize: int) -> int:

@@ -275,7 +275,7 @@ def receive_handover(
 
 
 @triton.jit(do_not_specialize=["patience_ns", "code"])
-def _receive_stream_kernel(
+def _receive_residual_kernel(
     inbox_ptr,  # [B, M] int64: slot L
     x_ptr,  # [B, HIDDEN] fp32
     gamma_ptr,  # [HIDDEN]
@@ -306,9 +306,7 @@ def _receive_stream_kernel(
     words = inbox_ptr + request.to(tl.int64) * message_words + channels
     x = await_words(words, inside, epoch, patience_ns, fault_ptr, code + tl.zeros_like(channels))
     x = tl.where(inside, x, 0.0)
-    write_residual(
-        x, request * HIDDEN + channels, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request
-    )  # fmt: skip
+    write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
 def receive_residual(
@@ -320,7 +318,7 @@ def receive_residual(
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange = handover.shape, handover.exchange
-    compiled = launch(_receive_stream_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
+    compiled = launch(_receive_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
         handover.own.inbox[-1], x, gamma, x_norm, square_sums, exchange.epoch, exchange.fault, handover.receives,
         patience_ns, handover.late(shape.num_layers), shape.message_words, HIDDEN=shape.hidden_size,
         BLOCK=RESIDUAL_BLOCK, num_warps=1, **launch_options(x.device),

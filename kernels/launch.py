@@ -14,7 +14,16 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["compiling", "declares_shared_memory", "launch", "launch_options", "prefer_l1"]
+__all__ = [
+    "RESERVED_BYTES",
+    "compiling",
+    "declares_shared_memory",
+    "is_hopper",
+    "launch",
+    "launch_options",
+    "num_sms",
+    "prefer_l1",
+]
 
 _to_compile: ContextVar[list[Any] | None] = ContextVar("_to_compile", default=None)
 
@@ -71,6 +80,16 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda" or torch.cuda.get_device_properties(device).major < 9:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
+
+
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a GPU of compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def declares_shared_memory(kernel: Any) -> None:

@@ -33,16 +33,18 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .launch import launch, prefer_l1
+from .launch import is_hopper, launch, num_sms, prefer_l1
 from .lean_hopper import lean_hopper_kernel
 from .lean_kernel import lean_decode_kernel, lean_merge_kernel
-from .lean_schedule import more_tiles
+from .lean_schedule import ALL, PREDICTOR, REST, more_tiles
 from .merge import MERGE_REGISTERS, merge_sizes, num_sums
 
 __all__ = [
+    "PHASES",
     "LeanWorkspace",
     "Phase",
     "Speculation",
+    "check_outputs",
     "check_speculation",
     "guess_parts",
     "launch_merge",
@@ -50,7 +52,7 @@ __all__ = [
 ]
 
 Phase = Literal["all", "predictor", "rest"]
-PHASES = {"all": 0, "predictor": 1, "rest": 2}
+PHASES = {"all": ALL.value, "predictor": PREDICTOR.value, "rest": REST.value}
 
 TILE_BYTES = 32768  # of K, and of V, in one tile
 # With more tiles of so many tokens in each run, tiles are twice as long: runs differ by one, which then matters little.
@@ -147,6 +149,7 @@ def lean_decode_attention(
         its results.
     """
     _check(q, k_cache, v_cache, seq_lens, speculation, phase)
+    check_outputs(q, k_cache.shape[1], workspace, out, lse)
     (batch_size, num_qo_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[1]
     heads_per_kv = num_qo_heads // num_kv_heads
     heads_pad = triton.next_power_of_2(heads_per_kv)
@@ -203,7 +206,25 @@ def _check(
         raise ValueError(f"q: {num_qo_heads} heads are no multiple of {num_kv_heads} KV heads")
     if capacity * head_dim >= 2**31:
         raise ValueError(f"k_cache: {capacity} tokens of one head overflow 32-bit offsets")
+    expected = (batch_size, num_kv_heads, capacity, head_dim)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape != expected or cache.dtype != q.dtype:
+            found = f"{list(cache.shape)} {cache.dtype}"
+            raise ValueError(f"{name}: expected {list(expected)} {q.dtype}, as q has, found {found}")
     check_speculation(speculation, q, phase, MAX_GUESS_PARTS)
+
+
+def check_outputs(q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: Tensor, lse: Tensor) -> None:
+    """Raise ValueError if what attention of q [B, Hq, D] leaves, partials too, has no place."""
+    batch_size, num_qo_heads, head_dim = q.shape
+    if out.shape != q.shape or not out.is_contiguous():
+        raise ValueError(f"out: expected {list(q.shape)}, contiguous, found {list(out.shape)}")
+    if lse.shape != q.shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous():
+        raise ValueError(f"lse: expected {list(q.shape[:2])} fp32, contiguous, found {list(lse.shape)} {lse.dtype}")
+    slots = workspace.num_programs + (1 + MAX_GUESS_PARTS) * batch_size * num_kv_heads
+    expected = (slots, num_qo_heads // num_kv_heads, triton.next_power_of_2(head_dim))
+    if workspace.o.shape != expected:
+        raise ValueError(f"workspace: expected partials {list(expected)}, found {list(workspace.o.shape)}")
 
 
 def check_speculation(speculation: Speculation | None, q: Tensor, phase: Phase, most_parts: int) -> None:
@@ -283,13 +304,13 @@ def guess_parts(
     Hopper only: elsewhere nothing has been measured.
     """
     heads_per_kv = num_qo_heads // num_kv_heads
-    if batch_size > 1 or heads_per_kv > 8 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if batch_size > 1 or heads_per_kv > 8 or not is_hopper(device):
         return 1
     width = triton.next_power_of_2(head_dim)
     copies = _by_copies(device, batch_size, heads_per_kv, head_dim, dtype)
     block_n, long_run, num_stages, _ = _settings(device, width * dtype.itemsize, copies)
     block_n = min(128, 2 * block_n) if long_run else block_n
-    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    programs = num_sms(device)
     tiles = 2 * -(-chunk_size // block_n) + int(more_tiles(block_n))
     wanted = -(-tiles // max(1, num_stages - 1))
     return max(1, min(wanted, MAX_GUESS_PARTS if heads_per_kv <= 4 else 3, programs // (3 * num_kv_heads)))
@@ -309,7 +330,7 @@ def _by_copies(device: torch.device, batch_size: int, heads_per_kv: int, head_di
 
     Copies need rows of a multiple of 16 bytes; of fewer than 33 channels, no rows fill a line of their slots.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if not is_hopper(device):
         return False
     return batch_size == 1 and heads_per_kv <= 16 and dtype.itemsize == 2 and 32 < head_dim <= 256 and head_dim % 8 == 0
 

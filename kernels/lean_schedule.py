@@ -18,9 +18,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..predictor import KV_TILE
 from .prefetch import wait_cycles
 
 __all__ = [
+    "ALL",
     "PREDICTOR",
     "REST",
     "deal",
@@ -46,7 +48,7 @@ ALL = tl.constexpr(0)
 PREDICTOR = tl.constexpr(1)
 REST = tl.constexpr(2)
 
-WINDOW_ALIGN = tl.constexpr(64)  # the window is widened to whole tiles of this many tokens, whatever BLOCK_N is
+WINDOW_ALIGN = tl.constexpr(KV_TILE)  # the window is widened to whole tiles of so many tokens, whatever BLOCK_N is
 GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
 # Cycles by which programs with a guess start ahead of the others: requests are served in the order in which they come,
 # and the first tiles of all programs take 4 us. Only where runs have 3 tiles or more: else memory is not busy for long.

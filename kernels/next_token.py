@@ -183,7 +183,6 @@ def finish_step(
             `capacity`.  ring: [RING_STEPS, RING_HEADER + B] int64 and stamps: [RING_STEPS] int32, in pinned host
             memory: the step's row is complete once its stamp is the step's epoch.
         hits: [L, B] int32, verdicts of a pair, copied to hits_ring: [RING_STEPS, L, B] int32, in pinned host memory.
-    Oracle: `finish_step_ref`.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, candidates = best.shape

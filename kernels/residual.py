@@ -17,7 +17,7 @@ from .exchange import Exchange
 from .launch import launch, launch_options, prefer_l1
 from .words import LATE_WORD, await_words, fault_code
 
-__all__ = ["embed_norm", "new_stream", "num_square_sums", "reduce_norm", "write_residual"]
+__all__ = ["embed_norm", "new_residual", "num_square_sums", "reduce_norm", "write_residual"]
 
 BLOCK = 32  # channels of one program: at a hidden size of 4096, 128 programs poll a few words each
 
@@ -28,7 +28,7 @@ def num_square_sums(hidden_size: int) -> int:
 
 
 @triton.jit
-def write_residual(x, at, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request):
+def write_residual(x, at, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request):
     """Store x, x * gamma and this block's sum of x^2."""
     tl.store(x_ptr + at, x, mask=inside)
     tl.store(x_norm_ptr + at, (x * gamma).to(x_norm_ptr.dtype.element_ty), mask=inside)
@@ -61,7 +61,7 @@ def _embed_norm_kernel(
     token = tl.load(token_ids_ptr + request)
     x = tl.load(table_ptr + token.to(tl.int64) * HIDDEN + channels, mask=inside, other=0.0).to(tl.float32)
     gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
-    write_residual(x, request * HIDDEN + channels, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
+    write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
     if tl.program_id(0) == 0:
         c = tl.arange(0, HALF_PAD)
         position = (tl.load(seq_lens_ptr + request) - 1).to(tl.float32)
@@ -158,7 +158,7 @@ def _reduce_norm_kernel(
             x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes, end_ptr, end), 0)
     else:
         x += tl.load(partial_ptr + at, mask=inside, other=0.0)
-    write_residual(x, at, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
+    write_residual(x, at, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
 def reduce_norm(
@@ -198,7 +198,7 @@ def reduce_norm(
     prefer_l1(compiled)
 
 
-def new_stream(batch_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def new_residual(batch_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """x, x_norm and square_sums of one step."""
     return (
         torch.zeros(batch_size, hidden_size, device=device),

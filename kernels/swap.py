@@ -293,7 +293,7 @@ def unpack_handover(
 
 
 @triton.jit
-def _unpack_stream_kernel(
+def _unpack_residual_kernel(
     residual_ptr,  # [B, HIDDEN] fp32
     x_ptr,  # [B, HIDDEN] fp32
     gamma_ptr,  # [HIDDEN]
@@ -317,7 +317,7 @@ def _unpack_stream_kernel(
         return
     at = request * HIDDEN + channels
     x = tl.load(residual_ptr + at, mask=inside, other=0.0)
-    write_residual(x, at, channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
+    write_residual(x, at, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
 def unpack_residual(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor) -> None:
@@ -327,7 +327,7 @@ def unpack_residual(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square
     Capture: graph-safe; allocates nothing.
     """
     shape = swap.shape
-    compiled = launch(_unpack_stream_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
+    compiled = launch(_unpack_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
         swap.residuals[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).receives,
         HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK, num_warps=1, **launch_options(x.device),
     )  # fmt: skip

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
 from .launch import declares_shared_memory, launch, prefer_l1
-from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, check_speculation, launch_merge
+from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, check_outputs, check_speculation, launch_merge
 from .turbo_kernel import turbo_decode_kernel, turbo_merge_kernel
 
 __all__ = ["TurboSettings", "turbo_decode_attention", "turbo_guess_parts", "turbo_settings"]
@@ -114,6 +114,7 @@ def turbo_decode_attention(
     batch_size, num_qo_heads, head_dim = q.shape
     num_kv_heads = layer.num_kv_heads
     _check(q, layer, seq_lens, speculation, phase)
+    check_outputs(q, num_kv_heads, workspace, out, lse)
     heads_per_kv = num_qo_heads // num_kv_heads
     settings = settings or turbo_settings(q.device)
     warps, spec = settings.num_warps, speculation

@@ -25,9 +25,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .flashq_layout import BLOCK
+from .flashq_record import TOKENS
 from .sas import sas_exp2
 from .turbo_keys import query_units, scores
+from .turbo_query import FLIP_SIGNS
 from .turbo_records import await_side, load_scales, read_k, read_v, send_side, side_of
 from .turbo_values import add_values, first_values, for_heads, over_rows
 from .words import INTERPRETED
@@ -35,7 +36,6 @@ from .words import INTERPRETED
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "no_tokens"]
 
 COLUMNS = tl.constexpr(8)  # query heads of a product
-TOKENS = tl.constexpr(BLOCK)
 ULP = tl.constexpr(2.0**-24)  # of a denormal half: the value of its lowest bit
 NEVER = tl.constexpr(-1.0e30)  # the maximum of no tokens: finite, so that differences are numbers
 
@@ -279,7 +279,7 @@ def attend_tail(
     k_scale, v_scale = tl.load(scale_ptr), tl.load(scale_ptr + 1)
     # Behind these loads, so that all are on their way together.
     even, odd, inverse = _scaled_query(q_ptr, output, HEADS_PER_KV, HEADS, D)
-    k = _bytes_as_halves(k_words ^ -2139062144)  # + 128 in each byte
+    k = _bytes_as_halves(k_words ^ FLIP_SIGNS)
     k = tl.reshape(k, [W, T // 16, 2, D // 64, 8, 4, 4, 2, 2])
     k = tl.reshape(tl.permute(k, (0, 1, 2, 4, 3, 6, 5, 7, 8)), [W, T, D])
     q_words = tl.permute(tl.reshape(_pairs(even, odd), [4, TILES, 2, COLUMNS]), (1, 0, 2, 3))
@@ -296,7 +296,7 @@ def attend_tail(
     p = _as_right_operand(p, W, T, HEADS)
     row_sum = _of_heads(tl.dot(tl.full([W, 16, T], 1.0, tl.float16), p), HEADS)
 
-    v = _bytes_as_halves(v_words ^ -2139062144)
+    v = _bytes_as_halves(v_words ^ FLIP_SIGNS)
     v = tl.reshape(v, [W, T // 16, 2, 2, 8, 4, RUN, 2, 2])
     v = tl.reshape(tl.permute(v, (0, 6, 7, 8, 4, 1, 2, 5, 3)), [W, D, T])
     o = _of_heads(tl.dot(_opaque(v), p), HEADS) * (1.0 / ULP) - 128.0 * _on_rows(row_sum, W, D)

@@ -10,17 +10,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .flashq_layout import PER_HEAD
+from .flashq_record import TOKENS
 from .lean_schedule import REST, locate, start_after
 from .merge import await_partials, merge_output
 from .prefetch import prefetch
 from .sas import sas_cutoff
-from .turbo_block import (
-    COLUMNS,
-    TOKENS,
-    attend_blocks,
-    attend_tail,
-    no_tokens,
-)
+from .turbo_block import COLUMNS, attend_blocks, attend_tail, no_tokens
 from .turbo_query import query_of_keys, send_query
 from .turbo_records import open_slots, send_side
 from .turbo_schedule import blocks_of_turn, guesses_before, pick, plan, run_of, run_start

@@ -32,6 +32,7 @@ from ..sas import Softmax, cutoff
 from . import turbo_prefill_hopper as hopper
 from .flashq_layout import HEAD_DIMS
 from .flashq_record import TOKENS, largest
+from .launch import is_hopper, num_sms
 from .sas import sas_exp2
 from .turbo_prefill_hopper import MAGIC, MAGIC_BITS, P_SHIFT, Q_MAX, TINY
 
@@ -229,12 +230,11 @@ def turbo_prefill_attention(
     log2e = math.log2(math.e)
     others = (unit, k_scale, out, lse, num_queries, num_tokens, num_blocks, k_stride, sm_scale * log2e)
     shape = {"HQ": num_qo_heads, "HEADS_PER_KV": num_qo_heads // num_kv_heads, "D": head_dim}
-    if softmax == "exact" and _is_hopper(q.device):
+    if softmax == "exact" and is_hopper(q.device):
         tile = [hopper.TILE, head_dim]
         k_layout, v_layout = (gl.NVMMASharedLayout.get_default_for(tile, kind) for kind in (gl.int8, gl.float16))
         blocks = triton.cdiv(num_queries, 2 * hopper.HALF_ROWS) * num_qo_heads
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        hopper.prefill_hopper_kernel[(min(blocks, sms),)](
+        hopper.prefill_hopper_kernel[(min(blocks, num_sms(q.device)),)](
             q,
             HopperDescriptor(k8, [rows, head_dim], [head_dim, 1], tile, k_layout),
             HopperDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile, v_layout),
@@ -266,11 +266,6 @@ def turbo_prefill_attention(
 def num_warps(device: torch.device) -> int:
     """Of a program. Before Hopper 4 would spill registers (nothing has been measured there)."""
     return 8 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9 else 4
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _check(q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, sm_scale: float) -> None:

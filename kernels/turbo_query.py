@@ -19,12 +19,14 @@ from .turbo_records import QUERY_BARRIER, head_stride, query_barrier
 from .turbo_values import over_rows, picked, transposed
 from .words import INTERPRETED
 
-__all__ = ["LARGEST_Z", "MAGIC", "START_UPPER", "ULP", "operands_of", "query_of_keys", "send_query"]
+__all__ = ["FLIP_SIGNS", "LARGEST_Z", "MAGIC", "START_UPPER", "ULP", "operands_of", "query_of_keys", "send_query"]
 
 # Added to n ULP, it leaves the nearest integer n + 128 in the lowest bits: their second byte is h, the first l + 128.
 ULP = tl.constexpr(2.0**-40)
 MAGIC = tl.constexpr((1.5 * 2.0**23 + 128) * ULP.value)
 MAGIC_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", MAGIC.value))[0])
+FLIP_SIGNS = tl.constexpr(0x80808080 - 2**32)  # of a word's bytes: + 128 in each
+FLIP_UPPER = tl.constexpr(0x80800000 - 2**32)  # of the upper two
 LARGEST_Z = tl.constexpr(32500.0)  # n of q in the second sum
 START_UPPER = tl.constexpr(2**21)  # what half of the second sum starts at; more than 128 255 64 (see turbo_keys.py)
 
@@ -171,11 +173,11 @@ def operands_of(a, b, C: tl.constexpr):
     Lane `4 g + t` gives those of the rows 2 g and 2 g + 1, its own heads' columns, and gets 4 rows of column g.
     """
     if C == 1:
-        operands = (transposed(picked(a[0], b[0], 0x4051) ^ -2139095040),)  # 0x80800000: l
+        operands = (transposed(picked(a[0], b[0], 0x4051) ^ FLIP_UPPER),)  # l
     else:
         even, odd = picked(a[0], b[0], 0x4051), picked(a[1], b[1], 0x4051)
         high, low = picked(even, odd, 0x5410), picked(even, odd, 0x7632)
-        operands = (transposed(high), transposed(low ^ -2139062144))  # 0x80808080
+        operands = (transposed(high), transposed(low ^ FLIP_SIGNS))
     return operands
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .flashq_record import TOKENS
 from .lean_schedule import PREDICTOR, REST
 from .merge import inverse_of_sum
-from .turbo_block import TOKENS
 
 __all__ = ["blocks_of_turn", "guesses_before", "pick", "plan", "run_of", "run_start"]
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .flashq_layout import BLOCK
 from .turbo_records import stacked, unstacked
 from .words import INTERPRETED
 
@@ -33,7 +32,6 @@ __all__ = [
     "transposed",
 ]
 
-TOKENS = tl.constexpr(BLOCK)
 # Of P. Fits 16 bits with room for the rounding of scores as large as 2^20, which can make a p more than 1.
 SCALE = tl.constexpr(61440.0)
 ROUND = tl.constexpr(8388608.0)  # 2^23: added to a float, it leaves the nearest integer in the lowest bits

@@ -12,24 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-import triton
-import triton.language as tl
-from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.errors import BadNumbersError, RankFailureError, UserError
-from alspec.kernels.exchange import Exchange
-from alspec.kernels.launch import launch_options, prefer_l1
+from alspec.kernels.measuring import PUSHED, nothing, push_words
 from alspec.kernels.residual import BLOCK as STREAM_BLOCK
-from alspec.kernels.residual import new_stream, num_square_sums, reduce_norm
-from alspec.kernels.words import pack_words
+from alspec.kernels.residual import new_residual, num_square_sums, reduce_norm
+from alspec.launch.bench_common import check_close
 from alspec.launch.output import no_command
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import spread
 from alspec.runtime.symmetric import exchanges, symmetric_fault
 from alspec.runtime.transport import Transport, connect_store
 
-__all__ = ["BATCHES", "HIDDEN", "AllReduce", "connect", "measure", "push", "time_chains"]
+__all__ = ["BATCHES", "HIDDEN", "AllReduce", "connect", "measure", "time_chains"]
 
 HIDDEN = 4096
 BATCHES = (1, 4, 8)
@@ -41,61 +36,6 @@ WARMUP_REPLAYS = 3
 PATIENCE_NS = 20 * 10**9  # the first call of a rank also compiles
 TOLERANCE = 1e-6  # relative RMS of fp32 sums against fp64
 NORM_TOLERANCE = 5e-3  # of bf16 values
-BLOCK = 64  # words of one program
-
-
-@triton.jit(do_not_specialize=["slot", "rank"])
-def _push_kernel(
-    partial_ptr,  # [B, hidden] fp32
-    peers_ptr,  # [T] int64: address of each peer's words [slots, B, T, hidden]
-    epoch_ptr,  # [1] int32
-    slot,
-    rank,
-    HIDDEN: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """BLOCK words of one request to every peer; grid [hidden / BLOCK, B]."""
-    if PDL:
-        gdc_launch_dependents()
-    request = tl.program_id(1)
-    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = channels < HIDDEN
-    epoch = tl.load(epoch_ptr)
-    words = pack_words(tl.load(partial_ptr + request * HIDDEN + channels, mask=inside, other=0.0), epoch)
-    at = ((slot * tl.num_programs(1) + request) * T + rank).to(tl.int64) * HIDDEN + channels
-    bases = ()
-    for peer in tl.static_range(T):
-        bases = bases + (tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)),)  # noqa: RUF005 (Triton has no *)
-    if PDL:
-        gdc_wait()
-    for peer in tl.static_range(T):
-        tl.store(bases[peer] + at, words, mask=inside)
-
-
-def push(partial: Tensor, exchange: Exchange, slot: int) -> None:
-    """Send partial sums to every rank as words: the end of `push_partial`, without its product.
-
-    Args:
-        partial: [B, hidden] fp32, not written by the kernel ahead.
-    Capture: graph-safe; allocates nothing.
-    """
-    batch_size, hidden = partial.shape
-    assert exchange.peers is not None
-    compiled = _push_kernel[(triton.cdiv(hidden, BLOCK), batch_size)](
-        partial, exchange.peers, exchange.epoch, slot, exchange.tp_rank, HIDDEN=hidden, T=exchange.tp_size,
-        BLOCK=BLOCK, num_warps=2, **launch_options(partial.device),
-    )  # fmt: skip
-    prefer_l1(compiled)
-
-
-@triton.jit
-def _nothing_kernel(PDL: tl.constexpr):
-    """Starts, waits for the kernel ahead, and ends."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 class AllReduce:
@@ -110,7 +50,7 @@ class AllReduce:
         self.partial = torch.randn(batch_size, HIDDEN, generator=generator, device=device)
         self.gamma = torch.randn(HIDDEN, generator=generator.manual_seed(99), device=device).bfloat16()
         self._start = torch.randn(batch_size, HIDDEN, generator=generator, device=device)
-        self.x, self.x_norm, self.square_sums = new_stream(batch_size, HIDDEN, torch.bfloat16, device)
+        self.x, self.x_norm, self.square_sums = new_residual(batch_size, HIDDEN, torch.bfloat16, device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._group = dist.group.WORLD
         assert self._group is not None
@@ -122,16 +62,16 @@ class AllReduce:
     def ours(self) -> None:
         """`SLOTS` pushes and reductions over one epoch, which ends with two launches that nothing overlaps."""
         for slot in range(SLOTS):
-            push(self.partial, self.exchange, slot)
+            push_words(self.partial, self.exchange, slot)
             reduce_norm(self.exchange, slot, PATIENCE_NS, self.x, self.gamma, self.x_norm, self.square_sums)
         self._next_epoch()
 
     def nothing(self) -> None:
         """As many launches as `ours`, of the same size, that do nothing."""
-        options = launch_options(self.partial.device)
+        device = self.partial.device
         for _ in range(SLOTS):
-            _nothing_kernel[(triton.cdiv(HIDDEN, BLOCK), self.batch_size)](num_warps=2, **options)
-            _nothing_kernel[(num_square_sums(HIDDEN), self.batch_size)](num_warps=4, **options)
+            nothing((HIDDEN // PUSHED, self.batch_size), 2, device)
+            nothing((num_square_sums(HIDDEN), self.batch_size), 4, device)
         self._next_epoch()
 
     def _next_epoch(self) -> None:
@@ -169,24 +109,24 @@ class AllReduce:
         self._transport.synchronize()
         expected = self._start.double() + count * total
         # Each of the additions rounds; what is added is as large as what is there.
-        _compare("x", self.x, expected, TOLERANCE * count)
-        _compare("x * gamma", self.x_norm, expected * self.gamma.double(), NORM_TOLERANCE)
+        check_close("x", self.x, expected, TOLERANCE * count)
+        check_close("x * gamma", self.x_norm, expected * self.gamma.double(), NORM_TOLERANCE)
         squares = self.x.double().square().view(self.batch_size, -1, STREAM_BLOCK).sum(2)
-        _compare("sums of x^2", self.square_sums, squares, TOLERANCE)
+        check_close("sums of x^2", self.square_sums, squares, TOLERANCE)
         self._sum.copy_(self.partial)
         dist.all_reduce(self._sum)
-        _compare("NCCL's sum", self._sum, total, TOLERANCE)
+        check_close("NCCL's sum", self._sum, total, TOLERANCE)
         assert self._group is not None
         one_shot = torch.ops.symm_mem.one_shot_all_reduce(self._symmetric, "sum", self._group.group_name)
-        _compare("one-shot sum", one_shot.view_as(total), total, TOLERANCE)
+        check_close("one-shot sum", one_shot.view_as(total), total, TOLERANCE)
         # One reduction onto -0.0: the sum alone.
         self.x.fill_(-0.0)
-        push(self.partial, self.exchange, 0)
+        push_words(self.partial, self.exchange, 0)
         reduce_norm(self.exchange, 0, PATIENCE_NS, self.x, self.gamma, self.x_norm, self.square_sums)
         self._next_epoch()
         self._transport.barrier()
-        _compare("sum", self.x, total, TOLERANCE)
-        _compare("sum against NCCL's", self.x, self._sum.double(), 2 * TOLERANCE)
+        check_close("sum", self.x, total, TOLERANCE)
+        check_close("sum against NCCL's", self.x, self._sum.double(), 2 * TOLERANCE)
         bits = gather(self.x.view(torch.int32))
         if bool((bits != bits[0]).any()):
             raise BadNumbersError("allreduce: ranks have different bits")
@@ -196,12 +136,6 @@ class AllReduce:
         """Raise if a word did not come in time."""
         if int(self.exchange.fault):
             raise RankFailureError(f"allreduce: a word did not come: fault {int(self.exchange.fault):#x}")
-
-
-def _compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    error = float((found.double() - expected).norm() / expected.norm())
-    if not error < tolerance:
-        raise BadNumbersError(f"allreduce: wrong {name}: relative error {error:.2e}, tolerance {tolerance:.0e}")
 
 
 def connect() -> Transport:

@@ -23,22 +23,23 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from alspec.config import BenchConfig
-from alspec.errors import BadNumbersError, UserError
-from alspec.kernels.lean_attention import LeanWorkspace, guess_parts, lean_decode_attention
+from alspec.config import TURBO_CODECS, BenchConfig
+from alspec.errors import UserError
+from alspec.kernels.decode_attention import KVLayer, attend_workspace
+from alspec.kernels.lean_attention import guess_parts, lean_decode_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
+from alspec.launch.bench_common import check_close, merged, pair_speculation, written
 from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
 from alspec.launch.bench_reading import can_read_alone, reading_alone
 from alspec.launch.bench_turbo import TurboCase, turbo_run
 from alspec.launch.cli import Parser, check_writable, run_command
 from alspec.launch.output import append_rows
-from alspec.launch.spec_ready import merged, pair_speculation, spec_ready_us, written
+from alspec.launch.spec_ready import spec_ready_us
 from alspec.runtime.faults import out_of_memory_is_told
 from alspec.runtime.placement import Placement
 from alspec.runtime.stats import provenance, spread, stream_bandwidth
-from alspec.runtime.turbo_cache import TURBO_CODECS
 from alspec.sas import Softmax
 
 __all__ = ["main"]
@@ -93,8 +94,7 @@ def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]
     """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.k.shape[2]
-    num_programs = torch.cuda.get_device_properties(device).multi_processor_count
-    workspace = LeanWorkspace.allocate(batch, hq, hkv, dim, device, num_programs)
+    workspace = attend_workspace(KVLayer(case.k[0], case.v[0]), hq, device)
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     speculation = None
     if chunk_size:
@@ -152,9 +152,7 @@ def check(case: Case | TurboCase, run: Callable[[int], tuple[Tensor, ...]], chun
     else:
         wanted = (decode_attention_ref(*args, scale)[0],)
     for ours, reference in zip(found, wanted, strict=True):
-        error = float((ours.double() - reference).norm() / reference.norm())
-        if not error < TOLERANCE:
-            raise BadNumbersError(f"wrong result: relative error {error:.2e} for seq_lens {case.seq_lens.tolist()[:4]}")
+        check_close(f"result for seq_lens {case.seq_lens.tolist()[:4]}", ours, reference, TOLERANCE)
 
 
 def times_us(runs: Sequence[Callable[[int], Any]], copies: int) -> list[dict[str, float]]:
@@ -411,7 +409,7 @@ BENCHES = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = Parser(prog="bench_kernels", description="Kernels against PyTorch, and whole prompts.", allow_abbrev=False)
+    parser = Parser(prog="bench_kernels", description="Kernels against PyTorch, and whole prompts.")
     return run_command(parser, BenchConfig, argv, lambda config, args: _run(config, args.command))
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alspec.errors import BadNumbersError
 from alspec.kernels.attention import newest_causal_mask, prefill_attention
 from alspec.kernels.reference import turbo_prefill_attention_ref
 from alspec.kernels.turbo_prefill import turbo_prefill_attention
+from alspec.launch.bench_common import check_close
 from alspec.launch.output import no_command
 
 __all__ = ["PREFILL_CASES", "PrefillCase", "check_prefill", "prefill_runs"]
@@ -113,9 +113,7 @@ def check_prefill(case: PrefillCase, run: Run) -> None:
         expected, _ = turbo_prefill_attention_ref(
             case.q[begin:end], case.k8[:, :seen], case.v8[:, :seen], case.k_scale, case.v_scale, HEAD_DIM**-0.5
         )
-        error = float((out[begin:end].double() - expected).norm() / expected.norm())
-        if not error < TOLERANCE:
-            raise BadNumbersError(f"wrong result: relative error {error:.2e} in rows {begin} to {end} of {num_queries}")
+        check_close(f"rows {begin} to {end} of {num_queries}", out[begin:end], expected, TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from rich.table import Table
 from torch import Tensor
 
 from alspec.config import EngineConfig, SpeculationConfig
-from alspec.errors import BadNumbersError, UserError
+from alspec.errors import BadNumbersError
+from alspec.launch.bench_common import check_close
+from alspec.launch.cli import check_positions
 from alspec.launch.output import no_command
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import LayerWeights, Llama
@@ -117,9 +119,7 @@ def measure_prompts(config: EngineConfig, contexts: list[int], found: Callable[[
         BadNumbersError: a wrong result.
     """
     engine = Engine(config)
-    limit = engine.model_config.max_position_embeddings
-    if max(contexts) > limit:
-        raise UserError(f"flags: --contexts: {max(contexts)} is beyond the model's {limit} positions")
+    check_positions(max(contexts), engine.model_config)
 
     def work() -> int:
         engine.load(1, CHECKED_TOKENS)
@@ -153,11 +153,8 @@ def _check(engine: Engine) -> None:
     group = engine.connected()
     expected = _logits(engine, Llama(config, exact, group), cache, ids, CHECKED_TOKENS)
     logits = _logits(engine, model, engine.cache, ids, CHECKED_CHUNK)
-    error = float((logits - expected).norm() / expected.norm())
-    if not error < TOLERANCE[engine.config.kv_cache]:
-        raise BadNumbersError(
-            f"wrong prefill over {engine.config.kv_cache}: logits have a relative error of {error:.2e}"
-        )
+    kind = engine.config.kv_cache
+    check_close(f"logits of a prompt over {kind}", logits, expected, TOLERANCE[kind])
 
 
 def _measure(engine: Engine, context: int, peak: float) -> Row:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from alspec.kernels.decode_attention import attend_workspace
 from alspec.kernels.flashq_layout import BLOCK, TurboLayer, record_words, unpack_record
-from alspec.kernels.lean_attention import LeanWorkspace
-from alspec.kernels.turbo_attention import turbo_decode_attention, turbo_guess_parts, turbo_settings
+from alspec.kernels.turbo_attention import turbo_decode_attention, turbo_guess_parts
+from alspec.launch.bench_common import pair_speculation, written
 from alspec.launch.output import no_command
-from alspec.launch.spec_ready import pair_speculation, written
 from alspec.sas import Softmax
 
 __all__ = ["TurboCase", "turbo_run"]
@@ -109,12 +109,11 @@ def _parameters(num_blocks: int, head_dim: int, bits: int, device: torch.device)
     return torch.cat([s_int, z], 2).to(torch.uint8).view(torch.int32)
 
 
-def turbo_run(case: TurboCase, chunk_size: int = 0, softmax: Softmax = "exact") -> Callable[[int], tuple[Tensor, ...]]:
+def turbo_run(case: TurboCase, chunk_size: int, softmax: Softmax = "exact") -> Callable[[int], tuple[Tensor, ...]]:
     """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.layers[0].num_kv_heads
-    programs = turbo_settings(device).per_sm * torch.cuda.get_device_properties(device).multi_processor_count
-    workspace = LeanWorkspace.allocate(batch, hq, hkv, dim, device, programs)
+    workspace = attend_workspace(case.layers[0], hq, device)
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     layers = [replace(layer, softmax=softmax) for layer in case.layers]
     speculation = None

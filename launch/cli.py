@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -32,15 +32,18 @@ from alspec.config import (
 )
 from alspec.errors import UserError
 from alspec.launch.output import exit_code, is_special
+from alspec.models.config import LlamaConfig
 from alspec.runtime.placement import Placement
 
 __all__ = [
     "Parser",
     "check_distinct",
     "check_picture",
+    "check_positions",
     "check_writable",
     "cuts_without_effect",
     "guesses_without_effect",
+    "notify",
     "parse",
     "print_config",
     "run_command",
@@ -53,7 +56,10 @@ WRITTEN = ("json_file", "trace", "rows", "plot")  # fields of the files that com
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises `UserError` and names the nearest flag, if one is near."""
+    """argparse that takes no shortened flags, raises `UserError` and names the nearest flag, if one is near."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting."""
@@ -216,6 +222,23 @@ def check_writable(name: str, path: Path | None) -> None:
         raise UserError(
             f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"
         ) from None
+
+
+def check_positions(longest: int, model_config: LlamaConfig) -> None:
+    """Refuse a `--contexts` with a length that the model has no positions for.
+
+    Raises:
+        UserError: names both.
+    """
+    limit = model_config.max_position_embeddings
+    if longest > limit:
+        raise UserError(f"flags: --contexts: {longest} is beyond the model's {limit} positions")
+
+
+def notify(notices: Iterable[str]) -> None:
+    """Each a line on stderr."""
+    for notice in notices:
+        print(f"alspec: {notice}", file=sys.stderr)
 
 
 def cuts_without_effect(config: ChoiceConfig) -> list[str]:

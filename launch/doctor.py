@@ -45,7 +45,7 @@ COLORS = {"fail": "red", "pass": "green", "skip": "yellow"}
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = Parser(prog="doctor", description="Check an installation.", epilog=EPILOG, allow_abbrev=False)
+    parser = Parser(prog="doctor", description="Check an installation.", epilog=EPILOG)
     return run_command(parser, DoctorConfig, argv, lambda config, _: _examine(config))
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from alspec.config import EvaluateConfig, refuse_unavailable
 from alspec.errors import UserError
-from alspec.launch.cli import Parser, check_picture, check_writable, run_command
+from alspec.launch.cli import Parser, check_picture, check_positions, check_writable, run_command
 from alspec.launch.display import StatusLine
 from alspec.launch.evaluate_tasks import (
     Quality,
@@ -33,6 +33,7 @@ from alspec.launch.evaluate_tasks import (
 )
 from alspec.launch.output import append_rows, writing
 from alspec.launch.plot_quality import draw, threshold_name
+from alspec.models.source import model_name
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
@@ -57,7 +58,6 @@ def main(argv: list[str] | None = None) -> int:
         prog="evaluate",
         description="Quality under speculation and quantisation.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     return run_command(parser, EvaluateConfig, argv, lambda config, args: _run(config, args.command))
 
@@ -152,9 +152,7 @@ def _caches(config: EvaluateConfig) -> list[CacheSetting]:
 def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: str) -> list[Task]:
     tokenizer = engine.text_tokenizer("give a --model folder", "evaluate")
     longest = max(contexts)
-    limit = engine.model_config.max_position_embeddings
-    if longest > limit:
-        raise UserError(f"flags: --contexts: {longest} is beyond the model's {limit} positions")
+    check_positions(longest, engine.model_config)
     tasks = []
     if config.windows:
         ids = tokenizer.encode(text, add_bos=False)
@@ -246,7 +244,7 @@ def _row(
         "bench": "quality",
         "impl": "alspec.simulated",
         "case": {
-            "model": str(engine.config.model or "demo"),
+            "model": model_name(engine.config),
             "measure": task.measure,
             "context": task.context,
             "depth": task.depth,

@@ -17,7 +17,7 @@ import torch
 
 from alspec.config import PROMPTS, GenerateConfig
 from alspec.errors import UserError
-from alspec.launch.cli import Parser, cuts_without_effect, guesses_without_effect, run_command
+from alspec.launch.cli import Parser, cuts_without_effect, guesses_without_effect, notify, run_command
 from alspec.launch.display import Printer, StatusLine, print_panel, shows_color, use_utf8
 from alspec.launch.output import write_text
 from alspec.launch.plan import print_plan
@@ -34,7 +34,7 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = Parser(prog="generate", description="Generate text with a Llama model.", allow_abbrev=False)
+    parser = Parser(prog="generate", description="Generate text with a Llama model.")
     parser.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
     return run_command(parser, GenerateConfig, argv, _run)
 
@@ -66,14 +66,12 @@ def _generate(config: GenerateConfig, engine: Engine) -> int:
     is_first = engine.placement.rank == 0
     max_context = engine.check_prompts(prompts, config.max_new_tokens)
     if is_first:
-        for notice in _without_effect(config, is_batch, engine.mode):
-            print(f"alspec: {notice}", file=sys.stderr)
+        notify(_without_effect(config, is_batch, engine.mode))
     with StatusLine(is_first) as status:
         status.show("loading weights")
         engine.load(len(prompts), max_context)
         status.clear()
-        for notice in engine.notices if is_first else []:
-            print(f"alspec: {notice}", file=sys.stderr)
+        notify(engine.notices if is_first else [])
         generation = engine.start_generation(prompts, config)
         printer = Printer(generation, is_batch, config.color and shows_color()) if is_first else None
         total = sum(map(len, prompts))

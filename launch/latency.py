@@ -24,9 +24,11 @@ from alspec.kernels.gemv_tile import MAX_BATCH
 from alspec.launch.cli import (
     Parser,
     check_picture,
+    check_positions,
     check_writable,
     cuts_without_effect,
     guesses_without_effect,
+    notify,
     run_command,
 )
 from alspec.launch.display import StatusLine
@@ -57,7 +59,7 @@ EPILOG = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = Parser(prog="latency", description="Latency per token.", epilog=EPILOG, allow_abbrev=False)
+    parser = Parser(prog="latency", description="Latency per token.", epilog=EPILOG)
     return run_command(parser, LatencyConfig, argv, lambda config, args: _run(config, args.command))
 
 
@@ -68,8 +70,7 @@ def _run(config: LatencyConfig, command: str) -> int:
         notices = cuts_without_effect(config)
         if "paired" not in _modes(config):
             notices += guesses_without_effect(config, "add --modes paired")
-        for notice in notices:
-            print(f"alspec: {notice}", file=sys.stderr)
+        notify(notices)
     found: list[Measured] = []
     with _shown_if_ended(found):
         for one in _each(config):
@@ -155,8 +156,7 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
         contexts = [context for context in CONTEXTS if context <= limit] or [limit]
     else:
         contexts = sorted(set(config.contexts))
-    if contexts[-1] > limit:
-        raise UserError(f"flags: --contexts: {contexts[-1]} is beyond the model's {limit} positions")
+    check_positions(contexts[-1], engine.model_config)
     needed = room(contexts[-1], config.steps)
     if config.max_context is not None and config.max_context < needed:
         raise UserError(
@@ -196,8 +196,7 @@ def _sweep(
     status.show(f"{name}: loading weights")
     engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     status.clear()
-    for notice in engine.notices if is_first else []:
-        print(f"alspec: {notice}", file=sys.stderr)
+    notify(engine.notices if is_first else [])
     if config.trace is not None and engine.mode == "paired" and engine.loop and engine.transport_name != "symm":
         raise UserError(
             "flags: --trace: a pair's branches over nccl overlap, and their kernels have no layer of their own here; "

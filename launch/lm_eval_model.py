@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,11 +18,12 @@ from alspec.errors import AlspecError, UserError, report
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.quality import TextScore, score_text
+from alspec.sas import Softmax
 
 __all__ = ["cache_setting", "generate_until", "loglikelihood", "loglikelihood_rolling", "main", "open_engine"]
 
-# As in lm-eval's own models, for tasks that do not say how much to generate.
 CHOICE = ("temperature", "top_p", "top_k")  # as tasks and SamplingConfig call them
+# As in lm-eval's own models, for tasks that do not say how much to generate.
 DEFAULT_NEW_TOKENS = 256
 # What the engine decodes when it is loaded.
 WARM_UP_TOKENS = 2
@@ -37,7 +38,7 @@ def open_engine(threshold: float = 0.1, **options: Any) -> Engine:
     return engine
 
 
-def cache_setting(kv_cache: str = "bf16", softmax: str = "exact") -> CacheSetting:
+def cache_setting(kv_cache: str, softmax: str) -> CacheSetting:
     """The cache that likelihoods are computed over.
 
     Raises:
@@ -46,7 +47,7 @@ def cache_setting(kv_cache: str = "bf16", softmax: str = "exact") -> CacheSettin
     if kv_cache not in CODECS or softmax not in SOFTMAXES:
         known = f"kv_cache {', '.join(CODECS)} and softmax {', '.join(SOFTMAXES)}"
         raise UserError(f"lm-eval: expected {known}, found {kv_cache!r} and {softmax!r}")
-    return CacheSetting(kv_cache, softmax)
+    return CacheSetting(kv_cache, cast(Softmax, softmax))
 
 
 def loglikelihood(engine: Engine, context: str, continuation: str, cache: CacheSetting = PLAIN) -> tuple[float, bool]:

@@ -62,7 +62,6 @@ def _run(argv: list[str] | None) -> int:
     parser = Parser(
         prog="plot_trace",
         description="Draw a timeline of sender and receiver from a trace of a pair.",
-        allow_abbrev=False,
     )
     parser.add_argument("trace", type=Path, help="file written by --trace of generate.py or latency.py, plain or .gz")
     parser.add_argument("picture", type=Path, help="PNG, SVG or PDF to write")

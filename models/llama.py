@@ -153,7 +153,9 @@ class Group(Protocol):
 
 
 class Llama:
-    """The operations of one decoder step on one rank; attention itself belongs to the step program.
+    """The operations around attention on one rank, for prompts and for steps that are launched one by one.
+
+    Captured steps are those of `Decoder`.
 
     Of a long prompt each rank keeps the residual stream of its own tokens only, m of n; else m = n.
     """
@@ -206,8 +208,8 @@ class Llama:
         weights, head_dim = self.weights.layers[layer], self.config.head_dim
         x, y = self._add_norm(x, partial, weights.input_norm, len(positions))
         qkv = F.linear(y, weights.qkv).view(len(y), -1, head_dim)
-        group = self.config.num_qo_heads // self.config.num_kv_heads
-        return x, *rotate_heads(qkv, qkv.shape[1] // (group + 2), *rope_cos_sin(positions, self.inv_freq))
+        heads_per_kv = self.config.num_qo_heads // self.config.num_kv_heads
+        return x, *rotate_heads(qkv, qkv.shape[1] // (heads_per_kv + 2), *rope_cos_sin(positions, self.inv_freq))
 
     def post_attention(self, layer: int, x: Tensor, attn_out: Tensor) -> tuple[Tensor, Tensor]:
         """o_proj, all-reduce and residual, RMSNorm, gate/up with SiLU, down; its all-reduce comes with the next one.

@@ -145,7 +145,7 @@ def check(name: str, advice: str) -> Callable[[Callable[[Scope], str]], Callable
 
 
 def run_checks(
-    placement: Placement, transport_name: str, deadline_s: float, heartbeat: Heartbeat, debug: bool = False
+    placement: Placement, transport_name: str, deadline_s: float, heartbeat: Heartbeat, debug: bool
 ) -> Iterator[list[Check]]:
     """Make every check; yields the outcomes of each on all ranks, in rank order.
 

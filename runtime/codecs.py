@@ -28,11 +28,11 @@ def check_codec(codec: str, config: LlamaConfig, tp_size: int) -> None:
     if config.head_dim not in HEAD_DIMS:
         sizes = " or ".join(map(str, HEAD_DIMS))
         raise UserError(f"kv_cache: {codec} needs a head_dim of {sizes}, the model has {config.head_dim}; use bf16")
-    group = config.num_qo_heads // config.num_kv_heads
-    if group > MAX_HEADS_PER_KV:
+    heads_per_kv = config.num_qo_heads // config.num_kv_heads
+    if heads_per_kv > MAX_HEADS_PER_KV:
         raise UserError(
-            f"kv_cache: {codec} takes up to {MAX_HEADS_PER_KV} query heads for each KV head, the model has {group}; "
-            "use bf16"
+            f"kv_cache: {codec} takes up to {MAX_HEADS_PER_KV} query heads for each KV head, the model has "
+            f"{heads_per_kv}; use bf16"
         )
     if codec == "turbo-mixed" and config.num_kv_heads // tp_size < 2:
         raise UserError(

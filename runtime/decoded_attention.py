@@ -16,6 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from ..config import TURBO_CODECS
 from ..kernels.attention import SCORES_AT_ONCE, prefill_attention
 from ..kernels.flashq import (
     BLOCK,
@@ -34,7 +35,6 @@ from ..kernels.flashq import (
 from ..predictor import predictor_ranges
 from ..sas import Softmax, cutoffs, sas_softmax
 from .prefill import CHUNK_TOKENS
-from .turbo_cache import TURBO_CODECS
 
 __all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", "decoded_attention", "prompt_attention"]
 
@@ -47,7 +47,7 @@ class CacheSetting:
     """How the cache holds keys and values, and how attention weighs them."""
 
     codec: str = "bf16"  # one of `CODECS`; bf16 is the weights' dtype, int8 is stage 1 of FlashQ alone
-    softmax: str = "exact"  # one of `SOFTMAXES`
+    softmax: Softmax = "exact"
     block_size: int = BLOCK  # tokens of a block, and of the tail
     selector: str = SELECTORS[0]  # of the heads that turbo-mixed holds at 2 bits
     low_heads: int | None = None  # how many of this rank's heads those are; None: half
@@ -124,9 +124,8 @@ def prompt_attention(
     Returns:
         [n, Hq, D] fp32.
     """
-    softmax: Softmax = "sas" if setting.softmax == "sas" else "exact"
     if setting.codec == "bf16":
-        return prefill_attention(q, k, v, sm_scale, softmax).float()
+        return prefill_attention(q, k, v, sm_scale, setting.softmax).float()
     outs = []
     for start in range(0, len(q), CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, len(q))
@@ -134,7 +133,7 @@ def prompt_attention(
             torch.cat([of.stored[:, :start].to(x.dtype), fake_quantize(x[:, start:stop], 8, setting.block_size)], dim=1)
             for of, x in zip(cached, (k, v), strict=True)
         )
-        outs.append(prefill_attention(q[start:stop], keys, values, sm_scale, softmax))
+        outs.append(prefill_attention(q[start:stop], keys, values, sm_scale, setting.softmax))
     return torch.cat(outs).float()
 
 

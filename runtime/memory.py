@@ -52,7 +52,7 @@ def plan_memory(
     """Bytes of weights, cache and activations on one rank.
 
     Activations are those of the widest moment, beside the fp32 residual, and the logits: one prefill chunk in the MLP,
-    or, with a quantised cache, one layer: of the longest prompt, at INT8, dequantised, and in fp32 on the way; or of all
+    or one layer of a quantised cache, for the longest prompt at INT8, dequantised, and in fp32 on the way, or for all
     requests in fp32, while they decode on the CPU.
     """
     hidden, tp_size = config.hidden_size, shard.tp_size

@@ -148,9 +148,7 @@ def prompts_of(text_ids: list[int], batch_size: int, num_tokens: int) -> list[li
     return [[first, *itertools.islice(itertools.cycle(rest), start, start + num_tokens - 1)] for start in starts]
 
 
-def first_tokens(
-    engine: Engine, context: int, text_ids: list[int] | None, sampling: SamplingConfig = GREEDY
-) -> list[int]:
+def first_tokens(engine: Engine, context: int, text_ids: list[int] | None, sampling: SamplingConfig) -> list[int]:
     """The newest token of each request, from which `engine.decode` goes on with `context` tokens.
 
     With a text, the prompts before it are read into the cache.

@@ -67,8 +67,8 @@ def score_under(
     token_ids: list[int],
     thresholds: Sequence[Sequence[float]],
     chunk_size: int,
-    first_speculated: int = 0,
-    cache: CacheSetting = EXACT_CACHE,
+    first_speculated: int,
+    cache: CacheSetting,
 ) -> list[TextScore]:
     """`score_text` under several lambdas, each one for each layer; the prompt, the same under all, is read once."""
     at_once = max(1, KEYS_AT_ONCE // (len(token_ids) * model.config.num_kv_heads * model.config.head_dim))

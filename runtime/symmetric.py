@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.mailbox import Handover, PairShape
 from ..kernels.push import push_partial
-from ..kernels.residual import new_stream, reduce_norm
+from ..kernels.residual import new_residual, reduce_norm
 from .placement import Placement
 from .transport import Transport
 
@@ -156,7 +156,7 @@ def _differs_from_nccl(transport: Transport) -> str:
     # One column of values, the others -0.0: the sum of a row is its value, sign of zero included.
     weight = torch.full((hidden, 16), -0.0, device=device)
     weight[:, 0] = values
-    x, x_norm, square_sums = new_stream(1, hidden, torch.float32, device)
+    x, x_norm, square_sums = new_residual(1, hidden, torch.float32, device)
     x.fill_(-0.0)
     push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
     reduce_norm(exchange, 0, TEST_PATIENCE_NS, x, values, x_norm, square_sums)

@@ -24,7 +24,7 @@ from ..kernels.flashq_reference import (
 from ..kernels.turbo_prefill import turbo_prefill_attention
 from ..sas import Softmax
 
-__all__ = ["TURBO_CODECS", "TurboCache"]
+__all__ = ["TurboCache"]
 
 
 class TurboCache:

@@ -29,7 +29,7 @@ def test_prose_says_what_the_rows_say() -> None:
     without_peers = step | {"transport": "nccl without peer access"}
     medians = [medians_of("decode_step", **without_peers | {"world": world}).values() for world in (2, 4)]
     two, four = (" and ".join(f"{1e6 / us:.0f}" for us in of_world) for of_world in medians)
-    peerless = f"where `off` reaches, at 8K and 128K tokens, {two} tokens/s on two GPUs and {four} on four."
+    peerless = f"`off` likewise, reaches, at 8K and 128K tokens, {two} tokens/s on two GPUs and {four} on four."
     assert peerless in " ".join(readme.split())
     assert f"at 128K they are {turbo4} and {mixed} as fast." in " ".join(readme.split())
     of_four = step | {"world": 4, "transport": "symm"}

@@ -401,7 +401,7 @@ def test_empty_yaml_is_no_setting(tmp_path: Path) -> None:
 
 
 def parse_generate(*argv: str) -> GenerateConfig:
-    config, _ = parse(Parser(prog="generate", allow_abbrev=False), GenerateConfig, list(argv))
+    config, _ = parse(Parser(prog="generate"), GenerateConfig, list(argv))
     return config
 
 

@@ -29,6 +29,7 @@ from alspec.kernels import (
     lean_attention,
     lean_hopper,
     lean_kernel,
+    measuring,
     merge,
     mma_tile,
     next_token,
@@ -247,7 +248,7 @@ def prefill_elsewhere(capability: int, head_dim: int, sas: bool) -> Any:
 def reading_alone() -> Any:
     """What `bench_kernels` measures beside attention."""
     types = {"desc": descriptor("i8", gl.int8, [bench_reading.ROWS, bench_reading.ROW_BYTES])}
-    return compile_for(90, bench_reading._read_kernel, 1, {"STAGES": bench_reading.STAGES}, **types)
+    return compile_for(90, measuring._read_tiles_kernel, 1, {"STAGES": bench_reading.STAGES}, **types)
 
 
 def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
@@ -367,7 +368,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "send_residual": compiled(handover._send_kernel, only_x),
         "receive_handover": compiled(handover._receive_handover_kernel, receive, **words),
         "receive_handover, in parts": compiled(handover._receive_handover_kernel, in_parts, 4, **words),
-        "receive_residual": compiled(handover._receive_stream_kernel, only_channels),
+        "receive_residual": compiled(handover._receive_residual_kernel, only_channels),
         "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(roles._decide_kernel, decide),
         "pack_handover": compiled(swap._pack_kernel, packed, out_ptr="*fp32"),
@@ -377,7 +378,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
             out_ptr="*fp32",
         ),
         "unpack_handover": compiled(swap._unpack_handover_kernel, packed | {"OUT": heads * 128}, attn_out_ptr="*bf16"),
-        "unpack_residual": compiled(swap._unpack_stream_kernel, only_channels),
+        "unpack_residual": compiled(swap._unpack_residual_kernel, only_channels),
         "settle": compiled(swap._settle_kernel, settle | {"forced_ptr": None}, **gates),
         "settle, forced": compiled(swap._settle_kernel, settle, **gates),
     }

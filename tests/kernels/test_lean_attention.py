@@ -319,13 +319,13 @@ def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
     """Before a launch, which would read beyond its tensors."""
     monkeypatch.setattr("alspec.kernels.lean_attention.launch", None)
     launch = Launch.draw((70, 90), 2, 2, 16, device, 4, 0)
+    workspace = launch.workspace
 
     def refused(message: str, phase: Phase = "all", **other: Tensor) -> None:
-        given = {"q": launch.q, "k_cache": launch.k, "v_cache": launch.v, "seq_lens": launch.seq_lens} | other
+        given = {"q": launch.q, "k_cache": launch.k, "v_cache": launch.v, "seq_lens": launch.seq_lens}
+        given |= {"out": launch.out, "lse": launch.lse} | other
         with pytest.raises(ValueError, match=message):
-            lean_decode_attention(
-                **given, sm_scale=0.25, workspace=launch.workspace, out=launch.out, lse=launch.lse, phase=phase
-            )
+            lean_decode_attention(**given, sm_scale=0.25, workspace=workspace, phase=phase)
 
     for name, tensor in (("q", launch.q), ("k_cache", launch.k), ("v_cache", launch.v)):
         refused("contiguous", **{name: tensor.repeat_interleave(2, -1)[..., ::2]})
@@ -335,6 +335,16 @@ def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
         refused("phase: .* needs speculation", phase)
     refused("3 heads are no multiple of 2", q=launch.q[:, :3].contiguous())
     refused("overflow", k_cache=torch.empty(2, 2, 2**27, 16, device="meta"))
+    for name, tensor in (("k_cache", launch.k), ("v_cache", launch.v)):
+        refused(f"{name}: expected .*, as q has", **{name: tensor.double()})
+    refused("v_cache: ", v_cache=launch.v[:, :, :-1].contiguous())
+    refused("v_cache: ", v_cache=launch.v[:, :1].contiguous())
+    refused("out: ", out=launch.out[:, :3].contiguous())
+    refused("out: .* contiguous", out=launch.out.repeat_interleave(2, -1)[..., ::2])
+    refused("lse: ", lse=launch.lse[:1])
+    refused("lse: ", lse=launch.lse.double())
+    workspace = LeanWorkspace.allocate(1, 4, 2, 16, device, 4)
+    refused("workspace: ")
 
 
 def test_what_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def run_with(argv: list[str], found: list[argparse.Namespace]) -> int:
         found.append(args)
         raise DoesNotFitError("too much")
 
-    return run_command(Parser(prog="some", allow_abbrev=False), CommandConfig, argv, run)
+    return run_command(Parser(prog="some"), CommandConfig, argv, run)
 
 
 def test_errors_of_the_run_end_with_their_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

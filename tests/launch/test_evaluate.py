@@ -19,7 +19,8 @@ import yaml
 from alspec.config import EngineConfig, EvaluateConfig, EvaluatedCodec, Selector, validate
 from alspec.errors import BadNumbersError, UserError
 from alspec.kernels.flashq import SELECTORS
-from alspec.launch import bench_allreduce, bench_kernels, evaluate, plot_trace
+from alspec.launch import bench_kernels, evaluate, plot_trace
+from alspec.launch.bench_common import check_close
 from alspec.launch.bench_prefill import PrefillCase, check_prefill
 from alspec.launch.evaluate_tasks import record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
@@ -352,11 +353,13 @@ def test_work_of_prefill_attention() -> None:
 
 
 def test_a_wrong_result_ends_a_bench_as_bad_numbers_do() -> None:
-    with pytest.raises(BadNumbersError, match="allreduce: wrong sum: relative error"):
-        bench_allreduce._compare("sum", torch.zeros(3), torch.ones(3).double(), 1e-3)
+    check_close("sum", torch.full((3,), 1.0009), torch.ones(3).double(), 1e-3)
+    for wrong in (0.0, 1.0011, torch.nan):
+        with pytest.raises(BadNumbersError, match=r"wrong sum: relative error .*, tolerance 1e-03"):
+            check_close("sum", torch.full((3,), wrong), torch.ones(3).double(), 1e-3)
     q, (k, v) = torch.randn(64, 4, 128), torch.randint(-9, 9, (2, 2, 64, 128), dtype=torch.int8)
     case = PrefillCase(q, k.float(), v.float(), k, v, torch.ones(2, 1), torch.ones(2, 1))
-    with pytest.raises(BadNumbersError, match="wrong result: relative error"):
+    with pytest.raises(BadNumbersError, match="wrong rows 0 to 64 of 64: relative error"):
         check_prefill(case, lambda _: torch.zeros_like(q))
 
 

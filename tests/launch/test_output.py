@@ -42,7 +42,7 @@ def run_with(work: Callable[[], object]) -> int:
         work()
         return 0
 
-    return run_command(Parser(prog="some", allow_abbrev=False), CommandConfig, [], run)
+    return run_command(Parser(prog="some"), CommandConfig, [], run)
 
 
 @needs_full
@@ -190,7 +190,7 @@ def test_a_part_of_a_command_names_the_command(name: str, instead: str, capsys: 
 
 
 def test_every_file_is_a_command_or_says_which_one_to_use() -> None:
-    modules = {"__init__", "cli", "commands", "display", "evaluate_tasks", "output", "prompts"}
+    modules = {"__init__", "bench_common", "cli", "commands", "display", "evaluate_tasks", "output", "prompts"}
     for path in (ROOT / "launch").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert ("__main__" in text) == (path.stem not in modules), path

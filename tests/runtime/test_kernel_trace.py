@@ -28,7 +28,7 @@ WORK_US = {
     "_gate_up_silu_kernel": 30.0,
     "_push_partial_kernel": 8.0,
     "_reduce_norm_kernel": 2.0,
-    "_receive_stream_kernel": 1.25,
+    "_receive_residual_kernel": 1.25,
     "_collect_logits_kernel": 4.0,
     "_finish_step_kernel": 2.0,
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.config import SamplingConfig
+from alspec.config import TURBO_CODECS, SamplingConfig
 from alspec.errors import UserError
 from alspec.kernels.decode_attention import DecodeAttention
 from alspec.kernels.flashq import BLOCK, fake_quantize, head_priority, select_bits
@@ -27,7 +27,7 @@ from alspec.runtime.codecs import bytes_per_token, cache_bytes, check_codec, new
 from alspec.runtime.engine import Engine
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.profile import fill
-from alspec.runtime.turbo_cache import TURBO_CODECS, TurboCache
+from alspec.runtime.turbo_cache import TurboCache
 from alspec.sas import DROPPED_MASS, RELATIVE_ERROR, Softmax
 
 CPU = torch.device("cpu")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from alspec.kernels.exchange import Exchange
-from alspec.kernels.residual import BLOCK, new_stream, num_square_sums, reduce_norm
-from alspec.launch.bench_allreduce import push
+from alspec.kernels.measuring import push_words
+from alspec.kernels.residual import BLOCK, new_residual, num_square_sums, reduce_norm
 
 
 @pytest.mark.parametrize(("num_ranks", "batch_size", "hidden"), [(2, 1, 256), (3, 2, 80), (4, 1, 33)])
@@ -31,11 +31,11 @@ def test_push_and_reduce(num_ranks: int, batch_size: int, hidden: int, device: t
         partials = [torch.randn(batch_size, hidden, device=device) for _ in ranks]
         before = torch.randn(batch_size, hidden, device=device)
         for exchange, partial in zip(ranks, partials, strict=True):
-            push(partial, exchange, slot)
+            push_words(partial, exchange, slot)
         expected = before.double() + sum(partial.double() for partial in partials)
         streams = []
         for exchange in ranks:
-            x, x_norm, square_sums = new_stream(batch_size, hidden, torch.float32, device)
+            x, x_norm, square_sums = new_residual(batch_size, hidden, torch.float32, device)
             x.copy_(before)
             x_norm.fill_(torch.nan)
             square_sums.fill_(torch.nan)
