@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..sas import Softmax
 
-__all__ = ["BLOCK", "PER_HEAD", "BlockCodes", "TurboLayer", "pack_record", "record_words", "unpack_record"]
+__all__ = ["BLOCK", "HEAD_DIMS", "PER_HEAD", "BlockCodes", "TurboLayer", "pack_record", "record_words", "unpack_record"]
 
 BLOCK = 64  # tokens of a record
 BITS = (4, 2)

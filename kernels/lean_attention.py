@@ -99,7 +99,7 @@ class Speculation:
     chunk_size: int  # S, a multiple of 64
     # [B, Hq, D], may be the paired rank's memory; with `epoch` int64: fp32 values as words under it (see words.py)
     spec_out: Tensor
-    sums: Tensor  # [B, S, 2] fp32, S as of `num_sums`: dist2, norm2 of parts of heads; the verdict is about their sums
+    sums: Tensor  # [B, R, 2] fp32, R as of `num_sums`: dist2, norm2 of parts of heads; the verdict is about their sums
     epoch: Tensor | None = None  # [1] int32
     # [P, B, Hq] int64, then `spec_out` is [P, B, Hq, D]: `A~` comes as P partials, each with its lse, base 2, which the
     # receiver merges; those without tokens have an lse of -inf. For one request, with an epoch.

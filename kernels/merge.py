@@ -45,7 +45,7 @@ def _chunk(num_qo_heads: int, head_dim: int) -> int:
 
 
 def num_sums(num_qo_heads: int, head_dim: int) -> int:
-    """S: how many pairs of sums of a request its heads leave for the verdict."""
+    """R: how many pairs of sums of a request its heads leave for the verdict."""
     return num_qo_heads * -(-head_dim // _chunk(num_qo_heads, head_dim))
 
 

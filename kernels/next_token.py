@@ -12,7 +12,7 @@ from .exchange import LogitExchange
 from .launch import launch, launch_options, prefer_l1
 from .words import BAD_NUMBERS, INTERPRETED, LATE_WORD, await_words, fault_code
 
-__all__ = ["RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
+__all__ = ["BLOCK", "RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
 
 BLOCK = 1024  # logits of one program
 RING_STEPS = 16  # steps the host may lag behind

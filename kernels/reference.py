@@ -1,4 +1,4 @@
-"""Oracles of the kernels: fp64, plain torch, never mutating inputs, one for each launcher under its argument names.
+"""Oracles of the kernels: fp64, plain torch, never mutating inputs, under the argument names of the launchers.
 
 Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, n tokens. `lse` is base 2.
 """
@@ -253,6 +253,6 @@ def collect_logits_ref(shards: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]
 
 
 def decide_ref(rank_sums: Tensor, live: Tensor, threshold: float) -> tuple[Tensor, bool]:
-    """Hits [B] bool of the live requests, and the layer's verdict, from the sums [T, B, S, 2] of a group's ranks."""
+    """Hits [B] bool of the live requests, and the layer's verdict, from the sums [T, B, R, 2] of a group's ranks."""
     accepted = accepts(combine_sums(rank_sums.sum(2)), threshold)
     return accepted & live.bool(), bool(layer_verdict(accepted, live.bool()))

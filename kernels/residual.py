@@ -17,7 +17,7 @@ from .exchange import Exchange
 from .launch import launch, launch_options, prefer_l1
 from .words import LATE_WORD, await_words, fault_code
 
-__all__ = ["embed_norm", "new_residual", "num_square_sums", "reduce_norm", "write_residual"]
+__all__ = ["BLOCK", "embed_norm", "new_residual", "num_square_sums", "reduce_norm", "write_residual"]
 
 BLOCK = 32  # channels of one program: at a hidden size of 4096, 128 programs poll a few words each
 

@@ -264,7 +264,7 @@ def decide(
     their sums; the layer does if every live request accepts. Rules: `alspec.verdict`. Oracle: `decide_ref`.
 
     Args:
-        sums: [B, S, 2] fp32, of `lean_decode_attention`.  live: [B] int32, the same on every rank of the job.
+        sums: [B, R, 2] fp32, of `lean_decode_attention`.  live: [B] int32, the same on every rank of the job.
         threshold: lambda >= 0, fixed at capture.  hits: [L, B] int32, this layer written; 0 for a request that is not
         live.  forced: [L] int32, the same on every rank: 1 accepts, 0 rejects, -1 leaves it to the sums.
     Raises:

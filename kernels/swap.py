@@ -83,7 +83,7 @@ class Swap:
     group: int
     boxes: Tensor  # [2, B Hq D + B M, filled up] fp32: the handovers of both groups; A~ first
     residuals: Tensor  # [2, B, hidden] fp32: x after the last layer
-    sums: Tensor  # [2 T, B, S, 2] fp32: dist2 and norm2 of parts of heads, of all ranks
+    sums: Tensor  # [2 T, B, R, 2] fp32: dist2 and norm2 of parts of heads, of all ranks
     gate_words: Tensor  # [3, L + 1, GATE_STRIDE] int32: sends, receives, redoes, the first word of each row
     aside: Exchange  # partial sums of the branch beside the main one
     calls: SwapCalls
@@ -122,7 +122,7 @@ class Swap:
 
     @property
     def own_sums(self) -> Tensor:
-        """[B, S, 2] of `sums`: this rank's."""
+        """[B, R, 2] of `sums`: this rank's."""
         return self.sums[self.group * self.shape.tp_size + self.aside.tp_rank]
 
     def speculation(self, chunk_size: int) -> Speculation:

@@ -31,7 +31,7 @@ from .launch import declares_shared_memory, launch, prefer_l1
 from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, check_outputs, check_speculation, launch_merge
 from .turbo_kernel import turbo_decode_kernel, turbo_merge_kernel
 
-__all__ = ["TurboSettings", "turbo_decode_attention", "turbo_guess_parts", "turbo_settings"]
+__all__ = ["MAX_HEADS_PER_KV", "TurboSettings", "turbo_decode_attention", "turbo_guess_parts", "turbo_settings"]
 
 # Of a thread, for two programs on an SM. Without a limit the assembler takes 168, as for three, and spills.
 REGISTERS = 248

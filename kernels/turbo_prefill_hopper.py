@@ -26,7 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .flashq_record import TOKENS, largest
 
-__all__ = ["HALF_ROWS", "REGISTERS", "STAGES", "TILE", "prefill_hopper_kernel"]
+__all__ = [
+    "HALF_ROWS",
+    "MAGIC",
+    "MAGIC_BITS",
+    "P_SHIFT",
+    "Q_MAX",
+    "REGISTERS",
+    "STAGES",
+    "TILE",
+    "TINY",
+    "prefill_hopper_kernel",
+]
 
 TILE = 128  # tokens, two blocks with a scale each
 STAGES = 3  # tiles of K, and of V, in flight

@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..kernels.swap import SwapCalls
 from .placement import Placement
 
-__all__ = ["PairMessage", "Transport", "agent_hosts_store", "connect_store"]
+__all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store", "connect_store"]
 
 # Longer than any healthy wait; the heartbeat ends a job with a dead rank long before.
 TIMEOUT = timedelta(seconds=600)
