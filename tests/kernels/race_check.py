@@ -16,8 +16,8 @@ from alspec.kernels.lean_attention import LeanWorkspace, Phase, Speculation, gue
 from alspec.kernels.merge import num_sums
 from alspec.kernels.reference import decode_attention_ref, turbo_prefill_attention_ref
 from alspec.kernels.turbo_prefill import turbo_prefill_attention
+from alspec.launch.bench_common import pair_speculation
 from alspec.launch.bench_turbo import TurboCase, turbo_run
-from alspec.launch.spec_ready import pair_speculation
 from alspec.runtime.turbo_cache import TurboCache
 from alspec.sas import Softmax
 
