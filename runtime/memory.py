@@ -15,6 +15,7 @@ from ..models.config import LlamaConfig
 from ..models.llama import Shard
 from .codecs import cache_bytes
 from .prefill import CHUNK_TOKENS
+from .sampling import DRAW_BYTES, DRAWN_AT_ONCE
 
 __all__ = ["DTYPES", "GIB", "MemoryPlan", "available_bytes", "check_fits", "check_max_context", "plan_memory"]
 
@@ -70,6 +71,8 @@ def plan_memory(
         channels = config.num_kv_heads // tp_size * config.head_dim
         widest = max(widest, max_context * channels * max(2 * (1 + dtype.itemsize) + 8, 8 * batch_size))
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
+    # Where the host launches operations one by one, tokens may be drawn by sorting.
+    activations = max(activations, DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size)
     logits = 3 * 4 * batch_size * config.vocab_size
     # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alspec.runtime.sampling import philox, philox_uniform, sample
+from alspec.runtime.sampling import DRAWN_AT_ONCE, philox, philox_uniform, sample
 
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [
@@ -152,11 +152,12 @@ def test_token_is_the_inverse_of_the_distribution(
 
 
 def test_same_token_on_any_place_of_the_batch() -> None:
-    """A token depends on its own logits, request and position, not on its neighbours."""
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(4))
-    request, position = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([9, 9, 700, 2, 31, 4])
+    """A token depends on its own logits, request and position, not on its neighbours; nor on who is drawn at once."""
+    generator, count = torch.Generator().manual_seed(4), 2 * DRAWN_AT_ONCE + 3
+    logits = torch.randn(count, 50, generator=generator)
+    request, position = torch.arange(count), torch.randint(700, (count,), generator=generator)
     whole = sample(logits, 1.3, 20, 0.9, 11, request, position)
-    for order in ([5, 4, 3, 2, 1, 0], [3], [1, 4]):
+    for order in ([*range(count)][::-1], [3], [1, 4], [count - 1]):
         part = sample(logits[order], 1.3, 20, 0.9, 11, request[order], position[order])
         assert torch.equal(part, whole[order])
 
