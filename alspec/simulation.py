@@ -18,7 +18,7 @@ from .predictor import predictor_ranges
 from .priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender, skips_compute
 from .verdict import accepts, distance_sums, layer_verdict
 
-__all__ = ["PostAttention", "PreAttention", "StepResult", "attend", "replay_priorities", "simulate_step"]
+__all__ = ["PostAttention", "PreAttention", "SimulatedStep", "attend", "replay_priorities", "simulate_step"]
 
 PreAttention = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(layer, x [B, hidden], position [B] int64) -> q [B, Hq, D], k [B, Hkv, D], v [B, Hkv, D]: norm, projection, RoPE."""
@@ -27,7 +27,7 @@ PostAttention = Callable[[int, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class StepResult:
+class SimulatedStep:
     """What one simulated decode step of L layers and B requests leaves behind."""
 
     x: Tensor
@@ -61,7 +61,7 @@ def simulate_step(
     sm_scale: float,
     live: Tensor | None = None,
     priority: Priority = INITIAL_PRIORITY,
-) -> StepResult:
+) -> SimulatedStep:
     """Run one decode step with speculation simulated. Inputs are not modified.
 
     Args:
@@ -78,7 +78,7 @@ def simulate_step(
         priority: priorities that the step starts with.
 
     Returns:
-        See `StepResult`.
+        See `SimulatedStep`.
 
     Raises:
         ValueError: dtype of `x`, cache lists of unequal length or none, a sequence length outside [1, capacity].
@@ -114,7 +114,7 @@ def simulate_step(
 
     accepted = torch.stack(verdicts)
     senders, gated_ops, priority = replay_priorities([bool(a) for a in accepted], priority)
-    return StepResult(x, new_k, new_v, torch.stack(hits), accepted, senders, gated_ops, priority)
+    return SimulatedStep(x, new_k, new_v, torch.stack(hits), accepted, senders, gated_ops, priority)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tokens: Sequence[Sequence[int]], sm_scale: float) -> Tensor:
@@ -156,7 +156,7 @@ def replay_priorities(
         priority: priorities that the step starts with.
 
     Returns:
-        senders, gated_ops, priority: as in `StepResult`.
+        senders, gated_ops, priority: as in `SimulatedStep`.
 
     """
     senders: list[int] = []

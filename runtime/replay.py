@@ -7,22 +7,23 @@ ring in pinned host memory, where the host polls: no call into CUDA waits for an
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..config import SamplingConfig, SpeculationConfig
-from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.launch import compiling
 from ..kernels.lean_attention import guess_parts
-from ..kernels.mailbox import Handover, PairShape
+from ..kernels.mailbox import PairShape
 from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
 from ..kernels.sampling import Sampler, sample_tokens
 from ..kernels.swap import Swap
 from ..kernels.turbo_attention import turbo_guess_parts
-from ..models.decoder import SPARE_SMS, DecodeBuffers, Decoder, Pairing
+from ..models.decoder import DecodeBuffers, Decoder
 from ..models.llama import Llama
+from ..models.paired_decoder import PairedDecoder, Pairing
+from ..models.swapped_decoder import SPARE_SMS, SwappedDecoder
 from ..operation import OperationHook, no_operation
 from .codecs import Cache
 from .kv_cache import KVCache
@@ -54,14 +55,13 @@ class DecodeLoop:
     def __init__(
         self,
         decoder: Decoder,
-        exchange: Exchange,
-        logit_exchange: LogitExchange,
+        pairing: Pairing | None,
         capacity: int,
         use_graph: bool,
         operation: OperationHook,
     ) -> None:
         self._decoder = decoder
-        self._exchange, self._logit_exchange = exchange, logit_exchange
+        self._pairing = pairing
         self._capacity = capacity
         self._use_graph = use_graph
         self._operation = operation
@@ -75,13 +75,13 @@ class DecodeLoop:
         # Plain views: the device writes behind PyTorch's back.
         self._ring_view, self._stamps_view = self._ring.numpy(), self._stamps.numpy()
         self._hits_ring: Tensor | None = None
-        if decoder.pairing is not None:
-            shape = (RING_STEPS, *decoder.pairing.hits.shape)
+        if pairing is not None:
+            shape = (RING_STEPS, *pairing.hits.shape)
             self._hits_ring = torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_cuda)
         self._batch_size = batch_size
         self._live = [True] * batch_size  # what a pair's devices have been told, and from where they read it
         self._live_words = torch.ones(batch_size, dtype=torch.int32, pin_memory=self._is_cuda)
-        self._begun = self._launched = self._taken = int(exchange.epoch) - 1
+        self._begun = self._launched = self._taken = int(decoder.exchange.epoch) - 1
 
     @classmethod
     def build(
@@ -116,42 +116,34 @@ class DecodeLoop:
             transport, use_symm, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
             shape if speculation and use_symm else None,
         )  # fmt: skip
+        common = (
+            config, model.weights, model.inv_freq, cache.layers,
+            DecodeBuffers.allocate(config, tp_size, batch_size, model.weights.embedding.dtype, transport.device),
+            exchange, logit_exchange, transport.all_reduce, transport.all_gather_world,
+        )  # fmt: skip
+        decoder: Decoder
         pairing = None
-        if speculation is not None:
-            handover: Handover | Swap
-            if words is not None:
-                handover = words
-                sums = torch.zeros(batch_size, shape.num_sums, 2, device=transport.device)
-            else:
-                handover = Swap.allocate(shape, exchange, transport.placement.group, transport.swap_calls(SPARE_SMS))
-                sums = handover.own_sums
+        if speculation is None:
+            decoder = Decoder(*common)
+        else:
             pairing = Pairing(
-                handover=handover,
-                threshold=speculation.threshold,
-                chunk_size=speculation.chunk_size,
-                sums=sums,
+                speculation.threshold,
+                speculation.chunk_size,
                 hits=torch.zeros(config.num_layers, batch_size, dtype=torch.int32, device=transport.device),
                 live=torch.ones(batch_size, dtype=torch.int32, device=transport.device),
             )
-        decoder = Decoder(
-            config,
-            model.weights,
-            model.inv_freq,
-            cache.layers,
-            DecodeBuffers.allocate(config, tp_size, batch_size, model.weights.embedding.dtype, transport.device),
-            exchange,
-            logit_exchange,
-            transport.all_reduce,
-            transport.all_gather_world,
-            pairing,
-        )
-        return cls(decoder, exchange, logit_exchange, cache.max_context, use_graph, operation)
+            if words is not None:
+                sums = torch.zeros(batch_size, shape.num_sums, 2, device=transport.device)
+                decoder = PairedDecoder(*common, pairing, words, sums)
+            else:
+                swap = Swap.allocate(shape, exchange, transport.placement.group, transport.swap_calls(SPARE_SMS))
+                decoder = SwappedDecoder(*common, pairing, swap)
+        return cls(decoder, pairing, cache.max_context, use_graph, operation)
 
     def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
         """Change how a pair's guesses are judged; the next `prepare` captures again. See `Pairing`."""
-        pairing = self._decoder.pairing
-        assert pairing is not None, "nothing is speculated"
-        self._decoder.pairing = replace(pairing, threshold=threshold, forced=forced)
+        assert self._pairing is not None, "nothing is speculated"
+        self._pairing.threshold, self._pairing.forced = threshold, forced
         self._prepared = False
 
     def prepare(self, sampling: SamplingConfig) -> int:
@@ -184,7 +176,7 @@ class DecodeLoop:
             self._issue(no_operation)
             self._launched += 1
         self._taken = self._launched
-        fault = int(self._exchange.fault)
+        fault = int(self._decoder.exchange.fault)
         if fault:
             return fault
         if self._use_graph:
@@ -198,18 +190,10 @@ class DecodeLoop:
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """Set the state: the newest token of each request, and lengths with it."""
-        at = self._decoder.buffers
-        assert at.token_ids.shape == (len(token_ids),), "a batch of another size"
-        at.token_ids.copy_(torch.tensor(token_ids))
-        at.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
-        self._exchange.fault.zero_()
-        # Behind the steps in flight here, and at the same place on every rank.
-        pairing = self._decoder.pairing
-        if pairing is not None and isinstance(pairing.handover, Handover):
-            pairing.handover.reset_roles()
+        self._decoder.begin(token_ids, seq_lens)
         # What was launched ahead and not read belongs to the text before; so does a step that an interrupt kept from
         # being counted here.
-        self._begun = self._taken = self._launched = int(self._exchange.epoch) - 1
+        self._begun = self._taken = self._launched = int(self._decoder.exchange.epoch) - 1
 
     @property
     def next_step(self) -> int:
@@ -223,7 +207,7 @@ class DecodeLoop:
             live: who is still generating; only a pair's verdicts ask. Where it may change, steps wait for the host.
         """
         depth = min(DEPTH, remaining)
-        pairing = self._decoder.pairing
+        pairing = self._pairing
         if live is not None and self._batch_size > 1 and pairing is not None:
             depth = 1
         now = live or [True] * self._batch_size
@@ -272,13 +256,13 @@ class DecodeLoop:
         decoder, at = self._decoder, self._decoder.buffers
         with operation("embed", 0):
             decoder.embed()
-        decoder.layers(operation)
+        decoder.run_layers(operation)
         with operation("lm_head", decoder.config.num_layers):
             decoder.logits()
             sampled = None
             if self._sampler is not None:
                 sampled = sample_tokens(self._sampler, at.logits, at.best, at.seq_lens)
             finish_step(
-                at.best, at.best_token, sampled, at.token_ids, at.seq_lens, self._capacity, self._logit_exchange,
-                self._ring, self._stamps, None if decoder.pairing is None else decoder.pairing.hits, self._hits_ring,
+                at.best, at.best_token, sampled, at.token_ids, at.seq_lens, self._capacity, decoder.logit_exchange,
+                self._ring, self._stamps, None if self._pairing is None else self._pairing.hits, self._hits_ring,
             )  # fmt: skip

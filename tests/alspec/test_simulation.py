@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.simulation import StepResult, attend, replay_priorities, simulate_step
+from alspec.simulation import SimulatedStep, attend, replay_priorities, simulate_step
 
 L, HQ, HKV, D, HIDDEN, S = 4, 4, 2, 8, 24, 128
 CAPACITY = 480
@@ -47,7 +47,7 @@ class Case:
     v_cache: list[Tensor]
     seq_lens: Tensor
 
-    def simulate(self, threshold: float, **options: Tensor | tuple[int, int]) -> StepResult:
+    def simulate(self, threshold: float, **options: Tensor | tuple[int, int]) -> SimulatedStep:
         return simulate_step(
             self.x,
             self.k_cache,

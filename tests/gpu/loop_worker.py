@@ -17,7 +17,7 @@ import torch
 from alspec.config import EngineConfig, SamplingConfig, validate
 from alspec.errors import AlspecError, report
 from alspec.kernels import handover, push
-from alspec.models import decoder
+from alspec.models import decoder, paired_decoder
 from alspec.operation import OperationHook
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
@@ -147,7 +147,7 @@ def lost(engine: Engine) -> int:
     if engine.mode == "off" and engine.placement.rank == 1:
         decoder.push_partial = _lose_sums
     if engine.mode == "paired" and engine.placement.rank == 0:
-        decoder.send_handover = _lose_handover
+        paired_decoder.send_handover = _lose_handover
     engine.load(1, CAPACITY)
     return _generate(engine)
 

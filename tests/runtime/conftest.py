@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from alspec.simulation import StepResult, simulate_step
+from alspec.simulation import SimulatedStep, simulate_step
 
 WORKER = Path(__file__).with_name("worker.py")
 EOS = "<|end|>"
@@ -95,7 +95,7 @@ class OracleRun:
     """What the oracle generated: tokens per request, and of each decode step what `simulate_step` left."""
 
     tokens: list[list[int]]
-    steps: list[StepResult] = field(default_factory=list)
+    steps: list[SimulatedStep] = field(default_factory=list)
 
 
 class Oracle:

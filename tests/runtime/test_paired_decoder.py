@@ -22,8 +22,9 @@ from alspec.kernels.merge import num_sums
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
 from alspec.models.decode_cache import DecodeCache
-from alspec.models.decoder import DecodeBuffers, Decoder, Pairing
+from alspec.models.decoder import DecodeBuffers, Decoder
 from alspec.models.llama import Llama, load_weights
+from alspec.models.paired_decoder import PairedDecoder, Pairing
 from alspec.operation import no_operation
 from alspec.runtime.codecs import Cache, new_cache
 from alspec.runtime.placement import Placement
@@ -61,30 +62,28 @@ class Pair:
                 meetings[group], [meeting.data_ptr() for meeting in meetings],
             )  # fmt: skip
             pairing = Pairing(
-                handover=handover,
                 threshold=threshold,
                 chunk_size=S,
-                sums=torch.full((1, num_sums(config.num_qo_heads, config.head_dim), 2), torch.nan),
                 hits=torch.full((config.num_layers, 1), -1, dtype=torch.int32),
                 live=torch.ones(1, dtype=torch.int32),
                 forced=forced,
             )
+            sums = torch.full((1, shape.num_sums, 2), torch.nan)
             logit_exchange = LogitExchange(torch.zeros(1, config.vocab_size), self.epoch, exchange.fault)
             buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
             self.ranks.append(
-                Decoder(
+                PairedDecoder(
                     config, model.weights, model.inv_freq, cache.layers, buffers, exchange, logit_exchange,
-                    transport.all_reduce, transport.all_gather_world, pairing,
+                    transport.all_reduce, transport.all_gather_world, pairing, handover, sums,
                 )
             )  # fmt: skip
 
-    def in_order(self) -> list[Decoder]:
+    def in_order(self) -> list[PairedDecoder]:
         """The rank that will send, then the other."""
         return sorted(self.ranks, key=lambda rank: -self._rank_of(rank))
 
-    def _rank_of(self, rank: Decoder) -> int:
-        assert rank.pairing is not None
-        own, other = rank.pairing.handover.priority.tolist()
+    def _rank_of(self, rank: PairedDecoder) -> int:
+        own, other = rank.handover.priority.tolist()
         # A receiver that waits for its verdict stands at (1, 2); the old sender's own priority says how it ended.
         return {(2, 0): 3, (2, 1): 3, (1, 2): 2, (0, 1): 1, (0, 2): 0}[own, other]
 
@@ -106,8 +105,7 @@ class Pair:
         for rank in self.ranks:
             rank.logits()
         self.epoch += 1
-        hits = [rank.pairing.hits.bool() for rank in self.ranks if rank.pairing is not None]
-        return [rank.buffers.logits for rank in self.ranks], hits
+        return [rank.buffers.logits for rank in self.ranks], [rank.pairing.hits.bool() for rank in self.ranks]
 
 
 class OneRank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +18,9 @@ from alspec.kernels.mailbox import PairShape
 from alspec.kernels.words import BAD_NUMBERS, split_fault
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
+from alspec.models.decoder import Decoder
 from alspec.models.llama import Llama, load_weights
+from alspec.models.paired_decoder import PairedDecoder
 from alspec.operation import no_operation
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
@@ -214,13 +217,15 @@ def test_steps_that_are_launched_are_counted_from_the_beginning_of_a_text(settin
 def test_a_text_begins_with_the_first_roles(setting: Setting) -> None:
     """After a fault, two groups may disagree on who sends."""
     loop = setting.loop()
+    common = [getattr(loop._decoder, field.name) for field in fields(Decoder)]
     for group, ranks in enumerate(pairs(torch.device("cpu"), PairShape(2, 2, 1, 64, 4, 2, 16), 6)):
         handover = ranks[0]
         first = handover.priority.tolist(), handover.gates.tolist()
         assert first[0] == [2 - 2 * group, 2 * group]
         handover.priority.copy_(torch.tensor([1, 2]))
         handover.gates.copy_(torch.tensor([[1, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]]))
-        with mock.patch.object(loop._decoder, "pairing", mock.Mock(handover=handover)):
+        decoder = PairedDecoder(*common, mock.Mock(), handover, mock.Mock())
+        with mock.patch.object(loop, "_decoder", decoder):
             loop.begin([1, 2], [9, 9])
         assert (handover.priority.tolist(), handover.gates.tolist()) == first
 
@@ -270,7 +275,7 @@ def test_requests_of_a_batch_before_are_not_remembered(setting: Setting) -> None
     loop.prepare(GREEDY)
     pairing = mock.Mock(live=torch.ones(2, dtype=torch.int32), hits=torch.zeros(2, 2, dtype=torch.int32))
     with (
-        mock.patch.object(loop._decoder, "pairing", pairing),
+        mock.patch.object(loop, "_pairing", pairing),
         mock.patch.object(loop, "_issue"),
         mock.patch.object(loop, "_await_stamp"),
     ):

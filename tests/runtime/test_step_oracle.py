@@ -20,7 +20,7 @@ from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.placement import Placement
 from alspec.runtime.step import DecodeState, StepProgram
 from alspec.runtime.transport import Transport
-from alspec.simulation import StepResult, simulate_step
+from alspec.simulation import SimulatedStep, simulate_step
 
 CPU = torch.device("cpu")
 S = 128
@@ -46,7 +46,7 @@ class Setting:
         transport = Transport(Placement(), CPU, "gloo", None)
         return StepProgram(self.model, self.cache, transport, mode, threshold, S, lambda *_: nullcontext())
 
-    def simulate(self, step: int, threshold: float, live: Tensor) -> StepResult:
+    def simulate(self, step: int, threshold: float, live: Tensor) -> SimulatedStep:
         """One step of the oracle; `self` keeps its caches."""
         result = simulate_step(
             self.oracle.embed(self.token_ids[step].tolist()),

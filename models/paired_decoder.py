@@ -1,0 +1,92 @@
+"""The decode step of two paired groups whose ranks write into each other's memory.
+
+All ranks launch the same list; words on the devices decide what each skips (`kernels/roles.py`), and carry what the
+groups hand over (`kernels/handover.py`).
+
+Shapes: B requests, L layers, S pairs of sums of a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..kernels.handover import receive_handover, receive_residual, send_handover, send_residual
+from ..kernels.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handover
+from ..kernels.roles import decide, meet, take_turn
+from ..operation import OperationHook
+from .decoder import PATIENCE_NS, STEP_PATIENCE_NS, Branch, Decoder
+
+__all__ = ["PairedDecoder", "Pairing"]
+
+
+@dataclass
+class Pairing:
+    """What is guessed and how guesses are judged, however the groups reach each other.
+
+    Launches take `threshold` and `forced` as they are: when these change, a step is captured again.
+    """
+
+    threshold: float
+    chunk_size: int
+    hits: Tensor  # [L, B] int32: this step's verdicts, on every rank
+    live: Tensor  # [B] int32: 1 while a request is generating
+    forced: Tensor | None = None  # [L] int32: verdicts that do not look at the sums, for profiling
+
+
+@dataclass
+class PairedDecoder(Decoder):
+    """A `Decoder` with attention for a sender and a receiver, and gates for what is around it."""
+
+    pairing: Pairing
+    handover: Handover
+    sums: Tensor  # [B, S, 2] fp32: what the sender's attention leaves for the verdict
+
+    first_patience_ns: ClassVar[int] = PATIENCE_NS  # `meet` has waited
+
+    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
+        """Set the state, roles included: on every rank at the same place behind the steps in flight."""
+        super().begin(token_ids, seq_lens)
+        self.handover.reset_roles()
+
+    def embed(self) -> None:
+        """Token embeddings into the residual stream; then all ranks meet."""
+        super().embed()
+        meet(self.handover, STEP_PATIENCE_NS)
+
+    def run_layers(self, operation: OperationHook) -> None:
+        """As `Decoder`, and the end on which both groups agree."""
+        super().run_layers(operation)
+        with operation("agree", self.config.num_layers):
+            self.finish_layers()
+
+    def _branch(self, layer: int) -> Branch:
+        gate, verdict = self.handover.gate, self.handover.verdict(layer)
+        return Branch(
+            self.exchange, self.all_reduce, gate(GATE_O), gate(GATE_MLP), gate(GATE_PRE_ATTENTION), verdict
+        )  # fmt: skip
+
+    def attention(self, layer: int) -> None:
+        """The sender hands over, attends and decides; the receiver takes the guess. Neither waits for the other's end.
+
+        Source: Attention-Level Speculation, Algorithm 2.
+        """
+        at, cache, handover, pairing = self.buffers, self._cache, self.handover, self.pairing
+        take_turn(handover, layer, pairing.hits, PATIENCE_NS)
+        send_handover(handover, layer, at.x, *cache.newest(layer))
+        speculation = handover.speculation(layer, pairing.chunk_size, self.sums)
+        cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=handover.sends)
+        decide(
+            handover, layer, self.sums, pairing.live, pairing.threshold, pairing.hits, PATIENCE_NS, pairing.forced
+        )  # fmt: skip
+        receive_handover(handover, layer, at.x, *cache.newest(layer), at.attn_out, PATIENCE_NS)
+        cache.append(layer, handover.receives)
+
+    def finish_layers(self) -> None:
+        """After the last layer: the right x in both groups."""
+        at, handover = self.buffers, self.handover
+        take_turn(handover, self.config.num_layers, self.pairing.hits, PATIENCE_NS)
+        send_residual(handover, at.x)
+        receive_residual(handover, at.x, self.weights.final_norm, at.x_norm, at.square_sums, PATIENCE_NS)

@@ -1,0 +1,85 @@
+"""The decode step of two paired groups that talk by collectives: another list of operations, see `kernels/swap.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..kernels.lean_attention import Phase
+from ..kernels.swap import Swap, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
+from ..operation import OperationHook
+from .decoder import PATIENCE_NS, Branch, Decoder
+from .paired_decoder import Pairing
+
+__all__ = ["SPARE_SMS", "SwappedDecoder"]
+
+# Left free by attention for the kernels of those beside it: attention takes nearly all shared memory of each SM that it
+# runs on. Over a quantised cache it takes nearly all registers instead, and its small programs spread over all SMs:
+# there a collective waits for some of them to end.
+SPARE_SMS = 4
+
+
+@dataclass
+class SwappedDecoder(Decoder):
+    """A `Decoder` in two branches: between a fork and a join, what a receiver does on one stream lies beside what a
+    sender does on the other. Every rank launches both, and skips what is not its own.
+    """
+
+    pairing: Pairing
+    swap: Swap
+
+    first_patience_ns: ClassVar[int] = PATIENCE_NS  # no kernel waits
+    spare_sms: ClassVar[int] = SPARE_SMS
+
+    def run_layers(self, operation: OperationHook) -> None:
+        """As `Decoder`, with a layer's pre-attention in both branches of the layer before; then both groups agree."""
+        with operation("pre_attention", 0):
+            # Both groups begin a step with the right x, and the one that sends first goes on with it.
+            sends = self.swap.gates(0).sends
+            self.pre_attention(0, Branch(self.exchange, self.all_reduce, pre_attention_gate=sends))
+        for layer in range(self.config.num_layers):
+            self._run_layer(layer, operation)
+        with operation("agree", self.config.num_layers):
+            self.finish_layers()
+
+    def _run_layer(self, layer: int, operation: OperationHook) -> None:
+        """From attention to the next pre-attention. Source: Attention-Level Speculation, Algorithm 2."""
+        at, cache, swap, pairing = self.buffers, self._cache, self.swap, self.pairing
+        calls, gates = swap.calls, swap.gates(layer)
+        with operation("predictor", layer):
+            self.attention(layer, "predictor")
+            pack_handover(swap, layer, at.x, *cache.newest(layer))
+        with swap.beside():
+            with operation("handover", layer):
+                calls.swap_aside(swap.boxes)
+                unpack_handover(swap, layer, at.x, *cache.newest(layer), at.attn_out)
+                cache.append(layer, gates.receives)
+            self._go_on(layer, Branch(swap.aside, calls.all_reduce_aside, *(gates.receives,) * 3), operation)
+        with operation("full_attention", layer):
+            self.attention(layer, "rest")
+        with operation("verdict", layer):
+            calls.swap_sums(swap.sums)
+            settle(swap, layer, pairing.live, pairing.threshold, pairing.hits, pairing.forced)
+        self._go_on(layer, Branch(self.exchange, self.all_reduce, *(gates.redoes,) * 3), operation)
+        swap.join()
+
+    def attention(self, layer: int, phase: Phase = "all") -> None:
+        """The sender's; its `predictor` phase leaves `A~` in the box."""
+        at, swap = self.buffers, self.swap
+        speculation = swap.speculation(self.pairing.chunk_size)
+        self._cache.attend(layer, at.q, at.attn_out, at.lse, speculation, phase, swap.gates(layer).sends)
+
+    def _go_on(self, layer: int, branch: Branch, operation: OperationHook) -> None:
+        with operation("post_attention", layer):
+            self.post_attention(layer, branch)
+        if layer + 1 < self.config.num_layers:
+            with operation("pre_attention", layer + 1):
+                self.pre_attention(layer + 1, branch)
+
+    def finish_layers(self) -> None:
+        """After the last layer: the right x in both groups."""
+        at, swap = self.buffers, self.swap
+        pack_residual(swap, at.x)
+        swap.calls.swap_aside(swap.residuals)
+        unpack_residual(swap, at.x, self.weights.final_norm, at.x_norm, at.square_sums)
+        swap.next_step()
