@@ -3,7 +3,7 @@
 All ranks launch the same list; words on the devices decide what each skips (`kernels/roles.py`), and carry what the
 groups hand over (`kernels/handover.py`).
 
-Shapes: B requests, L layers, S pairs of sums of a request.
+Shapes: B requests, L layers, R pairs of sums of a request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PairedDecoder(Decoder):
 
     pairing: Pairing
     handover: Handover
-    sums: Tensor  # [B, S, 2] fp32: what the sender's attention leaves for the verdict
+    sums: Tensor  # [B, R, 2] fp32: what the sender's attention leaves for the verdict
 
     first_patience_ns: ClassVar[int] = PATIENCE_NS  # `meet` has waited
 
