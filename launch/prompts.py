@@ -95,16 +95,25 @@ def _read(config: GenerateConfig) -> list[str | list[int]]:
 
 def _without_line_end(text: str) -> str:
     """Drop the line end that editors and `echo` add: the model is to continue the line."""
-    return text.removesuffix("\n").removesuffix("\r")
+    return text.removesuffix("\n")
+
+
+def _text_of(data: bytes) -> str:
+    """UTF-8 less a byte order mark; lines end in a line feed, whatever ended them."""
+    return _with_line_feeds(data.decode("utf-8-sig"))
+
+
+def _with_line_feeds(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _read_stdin() -> str:
     """Standard input as UTF-8, whatever the locale says, less a byte order mark."""
     binary = getattr(sys.stdin, "buffer", None)
     if binary is None:  # replaced by text, as in a notebook
-        return sys.stdin.read()
+        return _with_line_feeds(sys.stdin.read())
     try:
-        return str(binary.read().decode("utf-8-sig"))
+        return _text_of(binary.read())
     except UnicodeDecodeError as error:
         raise UserError(f"prompt: standard input is not UTF-8 at byte {error.start}; give UTF-8 text") from None
 
@@ -112,7 +121,7 @@ def _read_stdin() -> str:
 def _read_file(path: Path) -> str:
     """A file's text, less a byte order mark."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return _text_of(path.read_bytes())
     except OSError as error:
         raise UserError(f"prompt_file: cannot read {path}: {error.strerror}; give an existing text file") from None
     except UnicodeDecodeError as error:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from ..errors import UserError, show
 from .config import LlamaConfig
-from .files import read_json
+from .files import interrupts_wait, read_json
 from .safetensors_header import TensorEntry, read_header
 
 __all__ = ["Checkpoint", "expected_tensors", "verify_checksums"]
@@ -124,10 +124,11 @@ class Checkpoint:
         if not 0 <= start < stop <= shape[dim]:
             raise ValueError(f"start, stop: expected a range within 0 .. {shape[dim]}, found {start} .. {stop}")
         path = self.files[name]
-        if path not in self._handles:
-            self._handles[path] = safe_open(str(path), framework="pt", device="cpu")
-        stored = self._handles[path].get_slice(name)
-        result = stored[(slice(None),) * dim + (slice(start, stop),)]
+        with interrupts_wait():
+            if path not in self._handles:
+                self._handles[path] = safe_open(str(path), framework="pt", device="cpu")
+            stored = self._handles[path].get_slice(name)
+            result = stored[(slice(None),) * dim + (slice(start, stop),)]
         assert isinstance(result, torch.Tensor)
         return result
 

@@ -213,6 +213,19 @@ def test_every_source_of_the_same_prompt(
     assert generate_text("--prompt-ids", ",".join(map(str, ids)), *SMALL) == expected
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
+def test_lines_end_alike_wherever_they_come_from(
+    generate_json: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    def prompt_ids(*flags: object) -> list[int]:
+        return generate_json(*flags, *SMALL)["requests"][0]["prompt_ids"]
+
+    data = end.join(["ab", "", "cd", ""]).encode()
+    (tmp_path / "prompt.txt").write_bytes(data)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert prompt_ids() == prompt_ids("--prompt-file", tmp_path / "prompt.txt") == prompt_ids("--prompt", "ab\n\ncd")
+
+
 def test_prompt_flag_leaves_stdin_unread(generate_text: GenerateText, monkeypatch: pytest.MonkeyPatch) -> None:
     stdin = io.StringIO("unread")
     monkeypatch.setattr("sys.stdin", stdin)

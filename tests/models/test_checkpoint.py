@@ -4,8 +4,10 @@ import hashlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,38 @@ def test_a_slice_is_private(single_folder: Path) -> None:
     before = stored_tensors(single_folder)[Q_PROJ].clone()
     open_folder(single_folder).tensor_slice(Q_PROJ).zero_()
     assert torch.equal(stored_tensors(single_folder)[Q_PROJ], before)
+
+
+def test_an_interrupt_waits_for_the_end_of_a_read(single_folder: Path) -> None:
+    """PyTorch makes a ValueError of what a handler raises while it looks into a storage."""
+    checkpoint, handler = open_folder(single_folder), signal.getsignal(signal.SIGINT)
+    name = "model.norm.weight"
+    expected = checkpoint.tensor_slice(name).clone()
+    (path,) = {checkpoint.files[name]}
+
+    class Interrupted:
+        """A handle whose reads are interrupted as PyTorch's are."""
+
+        def get_slice(self, _: str) -> Interrupted:
+            return self
+
+        def __getitem__(self, _: object) -> torch.Tensor:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ValueError("could not determine the shape") from None
+            reached.append(True)
+            return expected
+
+    reached: list[bool] = []
+    checkpoint._handles[path] = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.tensor_slice(name)
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is handler
+    with ThreadPoolExecutor(1) as pool:  # signals are the main thread's
+        del checkpoint._handles[path]
+        assert torch.equal(pool.submit(checkpoint.tensor_slice, name).result(), expected)
 
 
 @pytest.mark.parametrize(
