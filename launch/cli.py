@@ -26,13 +26,13 @@ from alspec.config import (
     EngineConfig,
     SpeculationConfig,
     check_fields,
-    load_yaml,
     nearest_name,
     validate,
 )
 from alspec.errors import UserError
 from alspec.launch.output import exit_code, is_special
 from alspec.runtime.placement import Placement
+from alspec.yaml_file import load_yaml
 
 __all__ = [
     "Parser",
