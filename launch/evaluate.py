@@ -36,7 +36,7 @@ from alspec.launch.plot_quality import draw, threshold_name
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
-from alspec.runtime.stats import provenance
+from alspec.runtime.provenance import provenance
 
 __all__ = ["main"]
 
