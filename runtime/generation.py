@@ -114,7 +114,9 @@ class Generation:
 
     requests: list[Request]
     prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
-    step_us: list[float] = field(default_factory=list)  # every decode step, token on host to token on host
+    # Every decode step: until its tokens are on the host, if it was launched by itself or is the first of a loop; the
+    # others of a loop from the end of the step before, by the device's clock.
+    step_us: list[float] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
 
     @property
