@@ -52,8 +52,8 @@ def plan_memory(
     """Bytes of weights, cache and activations on one rank.
 
     Activations are those of the widest moment, beside the fp32 residual, and the logits: one prefill chunk in the MLP,
-    or, with a quantised cache, one layer: of the longest prompt, at INT8, dequantised, and in fp32 on the way; or of all
-    requests in fp32, while they decode on the CPU.
+    or, with a quantised cache, one layer: of the longest prompt, at INT8, dequantised, and in fp32 on the way; or of
+    all requests in fp32, while they decode on the CPU.
     """
     hidden, tp_size = config.hidden_size, shard.tp_size
     start, stop = shard.vocab_range(config.vocab_size)

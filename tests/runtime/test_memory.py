@@ -81,7 +81,7 @@ def test_buffers_hold_one_chunk_and_the_logits() -> None:
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_buffers_of_a_quantised_cache_hold_a_layer(tp_size: int, batch_size: int) -> None:
-    """Keys and values of one layer, a prompt's at INT8 and dequantised, or all requests' in fp32: these or the MLP's."""
+    """Keys and values of one layer, a prompt's at INT8 and dequantised, or all requests' in fp32; or the MLP's."""
     config = MODEL.model_copy(update={"head_dim": 64})
     for tokens in (100, 10 * CHUNK_TOKENS):
         exact, quantised = (
