@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -21,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import ErrorDetails
-from yaml.error import MarkedYAMLError
 
 from .errors import UserError, show
 from .predictor import CHUNK_SIZES
@@ -43,7 +41,6 @@ __all__ = [
     "SamplingConfig",
     "SpeculationConfig",
     "check_fields",
-    "load_yaml",
     "nearest_name",
     "refuse_unavailable",
     "validate",
@@ -60,7 +57,6 @@ TURBO_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that 
 
 PROMPTS = ("prompt", "prompt_file", "prompt_ids")  # fields of which one is given
 _MAX_DIGITS = 15  # of a number of tokens
-_MAX_INT_CHARACTERS = 1000  # of an integer in YAML; Python shows up to 4300 digits
 
 _SchemaT = TypeVar("_SchemaT", bound=BaseModel)
 
@@ -527,58 +523,3 @@ def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> dict[str, str]:
         if isinstance(field.default, BaseModel):
             nested |= {inner: f"{key}.{inner}" for inner in type(field.default).model_fields}
     return nested | keys
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe loading in which only true and false are booleans, as in YAML 1.2: `off` and `on` are values of fields.
-
-    A key that stands twice in a mapping is refused, and so is an integer too long for messages to show.
-    """
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Before merge keys (`<<`) are replaced by what they add."""
-        node = super().compose_mapping_node(anchor)
-        names: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in names:
-                    raise MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
-                names.add(key.value)
-        return node
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Also hexadecimal, octal and binary ones."""
-        if len(node.value) > _MAX_INT_CHARACTERS:
-            raise MarkedYAMLError(problem="expected a smaller integer", problem_mark=node.start_mark)
-        return super().construct_yaml_int(node)
-
-
-_BOOL = "tag:yaml.org,2002:bool"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    """Read a configuration file: a YAML mapping of field names, safe loading.
-
-    Raises:
-        UserError: unreadable file, broken YAML, a key given twice, or anything that is not a mapping.
-    """
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise UserError(f"config: cannot read {path}: {error.strerror}; give an existing YAML file") from None
-    except RecursionError:
-        raise UserError(f"config: {path} is not YAML: nested too deeply") from None
-    # The last ones are of values, such as 2026-13-01.
-    except (yaml.YAMLError, ValueError, AttributeError, LookupError, OverflowError) as error:
-        raise UserError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise UserError(f"config: {path}: expected a mapping of field names, found {type(values).__name__}")
-    return values

@@ -39,7 +39,8 @@ from alspec.launch.output import append_rows
 from alspec.launch.spec_ready import spec_ready_us
 from alspec.runtime.faults import out_of_memory_is_told
 from alspec.runtime.placement import Placement
-from alspec.runtime.stats import provenance, spread, stream_bandwidth
+from alspec.runtime.provenance import provenance
+from alspec.runtime.stats import spread, stream_bandwidth
 from alspec.sas import Softmax
 
 __all__ = ["main"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.memory import GIB
 from alspec.runtime.prefill import CHUNK_TOKENS, prefill
-from alspec.runtime.stats import percentile, spread
+from alspec.runtime.stats import percentile, seconds_in_a_row, spread
 
 __all__ = ["PROMPT_CONTEXTS", "matrix_peak", "measure_prompts", "prompt_engines", "prompt_flops", "prompt_table"]
 
@@ -87,23 +87,10 @@ def matrix_peak(device: torch.device) -> float:
     # Not zeros: with those a GPU is faster.
     a, b = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(a)
+    multiply = partial(torch.mm, a, b, out=out)
     for _ in range(WARMUP_PRODUCTS):
-        torch.mm(a, b, out=out)
-    if device.type == "cuda":
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(PRODUCTS + 1)]
-        events[0].record()
-        for event in events[1:]:
-            torch.mm(a, b, out=out)
-            event.record()
-        torch.cuda.synchronize(device)
-        seconds = [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
-    else:
-        moments = [time.perf_counter()]
-        for _ in range(PRODUCTS):
-            torch.mm(a, b, out=out)
-            moments.append(time.perf_counter())
-        seconds = [end - start for start, end in itertools.pairwise(moments)]
-    return float(2 * size**3 / percentile(seconds, 0.5))
+        multiply()
+    return float(2 * size**3 / percentile(seconds_in_a_row(multiply, PRODUCTS, device), 0.5))
 
 
 def measure_prompts(config: EngineConfig, contexts: list[int], found: Callable[[Row], None]) -> None:

@@ -26,7 +26,6 @@ from alspec.config import (
     EngineConfig,
     SpeculationConfig,
     check_fields,
-    load_yaml,
     nearest_name,
     validate,
 )
@@ -34,6 +33,7 @@ from alspec.errors import UserError
 from alspec.launch.output import exit_code, is_special
 from alspec.models.config import LlamaConfig
 from alspec.runtime.placement import Placement
+from alspec.yaml_file import load_yaml
 
 __all__ = [
     "Parser",

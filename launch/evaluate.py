@@ -37,7 +37,7 @@ from alspec.models.source import model_name
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
-from alspec.runtime.stats import provenance
+from alspec.runtime.provenance import provenance
 
 __all__ = ["main"]
 

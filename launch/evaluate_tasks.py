@@ -40,6 +40,8 @@ __all__ = [
 
 
 MAX_VOCAB = 2**16  # largest vocabulary that prompts in the demo checkpoint's form can be built with
+# What `recall_prompts` may refuse -> the flag that it comes from.
+RECALL_FLAGS = {"corpus_text": "--text", "context_tokens": "--contexts"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def text_task(engine: Engine, ids: list[int], context: int) -> Task:
 
 def recall_task(engine: Engine, text: str, context: int, count: int) -> Task:
     """Facts scattered over running text, one of them asked for, in the demo checkpoint's form."""
-    return _answered("recall", context, recall_prompts(count, context, _core(engine), text, seed=1))
+    return _answered("recall", context, _recall_prompts(count, context, _core(engine), text, seed=1))
 
 
 def needle_tasks(engine: Engine, text: str, contexts: list[int], depths: Sequence[float], count: int) -> list[Task]:
@@ -141,7 +143,7 @@ def needle_tasks(engine: Engine, text: str, contexts: list[int], depths: Sequenc
     core = _core(engine)
     text = text[: 40 * max(contexts)]  # some ten of the longest contexts: enough to draw from, quick to tokenize
     return [
-        _answered("needle", context, recall_prompts(count, context, core, text, seed=2, depth=depth), depth)
+        _answered("needle", context, _recall_prompts(count, context, core, text, seed=2, depth=depth), depth)
         for context in contexts
         for depth in depths
     ]
@@ -227,6 +229,23 @@ def _pairs_within(engine: Engine, case: RecordCase, context: int, depth: float) 
 
 def _num_tokens(prompt: RecallPrompt) -> int:
     return len(prompt.prompt_ids + prompt.answer_ids)
+
+
+def _recall_prompts(
+    count: int, context: int, core: tokenizers.Tokenizer, text: str, seed: int, depth: float | None = None
+) -> list[RecallPrompt]:
+    """As `recall_prompts`.
+
+    Raises:
+        UserError: what that refuses, by its flag.
+    """
+    try:
+        return recall_prompts(count, context, core, text, seed, depth)
+    except ValueError as error:
+        argument, _, why = str(error).partition(": ")
+        if argument not in RECALL_FLAGS:
+            raise
+        raise UserError(f"flags: {RECALL_FLAGS[argument]}: {why}") from None
 
 
 def _core(engine: Engine) -> tokenizers.Tokenizer:

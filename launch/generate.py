@@ -26,7 +26,8 @@ from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.generation import Generation
 from alspec.runtime.placement import Placement
-from alspec.runtime.stats import mean_lengths, step_bytes, stream_bandwidth, summarize, versions
+from alspec.runtime.provenance import versions
+from alspec.runtime.stats import mean_lengths, step_bytes, stream_bandwidth, summarize
 from alspec.runtime.timeline import trace_json
 
 __all__ = ["main"]

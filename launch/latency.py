@@ -42,7 +42,8 @@ from alspec.runtime.faults import run_guarded
 from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
 from alspec.runtime.placement import Placement, choose_device, choose_mode
 from alspec.runtime.profile import Profile, first_tokens, forced_verdicts, measure, prepare, room, stream_limit
-from alspec.runtime.stats import percentile, provenance
+from alspec.runtime.provenance import provenance
+from alspec.runtime.stats import spread
 from alspec.runtime.timeline import trace_json
 
 __all__ = ["main"]
@@ -253,7 +254,7 @@ def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: i
         | {
             "bench": "decode_parts",
             "case": row["case"] | {"part": name},
-            "us": {f"p{share}": round(percentile(samples, share / 100), 3) for share in (20, 50, 80)},
+            "us": {share: round(value, 3) for share, value in spread(samples).items()},
             "untraced_us": row["us"]["p50"],
             "num_layers": num_layers,
         }

@@ -26,8 +26,8 @@ from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
 from .checkup import CHECKS, Scope, check, skip
 from .memory import GIB
+from .provenance import versions as installed_versions
 from .stats import stream_bandwidth
-from .stats import versions as installed_versions
 
 __all__ = ["CHECKS"]
 

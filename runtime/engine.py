@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import threading
 import time
 import warnings
@@ -22,19 +21,18 @@ from torch import Tensor
 from ..config import EngineConfig, SamplingConfig, refuse_unavailable, validate
 from ..errors import UserError
 from ..kernels.gemv_tile import MAX_BATCH
-from ..models.checkpoint import Checkpoint, verify_checksums
-from ..models.llama import Llama, load_weights, random_weights
+from ..models.llama import Llama
 from ..models.source import model_config, model_folder
 from ..models.tokenizer import Prompt, Tokenizer, encode_prompts, spelled
-from ..predictor import shortest_guess
 from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
 from .codecs import Cache, check_codec, new_cache
 from .faults import LOADING, Heartbeat, error_on_its_way
 from .generation import Generation, IdDecoder, Request, Token, check_prompts, most_tokens
+from .loading import open_model, read_weights, take_device, warm_up
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
 from .placement import Placement, choose_device, choose_graph, choose_mode, choose_symm
-from .prefill import CHUNK_TOKENS, prefill
+from .prefill import prefill
 from .replay import DecodeLoop, StepRecord
 from .sampling import sample
 from .step import DecodeState, StepProgram
@@ -67,11 +65,8 @@ class Engine:
         self.config = config
         refuse_unavailable(config)
         environment = Placement.from_environment()
-        self.checkpoint: Checkpoint | None = None
-        self.tokenizer: Tokenizer | None = None
         self.model_config = model_config(config)
-        if config.random_weights is None:
-            self._open(model_folder(config))
+        self.checkpoint, self.tokenizer = open_model(config, self.model_config)
         check_max_context(config.max_context, self.model_config)
         self.mode, num_groups = choose_mode(config.speculation.mode, self.model_config, environment.world_size)
         self.placement = replace(environment, num_groups=num_groups)
@@ -127,13 +122,6 @@ class Engine:
         # After an error the other ranks may be anywhere: there is no meeting them.
         if kind is None or self.placement.world_size == 1:
             self.close()
-
-    def _open(self, folder: Path) -> None:
-        if self.config.verify_checksums:
-            verify_checksums(folder)
-        self.checkpoint = Checkpoint.open(folder, self.model_config)
-        if (folder / "tokenizer.json").exists():  # without one, prompts are token ids
-            self.tokenizer = Tokenizer.from_folder(folder, self.model_config)
 
     @property
     def transport_name(self) -> str:
@@ -223,30 +211,9 @@ class Engine:
             )
         self.memory = memory
         if self.device.type == "cuda":
-            self._warm_up(min(max_context, 2 * CHUNK_TOKENS * placement.num_groups))
+            program = None if self._is_warm else self.program  # only once
+            warm_up(self.model, self.cache, self.connected(), self._operation, program)
             self._is_warm = True
-
-    def _warm_up(self, num_tokens: int) -> None:
-        """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches.
-
-        num_tokens: for each group up to a whole chunk and another one behind others, which run all that further ones
-            run, if not all of their shapes.
-        """
-        one = self.model.first_layers(1)
-        for tokens in (1, num_tokens):  # kernels for few tokens are others
-            logits, _ = prefill(one, self.cache, self.connected(), 0, [0] * tokens, self._operation)
-        torch.cat([logits.argmax(dim=-1), torch.isfinite(logits).all()[None]]).tolist()  # as `_choose`
-        if self.loop is not None or self._is_warm:
-            return  # `prepare` warms the loop up, for the sampling asked for
-        assert self.program is not None
-        batch_size = self.cache.batch_size
-        self.program.run(
-            DecodeState(
-                token_ids=torch.zeros(batch_size, dtype=torch.int64, device=self.device),
-                seq_lens=torch.full((batch_size,), 2, dtype=torch.int32, device=self.device),
-                live=torch.ones(batch_size, dtype=torch.bool),
-            )
-        )
 
     def _release(self) -> None:
         if self.loop is not None:
@@ -262,15 +229,8 @@ class Engine:
             )
         self._check_agreement()
         self.heartbeat.mark(0, LOADING, -1)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        elif placement.local_world_size > 1:
-            # Ranks that share a host share its cores; torchrun's default is one thread for each rank.
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // placement.local_world_size))
-        if self.checkpoint is not None:
-            weights = load_weights(self.checkpoint, config, placement.shard, self.dtype, self.device)
-        else:
-            weights = random_weights(config, placement.shard, self.dtype, self.device)
+        take_device(self.device, placement)
+        weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)
         self.transport = Transport(placement, self.device, self.backend, self._store)
         if self._uses_symm:
             reason = symmetric_fault(self.transport)
@@ -360,7 +320,6 @@ class Engine:
     def _run(
         self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None
     ) -> Iterator[Token]:
-        requests = generation.requests
         transport = self.connected()
         if self.loop is not None:
             self.prepare(sampling)
@@ -369,7 +328,7 @@ class Engine:
         started = time.perf_counter()
         self._step = 0
         parts, done = [], 0
-        for index, request in enumerate(requests):
+        for index, request in enumerate(generation.requests):
             if progress is not None:
                 progress(done)
             in_prompt = None if progress is None else lambda tokens, before=done: progress(before + tokens)
@@ -377,16 +336,15 @@ class Engine:
             parts.append(prefill(self.model, self.cache, transport, index, ids, self._operation, progress=in_prompt))
             done += len(ids)
         logits, layer_sums = torch.cat([part[0] for part in parts]), torch.stack([part[1] for part in parts]).sum(0)
-        tokens = self._choose(logits, layer_sums, requests, sampling)
+        tokens = self._choose(logits, layer_sums, generation, sampling)
         generation.prefill_us = (time.perf_counter() - started) * 1e6
-        yield from self._push(requests, tokens, None)
+        yield from generation.push(tokens, None, self.config.speculation.chunk_size)
         steps = self._launched_steps if self.loop is None else self._looped_steps
         yield from steps(generation, tokens, sampling)
 
     def _launched_steps(self, generation: Generation, tokens: list[int], sampling: SamplingConfig) -> Iterator[Token]:
         """Decode operation by operation, with tokens and verdicts on the host at each step."""
-        requests = generation.requests
-        while any(request.live for request in requests):
+        while any(generation.live):
             self._step += 1
             self.timeline.step = self._step
             started = time.perf_counter()
@@ -394,39 +352,28 @@ class Engine:
             result = self.program.run(
                 DecodeState(
                     token_ids=torch.tensor(tokens, device=self.device),
-                    seq_lens=torch.tensor(
-                        [request.seq_len for request in requests], dtype=torch.int32, device=self.device
-                    ),
-                    live=torch.tensor([request.live for request in requests]),
+                    seq_lens=torch.tensor(generation.seq_lens, dtype=torch.int32, device=self.device),
+                    live=torch.tensor(generation.live),
                 )
             )
-            tokens = self._choose(result.logits, result.layer_sums, requests, sampling)
+            tokens = self._choose(result.logits, result.layer_sums, generation, sampling)
             generation.step_us.append((time.perf_counter() - started) * 1e6)
-            if result.hits is not None:
-                generation.hits.append(result.hits)
-            yield from self._push(requests, tokens, result.hits)
+            yield from generation.push(tokens, result.hits, self.config.speculation.chunk_size)
 
     def _looped_steps(self, generation: Generation, tokens: list[int], sampling: SamplingConfig) -> Iterator[Token]:
         """Decode with the fused kernels: the devices go on by themselves, the host reads tokens as they come."""
-        requests = generation.requests
-        if not any(request.live for request in requests):
+        if not any(generation.live):
             return
         started = time.perf_counter()
         last_clock_ns = 0
-
-        def live() -> list[bool]:
-            return [request.live for request in requests]
-
-        seq_lens = [request.seq_len for request in requests]
-        for record in self.decode(tokens, seq_lens, sampling.max_new_tokens - 1, live):
+        num_steps = sampling.max_new_tokens - 1
+        for record in self.decode(tokens, generation.seq_lens, num_steps, lambda: generation.live):
             # The first step's time is the host's: before it no step has left the device's clock.
             first_us = (time.perf_counter() - started) * 1e6
             generation.step_us.append((record.clock_ns - last_clock_ns) / 1e3 if last_clock_ns else first_us)
             last_clock_ns = record.clock_ns
-            if record.hits is not None:
-                generation.hits.append(record.hits)
-            yield from self._push(requests, record.token_ids, record.hits)
-            if not any(live()):
+            yield from generation.push(record.token_ids, record.hits, self.config.speculation.chunk_size)
+            if not any(generation.live):
                 return
 
     def prepare(self, sampling: SamplingConfig) -> None:
@@ -521,7 +468,7 @@ class Engine:
         return self.tokenizer
 
     def _choose(
-        self, logits: Tensor, layer_sums: Tensor, requests: list[Request], sampling: SamplingConfig
+        self, logits: Tensor, layer_sums: Tensor, generation: Generation, sampling: SamplingConfig
     ) -> list[int]:
         """Sample on the device and bring the tokens to the host; a finished request keeps its last one."""
         tokens = sample(
@@ -530,26 +477,17 @@ class Engine:
             sampling.top_k,
             sampling.top_p,
             sampling.seed,
-            request=torch.arange(len(requests), device=self.device),
-            position=torch.tensor([request.seq_len for request in requests], device=self.device),
+            request=torch.arange(len(generation.requests), device=self.device),
+            position=torch.tensor(generation.seq_lens, device=self.device),
         )
         finite = torch.isfinite(logits).all().to(tokens.dtype)
         *chosen, is_finite = torch.cat([tokens, finite[None]]).tolist()
         if not is_finite:
             raise bad_logits_error(logits, layer_sums, self._step, self.connected())
         return [
-            token if request.live else request.token_ids[-1] for token, request in zip(chosen, requests, strict=True)
+            token if request.live else request.token_ids[-1]
+            for token, request in zip(chosen, generation.requests, strict=True)
         ]
-
-    def _push(self, requests: list[Request], tokens: list[int], hits: Tensor | None) -> Iterator[Token]:
-        shortest = shortest_guess(self.config.speculation.chunk_size)
-        for index, (request, token_id) in enumerate(zip(requests, tokens, strict=True)):
-            if request.live:
-                hit_rate = None
-                if hits is not None and request.seq_len >= shortest:
-                    hit_rate = float(hits[:, index].float().mean())
-                text = request.push(token_id)
-                yield Token(index, token_id, text, hit_rate, request.finish_reason)
 
     def gather_rows(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Rows of every rank, on every rank."""

@@ -381,33 +381,15 @@ class Heartbeat:
             if last is None or last["counter"] != beat["counter"]:
                 since, cpu_then_s = now, cpu_s
             self._seen[rank] = (beat, since, cpu_then_s)
-            where = f"step {beat['step']}, operation {beat['op']}"
             if state == "dead":
                 beat = json.loads(self._store.get(self._key(rank)))  # its last one
-            if beat["ended"] and not (beat["ended"] != "closed" and misses):
-                continue
-            # It leaves, maybe because of another rank; or it waits in `close`, and is missed only elsewhere.
-            if not beat["failed"] or state == "dead" or (misses and not self._is_closing):
-                if beat["interrupted"]:
-                    return InterruptedJobError("interrupted")
-                if beat["cause"]:
-                    return RankFailureError(beat["cause"])
-            if beat["ended"] == "unmet":
-                return RankFailureError(f"rank {rank} closed its engine at {where}, and did not wait for others")
-            if beat["ended"]:
-                return RankFailureError(f"rank {rank} left at {where} without closing its engine")
-            if state == "dead" and not beat["has_started"]:
-                line = f"rank {rank} ended at {where}, and took no part; see its own output above for the cause"
-                return RankFailureError(line)
-            if state == "dead":
-                return RankFailureError(f"rank {rank} died at {where}; see its own output above for the cause")
-            if not beat["has_started"]:
-                continue
-            is_busy = state == "running" and cpu_s - cpu_then_s > BUSY_SHARE * (now - since)
-            if now - since > max(limit_s, beat["patience_s"], LOAD_LIMIT_S if is_busy else 0.0):
-                kill_stalled(beat)
-                line = f"rank {rank} stalled at {where}: {state}, no heartbeat for {now - since:.1f} s"
-                return RankFailureError(line)
+            lost = _gone(rank, beat, state, misses, self._is_closing)
+            if lost is None:
+                lost = _stalled(rank, beat, state, now - since, cpu_s - cpu_then_s, limit_s)
+                if lost is not None:
+                    kill_stalled(beat)
+            if lost is not None:
+                return lost
         return None
 
     def _store_is_needed(self) -> bool:
@@ -423,6 +405,53 @@ class Heartbeat:
         """Rank 0 had the store, and has said goodbye."""
         beat, *_ = self._seen.get(0, ({}, 0.0, 0.0))
         return not agent_hosts_store() and bool(beat.get("ended"))
+
+
+def _gone(rank: int, beat: dict[str, Any], state: str, misses: bool, is_closing: bool) -> AlspecError | None:
+    """That a rank died, was interrupted, tells of an error or has left, as its newest beat says and its process shows.
+
+    Args:
+        state: of its process, see `process_state`.
+        misses: the rank that asks misses one, so that one that has left, if not by `close`, is lost.
+        is_closing: the rank that asks is in `close` itself.
+    """
+    where = f"step {beat['step']}, operation {beat['op']}"
+    if beat["ended"] and not (beat["ended"] != "closed" and misses):
+        return None
+    # It leaves, maybe because of another rank; or it waits in `close`, and is missed only elsewhere.
+    if not beat["failed"] or state == "dead" or (misses and not is_closing):
+        if beat["interrupted"]:
+            return InterruptedJobError("interrupted")
+        if beat["cause"]:
+            return RankFailureError(beat["cause"])
+    if beat["ended"] == "unmet":
+        return RankFailureError(f"rank {rank} closed its engine at {where}, and did not wait for others")
+    if beat["ended"]:
+        return RankFailureError(f"rank {rank} left at {where} without closing its engine")
+    if state == "dead" and not beat["has_started"]:
+        line = f"rank {rank} ended at {where}, and took no part; see its own output above for the cause"
+        return RankFailureError(line)
+    if state == "dead":
+        return RankFailureError(f"rank {rank} died at {where}; see its own output above for the cause")
+    return None
+
+
+def _stalled(
+    rank: int, beat: dict[str, Any], state: str, silent_s: float, cpu_s: float, limit_s: float
+) -> RankFailureError | None:
+    """That a rank which is not `_gone` has not moved for `limit_s`, or for as long as it is to be borne with.
+
+    Args:
+        state: of its process, see `process_state`.
+        silent_s: since its newest beat was first seen.  cpu_s: that its process has had meanwhile.
+    """
+    if beat["ended"] or not beat["has_started"]:
+        return None
+    is_busy = state == "running" and cpu_s > BUSY_SHARE * silent_s
+    if silent_s <= max(limit_s, beat["patience_s"], LOAD_LIMIT_S if is_busy else 0.0):
+        return None
+    where = f"step {beat['step']}, operation {beat['op']}"
+    return RankFailureError(f"rank {rank} stalled at {where}: {state}, no heartbeat for {silent_s:.1f} s")
 
 
 def _flush_stdout() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from ..config import EngineConfig, SamplingConfig
 from ..errors import UserError, show
 from ..kernels.gemv_tile import MAX_BATCH
 from ..models.config import LlamaConfig
+from ..predictor import shortest_guess
 
 __all__ = ["Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts", "most_tokens"]
 
@@ -113,8 +114,37 @@ class Generation:
 
     requests: list[Request]
     prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
-    step_us: list[float] = field(default_factory=list)  # every decode step, token on host to token on host
+    # Every decode step: until its tokens are on the host, if it was launched by itself or is the first of a loop; the
+    # others of a loop from the end of the step before, by the device's clock.
+    step_us: list[float] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
+
+    @property
+    def live(self) -> list[bool]:
+        """Which requests are still generating."""
+        return [request.live for request in self.requests]
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each request's prompt and answer."""
+        return [request.seq_len for request in self.requests]
+
+    def push(self, token_ids: list[int], hits: Tensor | None, chunk_size: int) -> Iterator[Token]:
+        """Take each request's next token and the verdicts on its step's guesses, if any; yields those of live requests.
+
+        Args:
+            hits: [L, B] bool.  chunk_size: S of the guesses.
+        """
+        if hits is not None:
+            self.hits.append(hits)
+        shortest = shortest_guess(chunk_size)
+        for index, (request, token_id) in enumerate(zip(self.requests, token_ids, strict=True)):
+            if request.live:
+                hit_rate = None
+                if hits is not None and request.seq_len >= shortest:
+                    hit_rate = float(hits[:, index].float().mean())
+                text = request.push(token_id)
+                yield Token(index, token_id, text, hit_rate, request.finish_reason)
 
 
 def most_tokens(config: EngineConfig, model: LlamaConfig) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -232,7 +232,8 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
             if name == "turn" and layer and senders[step - 1][layer - 1] == rank // tp_size:
                 parts["turn"].append(work_us(row))
     parts["attention"] = list(attention_us.values())
-    turn_us = _median(parts.pop("turn"))
+    turns_us = parts.pop("turn")
+    turn_us = median_low(turns_us) if turns_us else 0.0
     for step, (line, accepted) in enumerate(zip(senders, verdicts, strict=True), start=1):
         for pair in range(tp_size):
             ranks = [group * tp_size + pair for group in line]
@@ -253,7 +254,3 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
                 parts["fixed"].append(head + tail + turn_us)
                 parts["step"].append(ends[ranks[0], step, len(accepted), "lm_head"] - before)
     return parts
-
-
-def _median(samples: Sequence[float]) -> float:
-    return float(torch.tensor(samples, dtype=torch.float64).median()) if samples else 0.0

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import platform
-import subprocess
 import time
-from collections.abc import Sequence
-from importlib import metadata
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
@@ -24,12 +20,11 @@ from .memory import plan_memory
 __all__ = [
     "mean_lengths",
     "percentile",
-    "provenance",
+    "seconds_in_a_row",
     "spread",
     "step_bytes",
     "stream_bandwidth",
     "summarize",
-    "versions",
 ]
 
 # An idle GPU needs some milliseconds of work before its clocks are those of a busy one.
@@ -79,27 +74,27 @@ def stream_bandwidth(device: torch.device) -> float:
     """Bytes/s that a device-to-device copy moves, read and write counted: the ceiling that shares are given of."""
     size = min(2**30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 2**26
     source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    copy = partial(torch.empty_like(source).copy_, source)
     warm_s = 0.0
     while warm_s < STREAM_WARMUP_S:
-        warm_s += sum(_copy_seconds(source, target))
-    return 2 * size / min(_copy_seconds(source, target))
+        warm_s += sum(seconds_in_a_row(copy, STREAM_COPIES, device))
+    return 2 * size / min(seconds_in_a_row(copy, STREAM_COPIES, device))
 
 
-def _copy_seconds(source: Tensor, target: Tensor) -> list[float]:
-    """Time of each of some copies in a row, without a pause in which the device could slow down."""
-    if source.device.type == "cuda":
-        with torch.cuda.device(source.device):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(STREAM_COPIES + 1)]
+def seconds_in_a_row(run: Callable[[], object], count: int, device: torch.device) -> list[float]:
+    """Time of each of `count` runs in a row, without a pause in which the device could slow down."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
             events[0].record()
             for event in events[1:]:
-                target.copy_(source)
+                run()
                 event.record()
             torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
     moments = [time.perf_counter()]
-    for _ in range(STREAM_COPIES):
-        target.copy_(source)
+    for _ in range(count):
+        run()
         moments.append(time.perf_counter())
     return [end - start for start, end in itertools.pairwise(moments)]
 
@@ -133,44 +128,4 @@ def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
         "tokens_per_s": decoded / (sum(steps_ms) / 1e3) if steps_ms else None,
         "hit_rate": hit_rate,
         "hit_rate_per_layer": per_layer,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
-    for name in ("alspec", "triton"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def commit() -> str | None:
-    """The revision measured, where this code stands in its git checkout; `-dirty` where files differ from it."""
-    # Of an installed copy, the checkout around it may be somebody else's: there this file is not tracked.
-    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None
-    return _git("describe", "--always", "--dirty")
-
-
-def _git(*arguments: str) -> str | None:
-    """What git says in this folder; None where it fails."""
-    command, folder = ["git", *arguments], Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def provenance(num_gpus: int, command: str) -> dict[str, Any]:
-    """The end of every measured row: where, with what and how it was made; on this rank's GPU, if it used any."""
-    return {
-        "gpu": torch.cuda.get_device_name() if num_gpus else None,
-        "num_gpus": num_gpus,
-        "versions": versions(),
-        "commit": commit(),
-        "command": command,
     }

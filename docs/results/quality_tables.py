@@ -45,7 +45,7 @@ def quality(rows: list[dict[str, Any]]) -> str:
         [
             "## Demo checkpoint over lambda",
             f"Reference semantics (`simulated`), S = {case['chunk_size']}, {case['dtype']}. lambda 0 is full attention,"
-            " inf is attention sink in every layer.",
+            " inf is attention over sink and window alone in every layer.",
             where(rows[0]),
             table(head, lines),
             f"Hit rate of each layer on text, at positions where the guess leaves tokens out ({text[1]} tokens):",

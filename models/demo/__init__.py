@@ -1,4 +1,4 @@
-"""Training of the bundled demo checkpoint."""
+"""The bundled demo checkpoint, and the scripts that made it."""
 
 from pathlib import Path
 

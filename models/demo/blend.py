@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from . import DEMO_CHECKPOINT
 from .data import Codec
 from .network import DemoLlama, Shape, export, load
 
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--first", type=Path, required=True)
     parser.add_argument("--second", type=Path, required=True)
     parser.add_argument("--share", type=float, required=True, help="weight of the second, 0 to 1")
-    parser.add_argument("--tokenizer", type=Path, default=Path(__file__).parent / "checkpoint" / "tokenizer.json")
+    parser.add_argument("--tokenizer", type=Path, default=DEMO_CHECKPOINT / "tokenizer.json")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     codec = Codec(Tokenizer.from_file(str(args.tokenizer)))

@@ -21,7 +21,6 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset
 
-from ...errors import UserError
 from .tokenizer import BOS, END, EOS, read_corpus, token_id
 
 __all__ = ["Codec", "RecallPrompt", "RowStream", "common_words", "encode_corpus", "recall_prompts"]
@@ -162,14 +161,14 @@ def recall_prompts(
         tokenizer: of the checkpoint.
         corpus_text: any running text; repeated where it is too short. Words for keys are taken from it too.
     Raises:
-        UserError: `corpus_text` has fewer than `NUM_FACTS` distinct words of 4 to 8 letters, or the context is too
-            short for the facts.
+        ValueError: `corpus_text` has fewer than `NUM_FACTS` distinct words of 4 to 8 letters, or the context is too
+            short for the facts; the message begins with the argument's name.
     """
     codec, rng = Codec(tokenizer), random.Random(seed)
     words = common_words(corpus_text)
     if len(words) < NUM_FACTS:
-        raise UserError(
-            f"flags: --text: recall prompts take keys from it: expected at least {NUM_FACTS} words of 4 to 8 letters, "
+        raise ValueError(
+            f"corpus_text: recall prompts take keys from it: expected at least {NUM_FACTS} words of 4 to 8 letters, "
             f"found {len(words)}"
         )
     stream = np.array(codec.encode(corpus_text), dtype=np.uint16)
@@ -184,8 +183,8 @@ def recall_prompts(
         used = len(head) + len(tail) + len(answer_ids) + sum(len(codec.encode(" " + fact)) for fact in facts)
         size = context_tokens - used
         if size < 64:
-            raise UserError(
-                f"flags: --contexts: a recall prompt of {NUM_FACTS} facts takes {used + 64} tokens at least, found "
+            raise ValueError(
+                f"context_tokens: a recall prompt of {NUM_FACTS} facts takes {used + 64} tokens at least, found "
                 f"{context_tokens}"
             )
         repeated = np.tile(stream, size // len(stream) + 2)

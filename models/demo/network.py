@@ -139,12 +139,17 @@ def layer_forward(
     return x + F.linear(F.silu(F.linear(h, w["w_gate"])) * F.linear(h, w["w_up"]), w["w_down"])
 
 
+def _hf_name(layer: int, name: str) -> str:
+    """What the Hugging Face files call a layer's part of a stacked parameter."""
+    inner = _MATRICES[name][0] if name in _MATRICES else _NORMS[name]
+    return f"model.layers.{layer}.{inner}.weight"
+
+
 def _hf_tensors(model: DemoLlama) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm_out}
     for i, weights in enumerate(model.layers()):
         for name, weight in weights.items():
-            hf_name = _MATRICES[name][0] if name in _MATRICES else _NORMS[name]
-            tensors[f"model.layers.{i}.{hf_name}.weight"] = weight
+            tensors[_hf_name(i, name)] = weight
     return {name: tensor.detach().to(torch.bfloat16).cpu().contiguous() for name, tensor in tensors.items()}
 
 
@@ -209,6 +214,5 @@ def load(folder: Path, shape: Shape) -> DemoLlama:
         model.norm_out.copy_(tensors["model.norm.weight"])
         for i, weights in enumerate(model.layers()):
             for name, weight in weights.items():
-                hf_name = _MATRICES[name][0] if name in _MATRICES else _NORMS[name]
-                weight.copy_(tensors[f"model.layers.{i}.{hf_name}.weight"])
+                weight.copy_(tensors[_hf_name(i, name)])
     return model

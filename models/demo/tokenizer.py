@@ -21,6 +21,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 
+from . import DEMO_CHECKPOINT
+
 __all__ = [
     "BOS",
     "CHAT_TEMPLATE",
@@ -112,7 +114,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Train the demo checkpoint's tokenizer.")
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train.jsonl.xz")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint")
+    parser.add_argument("--out", type=Path, default=DEMO_CHECKPOINT)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--max-positions", type=int, default=8192)
     args = parser.parse_args()

@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.data import DataLoader
 
+from . import DEMO_CHECKPOINT
 from .data import Codec, RowStream, common_words, encode_corpus
 from .network import DemoLlama, LayerWeights, Shape, attend_full, export, layer_forward, load, near_mask, rms_norm
 from .tokenizer import read_corpus
@@ -43,6 +44,7 @@ __all__ = ["Muon", "forward_loss", "main"]
 CHUNK_SIZE = 128
 HINGE_MARGIN = 0.05
 LOCAL_HINGE_WEIGHT = 0.5
+MOMENTUM, WEIGHT_DECAY = 0.95, 0.1  # of `Muon`
 WARMUP_STEPS, HINGE_RAMP_STEPS = 200, 500
 MIXTURES = {
     2048: {"text": 0.66, "story": 0.08, "needle": 0.10, "records": 0.10, "repeat": 0.06},
@@ -57,10 +59,8 @@ class Muon(torch.optim.Optimizer):
     matrix at a time, which here would launch thousands of small kernels per step.
     """
 
-    def __init__(
-        self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.1
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
         self.orthogonalise = torch.compile(orthogonalise, dynamic=False) if params[0].is_cuda else orthogonalise
 
     @torch.no_grad()
@@ -71,10 +71,10 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[param]
                 if not state:
                     state["momentum"] = torch.zeros_like(param)
-                state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-                update = self.orthogonalise(param.grad.lerp(state["momentum"], group["momentum"]))
+                state["momentum"].lerp_(param.grad, 1 - MOMENTUM)
+                update = self.orthogonalise(param.grad.lerp(state["momentum"], MOMENTUM))
                 scale = max(1.0, param.shape[-2] / param.shape[-1]) ** 0.5
-                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.mul_(1 - group["lr"] * WEIGHT_DECAY)
                 param.add_(update.to(param.dtype), alpha=-group["lr"] * scale)
 
 
@@ -274,11 +274,10 @@ class Trainer:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Train the demo checkpoint.")
-    here = Path(__file__).parent
     parser.add_argument("--corpus", type=Path, required=True, help="folder with train.jsonl.xz")
     parser.add_argument("--state", type=Path, required=True, help="folder to resume from and save to")
     parser.add_argument("--out", type=Path, required=True, help="folder for the exported weights")
-    parser.add_argument("--tokenizer", type=Path, default=here / "checkpoint" / "tokenizer.json")
+    parser.add_argument("--tokenizer", type=Path, default=DEMO_CHECKPOINT / "tokenizer.json")
     parser.add_argument("--minutes", type=float, default=18.0, help="training time of the whole run")
     parser.add_argument("--stop-after", type=float, default=1e9, help="minutes after which this call saves and stops")
     parser.add_argument("--short-share", type=float, default=0.55, help="share of the time spent on rows of 2K")

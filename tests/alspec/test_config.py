@@ -23,11 +23,11 @@ from alspec.config import (
     LatencyConfig,
     SamplingConfig,
     SpeculationConfig,
-    load_yaml,
     validate,
 )
 from alspec.errors import UserError
 from alspec.launch.cli import Parser, parse, print_config
+from alspec.yaml_file import load_yaml
 
 
 def refused(values: dict[str, Any], schema: type[BaseModel] = GenerateConfig) -> str:

@@ -282,6 +282,14 @@ def test_mistakes(text: Path, flags: list[str], expected: str, capsys: pytest.Ca
     assert expected in err
 
 
+def test_recall_needs_words_for_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short.txt").write_text("a b c. d e f.")
+    flags = ["--windows", "0", "--recall", "1", "--contexts", "1k", "--transport", "gloo"]
+    assert evaluate.main(["--text", str(tmp_path / "short.txt"), *flags]) == 2
+    why = "recall prompts take keys from it: expected at least 8 words of 4 to 8 letters, found 0"
+    assert capsys.readouterr().err == f"alspec: exit 2: flags: --text: {why}\n"
+
+
 @pytest.mark.parametrize(
     "settings",
     [

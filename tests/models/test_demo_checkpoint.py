@@ -160,7 +160,7 @@ def test_recall_prompts_are_reproducible_and_hold_their_answer(codec: Codec):
 
 
 def test_recall_prompts_refuse_text_without_words(codec: Codec):
-    with pytest.raises(ValueError, match=r"flags: --text: .*: expected at least 8 words"):
+    with pytest.raises(ValueError, match=r"corpus_text: .*: expected at least 8 words"):
         recall_prompts(1, 1024, codec.tokenizer, "a b c. d e f.", seed=0)
 
 

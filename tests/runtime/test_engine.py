@@ -73,7 +73,7 @@ def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: p
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("load_weights", KeyboardInterrupt),
+        ("read_weights", KeyboardInterrupt),
         ("new_cache", torch.OutOfMemoryError),
         ("StepProgram", torch.OutOfMemoryError),
     ],
@@ -94,7 +94,7 @@ def test_an_engine_that_failed_to_load_loads_again(
     for prompt in ("The road", "The road " * 90):  # the second one needs another cache
         with monkeypatch.context() as patch:
             patch.setattr(engine_module, name, fail)
-            if name != "load_weights" or engine.memory is None:
+            if name != "read_weights" or engine.memory is None:
                 with pytest.raises(error):
                     list(engine.stream(prompt, SAMPLING))
         assert len(list(engine.stream(prompt, SAMPLING))) == 4

@@ -468,6 +468,26 @@ def test_a_cause_that_is_told_is_the_last_word(monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(store.get("alspec/beat/1"))["cause"] == "a full disk"
 
 
+# What the beat and the process say, how long it has been silent, and whether it is then lost to a rank with 4 s for it.
+SILENCES = {
+    "another host": ({}, "silent", 4.1, True),
+    "another host, in time": ({}, "silent", 3.9, False),
+    "another host, patient": ({"patience_s": 60.0}, "silent", 59.0, False),
+    "patient for too long": ({"patience_s": 60.0}, "running", 61.0, True),
+    "closed meanwhile": ({"ended": "closed"}, "silent", 61.0, False),
+    "not started": ({"has_started": False}, "silent", 61.0, False),
+}
+
+
+@pytest.mark.parametrize(("said", "state", "silent_s", "is_lost"), SILENCES.values(), ids=SILENCES)
+def test_how_long_a_rank_may_be_silent(said: dict[str, Any], state: str, silent_s: float, is_lost: bool) -> None:
+    """On another host nothing but its beats tells of a process; some ranks say that they will be long."""
+    beat = {"step": 7, "op": "decode", "ended": "", "has_started": True, "patience_s": 0.0} | said
+    lost = faults._stalled(1, beat, state, silent_s, cpu_s=0.0, limit_s=4.0)
+    line = f"rank 1 stalled at step 7, operation decode: {state}, no heartbeat for {silent_s:.1f} s"
+    assert str(lost) == (line if is_lost else "None")
+
+
 def spoil(folder: Path, name: str, row: int, column: int, value: float) -> None:
     """Overwrite one weight."""
     tensors = load_file(folder / "model.safetensors")

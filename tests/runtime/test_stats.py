@@ -13,7 +13,7 @@ from alspec.models.config import LlamaConfig
 from alspec.models.llama import Shard, random_weights
 from alspec.predictor import predictor_ranges
 from alspec.runtime.generation import Generation, IdDecoder, Request
-from alspec.runtime.stats import mean_lengths, percentile, step_bytes, stream_bandwidth, summarize, versions
+from alspec.runtime.stats import mean_lengths, percentile, step_bytes, stream_bandwidth, summarize
 from alspec.runtime.turbo_cache import TurboCache
 
 CPU = torch.device("cpu")
@@ -128,9 +128,3 @@ def test_summary_of_one_token() -> None:
     assert summary["ttft_ms"] == 0.5
     for name in ("ms_per_token_p50", "ms_per_token_p90", "ms_per_token_p99", "tokens_per_s", "hit_rate"):
         assert summary[name] is None
-
-
-def test_versions() -> None:
-    found = versions()
-    assert found["torch"] == torch.__version__
-    assert {"python", "cuda", "alspec", "triton"} <= set(found)

@@ -1,0 +1,71 @@
+"""Reading a configuration file: YAML, loaded safely, with the booleans of YAML 1.2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.error import MarkedYAMLError
+
+from .errors import UserError
+
+__all__ = ["load_yaml"]
+
+MAX_INT_CHARACTERS = 1000  # of an integer; Python shows up to 4300 digits
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe loading in which only true and false are booleans, as in YAML 1.2: `off` and `on` are values of fields.
+
+    A key that stands twice in a mapping is refused, and so is an integer too long for messages to show.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Before merge keys (`<<`) are replaced by what they add."""
+        node = super().compose_mapping_node(anchor)
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
+                names.add(key.value)
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Also hexadecimal, octal and binary ones."""
+        if len(node.value) > MAX_INT_CHARACTERS:
+            raise MarkedYAMLError(problem="expected a smaller integer", problem_mark=node.start_mark)
+        return super().construct_yaml_int(node)
+
+
+_BOOL = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a configuration file: a YAML mapping of field names, safe loading.
+
+    Raises:
+        UserError: unreadable file, broken YAML, a key given twice, or anything that is not a mapping.
+    """
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise UserError(f"config: cannot read {path}: {error.strerror}; give an existing YAML file") from None
+    except RecursionError:
+        raise UserError(f"config: {path} is not YAML: nested too deeply") from None
+    # The last ones are of values, such as 2026-13-01.
+    except (yaml.YAMLError, ValueError, AttributeError, LookupError, OverflowError) as error:
+        raise UserError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError(f"config: {path}: expected a mapping of field names, found {type(values).__name__}")
+    return values
