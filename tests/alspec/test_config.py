@@ -307,6 +307,7 @@ def test_json_has_no_infinity() -> None:
     ("values", "words"),
     [
         ({"model": "folder", "random_weights": "llama-3.1-8b"}, ("model", "random_weights")),
+        ({"verify_checksums": True, "random_weights": "llama-3.1-8b"}, ("verify_checksums", "random_weights")),
         ({"prompt": "a", "prompt_file": "b"}, ("prompt and prompt_file",)),
         ({"prompt": "a", "prompt_ids": "1"}, ("prompt and prompt_ids",)),
         ({"prompt_file": "b", "prompt_ids": "1"}, ("prompt_file and prompt_ids",)),
