@@ -150,7 +150,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return attention.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), sm_scale)
 
     monkeypatch.setattr(KVCache, "prefill_attention", own_chunk)
-    with pytest.raises(AlspecError, match="wrong prefill over bf16: logits have a relative error of"):
+    with pytest.raises(AlspecError, match="wrong logits of a prompt over bf16: relative error"):
         measured([16])
 
 
