@@ -1,4 +1,4 @@
-"""Device and comparison of the kernel tests."""
+"""One thread for kernel tests, and how they compare."""
 
 from __future__ import annotations
 
