@@ -235,7 +235,7 @@ class EngineConfig(_Schema):
         if self.model is not None and self.random_weights is not None:
             raise ValueError("model and random_weights exclude each other; give one of them")
         if self.verify_checksums and self.random_weights is not None:
-            raise ValueError("verify_checksums without effect: random_weights reads no files; leave one of them out")
+            raise ValueError("verify_checksums without effect: random_weights reads no weights; leave one of them out")
         return self
 
 

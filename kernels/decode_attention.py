@@ -145,10 +145,12 @@ class DecodeAttention:
     def verify(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         """Complete the last `A~` to `A`: full_out as `full`, and its sums [B, 2] fp32 (dist2, norm2)."""
         if not self._is_cuda:
-            return verify_attention(
+            verified = verify_attention(
                 q, *self._read, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale,
                 layer.softmax,
             )  # fmt: skip
+            del self._read  # as large as the cache of all requests would be, dequantised: not two layers at a time
+            return verified
         self._launch(q, layer, seq_lens, self._speculation, "rest")
         return self._out, self._speculation.sums.sum(1)
 

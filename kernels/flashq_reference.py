@@ -96,7 +96,7 @@ def flashq_dequantize(layer: TurboLayer, seq_lens: Tensor, dtype: torch.dtype = 
         scales = layer.scales.new_empty((2, shape[0], whole))
         flashq_restore_ref(layer, request, whole, *q1, *scales)
         per_token = scales.repeat_interleave(BLOCK, -1)[..., None]
-        found[:, request, :, : whole * BLOCK] = q1.to(dtype) * per_token.to(dtype)
+        found[:, request, :, : whole * BLOCK].copy_(q1).mul_(per_token.to(dtype))
         tail = layer.tail[request, :, :, : n - whole * BLOCK].to(dtype)
         tail *= layer.tail_scale[request, :, :, None, None].to(dtype)
         found[:, request, :, whole * BLOCK : n] = tail.movedim(1, 0)

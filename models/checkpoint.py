@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 
 from ..errors import UserError, show
+from ..interrupts import interrupts_wait
 from .config import LlamaConfig
-from .files import interrupts_wait, read_json
+from .files import read_json
 from .safetensors_header import TensorEntry, read_header
 
 __all__ = ["Checkpoint", "expected_tensors", "verify_checksums"]

@@ -1,40 +1,16 @@
-"""Files of a model folder: JSON read as data, faults described in one line, reading that is not interrupted."""
+"""Small files of a model folder: JSON read as data, and faults described in one line."""
 
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, show
 
-__all__ = ["check_utf8", "foreign_content", "interrupts_wait", "parse_json", "parse_json_object", "read_json"]
+__all__ = ["check_utf8", "foreign_content", "parse_json", "parse_json_object", "read_json"]
 
 _HEAD_BYTES = 512
-
-
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C in this block, in the main thread, takes effect at its end.
-
-    For calls that turn what a handler raises into an error of their own, as PyTorch does where it looks into a storage.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *signal_and_frame: came.append(signal_and_frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
 
 
 def check_utf8(text: str, where: str) -> str:

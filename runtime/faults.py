@@ -32,6 +32,7 @@ from ..errors import (
     print_error,
     tell_torchrun,
 )
+from ..interrupts import HeldInterrupt
 from .placement import Placement
 from .processes import born, host, kill_stalled, process_state
 from .signals import SignalWatch
@@ -497,11 +498,13 @@ def _ended_by_interrupt(heartbeat: Heartbeat) -> Iterator[None]:
 
     def watch() -> None:
         while not done.is_set():
+            if signal.SIGINT not in signals.wait(None):
+                continue
+            handler = signal.getsignal(signal.SIGINT)
+            if isinstance(handler, HeldInterrupt):
+                handler = handler.handler
             # SIG_IGN: the main thread is on its way out.
-            if signal.SIGINT in signals.wait(None) and signal.getsignal(signal.SIGINT) in (
-                signal.default_int_handler,
-                signal.SIG_IGN,
-            ):
+            if handler in (signal.default_int_handler, signal.SIG_IGN):
                 heartbeat.tell(InterruptedJobError("interrupted"))
                 if not done.wait(INTERRUPT_LIMIT_S):
                     heartbeat.end_process(InterruptedJobError("interrupted"))

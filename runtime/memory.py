@@ -71,7 +71,7 @@ def plan_memory(
         channels = config.num_kv_heads // tp_size * config.head_dim
         widest = max(widest, max_context * channels * max(2 * (1 + dtype.itemsize) + 8, 8 * batch_size))
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
-    # Where the host launches operations one by one, tokens may be drawn by sorting.
+    # The first token, and those of steps that are launched one by one, may be drawn by sorting.
     activations = max(activations, DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size)
     logits = 3 * 4 * batch_size * config.vocab_size
     # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from jobs import GONE_WITHIN_S, LONG, failed, free_port, job, write_program
 from safetensors.torch import load_file, save_file
 
 from alspec.errors import RankFailureError
+from alspec.interrupts import interrupts_wait
 from alspec.launch.generate import main
 from alspec.runtime import faults
 from alspec.runtime.placement import Placement
@@ -113,6 +115,23 @@ def test_sigterm_to_torchrun(tiny_folder: Path, tmp_path: Path) -> None:
         running.torchrun.send_signal(signal.SIGTERM)
         assert running.seconds_until_gone() < GONE_WITHIN_S
         assert running.torchrun.returncode != 0
+
+
+def test_an_interrupt_while_weights_are_read_is_told_at_once() -> None:
+    """The handler is another one then, and a read of a hung file may never end."""
+    told, ended = threading.Event(), threading.Event()
+    heartbeat = SimpleNamespace(
+        placement=Placement(0, 2, 0, 2), tell=lambda _: told.set(), end_process=lambda _: ended.set()
+    )
+
+    def read() -> None:
+        with faults._ended_by_interrupt(heartbeat), interrupts_wait():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert told.wait(10)
+            assert ended.wait(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        read()
 
 
 @pytest.mark.slow

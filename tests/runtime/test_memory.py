@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from alspec.errors import DoesNotFitError
+from alspec.kernels.decode_attention import DecodeAttention
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, LlamaWeights, Shard, random_weights
 from alspec.operation import no_operation
@@ -21,6 +25,7 @@ from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.memory import _host_bytes, available_bytes, check_fits, plan_memory
 from alspec.runtime.placement import Placement
 from alspec.runtime.prefill import CHUNK_TOKENS, prefill
+from alspec.runtime.sampling import DRAW_BYTES, DRAWN_AT_ONCE
 from alspec.runtime.transport import Transport
 
 CPU = torch.device("cpu")
@@ -93,6 +98,44 @@ def test_buffers_of_a_quantised_cache_hold_a_layer(tp_size: int, batch_size: int
         mlp = 2 * min(tokens, CHUNK_TOKENS) * 4 * config.intermediate_size // tp_size
         assert exact.buffer_bytes <= quantised.buffer_bytes <= exact.buffer_bytes + 3 * least
         assert quantised.buffer_bytes >= exact.buffer_bytes - mlp + least
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """What tensors of `run` take at most, on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(num_bytes for _, num_bytes in changes))
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_a_step_over_a_quantised_cache_stays_within_the_plan(batch_size: int) -> None:
+    """On the CPU, where keys and values of a layer, of all requests, are dequantised for guess and verification."""
+    config, tokens = MODEL.model_copy(update={"head_dim": 64}), 2048
+    cache = new_cache("turbo4", config, 1, batch_size, tokens, torch.float32, CPU)
+    attention = DecodeAttention(cache.layer(0), config.num_qo_heads, 64, 0.125, CPU)
+    q = torch.randn(batch_size, config.num_qo_heads, 64)
+    seq_lens = torch.full((batch_size,), tokens, dtype=torch.int32)
+
+    def step() -> None:
+        for layer in range(config.num_layers):
+            attention.predict(q, cache.layer(layer), seq_lens)
+            attention.verify(q, cache.layer(layer), seq_lens)
+
+    step()
+    plan = plan_memory(config, Shard(), torch.float32, batch_size, tokens, "turbo4")
+    dequantised = 2 * 4 * batch_size * config.num_kv_heads * tokens * 64
+    assert dequantised <= peak_bytes(step) <= plan.buffer_bytes
+
+
+def test_buffers_hold_the_draw_of_up_to_eight_requests() -> None:
+    """Where the vocabulary is larger than all activations."""
+    config = MODEL.model_copy(update={"vocab_size": 128256})
+    planned = {b: plan_memory(config, Shard(), torch.float32, b, 64).buffer_bytes for b in (1, 8, 16)}
+    for batch_size, num_bytes in planned.items():
+        logits = 3 * 4 * batch_size * config.vocab_size
+        assert num_bytes == logits + DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size
 
 
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
