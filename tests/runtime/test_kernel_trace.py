@@ -100,7 +100,7 @@ class Job:
             self.launch(group, "take_turn", not_before=verdict_at if group == waiting else 0.0)
             self.launch(group, "_send", group == sends)
             sent = self.now[-1 if sends else 0]
-            self.launch(group, "receive_stream", group != sends, sent)
+            self.launch(group, "receive_residual", group != sends, sent)
             if self.quantised:
                 self.launch(group, "turbo_compact")
             self.launch(group, "push_partial")
