@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from alspec.errors import DoesNotFitError
+from alspec.kernels.attention import prefill_attention
 from alspec.kernels.decode_attention import DecodeAttention
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, LlamaWeights, Shard, random_weights
@@ -127,6 +128,15 @@ def test_a_step_over_a_quantised_cache_stays_within_the_plan(batch_size: int) ->
     plan = plan_memory(config, Shard(), torch.float32, batch_size, tokens, "turbo4")
     dequantised = 2 * 4 * batch_size * config.num_kv_heads * tokens * 64
     assert dequantised <= peak_bytes(step) <= plan.buffer_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_queries_behind_a_prefix_take_a_mask_of_their_dtype(dtype: torch.dtype) -> None:
+    """On the CPU; nothing else is as large as queries times tokens."""
+    queries, tokens = 256, 16384
+    q, (k, v) = torch.randn(queries, 4, 32).to(dtype), torch.randn(2, 2, tokens, 32).to(dtype)
+    mask = queries * tokens * dtype.itemsize
+    assert mask <= peak_bytes(lambda: prefill_attention(q, k, v, 0.125)) < 1.5 * mask
 
 
 def test_buffers_hold_the_draw_of_up_to_eight_requests() -> None:
