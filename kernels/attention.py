@@ -242,7 +242,7 @@ def newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:
 
 
 def _added_mask(num_queries: int, num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """The same as numbers to add, [num_queries, num_tokens]; on a CPU the other takes three to five times the memory."""
+    """The same as numbers to add, [num_queries, num_tokens]: a CPU makes these of the other, with copies on the way."""
     mask = torch.zeros(num_queries, num_tokens, dtype=dtype)
     hidden = torch.ones(num_queries, num_queries, dtype=torch.bool).triu(1)
     mask[:, num_tokens - num_queries :].masked_fill_(hidden, -math.inf)
