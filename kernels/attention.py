@@ -23,6 +23,7 @@ from ..verdict import distance_sums
 from .flashq import dequantize
 
 __all__ = [
+    "QUERIES_AT_ONCE",
     "SCORES_AT_ONCE",
     "decode_attention",
     "dequantized_prefill_attention",

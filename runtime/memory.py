@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..errors import DoesNotFitError, UserError
+from ..kernels.attention import QUERIES_AT_ONCE
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
 from .codecs import cache_bytes
@@ -69,7 +70,10 @@ def plan_memory(
     widest = tokens * dtype.itemsize * 4 * intermediate
     if kv_cache != "bf16":
         channels = config.num_kv_heads // tp_size * config.head_dim
-        widest = max(widest, max_context * channels * max(2 * (1 + dtype.itemsize) + 8, 8 * batch_size))
+        # On the CPU a prompt of several chunks also takes a mask.
+        mask = dtype.itemsize * QUERIES_AT_ONCE if max_context > CHUNK_TOKENS else 0
+        prompt = channels * (2 * (1 + dtype.itemsize) + 8) + mask
+        widest = max(widest, max_context * max(prompt, channels * 8 * batch_size))
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
     # The first token, and those of steps that are launched one by one, may be drawn by sorting.
     activations = max(activations, DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size)
