@@ -310,8 +310,8 @@ def _shares(hits: torch.Tensor, counted: int) -> list[list[float] | None]:
 
 
 def _scores(
-    engine: Engine, ids: list[int], thresholds: Sequence[Sequence[float]], first_speculated: int, cache: CacheSetting
+    engine: Engine, ids: list[int], thresholds: Sequence[Sequence[float]], prompt_tokens: int, cache: CacheSetting
 ) -> list[TextScore]:
     assert engine.transport is not None
     chunk_size = engine.config.speculation.chunk_size
-    return score_under(engine.model, engine.transport, ids, thresholds, chunk_size, first_speculated, cache)
+    return score_under(engine.model, engine.transport, ids, thresholds, chunk_size, prompt_tokens, cache)

@@ -38,7 +38,7 @@ class TextScore:
 
     nll: Tensor  # [n - 1] fp32, nats of token i + 1 given the tokens before it
     predicted: Tensor  # [n - 1] int64, the greedy token after token i
-    hits: Tensor  # [L, n] bool, accepted verdicts; False before `first_speculated`
+    hits: Tensor  # [L, n] bool, accepted verdicts; False in the prompt
 
 
 def score_text(
@@ -47,18 +47,18 @@ def score_text(
     token_ids: list[int],
     threshold: float | Sequence[float],
     chunk_size: int,
-    first_speculated: int = 0,
+    prompt_tokens: int = 0,
     cache: CacheSetting = EXACT_CACHE,
 ) -> TextScore:
-    """Score a text as if each token from `first_speculated` on had been decoded with speculation, batch 1.
+    """Score a text as if each token behind the first `prompt_tokens` had been decoded with speculation, batch 1.
 
     Args:
         token_ids: the text, at least two tokens.  threshold: lambda, or one for each layer.  chunk_size: S.
-        first_speculated: tokens before it are a prompt, read with full attention as prefill does.
+        prompt_tokens: how many are a prompt, read with full attention as prefill does.
         cache: what the decoded tokens read. Without a prompt, the first `CALIBRATION_TOKENS` fix its scales.
     """
     thresholds = [threshold] * model.num_layers if isinstance(threshold, (int, float)) else threshold
-    return score_under(model, transport, token_ids, [thresholds], chunk_size, first_speculated, cache)[0]
+    return score_under(model, transport, token_ids, [thresholds], chunk_size, prompt_tokens, cache)[0]
 
 
 def score_under(
@@ -67,7 +67,7 @@ def score_under(
     token_ids: list[int],
     thresholds: Sequence[Sequence[float]],
     chunk_size: int,
-    first_speculated: int,
+    prompt_tokens: int,
     cache: CacheSetting,
 ) -> list[TextScore]:
     """`score_text` under several lambdas, each one for each layer; the prompt, the same under all, is read once."""
@@ -76,7 +76,7 @@ def score_under(
         score
         for start in range(0, len(thresholds), at_once)
         for score in _score(
-            model, transport, token_ids, thresholds[start : start + at_once], chunk_size, first_speculated, cache
+            model, transport, token_ids, thresholds[start : start + at_once], chunk_size, prompt_tokens, cache
         )
     ]
 

@@ -53,9 +53,9 @@ def engine() -> Engine:
     return engine
 
 
-def score(engine: Engine, ids: list[int], threshold: float, first_speculated: int) -> TextScore:
+def score(engine: Engine, ids: list[int], threshold: float, prompt_tokens: int) -> TextScore:
     assert engine.transport is not None
-    return score_text(engine.model, engine.transport, ids, threshold, 128, first_speculated)
+    return score_text(engine.model, engine.transport, ids, threshold, 128, prompt_tokens)
 
 
 def test_shards_hold_exactly_the_indexed_tensors_within_24_mb():

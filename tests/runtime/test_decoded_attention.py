@@ -258,5 +258,5 @@ def test_each_layer_may_have_a_lambda_of_its_own(engine: Engine) -> None:
     assert engine.transport is not None
     ids = torch.randint(6, 4096, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     thresholds = [0.0, torch.inf] * 5
-    score = score_text(engine.model, engine.transport, ids, thresholds, 128, first_speculated=10)
+    score = score_text(engine.model, engine.transport, ids, thresholds, 128, prompt_tokens=10)
     assert score.hits[:, 10:].float().mean(1).tolist() == [0.0, 1.0] * 5

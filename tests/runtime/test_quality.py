@@ -53,7 +53,7 @@ def test_one_pass_equals_decoding_step_by_step(engine: Engine, prompt_len: int, 
     assert engine.transport is not None
     prompt, tokens, decoded = decode(engine, prompt_len, threshold, NEW_TOKENS)
 
-    score = score_text(engine.model, engine.transport, prompt + tokens, threshold, 128, first_speculated=prompt_len)
+    score = score_text(engine.model, engine.transport, prompt + tokens, threshold, 128, prompt_tokens=prompt_len)
 
     assert torch.equal(score.hits[:, prompt_len : prompt_len + NEW_TOKENS - 1], decoded)
     assert not score.hits[:, :prompt_len].any()
