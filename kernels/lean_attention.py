@@ -81,15 +81,20 @@ class LeanWorkspace:
         num_programs: int,
     ) -> LeanWorkspace:
         """Room for any `seq_lens`. A grid smaller than the device holds leaves part of it to other work."""
-        heads_per_kv, outputs = num_qo_heads // num_kv_heads, batch_size * num_kv_heads
-        # A run leaves a partial of each output that it meets: in all, one for each program and one more for each output
-        # at most. Each output also has those of its guess.
-        slots = num_programs + (1 + MAX_GUESS_PARTS) * outputs
-        return cls(
-            num_programs=num_programs,
-            o=torch.empty(slots, heads_per_kv, triton.next_power_of_2(head_dim), device=device),
-            lse=torch.empty(slots, heads_per_kv, device=device),
-        )
+        shape = cls.shape(batch_size, num_qo_heads, num_kv_heads, head_dim, num_programs)
+        return cls(num_programs, torch.empty(shape, device=device), torch.empty(shape[:2], device=device))
+
+    @staticmethod
+    def shape(
+        batch_size: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, num_programs: int
+    ) -> tuple[int, int, int]:
+        """Of `o`.
+
+        A run leaves a partial of each output that it meets: in all, one for each program and one more for each output
+        at most. Each output also has those of its guess.
+        """
+        slots = num_programs + (1 + MAX_GUESS_PARTS) * batch_size * num_kv_heads
+        return slots, num_qo_heads // num_kv_heads, triton.next_power_of_2(head_dim)
 
 
 @dataclass(frozen=True)
@@ -221,8 +226,7 @@ def check_outputs(q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: T
         raise ValueError(f"out: expected {list(q.shape)}, contiguous, found {list(out.shape)}")
     if lse.shape != q.shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous():
         raise ValueError(f"lse: expected {list(q.shape[:2])} fp32, contiguous, found {list(lse.shape)} {lse.dtype}")
-    slots = workspace.num_programs + (1 + MAX_GUESS_PARTS) * batch_size * num_kv_heads
-    expected = (slots, num_qo_heads // num_kv_heads, triton.next_power_of_2(head_dim))
+    expected = LeanWorkspace.shape(batch_size, num_qo_heads, num_kv_heads, head_dim, workspace.num_programs)
     if workspace.o.shape != expected:
         raise ValueError(f"workspace: expected partials {list(expected)}, found {list(workspace.o.shape)}")
 

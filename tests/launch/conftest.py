@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from generated import read_json
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from alspec.launch import generate
@@ -122,5 +123,16 @@ def generate_text(run: Run, checkpoint: Path) -> Callable[..., str]:
         code, out, err = run("--model", checkpoint, "--transport", "gloo", *argv)
         assert code == 0, err
         return out
+
+    return call
+
+
+@pytest.fixture
+def generate_json(generate_text: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
+    """`generate_json("--flag", ...)`: what --json writes."""
+
+    def call(*argv: object) -> Any:
+        generate_text("--json", tmp_path / "out.json", *argv)
+        return read_json(tmp_path / "out.json")
 
     return call

@@ -1,0 +1,20 @@
+"""What the tests of generate.py ask for, and how they read what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PROMPT = "The old man and the sea; the sea and the old man."
+LONG_PROMPT = "".join(f"line {number}: the value is {number * 7919 % 997}.\n" for number in range(16))  # > 2 S + 64
+SMALL = ("--max-new-tokens", 12, "--ignore-eos")
+
+
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def read_json(path: Path) -> Any:
+    """Strictly: Python's own parser would take NaN and Infinity."""
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
