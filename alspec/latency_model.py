@@ -27,6 +27,10 @@ class StepCosts:
     """SFD_S: speculative attention on the sender, which computes all of A and verifies."""
     receiver_us: float
     """SFD_R: speculative attention on the receiver, until it holds A~."""
+    skipped_us: float = 0.0
+    """After an accepted guess, what the sender goes through before the next layer may begin. Over collectives that is
+    the branch with closed gates, whose all-reduces run all the same; over words nobody waits for it. Not in the paper.
+    """
 
     def __post_init__(self) -> None:
         """Reject numbers that cannot be measurements."""
@@ -41,11 +45,11 @@ class StepCosts:
 def hit_layer_us(costs: StepCosts) -> float:
     """One accepted layer: the receiver goes on with `A~` while the sender finishes the attention.
 
-        max(SFD_S, SFD_R + layer) = SFD_R + max(SFD_S - SFD_R, layer)
+        max(SFD_S + skipped, SFD_R + layer)
 
     `layer` is this layer's post-attention and the next one's pre-attention.
     """
-    return max(costs.sender_us, costs.receiver_us + costs.layer_us)
+    return max(costs.sender_us + costs.skipped_us, costs.receiver_us + costs.layer_us)
 
 
 def miss_layer_us(costs: StepCosts) -> float:
@@ -56,7 +60,7 @@ def miss_layer_us(costs: StepCosts) -> float:
 def speculative_step_us(costs: StepCosts, hit_rate: float) -> float:
     """One token with paired groups.
 
-        t = fixed + floor(L r) (SFD_R + max(SFD_S - SFD_R, layer)) + ceil(L (1 - r)) (layer + SFD_S)
+        t = fixed + floor(L r) max(SFD_S + skipped, SFD_R + layer) + ceil(L (1 - r)) (layer + SFD_S)
 
     An upper bound for a rate that is no multiple of 1/L, since hits are rounded down. The last layer's attention
     could also overlap the LM head; the model leaves that out.

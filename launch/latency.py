@@ -198,11 +198,6 @@ def _sweep(
     engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     status.clear()
     notify(engine.notices if is_first else [])
-    if config.trace is not None and engine.mode == "paired" and engine.loop and engine.transport_name != "symm":
-        raise UserError(
-            "flags: --trace: a pair's branches over nccl overlap, and their kernels have no layer of their own here; "
-            "generate.py --trace shows the operations"
-        )
     # Steps launched one by one are recorded as they run; captured ones are profiled afterwards, by `_trace`.
     engine.timeline.enabled = config.trace is not None and engine.loop is None
     for rate in rates:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import swap_trace
 from .engine import Engine
 from .faults import LOADING
 from .replay import StepRecord
@@ -59,8 +62,8 @@ def kernel_rows(engine: Engine, context: int, token_ids: list[int]) -> tuple[lis
     Args:
         token_ids: [B], the newest token of each request.
     Returns:
-        This rank's `{"kernel", "step", "start_us", "end_us"}`, and the verdict of each step and layer, 1 where every
-        request accepted; empty without a pair.
+        This rank's `{"kernel", "stream", "step", "start_us", "end_us"}`, and the verdict of each step and layer, 1
+        where every request accepted; empty without a pair.
     """
     transport, placement = engine.transport, engine.placement
     assert transport is not None, "load comes first"
@@ -81,31 +84,38 @@ def kernel_rows(engine: Engine, context: int, token_ids: list[int]) -> tuple[lis
     if placement.local_world_size == placement.world_size:
         zero_ns = int(zeros.min())
     rows = [
-        {"kernel": name, "step": step, "start_us": (start - zero_ns) / 1e3, "end_us": (end - zero_ns) / 1e3}
-        for name, step, start, end in kernels
+        {
+            "kernel": name,
+            "stream": stream,
+            "step": step,
+            "start_us": (start - zero_ns) / 1e3,
+            "end_us": (end - zero_ns) / 1e3,
+        }
+        for name, stream, step, start, end in kernels
         if step <= TRACE_STEPS
     ]
     return rows, [record.hits.all(1).int().tolist() for record in records[1:] if record.hits is not None]
 
 
-def step_kernels(exported: dict[str, Any]) -> tuple[int, list[tuple[str, int, int, int]]]:
+def step_kernels(exported: dict[str, Any]) -> tuple[int, list[tuple[str, int, int, int, int]]]:
     """Kernels of whole steps in a trace that the profiler exported.
 
     Returns:
-        The first step's end, in ns since the epoch, and each later kernel: name, step from 1 on, start and end in ns.
+        The first step's end, in ns since the epoch, and each later kernel: name, stream, step from 1 on, start and end
+        in ns.
         Without a step's end in the trace: a time after all others, and no kernels.
     """
     base_ns = int(exported.get("baseTimeNanoseconds", 0))
     spans = sorted(
-        (base_ns + round(event["ts"] * 1e3), round(event["dur"] * 1e3), event["name"])
+        (base_ns + round(event["ts"] * 1e3), round(event["dur"] * 1e3), event["name"], event["args"]["stream"])
         for event in exported["traceEvents"]
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )
     zero_ns, step = torch.iinfo(torch.int64).max, 0
     kernels = []
-    for start_ns, duration_ns, name in spans:
+    for start_ns, duration_ns, name, stream in spans:
         if step:
-            kernels.append((name, step, start_ns, start_ns + duration_ns))
+            kernels.append((name, stream, step, start_ns, start_ns + duration_ns))
         if STEP_END in name:
             step += 1
             zero_ns = min(zero_ns, start_ns + duration_ns)
@@ -118,28 +128,36 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
     Args:
         rows_by_rank: of every rank; a pair's first half is group 0.  verdicts: [steps][L], of a pair; else empty.
     Returns:
-        `{"op", "kernel", "layer", "step", "start_us", "end_us", "ready_us", "open"}`. Not open is a kernel whose gate
-        was closed: it looked and returned.
+        `{"op", "kernel", "layer", "step", "start_us", "end_us", "ready_us", "open"}`, and `"branch"` of a pair over
+        collectives. Not open is a kernel whose gate was closed: it looked and returned.
     """
     labelled = []
     for rows in rows_by_rank:
-        by_step: dict[int, list[Row]] = {}
-        ready_us = 0.0
-        for row in rows:
-            by_step.setdefault(row["step"], []).append(row | {"ready_us": ready_us, "open": True})
-            ready_us = max(ready_us, row["end_us"])
-        own = []
-        for step_rows in by_step.values():
-            places = _places([row["kernel"] for row in step_rows], is_pair=bool(verdicts))
-            own += [dict(op=op, layer=layer, **row) for row, (op, layer) in zip(step_rows, places, strict=True)]
+        own: list[Row] = []
+        for _, step_rows in groupby(rows, key=itemgetter("step")):
+            ready_us = max((row["end_us"] for row in own), default=0.0)
+            own += _placed(list(step_rows), ready_us, is_pair=bool(verdicts))
         labelled.append(own)
     if verdicts:
         senders = _senders(labelled, verdicts)
+        opens = swap_trace.is_open if swap_trace.is_swapped(labelled[0]) else _is_open
         for rank, rows in enumerate(labelled):
             group = rank * 2 // len(labelled)
             for row in rows:
-                row["open"] = _is_open(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
+                row["open"] = opens(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
     return labelled
+
+
+def _placed(rows: list[Row], ready_us: float, is_pair: bool) -> list[Row]:
+    """One step's rows with `op`, `layer`, `ready_us`, that of the first being given, and `open`."""
+    if swap_trace.is_swapped(rows):
+        return swap_trace.place(rows, ready_us)
+    ready = accumulate((row["end_us"] for row in rows), max, initial=ready_us)
+    places = _places([row["kernel"] for row in rows], is_pair)
+    return [
+        {"op": op, "layer": layer} | row | {"ready_us": since_us, "open": True}
+        for row, (op, layer), since_us in zip(rows, places, ready, strict=False)
+    ]
 
 
 def _places(names: list[str], is_pair: bool) -> list[tuple[str, int]]:
@@ -215,6 +233,8 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
     whole steps, as the profiler saw them, to be compared with those of a run without it.
     """
     senders = _senders(labelled, verdicts)
+    if swap_trace.is_swapped(labelled[0]):
+        return swap_trace.swap_parts(labelled, verdicts, senders)
     tp_size = len(labelled) // 2
     ends: dict[tuple[int, int, int, str], float] = {}
     parts: dict[str, list[float]] = {

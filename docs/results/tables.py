@@ -187,13 +187,13 @@ def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, An
         " kernels of some traced steps, each counted from when the kernel before it had ended. The parts are of a run"
         " of their own. `checkpoint` is the bundled model: after a text, lambda = 0.1, real verdicts."
     ]
-    names = ("attention", "sender", "receiver", "layer", "fixed", "step")
+    names = ("attention", "sender", "receiver", "layer", "skipped", "fixed", "step")
     cells = [
         [
-            *(str(found["step"]["case"][name]) for name in ("shape", "world", "context")),
+            *(str(found["step"]["case"][name]) for name in ("shape", "world", "transport", "context")),
             cache_of(found["step"]),
             hits(found["step"]),
-            *(f"{found[name]['us']['p50']:.1f}" for name in names),
+            *(f"{found[name]['us']['p50']:.1f}" if name in found else "" for name in names),
         ]
         for found in measured.values()
     ]
@@ -205,7 +205,7 @@ def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, An
         tables += [
             "Parts of traced steps, in microseconds.",
             where(*parts),
-            table(["shape", "GPUs", "context", "cache", "hits", *names], cells),
+            table(["shape", "GPUs", "transport", "context", "cache", "hits", *names], cells),
         ]
     return "\n\n".join([f"## {title}", *text, *tables])
 
@@ -218,15 +218,8 @@ def against(base: dict[str, Any], row: dict[str, Any]) -> str:
 def predicted_us(parts: dict[str, dict[str, Any]], hit_rate: float) -> float:
     """The latency model's step from rows of `decode_parts`."""
     p50 = {name: row["us"]["p50"] for name, row in parts.items()}
-    costs = StepCosts(
-        num_layers=parts["layer"]["num_layers"],
-        fixed_us=p50["fixed"],
-        layer_us=p50["layer"],
-        attention_us=p50["attention"],
-        sender_us=p50["sender"],
-        receiver_us=p50["receiver"],
-    )
-    return speculative_step_us(costs, hit_rate)
+    costs = {f"{name}_us": us for name, us in p50.items() if name != "step"}
+    return speculative_step_us(StepCosts(parts["layer"]["num_layers"], **costs), hit_rate)
 
 
 def _setting(row: dict[str, Any]) -> tuple[Any, ...]:

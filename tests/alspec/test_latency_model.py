@@ -147,6 +147,12 @@ def test_layers_by_hand() -> None:
     assert miss_layer_us(attention_bound) == 120
     assert speculative_step_us(attention_bound, 0.5) == 100 + 2 * 70 + 2 * 120
 
+    # What follows an accepted guess on the sender only counts where that is what the next layer waits for.
+    for short, skipped_us, hit_us in ((attention_bound, 15, 85), (receiver_bound, 15, 55), (receiver_bound, 30, 62)):
+        costs = dataclasses.replace(short, skipped_us=skipped_us)
+        assert hit_layer_us(costs) == hit_us
+        assert miss_layer_us(costs) == miss_layer_us(short)
+
 
 @given(TIME, TIME, TIME, RATE, st.integers(1, 100))
 def test_printed_formula(layer: float, sender_us: float, receiver_us: float, rate: float, layers: int) -> None:

@@ -112,8 +112,10 @@ class Job:
         self.priority = (2, 0) if sends == 0 else (0, 2)
 
 
-def kernel(name: str, start_us: float, duration_us: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": start_us, "dur": duration_us}
+def kernel(name: str, start_us: float, duration_us: float, stream: int = 7) -> dict[str, Any]:
+    return {
+        "ph": "X", "cat": "kernel", "name": name, "ts": start_us, "dur": duration_us, "args": {"stream": stream},
+    }  # fmt: skip
 
 
 def test_kernels_of_whole_steps() -> None:
@@ -125,16 +127,16 @@ def test_kernels_of_whole_steps() -> None:
         kernel("attention", 10.0, 10.0),
         kernel("_finish_step_kernel", 19.0, 2.0),
         kernel("_finish_step_kernel", 39.0, 2.5),
-        kernel("attention", 20.125, 19.0),
+        kernel("attention", 20.125, 19.0, stream=9),
         {"ph": "M", "name": "process_name"},
         kernel("attention", 41.0, 3.0),
     ]
     zero_ns, kernels = step_kernels({"traceEvents": events, "baseTimeNanoseconds": base})
     assert zero_ns == base + 21_000
     assert kernels == [
-        ("attention", 1, base + 20_125, base + 39_125),
-        ("_finish_step_kernel", 1, base + 39_000, base + 41_500),
-        ("attention", 2, base + 41_000, base + 44_000),
+        ("attention", 9, 1, base + 20_125, base + 39_125),
+        ("_finish_step_kernel", 7, 1, base + 39_000, base + 41_500),
+        ("attention", 7, 2, base + 41_000, base + 44_000),
     ]
 
 

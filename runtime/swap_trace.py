@@ -1,0 +1,143 @@
+"""The kernels of a traced step whose two groups talk by collectives: places, gates, and the parts of a layer.
+
+A layer forks behind the guess (`models/swapped_decoder.py`): *aside*, on a stream of its own, is what a receiver does
+on the guess; *main* is the rest of the attention, the verdict, and what a sender does again. Their kernels have the
+same names and lie side by side in time, so it is the stream that tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+__all__ = ["is_open", "is_swapped", "place", "swap_parts"]
+
+Row = dict[str, Any]
+PACK = "pack_kernel"  # part of the name of the kernel ahead of a fork, and of the first one after the last layer
+UNPACK = "unpack_handover"
+SETTLE = "settle_kernel"
+ATTENTION = ("lean_", "turbo_decode", "turbo_merge")
+POST_ATTENTION = ("push_partial", "reduce_norm", "gate_up_silu")
+PRE_ATTENTION = "qkv_rope_append"
+HEAD = ("turbo_compact", "collect_logits", "finish_step")
+
+
+def is_swapped(rows: list[Row]) -> bool:
+    """Whether these kernels are of such a step."""
+    return any(SETTLE in row["kernel"] for row in rows)
+
+
+def place(rows: list[Row], ready_us: float) -> list[Row]:
+    """One step's rows, in the order of their starts, with `op`, `layer`, `branch`, `ready_us` and `open`.
+
+    The `ready_us` of the first is given. A kernel is ready when the one before it in its branch has ended: behind a
+    fork the one ahead of the fork, behind a join the later of both branches. A kernel of another name (NCCL's, a copy)
+    belongs to the operation before it, but one between attention and verdict gathers the verdict's sums.
+    """
+    num_layers = sum(SETTLE in row["kernel"] for row in rows)
+    streams = iter([row["stream"] for row in rows if UNPACK in row["kernel"]])  # of the branches aside, layer by layer
+    aside = layer = -1
+    ops = {"main": "embed", "aside": ""}
+    ready = {"main": ready_us, "aside": 0.0}
+    placed = []
+    for row in rows:
+        name = row["kernel"]
+        branch = "aside" if row["stream"] == aside else "main"
+        if branch == "main" and ops["main"] in ("pre_attention", "post_attention") and _follows_join(name):
+            ready["main"], aside = max(ready.values()), -1
+        op = ops[branch] = _operation(name, ops[branch], layer + 1 == num_layers)
+        at = layer + 1 if op in ("pre_attention", "predictor", "agree", "lm_head") else max(layer, 0)
+        placed.append(row | {"op": op, "layer": at, "branch": branch, "ready_us": ready[branch], "open": True})
+        ready[branch] = max(ready[branch], row["end_us"])
+        if PACK in name and layer + 1 < num_layers:
+            layer, aside = layer + 1, next(streams, -1)
+            ops["aside"], ready["aside"] = "handover", row["end_us"]
+    return placed
+
+
+def _follows_join(name: str) -> bool:
+    """Of a kernel behind a projection in the main branch: the next guess, or the end of the layers."""
+    return PACK in name or any(part in name for part in ATTENTION)
+
+
+def _operation(name: str, before: str, layers_ended: bool) -> str:
+    """Of a kernel, given that of the one before it in its branch."""
+    if PACK in name:
+        return "agree" if layers_ended else "predictor"
+    if any(part in name for part in HEAD):
+        return "lm_head"
+    if before in ("agree", "lm_head"):
+        return "lm_head" if "push_partial" in name else before
+    if PRE_ATTENTION in name:
+        return "pre_attention"
+    if any(part in name for part in POST_ATTENTION):
+        return "post_attention"
+    if any(part in name for part in ATTENTION):
+        return "full_attention" if before in ("predictor", "full_attention") else "predictor"
+    if SETTLE in name or before == "full_attention":
+        return "verdict"
+    return before
+
+
+def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bool:
+    """Whether this group's gate was open; senders: [L + 1] and accepted: [L] of the row's step.
+
+    Collectives run on all ranks: the swap counts for the receiver, who waits for it, the verdict for the sender.
+    """
+    op, layer, name = row["op"], row["layer"], row["kernel"]
+    if op in ("pre_attention", "post_attention"):
+        fork = layer - 1 if op == "pre_attention" else layer
+        if fork < 0:
+            return group == senders[0]
+        return group != senders[fork] if row["branch"] == "aside" else group == senders[fork] and not accepted[fork]
+    if op == "handover" or "unpack_" in name:
+        return group != senders[layer]
+    if op in ("predictor", "full_attention", "verdict") or PACK in name:
+        return group == senders[layer]
+    return True
+
+
+def swap_parts(
+    labelled: list[list[Row]], verdicts: list[list[int]], senders: list[list[int]]
+) -> dict[str, list[float]]:
+    """As `layer_parts`, of a pair over collectives.
+
+    `sender`: from where a layer's guess may begin to the verdict, which every rank has. `receiver`: from there until
+    the receiver has unpacked the handover. `layer`: post-attention and the next pre-attention, in the branch that
+    computes them. `skipped`: that of a sender whose guess was accepted. `fixed`: what precedes the first pre-attention
+    and follows the last layer's join.
+    """
+    tp_size = len(labelled) // 2
+    begins: dict[tuple[int, int, int, str], float] = {}
+    ends: dict[tuple[int, int, int, str], float] = defaultdict(float)
+    attention_us: dict[tuple[int, int, int], float] = defaultdict(float)
+    for rank, rows in enumerate(labelled):
+        for row in rows:
+            key = (rank, row["step"], row["layer"])
+            name = row["op"] if row["op"] != "pre_attention" else f"pre_attention {row['branch']}"
+            begins.setdefault((*key, name), row["ready_us"])
+            ends[*key, name] = max(row["end_us"], ends[*key, name])
+            if row["op"] == "full_attention" and row["open"]:
+                attention_us[key] += row["end_us"] - max(row["start_us"], row["ready_us"])
+    parts: dict[str, list[float]] = {name: [] for name in ("sender", "receiver", "layer", "skipped", "fixed", "step")}
+    for step, (line, accepted) in enumerate(zip(senders, verdicts, strict=True), start=1):
+        for pair in range(tp_size):
+            ranks = [group * tp_size + pair for group in line]
+            for layer, hit in enumerate(accepted):
+                sender, receiver = ranks[layer], pair + (1 - line[layer]) * tp_size
+                begin = begins[sender, step, layer, "predictor"]
+                decided, arrived = ends[sender, step, layer, "verdict"], ends[receiver, step, layer, "handover"]
+                parts["sender"].append(decided - begin)
+                parts["receiver"].append(arrived - begin)
+                if layer + 1 < len(accepted):
+                    parts["layer"].append(ends[receiver, step, layer + 1, "pre_attention aside"] - arrived)
+                    again = "skipped" if hit else "layer"
+                    parts[again].append(ends[sender, step, layer + 1, "pre_attention main"] - decided)
+            if step > 1:
+                last, num_layers = ranks[-1], len(accepted)
+                before = ends[ranks[0], step - 1, num_layers, "lm_head"]
+                head = ends[ranks[0], step, 0, "embed"] - before
+                tail = ends[last, step, num_layers, "lm_head"] - begins[last, step, num_layers, "agree"]
+                parts["fixed"].append(head + tail)
+                parts["step"].append(ends[ranks[0], step, num_layers, "lm_head"] - before)
+    return {"attention": list(attention_us.values())} | parts

@@ -1,0 +1,168 @@
+"""Kernels of a pair over collectives, in two branches on two streams: what they belong to, and the parts of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from alspec.latency_model import StepCosts, speculative_step_us
+from alspec.runtime.kernel_trace import label, layer_parts
+
+NUM_LAYERS = 5
+CLOSED_US = 0.5
+MAIN, BESIDE = 7, 142
+# What a kernel takes from when it may begin, if its gate is open.
+WORK_US = {
+    "_embed_norm_kernel": 3.0,
+    "_qkv_rope_append_kernel": 9.0,
+    "lean_hopper_kernel": 6.0,  # a guess
+    "_pack_kernel": 1.5,
+    "ncclDevKernel_AllGather": 12.0,
+    "ncclDevKernel_AllReduce": 7.0,
+    "_unpack_handover_kernel": 2.0,
+    "_turbo_append_kernel": 1.0,
+    "_push_partial_kernel": 11.0,
+    "_reduce_norm_kernel": 2.0,
+    "_gate_up_silu_kernel": 30.0,
+    "lean_merge_kernel": 1.5,
+    "_settle_kernel": 2.0,
+    "_unpack_residual_kernel": 1.0,
+    "Memcpy DtoD": 1.0,
+    "_collect_logits_kernel": 4.0,
+    "_sample_kernel": 5.0,
+    "_finish_step_kernel": 2.0,
+}
+POST = ("push_partial", "reduce_norm", "gate_up_silu", "push_partial", "reduce_norm")
+LAYER_US = 11 + 2 + 30 + 11 + 2 + 9
+
+
+class Job:
+    """Two groups of `tp_size` ranks that go through the list of `models/swapped_decoder.py`; knows what each kernel is.
+
+    Each rank has a clock for each stream. A collective ends everywhere `WORK_US` after the last rank has come to it.
+    """
+
+    def __init__(self, tp_size: int, sends: int, attention_us: float, quantised: bool) -> None:
+        self.tp_size, self.sends, self.quantised = tp_size, sends, quantised
+        self.attention_us = attention_us
+        self.ranks = range(2 * tp_size)
+        self.rows: list[list[dict[str, Any]]] = [[] for _ in self.ranks]
+        self.truth: list[list[tuple[str, int, bool, float]]] = [[] for _ in self.ranks]  # op, layer, open, ready
+        self.now = [{MAIN: 0.0, BESIDE: 0.0} for _ in self.ranks]
+        self.step = 0
+
+    def kernel(
+        self, part: str, op: str, layer: int, groups: tuple[int, ...] = (0, 1), stream: int = MAIN, us: float = 0.0
+    ) -> None:
+        """A launch on every rank, open on those of `groups`; it starts a little before it is ready."""
+        name = next(name for name in WORK_US if part in name)
+        meets = max(self.now[rank][stream] for rank in self.ranks) if "nccl" in name else 0.0
+        for rank in self.ranks:
+            clock = self.now[rank]
+            is_open = rank // self.tp_size in groups
+            works = is_open or op == "verdict" or "nccl" in name  # a verdict is every rank's
+            end = max(meets, clock[stream]) + ((us or WORK_US[name]) if works else CLOSED_US)
+            # Behind a fork and a join launches are ordinary ones, and start when they are ready.
+            early = 0.125 if part not in ("lean_hopper", "pack") and "nccl" not in name else 0.0
+            row = {"kernel": name, "stream": stream, "step": self.step, "start_us": clock[stream] - early}
+            self.rows[rank].append(row | {"end_us": end})
+            self.truth[rank].append((op, layer, is_open, clock[stream]))
+            clock[stream] = end
+
+    def branch(self, layer: int, groups: tuple[int, ...], stream: int) -> None:
+        for part in POST:
+            if part == "reduce_norm" and self.tp_size > 1:
+                self.kernel("AllReduce", "post_attention", layer, groups, stream)
+            self.kernel(part, "post_attention", layer, groups, stream)
+        if layer + 1 < NUM_LAYERS:
+            self.kernel("qkv", "pre_attention", layer + 1, groups, stream)
+
+    def layer(self, layer: int, accepted: int) -> None:
+        sends, receives = (self.sends,), (1 - self.sends,)
+        self.kernel("lean_hopper", "predictor", layer, sends)
+        self.kernel("pack", "predictor", layer, sends)
+        for clock in self.now:
+            clock[BESIDE] = clock[MAIN]
+        self.kernel("AllGather", "handover", layer, receives, BESIDE)
+        self.kernel("unpack_handover", "handover", layer, receives, BESIDE)
+        if self.quantised:
+            self.kernel("turbo_append", "handover", layer, receives, BESIDE)
+        self.branch(layer, receives, BESIDE)
+        self.kernel("lean_merge", "full_attention", layer, sends, us=self.attention_us)
+        self.kernel("lean_merge", "full_attention", layer, sends)
+        self.kernel("AllGather", "verdict", layer, sends)
+        self.kernel("settle", "verdict", layer, sends)
+        self.branch(layer, () if accepted else sends, MAIN)
+        for clock in self.now:
+            clock[MAIN] = max(clock.values())
+        self.sends ^= accepted
+
+    def run(self, verdicts: list[int]) -> float:
+        """One step; returns its time."""
+        self.step += 1
+        begun = self.now[0][MAIN]
+        self.kernel("embed", "embed", 0)
+        self.kernel("qkv", "pre_attention", 0, (self.sends,))
+        for layer, accepted in enumerate(verdicts):
+            self.layer(layer, accepted)
+        self.kernel("pack", "agree", NUM_LAYERS, (self.sends,))
+        self.kernel("AllGather", "agree", NUM_LAYERS)
+        self.kernel("unpack_residual", "agree", NUM_LAYERS, (1 - self.sends,))
+        self.kernel("Memcpy", "agree", NUM_LAYERS)
+        for part in ("push_partial", "AllGather", "collect", "sample", "finish_step"):
+            self.kernel(part, "lm_head", NUM_LAYERS)
+        return self.now[0][MAIN] - begun
+
+    def traced(self) -> list[list[dict[str, Any]]]:
+        """Rows as a profiler has them, by their starts."""
+        return [sorted(rows, key=lambda row: row["start_us"]) for rows in self.rows]
+
+
+VERDICTS = {
+    "mixed": [[1, 0, 0, 1, 1], [0, 1, 0, 0, 1], [1, 1, 0, 1, 0]],
+    "accepted": [[1] * NUM_LAYERS] * 3,
+    "rejected": [[0] * NUM_LAYERS] * 3,
+}
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", VERDICTS)
+def test_labels(name: str, tp_size: int, first: int, quantised: bool) -> None:
+    """Operation, layer, gate and readiness of every kernel."""
+    job = Job(tp_size, first, 90.0, quantised)
+    for verdicts in VERDICTS[name]:
+        job.run(verdicts)
+    labelled = label(job.traced(), VERDICTS[name])
+    for rows, own, truth in zip(labelled, job.rows, job.truth, strict=True):
+        expected = {
+            (row["stream"], row["start_us"], row["kernel"]): known for row, known in zip(own, truth, strict=True)
+        }
+        assert len(rows) == len(own)
+        for row in rows:
+            found = (row["op"], row["layer"], row["open"], row["ready_us"])
+            assert found == expected[row["stream"], row["start_us"], row["kernel"]], row
+
+
+@pytest.mark.parametrize("attention_us", [20.0, 90.0])
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", VERDICTS)
+def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool, attention_us: float) -> None:
+    """Parts are what the kernels were given, and the latency model makes the step's time of them, to 10 %."""
+    job = Job(tp_size, 1, attention_us, quantised)
+    times = [job.run(verdicts) for verdicts in VERDICTS[name]]
+    parts = layer_parts(label(job.traced(), VERDICTS[name]), VERDICTS[name])
+    assert parts["attention"] == pytest.approx([attention_us + 1.5] * 3 * NUM_LAYERS * tp_size)
+    assert parts["sender"] == pytest.approx([6 + 1.5 + attention_us + 1.5 + 12 + 2] * len(parts["sender"]))
+    assert parts["receiver"] == pytest.approx([6 + 1.5 + 12 + 2 + quantised] * len(parts["receiver"]))
+    assert parts["step"] == pytest.approx([time for time in times[1:] for _ in range(tp_size)])
+    sums_us = 2 * 7 if tp_size > 1 else 0
+    assert parts["layer"] == pytest.approx([LAYER_US + sums_us] * len(parts["layer"]))
+    assert parts["skipped"] == pytest.approx([6 * CLOSED_US + sums_us] * len(parts["skipped"]))
+    p50 = {part: sorted(samples)[len(samples) // 2] for part, samples in parts.items() if samples}
+    costs = StepCosts(NUM_LAYERS, **{f"{part}_us": us for part, us in p50.items() if part != "step"})
+    for time, verdicts in zip(times[1:], VERDICTS[name][1:], strict=True):
+        assert speculative_step_us(costs, sum(verdicts) / NUM_LAYERS) == pytest.approx(time, rel=0.05)
