@@ -28,9 +28,8 @@ class StepCosts:
     receiver_us: float
     """SFD_R: speculative attention on the receiver, until it holds A~."""
     skipped_us: float = 0.0
-    """After an accepted guess, what the sender goes through before the next layer may begin. Over collectives that is
-    the branch with closed gates, whose all-reduces run all the same; over words nobody waits for it. Not in the paper.
-    """
+    """What the sender goes through after an accepted guess before the next layer may begin: over collectives a branch
+    with closed gates. Over words nobody waits for it, and the paper has no such term."""
 
     def __post_init__(self) -> None:
         """Reject numbers that cannot be measurements."""

@@ -198,6 +198,12 @@ def _sweep(
     engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     status.clear()
     notify(engine.notices if is_first else [])
+    by_collectives = engine.mode == "paired" and engine.loop and engine.transport_name != "symm"
+    if config.trace is not None and by_collectives and engine.placement.tp_size > 1:
+        raise UserError(
+            "flags: --trace: over nccl the branches of a layer can be told apart with two ranks only; trace those, or "
+            "use generate.py --trace, which shows the operations"
+        )
     # Steps launched one by one are recorded as they run; captured ones are profiled afterwards, by `_trace`.
     engine.timeline.enabled = config.trace is not None and engine.loop is None
     for rate in rates:

@@ -2,7 +2,11 @@
 
 A layer forks behind the guess (`models/swapped_decoder.py`): *aside*, on a stream of its own, is what a receiver does
 on the guess; *main* is the rest of the attention, the verdict, and what a sender does again. Their kernels have the
-same names and lie side by side in time, so it is the stream that tells them apart.
+same names and lie side by side in time, so it is the stream that tells them apart. A captured branch goes on in a new
+stream behind each collective: with one rank in each group aside has one, its first kernel. Of more it would have
+several, and which stream is whose could not be told.
+
+Shapes: L layers.
 """
 
 from __future__ import annotations
@@ -42,9 +46,9 @@ def place(rows: list[Row], ready_us: float) -> list[Row]:
     placed = []
     for row in rows:
         name = row["kernel"]
-        branch = "aside" if row["stream"] == aside else "main"
-        if branch == "main" and ops["main"] in ("pre_attention", "post_attention") and _follows_join(name):
+        if ops["main"] in ("pre_attention", "post_attention") and _is_first_of_layer(name):
             ready["main"], aside = max(ready.values()), -1
+        branch = "aside" if row["stream"] == aside else "main"
         op = ops[branch] = _operation(name, ops[branch], layer + 1 == num_layers)
         at = layer + 1 if op in ("pre_attention", "predictor", "agree", "lm_head") else max(layer, 0)
         placed.append(row | {"op": op, "layer": at, "branch": branch, "ready_us": ready[branch], "open": True})
@@ -55,8 +59,8 @@ def place(rows: list[Row], ready_us: float) -> list[Row]:
     return placed
 
 
-def _follows_join(name: str) -> bool:
-    """Of a kernel behind a projection in the main branch: the next guess, or the end of the layers."""
+def _is_first_of_layer(name: str) -> bool:
+    """Of a kernel behind the projections of both branches: the next guess, or the first one after the last layer."""
     return PACK in name or any(part in name for part in ATTENTION)
 
 
@@ -100,44 +104,41 @@ def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bo
 def swap_parts(
     labelled: list[list[Row]], verdicts: list[list[int]], senders: list[list[int]]
 ) -> dict[str, list[float]]:
-    """As `layer_parts`, of a pair over collectives.
+    """As `layer_parts`, of a pair of two ranks over collectives; senders: [steps][L + 1].
 
-    `sender`: from where a layer's guess may begin to the verdict, which every rank has. `receiver`: from there until
-    the receiver has unpacked the handover. `layer`: post-attention and the next pre-attention, in the branch that
-    computes them. `skipped`: that of a sender whose guess was accepted. `fixed`: what precedes the first pre-attention
-    and follows the last layer's join.
+    `sender`: from where a layer's guess may begin to the verdict. `receiver`: from there until the receiver has
+    unpacked the handover. `layer`: post-attention and the next pre-attention, in the branch that computes them.
+    `skipped`: that of a sender whose guess was accepted. `fixed`: what precedes the first pre-attention and follows the
+    last layer's join.
     """
-    tp_size = len(labelled) // 2
     begins: dict[tuple[int, int, int, str], float] = {}
     ends: dict[tuple[int, int, int, str], float] = defaultdict(float)
-    attention_us: dict[tuple[int, int, int], float] = defaultdict(float)
+    attention_us: dict[tuple[int, int], float] = defaultdict(float)
     for rank, rows in enumerate(labelled):
         for row in rows:
-            key = (rank, row["step"], row["layer"])
+            step, layer = row["step"], row["layer"]
             name = row["op"] if row["op"] != "pre_attention" else f"pre_attention {row['branch']}"
-            begins.setdefault((*key, name), row["ready_us"])
-            ends[*key, name] = max(row["end_us"], ends[*key, name])
+            begins.setdefault((rank, step, layer, name), row["ready_us"])
+            ends[rank, step, layer, name] = max(row["end_us"], ends[rank, step, layer, name])
             if row["op"] == "full_attention" and row["open"]:
-                attention_us[key] += row["end_us"] - max(row["start_us"], row["ready_us"])
+                attention_us[step, layer] += row["end_us"] - max(row["start_us"], row["ready_us"])
     parts: dict[str, list[float]] = {name: [] for name in ("sender", "receiver", "layer", "skipped", "fixed", "step")}
     for step, (line, accepted) in enumerate(zip(senders, verdicts, strict=True), start=1):
-        for pair in range(tp_size):
-            ranks = [group * tp_size + pair for group in line]
-            for layer, hit in enumerate(accepted):
-                sender, receiver = ranks[layer], pair + (1 - line[layer]) * tp_size
-                begin = begins[sender, step, layer, "predictor"]
-                decided, arrived = ends[sender, step, layer, "verdict"], ends[receiver, step, layer, "handover"]
-                parts["sender"].append(decided - begin)
-                parts["receiver"].append(arrived - begin)
-                if layer + 1 < len(accepted):
-                    parts["layer"].append(ends[receiver, step, layer + 1, "pre_attention aside"] - arrived)
-                    again = "skipped" if hit else "layer"
-                    parts[again].append(ends[sender, step, layer + 1, "pre_attention main"] - decided)
-            if step > 1:
-                last, num_layers = ranks[-1], len(accepted)
-                before = ends[ranks[0], step - 1, num_layers, "lm_head"]
-                head = ends[ranks[0], step, 0, "embed"] - before
-                tail = ends[last, step, num_layers, "lm_head"] - begins[last, step, num_layers, "agree"]
-                parts["fixed"].append(head + tail)
-                parts["step"].append(ends[ranks[0], step, num_layers, "lm_head"] - before)
+        for layer, hit in enumerate(accepted):
+            sender, receiver = line[layer], 1 - line[layer]
+            begin = begins[sender, step, layer, "predictor"]
+            decided, arrived = ends[sender, step, layer, "verdict"], ends[receiver, step, layer, "handover"]
+            parts["sender"].append(decided - begin)
+            parts["receiver"].append(arrived - begin)
+            if layer + 1 < len(accepted):
+                parts["layer"].append(ends[receiver, step, layer + 1, "pre_attention aside"] - arrived)
+                again = "skipped" if hit else "layer"
+                parts[again].append(ends[sender, step, layer + 1, "pre_attention main"] - decided)
+        if step > 1:
+            num_layers = len(accepted)
+            before = ends[line[0], step - 1, num_layers, "lm_head"]
+            head = ends[line[0], step, 0, "embed"] - before
+            tail = ends[line[-1], step, num_layers, "lm_head"] - begins[line[-1], step, num_layers, "agree"]
+            parts["fixed"].append(head + tail)
+            parts["step"].append(ends[line[0], step, num_layers, "lm_head"] - before)
     return {"attention": list(attention_us.values())} | parts

@@ -11,7 +11,7 @@ from alspec.runtime.kernel_trace import label, layer_parts
 
 NUM_LAYERS = 5
 CLOSED_US = 0.5
-MAIN, BESIDE = 7, 142
+MAIN, ASIDE = 0, 1
 # What a kernel takes from when it may begin, if its gate is open.
 WORK_US = {
     "_embed_norm_kernel": 3.0,
@@ -19,7 +19,6 @@ WORK_US = {
     "lean_hopper_kernel": 6.0,  # a guess
     "_pack_kernel": 1.5,
     "ncclDevKernel_AllGather": 12.0,
-    "ncclDevKernel_AllReduce": 7.0,
     "_unpack_handover_kernel": 2.0,
     "_turbo_append_kernel": 1.0,
     "_push_partial_kernel": 11.0,
@@ -38,64 +37,66 @@ LAYER_US = 11 + 2 + 30 + 11 + 2 + 9
 
 
 class Job:
-    """Two groups of `tp_size` ranks that go through the list of `models/swapped_decoder.py`; knows what each kernel is.
+    """Two ranks that go through the list of `models/swapped_decoder.py`; knows what each kernel is.
 
-    Each rank has a clock for each stream. A collective ends everywhere `WORK_US` after the last rank has come to it.
+    Each rank has a clock for each branch. A collective ends everywhere `WORK_US` after the last rank has come to it.
+    As the driver does it, a branch goes on in a new stream with each collective, and aside's is what follows a join.
     """
 
-    def __init__(self, tp_size: int, sends: int, attention_us: float, quantised: bool) -> None:
-        self.tp_size, self.sends, self.quantised = tp_size, sends, quantised
-        self.attention_us = attention_us
-        self.ranks = range(2 * tp_size)
-        self.rows: list[list[dict[str, Any]]] = [[] for _ in self.ranks]
-        self.truth: list[list[tuple[str, int, bool, float]]] = [[] for _ in self.ranks]  # op, layer, open, ready
-        self.now = [{MAIN: 0.0, BESIDE: 0.0} for _ in self.ranks]
+    def __init__(self, sends: int, attention_us: float, quantised: bool) -> None:
+        self.sends, self.attention_us, self.quantised = sends, attention_us, quantised
+        self.rows: list[list[dict[str, Any]]] = [[], []]
+        self.truth: list[list[tuple[str, int, bool, float]]] = [[], []]  # op, layer, open, ready
+        self.now = [[0.0, 0.0], [0.0, 0.0]]
+        self.streams = [7, 7]
+        self.num_streams = 7
         self.step = 0
 
     def kernel(
-        self, part: str, op: str, layer: int, groups: tuple[int, ...] = (0, 1), stream: int = MAIN, us: float = 0.0
+        self, part: str, op: str, layer: int, opens: tuple[int, ...] = (0, 1), branch: int = MAIN, us: float = 0.0
     ) -> None:
-        """A launch on every rank, open on those of `groups`; it starts a little before it is ready."""
+        """A launch on both ranks, open on those of `opens`; it starts a little before it is ready."""
         name = next(name for name in WORK_US if part in name)
-        meets = max(self.now[rank][stream] for rank in self.ranks) if "nccl" in name else 0.0
-        for rank in self.ranks:
-            clock = self.now[rank]
-            is_open = rank // self.tp_size in groups
+        meets = max(clock[branch] for clock in self.now) if "nccl" in name else 0.0
+        if "nccl" in name:
+            self.num_streams += 1
+            self.streams[branch] = self.num_streams
+        for rank, clock in enumerate(self.now):
+            is_open = rank in opens
             works = is_open or op == "verdict" or "nccl" in name  # a verdict is every rank's
-            end = max(meets, clock[stream]) + ((us or WORK_US[name]) if works else CLOSED_US)
+            end = max(meets, clock[branch]) + ((us or WORK_US[name]) if works else CLOSED_US)
             # Behind a fork and a join launches are ordinary ones, and start when they are ready.
             early = 0.125 if part not in ("lean_hopper", "pack") and "nccl" not in name else 0.0
-            row = {"kernel": name, "stream": stream, "step": self.step, "start_us": clock[stream] - early}
-            self.rows[rank].append(row | {"end_us": end})
-            self.truth[rank].append((op, layer, is_open, clock[stream]))
-            clock[stream] = end
+            row = {"kernel": name, "stream": self.streams[branch], "step": self.step}
+            self.rows[rank].append(row | {"start_us": clock[branch] - early, "end_us": end})
+            self.truth[rank].append((op, layer, is_open, clock[branch]))
+            clock[branch] = end
 
-    def branch(self, layer: int, groups: tuple[int, ...], stream: int) -> None:
+    def go_on(self, layer: int, opens: tuple[int, ...], branch: int) -> None:
         for part in POST:
-            if part == "reduce_norm" and self.tp_size > 1:
-                self.kernel("AllReduce", "post_attention", layer, groups, stream)
-            self.kernel(part, "post_attention", layer, groups, stream)
+            self.kernel(part, "post_attention", layer, opens, branch)
         if layer + 1 < NUM_LAYERS:
-            self.kernel("qkv", "pre_attention", layer + 1, groups, stream)
+            self.kernel("qkv", "pre_attention", layer + 1, opens, branch)
 
     def layer(self, layer: int, accepted: int) -> None:
         sends, receives = (self.sends,), (1 - self.sends,)
         self.kernel("lean_hopper", "predictor", layer, sends)
         self.kernel("pack", "predictor", layer, sends)
         for clock in self.now:
-            clock[BESIDE] = clock[MAIN]
-        self.kernel("AllGather", "handover", layer, receives, BESIDE)
-        self.kernel("unpack_handover", "handover", layer, receives, BESIDE)
+            clock[ASIDE] = clock[MAIN]
+        self.kernel("AllGather", "handover", layer, receives, ASIDE)
+        self.kernel("unpack_handover", "handover", layer, receives, ASIDE)
         if self.quantised:
-            self.kernel("turbo_append", "handover", layer, receives, BESIDE)
-        self.branch(layer, receives, BESIDE)
+            self.kernel("turbo_append", "handover", layer, receives, ASIDE)
+        self.go_on(layer, receives, ASIDE)
         self.kernel("lean_merge", "full_attention", layer, sends, us=self.attention_us)
         self.kernel("lean_merge", "full_attention", layer, sends)
         self.kernel("AllGather", "verdict", layer, sends)
         self.kernel("settle", "verdict", layer, sends)
-        self.branch(layer, () if accepted else sends, MAIN)
+        self.go_on(layer, () if accepted else sends, MAIN)
         for clock in self.now:
-            clock[MAIN] = max(clock.values())
+            clock[MAIN] = max(clock)
+        self.streams[MAIN] = self.streams[ASIDE]
         self.sends ^= accepted
 
     def run(self, verdicts: list[int]) -> float:
@@ -128,11 +129,10 @@ VERDICTS = {
 
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", VERDICTS)
-def test_labels(name: str, tp_size: int, first: int, quantised: bool) -> None:
+def test_labels(name: str, first: int, quantised: bool) -> None:
     """Operation, layer, gate and readiness of every kernel."""
-    job = Job(tp_size, first, 90.0, quantised)
+    job = Job(first, 90.0, quantised)
     for verdicts in VERDICTS[name]:
         job.run(verdicts)
     labelled = label(job.traced(), VERDICTS[name])
@@ -148,20 +148,18 @@ def test_labels(name: str, tp_size: int, first: int, quantised: bool) -> None:
 
 @pytest.mark.parametrize("attention_us", [20.0, 90.0])
 @pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", VERDICTS)
-def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool, attention_us: float) -> None:
-    """Parts are what the kernels were given, and the latency model makes the step's time of them, to 10 %."""
-    job = Job(tp_size, 1, attention_us, quantised)
+def test_parts_predict_the_step(name: str, quantised: bool, attention_us: float) -> None:
+    """Parts are what the kernels were given, and the latency model makes the step's time of them, to 5 %."""
+    job = Job(1, attention_us, quantised)
     times = [job.run(verdicts) for verdicts in VERDICTS[name]]
     parts = layer_parts(label(job.traced(), VERDICTS[name]), VERDICTS[name])
-    assert parts["attention"] == pytest.approx([attention_us + 1.5] * 3 * NUM_LAYERS * tp_size)
+    assert parts["attention"] == pytest.approx([attention_us + 1.5] * 3 * NUM_LAYERS)
     assert parts["sender"] == pytest.approx([6 + 1.5 + attention_us + 1.5 + 12 + 2] * len(parts["sender"]))
     assert parts["receiver"] == pytest.approx([6 + 1.5 + 12 + 2 + quantised] * len(parts["receiver"]))
-    assert parts["step"] == pytest.approx([time for time in times[1:] for _ in range(tp_size)])
-    sums_us = 2 * 7 if tp_size > 1 else 0
-    assert parts["layer"] == pytest.approx([LAYER_US + sums_us] * len(parts["layer"]))
-    assert parts["skipped"] == pytest.approx([6 * CLOSED_US + sums_us] * len(parts["skipped"]))
+    assert parts["step"] == pytest.approx(times[1:])
+    assert parts["layer"] == pytest.approx([LAYER_US] * len(parts["layer"]))
+    assert parts["skipped"] == pytest.approx([6 * CLOSED_US] * len(parts["skipped"]))
     p50 = {part: sorted(samples)[len(samples) // 2] for part, samples in parts.items() if samples}
     costs = StepCosts(NUM_LAYERS, **{f"{part}_us": us for part, us in p50.items() if part != "step"})
     for time, verdicts in zip(times[1:], VERDICTS[name][1:], strict=True):
