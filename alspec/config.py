@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    StringConstraints,
     ValidationError,
     model_validator,
 )
@@ -256,16 +257,10 @@ class SamplingConfig(ChoiceConfig):
     """How the next token is chosen and when a request ends."""
 
     max_new_tokens: _Int = Field(default=128, ge=1, description="tokens to generate for each prompt")
-    stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = Field(
+    stop: Annotated[tuple[Annotated[str, StringConstraints(min_length=1)], ...], BeforeValidator(_texts)] = Field(
         default=(), description="end a request at this text (repeatable); it is not printed"
     )
     ignore_eos: bool = Field(default=False, description="do not stop at the end-of-sequence token")
-
-    @model_validator(mode="after")
-    def _stop_texts(self) -> Self:
-        if any(not text for text in self.stop):
-            raise ValueError("stop: expected a text, found an empty one")
-        return self
 
 
 class CommandConfig(_Schema):
@@ -445,6 +440,7 @@ _MESSAGES = {
     "less_than_equal": "expected {le:g} or less",
     "model_type": "expected a mapping of names",
     "path_type": "expected a path",
+    "string_too_short": "expected a text",
     "string_type": "expected a text",
     "too_short": "expected at least one value",
     "tuple_type": "expected a list",
@@ -463,11 +459,13 @@ def validate(
     values: dict[str, Any],
     source: str,
     spell: Callable[[tuple[str, ...]], str] = ".".join,
+    all_sources: str = "",
 ) -> _SchemaT:
     """Build `schema` from `values`, or raise one line that names the field.
 
     Args:
         source: where the values come from; the line begins with it.  spell: how a field's path is written there.
+        all_sources: in its place, of fields that do not fit each other; default: the same.
     Raises:
         UserError: unknown key (with the nearest valid name, if one is near), wrong type or value.
     """
@@ -485,8 +483,9 @@ def validate(
         else:
             hint = "see --help" if issubclass(schema, CommandConfig) else f"valid names: {', '.join(keys.values())}"
         raise UserError(f"{source}: unknown key {spell(path)!r}; {hint}")
-    where, found = (f"{spell(path)}: ", f", found {show(first['input'], 80)}") if path else ("", "")
-    raise UserError(f"{source}: {where}{_message(first)}{found}")
+    if not path:
+        raise UserError(f"{all_sources or source}: {_message(first)}")
+    raise UserError(f"{source}: {spell(path)}: {_message(first)}, found {show(first['input'], 80)}")
 
 
 def _message(error: ErrorDetails) -> str:

@@ -91,7 +91,7 @@ def tell_torchrun(line: str) -> None:
 def show(value: object, limit: int = 100) -> str:
     """`repr` of an untrusted value, shortened to `limit` characters: one line without control characters."""
     try:
-        text = repr(value)
+        text = " ".join(line.strip() for line in repr(value).splitlines())
     except ValueError:  # Python writes up to 4300 digits
         return "an integer too long to show"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

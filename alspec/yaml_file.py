@@ -1,4 +1,4 @@
-"""Reading a configuration file: YAML, loaded safely, with the booleans of YAML 1.2."""
+"""Reading a configuration file: YAML, loaded safely, with the booleans and integers of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_INT_CHARACTERS = 1000  # of an integer; Python shows up to 4300 digits
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loading in which only true and false are booleans, as in YAML 1.2: `off` and `on` are values of fields.
+    """Safe loading with the booleans and integers of YAML 1.2: `off` and `on` are values of fields, and 010 is ten.
 
     A key that stands twice in a mapping is refused, and so is an integer too long for messages to show.
     """
@@ -34,19 +34,20 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Also hexadecimal, octal and binary ones."""
+        """Decimal, or octal and hexadecimal with their prefixes."""
         if len(node.value) > MAX_INT_CHARACTERS:
             raise MarkedYAMLError(problem="expected a smaller integer", problem_mark=node.start_mark)
-        return super().construct_yaml_int(node)
+        return int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 
 
-_BOOL = "tag:yaml.org,2002:bool"
+_BOOL, _INT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int"
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _INT)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_implicit_resolver(_INT, re.compile("(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789"))
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

@@ -38,11 +38,13 @@ def add_rms_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) ->
         return out, y
     if parts is not None:
         x = add_parts(x, parts)
-    return x, F.rms_norm(x, x.shape[-1:], weight.float(), eps).to(weight.dtype)
+    y = F.rms_norm(x, x.shape[-1:], weight.float(), eps)
+    overflows = torch.linalg.vector_norm(x, dim=-1, keepdim=True) == torch.inf
+    return x, y.masked_fill(overflows, torch.nan).to(weight.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`y = x / sqrt(mean(x^2) + eps) * weight`, computed in fp32. Oracle: `rms_norm_ref`.
+    """`y = x / sqrt(mean(x^2) + eps) * weight`, computed in fp32; NaN where x^2 overflows. Oracle: `rms_norm_ref`.
 
     Args:
         x: [n, hidden] fp32 residual stream, contiguous.  weight: [hidden].

@@ -96,11 +96,17 @@ def dot_pairs(w, x, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def rstd(mean_square, eps):
+    """`1 / sqrt(mean(x^2) + eps)`. NaN where the squares overflow: 0 would silence a row without a word."""
+    return tl.where(mean_square < float("inf"), tl.rsqrt(mean_square + eps), float("nan"))
+
+
+@triton.jit
 def rstd_of(squares_ptr, request, eps, K: tl.constexpr, S: tl.constexpr, SP: tl.constexpr):
-    """`1 / sqrt(mean(x^2) + eps)` of one request."""
+    """`rstd` of one request, from its partial sums of squares."""
     s = tl.arange(0, SP)
     squares = tl.load(squares_ptr + request * S + s, mask=s < S, other=0.0)
-    return tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    return rstd(tl.sum(squares, 0) / K, eps)
 
 
 def rows_in_tile(num_rows: int, width: int, itemsize: int, matrices: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gemv_tile import num_warps_for, rows_in_tile
+from .gemv_tile import num_warps_for, rows_in_tile, rstd
 from .turbo_records import stacked, unstacked
 from .words import INTERPRETED
 
@@ -317,6 +317,6 @@ def products(
     else:
         squares = _of_rows(squares[0]), _of_rows(squares[1])
         x = tl.reduce(sums + squares, 0, _add_six)
-        rstd_0, rstd_1 = tl.rsqrt(x[4] / K + eps), tl.rsqrt(x[5] / K + eps)
+        rstd_0, rstd_1 = rstd(x[4] / K, eps), rstd(x[5] / K, eps)
         sums = (x[0] * rstd_0, x[1] * rstd_1, x[2] * rstd_0, x[3] * rstd_1)
     return sums, words

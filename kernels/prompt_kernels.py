@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .gemv_tile import rstd
+
 __all__ = ["add_rms_norm", "rotate_heads", "silu_mul"]
 
 SILU_BLOCK = 1024  # channels of a program
@@ -42,7 +44,7 @@ def _add_rms_norm_kernel(
         x += total
         tl.store(sum_ptr + at, x, mask=exists)
     weight = tl.load(weight_ptr + channels, mask=exists, other=0.0).to(tl.float32)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps) * weight
+    y = x * rstd(tl.sum(x * x, 0) / HIDDEN, eps) * weight
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=exists)
 
 

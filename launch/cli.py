@@ -175,9 +175,11 @@ def parse(
     given = {path: getattr(args, ".".join(path)) for path in flags if hasattr(args, ".".join(path))}
     if any((name,) in given for name in PROMPTS):  # a flag takes the place of whichever the file has
         values = {name: value for name, value in values.items() if name not in PROMPTS}
+    sources = (["flags"] if given or not values else []) + ([f"config: {args.config}"] if values else [])
     for path, value in given.items():
         _set(values, path, value)
-    return validate(schema, values, "flags", spell=lambda path: flags.get(path, ".".join(path))), args
+    config = validate(schema, values, "flags", lambda path: flags.get(path, ".".join(path)), " and ".join(sources))
+    return config, args
 
 
 def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
@@ -216,8 +218,11 @@ def check_writable(name: str, path: Path | None) -> None:
         elif path.exists():
             path.open("a").close()
         else:
+            target = Path(os.path.realpath(path))
+            if target.is_symlink():
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             # Try a file beside it: ranks that created and removed the file itself would get in each other's way.
-            tempfile.TemporaryFile(dir=path.parent).close()
+            tempfile.TemporaryFile(dir=target.parent).close()
     except OSError as error:
         raise UserError(
             f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"

@@ -202,7 +202,7 @@ def write_text(path: Path, text: str) -> None:
         if is_special(path):
             _append(path, text)
             return
-        target = path.resolve()
+        target = Path(os.path.realpath(path))  # `resolve` of a loop of links raises no OSError in Python 3.11
         if not os.access(target.parent, os.W_OK):
             target.write_text(text, encoding="utf-8")
             return

@@ -217,10 +217,11 @@ def token_ids(prompt: object, where: str = "prompt") -> list[int]:
     Raises:
         UserError: it is not a sequence of integers.
     """
-    found: object = prompt.tolist() if _is_array(prompt) else prompt  # type: ignore[attr-defined]
-    is_bytes = isinstance(found, bytes | bytearray)  # a text, in some encoding
-    if isinstance(found, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in found):
-        with suppress(TypeError):
+    is_bytes = isinstance(prompt, bytes | bytearray | memoryview)  # a text, in some encoding
+    # A sparse tensor, or one without data, has no list and raises a RuntimeError.
+    with suppress(TypeError, RuntimeError):
+        found: object = prompt.tolist() if _is_array(prompt) else prompt  # type: ignore[attr-defined]
+        if isinstance(found, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in found):
             return [operator.index(token) for token in found]
     raise UserError(f"{where}: expected a text or token ids, found {show(prompt, 80)}")
 

@@ -108,11 +108,11 @@ class Heartbeat:
             return
         # A client of its own: the main thread may block inside a call on the other one.
         self._store = dist.PrefixStore(self._job, connect_store(self._placement))
-        self._beat()
         # The handler may never run while the main thread is blocked.
         self._signals = SignalWatch(takes_sigterm=True)
         self._thread = threading.Thread(target=self._watch, name="alspec-heartbeat", daemon=True)
         self._thread.start()
+        self._beat()  # not with the thread's first, half a second later: this rank has started
         release_ref = None if release is None else weakref.WeakMethod(release)
         self._at_exit = functools.partial(_leave, weakref.ref(self), release_ref, os.getpid())
         atexit.register(self._at_exit)

@@ -363,8 +363,8 @@ def test_python_tags_are_refused(text: str, tmp_path: Path) -> None:
         (b"seed: !!timestamp today", ("is not YAML",)),
         (b"seed: " + b"9" * 5000, ("is not YAML", "expected a smaller integer", "seed: 99")),
         (b"a: 1\nseed: 0x" + b"1" * 5000, ("is not YAML", "expected a smaller integer", "line 2", "seed: 0x11")),
-        (b"speculation:\n  threshold: 0b" + b"1" * 20_000, ("expected a smaller integer", "line 2", "threshold: 0b11")),
-        (b"prompt_ids: [1, -0x" + b"f" * 1000 + b"]", ("expected a smaller integer", "line 1")),
+        (b"speculation:\n  threshold: 0o" + b"1" * 20_000, ("expected a smaller integer", "line 2", "threshold: 0o11")),
+        (b"prompt_ids: [1, 0x" + b"f" * 1000 + b"]", ("expected a smaller integer", "line 1")),
         (b"stop: " + b"[" * 5000 + b"]" * 5000, ("is not YAML", "nested too deeply")),
         (b"temperature: " + b":".join([b"1"] * 400) + b".0", ("is not YAML", "too large")),
         (b"seed: !!int ''", ("is not YAML",)),
@@ -525,6 +525,13 @@ def test_off_and_on_in_a_file_are_text(tmp_path: Path) -> None:
     assert (config.system, config.prompt) == ("yes", "trueish")
     assert load_yaml(write(tmp_path / "config.yaml", "a: [true, FALSE, no]")) == {"a": [True, False, "no"]}
     assert yaml.safe_load("off") is False, "other readers of YAML are left as they are"
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("-7", -7), ("+3", 3), ("0o17", 15), ("0x1f", 31)])
+def test_integers_in_a_file_are_those_of_flags(text: str, value: int, tmp_path: Path) -> None:
+    """Of YAML 1.2: 010 is no octal one, and 1:30 is no number of base 60."""
+    assert load_yaml(write(tmp_path / "config.yaml", f"seed: {text}")) == {"seed": value}
+    assert load_yaml(write(tmp_path / "config.yaml", "seed: 1:30")) == {"seed": "1:30"}
 
 
 @pytest.mark.parametrize(

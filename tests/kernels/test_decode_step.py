@@ -272,6 +272,20 @@ def test_bad_numbers_name_slot_and_rank(device: torch.device, bad: float) -> Non
     assert int(ranks[0].fault) == 0
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_squares_that_overflow_make_a_request_nan(device: torch.device, batch: int) -> None:
+    """A norm of infinity would make its products 0, which no guard sees. Others stay as they are."""
+    x_norm, squares = stream(device, torch.bfloat16, batch, 256)
+    weight = normal(device, torch.bfloat16, 2 * 96, 256)
+    plain, found = (nan(device, torch.float32, batch, 96) for _ in range(2))
+    gate_up_silu(x_norm, squares, weight, plain, EPS)
+    squares[batch // 2, 0] = torch.inf
+    gate_up_silu(x_norm, squares, weight, found, EPS)
+    assert found[batch // 2].isnan().all()
+    others = torch.arange(batch) != batch // 2
+    assert torch.equal(found[others], plain[others])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_missing_rank_is_named_after_the_deadline() -> None:

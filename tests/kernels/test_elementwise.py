@@ -57,6 +57,14 @@ def test_rms_norm_passes_nan_on_in_its_row_only(device: torch.device, check: Che
     check(rms_norm(x, weight, 1e-6), rms_norm_ref(x, weight, 1e-6), torch.float32)
 
 
+def test_rms_norm_of_a_row_whose_squares_overflow_is_nan(device: torch.device, check: Check) -> None:
+    x, weight = draw((3, 16), 0, device, torch.float32), torch.ones(16, device=device)
+    x[1, 4] = 1e20
+    out = rms_norm(x, weight, 1e-6)
+    assert out[1].isnan().all()
+    check(out[::2], rms_norm_ref(x[::2], weight, 1e-6), torch.float32)
+
+
 @by_dtype
 @pytest.mark.parametrize("shape", [(1, 2), (3, 16), (65, 2 * 511)], ids=str)
 def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, check: Check) -> None:

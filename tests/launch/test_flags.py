@@ -451,7 +451,11 @@ def test_flipped_bit(refused: Refused, run: Run, make_checkpoint: Callable[..., 
 def test_output_that_cannot_be_written(flag: str, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     """Found before the generation that it would lose."""
     (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none" / "out.json")
     for path, reason in (
+        (tmp_path / "loop", "Too many levels of symbolic links"),
+        (tmp_path / "dangling", "No such file or directory"),
         (tmp_path / "none" / "out.json", "No such file or directory"),
         (tmp_path, "Is a directory"),
         (tmp_path / "file" / "out.json", "Not a directory"),
@@ -525,6 +529,17 @@ def test_a_file_may_need_a_flag(refused: Refused, checkpoint: Path, tmp_path: Pa
     assert "system needs chat" not in refused(
         "--config", path, "--model", checkpoint, "--chat", "--prompt", "a", "--transport", "symm"
     )
+
+
+def test_a_mistake_of_a_file_is_not_that_of_flags(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("prompt: a\nstop: [end, '']\n")
+    assert refused("--config", path) == f"config: {path}: stop: expected a text, found ''"
+    assert refused("--stop", "", "--prompt", "a") == "flags: --stop: expected a text, found ''"
+    path.write_text("prompt: a\nprompt_ids: 1,2\n")
+    message = "prompt and prompt_ids exclude each other; give exactly one prompt"
+    assert refused("--config", path) == f"config: {path}: {message}"
+    assert refused("--config", path, "--model", checkpoint) == f"flags and config: {path}: {message}"
 
 
 def test_world_without_torchrun(refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -501,16 +501,17 @@ def test_the_beginning_of_a_flag_suggests_it(word: str, meant: str, capsys: pyte
     assert capsys.readouterr() == ("", line)
 
 
-def test_numbers_gone_bad(run: Run, make_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("value", "layer"), [(math.nan, 1), (1e37, 2)], ids=["nan", "squares overflow"])
+def test_numbers_gone_bad(run: Run, make_checkpoint: Callable[..., Path], value: float, layer: int) -> None:
     """Exit 4, naming where it began, and no token printed."""
     import safetensors.torch
 
     folder = make_checkpoint()
     path = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(path)
-    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = math.nan
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     code, out, err = run("--model", folder, "--prompt", "a", "--transport", "gloo")
     assert (code, out) == (4, "")
-    assert err.startswith("alspec: exit 4: NaN or Inf in the logits: first seen on rank 0, layer 1, step 0;")
+    assert err.startswith(f"alspec: exit 4: NaN or Inf in the logits: first seen on rank 0, layer {layer}, step 0;")
     assert err.count("\n") == 1

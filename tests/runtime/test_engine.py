@@ -127,8 +127,12 @@ def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
         {1: 2},
         b"hi",
         bytearray(b"hi"),
+        memoryview(b"hi"),
+        torch.tensor([0, 1]).to_sparse(),
+        torch.zeros(2, dtype=torch.int64, device="meta"),
+        np.array([[1, 2], [3, 4]]),
     ):
-        with pytest.raises(UserError, match="prompt: expected a text"):
+        with pytest.raises(UserError, match=r"^prompt: expected a text[^\n]+$"):
             next(engine.stream(prompt, SAMPLING))  # type: ignore[arg-type]
     # Python does not write an integer of so many digits.
     with pytest.raises(UserError, match="prompt 0: token id an integer too long to show is outside the vocabulary"):

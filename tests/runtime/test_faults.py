@@ -362,16 +362,18 @@ def test_ranks_that_part(other: str, line: str, tiny_folder: Path, tmp_path: Pat
     assert all(re.fullmatch("alspec: exit 5: " + line, each) for each in ended.lines), ended.stderr
 
 
-UNUSED = {
+SOON_GONE = {
     "ends": ("sys.exit(0)", "rank 1 ended at step 0, operation start, and took no part; see its own .+"),
     "closes": ("engine.close(); time.sleep(60)", "rank 1 closed its engine at step 0, operation start, and did not .+"),
+    # Before the heartbeat tells of a step; it took part.
+    "killed": ("next(stream(engine)); os.kill(os.getpid(), 9)", "rank 1 died at step .+"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("other", "line"), UNUSED.values(), ids=UNUSED)
-def test_an_engine_that_is_not_used(other: str, line: str, tiny_folder: Path, tmp_path: Path) -> None:
-    """Of rank 1; rank 0 is told in its first text that it waits in vain."""
+@pytest.mark.parametrize(("other", "line"), SOON_GONE.values(), ids=SOON_GONE)
+def test_a_rank_that_is_soon_gone(other: str, line: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Rank 1; rank 0 is told in its first text that it waits in vain."""
     text = f"if rank == 1:\n    {other}\nlist(stream(engine))"
     ended = failed(tmp_path, tiny_folder, text, within_s=40)
     assert len(ended.lines) == 1, ended.stderr
