@@ -41,7 +41,7 @@ __all__ = [
     "LatencyConfig",
     "SamplingConfig",
     "SpeculationConfig",
-    "check_fields",
+    "fits",
     "nearest_name",
     "refuse_unavailable",
     "validate",
@@ -499,17 +499,13 @@ def _message(error: ErrorDetails) -> str:
     return error["msg"].removeprefix("Value error, ")
 
 
-def check_fields(schema: type[BaseModel], values: dict[str, Any], source: str) -> None:
-    """Check each field by itself; whether fields exclude or need each other is only known once the flags are added.
-
-    Raises:
-        UserError: unknown key, wrong type or value.
-    """
+def fits(schema: type[BaseModel], values: dict[str, Any]) -> bool:
+    """Whether fields that exclude or need each other do so rightly, as far as `values` go; wrong ones aside."""
     try:
         schema.model_validate(values)
     except ValidationError as error:
-        if error.errors()[0]["loc"]:
-            validate(schema, values, source)
+        return bool(error.errors()[0]["loc"])
+    return True
 
 
 def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> dict[str, str]:

@@ -89,7 +89,7 @@ def tell_torchrun(line: str) -> None:
 
 
 def show(value: object, limit: int = 100) -> str:
-    """`repr` of an untrusted value, shortened to `limit` characters: one line without control characters."""
+    """`repr` of an untrusted value, in one line of up to `limit` characters."""
     try:
         text = " ".join(line.strip() for line in repr(value).splitlines())
     except ValueError:  # Python writes up to 4300 digits

@@ -1,6 +1,7 @@
 """Decode latency of tensor parallelism and of attention-level speculation, from measured parts.
 
-All times are microseconds. Source: Attention-Level Speculation, Appendix F, with `floor` and `ceil` as printed.
+All times are microseconds. Source: Attention-Level Speculation, Appendix F, with `floor` and `ceil` as printed; the
+term `skipped` is ours.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class StepCosts:
     receiver_us: float
     """SFD_R: speculative attention on the receiver, until it holds A~."""
     skipped_us: float = 0.0
-    """What the sender goes through after an accepted guess before the next layer may begin: over collectives a branch
-    with closed gates. Over words nobody waits for it, and the paper has no such term."""
+    """Over collectives: what follows the verdict of an accepted guess on the receiver, in a branch whose gates are
+    closed, before it may send. The paper has no such term; over words closed launches are left out."""
 
     def __post_init__(self) -> None:
         """Reject numbers that cannot be measurements."""

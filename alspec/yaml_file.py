@@ -1,4 +1,4 @@
-"""Reading a configuration file: YAML, loaded safely, with the booleans and integers of YAML 1.2."""
+"""Configuration files: YAML, loaded safely, with the booleans and integers of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from yaml.error import MarkedYAMLError
 
 from .errors import UserError
 
-__all__ = ["load_yaml"]
+__all__ = ["dump_yaml", "load_yaml"]
 
 MAX_INT_CHARACTERS = 1000  # of an integer; Python shows up to 4300 digits
 
@@ -35,18 +35,28 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Decimal, or octal and hexadecimal with their prefixes."""
+        if not _INT_PATTERN.match(node.value):  # of a tag
+            raise MarkedYAMLError(
+                problem=f"expected an integer, found {node.value!r:.80}", problem_mark=node.start_mark
+            )
         if len(node.value) > MAX_INT_CHARACTERS:
             raise MarkedYAMLError(problem="expected a smaller integer", problem_mark=node.start_mark)
         return int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Puts texts in quotes that `_Loader`, or a reader of YAML 1.1, would take for something else."""
+
+
 _BOOL, _INT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int"
+_INT_PATTERN = re.compile("(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _INT)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(_INT, re.compile("(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789"))
+for _ours in (_Loader, _Dumper):
+    _ours.add_implicit_resolver(_INT, _INT_PATTERN, list("-+0123456789"))
 _Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 
 
@@ -70,3 +80,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"config: {path}: expected a mapping of field names, found {type(values).__name__}")
     return values
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """What `load_yaml` reads back, in this order."""
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False))

@@ -11,10 +11,10 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -25,15 +25,15 @@ from alspec.config import (
     CommandConfig,
     EngineConfig,
     SpeculationConfig,
-    check_fields,
+    fits,
     nearest_name,
     validate,
 )
 from alspec.errors import UserError
-from alspec.launch.output import exit_code, is_special
+from alspec.launch.output import exit_code, is_special, target_of
 from alspec.models.config import LlamaConfig
 from alspec.runtime.placement import Placement
-from alspec.yaml_file import load_yaml
+from alspec.yaml_file import dump_yaml, load_yaml
 
 __all__ = [
     "Parser",
@@ -168,18 +168,22 @@ def parse(
     values: dict[str, Any] = {}
     if args.config is not None:
         values = load_yaml(args.config)
-        check_fields(schema, values, f"config: {args.config}")
+        if fits(schema, values):  # else a flag may still mend it
+            validate(schema, values, f"config: {args.config}")
         if isinstance(values.get("speculation"), str):  # the mode alone, to which flags may add
             values["speculation"] = {"mode": values["speculation"]}
     flags = {path: _flag(path, field) for path, field in _leaves(schema)}
     given = {path: getattr(args, ".".join(path)) for path in flags if hasattr(args, ".".join(path))}
     if any((name,) in given for name in PROMPTS):  # a flag takes the place of whichever the file has
         values = {name: value for name, value in values.items() if name not in PROMPTS}
-    sources = (["flags"] if given or not values else []) + ([f"config: {args.config}"] if values else [])
+    of_flags: dict[str, Any] = {}
+    sources = {"flags": of_flags, f"config: {args.config}": deepcopy(values)}
     for path, value in given.items():
         _set(values, path, value)
-    config = validate(schema, values, "flags", lambda path: flags.get(path, ".".join(path)), " and ".join(sources))
-    return config, args
+        _set(of_flags, path, value)
+    culprits = [name for name, part in sources.items() if not fits(schema, part)]
+    all_sources = " and ".join(culprits or (name for name, part in sources.items() if part))
+    return validate(schema, values, "flags", lambda path: flags.get(path, ".".join(path)), all_sources), args
 
 
 def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
@@ -218,11 +222,8 @@ def check_writable(name: str, path: Path | None) -> None:
         elif path.exists():
             path.open("a").close()
         else:
-            target = Path(os.path.realpath(path))
-            if target.is_symlink():
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             # Try a file beside it: ranks that created and removed the file itself would get in each other's way.
-            tempfile.TemporaryFile(dir=target.parent).close()
+            tempfile.TemporaryFile(dir=target_of(path).parent).close()
     except OSError as error:
         raise UserError(
             f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"
@@ -281,4 +282,4 @@ def check_picture(name: str, path: Path | None) -> None:
 
 def print_config(config: BaseModel) -> None:
     """The configuration as YAML on stdout: what `--config` reads back."""
-    print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False), end="")
+    print(dump_yaml(config.model_dump(mode="json", by_alias=True)), end="")

@@ -199,10 +199,10 @@ def _sweep(
     status.clear()
     notify(engine.notices if is_first else [])
     by_collectives = engine.mode == "paired" and engine.loop and engine.transport_name != "symm"
-    if config.trace is not None and by_collectives and engine.placement.tp_size > 1:
+    if config.trace is not None and by_collectives and engine.placement.local_world_size != 2:
         raise UserError(
-            "flags: --trace: over nccl the branches of a layer can be told apart with two ranks only; trace those, or "
-            "use generate.py --trace, which shows the operations"
+            "flags: --trace: over nccl the branches of a layer can be told apart, and their times compared, with two "
+            "ranks of one host only; trace those, or use generate.py --trace, which shows the operations"
         )
     # Steps launched one by one are recorded as they run; captured ones are profiled afterwards, by `_trace`.
     engine.timeline.enabled = config.trace is not None and engine.loop is None

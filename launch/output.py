@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -17,7 +18,16 @@ from typing import Any, TextIO, cast
 
 from alspec.errors import AlspecError, InterruptedJobError, UserError, print_error, report
 
-__all__ = ["append_rows", "exit_code", "exit_on_interrupt", "is_special", "no_command", "write_text", "writing"]
+__all__ = [
+    "append_rows",
+    "exit_code",
+    "exit_on_interrupt",
+    "is_special",
+    "no_command",
+    "target_of",
+    "write_text",
+    "writing",
+]
 
 
 class _Stream:
@@ -192,6 +202,18 @@ def _pipe_at(path: Path) -> int:
     return os.open(path, os.O_WRONLY)
 
 
+def target_of(path: Path) -> Path:
+    """Where links lead.
+
+    Raises:
+        OSError: to each other. (`Path.resolve` raises another error in Python 3.11.)
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return target
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole, or leave the one that was there; to what is special, append.
 
@@ -202,7 +224,7 @@ def write_text(path: Path, text: str) -> None:
         if is_special(path):
             _append(path, text)
             return
-        target = Path(os.path.realpath(path))  # `resolve` of a loop of links raises no OSError in Python 3.11
+        target = target_of(path)
         if not os.access(target.parent, os.W_OK):
             target.write_text(text, encoding="utf-8")
             return

@@ -218,10 +218,12 @@ def token_ids(prompt: object, where: str = "prompt") -> list[int]:
         UserError: it is not a sequence of integers.
     """
     is_bytes = isinstance(prompt, bytes | bytearray | memoryview)  # a text, in some encoding
-    # A sparse tensor, or one without data, has no list and raises a RuntimeError.
-    with suppress(TypeError, RuntimeError):
-        found: object = prompt.tolist() if _is_array(prompt) else prompt  # type: ignore[attr-defined]
-        if isinstance(found, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in found):
+    found: object = prompt
+    if _is_array(prompt):
+        with suppress(RuntimeError):  # of a sparse tensor, or one without data
+            found = prompt.tolist()  # type: ignore[attr-defined]
+    if isinstance(found, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in found):
+        with suppress(TypeError):
             return [operator.index(token) for token in found]
     raise UserError(f"{where}: expected a text or token ids, found {show(prompt, 80)}")
 

@@ -112,10 +112,10 @@ class Heartbeat:
         self._signals = SignalWatch(takes_sigterm=True)
         self._thread = threading.Thread(target=self._watch, name="alspec-heartbeat", daemon=True)
         self._thread.start()
-        self._beat()  # not with the thread's first, half a second later: this rank has started
         release_ref = None if release is None else weakref.WeakMethod(release)
         self._at_exit = functools.partial(_leave, weakref.ref(self), release_ref, os.getpid())
         atexit.register(self._at_exit)
+        self._beat()  # not with the thread's first, half a second later: this rank has started
 
     def mark(self, step: int, operation: str, layer: int, publish: bool = False) -> None:
         """Note what this rank is doing now; the others learn of it with the next beat, or at once with `publish`."""

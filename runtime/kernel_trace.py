@@ -101,8 +101,7 @@ def step_kernels(exported: dict[str, Any]) -> tuple[int, list[tuple[str, int, in
     """Kernels of whole steps in a trace that the profiler exported.
 
     Returns:
-        The first step's end, in ns since the epoch, and each later kernel: name, stream, step from 1 on, start and end
-        in ns.
+        The first step's end, in ns since the epoch, and each later kernel: name, stream, step from 1 on, start, end.
         Without a step's end in the trace: a time after all others, and no kernels.
     """
     base_ns = int(exported.get("baseTimeNanoseconds", 0))
@@ -152,11 +151,11 @@ def _placed(rows: list[Row], ready_us: float, is_pair: bool) -> list[Row]:
     """One step's rows with `op`, `layer`, `ready_us`, that of the first being given, and `open`."""
     if swap_trace.is_swapped(rows):
         return swap_trace.place(rows, ready_us)
-    ready = accumulate((row["end_us"] for row in rows), max, initial=ready_us)
+    *ready, _ = accumulate((row["end_us"] for row in rows), max, initial=ready_us)
     places = _places([row["kernel"] for row in rows], is_pair)
     return [
         {"op": op, "layer": layer} | row | {"ready_us": since_us, "open": True}
-        for row, (op, layer), since_us in zip(rows, places, ready, strict=False)
+        for row, (op, layer), since_us in zip(rows, places, ready, strict=True)
     ]
 
 

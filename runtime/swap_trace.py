@@ -108,8 +108,8 @@ def swap_parts(
 
     `sender`: from where a layer's guess may begin to the verdict. `receiver`: from there until the receiver has
     unpacked the handover. `layer`: post-attention and the next pre-attention, in the branch that computes them.
-    `skipped`: that of a sender whose guess was accepted. `fixed`: what precedes the first pre-attention and follows the
-    last layer's join.
+    `skipped`: of an accepted guess, from the verdict to the end of the receiver's main branch, whose gates are closed:
+    until then it may not send. `fixed`: what precedes the first pre-attention and follows the last layer's join.
     """
     begins: dict[tuple[int, int, int, str], float] = {}
     ends: dict[tuple[int, int, int, str], float] = defaultdict(float)
@@ -132,8 +132,8 @@ def swap_parts(
             parts["receiver"].append(arrived - begin)
             if layer + 1 < len(accepted):
                 parts["layer"].append(ends[receiver, step, layer + 1, "pre_attention aside"] - arrived)
-                again = "skipped" if hit else "layer"
-                parts[again].append(ends[sender, step, layer + 1, "pre_attention main"] - decided)
+                name, rank = ("skipped", receiver) if hit else ("layer", sender)
+                parts[name].append(ends[rank, step, layer + 1, "pre_attention main"] - decided)
         if step > 1:
             num_layers = len(accepted)
             before = ends[line[0], step - 1, num_layers, "lm_head"]

@@ -39,7 +39,7 @@ def test_low_precision_inputs_are_not_summed_in_low_precision() -> None:
 
 def test_fp64_differences_survive_the_cast() -> None:
     full_out = torch.ones(1, 1, 4, dtype=torch.float64)
-    assert distance_sums(full_out + 1e-9, full_out)[0, 0].item() == pytest.approx(4e-18, rel=1e-5)
+    assert distance_sums(full_out + 1e-9, full_out)[0, 0].item() == pytest.approx(4e-18, rel=1e-5, abs=0)
 
 
 @pytest.mark.parametrize("shapes", [((2, 4, 8), (2, 4, 9)), ((4, 8), (4, 8))])

@@ -538,8 +538,13 @@ def test_a_mistake_of_a_file_is_not_that_of_flags(refused: Refused, checkpoint: 
     assert refused("--stop", "", "--prompt", "a") == "flags: --stop: expected a text, found ''"
     path.write_text("prompt: a\nprompt_ids: 1,2\n")
     message = "prompt and prompt_ids exclude each other; give exactly one prompt"
-    assert refused("--config", path) == f"config: {path}: {message}"
-    assert refused("--config", path, "--model", checkpoint) == f"flags and config: {path}: {message}"
+    for flags in ((), ("--model", checkpoint, "--seed", 3)):
+        assert refused("--config", path, *flags) == f"config: {path}: {message}"
+    path.write_text("seed: 3\n")
+    assert refused("--config", path, "--prompt", "a", "--prompt-ids", "1,2") == f"flags: {message}"
+    path.write_text("prompt_ids: 1,2\n")
+    message = "chat needs a text prompt: prompt_ids are used as they are"
+    assert refused("--config", path, "--chat") == f"flags and config: {path}: {message}"
 
 
 def test_world_without_torchrun(refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

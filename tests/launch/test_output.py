@@ -158,6 +158,11 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
         write_text(link, "newer")
     assert path.read_text() == "new"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["link.json", "out.json"]
+    path.unlink()
+    path.symlink_to(link)
+    with pytest.raises(UserError, match=f"cannot write {link}: Too many levels of symbolic links"):
+        write_text(link, "newest")
+    assert path.is_symlink()
 
 
 @needs_full

@@ -281,3 +281,19 @@ def test_broken_manifest(content: bytes | None, needle: str, single_folder: Path
     with pytest.raises(UserError, match=needle) as caught:
         verify_checksums(single_folder)
     assert "\n" not in str(caught.value)
+
+
+def test_checksums_cover_the_chat_template(single_folder: Path) -> None:
+    write_checksums(single_folder)
+    (single_folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    with pytest.raises(UserError, match=r"found not covered 'chat_template.jinja';"):
+        verify_checksums(single_folder)
+
+
+@pytest.mark.parametrize(("before", "after"), [("  ", "  ./"), ("  ", " *./")])
+def test_other_spellings_of_a_manifest(before: str, after: str, single_folder: Path) -> None:
+    """As `sha256sum ./*` writes it, and with digests in capitals, as other programs do."""
+    manifest = write_checksums(single_folder)
+    lines = [line.split(before) for line in manifest.read_text(encoding="utf-8").splitlines()]
+    manifest.write_text("".join(f"{digest.upper()}{after}{name}\n" for digest, name in lines), encoding="utf-8")
+    verify_checksums(single_folder)

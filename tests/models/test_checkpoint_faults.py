@@ -21,7 +21,7 @@ from alspec.models.tokenizer import Tokenizer
 INDEX = "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 4976698672\n"
-HTML_PAGE = b"\n<!DOCTYPE html>\n<html><body>Access denied</body></html>\n"
+HTML_PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html>\n<html><body>Access denied</body></html>\n"
 
 Fault = Callable[[Path], object]
 

@@ -168,6 +168,7 @@ def test_expected_tensors_have_the_published_number_of_parameters(name: str, par
         ({"torch_dtype": "bfloat16"}, {"dtype": "bf16"}),
         ({"torch_dtype": None, "dtype": "float32"}, {"dtype": "fp32"}),
         ({"torch_dtype": None}, {"dtype": "fp32"}),
+        ({"torch_dtype": "float16", "dtype": "bfloat16"}, {"dtype": "bf16"}),
         ({"tie_word_embeddings": True}, {"tie_word_embeddings": True}),
         ({"eos_token_id": [7, 5]}, {"eos_token_ids": (5, 7)}),
         ({"eos_token_id": None, "bos_token_id": None}, {"eos_token_ids": (), "bos_token_id": None}),
@@ -448,3 +449,12 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.Mo
         UserError, match=r"config\.json: cannot be read \(Permission denied\); check the file's permissions"
     ):
         LlamaConfig.from_folder(tmp_path)
+
+
+def test_what_is_left_out_is_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import LlamaConfig as Oracle
+
+    names = ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+    raw = {name: value for name, value in LLAMA_2_CHAT.items() if name not in names}
+    found, oracle = LlamaConfig.from_folder(write(tmp_path, raw)), Oracle.from_pretrained(tmp_path)
+    assert [getattr(found, name) for name in names] == [getattr(oracle, name) for name in names]

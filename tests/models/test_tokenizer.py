@@ -350,3 +350,10 @@ def test_all_of_a_prompt_is_spelled() -> None:
     assert spelled(list(ids)) == str(ids.tolist()), "nothing is left out"
     alike = ["[1]", [1], '["[1]"]', ["[1]"], [[1]], '1 prompts: ["[1]"]']
     assert len({spelled(prompt) for prompt in alike}) == len(alike)
+
+
+def test_text_behind_a_special_token_is_a_text_of_its_own(metaspace: Tokenizer) -> None:
+    """As an answer behind the opening of the assistant's turn: it does not begin with a space."""
+    prompt, (*_, token_id) = [*metaspace.encode("he"), metaspace.eos_token_ids[0]], metaspace.encode("he the")
+    assert metaspace.stream_decoder(prompt).push(token_id) == "the"
+    assert metaspace.stream_decoder(prompt[:-1]).push(token_id) == " the"

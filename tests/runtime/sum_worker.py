@@ -44,6 +44,7 @@ def main() -> None:
             "own": own, "parts": parts.cpu(), "reduced": reduced.call_count, "tokens": tokens,
             "scattered": scattered.cpu(), "gathered": gathered.cpu(), "all": list(transport.own_tokens(len(partial))),
         }  # fmt: skip
+    found["agreed"] = [transport.agree(flag) for flag in (True, placement.rank > 0, False)]
     torch.save(found, folder / f"rank{placement.rank}.pt")
     transport.barrier()
     transport.close()

@@ -45,7 +45,8 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
     loop = DecodeLoop.build(model, cache, transport, False, False, no_operation, speculation)
     found = []
     for threshold in case["thresholds"]:
-        loop.speculate(float(threshold["value"]))
+        forced = torch.tensor(threshold["forced"], dtype=torch.int32) if "forced" in threshold else None
+        loop.speculate(float(threshold["value"]), forced)
         fault = loop.prepare(SamplingConfig())
         tokens = [
             int(prefill(model, cache, transport, request, ids, no_operation)[0].argmax())
@@ -56,6 +57,8 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
             live = [step < limit for limit in case["live_steps"]]
             record = loop.step(threshold["steps"] - step, live)
             assert record.hits is not None
+            gates = loop._decoder.swap.gate_words  # type: ignore[attr-defined]
+            assert torch.equal(gates[:, 0], gates[:, -1]), "a step begins as the one before has ended"
             found.append(
                 {"tokens": record.token_ids, "hits": record.hits.int().tolist(), "fault": record.fault | fault}
             )

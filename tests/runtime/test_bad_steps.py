@@ -6,12 +6,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from alspec.errors import AlspecError, BadNumbersError, RankFailureError
 from alspec.kernels.words import BAD_NUMBERS, LATE_WORD, fault_code
 from alspec.runtime.agreement import Agreement
-from alspec.runtime.bad_steps import fault_error
+from alspec.runtime.bad_steps import bad_logits_error, fault_error
 from alspec.runtime.placement import Placement
 
 NUM_LAYERS = 4
@@ -98,3 +100,28 @@ def test_a_store_that_is_gone_takes_no_fault_with_it() -> None:
 
     error = fault_error(fault_code(BAD_NUMBERS, 5, 0), 9, NUM_LAYERS, Agreement(Placement(0, 2), Gone()), 1)
     assert "rank 0, MLP output, layer 2, step 9" in str(error)
+
+
+class World:
+    """Four ranks, whose sums of layers are `sums`."""
+
+    def __init__(self, sums: Tensor) -> None:
+        self.placement = Placement(0, 4)
+        self._sums = sums
+
+    def all_gather_world(self, _: Tensor) -> Tensor:
+        return self._sums
+
+
+def test_bad_logits_are_named_where_they_began() -> None:
+    """In the first layer of any rank; with good layers in the LM head of the rank that has the token: 76 of 301."""
+    sums = torch.zeros(4, NUM_LAYERS)
+    logits = torch.zeros(2, 301)
+    for token, rank in ((75, 0), (76, 1), (227, 2), (228, 3), (300, 3)):
+        bad = logits.index_fill(1, torch.tensor([token]), torch.nan)
+        message = str(bad_logits_error(bad, sums[0], 5, World(sums)))  # type: ignore[arg-type]
+        assert message.startswith(f"NaN or Inf in the logits: first seen on rank {rank}, the LM head, step 5;")
+    sums[0, 2:] = torch.inf
+    sums[3, 1:] = torch.nan
+    message = str(bad_logits_error(bad, sums[0], 5, World(sums)))  # type: ignore[arg-type]
+    assert "first seen on rank 3, layer 1, step 5;" in message

@@ -9,15 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.config import SpeculationConfig
+from alspec.config import TURBO_CODECS, SpeculationConfig
 from alspec.kernels.attention import prefill_attention
 from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime import decoded_attention as module
-from alspec.runtime.decoded_attention import CODECS, CacheSetting, cache_text, decoded_attention
+from alspec.runtime.decoded_attention import (
+    CODECS,
+    SOFTMAXES,
+    CacheSetting,
+    cache_text,
+    decoded_attention,
+    prompt_attention,
+)
 from alspec.runtime.engine import Engine
 from alspec.runtime.quality import score_text
-from alspec.sas import DROPPED_MASS, RELATIVE_ERROR
+from alspec.runtime.turbo_cache import TurboCache
+from alspec.sas import DROPPED_MASS, RELATIVE_ERROR, Softmax
 
 SM_SCALE = 0.3
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -260,3 +268,51 @@ def test_each_layer_may_have_a_lambda_of_its_own(engine: Engine) -> None:
     thresholds = [0.0, torch.inf] * 5
     score = score_text(engine.model, engine.transport, ids, thresholds, 128, prompt_tokens=10)
     assert score.hits[:, 10:].float().mean(1).tolist() == [0.0, 1.0] * 5
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("codec", TURBO_CODECS)
+def test_prompts_of_several_chunks_are_read_as_the_cache_reads_them(
+    codec: str, softmax: Softmax, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk at stage 1, those before it from their records. Heads with outliers in the first chunk keep 4 bits."""
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 128)
+    generator, n = torch.Generator().manual_seed(9), 300
+    q, k, v = (torch.randn(shape, generator=generator) for shape in ((n, 8, 64), (4, n, 64), (4, n, 64)))
+    k[:2, :128, 3] *= 3
+    k[2:, 128:, 3] *= 6
+    assert bits_of("turbo-mixed", k[:, :128], v[:, :128]) != bits_of("turbo-mixed", k, v)
+    cache = TurboCache(codec, 1, 1, 4, n, 64, torch.device("cpu"), softmax)
+    expected = []
+    for start in range(0, n, 128):
+        stop = min(start + 128, n)
+        chunk = q[start:stop], *(x[:, start:stop].transpose(0, 1) for x in (k, v))
+        expected.append(cache.prefill_attention(0, 0, start, *chunk, SM_SCALE, stop))
+    setting = CacheSetting(codec, softmax)
+    found = prompt_attention(q, k, v, cache_text(k, v, n, setting), SM_SCALE, setting)
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_an_exact_cache_may_be_read_with_sas() -> None:
+    q, k, v = random_text(100, seed=10)
+    setting = CacheSetting("bf16", softmax="sas")
+    found = prompt_attention(q, k, v, cache_text(k, v, 100, setting), 1.0, setting)
+    assert torch.equal(found, prefill_attention(q, k, v, 1.0, "sas").float())
+    assert not torch.equal(found, prefill_attention(q, k, v, 1.0).float())
+
+
+@pytest.mark.parametrize(("selector", "kept"), [("gap_std", 1), ("min_max", 0)])
+def test_the_selector_chooses_the_heads_of_2_bits(selector: str, kept: int) -> None:
+    """Two of three: the first has the widest range, the second one wide channel among narrow ones."""
+    k, v = torch.randn(2, 3, 64, 8, generator=torch.Generator().manual_seed(11))
+    k[0] *= 8
+    k[1, :, 5] *= 7
+    mixed, low, high = (
+        cache_text(k, v, 64, setting)[0].stored
+        for setting in (
+            CacheSetting("turbo-mixed", selector=selector, low_heads=2), CacheSetting("turbo2"), CacheSetting("turbo4")
+        )
+    )  # fmt: skip
+    for head in range(3):
+        assert torch.equal(mixed[head], (high if head == kept else low)[head])
+        assert not torch.equal(low[head], high[head])

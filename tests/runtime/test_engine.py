@@ -10,10 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +29,14 @@ from safetensors.torch import load_file, save_file
 from alspec.config import EngineConfig, GenerateConfig, LatencyConfig, SamplingConfig
 from alspec.errors import DoesNotFitError, UserError
 from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.llama import Shard
 from alspec.runtime import engine as engine_module
 from alspec.runtime import transport as transport_module
 from alspec.runtime.agreement import fingerprint, shared_settings
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import Heartbeat, run_guarded
 from alspec.runtime.generation import Generation
+from alspec.runtime.memory import plan_memory
 from alspec.runtime.placement import Placement
 
 MakePrompt = Callable[[int, int], list[int]]
@@ -155,6 +160,7 @@ def test_stream_takes_several_prompts(engine: Engine) -> None:
         assert [(token.token_id, token.text) for token in tokens if token.request == index] == expected
     assert len(tokens) == 3 * 4
     assert len(list(engine.stream(tuple(prompts[:1]), SAMPLING))) == 4
+    assert engine.cache.batch_size == 1
     with pytest.raises(UserError, match="prompt 1: expected a text, found an empty one"):
         next(engine.stream(["The road", ""], SAMPLING))
     with pytest.raises(UserError, match="prompt 1: expected a text or token ids, found"):
@@ -445,3 +451,72 @@ def test_who_waits_for_ranks_that_do_not_start_says_so(
     with pytest.raises(UserError, match=r"cannot meet 1 other rank\(s\) at 127.0.0.1:.*; start them all, or choose"):
         Engine.from_pretrained(transport="gloo", dtype="fp32")
     assert f"alspec: waiting for 1 other rank(s) at 127.0.0.1:{port}\n" in capfd.readouterr().err
+
+
+def test_a_prompt_and_its_answer_may_fill_all_there_is_room_for() -> None:
+    torch.set_num_threads(1)
+    assert Engine.from_pretrained(transport="gloo").check_prompts([[1] * 8190], 2) == 8192
+    engine = Engine.from_pretrained(transport="gloo", max_context=40)
+    assert engine.check_prompts([[1] * 37, [1]], 3) == 40
+    assert len(list(engine.stream([1] * 37, max_new_tokens=3, ignore_eos=True))) == 3
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "tokenizer.json"])
+def test_fingerprints_see_the_last_byte(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_CHECKPOINT, tmp_path / "other")
+    data = bytearray((folder / name).read_bytes())
+    data[-1] ^= 1
+    (folder / name).write_bytes(data)
+    assert fingerprint(folder) != fingerprint(DEMO_CHECKPOINT)
+
+
+def test_what_the_engine_holds_is_room_for_what_replaces_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.load(1, 1024)
+    assert engine.memory is not None
+    held = engine.memory.weights_bytes + engine.cache.num_bytes
+    needed = plan_memory(engine.model_config, Shard(), torch.float32, 1, 2048).total_bytes
+    for free, fits in ((needed - held - 1, False), (needed - held, True)):
+        monkeypatch.setattr(engine_module, "available_bytes", lambda *_, free=free: free)
+        with nullcontext() if fits else pytest.raises(DoesNotFitError):
+            engine.load(1, 2048)
+    assert engine.cache.max_context == 2048
+
+
+def test_progress_counts_the_prompts_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alspec.runtime.prefill.prefill.__defaults__", (64, None))
+    engine.load(2, 200)
+    done: list[int] = []
+    next(engine.run(engine.start_generation([[1] * 100, [2] * 150], SAMPLING), SAMPLING, done.append))
+    assert done == [0, 64, 100, 164, 228]
+
+
+def test_times_are_those_that_have_passed(engine: Engine) -> None:
+    engine.load(1, 400)
+    generation = engine.start_generation([[1] * 300], SAMPLING)
+    moments = [time.perf_counter()]
+    tokens = engine.run(generation, SAMPLING)
+    next(tokens)
+    moments.append(time.perf_counter())
+    assert len(list(tokens)) == len(generation.step_us) == 3
+    moments.append(time.perf_counter())
+    for us, (begun, ended) in zip((generation.prefill_us, sum(generation.step_us)), pairwise(moments), strict=True):
+        assert 0.1 * (ended - begun) < us / 1e6 <= ended - begun
+
+
+def test_only_the_first_rank_warns(engine: Engine) -> None:
+    engine.notices.append("running somewhere else")
+    engine.load(1, 64)
+    engine.placement = Placement(1, 2, 1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(engine.stream("The road", SAMPLING))
+
+
+def test_ranks_compare_what_each_has_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one has a GPU and another has none, `auto` and the default dtype are not the same."""
+    compared: dict[str, Any] = {}
+    monkeypatch.setattr(engine.agreement, "require_same", compared.update)
+    engine.load(1, 64)
+    chosen = [compared[f"resolved {name}"] for name in ("transport", "mode", "dtype")]
+    assert chosen == ["gloo", "off", "fp32"]
+    assert compared["the model's num_layers"] == engine.model_config.num_layers

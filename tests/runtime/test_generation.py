@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alspec.config import SamplingConfig
-from alspec.runtime.generation import IdDecoder, Request
+from alspec.runtime.generation import Generation, IdDecoder, Request
 
 EOS = 0
 
@@ -196,3 +197,15 @@ def test_ids_as_text() -> None:
     request = Request([1], IdDecoder(), SamplingConfig(max_new_tokens=2), [])
     assert [request.push(17), request.push(4)] == ["17 ", "4 "]
     assert request.text == "17 4 "
+
+
+def test_hit_rates_of_a_batch_are_each_requests_own() -> None:
+    """With S = 128; the guesses of the last request leave no token out."""
+    requests = [Request([1] * length, IdDecoder(), SamplingConfig(), []) for length in (320, 400, 319)]
+    hits = torch.tensor([[True, False, True], [True, False, False], [True, True, True], [False, False, True]])
+    tokens = Generation(requests).push([5, 6, 7], hits, 128)
+    assert [(token.request, token.token_id, token.hit_rate) for token in tokens] == [
+        (0, 5, 0.75),
+        (1, 6, 0.25),
+        (2, 7, None),
+    ]

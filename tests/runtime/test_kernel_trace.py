@@ -215,3 +215,11 @@ def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> Non
     costs = StepCosts(NUM_LAYERS, p50["fixed"], p50["layer"], p50["attention"], p50["sender"], p50["receiver"])
     for time, verdicts in zip(times[1:], VERDICTS[name][1:], strict=True):
         assert speculative_step_us(costs, sum(verdicts) / NUM_LAYERS) == pytest.approx(time, rel=0.05)
+
+
+def test_a_kernel_is_ready_once_all_before_it_have_ended() -> None:
+    """Also where one of them ends before another one that started earlier."""
+    spans = [("_embed_norm_kernel", 0.0, 10.0), ("qkv_rope_append", 2.0, 5.0), ("turbo_decode_kernel", 6.0, 12.0)]
+    rows = [{"kernel": name, "step": 1, "start_us": start, "end_us": end} for name, start, end in spans]
+    (labelled,) = label([rows], [])
+    assert [row["ready_us"] for row in labelled] == [0.0, 10.0, 10.0]

@@ -20,7 +20,7 @@ from alspec.kernels.decode_attention import DecodeAttention
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, LlamaWeights, Shard, random_weights
 from alspec.operation import no_operation
-from alspec.runtime import symmetric
+from alspec.runtime import memory, symmetric
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.memory import _host_bytes, available_bytes, check_fits, plan_memory
@@ -278,3 +278,24 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     alone, shared = available_bytes(CPU, 1), available_bytes(CPU, 4)
     assert shared > 2**20
     assert alone == pytest.approx(4 * shared, rel=0.2)
+
+
+@pytest.mark.parametrize("context", [64, 448])
+def test_a_context_that_fits_exactly_is_offered(context: int) -> None:
+    available = plan_memory(MODEL, Shard(), torch.float32, 1, context).total_bytes
+    with pytest.raises(DoesNotFitError, match=f"the largest context that fits is {context} tokens"):
+        check_fits(MODEL, Shard(), torch.float32, 1, 1000, available)
+
+
+def test_a_quantised_prompt_of_several_chunks_stays_within_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where attention behind a prefix also takes a mask."""
+    chunk_tokens, tokens = 512, 4096
+    monkeypatch.setattr(memory, "CHUNK_TOKENS", chunk_tokens)
+    config = MODEL.model_copy(update={"num_layers": 1, "num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 64})
+    transport = Transport(Placement(), CPU, "gloo", None)
+    model = Llama(config, random_weights(config, Shard(), torch.float32, CPU), transport)
+    cache = new_cache("turbo4", config, 1, 1, tokens, torch.float32, CPU)
+    plan = plan_memory(config, Shard(), torch.float32, 1, tokens, "turbo4")
+    with torch.no_grad():
+        peak = peak_bytes(lambda: prefill(model, cache, transport, 0, [1] * tokens, no_operation, chunk_tokens))
+    assert 0.9 * plan.buffer_bytes < peak <= plan.buffer_bytes

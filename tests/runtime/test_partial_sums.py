@@ -8,7 +8,8 @@ import pytest
 import torch
 from jobs import run_ranks
 
-from alspec.runtime.transport import MOST_GATHERED
+from alspec.runtime.placement import Placement
+from alspec.runtime.transport import MOST_GATHERED, Transport
 
 WORKER = Path(__file__).with_name("sum_worker.py")
 GPUS = torch.cuda.device_count()
@@ -29,6 +30,7 @@ GPUS = torch.cuda.device_count()
 def test_sums_are_those_of_fp32_and_alike_everywhere(device: str, world_size: int, tmp_path: Path) -> None:
     run_ranks(WORKER, world_size, tmp_path, device, timeout_s=120)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+    assert all(rank["agreed"] == [True, False, False] for rank in ranks)
     for name in ("torch.bfloat16", "torch.float16", "torch.float32"):
         partials = torch.stack([rank[name]["own"].double() for rank in ranks])
         parts = ranks[0][name]["parts"]
@@ -49,3 +51,13 @@ def test_sums_are_those_of_fp32_and_alike_everywhere(device: str, world_size: in
             assert torch.equal(rank[name]["scattered"], owns[:, tokens.start : tokens.stop])
             rows = [owner[name]["own"][token] for owner in ranks for token in owner[name]["tokens"]]
             assert torch.equal(rank[name]["gathered"], torch.stack(rows))
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "num_tokens", "expected"),
+    [(4, 1024, range(256, 512)), (3, 1024, range(342, 684)), (4, 1023, range(1023)), (2, 4096, range(4096))],
+)
+def test_long_prompts_are_spread_over_three_ranks_and_more(tp_size: int, num_tokens: int, expected: range) -> None:
+    transport = Transport(Placement(), torch.device("cpu"), "gloo", None)
+    transport.placement = Placement(1, tp_size, 1, tp_size)
+    assert transport.own_tokens(num_tokens) == expected

@@ -9,7 +9,8 @@ from alspec.config import EngineConfig, SpeculationConfig, refuse_unavailable
 from alspec.errors import UserError
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Shard
-from alspec.runtime.placement import Placement, choose_device, choose_mode
+from alspec.runtime.loading import take_device
+from alspec.runtime.placement import Placement, choose_device, choose_graph, choose_mode, choose_symm
 
 
 def model(num_qo_heads: int = 8, num_kv_heads: int = 4) -> LlamaConfig:
@@ -186,3 +187,41 @@ def test_symmetric_memory_is_for_gpus(gpus: int) -> None:
     else:
         with pytest.raises(UserError, match="symm needs one GPU for each rank, found 0 for 1 ranks"):
             chosen("symm", 1)
+
+
+@pytest.mark.parametrize(
+    ("cuda_graph", "trace", "expected"),
+    [("auto", False, True), ("auto", True, False), ("on", False, True), ("off", False, False), ("off", True, False)],
+)
+def test_steps_are_captured_unless_they_are_traced(cuda_graph: str, trace: bool, expected: bool) -> None:
+    config = EngineConfig.model_validate({"cuda_graph": cuda_graph})
+    assert choose_graph(config, "off", torch.device("cuda", 0), True, trace) == expected
+
+
+@pytest.mark.parametrize(
+    ("transport", "world_size", "has_decoder", "expected"),
+    [
+        ("auto", 2, True, True),
+        ("symm", 2, True, True),
+        ("nccl", 2, True, False),
+        ("auto", 1, True, False),
+        ("symm", 1, True, False),
+        ("auto", 2, False, False),
+    ],
+)
+def test_symmetric_memory_is_for_several_ranks(
+    transport: str, world_size: int, has_decoder: bool, expected: bool
+) -> None:
+    config = EngineConfig.model_validate({"transport": transport})
+    assert choose_symm(config, "off", world_size, has_decoder) == expected
+
+
+def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    threads = torch.get_num_threads()
+    try:
+        for placement, expected in ((Placement(0, 2, 0, 2), 3), (Placement(0, 8, 0, 8), 1), (Placement(), 1)):
+            take_device(torch.device("cpu"), placement)  # one rank alone leaves the number as it is
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(threads)

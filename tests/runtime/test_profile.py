@@ -17,6 +17,7 @@ from alspec.config import EngineConfig, SamplingConfig
 from alspec.errors import BadNumbersError
 from alspec.models.llama import Shard
 from alspec.runtime.engine import Engine
+from alspec.runtime.generation import Generation
 from alspec.runtime.placement import Placement
 from alspec.runtime.profile import (
     WARMUP_STEPS,
@@ -142,6 +143,7 @@ def test_the_loop_is_prepared_and_its_lengths_end_inside_the_cache(
     assert engine.loop is not None
     # The next step would read what is one token longer than the last measured one.
     assert engine.loop._decoder.buffers.seq_lens.tolist() == [room(20, 2)]
+    assert engine.loop.next_step == 2 + 2 + 1, "no step is launched behind the last one"
 
 
 def test_bad_numbers_end_the_measurement(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,3 +244,44 @@ def test_steps_after_a_text_are_those_of_its_generation(engine: Engine, monkeypa
     profile = measure(engine, 9, 2, text_ids)
     assert [len(times) for times in profile.step_us] == [2]
     assert list(map(list, zip(*made, strict=True))) == [request.token_ids for request in generation.requests]
+
+
+def test_sampled_tokens_are_those_of_request_and_position(engine: Engine) -> None:
+    """Two requests with one prompt have answers of their own, with the loop as without it; the first as it is alone."""
+    sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True, temperature=1.5, seed=3)
+
+    def run(batch_size: int) -> list[list[int]]:
+        generation = engine.start_generation([[7, 30, 200, 5, 5, 60]] * batch_size, sampling)
+        for _ in engine.run(generation, sampling):
+            pass
+        return [request.token_ids for request in generation.requests]
+
+    engine.load(1, 16)
+    (alone,) = run(1)
+    engine.load(2, 16)
+    expected = run(2)
+    assert expected[0] == alone != expected[1]
+    interpreted(engine, 2, 16)
+    assert run(2) == expected
+
+
+def test_launched_steps_of_the_warm_up_do_not_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = [torch.full((3, 1), step >= WARMUP_STEPS) for step in range(WARMUP_STEPS + 4)]
+    generation = Generation([], 1.0, [9e4] * WARMUP_STEPS + [10.0] * 4, verdicts)
+    monkeypatch.setattr("alspec.runtime.profile._generate", lambda *_: generation)
+    engine.load(1, 64)
+    profile = measure(engine, 400, 4)
+    assert (profile.hit_rate, profile.step_us) == (1.0, [[10.0] * 4])
+
+
+def test_a_step_of_the_loop_takes_what_the_devices_clock_says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the first one, before which no step has left it."""
+    clocks_ns = [7 * 10**18 + 1000 * us for us in (0, 250, 1000)]
+    interpreted(engine, 1, 16)
+    monkeypatch.setattr(engine, "decode", lambda *_: (StepRecord([5], None, ns, 0) for ns in clocks_ns))
+    sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True)
+    generation = engine.start_generation([[7, 30, 200]], sampling)
+    for _ in engine.run(generation, sampling):
+        pass
+    assert generation.step_us[1:] == [250.0, 750.0]
+    assert 0 < generation.step_us[0] < 60e6

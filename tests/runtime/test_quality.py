@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +115,31 @@ def test_likelihood_is_that_of_transformers(engine: Engine) -> None:
     expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
     score = score_text(engine.model, engine.transport, ids.tolist(), 0.0, 128)
     torch.testing.assert_close(score.nll, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_too_large_for_the_room_is_scored_under_one_lambda_at_a_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.transport is not None
+    monkeypatch.setattr(quality, "KEYS_AT_ONCE", 1)
+    thresholds = [[0.0] * 10, [math.inf] * 10]
+    scores = score_under(engine.model, engine.transport, list(range(6, 46)), thresholds, 128, 10, CacheSetting())
+    assert [float(score.hits[:, 10:].float().mean()) for score in scores] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("num_tokens", "prompt_tokens", "expected"), [(80, 0, 64), (40, 0, 40), (80, 70, 70)])
+def test_scales_are_those_of_the_prompt_or_the_first_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_tokens: int, prompt_tokens: int, expected: int
+) -> None:
+    assert engine.transport is not None
+    cache_text, found = quality.cache_text, []
+
+    def recording(k: Tensor, v: Tensor, of_tokens: int, *rest: Any) -> Any:
+        found.append(of_tokens)
+        return cache_text(k, v, of_tokens, *rest)
+
+    monkeypatch.setattr(quality, "CALIBRATION_TOKENS", 64)
+    monkeypatch.setattr(quality, "cache_text", recording)
+    ids = list(range(6, 6 + num_tokens))
+    score_text(engine.model, engine.transport, ids, 0.1, 128, prompt_tokens, CacheSetting("turbo4"))
+    assert found == [expected] * engine.model.num_layers

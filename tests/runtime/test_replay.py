@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -295,3 +297,54 @@ def test_a_preparation_that_failed_is_tried_again(small_folder: Path) -> None:
     setting.model.weights.layers[0].o[3, 2] = 0.0
     assert loop.prepare(GREEDY) == 0
     assert _run(loop, setting.prefill(), GREEDY)
+
+
+def test_logits_have_the_models_epsilon(small_folder: Path, tmp_path: Path) -> None:
+    """One so large that it shows, in every norm."""
+    folder = shutil.copytree(small_folder, tmp_path / "other")
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 0.5}), encoding="utf-8")
+    setting = Setting(folder)
+    loop = setting.loop()
+    loop.prepare(GREEDY)
+    first, lengths = setting.prefill(), [len(ids) + 1 for ids in PROMPTS]
+    loop.begin(first, lengths)
+    loop.step(remaining=1)
+    found = loop._decoder.buffers.logits.clone()
+    program = StepProgram(setting.model, setting.cache, setting.transport, "off", 0.1, 128, no_operation)
+    live = torch.ones(2, dtype=torch.bool)
+    state = DecodeState(torch.tensor(first), torch.tensor(lengths, dtype=torch.int32), live)
+    torch.testing.assert_close(found, program.run(state).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_another_threshold_needs_another_captured_step(setting: Setting) -> None:
+    """Launches take it as it is."""
+    loop, pairing = setting.loop(), mock.Mock()
+    loop.prepare(GREEDY)
+    with mock.patch.object(loop, "_pairing", pairing):
+        loop.speculate(0.2)
+    assert (pairing.threshold, pairing.forced) == (0.2, None)
+    with mock.patch.object(loop, "_capture", mock.Mock(wraps=loop._capture)) as capture:
+        for _ in range(2):
+            loop.prepare(GREEDY)
+    assert capture.call_count == 1
+
+
+@pytest.mark.parametrize(("live", "launched"), [([True, True], [1, 2, 3]), (None, [2, 3, 3])])
+def test_steps_wait_for_the_host_where_verdicts_ask_who_is_live(
+    live: list[bool] | None, launched: list[int], setting: Setting
+) -> None:
+    """Of two requests of a pair, one may end with any token; else the next step is under way meanwhile."""
+    loop = setting.loop()
+    loop.prepare(GREEDY)
+    pairing = mock.Mock(live=torch.ones(2, dtype=torch.int32))
+    with (
+        mock.patch.object(loop, "_pairing", pairing),
+        mock.patch.object(loop, "_issue") as issue,
+        mock.patch.object(loop, "_await_stamp"),
+    ):
+        found = []
+        for remaining in (3, 2, 1):
+            loop.step(remaining, live)
+            found.append(issue.call_count)
+    assert found == launched

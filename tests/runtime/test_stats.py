@@ -12,6 +12,7 @@ from alspec.config import SamplingConfig
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Shard, random_weights
 from alspec.predictor import predictor_ranges
+from alspec.runtime import stats
 from alspec.runtime.generation import Generation, IdDecoder, Request
 from alspec.runtime.stats import mean_lengths, percentile, step_bytes, stream_bandwidth, summarize
 from alspec.runtime.turbo_cache import TurboCache
@@ -128,3 +129,8 @@ def test_summary_of_one_token() -> None:
     assert summary["ttft_ms"] == 0.5
     for name in ("ms_per_token_p50", "ms_per_token_p90", "ms_per_token_p99", "tokens_per_s", "hit_rate"):
         assert summary[name] is None
+
+
+def test_bandwidth_is_that_of_the_fastest_copy_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "seconds_in_a_row", lambda run, count, device: [0.5, 0.25, 1.0])
+    assert stream_bandwidth(CPU) == 2 * 2**26 / 0.25

@@ -115,3 +115,12 @@ def test_tokens_and_hits_are_those_of_one_group(small_folder: Path, tmp_path: Pa
 @pytest.mark.timeout(900)
 def test_a_quantised_cache_past_the_end_of_a_block(turbo_folder: Path, tmp_path: Path) -> None:
     check(turbo_folder, tmp_path, 2, [QUANTISED])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_forced_verdicts_do_not_look_at_the_sums(small_folder: Path, tmp_path: Path) -> None:
+    thresholds = [{"value": "0", "steps": 2, "forced": [1, 0, 1]}, {"value": "inf", "steps": 1, "forced": [0, 0, 0]}]
+    first, second = run_ranks(tmp_path, small_folder, 2, [CASES["one request"] | {"thresholds": thresholds}])
+    assert first == second
+    assert [step["hits"] for step in first[0]["steps"]] == [[[1], [0], [1]]] * 2 + [[[0]] * 3]
