@@ -181,13 +181,17 @@ def prefill_attention(
     row = k.shape[1] * (q.shape[1] if q.is_cuda else 1)
     for queries in q.split(max(QUERIES_AT_ONCE, SCORES_AT_ONCE[q.device.type] // row)):
         end += len(queries)
-        mask = newest_causal_mask(len(queries), end) if q.is_cuda else _added_mask(len(queries), end, q.dtype)
-        seen = k[None, :, :end], v[None, :, :end]
-        out = F.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None], *seen, mask, scale=sm_scale, enable_gqa=True
-        )
-        outs.append(out[0].transpose(0, 1))
+        outs.append(_masked_attention(queries, k[:, :end], v[:, :end], sm_scale))
     return torch.cat(outs)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
+    """As `prefill_attention`, by a mask, which is gone before that of the next queries is made."""
+    (num_queries, *_), num_tokens = q.shape, k.shape[1]
+    mask = newest_causal_mask(num_queries, num_tokens) if q.is_cuda else _added_mask(num_queries, num_tokens, q.dtype)
+    qkv = q.transpose(0, 1)[None], k[None], v[None]
+    out = F.scaled_dot_product_attention(*qkv, mask, scale=sm_scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 def _fused_prefill(q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor, int, float], Tensor] | None:

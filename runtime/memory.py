@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..errors import DoesNotFitError, UserError
-from ..kernels.attention import QUERIES_AT_ONCE
+from ..kernels.attention import QUERIES_AT_ONCE, SCORES_AT_ONCE
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
 from .codecs import cache_bytes
@@ -54,8 +54,8 @@ def plan_memory(
     """Bytes of weights, cache and activations on one rank.
 
     Activations are those of the widest moment, beside the fp32 residual, and the logits: one prefill chunk in the MLP,
-    or one layer of a quantised cache, for the longest prompt at INT8, dequantised, and in fp32 on the way, or for all
-    requests in fp32, while they decode on the CPU.
+    or in attention, or one layer of a quantised cache, for the longest prompt at INT8 and dequantised, beside attention
+    or what is in fp32 on the way, or for all requests in fp32, while they decode on the CPU.
     """
     hidden, tp_size = config.hidden_size, shard.tp_size
     start, stop = shard.vocab_range(config.vocab_size)
@@ -67,13 +67,15 @@ def plan_memory(
     weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
     cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype)
     tokens = min(CHUNK_TOKENS, max_context)
-    widest = tokens * dtype.itemsize * 4 * intermediate
+    # On the CPU a prompt of several chunks also takes a mask.
+    mask = min(tokens * max_context, max(SCORES_AT_ONCE["cpu"], QUERIES_AT_ONCE * max_context))
+    mask_bytes = dtype.itemsize * mask if max_context > CHUNK_TOKENS else 0
+    attention = tokens * dtype.itemsize * 2 * attn_width + mask_bytes
+    widest = max(tokens * dtype.itemsize * 4 * intermediate, attention)
     if kv_cache != "bf16":
         channels = config.num_kv_heads // tp_size * config.head_dim
-        # On the CPU a prompt of several chunks also takes a mask.
-        mask = dtype.itemsize * QUERIES_AT_ONCE if max_context > CHUNK_TOKENS else 0
-        prompt = channels * (2 * (1 + dtype.itemsize) + 8) + mask
-        widest = max(widest, max_context * max(prompt, channels * 8 * batch_size))
+        prompt = max_context * channels * 2 * (1 + dtype.itemsize) + max(max_context * channels * 8, attention)
+        widest = max(widest, prompt, max_context * channels * 8 * batch_size)
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
     # The first token, and those of steps that are launched one by one, may be drawn by sorting.
     activations = max(activations, DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size)
