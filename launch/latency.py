@@ -199,7 +199,8 @@ def _sweep(
     status.clear()
     notify(engine.notices if is_first else [])
     by_collectives = engine.mode == "paired" and engine.loop and engine.transport_name != "symm"
-    if config.trace is not None and by_collectives and engine.placement.local_world_size != 2:
+    ranks, ranks_here = engine.placement.world_size, engine.placement.local_world_size
+    if config.trace is not None and by_collectives and not ranks == ranks_here == 2:
         raise UserError(
             "flags: --trace: over nccl the branches of a layer can be told apart, and their times compared, with two "
             "ranks of one host only; trace those, or use generate.py --trace, which shows the operations"

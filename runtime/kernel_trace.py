@@ -20,36 +20,12 @@ from torch import Tensor
 from . import swap_trace
 from .engine import Engine
 from .faults import LOADING
+from .kernel_names import APPEND, PRE_ATTENTION, STEP_END, Row, operation_of, work_us
 from .replay import StepRecord
 
 __all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
 
 TRACE_STEPS = 5
-# Part of the name of a step's last kernel.
-STEP_END = "finish_step"
-APPEND = "turbo_append"  # of a receiver; a sender's projection does it
-# Part of a kernel's name -> the operation that it belongs to. A kernel of another name (NCCL's, PyTorch's) belongs to
-# the one before it.
-OPERATIONS = {
-    "embed_norm": "embed",
-    "meet_kernel": "embed",
-    "qkv_rope_append": "pre_attention",
-    "take_turn": "handover",
-    APPEND: "handover",
-    "send_kernel": "handover",
-    "lean_": "full_attention",
-    "turbo_decode": "full_attention",
-    "turbo_merge": "full_attention",
-    "decide": "verdict",
-    "receive_": "handover",
-    "push_partial": "post_attention",
-    "reduce_norm": "post_attention",
-    "gate_up_silu": "post_attention",
-    "turbo_compact": "lm_head",
-    "collect_logits": "lm_head",
-    STEP_END: "lm_head",
-}
-Row = dict[str, Any]
 
 
 def kernel_rows(engine: Engine, context: int, token_ids: list[int]) -> tuple[list[Row], list[list[int]]]:
@@ -161,25 +137,20 @@ def _placed(rows: list[Row], ready_us: float, is_pair: bool) -> list[Row]:
 
 def _places(names: list[str], is_pair: bool) -> list[tuple[str, int]]:
     """Operation and layer of each kernel of one step, in the order of their starts."""
-    num_layers = sum("qkv_rope_append" in name for name in names)
+    num_layers = sum(PRE_ATTENTION in name for name in names)
     layers_end = max((at for at, name in enumerate(names) if "reduce_norm" in name), default=-1)
     op, layer = "embed", -1
     places = []
     for at, name in enumerate(names):
-        op = next((found for part, found in OPERATIONS.items() if part in name), op)
+        op = operation_of(name) or op
         if op == "full_attention" and not is_pair:
             op = "attention"
-        if "qkv_rope_append" in name:
+        if PRE_ATTENTION in name:
             layer += 1
         if at > layers_end:
             op, layer = "agree" if op == "handover" else "lm_head", num_layers
         places.append((op, max(layer, 0)))
     return places
-
-
-def work_us(row: Row) -> float:
-    """From a kernel's readiness to its end."""
-    return float(row["end_us"] - max(row["start_us"], row["ready_us"]))
 
 
 def _senders(labelled: list[list[Row]], verdicts: list[list[int]]) -> list[list[int]]:

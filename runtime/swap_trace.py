@@ -12,18 +12,10 @@ Shapes: L layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+
+from .kernel_names import PACK, SETTLE, UNPACK, Row, operation_of, work_us
 
 __all__ = ["is_open", "is_swapped", "place", "swap_parts"]
-
-Row = dict[str, Any]
-PACK = "pack_kernel"  # part of the name of the kernel ahead of a fork, and of the first one after the last layer
-UNPACK = "unpack_handover"
-SETTLE = "settle_kernel"
-ATTENTION = ("lean_", "turbo_decode", "turbo_merge")
-POST_ATTENTION = ("push_partial", "reduce_norm", "gate_up_silu")
-PRE_ATTENTION = "qkv_rope_append"
-HEAD = ("turbo_compact", "collect_logits", "finish_step")
 
 
 def is_swapped(rows: list[Row]) -> bool:
@@ -61,26 +53,21 @@ def place(rows: list[Row], ready_us: float) -> list[Row]:
 
 def _is_first_of_layer(name: str) -> bool:
     """Of a kernel behind the projections of both branches: the next guess, or the first one after the last layer."""
-    return PACK in name or any(part in name for part in ATTENTION)
+    return operation_of(name) in ("predictor", "full_attention")
 
 
 def _operation(name: str, before: str, layers_ended: bool) -> str:
     """Of a kernel, given that of the one before it in its branch."""
-    if PACK in name:
-        return "agree" if layers_ended else "predictor"
-    if any(part in name for part in HEAD):
-        return "lm_head"
+    found = operation_of(name)
+    if PACK in name and layers_ended:
+        return "agree"
     if before in ("agree", "lm_head"):
-        return "lm_head" if "push_partial" in name else before
-    if PRE_ATTENTION in name:
-        return "pre_attention"
-    if any(part in name for part in POST_ATTENTION):
-        return "post_attention"
-    if any(part in name for part in ATTENTION):
-        return "full_attention" if before in ("predictor", "full_attention") else "predictor"
-    if SETTLE in name or before == "full_attention":
-        return "verdict"
-    return before
+        return "lm_head" if found in ("post_attention", "lm_head") else before
+    if found == "full_attention":  # the first one in a layer makes the guess
+        return found if before in ("predictor", "full_attention") else "predictor"
+    if found is None:
+        return "verdict" if before == "full_attention" else before
+    return found
 
 
 def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bool:
@@ -121,7 +108,7 @@ def swap_parts(
             begins.setdefault((rank, step, layer, name), row["ready_us"])
             ends[rank, step, layer, name] = max(row["end_us"], ends[rank, step, layer, name])
             if row["op"] == "full_attention" and row["open"]:
-                attention_us[step, layer] += row["end_us"] - max(row["start_us"], row["ready_us"])
+                attention_us[step, layer] += work_us(row)
     parts: dict[str, list[float]] = {name: [] for name in ("sender", "receiver", "layer", "skipped", "fixed", "step")}
     for step, (line, accepted) in enumerate(zip(senders, verdicts, strict=True), start=1):
         for layer, hit in enumerate(accepted):
