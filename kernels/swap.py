@@ -112,8 +112,7 @@ class Swap:
                 exchange.rank,
             ),
             calls=calls,
-            # Of high priority: its kernels begin before more of the main branch does.
-            stream=torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None,
+            stream=torch.cuda.Stream(device) if device.type == "cuda" else None,
         )  # fmt: skip
 
     def gates(self, layer: int) -> Gates:

@@ -198,13 +198,6 @@ def _sweep(
     engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     status.clear()
     notify(engine.notices if is_first else [])
-    by_collectives = engine.mode == "paired" and engine.loop and engine.transport_name != "symm"
-    ranks, ranks_here = engine.placement.world_size, engine.placement.local_world_size
-    if config.trace is not None and by_collectives and not ranks == ranks_here == 2:
-        raise UserError(
-            "flags: --trace: over nccl the branches of a layer can be told apart, and their times compared, with two "
-            "ranks of one host only; trace those, or use generate.py --trace, which shows the operations"
-        )
     # Steps launched one by one are recorded as they run; captured ones are profiled afterwards, by `_trace`.
     engine.timeline.enabled = config.trace is not None and engine.loop is None
     for rate in rates:

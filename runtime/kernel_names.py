@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["APPEND", "PACK", "PRE_ATTENTION", "SETTLE", "STEP_END", "UNPACK", "Row", "operation_of", "work_us"]
+__all__ = ["APPEND", "MLP", "PACK", "PRE_ATTENTION", "SETTLE", "STEP_END", "UNPACK", "Row", "operation_of", "work_us"]
 
 Row = dict[str, Any]
 
 PRE_ATTENTION = "qkv_rope_append"
+MLP = "gate_up_silu"  # its first kernel
 APPEND = "turbo_append"  # of a receiver; a sender's projection does it
 STEP_END = "finish_step"  # a step's last kernel
 # Over collectives: ahead of a layer's fork, and the first one after the last layer; of a receiver; the verdict.
@@ -31,7 +32,7 @@ _OPERATIONS = {
     "receive_": "handover",
     "push_partial": "post_attention",
     "reduce_norm": "post_attention",
-    "gate_up_silu": "post_attention",
+    MLP: "post_attention",
     "turbo_compact": "lm_head",
     "collect_logits": "lm_head",
     STEP_END: "lm_head",

@@ -108,11 +108,11 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
     """
     labelled = []
     for rows in rows_by_rank:
-        own: list[Row] = []
-        for _, step_rows in groupby(rows, key=itemgetter("step")):
-            ready_us = max((row["end_us"] for row in own), default=0.0)
-            own += _placed(list(step_rows), ready_us, is_pair=bool(verdicts))
-        labelled.append(own)
+        steps = [list(step_rows) for _, step_rows in groupby(rows, key=itemgetter("step"))]
+        if swap_trace.is_swapped(rows):
+            labelled.append(swap_trace.place(steps))
+        else:
+            labelled.append(_place(steps, is_pair=bool(verdicts)))
     if verdicts:
         senders = _senders(labelled, verdicts)
         opens = swap_trace.is_open if swap_trace.is_swapped(labelled[0]) else _is_open
@@ -123,16 +123,18 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
     return labelled
 
 
-def _placed(rows: list[Row], ready_us: float, is_pair: bool) -> list[Row]:
-    """One step's rows with `op`, `layer`, `ready_us`, that of the first being given, and `open`."""
-    if swap_trace.is_swapped(rows):
-        return swap_trace.place(rows, ready_us)
-    *ready, _ = accumulate((row["end_us"] for row in rows), max, initial=ready_us)
-    places = _places([row["kernel"] for row in rows], is_pair)
-    return [
-        {"op": op, "layer": layer} | row | {"ready_us": since_us, "open": True}
-        for row, (op, layer), since_us in zip(rows, places, ready, strict=True)
-    ]
+def _place(steps: list[list[Row]], is_pair: bool) -> list[Row]:
+    """One rank's rows with `op`, `layer`, `ready_us` and `open`."""
+    placed: list[Row] = []
+    for rows in steps:
+        ready_us = max((row["end_us"] for row in placed), default=0.0)
+        *ready, _ = accumulate((row["end_us"] for row in rows), max, initial=ready_us)
+        places = _places([row["kernel"] for row in rows], is_pair)
+        placed += [
+            {"op": op, "layer": layer} | row | {"ready_us": since_us, "open": True}
+            for row, (op, layer), since_us in zip(rows, places, ready, strict=True)
+        ]
+    return placed
 
 
 def _places(names: list[str], is_pair: bool) -> list[tuple[str, int]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from alspec.latency_model import StepCosts, speculative_step_us
-from alspec.runtime.kernel_trace import label, layer_parts
+from alspec.runtime.kernel_trace import TRACE_STEPS, label, layer_parts
 
 NUM_LAYERS = 5
 CLOSED_US = 0.5
@@ -20,6 +21,7 @@ WORK_US = {
     "lean_hopper_kernel": 6.0,  # a guess
     "_pack_kernel": 1.5,
     "ncclDevKernel_AllGather": 12.0,
+    "ncclDevKernel_AllReduce": 10.0,  # between groups of two ranks, two in a layer
     "_unpack_handover_kernel": 2.0,
     "_turbo_append_kernel": 1.0,
     "_push_partial_kernel": 11.0,
@@ -33,50 +35,71 @@ WORK_US = {
     "_sample_kernel": 5.0,
     "_finish_step_kernel": 2.0,
 }
-POST = ("push_partial", "reduce_norm", "gate_up_silu", "push_partial", "reduce_norm")
+POST = ("push_partial", "AllReduce", "reduce_norm", "gate_up_silu", "push_partial", "AllReduce", "reduce_norm")
 LAYER_US = 11 + 2 + 30 + 11 + 2 + 9
+SLOWER_US = 0.25  # what handover and verdict take longer on a group's second rank
+LATE_US = 4.0  # at most, from when a collective may begin until it does
 
 
 class Job:
-    """Two ranks that go through the list of `models/swapped_decoder.py`; knows what each kernel is.
+    """Two groups that go through the list of `models/swapped_decoder.py`; knows what each kernel is.
 
-    Each rank has a clock for each branch. A collective ends everywhere `WORK_US` after the last rank has come to it.
-    As the driver does it, a branch goes on in a new stream with each collective, and aside's is what follows a join.
+    Each rank has a clock for each branch. A collective ends everywhere `WORK_US` after the last of its ranks has begun.
+    As the driver does it, a branch goes on in a new stream with each collective, the same ones in every step, and
+    aside's is what follows a join.
     """
 
-    def __init__(self, sends: int, attention_us: float, quantised: bool) -> None:
-        self.sends, self.attention_us, self.quantised = sends, attention_us, quantised
-        self.rows: list[list[dict[str, Any]]] = [[], []]
-        self.truth: list[list[tuple[str, int, bool, float]]] = [[], []]  # op, layer, open, ready
-        self.now = [[0.0, 0.0], [0.0, 0.0]]
+    def __init__(self, sends: int, attention_us: float, quantised: bool, tp_size: int, late_us: float = 0.0) -> None:
+        self.sends, self.attention_us, self.quantised, self.tp_size = sends, attention_us, quantised, tp_size
+        self.late_us, self.random = late_us, random.Random(4)
+        ranks = range(2 * tp_size)
+        self.rows: list[list[dict[str, Any]]] = [[] for _ in ranks]
+        self.truth: list[list[tuple[str, int, bool, float]]] = [[] for _ in ranks]  # op, layer, open, ready
+        self.now = [[0.0, 0.0] for _ in ranks]
         self.streams = [7, 7]
         self.num_streams = 7
         self.step = 0
 
+    def meets(self, name: str, rank: int, op: str) -> list[int]:
+        """The ranks of a collective."""
+        if op == "handover":
+            return [rank % self.tp_size, rank % self.tp_size + self.tp_size]
+        group = rank // self.tp_size
+        is_group = "AllReduce" in name
+        return [each for each in range(len(self.now)) if not is_group or each // self.tp_size == group]
+
     def kernel(
         self, part: str, op: str, layer: int, opens: tuple[int, ...] = (0, 1), branch: int = MAIN, us: float = 0.0
     ) -> None:
-        """A launch on both ranks, open on those of `opens`; it starts a little before it is ready."""
+        """A launch on all ranks, open in the groups `opens`; it starts a little before it is ready."""
         name = next(name for name in WORK_US if part in name)
-        meets = max(clock[branch] for clock in self.now) if "nccl" in name else 0.0
-        if "nccl" in name:
+        is_collective = "nccl" in name
+        if is_collective:
             self.num_streams += 1
             self.streams[branch] = self.num_streams
+        ready = [clock[branch] for clock in self.now]
+        # Behind a fork and a join launches are ordinary ones, and start when they are ready.
+        early = 0.125 if part not in ("lean_hopper", "pack") and not is_collective else 0.0
+        late = self.late_us if is_collective else 0.0
+        starts = [each - early + late * self.random.random() for each in ready]
         for rank, clock in enumerate(self.now):
-            is_open = rank in opens
-            works = is_open or op == "verdict" or "nccl" in name  # a verdict is every rank's
-            closed_us = BUSY_US if branch == MAIN and rank != self.sends else CLOSED_US
-            end = max(meets, clock[branch]) + ((us or WORK_US[name]) if works else closed_us)
-            # Behind a fork and a join launches are ordinary ones, and start when they are ready.
-            early = 0.125 if part not in ("lean_hopper", "pack") and "nccl" not in name else 0.0
+            group = rank // self.tp_size
+            is_open = group in opens
+            works = is_open or op == "verdict" or is_collective  # a verdict is every rank's
+            closed_us = BUSY_US if branch == MAIN and group != self.sends else CLOSED_US
+            begins = max(starts[each] for each in self.meets(name, rank, op)) if is_collective else ready[rank]
+            end = begins + ((us or WORK_US[name]) if works else closed_us)
+            if part in ("unpack_handover", "settle") and works:
+                end += rank % self.tp_size * SLOWER_US
             row = {"kernel": name, "stream": self.streams[branch], "step": self.step}
-            self.rows[rank].append(row | {"start_us": clock[branch] - early, "end_us": end})
-            self.truth[rank].append((op, layer, is_open, clock[branch]))
+            self.rows[rank].append(row | {"start_us": starts[rank], "end_us": end})
+            self.truth[rank].append((op, layer, is_open, ready[rank]))
             clock[branch] = end
 
     def go_on(self, layer: int, opens: tuple[int, ...], branch: int) -> None:
         for part in POST:
-            self.kernel(part, "post_attention", layer, opens, branch)
+            if part != "AllReduce" or self.tp_size > 1:
+                self.kernel(part, "post_attention", layer, opens, branch)
         if layer + 1 < NUM_LAYERS:
             self.kernel("qkv", "pre_attention", layer + 1, opens, branch)
 
@@ -104,6 +127,7 @@ class Job:
     def run(self, verdicts: list[int]) -> float:
         """One step; returns its time."""
         self.step += 1
+        self.streams, self.num_streams = [7, 7], 7
         begun = self.now[0][MAIN]
         self.kernel("embed", "embed", 0)
         self.kernel("qkv", "pre_attention", 0, (self.sends,))
@@ -123,18 +147,20 @@ class Job:
 
 
 VERDICTS = {
-    "mixed": [[1, 0, 0, 1, 1], [0, 1, 0, 0, 1], [1, 1, 0, 1, 0]],
-    "accepted": [[1] * NUM_LAYERS] * 3,
-    "rejected": [[0] * NUM_LAYERS] * 3,
+    "mixed": [[1, 0, 0, 1, 1], [0, 1, 0, 0, 1], [1, 1, 0, 1, 0], [0, 0, 0, 1, 0], [1, 1, 1, 0, 1]],
+    "accepted": [[1] * NUM_LAYERS] * TRACE_STEPS,
+    "rejected": [[0] * NUM_LAYERS] * TRACE_STEPS,
 }
 
 
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("attention_us", [5.0, 90.0])  # either branch may be the first at its all-reduce
 @pytest.mark.parametrize("name", VERDICTS)
-def test_labels(name: str, first: int, quantised: bool) -> None:
+def test_labels(name: str, attention_us: float, first: int, quantised: bool, tp_size: int) -> None:
     """Operation, layer, gate and readiness of every kernel."""
-    job = Job(first, 90.0, quantised)
+    job = Job(first, attention_us, quantised, tp_size, LATE_US)
     for verdicts in VERDICTS[name]:
         job.run(verdicts)
     labelled = label(job.traced(), VERDICTS[name])
@@ -149,27 +175,31 @@ def test_labels(name: str, first: int, quantised: bool) -> None:
 
 
 @pytest.mark.parametrize("attention_us", [20.0, 90.0])
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("name", VERDICTS)
-def test_parts_predict_the_step(name: str, quantised: bool, attention_us: float) -> None:
+def test_parts_predict_the_step(name: str, quantised: bool, tp_size: int, attention_us: float) -> None:
     """Parts are what the kernels were given, and the latency model makes the step's time of them, to 2 %."""
-    job = Job(1, attention_us, quantised)
+    job = Job(1, attention_us, quantised, tp_size)
     times = [job.run(verdicts) for verdicts in VERDICTS[name]]
     parts = layer_parts(label(job.traced(), VERDICTS[name]), VERDICTS[name])
     attention = 6 + 1.5 + attention_us + 1.5
     verdicts = [verdict for step in VERDICTS[name] for verdict in step]
     inner = [verdict for step in VERDICTS[name] for verdict in step[:-1]]  # of layers that another one follows
-    closed = 6 * BUSY_US
+    reduces = 0 if tp_size == 1 else 2 * 10
+    slower = [SLOWER_US * tp_rank for tp_rank in range(tp_size)]
     expected = {
-        "attention": [attention_us + 1.5] * len(verdicts),
-        "sender": [attention + 12 + 2] * len(verdicts),
-        "receiver": [6 + 1.5 + 12 + 2 + quantised] * len(verdicts),
-        "layer": [LAYER_US] * (2 * len(inner) - sum(inner)),
-        "skipped": [closed] * sum(inner),
-        "fixed": [3 + 1.5 + 12 + 1 + 1 + 11 + 12 + 4 + 5 + 2] * 2,
-        "step": times[1:],
+        "attention": [attention_us + 1.5] * tp_size * len(verdicts),
+        "sender": [attention + 12 + 2 + each for each in slower] * len(verdicts),
+        "receiver": [6 + 1.5 + 12 + 2 + quantised + each for each in slower] * len(verdicts),
+        # The faster rank waits for the other at the first all-reduce.
+        "layer": [LAYER_US + reduces + each for each in slower] * (2 * len(inner) - sum(inner)),
+        "skipped": [6 * BUSY_US + reduces + each for each in slower] * sum(inner),
+        "fixed": [3 + 1.5 + 12 + 1 + 1 + 11 + 12 + 4 + 5 + 2] * tp_size * (TRACE_STEPS - 1),
+        "step": times[1:] * tp_size,
     }
-    assert parts == {part: pytest.approx(samples, abs=1e-6) for part, samples in expected.items()}
+    for part, samples in parts.items():  # step by step, of one rank of a group after the other
+        assert sorted(samples) == pytest.approx(sorted(expected[part]), abs=1e-6), part
     costs = StepCosts(
         NUM_LAYERS, **{f"{part}_us": us[0] if us else 0.0 for part, us in expected.items() if part != "step"}
     )
