@@ -56,12 +56,15 @@ def remember_types() -> None:
     found: dict[str, Any] = {}
 
     def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        of = [core._unwrap_if_constexpr(size) for size in core._unwrap_if_constexpr(shape)]
-        key = element_ty.name, *of
+        # Tuples of Triton's are hashed and compared value by value: most are those of a type made before.
+        key = element_ty.name, id(shape)
         if key not in blocks:
-            make(self, element_ty, of)
-            self.shape = shapes.setdefault((*of,), self.shape)
-            blocks[key] = vars(self).copy()
+            of = (*map(int, core._unwrap_if_constexpr(core._unwrap_if_constexpr(shape))),)
+            key = element_ty.name, of
+            if key not in blocks:
+                make(self, element_ty, list(of))
+                self.shape = shapes.setdefault(of, self.shape)
+                blocks[key] = blocks[element_ty.name, id(self.shape)] = vars(self).copy()
         vars(self).update(blocks[key], element_ty=element_ty)
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -85,6 +88,23 @@ def remember_types() -> None:
     interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value = look_up_once, broadcast_unlike
 
 
+def compare_what_differs() -> None:
+    """Values are asked whether they are constants or tuples of them, and types whether they are equal: mostly plain
+    numbers and tensors, and the very same types."""
+    unwrap, equals = core._unwrap_if_constexpr, core.dtype.__eq__
+    as_they_are = {int, float, bool, str, type(None), core.tensor}
+
+    def unwrap_others(value: Any) -> Any:
+        kind = value.__class__
+        if kind in as_they_are:
+            return value
+        return value.value if kind is core.constexpr else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrap_others
+    core.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
+
+
 patch_language_once()
 leave_out_overflow_checks()
 remember_types()
+compare_what_differs()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -150,25 +152,40 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
+def _be_rank(program: Path, arguments: list[str], variables: dict[str, str], stderr: Path) -> None:
+    """What a rank's process does: it runs a program as Python does."""
+    with stderr.open("w") as output:
+        os.dup2(output.fileno(), 2)
+    os.environ.update(variables)
+    sys.argv = [str(program), *arguments]
+    sys.path.insert(0, str(program.parent))
+    runpy.run_path(str(program), run_name="__main__")
+
+
 def run_ranks(
     program: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float, **variables: str
 ) -> None:
     """`program FOLDER ARGUMENTS` on so many processes, with torchrun's variables and others; all have to end well."""
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)} | variables
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    common |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)} | variables
     # In files: a pipe that is not read yet could hold up a rank, and so all of them.
     outputs = [folder / f"stderr{rank}.txt" for rank in range(world_size)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(folder), *arguments],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=output.open("w"),
-        )
-        for rank, output in enumerate(outputs)
-    ]
+    # Processes of one that has imported torch: to import it takes a rank longer than most of what it does here.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch"])
+    ranks = []
     try:
-        codes = [rank.wait(timeout=timeout_s) for rank in ranks]
+        for rank, output in enumerate(outputs):
+            own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            each = server.Process(target=_be_rank, args=(program, [str(folder), *arguments], own, output))
+            each.start()
+            ranks.append(each)
+        deadline = time.monotonic() + timeout_s
+        for each in ranks:
+            each.join(max(deadline - time.monotonic(), 0))
+        codes = [each.exitcode for each in ranks]
     finally:
         for each in ranks:
             each.kill()
-    assert not any(codes), f"exit codes {codes}\n" + "\n".join(output.read_text() for output in outputs)
+            each.join()
+    assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(output.read_text() for output in outputs)
