@@ -151,7 +151,13 @@ class Tokenizer:
         return [self.bos_token_id, *ids[begin:]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD."""
+        """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            UserError: an id is of no token.
+        """
+        if (wrong := next((each for each in ids if not 0 <= each < self._vocab_size), None)) is not None:
+            raise UserError(f"token ids: expected 0 .. {self._vocab_size - 1}, found {wrong}")
         return str(self._core.decode(list(ids), skip_special_tokens=True))
 
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
