@@ -154,11 +154,12 @@ class Tokenizer:
         """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            UserError: an id is of no token.
+            UserError: an id is not in 0 .. vocab_size - 1.
         """
+        ids = list(ids)
         if (wrong := next((each for each in ids if not 0 <= each < self._vocab_size), None)) is not None:
             raise UserError(f"token ids: expected 0 .. {self._vocab_size - 1}, found {wrong}")
-        return str(self._core.decode(list(ids), skip_special_tokens=True))
+        return str(self._core.decode(ids, skip_special_tokens=True))
 
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
         """The prompt for `messages` (dicts with `role` and `content`), up to the opening of the assistant's turn.

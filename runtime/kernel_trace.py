@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from itertools import accumulate, groupby
-from operator import itemgetter
+from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import AlspecError
 from . import swap_trace
 from .engine import Engine
 from .faults import LOADING
@@ -105,14 +106,16 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
     Returns:
         `{"op", "kernel", "layer", "step", "start_us", "end_us", "ready_us", "open"}`, and `"branch"` of a pair over
         collectives. Not open is a kernel whose gate was closed: it looked and returned.
+
+    Raises:
+        AlspecError: kernels are missing.
     """
     labelled = []
-    for rows in rows_by_rank:
-        steps = [list(step_rows) for _, step_rows in groupby(rows, key=itemgetter("step"))]
-        if swap_trace.is_swapped(rows):
+    for steps in _steps(rows_by_rank):
+        if swap_trace.is_swapped(steps[0]):
             labelled.append(swap_trace.place(steps))
         else:
-            labelled.append(_place(steps, is_pair=bool(verdicts)))
+            labelled.append(_place_rows(steps, is_pair=bool(verdicts)))
     if verdicts:
         senders = _senders(labelled, verdicts)
         opens = swap_trace.is_open if swap_trace.is_swapped(labelled[0]) else _is_open
@@ -123,7 +126,27 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
     return labelled
 
 
-def _place(steps: list[list[Row]], is_pair: bool) -> list[Row]:
+def _steps(rows_by_rank: list[list[Row]]) -> list[list[list[Row]]]:
+    """[ranks][steps] rows; a rank launches the same kernels in every step, but a profiler may lose some."""
+    num_steps = max((row["step"] for rows in rows_by_rank for row in rows), default=0)
+    found = []
+    for rank, rows in enumerate(rows_by_rank):
+        steps: list[list[Row]] = [[] for _ in range(num_steps)]
+        for row in rows:
+            steps[row["step"] - 1].append(row)
+        counts = [Counter(row["kernel"] for row in step) for step in steps]
+        most = max(counts, key=Counter.total, default=Counter())
+        for step, count in enumerate(counts, start=1):
+            if count != most or not count:
+                raise AlspecError(
+                    f"trace: the profiler lost kernels: it has {count.total()} of rank {rank} in step {step}, "
+                    f"in another step {most.total()}; run again"
+                )
+        found.append(steps)
+    return found
+
+
+def _place_rows(steps: list[list[Row]], is_pair: bool) -> list[Row]:
     """One rank's rows with `op`, `layer`, `ready_us` and `open`."""
     placed: list[Row] = []
     for rows in steps:
@@ -202,7 +225,8 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
     `attention`: the sender's attention, with its merge. `sender`: from the end of pre-attention to the end of the
     verdict, less what it waits for the verdict before. `receiver`: from there until the receiver has all of the
     handover. `layer`: post-attention and the next pre-attention. `fixed`: what precedes and follows the layers. `step`:
-    whole steps, as the profiler saw them, to be compared with those of a run without it.
+    whole steps, as the profiler saw them, to be compared with those of a run without it. Over several hosts `receiver`
+    has in it how far the ends of a step on both ranks, which are their zeros, lie apart.
     """
     senders = _senders(labelled, verdicts)
     if swap_trace.is_swapped(labelled[0]):

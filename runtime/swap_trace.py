@@ -2,8 +2,8 @@
 
 A layer forks behind the guess (`models/swapped_decoder.py`): *aside*, on a stream of its own, is what a receiver does
 on the guess; *main* is the rest of the attention, the verdict, and what a sender does again. Their kernels have the
-same names and lie side by side in time, so it is the stream that tells them apart. A captured branch goes on in a new
-stream with each collective; `_aside_streams` finds out which streams are whose.
+same names and lie side by side in time, so it is the stream that tells them apart. A captured branch may go on in
+another stream with each collective; `_aside_streams` finds out which streams are whose.
 
 Shapes: L layers.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from ..errors import AlspecError
 from .kernel_names import MLP, PACK, SETTLE, UNPACK, Row, operation_of, work_us
 
 __all__ = ["is_open", "is_swapped", "place", "swap_parts"]
@@ -81,6 +82,9 @@ def _aside_streams(steps: list[list[Row]]) -> list[set[int]]:
     a graph's kernels are on the same streams in all replays, while what the branches do, and so how long they take,
     depends on the roles. A branch whose stretch ends earlier comes to its all-reduce earlier: that decides, by the
     sum over steps of how much.
+
+    Raises:
+        AlspecError: steps do not agree on two streams.
     """
     by_step = [_stretches(rows) for rows in steps]
     found: list[set[int]] = []
@@ -89,9 +93,13 @@ def _aside_streams(steps: list[list[Row]]) -> list[set[int]]:
         streams = {_only(layers[0], UNPACK).stream}
         for has_mlp in (True, False):
             pairs = [_behind_all_reduces(layer, has_mlp) for layer in layers]
-            if not pairs[0]:  # groups of one rank
+            if not any(pairs):  # groups of one rank
                 continue
-            one, other = sorted(pairs[0])
+            if any(len(pair) != 2 or pair.keys() != pairs[0].keys() for pair in pairs):
+                raise AlspecError(
+                    "trace: a layer's branches cannot be told apart: their streams are not two in all steps"
+                )
+            one, other = pairs[0]
             lead = sum(
                 (aside_us - main_us) * (pair[one].start_us - pair[other].start_us)
                 for (aside_us, main_us), pair in zip(ends, pairs, strict=True)
@@ -126,8 +134,7 @@ def _stretches(rows: list[Row]) -> list[list[_Stretch]]:
 
 
 def _only(layer: list[_Stretch], part: str) -> _Stretch:
-    (found,) = (stretch for stretch in layer if stretch.has(part))
-    return found
+    return next(stretch for stretch in layer if stretch.has(part))
 
 
 def _behind_all_reduces(layer: list[_Stretch], has_mlp: bool) -> dict[int, _Stretch]:

@@ -1,6 +1,6 @@
 """Run before the first kernel is launched, this takes from Triton's interpreter what costs most and does nothing.
 
-Kernels compute the same, in a seventh of the time.
+Kernels compute the same, several times as fast.
 """
 
 import functools
@@ -36,6 +36,21 @@ def patch_language_once() -> None:
         return patch(function)
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_afresh, patch_once
+
+
+def call_directly() -> None:
+    """Each function of the language goes through two others, which look for an argument that is always given."""
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch
 
 
 def leave_out_overflow_checks() -> None:
@@ -104,7 +119,30 @@ def compare_what_differs() -> None:
     core.dtype.__eq__ = lambda self, other: self is other or equals(self, other)
 
 
+def look_at_operands_once() -> None:
+    """Two operands of one type and shape stay as they are, and a number becomes the same constant each time."""
+    check, make = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
+    as_they_are = {"int1", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "fp32", "fp64"}
+    constants: dict[Any, Any] = {}
+
+    def check_others(self: Any, left: Any, right: Any, *flags: Any, **named: Any) -> tuple[Any, Any]:
+        is_tensors = left.__class__ is right.__class__ is core.tensor
+        if is_tensors and left.type.name == right.type.name and left.dtype.name in as_they_are:
+            return left, right
+        return check(self, left, right, *flags, **named)
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = value.__class__, value, dtype.name
+        if key not in constants:
+            constants[key] = make(self, value, dtype)
+        return constants[key]
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant = check_others, constant
+
+
 patch_language_once()
+call_directly()
 leave_out_overflow_checks()
 remember_types()
 compare_what_differs()
+look_at_operands_once()

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 GENERATE = Path(__file__).resolve().parents[2] / "launch" / "generate.py"
 GONE_WITHIN_S = 10.0
 LONG = ["--prompt-ids", "1,2,3,4,5", "--max-new-tokens", "100000", "--ignore-eos", "--transport", "gloo"]
@@ -152,11 +154,16 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def _be_rank(program: Path, arguments: list[str], variables: dict[str, str], stderr: Path) -> None:
-    """What a rank's process does: it runs a program as Python does."""
+def _be_rank(program: Path, arguments: list[str], environment: dict[str, str], stderr: Path) -> None:
+    """What a rank's process does: it runs a program nearly as Python does.
+
+    Ranks share one seed of hashes, and none runs what it has registered for its exit; those of torchrun's tests do.
+    """
     with stderr.open("w") as output:
         os.dup2(output.fileno(), 2)
-    os.environ.update(variables)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # too late for OMP_NUM_THREADS
     sys.argv = [str(program), *arguments]
     sys.path.insert(0, str(program.parent))
     runpy.run_path(str(program), run_name="__main__")
@@ -166,7 +173,7 @@ def run_ranks(
     program: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float, **variables: str
 ) -> None:
     """`program FOLDER ARGUMENTS` on so many processes, with torchrun's variables and others; all have to end well."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)} | variables
     # In files: a pipe that is not read yet could hold up a rank, and so all of them.
     outputs = [folder / f"stderr{rank}.txt" for rank in range(world_size)]
@@ -176,6 +183,7 @@ def run_ranks(
     ranks = []
     try:
         for rank, output in enumerate(outputs):
+            output.touch()
             own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             each = server.Process(target=_be_rank, args=(program, [str(folder), *arguments], own, output))
             each.start()
