@@ -4,10 +4,11 @@ A record holds one block of 64 tokens of one KV head as 32-bit words, bit 0 firs
 
     [K codes: 2 D b][K parameters: D / 2][V codes: 2 D b][V parameters: D / 2]      words, D = head_dim, b = 4 or 2 bits
 
-Decode multiplies `S^T = K q^T` with the instruction m16n8k16 and `O^T = V^T P^T` with m16n8k32. Their left operand A is
-[16, 16] halves or [16, 32] bytes. Lane `4 g + t` of a warp (g < 8, t < 4) holds four 32-bit registers of it, (kh, rh)
-in the order 00, 01, 10, 11. Codes lie in this order, so that 16 bytes loaded by a lane are its registers for several
-such tiles, taken apart by masks:
+Decode multiplies `S^T = K q^T` and `O^T = V^T P^T` with the instruction m16n8k32, whose left operand A is [16, 32]
+bytes. K's codes lie in the order of m16n8k16, [16, 16] halves: as bytes that is another order of channels, which q has
+too. Lane `4 g + t` of a warp (g < 8, t < 4) holds four 32-bit registers of A, (kh, rh) in the order 00, 01, 10, 11.
+Codes lie in this order, so that 16 bytes loaded by a lane are its registers for several such tiles, taken apart by
+masks:
 
 - K [64 tokens, D channels]: a register has rows `8 rh + g`, columns `8 kh + 2 t + i`, i = 0 in its lower half, i = 1 in
   the upper. There are 4 token tiles and D / 16 channel tiles. A half holds F = 16 / b codes. Code f, at bits `b f`, is

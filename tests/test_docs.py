@@ -84,6 +84,7 @@ def test_the_latency_model_is_as_near_as_said() -> None:
         ("2 + 2 | symm", 15, "128K over `turbo4`, it is within {} % of the steps at every hit rate"),
         ("1 + 1 | symm", 15, "Of 1 + 1 it is within {} %,"),
         ("1 + 1 | nccl without peer access", 10, "over collectives without peer access within {} %"),
+        ("2 + 2 | nccl without peer access", 10, "of 2 + 2 there within {} %"),
     ):
         lines = [line for line in section.splitlines() if line.startswith(f"| llama-3.1-8b | {place} |")]
         found = [re.search(r"\| ([+-][\d.]+)%[\\*]* \| [+-]", line) for line in lines]
@@ -388,7 +389,7 @@ def test_prose_about_quality_of_quantised_caches_says_what_the_rows_say() -> Non
 
 def test_prose_about_prefill_says_what_the_rows_say() -> None:
     pages = ("README.md", "docs/turbo_attention.md", "docs/decode_step.md")
-    readme, turbo, step = ((ROOT / page).read_text(encoding="utf-8") for page in pages)
+    readme, turbo, step = (" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in pages)
     ours = "alspec.turbo_prefill_attention"
     us = {
         (impl, tokens): medians_of("prefill_attention", impl=impl, tokens=tokens)
@@ -401,10 +402,10 @@ def test_prose_about_prefill_says_what_the_rows_say() -> None:
 
     short, long, chunk = speed(8192, 8192), speed(32768, 32768), speed(4096, 32768)
     assert f"Against SDPA: {short} at 8K tokens and {long} at 32K" in turbo
-    assert re.search(rf"{chunk} for a\s+chunk of 4096 after 28K", turbo)
+    assert f"{chunk} for a chunk of 4096 after 28K" in turbo
     bf16 = "alspec.prefill_attention"
     assert f"and {speed(4096, 32768, base=bf16)} against what such a chunk takes over bf16" in turbo
-    assert f"lse: {speed(4096, 32768, impl=bf16)} as fast as the kernel with a causal mask behind a prefix" in step
+    assert f"weights): {speed(4096, 32768, impl=bf16)} as fast as the kernel with a causal mask behind a prefix" in step
     assert f"run at {speed(8192, 8192, '.sas')} of SDPA with SAS and at {short} with exact" in turbo
     assert f"{short} of SDPA's speed on prompts of 8K tokens, {long} on 32K" in readme
 

@@ -457,16 +457,19 @@ def short_steps() -> str:
         return ""
     plain = {_setting(row): row for row in rows if row["case"]["mode"] == "off"}
     off: dict[int, dict[int, str]] = {}
-    for row in plain.values():
+    shown: dict[Any, dict[str, Any]] = {}
+    for setting, row in plain.items():
         case = row["case"]
         if case["transport"] in (None, "symm"):
             off.setdefault(case["world"], {})[case["context"]] = rate(row)
+            shown[setting] = row
     pairs: dict[tuple[int, str, float], dict[int, str]] = {}
     for row in rows:
         case, base = row["case"], plain.get(_setting(row))
         if case["mode"] == "paired" and case["hit_rate"] in SHORT_HIT_RATES and base is not None:
-            found = pairs.setdefault((case["world"], case["transport"], case["hit_rate"]), {})
-            found[case["context"]] = f"{row['tokens_per_s']:.0f} ({against(base, row)})"
+            key = case["world"], case["transport"], case["hit_rate"]
+            pairs.setdefault(key, {})[case["context"]] = f"{row['tokens_per_s']:.0f} ({against(base, row)})"
+            shown |= {_setting(row): base, (*key, case["context"]): row}
     contexts = sorted(set().union(*off.values()) & set(SHORT_STEPS))
     tables = [
         table(
@@ -484,7 +487,7 @@ def short_steps() -> str:
         ]
         tables.append(table(["GPUs, paired", "transport", "hits", *map(str, contexts)], lines))
     notes = [OTHER_COMMIT] if any("*" in cell for found in pairs.values() for cell in found.values()) else []
-    return "\n\n".join([*tables, *notes, where(*rows)])
+    return "\n\n".join([*tables, *notes, where(*shown.values())])
 
 
 def short_quantised() -> str:
