@@ -181,9 +181,7 @@ class DecodeLoop:
             return fault
         if self._use_graph:
             graph = torch.cuda.CUDAGraph()
-            # Where a layer has two branches (`Swap.beside`), this one goes first: on the rank whose kernels here are
-            # all closed, they would wait for room beside the open ones there, and the next layer for them.
-            stream = torch.cuda.Stream(self._device, priority=-1)
+            stream = torch.cuda.Stream(self._device, priority=self._decoder.stream_priority)
             # Other threads (the heartbeat, NCCL's watchdog) may call CUDA meanwhile.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._issue(no_operation)
