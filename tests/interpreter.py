@@ -126,9 +126,12 @@ def look_at_operands_once() -> None:
     constants: dict[Any, Any] = {}
 
     def check_others(self: Any, left: Any, right: Any, *flags: Any, **named: Any) -> tuple[Any, Any]:
-        is_tensors = left.__class__ is right.__class__ is core.tensor
-        if is_tensors and left.type.name == right.type.name and left.dtype.name in as_they_are:
-            return left, right
+        if left.__class__ is core.tensor:
+            if right.__class__ is int and left.dtype.name == "int32" and -(2**31) <= right < 2**31:
+                return self.broadcast_impl_value(left, constant(self, right, left.dtype))
+            is_alike = right.__class__ is core.tensor and left.type.name == right.type.name
+            if is_alike and left.dtype.name in as_they_are:
+                return left, right
         return check(self, left, right, *flags, **named)
 
     def constant(self: Any, value: Any, dtype: Any) -> Any:
