@@ -157,7 +157,7 @@ def overlap(bars: list[dict[str, Any]]) -> str:
     for bar in bars:
         key = (bar["step"], bar["layer"])
         if bar["op"] == "full_attention":
-            ends[key] = max(ends.get(key, 0.0), bar["end"])
+            ends[key] = max(ends.get(key, float("-inf")), bar["end"])
         elif bar["op"] == "post_attention":
             begins[key] = min(begins.get(key, float("inf")), bar["begin"])
     both = ends.keys() & begins.keys()

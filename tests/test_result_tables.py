@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -149,6 +151,74 @@ def test_tables_of_pairs_and_all_reduces(project: Path) -> None:
         "| 4 | 1 | 16 | 19.0 / 20.0 / 21.0 | 2.0 / 3.0 / 4.0 |",
         "| 4 | 4 | 64 | 19.0 / 20.0 / 21.0 | 5.0 / 6.0 / 7.0 |",
     ]
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that makes the tables."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "results")
+    return importlib.import_module("tables")
+
+
+def step_row(mode: str, p50: float, **of_case: object) -> dict[str, Any]:
+    """A captured step of the 8B shape on two GPUs."""
+    case = {"shape": "llama-3.1-8b", "world": 2, "mode": mode, "transport": "symm", "cuda_graph": True, "batch": 1}
+    case |= {"dtype": "bf16", "context": 1024, "kv_cache": "bf16", "hit_rate": None, "forced": False, "text": None}
+    rest = {"gpu": "NVIDIA H200", "num_gpus": 2, "versions": {"torch": "2.11.0"}, "command": "launch/latency.py"}
+    found = {"us": {"p50": p50}, "tokens_per_s": 1e6 / p50, "share_of_limit": 0.5, "commit": "new"}
+    return {"bench": "decode_step", "impl": f"alspec.{mode}", "case": case | of_case} | found | rest
+
+
+def test_a_pair_stands_beside_off_over_the_same_cache(tables: ModuleType) -> None:
+    """Of the same softmax; and the latency model says nothing of several requests."""
+    of_pair = {"hit_rate": 0.5, "kv_cache": "turbo4", "softmax": "sas", "batch": 2}
+    rows = [step_row("paired", 900.0, **of_pair)]
+    rows += [
+        step_row("off", p50, **of_pair | {"hit_rate": None, "softmax": softmax})
+        for softmax, p50 in (("sas", 990.0), ("exact", 800.0))
+    ]
+    parts = [
+        step_row("paired", 50.0, **of_pair, part=part) | {"untraced_us": 50.0, "num_layers": 10}
+        for part in ("attention", "sender", "receiver", "layer", "fixed", "step")
+    ]
+    text = tables.against_off("Pairs", rows, parts)
+    cells = "turbo4 with sas, random numbers | 1024 | 50% | 0.900 | 0.990 | 1.10x |  |  |  |"
+    assert f"| llama-3.1-8b | 1 + 1 | symm | 2 | {cells}" in text
+
+
+def test_short_tables_are_of_random_numbers_and_the_exact_softmax(
+    tables: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was measured after those."""
+    alone = {"world": 1, "transport": None}
+    rows = [
+        step_row("off", p50, kv_cache=codec, **alone)
+        for codec, p50 in (("bf16", 4000.0), ("turbo4", 5000.0), ("turbo-mixed", 8000.0))
+    ]
+    rows += [step_row("off", 6000.0, kv_cache="turbo4", softmax="sas", **alone)]
+    rows += [step_row("off", 10000.0, text="book.txt", **alone)]
+    monkeypatch.setattr(tables, "read", lambda name, bench=None: rows if name == "decode_step.jsonl" else [])
+    assert "\n| 1 | 250 (50%) |" in tables.short_steps()
+    caches = [line for line in tables.short_quantised().splitlines() if line.startswith("|")]
+    assert caches[2:] == ["| bf16 | 4.00 |", "| turbo4 | 5.00 |", "| turbo-mixed | 8.00 |"]
+
+
+def test_sampling_is_compared_at_the_same_length(tables: ModuleType) -> None:
+    """Whatever the order of rows, and where a length is missing."""
+    measured = [
+        (8192, 2000.0, {}),
+        (1024, 1000.0, {}),
+        (8192, 2050.0, {"temperature": 1.0}),
+        (1024, 1030.0, {"temperature": 1.0}),
+        (8192, 2080.0, {"temperature": 1.0, "top_k": 5}),
+        (512, 1.0, {"temperature": 1.0, "top_k": 5}),
+    ]
+    run = {"command": "c", "gpu": "one", "num_gpus": 1, "versions": {"torch": "t"}}
+    rows = [run | {"case": {"context": context} | way, "us": {"p50": us}} for context, us, way in measured]
+    lines = tables.sampled(rows).splitlines()
+    assert "| choice | 1024 tokens | 8192 tokens |" in lines
+    assert "| temperature 1.0 | 1.030 (+30 us) | 2.050 (+50 us) |" in lines
+    assert "| temperature 1.0, top_k 5 |  | 2.080 (+80 us) |" in lines
 
 
 def test_tables_of_attention_over_quantised_caches(project: Path) -> None:

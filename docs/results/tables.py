@@ -388,18 +388,22 @@ def sampled(rows: list[dict[str, Any]]) -> str:
         case = row["case"]
         way = (case.get("temperature", 0.0), case.get("top_k", 0), case.get("top_p", 1.0))
         ways.setdefault(way, {})[case["context"]] = row["us"]["p50"]
-    greedy = ways.pop((0.0, 0, 1.0))
-    lines = [["greedy", *(f"{us / 1e3:.3f}" for us in greedy.values())]]
+    greedy = ways.pop((0.0, 0, 1.0), {})
+    contexts = sorted(greedy)
+    lines = [["greedy", *(f"{greedy[context] / 1e3:.3f}" for context in contexts)]]
     for (temperature, top_k, top_p), times in ways.items():
         cuts = [f"top_k {top_k}"] * (top_k > 0) + [f"top_p {top_p}"] * (top_p < 1)
-        cells = [f"{us / 1e3:.3f} (+{us - greedy[context]:.0f} us)" for context, us in times.items()]
+        cells = [
+            f"{times[context] / 1e3:.3f} (+{times[context] - greedy[context]:.0f} us)" if context in times else ""
+            for context in contexts
+        ]
         lines.append([", ".join([f"temperature {temperature}", *cuts]), *cells])
     return "\n\n".join(
         [
             "## Sampling in a step",
             "Whole captured steps, p50 in ms, and how much longer they take than with greedy choice.",
             where(*rows),
-            table(["choice", *(f"{context} tokens" for context in greedy)], lines),
+            table(["choice", *(f"{context} tokens" for context in contexts)], lines),
         ]
     )
 

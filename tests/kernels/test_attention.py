@@ -335,6 +335,16 @@ def test_prefill_attention_behind_a_prefix_in_pieces(
     check(prefill_attention(q, k, v, 0.3), prefill_attention_ref(q, k, v, 0.3), torch.float32)
 
 
+def test_pieces_behind_a_prefix_are_not_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the prefix is."""
+    monkeypatch.setitem(SCORES_AT_ONCE, "cpu", 1)
+    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", 16)
+    q, k, v = torch.randn(40, 2, 16), torch.randn(2, 53, 16), torch.randn(2, 53, 16)
+    with mock.patch.object(attention, "_masked_attention", wraps=attention._masked_attention) as masked:
+        prefill_attention(q, k, v, 0.3)
+    assert [len(call.args[0]) for call in masked.call_args_list] == [16, 16, 8]
+
+
 def test_prefill_attention_reads_cache_views(device: torch.device) -> None:
     """The engine passes views of a longer cache: the tokens behind them must not matter."""
     q = draw((5, 4, 32), 0, device, torch.float32)

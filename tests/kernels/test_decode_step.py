@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +124,19 @@ def test_qkv_rope_append(
         found = cache.transpose(1, 2)
         check(found[written], new, dtype)
         assert found[~written].isnan().all()
+
+
+def test_a_tail_of_another_cache_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a launch, which would write beyond it."""
+    monkeypatch.setattr("alspec.kernels.projections.launch", None)
+    x_norm, squares = stream(device, torch.float32, 1, 64)
+    weight, rope = normal(device, torch.float32, 4 * 64, 64), nan(device, torch.float32, 1, 2, 32)
+    seq_lens, q = torch.ones(1, dtype=torch.int32, device=device), nan(device, torch.float32, 1, 2, 64)
+    cache = nan(device, torch.float32, 1, 1, 1, 64)
+    for shape in ((1, 2, 2, 64, 64), (1, 1, 2, 32, 64), (2, 1, 2, 64, 64)):
+        layer: Any = SimpleNamespace(tail=torch.zeros(shape, dtype=torch.int8, device=device))
+        with pytest.raises(ValueError, match=r"layer: expected a tail for k_cache \[1, 1, 1, 64\], found"):
+            qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, cache, cache, EPS, layer=layer)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,7 +15,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from alspec.kernels.lean_attention import LONG_RUN, MAX_GUESS_PARTS, PHASES, _padded
-from alspec.kernels.lean_schedule import GUESS_OVERHEAD, PREDICTOR, REST, deal, lengths_of, plan, run_of, tiles_of
+from alspec.kernels.lean_schedule import (
+    GUESS_OVERHEAD,
+    HEAD_START,
+    LONG_HEAD_START,
+    PREDICTOR,
+    REST,
+    deal,
+    head_start,
+    lengths_of,
+    plan,
+    run_of,
+    tiles_of,
+)
 
 pytestmark = pytest.mark.skipif(HAS_CUDA, reason="interpreted only where there is no GPU")
 
@@ -223,3 +235,27 @@ def test_leaders_have_runs_of_two_tiles_or_more(work: Work) -> None:
     dealt = Dealt.of(work)
     assert dealt.leaders == work.num_kv_heads * len(work.lengths) * dealt.parts
     assert dealt.lead_run > 1
+
+
+@triton.jit
+def _head_start_kernel(cycles_ptr, total_rest, IS_LONG: tl.constexpr):
+    """Of tiles of 64 tokens, or of twice as many, of 128 channels, on 132 programs."""
+    tl.store(cycles_ptr, head_start(total_rest, IS_LONG, 64, 128, 132))
+
+
+@pytest.mark.parametrize(
+    ("is_long", "total_rest", "expected"),
+    [
+        (False, 3 * 132 - 1, 0),
+        (False, 3 * 132, HEAD_START.value),
+        # Keys and values of a tile are 32 KB, of a long one 64: 200 KB for each program are these many.
+        (False, 824, HEAD_START.value),
+        (False, 825, LONG_HEAD_START.value),
+        (True, 412, HEAD_START.value),
+        (True, 413, LONG_HEAD_START.value),
+    ],
+)
+def test_a_guess_has_a_head_start_where_memory_is_busy(is_long: bool, total_rest: int, expected: int) -> None:
+    cycles = torch.full((1,), -1, dtype=torch.int32)
+    _head_start_kernel[(1,)](cycles, total_rest, IS_LONG=is_long)
+    assert int(cycles) == expected

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from alspec.kernels.lean_attention import _by_copies, _settings, guess_parts
+from alspec.kernels import decode_attention
+from alspec.kernels.decode_attention import KVLayer, attend_workspace
+from alspec.kernels.lean_attention import LeanWorkspace, _by_copies, _settings, guess_parts
 
 
 @pytest.fixture
@@ -103,6 +106,16 @@ def test_what_is_streamed_by_copies(
     sizes = (batch_size, heads_per_kv, head_dim, dtype)
     assert _by_copies(gpu(major, 232448), *sizes) == expected
     assert not _by_copies(torch.device("cpu"), *sizes)
+
+
+def test_programs_are_on_all_sms_but_those_that_are_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives run on these while attention does; without a GPU there are four programs."""
+    monkeypatch.setattr(decode_attention, "num_sms", lambda _: 132)
+    monkeypatch.setattr(LeanWorkspace, "allocate", lambda *sizes: sizes)
+    layer = KVLayer(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
+    for device, spare_sms, programs in (("cuda", 0, 132), ("cuda", 20, 112), ("cpu", 20, 4)):
+        sizes: Any = attend_workspace(layer, 8, torch.device(device), spare_sms)
+        assert sizes == (1, 8, 2, 16, torch.device(device), programs)
 
 
 @pytest.mark.parametrize(

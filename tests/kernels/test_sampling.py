@@ -84,6 +84,15 @@ def test_of_equal_tokens_each_comes(device: torch.device, way: tuple[float, int,
     assert len(found) > (3 if device.type == "cpu" else 0.9 * kept)
 
 
+def test_weights_of_a_full_vocabulary_of_equal_tokens_fit(device: torch.device) -> None:
+    """A power of two of them: their sum is the largest that there is."""
+    logits = torch.zeros(BATCH, 1024, device=device)
+    sampled = Sampled((1.0, 0, 1.0), 1024, device)
+    for position in (3, 4):
+        seq_lens = torch.tensor([position, position + 5000], dtype=torch.int32, device=device)
+        assert torch.equal(sampled.tokens(logits, seq_lens), sampled.expected(logits, seq_lens))
+
+
 def test_settings_change_without_another_sampler(device: torch.device) -> None:
     logits = drawn("normal", 500, device)
     seq_lens = torch.tensor([3, 4], dtype=torch.int32, device=device)

@@ -479,6 +479,9 @@ def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
     odd = torch.empty(launch.q.numel() + 1, dtype=launch.q.dtype, device=device)[1:].view_as(launch.q)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
         turbo_decode_attention(odd, launch.layer, *args)
+    words = torch.empty(launch.layer.words.numel() + 1, dtype=torch.int32, device=device)[1:]
+    with pytest.raises(ValueError, match="words: expected to begin at a multiple of 16 bytes, found 4"):
+        turbo_decode_attention(launch.q, replace(launch.layer, words=words), *args)
     with pytest.raises(ValueError, match="chunk_size"):
         turbo_decode_attention(launch.q, launch.layer, *args, Speculation(96, launch.out, launch.lse))
     with pytest.raises(ValueError, match="phase"):

@@ -97,8 +97,11 @@ def test_operations_of_llama_8b() -> None:
     assert (one, two) == (2 * (layers + head) + pair, 2 * (2 * layers + head) + 3 * pair)
 
 
-def test_matrix_peak() -> None:
+def test_matrix_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A multiplication and an addition are two operations; the median of the products counts."""
     assert 1e6 < matrix_peak(CPU) < 1e15
+    monkeypatch.setattr(bench_prompt, "seconds_in_a_row", lambda run, count, device: [0.5, 0.25, 1.0])
+    assert matrix_peak(CPU) == 2 * bench_prompt.MATRIX_SIZE**3 / 0.5
 
 
 @pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])

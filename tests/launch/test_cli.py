@@ -15,7 +15,7 @@ import yaml
 from alspec.config import BenchConfig, CommandConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LatencyConfig
 from alspec.errors import DoesNotFitError
 from alspec.launch import bench_kernels, doctor, evaluate, generate, latency
-from alspec.launch.cli import Parser, run_command
+from alspec.launch.cli import Parser, check_picture, run_command
 
 SCHEMAS: dict[ModuleType, type[CommandConfig]] = {
     generate: GenerateConfig,
@@ -131,3 +131,9 @@ def test_every_command_is_installed(
 def test_every_bench_can_be_named() -> None:
     names = [value for part in get_args(BenchConfig.model_fields["bench"].annotation) for value in get_args(part)]
     assert set(names) == set(bench_kernels.BENCHES)
+
+
+def test_the_case_of_a_pictures_name_does_not_matter(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("plot.PNG", "plot.Svg", "plot.pdf"):
+        check_picture("flags: --plot", tmp_path / name)

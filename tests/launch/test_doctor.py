@@ -19,7 +19,7 @@ import torch
 from alspec.launch import doctor
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime import diagnostics
-from alspec.runtime.checkup import CHECKS, Scope
+from alspec.runtime.checkup import CHECKS, Check, Scope
 from alspec.runtime.placement import Placement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,6 +250,14 @@ def test_two_ranks_over_gloo(tmp_path: Path) -> None:
     assert [(row["name"], row["rank"]) for row in written["checks"]] == [
         (name, rank) for name in CHECKS for rank in (0, 1)
     ]
+
+
+def test_a_check_that_fails_on_all_ranks_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [[Check(name, "fail", "broken", "mend it", 5) for _ in range(2)] for name in ("Gloo", "NCCL")]
+    assert doctor._print(outcomes, None, True, 4) == 5
+    out, err = capsys.readouterr()
+    assert out == "Gloo  fail  broken; mend it\nNCCL  fail  broken; mend it\n"
+    assert err == "alspec: exit 5: doctor: failed: Gloo, NCCL; the table says what to do\n"
 
 
 @pytest.mark.slow

@@ -6,15 +6,17 @@ import gzip
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from alspec.config import EngineConfig, validate
+from alspec.config import EngineConfig, EvaluateConfig, validate
 from alspec.errors import UserError
 from alspec.launch import evaluate, evaluate_tasks
-from alspec.launch.evaluate_tasks import Task
+from alspec.launch.display import StatusLine
+from alspec.launch.evaluate_tasks import Quality, Task
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.quality import TextScore
@@ -39,6 +41,112 @@ def test_hit_rates_of_answers_where_no_guess_leaves_out_a_token(monkeypatch: pyt
     both = Task("recall", 0, [[0] * 310, [0] * 400], [list(range(6))] * 2)
     assert both.run(engine, [[0.0] * num_layers], CacheSetting())[0].hit_rates == [0.0] * num_layers
     engine.close()
+
+
+def simulated() -> Engine:
+    return Engine(validate(EngineConfig, {"speculation": {"mode": "simulated"}, "transport": "gloo"}, "test"))
+
+
+def test_recall_is_a_share_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = simulated()
+    num_layers = engine.model_config.num_layers
+
+    def score(engine: Engine, ids: list[int], thresholds: Any, first: int, cache: CacheSetting) -> list[TextScore]:
+        return [TextScore(torch.zeros(len(ids) - 1), torch.zeros(len(ids) - 1).long(), torch.zeros(num_layers, 9))]
+
+    monkeypatch.setattr(evaluate_tasks, "_scores", score)
+    task = Task("recall", 0, [[1] * 5] * 4, [[0, 0], [0, 1], [1, 0], [0, 0]])
+    assert task.run(engine, [[0.0] * num_layers], CacheSetting())[0].value == 0.5
+    engine.close()
+
+
+@pytest.mark.parametrize(("bos", "step"), [(7, 10), (None, 11)])
+def test_windows_use_all_tokens(bos: int | None, step: int) -> None:
+    """Three of them of 11 tokens, the BOS among these; one token less makes two."""
+    engine: Any = SimpleNamespace(model_config=SimpleNamespace(bos_token_id=bos))
+    opening = [] if bos is None else [bos]
+    for num_tokens, count in ((3 * step, 3), (3 * step - 1, 2)):
+        ids = list(range(100, 100 + num_tokens))
+        windows = [opening + ids[step * at : step * (at + 1)] for at in range(count)]
+        assert evaluate_tasks.text_task(engine, ids, 11).texts == windows
+
+
+def test_a_text_of_exactly_as_many_tokens_is_enough() -> None:
+    engine = simulated()
+    assert engine.tokenizer is not None
+    text = "The old man walked slowly down the road to the village."
+    num_tokens = len(engine.tokenizer.encode(text, add_bos=False))
+    (task,) = evaluate._tasks(engine, EvaluateConfig(windows=1), [num_tokens], text)
+    assert [len(window) for window in task.texts] == [num_tokens]
+    with pytest.raises(UserError, match=f"1 windows of {num_tokens + 1} tokens needed, .* has {num_tokens}"):
+        evaluate._tasks(engine, EvaluateConfig(windows=1), [num_tokens + 1], text)
+    engine.close()
+
+
+def test_as_many_records_as_were_asked_for_up_to_the_last_position(tmp_path: Path) -> None:
+    """All pairs are used where they fit to the token."""
+    engine, path = simulated(), tmp_path / "records.jsonl.gz"
+    pairs = [[f"key-{i}", f"value-{i}"] for i in range(5)]
+    lines = [json.dumps({"ordered_kv_records": pairs, "key": f"key-{i}", "value": f"value-{i}"}) for i in range(3)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert [len(evaluate_tasks._record_cases(path, count)) for count in (1, 2, 9)] == [1, 2, 3]
+    (case,) = evaluate_tasks._record_cases(path, 1)
+    longest = evaluate_tasks.records_task(engine, path, 1).context
+    for context, count in ((longest, 5), (longest - 1, 4)):
+        assert len(evaluate_tasks._pairs_within(engine, case, context, 0.5)) == count
+    for limit in (longest, longest - 1):
+        engine.model_config = engine.model_config.model_copy(update={"max_position_embeddings": limit})
+        if limit == longest:
+            assert evaluate_tasks.records_task(engine, path, 1).context == longest
+        else:
+            with pytest.raises(UserError, match=f"prompts of {longest} tokens; the model has {limit} positions"):
+                evaluate_tasks.records_task(engine, path, 1)
+    engine.close()
+
+
+def quality_row(
+    measure: str, context: int, depth: float | None, value: float, hit_rate: float | None
+) -> dict[str, Any]:
+    case = {"measure": measure, "context": context, "depth": depth, "cache": "bf16", "threshold": "0.1"}
+    return {"case": case, "value": value, "hit_rate": hit_rate}
+
+
+def test_the_table_averages_over_depths_and_has_the_hit_rate_of_the_longest_text() -> None:
+    config = SimpleNamespace(model=None, speculation=SimpleNamespace(chunk_size=128))
+    engine: Any = SimpleNamespace(config=config, dtype_name="fp32")
+    rows = [quality_row("bits per byte", 1024, None, 1.5, 0.25), quality_row("bits per byte", 8192, None, 1.25, 0.75)]
+    rows += [quality_row("needle", 8192, depth, value, 0.5) for depth, value in ((0.0, 1.0), (1.0, 0.5))]
+    columns = evaluate._table(engine, rows).columns
+    assert {str(column.header): list(column.cells) for column in columns} == {
+        "cache": ["bf16"],
+        "lambda": ["0.1"],
+        "bits per byte 1024": ["1.5000"],
+        "bits per byte 8192": ["1.2500"],
+        "needle 8192": ["0.7500"],
+        "hit rate, bits per byte 8192": ["0.750"],
+    }
+
+
+def test_heads_of_two_bits_need_another_one_on_the_rank() -> None:
+    model_config, placement = SimpleNamespace(num_kv_heads=4), SimpleNamespace(tp_size=4)
+    engine: Any = SimpleNamespace(model_config=model_config, placement=placement)
+    with pytest.raises(UserError, match="turbo-mixed needs two KV heads on each rank; run fewer ranks"):
+        evaluate._evaluate(engine, EvaluateConfig(), [], [CacheSetting(), CacheSetting("turbo-mixed")], "command")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_writes_rows(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "_row", lambda *_: {"a": 1})
+    monkeypatch.setattr(Task, "run", lambda *_: [Quality(1.0, None)])
+    engine: Any = SimpleNamespace(
+        model_config=SimpleNamespace(num_layers=2),
+        config=SimpleNamespace(speculation=SimpleNamespace(threshold=0.1)),
+        placement=SimpleNamespace(rank=rank),
+    )
+    config = EvaluateConfig(thresholds=(0.1,), rows=tmp_path / "rows.jsonl")
+    rows = evaluate._measure(engine, config, [Task("text", 8, [[1]])], [CacheSetting()], "command", StatusLine(False))
+    assert rows == [{"a": 1}]
+    assert (tmp_path / "rows.jsonl").exists() == (rank == 0)
 
 
 def test_texts_hold_every_line_end(tmp_path: Path) -> None:

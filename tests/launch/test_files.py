@@ -53,6 +53,14 @@ def test_an_open_file_is_written_behind_what_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "header\ntext\n"
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_an_open_file_is_none_to_replace_by_whatever_name(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as file:
+        for folder in ("/dev/fd", "/proc/self/fd"):
+            assert is_special(Path(folder) / str(file.fileno())), folder
+    assert not is_special(tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_standard_stream_stays_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under whatever path its file is named; what is printed before and afterwards is kept."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import alspec
 from alspec import Engine, SamplingConfig, SpeculationConfig
 from alspec.config import GenerateConfig
 from alspec.errors import UserError
+from alspec.launch import generate
 from alspec.launch.display import StatusLine
 from alspec.models import config as model_config
 from alspec.models.demo import DEMO_CHECKPOINT
@@ -134,6 +136,13 @@ def test_bytes_read(kv_cache: str, run: Run, tmp_path: Path) -> None:
     read = step_bytes(config, Shard(), torch.float32, [tokens], kv_cache)
     assert summary["gb_per_s"] == pytest.approx(read / summary["ms_per_token_p50"] / 1e6)
     assert summary["share_of_limit"] == pytest.approx(summary["gb_per_s"] / summary["stream_gb_per_s"])
+
+
+def test_requests_that_have_ended_read_no_more(generate_json: Callable[..., Any]) -> None:
+    """Steps that are launched one by one append nothing to them; those of the device's loop would."""
+    with mock.patch.object(generate, "mean_lengths", wraps=generate.mean_lengths) as lengths:
+        generate_json("--prompt", PROMPT, "--max-new-tokens", 2)
+    assert [call.kwargs for call in lengths.call_args_list] == [{"goes_on": False}]
 
 
 @pytest.mark.parametrize(("threshold", "hit_rate"), [("0", 0.0), ("inf", 1.0)])
@@ -293,6 +302,19 @@ def test_flags_without_effect_are_noticed_once(
     assert [line for line in err.splitlines() if line.startswith("alspec")] == ([f"alspec: {notice}"] if notice else [])
 
 
+@pytest.mark.parametrize(
+    ("is_batch", "mode", "why"),
+    [(True, "simulated", "a batch is printed as JSON"), (True, "off", "a batch"), (False, "off", "nothing is specul")],
+)
+def test_color_that_shades_nothing_says_why(
+    is_batch: bool, mode: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at a terminal."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    (notice,) = generate._without_effect(GenerateConfig(color=True), is_batch, mode)
+    assert notice.startswith(f"--color shades nothing: {why}")
+
+
 def test_color_without_speculation_has_nothing_to_shade(generate_text: GenerateText) -> None:
     flags = ("--prompt", PROMPT, *SMALL)
     assert generate_text(*flags, "--color") == generate_text(*flags)
@@ -386,8 +408,6 @@ def test_config_file_generates(generate_text: GenerateText, tmp_path: Path) -> N
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    from alspec.launch import generate
-
     with pytest.raises(SystemExit) as caught:
         generate.main(["--help"])
     assert caught.value.code == 0
@@ -494,8 +514,6 @@ def test_script_works_from_any_folder(checkpoint: Path, generate_text: GenerateT
 
 @pytest.mark.parametrize(("word", "meant"), [("--temp", "--temperature"), ("--max-con", "--max-context")])
 def test_the_beginning_of_a_flag_suggests_it(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from alspec.launch import generate
-
     assert generate.main([word, "1"]) == 2
     line = f"alspec: exit 2: flags: unknown flag {word}; the nearest valid name is {meant}\n"
     assert capsys.readouterr() == ("", line)

@@ -18,8 +18,9 @@ import torch
 from alspec.config import SamplingConfig
 from alspec.errors import UserError
 from alspec.launch import lm_eval_model
-from alspec.launch.lm_eval_model import generate_until, loglikelihood, loglikelihood_rolling, open_engine
+from alspec.launch.lm_eval_model import cache_setting, generate_until, loglikelihood, loglikelihood_rolling, open_engine
 from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 
 
@@ -155,6 +156,32 @@ def test_a_long_context_loses_its_beginning(engine: Engine) -> None:
     assert loglikelihood(engine, context, continuation)[0] == pytest.approx(-oracle_nats(ids, 160 - added), rel=1e-4)
 
 
+def test_a_continuation_longer_than_the_model_keeps_one_token_before_it(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    context, continuation = "He walked slowly down the", " road to the village." * 60
+    ids, start = (len(engine.tokenizer.encode(text)) for text in (context + continuation, context))
+    assert ids - start > 160
+    tokens = engine.tokenizer.encode(context + continuation)[start - 1 :]
+    assert loglikelihood(engine, context, continuation)[0] == pytest.approx(-oracle_nats(tokens, 1), rel=1e-4)
+
+
+def test_a_long_prompt_to_generate_from_loses_its_beginning(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.tokenizer is not None
+    prompts: list[list[int]] = []
+    check = engine.check_prompts
+    monkeypatch.setattr(engine, "check_prompts", lambda *args: (prompts.extend(args[0]), check(*args))[1])
+    context = "The old man stood by the river. " * 40
+    generate_until(engine, context, {"max_gen_toks": 4})
+    assert prompts == [engine.tokenizer.encode(context)[-156:]]
+
+
+@pytest.mark.parametrize(("kv_cache", "softmax"), [("turbo4", "fast"), ("bf17", "sas"), ("bf17", "fast")])
+def test_caches_that_are_not_known(kv_cache: str, softmax: str) -> None:
+    assert cache_setting("turbo4", "sas") == CacheSetting("turbo4", "sas")
+    with pytest.raises(UserError, match=f"lm-eval: expected kv_cache bf16, .*, found '{kv_cache}' and '{softmax}'"):
+        cache_setting(kv_cache, softmax)
+
+
 def test_rolling_counts_each_token_once(engine: Engine) -> None:
     assert engine.tokenizer is not None
     text = "He had lived there when he was young, before the mill was closed. " * 20
@@ -203,6 +230,10 @@ def test_requests_of_a_task_share_their_memory(monkeypatch: pytest.MonkeyPatch) 
     answers = model.generate_until(3 * [request])
     assert len(set(answers)) == 3
     assert model.generate_until(3 * [request]) == answers
+    for cache in (cache_setting("turbo4", "exact"), cache_setting("bf16", "sas")):
+        model.cache = cache  # which the engine does not have
+        with pytest.raises(UserError, match="decode from kv_cache bf16 with softmax exact only"):
+            model.generate_until(requests)
     model.engine.close()
 
 

@@ -22,7 +22,7 @@ from alspec.config import CommandConfig
 from alspec.errors import UserError
 from alspec.launch import bench_kernels, doctor, evaluate, generate, latency, plot_trace
 from alspec.launch.cli import Parser, run_command
-from alspec.launch.output import append_rows, exit_on_interrupt, write_text
+from alspec.launch.output import append_rows, exit_code, exit_on_interrupt, write_text
 from alspec.runtime.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +163,40 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match=f"cannot write {link}: Too many levels of symbolic links"):
         write_text(link, "newest")
     assert path.is_symlink()
+
+
+def test_a_file_that_is_interrupted_leaves_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(self: Path, text: str, **options: Any) -> int:
+        self.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "out.json", "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_a_folder_that_cannot_be_written_is_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a file may be writable itself; root may do all, so the folder only says that it may not."""
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    before = path.stat().st_ino
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    write_text(path, "new")
+    assert (path.read_text(), path.stat().st_ino) == ("new", before)
+
+
+@needs_full
+def test_a_failure_is_told_where_standard_output_is_lost_as_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As doctor's, whose exit code says what has failed."""
+    with FULL.open("w", encoding="utf-8") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        assert exit_code(lambda: (print("table"), 5)[1]) == 5
+    assert capsys.readouterr().err == ""
 
 
 @needs_full

@@ -11,9 +11,11 @@ import torch
 
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.launch import generate
-from alspec.launch.plan import step_costs
+from alspec.launch.plan import PREDICTED_HIT_RATE, step_costs
 from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.llama import Shard
+from alspec.runtime.memory import GIB, plan_memory
 
 STEP_TOLERANCE = 0.10  # of a whole step
 PART_TOLERANCE = 0.03  # of a part, against the row that its constant comes from
@@ -106,6 +108,41 @@ def test_a_plan_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> No
         assert expected.items() <= found.items()
         assert found["2", "paired"] == found["1", "off"]
         assert not found["4", "paired"]
+
+
+def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the type that is asked for; ranks of a pair hold all of a layer, and half of the LM head's rows."""
+    flags = ["--random-weights", "llama-3.1-8b", "--dtype", "fp32", "--max-context", "4k", "--plan"]
+    assert generate.main(flags) == 0
+    out = capsys.readouterr().out
+    assert "4096 tokens, fp32" in out
+    assert "if every layer accepts and their errors are unrelated" in " ".join(out.split())
+    assert "with probability 0.99, by the order of" in " ".join(out.split())
+    config, found = LlamaConfig.from_shape("llama-3.1-8b"), {}
+    for line in out.splitlines():
+        cells = line.strip("│| ").replace("│", " ").split()
+        if cells and cells[0].isdigit() and cells[1] in ("off", "paired"):
+            found[cells[0], cells[1]] = cells[3:7]
+    for world, mode, num_groups in ((1, "off", 1), (2, "off", 1), (2, "paired", 2)):
+        plan = plan_memory(config, Shard(0, world // num_groups, 0, world), torch.float32, 1, 4096)
+        costs = step_costs(config, world, num_groups, torch.float32, 4096)
+        us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
+        sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)
+        assert found[str(world), mode] == [*(f"{size / GIB:.2f}" for size in sizes), f"{us / 1e3:.2f}"]
+
+
+def test_a_plan_is_of_caches_that_ranks_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """turbo-mixed needs two KV heads on each: of eight, up to four ranks share them; some heads have no codec."""
+    flags = ["--random-weights", "llama-3.1-8b", "--max-context", "4k", "--plan", "--kv-cache"]
+    for codec, expected in (("turbo4", {"1", "2", "4", "8"}), ("turbo-mixed", {"1", "2", "4"})):
+        assert generate.main([*flags, codec]) == 0
+        rows = [line.strip("│| ").replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+        assert {row[2] for row in rows if row and row[0].isdigit() and row[1] in ("off", "paired")} == expected
+    raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8")) | {"head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    assert generate.main(["--random-weights", str(tmp_path), "--plan", "--kv-cache", "turbo4"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, "turbo4 needs a head_dim of 64 or 128, the model has 32" in err) == ("", True)
 
 
 def test_a_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from alspec.launch.plot_latency import draw
 
-pytest.importorskip("matplotlib")
+pyplot = pytest.importorskip("matplotlib.pyplot")
 
 
 def row(context: int, mode: str, hit_rate: float | None, forced: bool = False) -> dict[str, Any]:
@@ -38,3 +38,17 @@ def test_forced_rates_are_lines_of_their_own(tmp_path: Path) -> None:
     rows += [row(512, "paired", 0.5)]
     labels = ["50% hits (forced)", "100% hits (forced)", "real verdicts (50% hits)"]
     assert legend(tmp_path, rows) == [f"paired, {label}, p50 (band: p20 to p80)" for label in labels]
+
+
+def test_times_and_their_limit_are_in_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2000 us, beside 10^9 bytes at 4 TB/s; only whole thousands of tokens are written as such."""
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    draw(tmp_path / "plot.svg", [row(1000, "off", None), row(2048, "off", None)], "a title")
+    monkeypatch.undo()
+    (axes,) = figures[0].axes
+    measured, limit = axes.get_lines()
+    assert list(measured.get_ydata()) == [2.0, 2.0]
+    assert list(limit.get_ydata()) == [0.25, 0.25]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1000", "2k"]
+    pyplot.close(figures[0])

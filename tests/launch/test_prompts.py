@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from generated import LONG_PROMPT, PROMPT, SMALL
 
 from alspec import Engine
+from alspec.models.tokenizer import Tokenizer
 
 Run = Callable[..., tuple[int, str, str]]
 GenerateText = Callable[..., str]
@@ -42,6 +44,16 @@ def test_lines_end_alike_wherever_they_come_from(
     (tmp_path / "prompt.txt").write_bytes(data)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert prompt_ids() == prompt_ids("--prompt-file", tmp_path / "prompt.txt") == prompt_ids("--prompt", "ab\n\ncd")
+
+
+@pytest.mark.parametrize(("flags", "name"), [((), "encode"), (("--chat",), "encode_chat")], ids=["text", "chat"])
+def test_no_more_is_encoded_than_the_model_takes(
+    flags: tuple[str, ...], name: str, generate_json: Callable[..., Any]
+) -> None:
+    """A text of many megabytes is refused before it is cut into tokens."""
+    with mock.patch.object(Tokenizer, name, autospec=True, side_effect=getattr(Tokenizer, name)) as encode:
+        generate_json("--prompt", "hi", *flags, "--max-new-tokens", 1)
+    assert encode.call_args_list[0].kwargs == {"most_tokens": 1024}
 
 
 def test_prompt_flag_leaves_stdin_unread(generate_text: GenerateText, monkeypatch: pytest.MonkeyPatch) -> None:

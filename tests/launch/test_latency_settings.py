@@ -1,0 +1,142 @@
+"""What latency.py measures and says of it, without a measurement: settings, notices, rows and headings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from alspec.config import LatencyConfig, validate
+from alspec.errors import UserError
+from alspec.kernels.gemv_tile import MAX_BATCH
+from alspec.launch import latency
+from alspec.runtime.engine import Engine
+from alspec.runtime.profile import Profile, room
+
+
+def config_of(**settings: Any) -> LatencyConfig:
+    return validate(LatencyConfig, settings, "test")
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """`as_rank(rank, world size)`: as torchrun starts it."""
+
+    def pretend(rank: int, world_size: int) -> None:
+        for name, value in {"RANK": rank, "WORLD_SIZE": world_size}.items():
+            monkeypatch.setenv(name, str(value))
+            monkeypatch.setenv(f"LOCAL_{name}", str(value))
+
+    return pretend
+
+
+def test_each_mode_and_cache_is_measured_once() -> None:
+    found = latency._each(config_of(modes=["off", "paired", "off"], codecs=["turbo4", "bf16", "turbo4"]))
+    assert [(one.kv_cache, one.speculation.mode) for one in found] == [
+        (codec, mode) for codec in ("turbo4", "bf16") for mode in ("off", "paired")
+    ]
+
+
+def test_as_many_requests_as_a_captured_step_serves_are_taken() -> None:
+    latency._check(config_of(batch=MAX_BATCH))
+    with pytest.raises(UserError, match="--batch"):
+        latency._check(config_of(batch=MAX_BATCH + 1))
+
+
+def test_a_cache_is_checked_for_the_heads_of_a_rank(as_rank: Callable[[int, int], None]) -> None:
+    """The demo checkpoint has four KV heads: two on each of four ranks as a pair, one where all share."""
+    as_rank(0, 4)
+    latency._check_modes(config_of(modes=["paired"], codecs=["turbo-mixed"], transport="gloo"))
+    with pytest.raises(UserError, match="turbo-mixed needs two KV heads on a rank, found 1"):
+        latency._check_modes(config_of(modes=["paired", "off"], codecs=["turbo-mixed"], transport="gloo"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_tells_what_has_no_effect(
+    rank: int,
+    as_rank: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    as_rank(rank, 2)
+    monkeypatch.setattr(latency, "_measure", lambda *_: None)
+    monkeypatch.setattr(latency, "_write", lambda *_: None)
+    assert latency.main(["--transport", "gloo", "--top-k", "5"]) == 0
+    told = "alspec: --top-k without effect: temperature 0 takes the most likely token\n"
+    assert capsys.readouterr().err == ("" if rank else told)
+
+
+def test_the_cache_has_the_room_that_was_asked_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is needed is enough."""
+    loaded: list[int] = []
+    load = Engine.load
+
+    def record(engine: Engine, batch_size: int, max_context: int) -> None:
+        loaded.append(max_context)
+        load(engine, batch_size, max_context)
+
+    monkeypatch.setattr(Engine, "load", record)
+    flags = ["--model", str(checkpoint), "--transport", "gloo", "--contexts", "16", "--steps", "1"]
+    needed = room(16, 1)
+    for given in (needed, needed + 50):
+        assert latency.main([*flags, "--max-context", str(given)]) == 0
+    assert loaded == [needed, needed + 50]
+
+
+def engine_of(mode: str, transport_name: str) -> Any:
+    """What a row says of an engine of two ranks."""
+    return SimpleNamespace(
+        placement=SimpleNamespace(world_size=2),
+        mode=mode,
+        transport_name=transport_name,
+        uses_graph=True,
+        dtype_name="bf16",
+        device=torch.device("cpu"),
+    )
+
+
+def test_a_row_of_a_pair_has_no_share_of_a_limit() -> None:
+    """Its steps do not read all bytes; those of `off` do: here 10^6 in 100 us, a fifth of what a copy moves."""
+    profile = Profile(1024, 1, [[100.0], [90.0]], None, 10**6)
+    shares = [
+        latency._row(config_of(), engine_of(mode, "symm"), profile, "real", 5e10, "command")["share_of_limit"]
+        for mode in ("off", "paired")
+    ]
+    assert shares == [0.2, None]
+
+
+@pytest.mark.parametrize(
+    ("transport", "disabled", "expected"),
+    [
+        ("nccl", "1", "nccl without peer access"),
+        ("nccl", None, "nccl"),
+        ("nccl", "0", "nccl"),
+        ("gloo", "1", "gloo"),
+    ],
+)
+def test_rows_say_that_nccl_had_no_peer_access(
+    transport: str, disabled: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    if disabled is not None:
+        monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+    profile = Profile(1024, 1, [[100.0], [90.0]], None, 10**6)
+    row = latency._row(config_of(), engine_of("off", transport), profile, "real", 5e10, "command")
+    assert row["case"]["transport"] == expected
+
+
+def test_the_table_says_how_a_pair_was_run(capsys: pytest.CaptureFixture[str]) -> None:
+    case = {"shape": "tiny", "world": 2, "mode": "paired", "transport": "symm", "cuda_graph": True, "dtype": "bf16"}
+    case |= {"batch": 1, "context": 1024, "text": None, "kv_cache": "bf16", "hit_rate": 0.5, "forced": True}
+    row = {"case": case, "us": dict.fromkeys(("p20", "p50", "p80", "p99"), 100.0), "share_of_limit": None}
+    row |= {"gpu": "one", "num_gpus": 2}
+    profile = Profile(1024, 1, [[100.0]], 0.5, 10**6)
+    latency._show([(row, profile), (row | {"case": case | {"forced": False}}, profile)])
+    out = capsys.readouterr().out
+    assert "tiny, 2 x one, bf16, batch 1, symm, captured graph" in out
+    assert out.count("50.0%") == 2
+    assert out.count("50.0% forced") == 1

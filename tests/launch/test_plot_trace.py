@@ -1,0 +1,82 @@
+"""What plot_trace.py makes of the bars of a trace, and traces that end early."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from alspec.errors import UserError
+from alspec.launch import plot_trace
+
+
+def bar(op: str, rank: int, begin: float, end: float, step: int = 1, kernel: str = "") -> dict[str, Any]:
+    return {"op": op, "rank": rank, "step": step, "layer": 0, "kernel": kernel, "begin": begin, "end": end}
+
+
+def test_overlap_is_that_of_the_first_post_attention() -> None:
+    """Work on the guess began before the full attention had ended, what its sender does again did not."""
+    bars = [bar("full_attention", 0, 0, 10), bar("post_attention", 1, 4, 8), bar("post_attention", 0, 12, 15)]
+    assert plot_trace.overlap(bars).endswith("in 1 of 1 layers")
+    # Clocks of other hosts may begin later.
+    bars = [bar("full_attention", 0, -30, -20), bar("post_attention", 1, -10, -5)]
+    assert plot_trace.overlap(bars).endswith("in 0 of 1 layers")
+
+
+def test_clock_skew_is_that_of_the_worst_step() -> None:
+    ends = {1: (10.0, 11.0), 2: (20.0, 24.0), 3: (30.0, 32.0)}
+    bars = [
+        bar("lm_head", rank, 0, at, step, "_finish_step_kernel") for step in ends for rank, at in enumerate(ends[step])
+    ]
+    assert plot_trace.clock_skew_us(bars) == 4.0
+    assert plot_trace.clock_skew_us([bar("lm_head", 0, 0, 1)]) is None
+
+
+def test_kernels_that_overlap_are_one_bar_up_to_the_last_end() -> None:
+    (part,) = plot_trace._parts([bar("attention", 0, 0, 10), bar("attention", 0, 1, 5)], {})
+    assert (part["begin"], part["end"]) == (0, 10)
+
+
+def test_the_guess_lies_within_the_attention_of_each_sender() -> None:
+    """Of a group of two, one attends after the guess has arrived, the other one has done so before."""
+    bars = [
+        bar("full_attention", 0, 5, 10),
+        bar("full_attention", 1, 0, 2),
+        bar("post_attention", 2, 3, 8),
+        bar("post_attention", 3, 3, 8),
+    ]
+    parts = plot_trace._parts(bars, plot_trace.guesses(bars))
+    spans = [(part["rank"], part["op"], part["begin"], part["end"]) for part in parts if part["rank"] < 2]
+    assert spans == [
+        (0, "predictor", 5, 5),
+        (0, "full_attention", 5, 10),
+        (1, "predictor", 0, 2),
+        (1, "full_attention", 2, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers", "sender", "receiver"), [({0, 1}, {2, 3}, 1, 2), ({2, 3}, {0, 1}, 2, 1)]
+)
+def test_the_arrow_of_a_guess_joins_the_lanes_that_are_next_to_each_other(
+    senders: set[int], receivers: set[int], sender: int, receiver: int
+) -> None:
+    axes = mock.Mock()
+    guess = {"senders": senders, "receivers": receivers, "arrival": 3.0, "end": 4.0, "accepted": True}
+    plot_trace._draw_guess(axes, guess, 0.0, 100.0)
+    (_, head, tail), _ = axes.annotate.call_args
+    assert [round(y) for _, y in (tail, head)] == [sender, receiver]
+    assert abs(head[1] - tail[1]) == pytest.approx(1 - 2 * plot_trace.HALF)
+
+
+@pytest.mark.parametrize("fault", ["cut off", "damaged"])
+def test_a_compressed_trace_that_is_broken_is_one_line(fault: str, tmp_path: Path) -> None:
+    data = gzip.compress(json.dumps({"traceEvents": [{"ph": "M"}] * 50}).encode())
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(data[:-12] if fault == "cut off" else data[:10] + b"\xff" * 8 + data[18:])
+    with pytest.raises(UserError, match=r"trace\.json\.gz is not JSON: .*; give a file written by --trace"):
+        plot_trace._read(path)
