@@ -388,7 +388,7 @@ def sampled(rows: list[dict[str, Any]]) -> str:
         case = row["case"]
         way = (case.get("temperature", 0.0), case.get("top_k", 0), case.get("top_p", 1.0))
         ways.setdefault(way, {})[case["context"]] = row["us"]["p50"]
-    greedy = ways.pop((0.0, 0, 1.0), {})
+    greedy = ways.pop((0.0, 0, 1.0))
     contexts = sorted(greedy)
     lines = [["greedy", *(f"{greedy[context] / 1e3:.3f}" for context in contexts)]]
     for (temperature, top_k, top_p), times in ways.items():
