@@ -29,8 +29,9 @@ class StepCosts:
     receiver_us: float
     """SFD_R: speculative attention on the receiver, until it holds A~."""
     skipped_us: float = 0.0
-    """Over collectives: what follows the verdict of an accepted guess on the receiver, in a branch whose gates are
-    closed, before it may send. The paper has no such term; over words closed launches are left out."""
+    """Over collectives: what follows the sender's verdict on an accepted guess before the receiver may send: the way of
+    the verdict to it, and beside that a branch whose gates are closed. The paper has no such term; over words closed
+    launches are left out."""
 
     def __post_init__(self) -> None:
         """Reject numbers that cannot be measurements."""

@@ -126,7 +126,7 @@ def _finish_step_kernel(
         gdc_launch_dependents()
         wait_for_kernel_ahead()
     epoch = tl.load(epoch_ptr)
-    place = epoch % RING_STEPS
+    place = epoch & (RING_STEPS - 1)  # of an epoch beyond 2^31, too, which has become a negative one
     row = ring_ptr + place * (RING_HEADER + B)
     candidates = tl.arange(0, C)
     for request in tl.static_range(B):

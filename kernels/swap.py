@@ -1,19 +1,21 @@
 """Paired decoding where no rank can write into another's memory: boxes that a collective swaps, and gates.
 
 A collective cannot be skipped on one rank. So paired ranks always send each other a box, although only the sender's is
-read, and the sums of all ranks go to all: every rank computes every verdict itself, and so knows who sends next.
+read, and every rank its verdict to all, although only the sending group's counts.
 
     sends, receives  of layer 0 as the last step ended; swapped after each accepted guess
     redoes           of a sender whose guess was rejected: it computes from `A` what its receiver has from `A~`
 
-A layer is, with each kernel gated by the word in brackets, two branches between a fork and a join:
+A layer is, with each kernel gated by the word in brackets, three branches between a fork and a join:
 
     lean_decode_attention, predictor [sends], pack_handover [sends]
-      beside:  swap of the boxes, unpack_handover [receives], post-attention and next pre-attention [receives]
-      here:    lean_decode_attention, rest [sends], sums of all ranks, settle, post- and next pre-attention [redoes]
+      aside:    swap of the boxes, unpack_handover [receives], post-attention and next pre-attention [receives]
+      main:     lean_decode_attention, rest [sends], sums of the group, decide, post- and next pre-attention [redoes]
+      verdict:  behind decide: verdicts of all ranks, settle
 
-On no rank are both branches open, so both can use the same activations. Each layer has its own gate words, because one
-branch reads them while the other sets those of the next layer.
+A sender knows its own verdict before the other group does, and goes on while it travels. On no rank are both of aside
+and main open, so they can use the same activations. Each layer has its own gate words, because those branches read them
+while the third sets those of the next layer.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
 group, S sums of squares of each request, M = hidden + 2 Hkv D values of a request's handover without `A~`.
@@ -24,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -44,6 +47,7 @@ __all__ = [
     "Gates",
     "Swap",
     "SwapCalls",
+    "decide",
     "pack_handover",
     "pack_residual",
     "settle",
@@ -58,12 +62,13 @@ BLOCK = 128  # values of one program
 class SwapCalls:
     """Collectives, which all ranks call in the same order, on the current stream.
 
-    Those of the branch beside the main one have communicators of their own.
+    Those of each branch have communicators of their own.
     """
 
     swap_aside: Callable[[Tensor], None]  # [2, ...]: each group's row, to the other group
     all_reduce_aside: Callable[[Tensor], Tensor]  # sum over the group
-    swap_sums: Callable[[Tensor], None]  # [world, ...]: each rank's row, to all
+    gather_sums: Callable[[Tensor], None]  # [T, ...]: each rank's row, to its group
+    gather_verdicts: Callable[[Tensor], None]  # [world, ...]: each rank's row, to all
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,12 @@ class Swap:
     group: int
     boxes: Tensor  # [2, B Hq D + B M, filled up] fp32: the handovers of both groups; A~ first
     residuals: Tensor  # [2, B, hidden] fp32: x after the last layer
-    sums: Tensor  # [2 T, B, R, 2] fp32: dist2 and norm2 of parts of heads, of all ranks
+    sums: Tensor  # [T, B, R, 2] fp32: dist2 and norm2 of parts of heads, of the group's ranks
+    verdicts: Tensor  # [2 T, B + 1] int32, of all ranks: whether each request accepted, and whether the layer did
     gate_words: Tensor  # [3, L + 1, GATE_STRIDE] int32: sends, receives, redoes, the first word of each row
     aside: Exchange  # partial sums of the branch beside the main one
     calls: SwapCalls
-    stream: torch.cuda.Stream | None  # of that branch
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None  # of the branches aside and verdict, on GPUs
 
     @classmethod
     def allocate(cls, shape: PairShape, exchange: Exchange, group: int, calls: SwapCalls) -> Swap:
@@ -105,14 +111,15 @@ class Swap:
             group=group,
             boxes=new(2, -(-size // 4) * 4),
             residuals=new(2, batch, shape.hidden_size),
-            sums=new(2 * shape.tp_size, batch, shape.num_sums, 2),
+            sums=new(shape.tp_size, batch, shape.num_sums, 2),
+            verdicts=new(2 * shape.tp_size, batch + 1, dtype=torch.int32),
             gate_words=gate_words,
             aside=Exchange(
                 new(batch, shape.hidden_size), exchange.epoch, exchange.fault, exchange.tp_rank, exchange.tp_size,
                 exchange.rank,
             ),
             calls=calls,
-            stream=torch.cuda.Stream(device) if device.type == "cuda" else None,
+            streams=(torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None,
         )  # fmt: skip
 
     def gates(self, layer: int) -> Gates:
@@ -120,9 +127,14 @@ class Swap:
         return Gates(*(word[:1] for word in self.gate_words[:, layer]))
 
     @property
+    def rank(self) -> int:
+        """This rank in the job."""
+        return self.group * self.shape.tp_size + self.aside.tp_rank
+
+    @property
     def own_sums(self) -> Tensor:
         """[B, R, 2] of `sums`: this rank's."""
-        return self.sums[self.group * self.shape.tp_size + self.aside.tp_rank]
+        return self.sums[self.aside.tp_rank]
 
     def speculation(self, chunk_size: int) -> Speculation:
         """For the attention of a layer: `A~` goes into this group's box, its sums into `own_sums`."""
@@ -139,22 +151,23 @@ class Swap:
         return spec_out.view(shape.batch_size, -1), message.view(shape.batch_size, -1)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, branch: Literal["aside", "verdict"]) -> Iterator[None]:
         """Launches inside run after those before this block, and at the same time as those after it, until `join`."""
-        if self.stream is None:
+        if self.streams is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        stream = self.streams[branch == "verdict"]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             yield
 
     def join(self) -> None:
-        """Later launches run after both branches.
+        """Later launches run after all branches.
 
-        The first of them must not be a programmatic dependent launch: that waits for one kernel, not for two.
+        The first of them must not be a programmatic dependent launch: that waits for one kernel, not for three.
         """
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+        for stream in self.streams or ():
+            torch.cuda.current_stream().wait_stream(stream)
 
     def next_step(self) -> None:
         """After the last layer: the next step begins as this one ends."""
@@ -333,18 +346,16 @@ def unpack_residual(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square
     prefer_l1(compiled)
 
 
-@triton.jit(do_not_specialize=["layer", "group"])
-def _settle_kernel(
-    sums_ptr,  # [2 T, B, SUMS, 2] fp32
+@triton.jit(do_not_specialize=["rank", "layer"])
+def _decide_kernel(
+    sums_ptr,  # [T, B, SUMS, 2] fp32
     live_ptr,  # [B] int32
     forced_ptr,  # [L] int32, or None
-    hits_ptr,  # [L, B] int32
+    verdicts_ptr,  # [2 T, B + 1] int32
     sends_ptr,  # [1] int32, of this layer
     redoes_ptr,  # [1] int32, of this layer
-    next_sends_ptr,  # [1] int32, of the next
-    next_receives_ptr,  # [1] int32
+    rank,
     layer,
-    group,
     threshold2,
     ALWAYS: tl.constexpr,
     B: tl.constexpr,
@@ -354,44 +365,85 @@ def _settle_kernel(
     T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The verdict from the sums of the sending group's ranks; grid [1]."""
+    """The verdict from the sums of the group's ranks; grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    sends = tl.load(sends_ptr)
-    first_rank = tl.where(sends == 1, group, 1 - group) * T
     total = tl.zeros([2 * B_PAD], tl.float32)
-    # In rank order: all ranks of the job reach the same bits, and the same verdict.
+    # In rank order: all ranks of the group reach the same bits, and the same verdict.
     for tp_rank in tl.static_range(T):
-        total += add_sums(sums_ptr + (first_rank + tp_rank) * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
+        total += add_sums(sums_ptr + tp_rank * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
     accepted, verdict = judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
     requests = tl.arange(0, B_PAD)
-    next_sends = tl.where(verdict, 1 - sends, sends)
-    tl.store(redoes_ptr, tl.where(verdict, 0, sends))
-    tl.store(next_sends_ptr, next_sends)
-    tl.store(next_receives_ptr, 1 - next_sends)
-    tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
+    tl.store(redoes_ptr, tl.where(verdict, 0, tl.load(sends_ptr)))
+    verdict_ptr = verdicts_ptr + rank * (B + 1)
+    tl.store(verdict_ptr + requests, accepted.to(tl.int32), mask=requests < B)
+    tl.store(verdict_ptr + B, verdict.to(tl.int32))
 
 
-def settle(swap: Swap, layer: int, live: Tensor, threshold: float, hits: Tensor, forced: Tensor | None = None) -> None:
-    """The verdict on a layer's guess from `swap.sums` of all ranks, on every rank: this layer's `redoes`, and who sends
-    and receives in the next. Ungated.
+def decide(swap: Swap, layer: int, live: Tensor, threshold: float, forced: Tensor | None = None) -> None:
+    """The group's verdict on a layer's guess, from `swap.sums` of its ranks: into this rank's row of `swap.verdicts`,
+    and this layer's `redoes`. Ungated; of a group that receives the row means nothing, and `redoes` is 0.
 
     Rules: `alspec.verdict`, `alspec.priority`. Oracle: `decide_ref`.
 
     Args:
         live: [B] int32, the same on every rank of the job.  threshold: lambda >= 0, fixed at capture.
-        hits: [L, B] int32, this layer written.  forced: [L] int32, as `decide`.
+        forced: [L] int32, as `roles.decide`.
     Raises:
         ValueError: `threshold` is negative or NaN.
     Capture: graph-safe; allocates nothing.
     """
     threshold2, always = squared(threshold)
-    shape, gates, following = swap.shape, swap.gates(layer), swap.gates(layer + 1)
+    shape, gates = swap.shape, swap.gates(layer)
+    compiled = launch(_decide_kernel, (1,))(
+        swap.sums, live, forced, swap.verdicts, gates.sends, gates.redoes, swap.rank, layer, threshold2, ALWAYS=always,
+        B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=shape.num_sums,
+        SUMS_PAD=triton.next_power_of_2(shape.num_sums), T=shape.tp_size, num_warps=1, **launch_options(live.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit(do_not_specialize=["layer", "group"])
+def _settle_kernel(
+    verdicts_ptr,  # [2 T, B + 1] int32
+    hits_ptr,  # [L, B] int32
+    sends_ptr,  # [1] int32, of this layer
+    next_sends_ptr,  # [1] int32, of the next
+    next_receives_ptr,  # [1] int32
+    layer,
+    group,
+    B: tl.constexpr,
+    B_PAD: tl.constexpr,
+    T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The verdict of the sending group's first rank; grid [1]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sends = tl.load(sends_ptr)
+    verdict_ptr = verdicts_ptr + tl.where(sends == 1, group, 1 - group) * T * (B + 1)
+    requests = tl.arange(0, B_PAD)
+    accepted = tl.load(verdict_ptr + requests, mask=requests < B, other=0)
+    tl.store(hits_ptr + layer * B + requests, accepted, mask=requests < B)
+    next_sends = tl.where(tl.load(verdict_ptr + B) == 1, 1 - sends, sends)
+    tl.store(next_sends_ptr, next_sends)
+    tl.store(next_receives_ptr, 1 - next_sends)
+
+
+def settle(swap: Swap, layer: int, hits: Tensor) -> None:
+    """What the sending group decided, from `swap.verdicts` of all ranks: who sends and receives in the next layer.
+    Ungated.
+
+    Args:
+        hits: [L, B] int32, this layer written; 0 for a request that is not live.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape, following = swap.shape, swap.gates(layer + 1)
     compiled = launch(_settle_kernel, (1,))(
-        swap.sums, live, forced, hits, gates.sends, gates.redoes, following.sends, following.receives, layer,
-        swap.group, threshold2, ALWAYS=always, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
-        SUMS=shape.num_sums, SUMS_PAD=triton.next_power_of_2(shape.num_sums), T=shape.tp_size, num_warps=1,
-        **launch_options(live.device),
+        swap.verdicts, hits, swap.gates(layer).sends, following.sends, following.receives, layer, swap.group,
+        B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), T=shape.tp_size, num_warps=1,
+        **launch_options(hits.device),
     )  # fmt: skip
     prefer_l1(compiled)

@@ -88,7 +88,10 @@ DONE:
 _AWAIT = tl.constexpr(_POLL.replace("ENDED", ""))
 # $8, $9: a word, and the value with which it ends the wait.
 _AWAIT_OR_END = tl.constexpr(
-    _POLL.replace("ENDED", "ld.relaxed.sys.global.b64 word, [$8]; setp.eq.u64 early, word, $9; @early bra DONE;")
+    _POLL.replace(
+        "ENDED",
+        "ld.relaxed.sys.global.b64 word, [$8]; setp.eq.u64 early, word, $9; @early mov.u32 $0, 0; @early bra DONE;",
+    )
 )
 
 
@@ -98,7 +101,8 @@ def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code, end_ptr=None, en
 
     Args:
         ptr: tensor of pointers to int64.  mask: whose words exist; the others count as -0.0, which adds nothing.
-        code: as `ptr`, int32.  end_ptr, end: a word, and the value of it that ends all waits; values may be old then.
+        code: as `ptr`, int32.  end_ptr, end: a word, and the value of it that ends all waits; what has not come by then
+            counts as 0.
     Returns:
         fp32, as `ptr`; NaN where the word did not come, for an old value may look like a right one.
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..kernels.lean_attention import Phase
-from ..kernels.swap import Swap, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
+from ..kernels.swap import Swap, decide, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
 from ..operation import OperationHook
 from .decoder import PATIENCE_NS, Branch, Decoder
 from .paired_decoder import Pairing
@@ -21,8 +21,8 @@ SPARE_SMS = 4
 
 @dataclass
 class SwappedDecoder(Decoder):
-    """A `Decoder` in two branches: between a fork and a join, what a receiver does on one stream lies beside what a
-    sender does on the other. Every rank launches both, and skips what is not its own.
+    """A `Decoder` in branches: between a fork and a join, what a receiver does on one stream lies beside what a sender
+    does on another, and its verdict travels on a third. Every rank launches all, and skips what is not its own.
     """
 
     pairing: Pairing
@@ -30,7 +30,7 @@ class SwappedDecoder(Decoder):
 
     first_patience_ns: ClassVar[int] = PATIENCE_NS  # no kernel waits
     spare_sms: ClassVar[int] = SPARE_SMS
-    # Ahead of `Swap.stream`: on the rank whose kernels here are all closed, they would wait for room beside the open
+    # Ahead of `Swap.streams`: on the rank whose kernels here are all closed, they would wait for room beside the open
     # ones there, and the next layer for them.
     stream_priority: ClassVar[int] = -1
 
@@ -52,7 +52,7 @@ class SwappedDecoder(Decoder):
         with operation("predictor", layer):
             self.attention(layer, "predictor")
             pack_handover(swap, layer, at.x, *cache.newest(layer))
-        with swap.beside():
+        with swap.beside("aside"):
             with operation("handover", layer):
                 calls.swap_aside(swap.boxes)
                 unpack_handover(swap, layer, at.x, *cache.newest(layer), at.attn_out)
@@ -61,8 +61,11 @@ class SwappedDecoder(Decoder):
         with operation("full_attention", layer):
             self.attention(layer, "rest")
         with operation("verdict", layer):
-            calls.swap_sums(swap.sums)
-            settle(swap, layer, pairing.live, pairing.threshold, pairing.hits, pairing.forced)
+            calls.gather_sums(swap.sums)
+            decide(swap, layer, pairing.live, pairing.threshold, pairing.forced)
+        with swap.beside("verdict"), operation("verdict", layer):
+            calls.gather_verdicts(swap.verdicts)
+            settle(swap, layer, pairing.hits)
         self._go_on(layer, Branch(self.exchange, self.all_reduce, *(gates.redoes,) * 3), operation)
         swap.join()
 

@@ -437,6 +437,8 @@ class Engine:
             with self.heartbeat.waiting(f"the start of text {self._texts + 1}"):
                 # Before anything of it is refused, for that has to happen on all ranks.
                 self.agreement.require_same({"prompt": spelled(prompt)} | settings)
+                if self.loop is not None:
+                    self.loop.catch_up(max(map(int, self.agreement.exchange(str(self.loop.launched)))))
                 of_text = partial(self.text_tokenizer, "give token ids")
                 prompts = encode_prompts(prompt, of_text, self.most_tokens)
                 needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)

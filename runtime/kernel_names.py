@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["APPEND", "MLP", "PACK", "PRE_ATTENTION", "SETTLE", "STEP_END", "UNPACK", "Row", "operation_of", "work_us"]
+__all__ = [
+    "APPEND",
+    "DECIDE",
+    "MLP",
+    "PACK",
+    "PRE_ATTENTION",
+    "SETTLE",
+    "STEP_END",
+    "UNPACK",
+    "Row",
+    "operation_of",
+    "work_us",
+]
 
 Row = dict[str, Any]
 
@@ -12,8 +24,9 @@ PRE_ATTENTION = "qkv_rope_append"
 MLP = "gate_up_silu"  # its first kernel
 APPEND = "turbo_append"  # of a receiver; a sender's projection does it
 STEP_END = "finish_step"  # a step's last kernel
-# Over collectives: ahead of a layer's fork, and the first one after the last layer; of a receiver; the verdict.
-PACK, UNPACK, SETTLE = "pack_kernel", "unpack_handover", "settle_kernel"
+# Over collectives: ahead of a layer's fork, and the first one after the last layer; of a receiver; the sender's
+# verdict, and what all ranks make of it.
+PACK, UNPACK, DECIDE, SETTLE = "pack_kernel", "unpack_handover", "decide_kernel", "settle_kernel"
 # Part of a kernel's name -> the operation that it belongs to.
 _OPERATIONS = {
     "embed_norm": "embed",
@@ -27,7 +40,7 @@ _OPERATIONS = {
     "lean_": "full_attention",
     "turbo_decode": "full_attention",
     "turbo_merge": "full_attention",
-    "decide": "verdict",
+    DECIDE: "verdict",
     SETTLE: "verdict",
     "receive_": "handover",
     "push_partial": "post_attention",

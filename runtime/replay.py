@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingConfig, SpeculationConfig
+from ..errors import RankFailureError
 from ..kernels.launch import compiling
 from ..kernels.lean_attention import guess_parts
 from ..kernels.mailbox import PairShape
@@ -20,7 +21,7 @@ from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
 from ..kernels.sampling import Sampler, sample_tokens
 from ..kernels.swap import Swap
 from ..kernels.turbo_attention import turbo_guess_parts
-from ..models.decoder import DecodeBuffers, Decoder
+from ..models.decoder import STEP_PATIENCE_NS, DecodeBuffers, Decoder
 from ..models.llama import Llama
 from ..models.paired_decoder import PairedDecoder, Pairing
 from ..models.swapped_decoder import SPARE_SMS, SwappedDecoder
@@ -37,6 +38,8 @@ __all__ = ["DecodeLoop", "StepRecord"]
 DEPTH = 2
 POLL_S = 20e-6
 CHECK_S = 0.5  # how often a waiting host asks the driver whether the device still works
+# Until a step counts as hung: longer than kernels wait for words. Behind a collective no kernel of ours waits.
+STEP_S = STEP_PATIENCE_NS / 1e9 + 60
 
 
 @dataclass(frozen=True)
@@ -192,9 +195,25 @@ class DecodeLoop:
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """Set the state: the newest token of each request, and lengths with it."""
         self._decoder.begin(token_ids, seq_lens)
-        # What was launched ahead and not read belongs to the text before; so does a step that an interrupt kept from
-        # being counted here.
+        # What was launched ahead and not read belongs to the text before.
         self._begun = self._taken = self._launched = int(self._decoder.exchange.epoch) - 1
+
+    @property
+    def launched(self) -> int:
+        """Steps launched so far, over all texts."""
+        return self._launched
+
+    def catch_up(self, launched: int) -> None:
+        """Launch what other ranks have launched of a text that was broken off, before anything waits for the device.
+
+        An interrupt may come in other steps on other ranks, and steps that have begun there wait for this rank's.
+
+        Args:
+            launched: the most of any rank.
+        """
+        while self._graph is not None and self._launched < launched:
+            self._graph.replay()
+            self._launched += 1
 
     @property
     def next_step(self) -> int:
@@ -225,6 +244,7 @@ class DecodeLoop:
                     self._issue(self._operation)
             except BaseException:
                 self._prepared = False  # half of a step has left the sampler half of its counts
+                self._launched += self._graph is not None  # a captured one is whole: interrupts come behind its launch
                 raise
             self._launched += 1
         self._taken += 1
@@ -235,12 +255,20 @@ class DecodeLoop:
         return StepRecord(token_ids, hits, clock_ns, fault)
 
     def _await_stamp(self, place: int) -> None:
-        next_check = time.monotonic() + CHECK_S
-        while self._stamps_view[place] != self._taken:
-            if time.monotonic() > next_check:
+        begun = time.monotonic()
+        next_check = begun + CHECK_S
+        stamp = (self._taken + 2**31) % 2**32 - 2**31  # as the device counts
+        while self._stamps_view[place] != stamp:
+            now = time.monotonic()
+            if now > next_check:
                 # A device that failed never stamps: this raises what happened.
                 torch.cuda.current_stream(self._device).query()
-                next_check = time.monotonic() + CHECK_S
+                next_check = now + CHECK_S
+            if now > begun + STEP_S:
+                step = self._taken - self._begun
+                raise RankFailureError(
+                    f"step {step} has not ended on {self._device} in {STEP_S:g} s; NCCL_DEBUG=INFO shows what hangs"
+                )
             time.sleep(POLL_S)
 
     def release(self) -> None:

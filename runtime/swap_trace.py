@@ -1,9 +1,10 @@
 """The kernels of a traced step whose two groups talk by collectives: places, gates, and the parts of a layer.
 
 A layer forks behind the guess (`models/swapped_decoder.py`): *aside*, on a stream of its own, is what a receiver does
-on the guess; *main* is the rest of the attention, the verdict, and what a sender does again. Their kernels have the
-same names and lie side by side in time, so it is the stream that tells them apart. A captured branch may go on in
-another stream with each collective; `_aside_streams` finds out which streams are whose.
+on the guess; *main* is the rest of the attention, the verdict, and what a sender does again; *verdict* is the way of
+the verdict to all ranks. Kernels of aside and main have the same names and lie side by side in time, so it is the
+stream that tells them apart. A captured branch may go on in another stream with each collective; `_aside_streams` finds
+out which streams are whose.
 
 Shapes: L layers.
 """
@@ -14,7 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from ..errors import AlspecError
-from .kernel_names import MLP, PACK, SETTLE, UNPACK, Row, operation_of, work_us
+from .kernel_names import DECIDE, MLP, PACK, SETTLE, UNPACK, Row, operation_of, work_us
 
 __all__ = ["is_open", "is_swapped", "place", "swap_parts"]
 
@@ -37,29 +38,43 @@ def _place_step(rows: list[Row], ready_us: float, streams: list[set[int]]) -> li
     """The `ready_us` of the first is given, and of each layer the streams of its branch aside.
 
     A kernel is ready when the one before it in its branch has ended: behind a fork the one ahead of the fork, behind a
-    join the later of both branches. A kernel of another name (NCCL's, a copy) belongs to the operation before it, but
+    join the latest of all branches. A kernel of another name (NCCL's, a copy) belongs to the operation before it, but
     one between attention and verdict gathers the verdict's sums.
     """
     num_layers = len(streams)
     layer = -1
     aside: set[int] = set()
-    ops = {"main": "embed", "aside": ""}
-    ready = {"main": ready_us, "aside": 0.0}
+    ops = {"main": "embed", "aside": "", "verdict": "verdict"}
+    ready = {"main": ready_us, "aside": 0.0, "verdict": 0.0}
+    of_verdict = _verdict_rows(rows)
     placed = []
-    for row in rows:
+    for index, row in enumerate(rows):
         name = row["kernel"]
         if ops["main"] in ("pre_attention", "post_attention") and _is_first_of_layer(name):
             ready["main"], aside = max(ready.values()), set()
-        branch = "aside" if row["stream"] in aside else "main"
+        branch = "verdict" if index in of_verdict else "aside" if row["stream"] in aside else "main"
         op = ops[branch] = _operation(name, ops[branch], layer + 1 == num_layers)
         at = layer + 1 if op in ("pre_attention", "predictor", "agree", "lm_head") else max(layer, 0)
         placed.append(row | {"op": op, "layer": at, "branch": branch, "ready_us": ready[branch], "open": True})
         ready[branch] = max(ready[branch], row["end_us"])
+        if DECIDE in name:
+            ready["verdict"] = row["end_us"]
         if PACK in name and layer + 1 < num_layers:
             layer += 1
             aside = streams[layer]
             ops["aside"], ready["aside"] = "handover", row["end_us"]
     return placed
+
+
+def _verdict_rows(rows: list[Row]) -> set[int]:
+    """Indices of those of the branch `verdict`: what spreads it, and the collective ahead on the same stream."""
+    found: set[int] = set()
+    newest: dict[int, int] = {}  # of each stream
+    for index, row in enumerate(rows):
+        if SETTLE in row["kernel"]:
+            found |= {newest[row["stream"]], index}
+        newest[row["stream"]] = index
+    return found
 
 
 @dataclass
@@ -89,12 +104,13 @@ def _aside_streams(steps: list[list[Row]]) -> list[set[int]]:
     by_step = [_stretches(rows) for rows in steps]
     found: list[set[int]] = []
     for layers in zip(*by_step, strict=True):  # one layer, in each step
-        ends = [[_only(layer, part).end_us for part in (UNPACK, SETTLE)] for layer in layers]
         streams = {_only(layers[0], UNPACK).stream}
+        found.append(streams)
+        if not any(stretch.has(DECIDE) for stretch in layers[0]):  # groups of one rank
+            continue
+        ends = [[_only(layer, part).end_us for part in (UNPACK, DECIDE)] for layer in layers]
         for has_mlp in (True, False):
             pairs = [_behind_all_reduces(layer, has_mlp) for layer in layers]
-            if not any(pairs):  # groups of one rank
-                continue
             if any(len(pair) != 2 or pair.keys() != pairs[0].keys() for pair in pairs):
                 raise AlspecError(
                     "trace: a layer's branches cannot be told apart: their streams are not two in all steps"
@@ -107,7 +123,6 @@ def _aside_streams(steps: list[list[Row]]) -> list[set[int]]:
             aside, main = (one, other) if lead > 0 else (other, one)
             streams.add(aside)
             ends = [[pair[aside].end_us, pair[main].end_us] for pair in pairs]
-        found.append(streams)
     return found
 
 
@@ -124,6 +139,7 @@ def _stretches(rows: list[Row]) -> list[list[_Stretch]]:
                 if len(found) == num_layers:  # the residual, after the last layer
                     return found
                 found.append([])
+                current.clear()
         elif found and "nccl" in name.lower():
             current[stream] = _Stretch(stream, row["start_us"], row["end_us"], [name])
             found[-1].append(current[stream])
@@ -142,7 +158,7 @@ def _behind_all_reduces(layer: list[_Stretch], has_mlp: bool) -> dict[int, _Stre
     return {
         stretch.stream: stretch
         for stretch in layer
-        if not (stretch.has(UNPACK) or stretch.has(SETTLE)) and stretch.has(MLP) == has_mlp
+        if not any(stretch.has(part) for part in (UNPACK, DECIDE, SETTLE)) and stretch.has(MLP) == has_mlp
     }
 
 
@@ -168,7 +184,7 @@ def _operation(name: str, before: str, layers_ended: bool) -> str:
 def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bool:
     """Whether this group's gate was open; senders: [L + 1] and accepted: [L] of the row's step.
 
-    Collectives run on all ranks: the swap counts for the receiver, who waits for it, the verdict for the sender.
+    Collectives run on all ranks: the swap counts for the receiver, who waits for it, the verdict's for the sender.
     """
     op, layer, name = row["op"], row["layer"], row["kernel"]
     if op in ("pre_attention", "post_attention"):
@@ -188,10 +204,11 @@ def swap_parts(
 ) -> dict[str, list[float]]:
     """As `layer_parts`, of paired groups over collectives; senders: [steps][L + 1].
 
-    `sender`: from where a layer's guess may begin to the verdict. `receiver`: from there until the receiver has
-    unpacked the handover. `layer`: post-attention and the next pre-attention, in the branch that computes them.
-    `skipped`: of an accepted guess, from the verdict to the end of the receiver's main branch, whose gates are closed:
-    until then it may not send. `fixed`: what precedes the first pre-attention and follows the last layer's join.
+    `sender`: from where a layer's guess may begin to the sender's verdict. `receiver`: from there until the receiver
+    has unpacked the handover. `layer`: post-attention and the next pre-attention, in the branch that computes them.
+    `skipped`: of an accepted guess, from that verdict until the receiver may send: it has come to know the verdict, and
+    its main branch, whose gates are closed, has ended. `fixed`: what precedes the first pre-attention and follows the
+    last layer's join.
     """
     begins: dict[tuple[int, int, int, str], float] = {}
     ends: dict[tuple[int, int, int, str], float] = defaultdict(float)
@@ -199,7 +216,7 @@ def swap_parts(
     for rank, rows in enumerate(labelled):
         for row in rows:
             step, layer = row["step"], row["layer"]
-            name = row["op"] if row["op"] != "pre_attention" else f"pre_attention {row['branch']}"
+            name = row["op"] if row["op"] not in ("pre_attention", "verdict") else f"{row['op']} {row['branch']}"
             begins.setdefault((rank, step, layer, name), row["ready_us"])
             ends[rank, step, layer, name] = max(row["end_us"], ends[rank, step, layer, name])
             if row["op"] == "full_attention" and row["open"]:
@@ -212,13 +229,15 @@ def swap_parts(
             for layer, hit in enumerate(accepted):
                 sender, receiver = ranks[layer], tp_rank + (1 - line[layer]) * tp_size
                 begin = begins[sender, step, layer, "predictor"]
-                decided, arrived = ends[sender, step, layer, "verdict"], ends[receiver, step, layer, "handover"]
+                decided, arrived = ends[sender, step, layer, "verdict main"], ends[receiver, step, layer, "handover"]
                 parts["sender"].append(decided - begin)
                 parts["receiver"].append(arrived - begin)
                 if layer + 1 < len(accepted):
                     parts["layer"].append(ends[receiver, step, layer + 1, "pre_attention aside"] - arrived)
                     name, rank = ("skipped", receiver) if hit else ("layer", sender)
-                    parts[name].append(ends[rank, step, layer + 1, "pre_attention main"] - decided)
+                    ended = ends[rank, step, layer + 1, "pre_attention main"]
+                    known = ends[rank, step, layer, "verdict verdict"] if hit else 0.0
+                    parts[name].append(max(ended, known) - decided)
             if step > 1:
                 num_layers, first, last = len(accepted), ranks[0], ranks[-1]
                 before = ends[first, step - 1, num_layers, "lm_head"]

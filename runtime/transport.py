@@ -234,13 +234,18 @@ class Transport:
                     dist.all_reduce(tensor, group=group)
                 return tensor
 
-            def swap_sums(sums: Tensor) -> None:
-                _gather(sums.view(-1), sums[placement.rank].view(-1))
+            def gather_sums(sums: Tensor) -> None:
+                if group is not None:
+                    _gather(sums.view(-1), sums[placement.tp_rank].view(-1), group=self._tp_group)
 
-            self._swap_calls = SwapCalls(swap_aside, all_reduce_aside, swap_sums)
+            def gather_verdicts(verdicts: Tensor) -> None:
+                _gather(verdicts.view(-1), verdicts[placement.rank].view(-1))
+
+            self._swap_calls = SwapCalls(swap_aside, all_reduce_aside, gather_sums, gather_verdicts)
             swap_aside(torch.zeros(2, 1, device=self.device))
             all_reduce_aside(torch.zeros(1, device=self.device))
-            swap_sums(torch.zeros(placement.world_size, 1, device=self.device))
+            gather_sums(torch.zeros(tp_size, 1, device=self.device))
+            gather_verdicts(torch.zeros(placement.world_size, 1, device=self.device))
             self.synchronize()
         return self._swap_calls
 

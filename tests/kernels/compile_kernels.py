@@ -348,14 +348,12 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
     sums = merge.num_sums(heads, 128)
-    settle = {
+    judged = {
         "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
     } | pdl  # fmt: skip
-    gates = dict.fromkeys(["redoes_ptr", "next_sends_ptr", "next_receives_ptr"], "*i32")
-    decide = {
-        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
-        "T_PAD": tp_size,
-    } | pdl  # fmt: skip
+    of_settle = {"B": batch_size, "B_PAD": batch_pad, "T": tp_size} | pdl
+    gates = dict.fromkeys(["redoes_ptr", "next_sends_ptr", "next_receives_ptr", "verdicts_ptr"], "*i32")
+    decide = judged | {"T_PAD": tp_size}
 
     def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 1, **types: str) -> Any:
         fuses = kernel is not handover._receive_handover_kernel
@@ -379,8 +377,9 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         ),
         "unpack_handover": compiled(swap._unpack_handover_kernel, packed | {"OUT": heads * 128}, attn_out_ptr="*bf16"),
         "unpack_residual": compiled(swap._unpack_residual_kernel, only_channels),
-        "settle": compiled(swap._settle_kernel, settle | {"forced_ptr": None}, **gates),
-        "settle, forced": compiled(swap._settle_kernel, settle, **gates),
+        "decide, swapped": compiled(swap._decide_kernel, judged | {"forced_ptr": None}, **gates),
+        "decide, swapped and forced": compiled(swap._decide_kernel, judged, **gates),
+        "settle": compiled(swap._settle_kernel, of_settle, **gates),
     }
 
 

@@ -13,7 +13,16 @@ from alspec.kernels.exchange import Exchange
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.reference import decide_ref, reduce_norm_ref
 from alspec.kernels.residual import num_square_sums
-from alspec.kernels.swap import Swap, SwapCalls, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
+from alspec.kernels.swap import (
+    Swap,
+    SwapCalls,
+    decide,
+    pack_handover,
+    pack_residual,
+    settle,
+    unpack_handover,
+    unpack_residual,
+)
 from alspec.priority import sender
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
@@ -23,6 +32,9 @@ SHAPES = [
     pytest.param(PairShape(2, 2, 1, 200, 8, 1, 48), 9, id="odd head_dim"),
     pytest.param(PairShape(2, 3, 1, 97, 9, 3, 20), 70, id="odd hidden size"),
 ]
+
+
+NOTHING = 7  # no verdict
 
 
 def no_call(tensor: Tensor) -> Tensor:
@@ -43,9 +55,10 @@ def swaps(device: torch.device, shape: PairShape) -> list[list[Swap]]:
                 tp_size=shape.tp_size,
                 rank=group * shape.tp_size + tp_rank,
             )
-            swap = Swap.allocate(shape, exchange, group, SwapCalls(no_call, no_call, no_call))
+            swap = Swap.allocate(shape, exchange, group, SwapCalls(no_call, no_call, no_call, no_call))
             for buffer in (swap.boxes, swap.residuals, swap.sums):
                 buffer.fill_(torch.nan)
+            swap.verdicts.fill_(NOTHING)
             found[-1].append(swap)
     return found
 
@@ -129,11 +142,19 @@ def test_the_residual_reaches_the_other_group(
     check(squares.sum(1), square_sum, torch.float32)
 
 
+def settled(ranks: list[Swap], layer: int, hits: list[Tensor]) -> None:
+    """What collectives do behind `decide`, and `settle` on all ranks."""
+    gathered = torch.stack([rank.verdicts[rank.rank] for rank in ranks])
+    for rank, of_rank in zip(ranks, hits, strict=True):
+        rank.verdicts.copy_(gathered)
+        settle(rank, layer, of_rank)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
 @pytest.mark.parametrize("threshold", [0.0, 0.1, float("inf"), 1e25])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, threshold: float, batch: int) -> None:
-    """Of the sending group's sums, whichever it is; those of the other are anything."""
+    """The sending group's, whichever it is, in all ranks; sums of the other are anything."""
     shape = PairShape(8, batch, tp_size, 32, 3, 1, 16)
     ranks = [swap for group in swaps(device, shape) for swap in group]
     generator = torch.Generator().manual_seed(batch * tp_size)
@@ -146,20 +167,30 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
         live = (torch.rand(batch, generator=generator) < 0.7).int()
         rank_sums = rank_sums.to(device)
         accepted, verdict = decide_ref(rank_sums, live.to(device), threshold)
+        # Of a group that receives: nothing, or what another verdict would be made of.
+        other = torch.full_like(rank_sums, torch.nan)
+        if layer % 4 > 1:
+            other.fill_(1.0)
+            other[..., 0] = 2.0 * verdict
         group = layer % 2
+        hits = [torch.full((shape.num_layers, batch), -1, dtype=torch.int32, device=device) for _ in ranks]
         for rank in ranks:
             rank.gate_words.zero_()
             word = rank.gates(layer).sends if rank.group == group else rank.gates(layer).receives
             word.fill_(1)
-            rank.sums.fill_(torch.nan)
-            rank.sums[group * tp_size : (group + 1) * tp_size] = rank_sums
-            hits = torch.full((shape.num_layers, batch), -1, dtype=torch.int32, device=device)
-            settle(rank, layer, live.to(device), threshold, hits)
-            assert torch.equal(hits[layer].bool(), accepted)
-            assert (hits[torch.arange(shape.num_layers) != layer] == -1).all()
+            rank.sums.copy_(rank_sums if rank.group == group else other)
+            rank.verdicts.fill_(NOTHING)
+            decide(rank, layer, live.to(device), threshold)
+            assert int(rank.gates(layer).redoes) == int(rank.group == group and not verdict)
+            others = [row for row in range(len(ranks)) if row != rank.rank]
+            assert (rank.verdicts[others] == NOTHING).all(), "another rank's verdict was written"
+        settled(ranks, layer, hits)
+        for rank, found in zip(ranks, hits, strict=True):
+            assert torch.equal(found[layer].bool(), accepted)
+            assert (found[torch.arange(shape.num_layers) != layer] == -1).all()
             sends_next = (rank.group == group) != verdict
-            found = rank.gates(layer + 1)
-            assert (int(found.sends), int(found.receives)) == (int(sends_next), int(not sends_next))
+            gates = rank.gates(layer + 1)
+            assert (int(gates.sends), int(gates.receives)) == (int(sends_next), int(not sends_next))
             assert int(rank.gates(layer).redoes) == int(rank.group == group and not verdict)
         verdicts.add(verdict)
     assert verdicts == {True} if threshold > 1 else False in verdicts
@@ -170,7 +201,7 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
 def test_a_threshold_that_is_no_number_from_zero_on(device: torch.device, threshold: float) -> None:
     (source,), _ = swaps(device, PairShape(1, 1, 1, 32, 2, 1, 16))
     with pytest.raises(ValueError, match="threshold"):
-        settle(source, 0, torch.ones(1), threshold, torch.ones(1, 1))
+        decide(source, 0, torch.ones(1), threshold)
 
 
 @pytest.mark.parametrize(("num_layers", "steps", "seed"), [(1, 9, 0), (7, 6, 1)])
@@ -180,16 +211,18 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
 ) -> None:
     """Forced verdicts; exactly one of the two branches' gates is open on a rank that goes on, on the others none."""
     ranks = [swap for (swap,) in swaps(device, PairShape(num_layers, 1, 1, 32, 2, 1, 16))]
-    live, hits = (torch.ones(shape, dtype=torch.int32, device=device) for shape in ((1,), (num_layers, 1)))
+    live = torch.ones(1, dtype=torch.int32, device=device)
+    hits = [torch.ones(num_layers, 1, dtype=torch.int32, device=device) for _ in ranks]
     for roles in roles_by_the_rules(steps, num_layers, 1, hit_rate, seed):
-        forced = [int(all(at.accept)) for at in roles]
+        forced = torch.tensor([int(all(at.accept)) for at in roles], dtype=torch.int32, device=device)
         for at in roles:
             for rank in ranks:
-                settle(rank, at.layer, live, 0.5, hits, torch.tensor(forced, dtype=torch.int32, device=device))
+                decide(rank, at.layer, live, 0.5, forced)
                 words = rank.gates(at.layer)
                 assert (int(words.sends), int(words.receives)) == ((1, 0) if rank.group == at.source else (0, 1))
                 assert int(words.redoes) == int(rank.group == at.source and not all(at.accept))
-        assert hits.flatten().tolist() == forced
+            settled(ranks, at.layer, hits)
+        assert all(torch.equal(found.flatten(), forced) for found in hits)
         source = sender(roles[-1].after)
         for rank in ranks:
             assert int(rank.gates(num_layers).sends) == int(rank.group == source)

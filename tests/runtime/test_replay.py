@@ -14,6 +14,7 @@ import torch
 from paired_ranks import pairs
 
 from alspec.config import SamplingConfig
+from alspec.errors import RankFailureError
 from alspec.kernels import sampling as sampling_kernels
 from alspec.kernels.flashq_reference import flashq_dequantize
 from alspec.kernels.mailbox import PairShape
@@ -24,6 +25,7 @@ from alspec.models.decoder import Decoder
 from alspec.models.llama import Llama, load_weights
 from alspec.models.paired_decoder import PairedDecoder
 from alspec.operation import no_operation
+from alspec.runtime import replay
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.placement import Placement
@@ -168,16 +170,58 @@ class Graph:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_an_interrupted_launch_leaves_nothing_behind(setting: Setting, sampling: SamplingConfig) -> None:
-    """The step is under way, and not counted: the next text does not take its token for one of its own."""
+    """The step is under way, and counted: the next text does not take its token for one of its own."""
     expected = setting.tokens(sampling)
     loop = setting.loop()
     loop.prepare(sampling)
+    before = loop.launched
     loop._graph = Graph(loop)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         _run(loop, [1, 2], sampling)
+    assert loop.launched == before + 3 == int(loop._decoder.exchange.epoch) - 1
     for _ in range(2):
         loop.prepare(sampling)
         assert _run(loop, setting.prefill(), sampling) == expected
+
+
+def test_steps_that_other_ranks_have_launched_are_launched(setting: Setting) -> None:
+    """Captured ones; those that are launched one by one begin with the host's, and wait for no one's."""
+    expected = setting.tokens(GREEDY)
+    loop = setting.loop()
+    loop.prepare(GREEDY)
+    loop.begin([1, 2], [9, 9])
+    loop.step(remaining=5)
+    before = loop.launched
+    loop.catch_up(before + 2)
+    assert loop.launched == before
+    loop._graph = Graph(loop)  # type: ignore[assignment]
+    for most, launched in ((before - 1, before), (before + 2, before + 2)):
+        loop.catch_up(most)
+        assert loop.launched == launched == int(loop._decoder.exchange.epoch) - 1
+    loop._graph = None
+    assert _run(loop, setting.prefill(), GREEDY) == expected
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_steps_go_on_beyond_the_last_epoch_of_32_bits(setting: Setting, left: int) -> None:
+    expected = setting.tokens(GREEDY)
+    loop = setting.loop()
+    loop.prepare(GREEDY)
+    loop._decoder.exchange.epoch.fill_(2**31 - 1 - left)
+    for _ in range(2):
+        assert _run(loop, setting.prefill(), GREEDY) == expected
+
+
+def test_a_step_that_never_ends_is_an_error(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "STEP_S", 0.2)
+    loop = setting.loop()
+    loop.prepare(GREEDY)
+    loop.begin([1, 2], [9, 9])
+    loop.step(remaining=3)  # launches two
+    with mock.patch.object(loop, "_issue"):
+        loop.step(remaining=2)
+        with pytest.raises(RankFailureError, match=r"^step 3 has not ended on cpu in 0.2 s"):
+            loop.step(remaining=1)
 
 
 def test_half_a_step_leaves_nothing_behind(setting: Setting) -> None:

@@ -15,7 +15,7 @@ from alspec.runtime.kernel_trace import TRACE_STEPS, label, layer_parts
 NUM_LAYERS = 5
 CLOSED_US = 0.5
 BUSY_US = 2.5  # what a closed kernel takes beside the receiver's open ones
-MAIN, ASIDE = 0, 1
+MAIN, ASIDE, VERDICT = 0, 1, 2
 # What a kernel takes from when it may begin, if its gate is open.
 WORK_US = {
     "_embed_norm_kernel": 3.0,
@@ -23,13 +23,14 @@ WORK_US = {
     "lean_hopper_kernel": 6.0,  # a guess
     "_pack_kernel": 1.5,
     "ncclDevKernel_AllGather": 12.0,
-    "ncclDevKernel_AllReduce": 10.0,  # between groups of two ranks, two in a layer
+    "ncclDevKernel_AllReduce": 4.0,  # within groups, two in a layer
     "_unpack_handover_kernel": 2.0,
     "_turbo_append_kernel": 1.0,
     "_push_partial_kernel": 11.0,
     "_reduce_norm_kernel": 2.0,
     "_gate_up_silu_kernel": 30.0,
     "lean_merge_kernel": 1.5,
+    "_decide_kernel": 1.5,
     "_settle_kernel": 2.0,
     "_unpack_residual_kernel": 1.0,
     "Memcpy DtoD": 1.0,
@@ -57,16 +58,18 @@ class Job:
         ranks = range(2 * tp_size)
         self.rows: list[list[dict[str, Any]]] = [[] for _ in ranks]
         self.truth: list[list[tuple[str, int, bool, float]]] = [[] for _ in ranks]  # op, layer, open, ready
-        self.now = [[0.0, 0.0] for _ in ranks]
+        self.now = [[0.0, 0.0, 0.0] for _ in ranks]
         self.numbers = random.Random(5).sample(range(8, 1000), 20 * NUM_LAYERS)  # of streams
         self.step = 0
+        self.receiver_us: list[float] = []
+        self.skipped_us: list[float] = []
 
-    def meets(self, name: str, rank: int, op: str) -> list[int]:
+    def meets(self, name: str, rank: int, op: str, branch: int) -> list[int]:
         """The ranks of a collective."""
         if op == "handover":
             return [rank % self.tp_size, rank % self.tp_size + self.tp_size]
         group = rank // self.tp_size
-        is_group = "AllReduce" in name
+        is_group = "AllReduce" in name or (op == "verdict" and branch == MAIN)
         return [each for each in range(len(self.now)) if not is_group or each // self.tp_size == group]
 
     def kernel(
@@ -88,10 +91,10 @@ class Job:
             group = rank // self.tp_size
             is_open = group in opens
             works = is_open or op == "verdict" or is_collective  # a verdict is every rank's
-            closed_us = BUSY_US if branch == MAIN and group != self.sends else CLOSED_US
-            begins = max(starts[each] for each in self.meets(name, rank, op)) if is_collective else ready[rank]
+            closed_us = BUSY_US if branch == MAIN and group != self.sends and op != "agree" else CLOSED_US
+            begins = max(starts[each] for each in self.meets(name, rank, op, branch)) if is_collective else ready[rank]
             end = begins + ((us or WORK_US[name]) if works else closed_us)
-            if part in ("unpack_handover", "settle") and works:
+            if part in ("unpack_handover", "decide") and works:
                 end += rank % self.tp_size * SLOWER_US
             row = {"kernel": name, "stream": self.streams[branch], "step": self.step}
             self.rows[rank].append(row | {"start_us": starts[rank], "end_us": end})
@@ -107,6 +110,9 @@ class Job:
 
     def layer(self, layer: int, accepted: int) -> None:
         sends, receives = (self.sends,), (1 - self.sends,)
+        # The sender and the receiver of each pair.
+        pairs = [[group * self.tp_size + tp_rank for group in sends + receives] for tp_rank in range(self.tp_size)]
+        begun = [clock[MAIN] for clock in self.now]
         self.kernel("lean_hopper", "predictor", layer, sends)
         self.kernel("pack", "predictor", layer, sends)
         for clock in self.now:
@@ -115,12 +121,25 @@ class Job:
         self.kernel("unpack_handover", "handover", layer, receives, ASIDE)
         if self.quantised:
             self.kernel("turbo_append", "handover", layer, receives, ASIDE)
+        self.receiver_us += [self.now[receiver][ASIDE] - begun[sender] for sender, receiver in pairs]
         self.go_on(layer, receives, ASIDE)
         self.kernel("lean_merge", "full_attention", layer, sends, us=self.attention_us)
         self.kernel("lean_merge", "full_attention", layer, sends)
-        self.kernel("AllGather", "verdict", layer, sends)
-        self.kernel("settle", "verdict", layer, sends)
+        if self.tp_size > 1:
+            self.kernel("AllGather", "verdict", layer, sends)
+        self.kernel("decide", "verdict", layer, sends)
+        decided = [clock[MAIN] for clock in self.now]
+        for clock in self.now:
+            clock[VERDICT] = clock[MAIN]
+        self.kernel("AllGather", "verdict", layer, sends, VERDICT)
+        self.kernel("settle", "verdict", layer, sends, VERDICT)
         self.go_on(layer, () if accepted else sends, MAIN)
+        if accepted and layer + 1 < NUM_LAYERS:
+            # What a receiver waits for: the verdict's way to it, or its own closed branch.
+            self.skipped_us += [
+                max(self.now[receiver][MAIN], self.now[receiver][VERDICT]) - decided[sender]
+                for sender, receiver in pairs
+            ]
         for clock in self.now:
             clock[MAIN] = max(clock)
         self.streams[MAIN] = self.streams[ASIDE]
@@ -129,7 +148,7 @@ class Job:
     def run(self, verdicts: list[int]) -> float:
         """One step; returns its time."""
         self.step += 1
-        self.streams, self.next_number = [7, 7], iter(self.numbers)
+        self.streams, self.next_number = [7, 7, 7], iter(self.numbers)
         begun = self.now[0][MAIN]
         self.kernel("embed", "embed", 0)
         self.kernel("qkv", "pre_attention", 0, (self.sends,))
@@ -185,18 +204,19 @@ def test_parts_predict_the_step(name: str, quantised: bool, tp_size: int, attent
     job = Job(1, attention_us, quantised, tp_size)
     times = [job.run(verdicts) for verdicts in VERDICTS[name]]
     parts = layer_parts(label(job.traced(), VERDICTS[name]), VERDICTS[name])
-    attention = 6 + 1.5 + attention_us + 1.5
+    gather = 12 if tp_size > 1 else 0
+    decided = 6 + 1.5 + attention_us + 1.5 + gather + 1.5
     verdicts = [verdict for step in VERDICTS[name] for verdict in step]
     inner = [verdict for step in VERDICTS[name] for verdict in step[:-1]]  # of layers that another one follows
-    reduces = 0 if tp_size == 1 else 2 * 10
+    reduces = 0 if tp_size == 1 else 2 * 4
     slower = [SLOWER_US * tp_rank for tp_rank in range(tp_size)]
     expected = {
         "attention": [attention_us + 1.5] * tp_size * len(verdicts),
-        "sender": [attention + 12 + 2 + each for each in slower] * len(verdicts),
-        "receiver": [6 + 1.5 + 12 + 2 + quantised + each for each in slower] * len(verdicts),
+        "sender": [decided + each for each in slower] * len(verdicts),
+        "receiver": job.receiver_us,
         # The faster rank waits for the other at the first all-reduce.
         "layer": [LAYER_US + reduces + each for each in slower] * (2 * len(inner) - sum(inner)),
-        "skipped": [6 * BUSY_US + reduces + each for each in slower] * sum(inner),
+        "skipped": job.skipped_us,
         "fixed": [3 + 1.5 + 12 + 1 + 1 + 11 + 12 + 4 + 5 + 2] * tp_size * (TRACE_STEPS - 1),
         "step": times[1:] * tp_size,
     }
