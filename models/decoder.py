@@ -114,7 +114,6 @@ class Decoder:
 
     first_patience_ns: ClassVar[int] = STEP_PATIENCE_NS  # of the first all-reduce
     spare_sms: ClassVar[int] = 0  # left free by attention
-    stream_priority: ClassVar[int] = 0  # of the stream that a step is captured on; lower is more urgent
 
     def __post_init__(self) -> None:
         at, layers = self.buffers, self.weights.layers

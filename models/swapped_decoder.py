@@ -30,9 +30,6 @@ class SwappedDecoder(Decoder):
 
     first_patience_ns: ClassVar[int] = PATIENCE_NS  # no kernel waits
     spare_sms: ClassVar[int] = SPARE_SMS
-    # Ahead of `Swap.streams`: on the rank whose kernels here are all closed, they would wait for room beside the open
-    # ones there, and the next layer for them.
-    stream_priority: ClassVar[int] = -1
 
     def run_layers(self, operation: OperationHook) -> None:
         """As `Decoder`, with a layer's pre-attention in both branches of the layer before; then both groups agree."""

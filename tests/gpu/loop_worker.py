@@ -29,6 +29,7 @@ _ids = random.Random(3)
 PROMPT = [_ids.randrange(6, 4000) for _ in range(500)]
 CAPACITY = 600
 GREEDY = SamplingConfig(max_new_tokens=20, ignore_eos=True)
+SAMPLED = SamplingConfig(max_new_tokens=20, ignore_eos=True, temperature=0.8, seed=1)
 PAUSE_CYCLES = 2 * 10**7  # 10 ms at 2 GHz
 PAUSED_RUNS = 8
 
@@ -71,7 +72,7 @@ def _timed(engine: Engine) -> dict:
     return {"tokens": generation.requests[0].token_ids, "hits": hits, "seconds": seconds}
 
 
-def _tell(engine: Engine, results: list[dict]) -> None:
+def _tell(engine: Engine, results: list) -> None:
     if engine.placement.rank == 0:
         how = {"graph": engine.uses_graph, "transport": engine.transport_name}
         print(json.dumps({"results": results} | how), flush=True)
@@ -199,7 +200,21 @@ def endless(engine: Engine) -> int:
     return 0
 
 
-WORK = {"delay": delay, "pause": pause, "lost": lost, "nan": nan, "endless": endless}
+def broken(engine: Engine) -> int:
+    """A whole text, then others that each rank breaks off at another token, with a whole one behind each."""
+    results = []
+    for sampling in (None, GREEDY, SAMPLED, GREEDY):  # another way of sampling takes another captured step
+        if sampling is not None:
+            for count, _ in enumerate(engine.stream(PROMPT, sampling)):
+                if count == 4 + engine.placement.rank:
+                    break
+        results.append([token.token_id for token in engine.stream(PROMPT, GREEDY)])
+    _tell(engine, results)
+    engine.close()
+    return 0
+
+
+WORK = {"broken": broken, "delay": delay, "pause": pause, "lost": lost, "nan": nan, "endless": endless}
 
 if __name__ == "__main__":
     sys.exit(main())

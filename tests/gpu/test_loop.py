@@ -116,6 +116,25 @@ def results_of(places: list[tuple[str, int, int]], transport: str, case: str) ->
 
 @TRANSPORTS
 @pytest.mark.parametrize("places", PLACES)
+def test_texts_broken_off_in_other_steps_leave_nothing_behind(
+    places: list[tuple[str, int, int]], transport: str
+) -> None:
+    """As by Ctrl-C: a step launched ahead on one rank waits for one that another rank has not launched."""
+    with jobs(*((ranks, first, [WORKER, mode, transport, "broken"]) for mode, ranks, first in places)) as running:
+        for job in running:
+            code, out, error = outcome(job)
+            assert code == 0, error[-2000:]
+            told = json.loads(out.strip().splitlines()[-1])
+            assert told["graph"]
+            assert told["transport"] == transport
+            whole = told["results"][0]
+            assert len(whole) == 20
+            assert len(set(whole)) > 5
+            assert told["results"] == [whole] * 4
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("places", PLACES)
 def test_a_slow_host_changes_nothing_but_time(places: list[tuple[str, int, int]], transport: str) -> None:
     """Each rank in turn, under tensor parallelism and in a pair."""
     for mode, ranks, (plain, *late) in results_of(places, transport, "delay"):
