@@ -264,10 +264,8 @@ class DecodeLoop:
                 torch.cuda.current_stream(self._device).query()
                 next_check = now + CHECK_S
             if now > begun + STEP_S:
-                step = self._taken - self._begun
-                raise RankFailureError(
-                    f"step {step} has not ended on {self._device} in {STEP_S:g} s; NCCL_DEBUG=INFO shows what hangs"
-                )
+                where = f"rank {self._decoder.exchange.rank}: step {self._taken - self._begun}"
+                raise RankFailureError(f"{where} has not ended in {STEP_S:g} s; NCCL_DEBUG=INFO shows what hangs")
             time.sleep(POLL_S)
 
     def release(self) -> None:

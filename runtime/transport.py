@@ -235,7 +235,7 @@ class Transport:
                 return tensor
 
             def gather_sums(sums: Tensor) -> None:
-                if group is not None:
+                if tp_size > 1:
                     _gather(sums.view(-1), sums[placement.tp_rank].view(-1), group=self._tp_group)
 
             def gather_verdicts(verdicts: Tensor) -> None:

@@ -220,7 +220,7 @@ def test_a_step_that_never_ends_is_an_error(setting: Setting, monkeypatch: pytes
     loop.step(remaining=3)  # launches two
     with mock.patch.object(loop, "_issue"):
         loop.step(remaining=2)
-        with pytest.raises(RankFailureError, match=r"^step 3 has not ended on cpu in 0.2 s"):
+        with pytest.raises(RankFailureError, match=r"^rank 0: step 3 has not ended in 0.2 s"):
             loop.step(remaining=1)
 
 
