@@ -115,6 +115,11 @@ class Decoder:
     first_patience_ns: ClassVar[int] = STEP_PATIENCE_NS  # of the first all-reduce
     spare_sms: ClassVar[int] = 0  # left free by attention
 
+    @property
+    def stream_priority(self) -> int:
+        """Of the stream that a step is captured on; lower is more urgent."""
+        return 0
+
     def __post_init__(self) -> None:
         at, layers = self.buffers, self.weights.layers
         self._cache = DecodeCache(self.cache_layers, at.seq_lens, at.q.shape[1], at.q.dtype, self.spare_sms)

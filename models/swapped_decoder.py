@@ -31,6 +31,12 @@ class SwappedDecoder(Decoder):
     first_patience_ns: ClassVar[int] = PATIENCE_NS  # no kernel waits
     spare_sms: ClassVar[int] = SPARE_SMS
 
+    @property
+    def stream_priority(self) -> int:
+        """Of several ranks, closed ones, too, run the main branch's all-reduces; what lies between those must not wait
+        for room beside the open branch. Of one rank the closed branch has ended before the open one begins."""
+        return -1 if self.exchange.tp_size > 1 else 0
+
     def run_layers(self, operation: OperationHook) -> None:
         """As `Decoder`, with a layer's pre-attention in both branches of the layer before; then both groups agree."""
         with operation("pre_attention", 0):

@@ -184,8 +184,9 @@ class DecodeLoop:
             return fault
         if self._use_graph:
             graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream(self._device, priority=self._decoder.stream_priority)
             # Other threads (the heartbeat, NCCL's watchdog) may call CUDA meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._issue(no_operation)
             self._graph = graph
         self._prepared = True

@@ -19,6 +19,11 @@ def medians_of(name: str, **of_case: object) -> dict[object, float]:
     return {row["context"]: row["p50"] for row in flat if of_case.items() <= row.items()}
 
 
+def span_of(ratios: list[float], digits: int = 2) -> str:
+    """From the least to the largest."""
+    return f"{min(ratios):.{digits}f}x to {max(ratios):.{digits}f}x"
+
+
 def test_prose_says_what_the_rows_say() -> None:
     """Ratios outside of the tables that tables.py makes."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -57,13 +62,26 @@ def test_prose_about_pairs_and_other_shapes_says_what_the_rows_say() -> None:
     assert f"at 128K tokens, at {eight[131072]:.2f}x of that speed, if every guess is accepted" in prose
     real = pair_against_off(shape="checkpoint", world=2)
     assert f"1 + 1 GPUs come to {min(real.values()):.2f}x to {max(real.values()):.2f}x of two" in prose
-    spans = []
-    for world in (2, 4):
-        case = of | {"shape": "checkpoint", "world": world}
-        off, pair = (medians_of("decode_step_h100", **case, mode=mode) for mode in ("off", "paired"))
-        ratios = [off[context] / us for context, us in pair.items()]
-        spans.append(f"{min(ratios):.2f}x to {max(ratios):.2f}x")
-    assert f"1 + 1 H100s to {spans[0]}, 2 + 2 to {spans[1]} of four." in prose
+    demo = of | {"shape": "checkpoint"}
+    alone = medians_of("decode_step_h100", **demo, world=1)
+    for transport, first, second in (
+        ("symm", "1 + 1 H100s to {},", "2 + 2 to {} of four."),
+        ("nccl without peer access", "Without peer access 1 + 1 H100s come to {} of two,", "2 + 2 come to {} of four."),
+    ):
+        for world, sentence in ((2, first), (4, second)):
+            case = demo | {"world": world, "transport": transport}
+            off, pair = (medians_of("decode_step_h100", **case, mode=mode) for mode in ("off", "paired"))
+            assert sentence.format(span_of([off[context] / us for context, us in pair.items()])) in prose
+            if sentence is first and transport != "symm":
+                faster = span_of([us / alone[context] for context, us in pair.items()], digits=1)
+                assert f"one H100 alone is {faster} as fast." in prose
+    every = demo | {"shape": "llama-3.1-8b", "transport": "nccl without peer access"}
+    two, four = (
+        medians_of("decode_step_h100", **every, world=world, mode="off")[131072]
+        / medians_of("decode_step_h100", **every, world=world, hit_rate=1.0)[131072]
+        for world in (2, 4)
+    )
+    assert f"on 1 + 1 H100s at {two:.2f}x of the speed of two, on 2 + 2 at {four:.2f}x of four" in prose
     large, middle, small = (
         1e6 / medians_of("decode_step", **of, shape=f"llama-3.{name}b", world=world)[8192]
         for name, world in (("1-70", 4), ("1-70", 2), ("2-1", 1))
