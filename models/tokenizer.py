@@ -24,6 +24,9 @@ Prompt = str | Sequence[int]
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PROMPT_CONTEXT = 8  # tokens of a prompt, at least, behind which its answer is decoded: a character has up to 4
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Tokenizers that begin texts by `add_bos_token`, whatever tokenizer.json says; without a class, a Llama's is the first.
+# Others, such as PreTrainedTokenizerFast, keep that setting and do not act on it.
+_FOLLOW_ADD_BOS = (None, "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
 
 
 class Tokenizer:
@@ -51,7 +54,7 @@ class Tokenizer:
         self._special_tokens = _special_tokens(settings)
         self.eos_token_ids = config.eos_token_ids
         self.bos_token_id = self._bos_token_id(config)
-        self._adds_bos = self._decide_adds_bos(settings.get("add_bos_token"))
+        self._begin_ids = self._find_begin_ids(settings)  # what a text begins with
         self._special_ids = {id_ for id_, token in core.get_added_tokens_decoder().items() if token.special}
 
     @classmethod
@@ -100,28 +103,38 @@ class Tokenizer:
     @property
     def prefix_token_id(self) -> int | None:
         """What stands for the beginning of a text: the begin token, else the tokenizer's end token; None: neither."""
+        if self._begin_ids:
+            return self._begin_ids[-1]
         if self.bos_token_id is not None:
             return self.bos_token_id
         token = self._special_tokens.get("eos_token")
         return None if token is None else self._core.token_to_id(token)
 
-    def _decide_adds_bos(self, add_bos_token: Any) -> bool:
-        """What the folder says of BOS: `add_bos_token` where it is set, else what tokenizer.json does by itself."""
-        if self.bos_token_id is None:
-            return False
-        if isinstance(add_bos_token, bool):
-            return add_bos_token
-        return self.bos_token_id in self._core.encode("", add_special_tokens=True).ids
+    def _find_begin_ids(self, settings: dict[str, Any]) -> list[int]:
+        """The begin token by `add_bos_token`, where that counts, else what tokenizer.json puts in front of a text.
+
+        The latter need not be the begin token that tokenizer_config.json names.
+        """
+        adds_bos = settings.get("add_bos_token") if settings.get("tokenizer_class") in _FOLLOW_ADD_BOS else None
+        if adds_bos is False:
+            return []
+        if adds_bos is True and self.bos_token_id is not None:
+            return [self.bos_token_id]
+        encoding = self._core.encode("a", add_special_tokens=True)
+        # The mask is 1 where the post-processor put a token; what it puts behind the text is no beginning.
+        num_before = next((index for index, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0)
+        return list(encoding.ids[:num_before])
 
     def encode(
         self, text: str, add_bos: bool = True, most_tokens: int | None = None, where: str = "prompt"
     ) -> list[int]:
         """Token ids of `text`.
 
-        With `add_bos` the result begins with exactly one BOS, also when the text already begins with it, and never with
-        tokenizer.json's own additions. A folder whose tokenizer does not begin texts with BOS (`add_bos_token: false`,
-        or no such rule, as in SmolLM) gets none, because its model was trained without. With `add_bos=False` the text
-        is encoded as it is. Special tokens that `text` spells out become their ids.
+        With `add_bos` the result begins with exactly one BOS, also when the text already begins with it. BOS is what
+        tokenizer.json puts in front, or the begin token where `add_bos_token: true` counts. A folder whose tokenizer
+        begins texts with none (`add_bos_token: false`, or no such rule, as in SmolLM) gets none, because its model was
+        trained without. With `add_bos=False` the text is encoded as it is. Special tokens that `text` spells out become
+        their ids.
 
         Args:
             most_tokens: what there is room for. A text that has more tokens by its length alone is refused at once,
@@ -143,12 +156,12 @@ class Tokenizer:
         if (largest := max(ids, default=0)) >= self._vocab_size:
             token = show(str(self._core.id_to_token(largest)))
             raise UserError(f"{where}: {token} has no embedding: its id is {largest}, vocab_size {self._vocab_size}")
-        if not add_bos or not self._adds_bos or self.bos_token_id is None:
+        if not add_bos or not self._begin_ids:
             return ids
-        begin = 0
-        while begin < len(ids) and ids[begin] == self.bos_token_id:
-            begin += 1
-        return [self.bos_token_id, *ids[begin:]]
+        start, length = 0, len(self._begin_ids)
+        while ids[start : start + length] == self._begin_ids:
+            start += length
+        return [*self._begin_ids, *ids[start:]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD.
@@ -175,8 +188,13 @@ class Tokenizer:
         return render_chat(self._template, messages, self._special_tokens, str(self._folder))
 
     def encode_chat(self, messages: list[dict[str, Any]], most_tokens: int | None = None) -> list[int]:
-        """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`)."""
-        return self.encode(self.apply_chat_template(messages), most_tokens=most_tokens)
+        """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`).
+
+        A template that begins with tokenizer_config.json's begin token gets no other one in front.
+        """
+        text, bos = self.apply_chat_template(messages), self._special_tokens.get("bos_token")
+        has_own = bos is not None and text.startswith(bos) and self.bos_token_id not in self._begin_ids
+        return self.encode(text, add_bos=not has_own, most_tokens=most_tokens)
 
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
         """A decoder for one sequence of generated tokens, whose text continues that of the prompt."""

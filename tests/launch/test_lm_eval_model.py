@@ -33,12 +33,14 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def open_copy(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """An engine of the demo checkpoint with other tokenizer settings; None leaves one out."""
+    """An engine of the demo checkpoint with other tokenizer settings; None leaves one out, `bos_token` everywhere."""
     engines = []
 
     def open_with(**overrides: Any) -> Engine:
         folder = Path(shutil.copytree(DEMO_CHECKPOINT, tmp_path / "model"))
         changed = {"tokenizer_config.json": overrides, "config.json": {"bos_token_id": None} if overrides else {}}
+        if overrides.get("bos_token", "") is None:
+            changed["tokenizer.json"] = {"post_processor": None}
         for name, values in changed.items():
             settings = json.loads((folder / name).read_text(encoding="utf-8")) | values
             settings = {key: value for key, value in settings.items() if value is not None}
@@ -82,7 +84,11 @@ def test_whitespace_belongs_to_the_continuation(engine: Engine, space: str) -> N
 
 @pytest.mark.parametrize(
     ("settings", "prefix"),
-    [({"add_bos_token": False}, "<|bos|>"), ({"bos_token": None}, "<|eos|>"), ({"eos_token": None}, "<|bos|>")],
+    [
+        ({"add_bos_token": False, "tokenizer_class": "LlamaTokenizerFast"}, "<|bos|>"),
+        ({"bos_token": None}, "<|eos|>"),
+        ({"eos_token": None}, "<|bos|>"),
+    ],
 )
 @pytest.mark.parametrize("context", ["", " "])
 def test_an_empty_context_is_bos_or_eos(

@@ -21,6 +21,7 @@ LLAMA_3 = Path(__file__).resolve().parents[2].parent / "shared" / "hf" / "llama3
 Core = tokenizers.Tokenizer
 SEPARATOR = "\n__ggml_vocab_test__\n"
 BOS = 0
+FAST = "PreTrainedTokenizerFast"
 CJK = "\u4f60\u597d\uff0c\u4e16\u754c"
 EMOJI = "\U0001f469\u200d\U0001f469\u200d\U0001f467 family \U0001f999!"
 
@@ -128,8 +129,13 @@ def test_one_bos(byte_level: Tokenizer) -> None:
         (True, {"bos_token": "<|begin|>", "add_bos_token": False}, None, False),
         (True, {"bos_token": {"content": "<|begin|>"}, "add_bos_token": None}, None, True),
         (True, {}, 0, True),
-        (True, {}, None, False),
+        (True, {}, None, True),
+        (True, {"bos_token": None}, None, True),
         (False, {"add_bos_token": True}, None, False),
+        (True, {"bos_token": "<|begin|>", "add_bos_token": False, "tokenizer_class": "LlamaTokenizer"}, None, False),
+        (False, {"bos_token": "<|begin|>", "add_bos_token": True, "tokenizer_class": "LlamaTokenizerFast"}, None, True),
+        (True, {"bos_token": "<|begin|>", "add_bos_token": False, "tokenizer_class": FAST}, None, True),
+        (False, {"bos_token": "<|begin|>", "add_bos_token": True, "tokenizer_class": FAST}, None, False),
     ],
 )
 def test_the_folder_says_whether_texts_begin_with_bos(
@@ -148,6 +154,34 @@ def test_the_folder_says_whether_texts_begin_with_bos(
     tokenizer = Tokenizer.from_folder(tmp_path, config(bos_token_id=config_bos))
     assert tokenizer.encode("the").count(BOS) == int(adds)
     assert tokenizer.encode("<|begin|>the").count(BOS) == 1
+
+
+CHATML = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("single", "begin"), [("<|begin|> $A", [0]), ("<|begin|> $A <|end|>", [0]), ("<|end|> <|begin|> $A", [1, 0])]
+)
+def test_texts_begin_with_what_the_post_processor_puts_in_front(
+    single: str, begin: list[int], byte_level_core: Callable[[], Core], tmp_path: Path
+) -> None:
+    """Also where the folder's begin token is another one, which a chat template then writes."""
+    core = byte_level_core()
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)]
+    )
+    settings = {"bos_token": "<|user|>", "chat_template": CHATML, "tokenizer_class": FAST}
+    write_tokenizer(tmp_path, core, **settings)
+    tokenizer = Tokenizer.from_folder(tmp_path, config())
+    plain = tokenizer.encode("the cat", add_bos=False)
+    spelled_out = "".join(str(core.id_to_token(token_id)) for token_id in begin)
+    for text in ("the cat", f"{spelled_out}the cat", f"{spelled_out}{spelled_out}the cat"):
+        assert tokenizer.encode(text) == begin + plain
+    assert tokenizer.encode("<|user|>the cat") == [*begin, 2, *plain]
+    assert tokenizer.encode_chat([{"role": "user", "content": "the cat"}]) == [2, *plain, 1, 3]
+    assert tokenizer.prefix_token_id == 0
+    (tmp_path / "chat_template.jinja").write_text("<|assistant|>", encoding="utf-8")
+    assert Tokenizer.from_folder(tmp_path, config()).encode_chat([]) == [*begin, 3]
 
 
 def test_no_tokenizer_config(byte_level_core: Callable[[], Core], tmp_path: Path) -> None:
