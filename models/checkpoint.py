@@ -56,6 +56,7 @@ class Checkpoint:
 
     entries: dict[str, TensorEntry]
     files: dict[str, Path]
+    stored_names: dict[str, str] = field(default_factory=dict)  # of tensors that the file has under another name
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -63,7 +64,8 @@ class Checkpoint:
         """Find every fault of a folder's weights from the file headers; no weight is read and no memory is taken.
 
         Tolerated: `rotary_emb.inv_freq` buffers that older files carry, and an LM head beside tied embeddings, which is
-        compared with them.
+        compared with them. Where it stands alone, as `safetensors.torch.save_model` writes tied weights, it is the
+        embedding.
 
         Raises:
             UserError: no weights, a missing or broken file (see `read_header`), an index that does not fit the files, a
@@ -92,11 +94,15 @@ class Checkpoint:
                 entries[name], files[name] = entry, path
         if weight_map is not None:
             _check_weight_map(index_path, weight_map, files, config)
+        stored_names = {}
+        if config.tie_word_embeddings and _HEAD in entries and _EMBEDDING not in entries:
+            entries[_EMBEDDING], files[_EMBEDDING] = entries.pop(_HEAD), files.pop(_HEAD)
+            stored_names[_EMBEDDING] = _HEAD
         _check_tensors(folder, entries, files, config)
         if config.tie_word_embeddings and _HEAD in entries:
             _check_tied_head(cls(entries, files))
         expected = expected_tensors(config)
-        return cls({name: entries[name] for name in expected}, {name: files[name] for name in expected})
+        return cls({name: entries[name] for name in expected}, {name: files[name] for name in expected}, stored_names)
 
     @property
     def total_bytes(self) -> int:
@@ -128,7 +134,7 @@ class Checkpoint:
         with interrupts_wait():
             if path not in self._handles:
                 self._handles[path] = safe_open(str(path), framework="pt", device="cpu")
-            stored = self._handles[path].get_slice(name)
+            stored = self._handles[path].get_slice(self.stored_names.get(name, name))
             result = stored[(slice(None),) * dim + (slice(start, stop),)]
         assert isinstance(result, torch.Tensor)
         return result

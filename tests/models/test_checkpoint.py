@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from alspec.errors import UserError
 from alspec.models.checkpoint import Checkpoint, expected_tensors, verify_checksums
@@ -153,6 +153,27 @@ def test_a_head_of_its_own_is_not_passed_over(
     embedding[0, 0] = torch.nan  # which is told elsewhere
     save_file(tensors | {"lm_head.weight": embedding.clone()}, path)
     open_folder(folder)
+
+
+def test_a_tied_head_alone_is_the_embedding(make_folder: Callable[..., Path]) -> None:
+    """Of tensors that share memory, `save_model` writes one; of an untied model, each has to be there."""
+    from transformers import LlamaForCausalLM
+
+    folder = make_folder(tie_word_embeddings=True)
+    path = folder / "model.safetensors"
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    save_model(model, str(path))
+    assert "lm_head.weight" in load_file(path)
+    assert "model.embed_tokens.weight" not in load_file(path)
+    checkpoint = open_folder(folder)
+    assert set(checkpoint.entries) == set(expected_tensors(LlamaConfig.from_folder(folder)))
+    rows = checkpoint.tensor_slice("model.embed_tokens.weight", 0, 3, 9)
+    assert torch.equal(rows, model.lm_head.weight[3:9])
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UserError, match=r"tensor 'model.embed_tokens.weight': missing \(1 of"):
+        open_folder(folder)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["single", "sharded"])
