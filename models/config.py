@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..errors import UserError, show
 from .files import read_json
+from .tokenizer_config import read_tokenizer_config, special_tokens
 
 __all__ = ["RANDOM_SHAPES", "LlamaConfig", "RopeScaling", "rope_inv_freq"]
 
@@ -370,16 +371,13 @@ def _id_list(raw: dict[str, Any], path: Path) -> set[int]:
 
 
 def _tokenizer_eos_id(folder: Path) -> tuple[Path, set[int]]:
-    """The id of tokenizer_config.json's eos_token and the file it stands in; empty when there is none.
+    """The id of the tokenizer's eos_token and the file it stands in; empty when there is none.
 
     That the vocabulary has it, `Tokenizer` checks.
     """
     path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return path, set()
-    tokenizer_config = read_json(path, "for the special tokens")
-    token = tokenizer_config.get("eos_token")
-    content = token.get("content") if isinstance(token, dict) else token
+    tokenizer_config = read_tokenizer_config(folder)
+    content = special_tokens(tokenizer_config).get("eos_token")
     if content is None:
         return path, set()
     added = tokenizer_config.get("added_tokens_decoder")

@@ -15,7 +15,8 @@ import tokenizers
 from ..errors import UserError, show
 from .chat import find_template, render_chat
 from .config import LlamaConfig
-from .files import check_utf8, foreign_content, read_json
+from .files import check_utf8, foreign_content
+from .tokenizer_config import add_tokens, naming_file, read_tokenizer_config, special_tokens
 
 __all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of", "spelled", "token_ids"]
 
@@ -51,7 +52,7 @@ class Tokenizer:
         self._folder = folder
         self._template = template
         self._vocab_size = config.vocab_size
-        self._special_tokens = _special_tokens(settings)
+        self._special_tokens = special_tokens(settings)
         self.eos_token_ids = config.eos_token_ids
         self.bos_token_id = self._bos_token_id(config)
         self._begin_ids = self._find_begin_ids(settings)  # what a text begins with
@@ -59,11 +60,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, config: LlamaConfig) -> Self:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face folder.
+        """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template of a folder.
 
         Raises:
-            UserError: a missing or broken file, a vocabulary that does not fit the embedding, or a begin or end token
-                that the vocabulary lacks.
+            UserError: a missing or broken file, a vocabulary that does not fit the embedding, a begin or end token that
+                the vocabulary lacks, or one of `added_tokens_decoder` that cannot have its id.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -77,13 +78,14 @@ class Tokenizer:
                 f"{path}: vocabulary: expected ids below vocab_size ({config.vocab_size} in config.json), "
                 f"found {found}; use the tokenizer that belongs to the model"
             )
-        settings_path = folder / "tokenizer_config.json"
-        settings = read_json(settings_path, "for the special tokens") if settings_path.exists() else {}
+        settings = read_tokenizer_config(folder)
+        add_tokens(core, settings, folder)
+        vocab = core.get_vocab(with_added_tokens=True)
         for name in ("bos_token", "eos_token"):
-            token = _special_tokens(settings).get(name)
+            token = special_tokens(settings).get(name)
             if token is not None and vocab.get(token, config.vocab_size) >= config.vocab_size:
                 raise UserError(
-                    f"{settings_path}: {name}: expected a token of tokenizer.json, found {show(token)}; "
+                    f"{naming_file(folder, name)}: {name}: expected a token of tokenizer.json, found {show(token)}; "
                     "use the files that belong together"
                 )
         return cls(core, config, settings, folder, find_template(folder, settings))
@@ -352,13 +354,3 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     core.no_truncation()
     core.no_padding()
     return core
-
-
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Texts of tokenizer_config.json's special tokens (`bos_token`, ...), given as a string or as an object."""
-    tokens = {}
-    for name, value in settings.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens

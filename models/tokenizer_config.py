@@ -1,0 +1,76 @@
+"""tokenizer_config.json and special_tokens_map.json: what tokenizer.json leaves to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ..errors import UserError, show
+from .files import read_json
+
+__all__ = ["add_tokens", "naming_file", "read_tokenizer_config", "special_tokens"]
+
+_CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+_MAPPED = ("bos_token", "eos_token", "pad_token", "unk_token")  # what the map may supply
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, "for the special tokens") if path.exists() else {}
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The settings of tokenizer_config.json, with the special tokens of special_tokens_map.json that it does not name.
+
+    Raises:
+        UserError: a file that is broken; neither has to exist.
+    """
+    settings, mapped = _read(folder / _CONFIG), _read(folder / _MAP)
+    return settings | {name: mapped[name] for name in _MAPPED if name in mapped and settings.get(name) is None}
+
+
+def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens (`bos_token`, ...), given as a string or as an object."""
+    tokens = {}
+    for name, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def naming_file(folder: Path, name: str) -> Path:
+    """The file that the special token `name` comes from."""
+    return folder / (_MAP if _read(folder / _CONFIG).get(name) is None and name in _read(folder / _MAP) else _CONFIG)
+
+
+def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Path) -> None:
+    """Give `core` the tokens of `added_tokens_decoder` that tokenizer.json lacks, and of all of them the flags.
+
+    New tokens get the ids behind those that there are, which have to be the ids that the folder says.
+
+    Raises:
+        UserError: a token with another id, or what is no token.
+    """
+    where = f"{folder / _CONFIG}: added_tokens_decoder"
+    added = settings.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict) or not all(key.isdecimal() for key in added):
+        raise UserError(f"{where}: expected tokens by id, found {show(added)}; download the file again")
+    tokens = {int(key): _token(added[key], f"{where}: {key}") for key in sorted(added, key=int)}
+    core.add_tokens(list(tokens.values()))
+    for expected, token in tokens.items():
+        if (found := core.token_to_id(token.content)) != expected:
+            raise UserError(
+                f"{where}: {show(token.content)}: expected at id {expected}, found that with this tokenizer.json it is "
+                f"{found}; use the files that belong together"
+            )
+
+
+def _token(entry: Any, where: str) -> tokenizers.AddedToken:
+    content = entry.get("content") if isinstance(entry, dict) else None
+    if not isinstance(content, str) or not content:
+        raise UserError(f"{where}: expected a token with content, found {show(entry)}; download the file again")
+    flags = {name: entry[name] for name in _FLAGS if isinstance(entry.get(name), bool)}
+    return tokenizers.AddedToken(content, **flags)

@@ -1,0 +1,127 @@
+"""Special tokens that tokenizer_config.json and special_tokens_map.json add to tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from alspec.errors import UserError
+from alspec.models.config import LlamaConfig
+from alspec.models.tokenizer import Tokenizer
+
+Core = tokenizers.Tokenizer
+FIRST = 283  # behind the tokens of `byte_level_core`
+FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+
+
+@pytest.fixture
+def write(make_folder: Callable[..., Path]) -> Callable[..., Path]:
+    """A folder with its tokenizer's settings replaced, and with a special_tokens_map.json, if one is given."""
+
+    def written(settings: dict[str, Any], mapped: dict[str, Any] | None = None) -> Path:
+        folder = make_folder(num_hidden_layers=1, eos_token_id=None)
+        files = {"tokenizer_config.json": settings, "special_tokens_map.json": mapped}
+        for name, content in files.items():
+            if content is not None:
+                (folder / name).write_text(json.dumps(content), encoding="utf-8")
+        return folder
+
+    return written
+
+
+def load(folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(folder, LlamaConfig.from_folder(folder))
+
+
+def test_tokens_that_tokenizer_json_lacks(write: Callable[..., Path]) -> None:
+    """In the order of their ids, special or not, one that strips spaces, and one that ends a text."""
+    from transformers import PreTrainedTokenizerFast
+
+    added = {
+        str(FIRST + 1): FLAGS | {"content": "<tool>", "special": False},
+        str(FIRST): FLAGS | {"content": "<|im_end|>"},
+        str(FIRST + 2): FLAGS | {"content": "<|strip|>", "lstrip": True},
+        "2": FLAGS | {"content": "<|user|>", "rstrip": True},
+    }
+    folder = write({"eos_token": "<|im_end|>", "added_tokens_decoder": added})
+    tokenizer, oracle = load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert tokenizer.eos_token_ids == (FIRST,)
+    ids = tokenizer.encode("the<|im_end|><tool> cat <|strip|>the<|user|> cat")
+    assert ids == oracle.encode("the<|im_end|><tool> cat <|strip|>the<|user|> cat")
+    assert {FIRST, FIRST + 1, FIRST + 2, 2} < set(ids)
+    decoder = tokenizer.stream_decoder()
+    streamed = "".join(decoder.push(token_id) for token_id in ids)
+    assert tokenizer.decode(ids) == streamed == oracle.decode(ids, skip_special_tokens=True) == "the<tool> catthecat"
+
+
+def test_a_token_that_is_special_there_is_not_printed(
+    write: Callable[..., Path], byte_level_core: Callable[[], Core]
+) -> None:
+    folder = write({"added_tokens_decoder": {str(FIRST): FLAGS | {"content": "<plain>"}}})
+    core = byte_level_core()
+    core.add_tokens(["<plain>"])
+    core.save(str(folder / "tokenizer.json"))
+    tokenizer = load(folder)
+    ids = tokenizer.encode("the<plain> cat")
+    assert FIRST in ids
+    decoder = tokenizer.stream_decoder()
+    assert "".join(map(decoder.push, ids)) == tokenizer.decode(ids) == "the cat"
+
+
+@pytest.mark.parametrize(
+    ("added", "needle"),
+    [
+        (
+            {str(FIRST + 1): FLAGS | {"content": "<new>"}},
+            f"'<new>': expected at id {FIRST + 1}, found that with this tokenizer.json it is {FIRST}; use the files",
+        ),
+        ({"7": FLAGS | {"content": "<|end|>"}}, "'<|end|>': expected at id 7, found that with this tokenizer.json it"),
+        ({str(FIRST): {"content": ""}}, f"{FIRST}: expected a token with content, found {{'content': ''}}"),
+        ({str(FIRST): "<new>"}, f"{FIRST}: expected a token with content, found '<new>'"),
+        ({"<new>": FIRST}, "expected tokens by id, found {'<new>'"),
+        (["<new>"], "expected tokens by id, found ['<new>']"),
+    ],
+)
+def test_tokens_that_cannot_be_had(added: Any, needle: str, write: Callable[..., Path]) -> None:
+    folder = write({"added_tokens_decoder": added})
+    with pytest.raises(UserError) as caught:
+        load(folder)
+    assert str(caught.value).startswith(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: {needle}")
+
+
+@pytest.mark.parametrize("settings", [{}, {"bos_token": None, "eos_token": None}, {"unk_token": "<|assistant|>"}])
+def test_the_map_supplies_what_the_settings_do_not_name(settings: dict[str, Any], write: Callable[..., Path]) -> None:
+    mapped = {
+        "bos_token": {"content": "<|user|>"},
+        "eos_token": "<|end|>",
+        "pad_token": "<|end|>",
+        "unk_token": "<|begin|>",
+        "cls_token": "<|begin|>",
+    }
+    template = "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}{{ cls_token }}"
+    tokenizer = load(write(settings | {"chat_template": template}, mapped))
+    unknown = settings.get("unk_token", "<|begin|>")
+    assert tokenizer.apply_chat_template([]) == f"<|user|><|end|><|end|>{unknown}"
+    assert tokenizer.bos_token_id == 2
+    assert tokenizer.eos_token_ids == (1,)
+
+
+def test_the_settings_come_before_the_map(write: Callable[..., Path]) -> None:
+    tokenizer = load(write({"bos_token": "<|begin|>", "eos_token": "<|user|>"}, {"eos_token": "<|end|>"}))
+    assert tokenizer.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mapped", "file"),
+    [({}, {"eos_token": "<no>"}, "special_tokens_map"), ({"eos_token": "<no>"}, {}, "tokenizer_config")],
+)
+def test_an_unknown_token_is_named_where_it_stands(
+    settings: dict[str, Any], mapped: dict[str, Any], file: str, write: Callable[..., Path]
+) -> None:
+    with pytest.raises(UserError, match=rf"{file}\.json: eos_token: expected a token of tokenizer.json, found '<no>'"):
+        load(write(settings, mapped))
