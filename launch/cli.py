@@ -236,7 +236,7 @@ def check_positions(longest: int, model_config: LlamaConfig) -> None:
     Raises:
         UserError: names both.
     """
-    limit = model_config.max_position_embeddings
+    limit = model_config.longest_context
     if longest > limit:
         raise UserError(f"flags: --contexts: {longest} is beyond the model's {limit} positions")
 

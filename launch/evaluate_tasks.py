@@ -156,7 +156,7 @@ def records_task(engine: Engine, path: Path, count: int) -> Task:
         UserError: unreadable, broken, or longer than the model's positions.
     """
     prompts = [_record_prompt(engine, case, case.pairs) for case in _record_cases(path, count)]
-    limit = engine.model_config.max_position_embeddings
+    limit = engine.model_config.longest_context
     longest = max((_num_tokens(prompt) for prompt in prompts), default=0)
     if not 0 < longest <= limit:
         raise UserError(f"flags: --records: {path}: prompts of {longest} tokens; the model has {limit} positions")

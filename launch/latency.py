@@ -152,7 +152,7 @@ def _check_modes(config: LatencyConfig) -> None:
 
 
 def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
-    limit = engine.model_config.max_position_embeddings
+    limit = engine.model_config.longest_context
     if config.contexts is None:
         contexts = [context for context in CONTEXTS if context <= limit] or [limit]
     else:

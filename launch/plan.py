@@ -86,7 +86,7 @@ def print_plan(config: GenerateConfig) -> None:
     check_codec(config.kv_cache, model, 1)
     check_max_context(config.max_context, model)
     dtype = DTYPES[config.dtype or model.dtype]
-    context = config.max_context or model.max_position_embeddings
+    context = config.max_context or model.longest_context
     table = Table(
         title=f"{context} tokens, {config.dtype or model.dtype}, cache {config.kv_cache}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}",

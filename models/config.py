@@ -67,7 +67,7 @@ class LlamaConfig(_Frozen):
     rms_norm_eps: float = Field(default=1e-6, gt=0.0, description="added to the mean square in RMSNorm")
     rope_theta: float = Field(default=10_000.0, gt=0.0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(default=None, description="None: frequencies as they are")
-    max_position_embeddings: int = Field(default=2048, gt=0, description="longest context, tokens")
+    max_position_embeddings: int = Field(default=2048, gt=0, description="positions, before linear scaling")
     tie_word_embeddings: bool = Field(default=False, description="the LM head is the embedding")
     dtype: DType = Field(default="fp32", description="dtype the weights were published in")
     bos_token_id: int | None = Field(default=None, ge=0, description="begin of text")
@@ -136,6 +136,22 @@ class LlamaConfig(_Frozen):
             return cls.from_folder(Path(name))
         known = ", ".join(RANDOM_SHAPES)
         raise UserError(f"random_weights: expected {known} or a folder that holds config.json, found {show(name)}")
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest context: `linear` scaling multiplies the positions, `llama3` has them in the number."""
+        return int(self.max_position_embeddings * self._linear_factor)
+
+    @property
+    def longest_context_name(self) -> str:
+        """What `longest_context` comes from, for messages."""
+        stretched = f" times {self._linear_factor:g} (linear RoPE scaling)" if self._linear_factor > 1.0 else ""
+        return f"the model's max_position_embeddings{stretched}"
+
+    @property
+    def _linear_factor(self) -> float:
+        scaling = self.rope_scaling
+        return scaling.factor if scaling is not None and scaling.rope_type == "linear" else 1.0
 
     @property
     def valid_tp_sizes(self) -> tuple[int, ...]:

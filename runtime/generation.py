@@ -149,7 +149,7 @@ class Generation:
 
 def most_tokens(config: EngineConfig, model: LlamaConfig) -> int:
     """Of a prompt and its answer: `max_context`, or what the model has positions for."""
-    return config.max_context or model.max_position_embeddings
+    return config.max_context or model.longest_context
 
 
 def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig) -> int:
@@ -176,10 +176,10 @@ def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineC
     needed = max(map(len, prompts)) + max_new_tokens
     limit = most_tokens(config, model)
     if needed > limit:
-        name = "max_context" if config.max_context else "the model's max_position_embeddings"
+        name = "max_context" if config.max_context else model.longest_context_name
         advice = "shorten the prompt or lower --max-new-tokens"
-        if limit < model.max_position_embeddings:
-            advice += f", or raise --max-context (up to {model.max_position_embeddings})"
+        if limit < model.longest_context:
+            advice += f", or raise --max-context (up to {model.longest_context})"
         raise UserError(
             f"prompt: {needed} tokens needed ({needed - max_new_tokens} of prompt, {max_new_tokens} new), "
             f"{name} is {limit}; {advice}"

@@ -118,10 +118,9 @@ def check_max_context(max_context: int | None, config: LlamaConfig) -> None:
     Raises:
         UserError: it is larger.
     """
-    if max_context is not None and max_context > config.max_position_embeddings:
+    if max_context is not None and max_context > config.longest_context:
         raise UserError(
-            f"max_context: expected up to the model's max_position_embeddings, {config.max_position_embeddings}, found "
-            f"{max_context}"
+            f"max_context: expected up to {config.longest_context_name}, {config.longest_context}, found {max_context}"
         )
 
 

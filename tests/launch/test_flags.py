@@ -267,6 +267,22 @@ def test_prompt_too_long_for_the_model(refused: Refused, checkpoint: Path) -> No
     assert "shorten the prompt or lower --max-new-tokens" in message
 
 
+def test_linear_scaling_stretches_the_models_positions(
+    run: Run, refused: Refused, make_checkpoint: Callable[..., Path]
+) -> None:
+    path = make_checkpoint() / "config.json"
+    config = json.loads(path.read_text()) | {"max_position_embeddings": 64}
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    path.write_text(json.dumps(config))
+    flags = ("--model", path.parent, "--max-new-tokens", "8", "--transport", "gloo", "--prompt-ids")
+    assert run(*flags, ",".join(["5"] * 120))[0] == 0
+    message = refused(*flags, ",".join(["5"] * 121))
+    stretched = "the model's max_position_embeddings times 2 (linear RoPE scaling)"
+    assert f"129 tokens needed (121 of prompt, 8 new), {stretched} is 128; shorten the prompt" in message
+    message = refused(*flags, "5", "--max-context", "129")
+    assert message == f"max_context: expected up to {stretched}, 128, found 129"
+
+
 def test_prompt_too_long_for_max_context(refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint, "--prompt", "abc", "--max-new-tokens", "5", "--max-context", "8")
     assert "9 tokens needed (4 of prompt, 5 new), max_context is 8" in message

@@ -427,6 +427,21 @@ def test_rope_settings_against_transformers(settings: dict[str, Any], tmp_path: 
     torch.testing.assert_close(ours, oracle.inv_freq, rtol=2e-7, atol=0.0)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "longest", "stretched"),
+    [
+        (None, 4096, ""),
+        ({"type": "linear", "factor": 2.5}, 10240, " times 2.5 (linear RoPE scaling)"),
+        ({"type": "linear", "factor": 1.0}, 4096, ""),
+        ({"rope_type": "llama3", **LLAMA_3_SCALING}, 4096, ""),
+    ],
+)
+def test_longest_context(scaling: dict[str, Any] | None, longest: int, stretched: str, tmp_path: Path) -> None:
+    config = LlamaConfig.from_folder(write(tmp_path, LLAMA_2_CHAT | {"rope_scaling": scaling}))
+    assert config.longest_context == longest
+    assert config.longest_context_name == f"the model's max_position_embeddings{stretched}"
+
+
 def test_llama3_scaling_keeps_and_divides() -> None:
     config = LlamaConfig.from_shape("llama-3.1-8b")
     plain, scaled = rope_inv_freq(128, 5e5), config.inv_freq()
