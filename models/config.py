@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ..errors import UserError, show
 from .files import read_json
+from .generation_config import GENERATION_CONFIG, read_generation_config
 from .tokenizer_config import read_tokenizer_config, special_tokens
 
 __all__ = ["RANDOM_SHAPES", "LlamaConfig", "RopeScaling", "rope_inv_freq"]
@@ -359,11 +360,9 @@ def _dtype(raw: dict[str, Any], path: Path) -> DType:
 
 def _eos_token_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     """Union of the end-of-text ids of config.json, generation_config.json and the tokenizer."""
-    path, generation_path = folder / "config.json", folder / "generation_config.json"
-    found = {f"{path}: eos_token_id": _id_list(raw, path)}
-    if generation_path.exists():
-        generation = read_json(generation_path, "for the end-of-text tokens")
-        found[f"{generation_path}: eos_token_id"] = _id_list(generation, generation_path)
+    found = {}
+    for name, settings in (("config.json", raw), (GENERATION_CONFIG, read_generation_config(folder))):
+        found[f"{folder / name}: eos_token_id"] = _id_list(settings, folder / name)
     path, ids = _tokenizer_eos_id(folder)
     found[f"{path}: eos_token"] = ids
     vocab_size = raw["vocab_size"]

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..config import EngineConfig, SamplingConfig, refuse_unavailable, validate
 from ..errors import UserError
 from ..kernels.gemv_tile import MAX_BATCH
+from ..models.generation_config import notice_of_settings
 from ..models.llama import Llama
 from ..models.source import model_config, model_folder
 from ..models.tokenizer import Prompt, Tokenizer, encode_prompts, spelled
@@ -72,7 +73,8 @@ class Engine:
         self.placement = replace(environment, num_groups=num_groups)
         check_codec(config.kv_cache, self.model_config, self.placement.tp_size)
         self.device, self.backend, notice = choose_device(config, self.placement)
-        self.notices = [notice] if notice else []  # choices that a user may not expect
+        ignored = None if self.checkpoint is None else notice_of_settings(model_folder(config))
+        self.notices = [each for each in (notice, ignored) if each]  # choices that a user may not expect
         if self.mode == "paired" and config.speculation.mode == "auto":
             why = f"heads do not divide over {self.placement.world_size} ranks"
             what = f"guesses within lambda {config.speculation.threshold:g} are accepted (threshold 0 accepts none)"

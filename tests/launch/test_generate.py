@@ -303,6 +303,30 @@ def test_flags_without_effect_are_noticed_once(
 
 
 @pytest.mark.parametrize(
+    ("settings", "listed"),
+    [
+        ({"repetition_penalty": 1.3, "temperature": 0.6}, "repetition_penalty 1.3"),
+        ({"num_beams": 3, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size 2, num_beams 3"),
+        ({"suppress_tokens": [5], "begin_suppress_tokens": [6]}, "suppress_tokens [5], begin_suppress_tokens [6]"),
+        ({"bad_words_ids": [[5, 6, 7], [8, 9, 10]]}, "bad_words_ids [[5, 6, 7], [8, 9..."),
+        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 97}, ""),
+        ({"repetition_penalty": 1, "no_repeat_ngram_size": 0, "bad_words_ids": None, "num_beams": 1}, ""),
+        ({"suppress_tokens": [], "begin_suppress_tokens": None}, ""),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_applied_are_noticed_once(
+    settings: dict[str, Any], listed: str, run: Run, make_checkpoint: Callable[..., Path]
+) -> None:
+    folder = make_checkpoint()
+    (folder / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    code, _, err = run("--model", folder, "--transport", "gloo", "--prompt", PROMPT, *SMALL)
+    assert code == 0
+    notice = f"alspec: generation_config.json: not applied: {listed}; tokens are chosen as if they were not set"
+    assert [line for line in err.splitlines() if line.startswith("alspec")] == ([notice] if listed else [])
+
+
+@pytest.mark.parametrize(
     ("is_batch", "mode", "why"),
     [(True, "simulated", "a batch is printed as JSON"), (True, "off", "a batch"), (False, "off", "nothing is specul")],
 )

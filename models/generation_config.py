@@ -1,0 +1,45 @@
+"""generation_config.json: what its authors advise for choosing tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import show
+from .files import read_json
+
+__all__ = ["GENERATION_CONFIG", "notice_of_settings", "read_generation_config"]
+
+GENERATION_CONFIG = "generation_config.json"
+# Settings that change which token is chosen, also at temperature 0, with the value at which they do not.
+_WITHOUT_EFFECT = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "num_beams": 1,
+}
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The settings of a folder's generation_config.json; empty without one.
+
+    Raises:
+        UserError: the file is broken.
+    """
+    path = folder / GENERATION_CONFIG
+    return read_json(path, "for the end-of-text tokens") if path.exists() else {}
+
+
+def notice_of_settings(folder: Path) -> str | None:
+    """The line that names settings which would change the tokens and are not applied; None where there are none.
+
+    Temperature, top-k, top-p and whether to sample are not among them: flags, or options, give those.
+    """
+    given = read_generation_config(folder)
+    ignored = {name: given[name] for name, idle in _WITHOUT_EFFECT.items() if given.get(name) not in (None, idle)}
+    if not ignored:
+        return None
+    listed = ", ".join(f"{name} {show(value, 20)}" for name, value in ignored.items())
+    return f"{GENERATION_CONFIG}: not applied: {listed}; tokens are chosen as if they were not set"
