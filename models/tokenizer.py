@@ -46,11 +46,10 @@ class Tokenizer:
         config: LlamaConfig,
         settings: dict[str, Any],
         folder: Path,
-        template: str | None,
     ) -> None:
         self._core = core
         self._folder = folder
-        self._template = template
+        self._settings = settings
         self._vocab_size = config.vocab_size
         self._special_tokens = special_tokens(settings)
         self.eos_token_ids = config.eos_token_ids
@@ -60,7 +59,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, config: LlamaConfig) -> Self:
-        """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat template of a folder.
+        """Read tokenizer.json, tokenizer_config.json and special_tokens_map.json of a Hugging Face folder.
 
         Raises:
             UserError: a missing or broken file, a vocabulary that does not fit the embedding, a begin or end token that
@@ -88,7 +87,7 @@ class Tokenizer:
                     f"{naming_file(folder, name)}: {name}: expected a token of tokenizer.json, found {show(token)}; "
                     "use the files that belong together"
                 )
-        return cls(core, config, settings, folder, find_template(folder, settings))
+        return cls(core, config, settings, folder)
 
     def _bos_token_id(self, config: LlamaConfig) -> int | None:
         """tokenizer_config.json's begin token, else config.json's, whose text the chat template then gets."""
@@ -180,14 +179,15 @@ class Tokenizer:
         """The prompt for `messages` (dicts with `role` and `content`), up to the opening of the assistant's turn.
 
         Raises:
-            UserError: the folder has no chat template, or the template fails; see `render_chat`.
+            UserError: the folder has no chat template, or none that can be used; see `find_template`, `render_chat`.
         """
-        if self._template is None:
+        template = find_template(self._folder, self._settings)
+        if template is None:
             raise UserError(
                 f"{self._folder}: chat template: expected chat_template.jinja or chat_template in "
                 "tokenizer_config.json, found none; leave out --chat or use an instruction-tuned model"
             )
-        return render_chat(self._template, messages, self._special_tokens, str(self._folder))
+        return render_chat(template, messages, self._special_tokens, str(self._folder))
 
     def encode_chat(self, messages: list[dict[str, Any]], most_tokens: int | None = None) -> list[int]:
         """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`).

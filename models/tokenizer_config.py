@@ -28,22 +28,23 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         UserError: a file that is broken; neither has to exist.
     """
     settings, mapped = _read(folder / _CONFIG), _read(folder / _MAP)
-    return settings | {name: mapped[name] for name in _MAPPED if name in mapped and settings.get(name) is None}
+    named = special_tokens(settings)
+    return settings | {name: mapped[name] for name in _MAPPED if name in mapped and name not in named}
 
 
 def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens (`bos_token`, ...), given as a string or as an object."""
+    """Texts of the special tokens (`bos_token`, ...), given as a string or as an object; an empty one is none."""
     tokens = {}
     for name, value in settings.items():
         content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
+        if name.endswith("_token") and isinstance(content, str) and content:
             tokens[name] = content
     return tokens
 
 
 def naming_file(folder: Path, name: str) -> Path:
     """The file that the special token `name` comes from."""
-    return folder / (_MAP if _read(folder / _CONFIG).get(name) is None and name in _read(folder / _MAP) else _CONFIG)
+    return folder / (_CONFIG if name in special_tokens(_read(folder / _CONFIG)) else _MAP)
 
 
 def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Path) -> None:

@@ -197,6 +197,35 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
     assert find_template(tmp_path, {"chat_template": named}) == "F"
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "needle"),
+    [
+        ("tokenizer_config.json", [{"name": "rag", "template": "R"}], "chat_template: expected one named 'default', "),
+        ("tokenizer_config.json", {"default": "D"}, "chat_template: expected a text or a list of named ones, found {"),
+        ("tokenizer_config.json", [{"name": "default", "template": 7}], "chat_template: expected a text or a list of"),
+        ("chat_template.jinja", b"\xff", "expected UTF-8 text, found none"),
+        ("chat_template.jinja", b"<!DOCTYPE html><html>", "expected a chat template, found an HTML page"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused_where_it_is_needed(
+    file: str, content: Any, needle: str, single_folder: Path
+) -> None:
+    """A plain prompt needs none."""
+    path = single_folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content, bytes):
+        (single_folder / file).write_bytes(content)
+    else:
+        path.write_text(json.dumps(settings | {"chat_template": content}), encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    for call in (tokenizer.apply_chat_template, tokenizer.encode_chat):
+        with pytest.raises(UserError) as caught:
+            call(USER_ONLY)
+        assert str(caught.value).startswith(f"{single_folder / file}: {needle}")
+        assert str(caught.value).isprintable()
+
+
 def test_missing_template(single_folder: Path) -> None:
     path = single_folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))

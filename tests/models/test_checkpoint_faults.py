@@ -323,13 +323,6 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         edit_json("tokenizer_config.json", lambda settings: settings.update(eos_token="<stop>")),
         ["tokenizer_config.json: eos_token", "'<stop>'"],
     ),
-    "chat templates without a default": (
-        "single",
-        edit_json("tokenizer_config.json", lambda s: s.update(chat_template=[{"name": "rag", "template": ""}])),
-        ["tokenizer_config.json: chat_template", "'default'", "['rag']"],
-    ),
-    "chat template a page": ("single", write("chat_template.jinja", HTML_PAGE), ["chat_template.jinja", "HTML page"]),
-    "chat template not text": ("single", write("chat_template.jinja", b"\xff"), ["chat_template.jinja", "UTF-8"]),
 }
 
 

@@ -111,6 +111,14 @@ def test_the_map_supplies_what_the_settings_do_not_name(settings: dict[str, Any]
     assert tokenizer.eos_token_ids == (1,)
 
 
+@pytest.mark.parametrize("mapped", [{}, {"bos_token": "<|user|>", "eos_token": "<|user|>"}])
+def test_an_empty_token_is_none(mapped: dict[str, str], write: Callable[..., Path]) -> None:
+    tokenizer = load(write({"bos_token": "", "eos_token": {"content": ""}, "tokenizer_class": "X"}, mapped))
+    assert tokenizer.eos_token_ids == ((2,) if mapped else ())
+    assert tokenizer.bos_token_id == (2 if mapped else 0)  # of config.json
+    assert tokenizer.encode("the")[0] == 0
+
+
 def test_the_settings_come_before_the_map(write: Callable[..., Path]) -> None:
     tokenizer = load(write({"bos_token": "<|begin|>", "eos_token": "<|user|>"}, {"eos_token": "<|end|>"}))
     assert tokenizer.eos_token_ids == (2,)
