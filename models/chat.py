@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import UserError, show
-from .files import foreign_content
+from .files import absent, foreign_content, is_there
 
 __all__ = ["find_template", "render_chat"]
 
@@ -54,12 +54,12 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
         UserError: an unreadable file, or a list without a default.
     """
     path = folder / _TEMPLATE_FILE
-    if path.exists():
+    if is_there(path):
         try:
             data = path.read_bytes()
             text = data.decode("utf-8")
         except (OSError, UnicodeDecodeError):
-            raise UserError(f"{path}: expected UTF-8 text, found none; download the file again") from None
+            raise UserError(f"{path}: expected UTF-8 text, found {absent(path)}; download the file again") from None
         foreign = foreign_content(data)
         if foreign is not None:
             raise UserError(f"{path}: expected a chat template, found {foreign}")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from ..errors import UserError, show
 from ..interrupts import interrupts_wait
 from .config import LlamaConfig
-from .files import read_json
+from .files import absent, is_there, read_json
 from .safetensors_header import TensorEntry, read_header
 
 __all__ = ["Checkpoint", "expected_tensors", "verify_checksums"]
@@ -74,10 +74,10 @@ class Checkpoint:
         """
         folder = Path(folder)
         index_path = folder / _INDEX
-        if (folder / _SINGLE).exists():
+        if is_there(folder / _SINGLE):
             weight_map = None
             paths = [folder / _SINGLE]
-        elif index_path.exists():
+        elif is_there(index_path):
             weight_map = _read_weight_map(index_path)
             paths = [folder / name for name in sorted(set(weight_map.values()))]
         else:
@@ -194,10 +194,11 @@ def _read_weight_map(path: Path) -> dict[str, str]:
                 f"{path}: tensor {show(name)}: expected a *.safetensors file, found {show(file_name)}; "
                 "give the model's safetensors files (pickle is not read)"
             )
-        if "\0" in file_name or not (path.parent / file_name).is_file():
+        shard = path.parent / file_name
+        if "\0" in file_name or not shard.is_file():
             raise UserError(
                 f"{path}: missing shard: expected {show(file_name)} beside the index, with tensor {show(name)}, "
-                "found none; download it"
+                f"found {absent(shard)}; download it"
             )
     return weight_map
 

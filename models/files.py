@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, show
 
-__all__ = ["check_utf8", "foreign_content", "parse_json", "parse_json_object", "read_json"]
+__all__ = ["absent", "check_utf8", "foreign_content", "is_there", "parse_json", "parse_json_object", "read_json"]
 
 _HEAD_BYTES = 512
 
@@ -28,6 +29,18 @@ def check_utf8(text: str, where: str) -> str:
             f"{where}: expected UTF-8 text, found {found} at character {error.start}; convert it to UTF-8"
         ) from None
     return text
+
+
+def is_there(path: Path) -> bool:
+    """Whether a folder has an entry of this name, be it a link that leads nowhere, which is not to be passed over."""
+    return os.path.lexists(path)
+
+
+def absent(path: Path) -> str:
+    """What is found where a file is missing: none, or a link that leads nowhere, as in a cache that has lost files."""
+    if path.is_symlink() and not path.exists():
+        return f"a link that leads nowhere ({show(os.readlink(path))})"
+    return "none"
 
 
 def foreign_content(head: bytes) -> str | None:
@@ -83,7 +96,7 @@ def read_json(path: Path, purpose: str) -> dict[str, Any]:
     """
     try:
         if not path.is_file():  # raises in a folder that may not be entered
-            raise UserError(f"{path}: expected a file, found none; the model folder needs it {purpose}")
+            raise UserError(f"{path}: expected a file, found {absent(path)}; the model folder needs it {purpose}")
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's permissions") from None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import show
-from .files import read_json
+from .files import is_there, read_json
 
 __all__ = ["GENERATION_CONFIG", "notice_of_settings", "read_generation_config"]
 
@@ -29,7 +29,7 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
         UserError: the file is broken.
     """
     path = folder / GENERATION_CONFIG
-    return read_json(path, "for the end-of-text tokens") if path.exists() else {}
+    return read_json(path, "for the end-of-text tokens") if is_there(path) else {}
 
 
 def notice_of_settings(folder: Path) -> str | None:

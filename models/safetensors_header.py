@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, show
-from .files import foreign_content, parse_json_object
+from .files import absent, foreign_content, parse_json_object
 
 __all__ = ["TensorEntry", "read_header"]
 
@@ -47,7 +47,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             out-of-range offsets, a dtype other than F32, F16 or BF16, naming the file and the tensor.
     """
     if not path.is_file():
-        raise UserError(f"{path}: expected a safetensors file, found none; download the missing file")
+        raise UserError(f"{path}: expected a safetensors file, found {absent(path)}; download the missing file")
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

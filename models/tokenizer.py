@@ -15,7 +15,7 @@ import tokenizers
 from ..errors import UserError, show
 from .chat import find_template, render_chat
 from .config import LlamaConfig
-from .files import check_utf8, foreign_content
+from .files import absent, check_utf8, foreign_content
 from .tokenizer_config import add_tokens, naming_file, read_tokenizer_config, special_tokens
 
 __all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of", "spelled", "token_ids"]
@@ -329,7 +329,7 @@ class StreamDecoder:
 def _load(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise UserError(
-            f"{path}: expected a tokenizer, found none; download it (tokenizer.model alone is not read: "
+            f"{path}: expected a tokenizer, found {absent(path)}; download it (tokenizer.model alone is not read: "
             "save the tokenizer with transformers to convert it)"
         )
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from ..errors import UserError, show
-from .files import read_json
+from .files import is_there, read_json
 
 __all__ = ["add_tokens", "naming_file", "read_tokenizer_config", "special_tokens"]
 
@@ -18,7 +18,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return read_json(path, "for the special tokens") if path.exists() else {}
+    return read_json(path, "for the special tokens") if is_there(path) else {}
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:

@@ -122,7 +122,8 @@ def fingerprint(folder: Path) -> str:
     Weights are read in some places, evenly spread, for all of them would take as long as loading.
     """
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")]):
+    paths = [*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")]
+    for path in sorted(filter(Path.is_file, paths)):  # a link that is not followed may lead nowhere
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

@@ -9,6 +9,7 @@ import torch
 from ..config import EngineConfig
 from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.config import LlamaConfig
+from ..models.files import is_there
 from ..models.llama import Llama, LlamaWeights, load_weights, random_weights
 from ..models.source import model_folder
 from ..models.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | N
     if config.verify_checksums:
         verify_checksums(folder)
     checkpoint = Checkpoint.open(folder, model)
-    has_tokenizer = (folder / "tokenizer.json").exists()
+    has_tokenizer = is_there(folder / "tokenizer.json")
     return checkpoint, Tokenizer.from_folder(folder, model) if has_tokenizer else None
 
 

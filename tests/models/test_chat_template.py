@@ -226,6 +226,13 @@ def test_a_template_that_cannot_be_used_is_refused_where_it_is_needed(
         assert str(caught.value).isprintable()
 
 
+def test_a_template_that_is_a_dangling_link(single_folder: Path) -> None:
+    (single_folder / "chat_template.jinja").symlink_to("../blobs/1")
+    tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
+    with pytest.raises(UserError, match=r"chat_template.jinja: expected UTF-8 text, found a link that leads nowhere"):
+        tokenizer.encode_chat(USER_ONLY)
+
+
 def test_missing_template(single_folder: Path) -> None:
     path = single_folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))

@@ -49,6 +49,16 @@ def write(name: str, content: bytes) -> Fault:
     return lambda folder: (folder / name).write_bytes(content)
 
 
+def dangle(name: str) -> Fault:
+    """As in a cache of a hub whose files were removed."""
+
+    def fault(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("../../blobs/4d7a21")
+
+    return fault
+
+
 def edit_json(name: str, edit: Callable[[dict[str, Any]], object]) -> Fault:
     def fault(folder: Path) -> None:
         content = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -324,6 +334,23 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         ["tokenizer_config.json: eos_token", "'<stop>'"],
     ),
 }
+
+
+for _kind, _name in (
+    ("single", "config.json"),
+    ("single", "generation_config.json"),
+    ("single", "model.safetensors"),
+    ("single", "special_tokens_map.json"),
+    ("single", "tokenizer.json"),
+    ("single", "tokenizer_config.json"),
+    ("sharded", INDEX),
+    ("sharded", "model-00002-of-00004.safetensors"),
+):
+    FAULTS[f"{_name} a dangling link"] = (
+        _kind,
+        dangle(_name),
+        [_name, "found a link that leads nowhere ('../../blobs/4d7a21')"],
+    )
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -199,6 +199,8 @@ def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
     tensors = load_file(shard)
     save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, shard)
     assert fingerprint(two) != fingerprint(one)
+    (one / "left-over.safetensors").symlink_to("../blobs/1")
+    assert fingerprint(one) == fingerprint(DEMO_CHECKPOINT)
 
 
 def test_out_of_memory_is_exit_3() -> None:
@@ -288,6 +290,9 @@ def test_token_ids_need_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
         assert [token.token_id for token in engine.stream(ids, max_new_tokens=5)] == answer
         with pytest.raises(UserError, match=r"tokenizer.json: expected a tokenizer, found none"):
             next(engine.stream("a"))
+    (folder / "tokenizer.json").symlink_to("../blobs/1")
+    with pytest.raises(UserError, match=r"tokenizer.json: expected a tokenizer, found a link that leads nowhere"):
+        Engine.from_pretrained(folder, transport="gloo")
 
 
 @pytest.mark.parametrize(("mode", "kv_heads"), [("auto", 1), ("auto", 2), ("paired", 1)])
