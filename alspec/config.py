@@ -258,7 +258,7 @@ class SamplingConfig(ChoiceConfig):
 
     max_new_tokens: _Int = Field(default=128, ge=1, description="tokens to generate for each prompt")
     stop: Annotated[tuple[Annotated[str, StringConstraints(min_length=1)], ...], BeforeValidator(_texts)] = Field(
-        default=(), description="end a request at this text (repeatable); it is not printed"
+        default=(), description="end a request at this text, or special token (repeatable); it is not printed"
     )
     ignore_eos: bool = Field(default=False, description="do not stop at the end-of-sequence token")
 

@@ -164,6 +164,11 @@ class Tokenizer:
             start += length
         return [*self._begin_ids, *ids[start:]]
 
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token that `text` is, and which leaves no text when it is decoded; None: of none."""
+        token_id = self._core.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD.
 

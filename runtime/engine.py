@@ -275,13 +275,12 @@ class Engine:
 
     def start_generation(self, prompts: list[list[int]], sampling: SamplingConfig) -> Generation:
         """The state of one batch; `run` fills it."""
-        eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
-        return Generation(
-            [
-                Request(ids, self.tokenizer.stream_decoder(ids) if self.tokenizer else IdDecoder(), sampling, eos)
-                for ids in prompts
-            ]
-        )
+        if self.tokenizer is None:
+            eos = self.model_config.eos_token_ids
+            return Generation([Request(ids, IdDecoder(), sampling, eos) for ids in prompts])
+        eos, decoder = self.tokenizer.eos_token_ids, self.tokenizer.stream_decoder
+        stop_ids = [each for each in map(self.tokenizer.special_token_id, sampling.stop) if each is not None]
+        return Generation([Request(ids, decoder(ids), sampling, eos, stop_ids) for ids in prompts])
 
     def run(
         self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None = None

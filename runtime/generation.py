@@ -55,8 +55,14 @@ class Request:
     """One request: its prompt, what it has generated, and when it ends."""
 
     def __init__(
-        self, prompt_ids: list[int], decoder: TextDecoder, sampling: SamplingConfig, eos_token_ids: Iterable[int]
+        self,
+        prompt_ids: list[int],
+        decoder: TextDecoder,
+        sampling: SamplingConfig,
+        eos_token_ids: Iterable[int],
+        stop_token_ids: Iterable[int] = (),
     ) -> None:
+        """`stop_token_ids`: of the stop texts that are special tokens."""
         self.prompt_ids = prompt_ids
         self.token_ids: list[int] = []
         self.text = ""
@@ -64,6 +70,7 @@ class Request:
         self._decoder = decoder
         self._sampling = sampling
         self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self._stop_ids = frozenset(stop_token_ids)
         self._held = ""
 
     @property
@@ -81,6 +88,8 @@ class Request:
         self.token_ids.append(token_id)
         if token_id in self._eos:
             self.finish_reason = "eos"
+        elif token_id in self._stop_ids:
+            self.finish_reason = "stop"
         else:
             self._held += self._decoder.push(token_id)
             if len(self.token_ids) == self._sampling.max_new_tokens:

@@ -201,6 +201,27 @@ def test_stop_text_that_never_comes(generate_text: GenerateText) -> None:
     assert generate_text(*flags, "--stop", "no such text") == generate_text(*flags)
 
 
+def test_stop_at_a_special_token(generate_json: Callable[..., Any], make_checkpoint: Callable[..., Path]) -> None:
+    """It leaves no text; here it is a letter that greedy decoding says."""
+    flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--ignore-eos")
+    before = generate_json(*flags)["requests"][0]
+    token_id = before["token_ids"][3]
+    folder = make_checkpoint()
+    vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    (name,) = [token for token, id_ in vocab.items() if id_ == token_id]
+    path = folder / "tokenizer_config.json"
+    added = {str(token_id): {"content": name, "special": True}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": added}))
+    flags = ("--model", folder, "--prompt-ids", ",".join(map(str, before["prompt_ids"])), *flags[2:])
+    unstopped = generate_json(*flags)["requests"][0]
+    assert unstopped["token_ids"] == before["token_ids"]
+    assert name not in unstopped["text"]
+    stopped = generate_json(*flags, "--stop", "no such text", "--stop", name)["requests"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["token_ids"] == before["token_ids"][: before["token_ids"].index(token_id) + 1]
+    assert unstopped["text"].startswith(stopped["text"])
+
+
 def test_seed(generate_text: GenerateText) -> None:
     def sample(seed: int) -> str:
         return generate_text("--prompt", PROMPT, *SMALL, "--temperature", 1.5, "--seed", seed)

@@ -236,6 +236,12 @@ def test_ids_of_no_token_are_refused(byte_level: Tokenizer) -> None:
             byte_level.decode([0, wrong])
 
 
+def test_special_tokens_by_their_text(byte_level: Tokenizer, metaspace: Tokenizer) -> None:
+    found = {text: byte_level.special_token_id(text) for text in ("<|end|>", "the", "<|end|> ", "<|no|>", "")}
+    assert found == dict.fromkeys(found) | {"<|end|>": 1}
+    assert metaspace.special_token_id("</s>") == 2
+
+
 def test_a_text_of_too_many_tokens_by_its_length(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before it is encoded; one that may fit is not, down to the longest token over and over."""
     vocab = byte_level._core.get_vocab(with_added_tokens=True)

@@ -178,6 +178,18 @@ def test_length(limit: int) -> None:
     assert (request.finish_reason, len(request.token_ids)) == ("length", limit)
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_ends_a_request_whose_text_it_is_not(ignore_eos: bool) -> None:
+    """What was held back comes out; an end token that is a stop token, too, is an end token first."""
+    sampling = SamplingConfig(stop=("bc",), ignore_eos=ignore_eos)
+    request = Request([5], Pieces(["", "ab", "x"]), sampling, [EOS], [EOS, 2])
+    assert [request.push(1), request.push(2)] == ["a", "b"]
+    assert (request.text, request.finish_reason, request.token_ids) == ("ab", "stop", [1, 2])
+    request = Request([5], Pieces(["", "ab"]), sampling, [EOS], [EOS])
+    request.push(EOS)
+    assert request.finish_reason == ("stop" if ignore_eos else "eos")
+
+
 def test_length_releases_an_incomplete_character() -> None:
     assert run(["ab"], max_new_tokens=1, held=2)[0].text == "ab"
 
