@@ -280,7 +280,8 @@ class StreamDecoder:
     A piece is cut only where the text so far is final: not inside a multibyte character, and not inside a run of
     sentencepiece byte tokens, because one invalid byte changes how the whole run is decoded. Each piece is decoded
     behind the tokens of the piece before it, the first one behind the prompt's last tokens, so that spaces between
-    tokens come out as in the whole text.
+    tokens come out as in the whole text. An incomplete character is one U+FFFD at the end of what is decoded: that one
+    is held back, and of tokens that go on to end so, only the last few are decoded again.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, special_ids: set[int], prompt_ids: Sequence[int] = ()) -> None:
@@ -288,6 +289,7 @@ class StreamDecoder:
         self._special_ids = special_ids
         self._context: list[int] = []
         self._pending: list[int] = []
+        self._num_returned = 0  # characters of the pending tokens' text
         for token_id in reversed(prompt_ids):
             if not self._is_text(token_id):
                 break
@@ -303,16 +305,23 @@ class StreamDecoder:
         self._pending.append(token_id)
         if self._is_byte(token_id):
             return ""
-        piece = self._pending_text()
-        if not piece or piece.endswith(_REPLACEMENT):
-            return ""
-        self._context, self._pending = self._pending, []
-        return piece
+        text = self._pending_text()
+        piece = text[self._num_returned :]
+        if not piece.endswith(_REPLACEMENT):
+            if piece:
+                self._context, self._pending, self._num_returned = self._pending, [], 0
+            return piece
+        self._num_returned = len(text) - 1
+        if len(self._pending) > 2 * PROMPT_CONTEXT:
+            # Where a character begins shows within its 4 bytes: what comes earlier changes nothing about the end.
+            self._context, self._pending = [], self._pending[-PROMPT_CONTEXT:]
+            self._num_returned = len(self._pending_text()) - 1
+        return piece[:-1]
 
     def flush(self) -> str:
         """Return what is left at the end of the sequence; incomplete characters become U+FFFD."""
-        piece = self._pending_text()
-        self._context, self._pending = [], []
+        piece = self._pending_text()[self._num_returned :]
+        self._context, self._pending, self._num_returned = [], [], 0
         return piece
 
     def _is_text(self, token_id: int) -> bool:

@@ -85,6 +85,20 @@ def old_metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(folder, config(bos_token_id=1, eos_token_ids=(2,)))
 
 
+@pytest.fixture(scope="module")
+def byte_pairs(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-level tokenizer some of whose tokens are several bytes, that begin or end within a character."""
+    core = Core(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator([CJK, EMOJI, "\u4e16\u754c\U0001f9aa\u00e9 \u00e8"] * 3, trainer)
+    folder = tmp_path_factory.mktemp("byte_pairs")
+    write_tokenizer(folder, core)
+    return Tokenizer.from_folder(folder, config())
+
+
 def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     decoder = tokenizer.stream_decoder()
     return [*(decoder.push(token_id) for token_id in ids), decoder.flush()]
@@ -299,7 +313,45 @@ def test_byte_level_round_trip(byte_level: Tokenizer, text: str) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("name", ["byte_level", "metaspace", "old_metaspace"])
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.num_decoded = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        self.num_decoded += len(ids)
+        return str(self._core.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._core.id_to_token(token_id)
+
+
+@pytest.mark.parametrize("broken", [b"\x82", b"\xe2", b"\xe2\x82", b"\xf0\x9f\xa6", b"\xf0\x9f\xa6\xe2\x82\x82\x82"])
+def test_endless_broken_characters_are_streamed_in_linear_time(broken: bytes, byte_level: Tokenizer) -> None:
+    """All but the last one are final."""
+    characters = ("a", "\u2082", "\U0001f9aa")
+    of_byte = {
+        byte: token_id
+        for char in characters
+        for byte, token_id in zip(char.encode(), byte_level.encode(char, add_bos=False), strict=True)
+    }
+    data = b"a" + broken * 300
+    ids = [of_byte[byte] for byte in data]
+    core = Counting(byte_level._core)
+    decoder = byte_level.stream_decoder()
+    decoder._core = core
+    text = ""
+    for count, token_id in enumerate(ids, 1):
+        text += decoder.push(token_id)
+        so_far = data[:count].decode("utf-8", errors="replace")
+        assert text == so_far.removesuffix("\ufffd")
+    assert text + decoder.flush() == data.decode("utf-8", errors="replace") == byte_level.decode(ids)
+    assert core.num_decoded < 50 * len(ids)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_pairs", "metaspace", "old_metaspace"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_streaming_any_tokens_equals_decoding_them(
@@ -307,7 +359,8 @@ def test_streaming_any_tokens_equals_decoding_them(
 ) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
     # Mostly bytes, so that valid, broken and partial characters come up beside words, special and unknown tokens.
-    ids = data.draw(st.lists(st.integers(0, 291), max_size=30))
+    some = data.draw(st.lists(st.integers(0, 291), min_size=1, max_size=30))
+    ids = data.draw(st.lists(st.sampled_from(some), max_size=60))
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
