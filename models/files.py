@@ -96,7 +96,9 @@ def read_json(path: Path, purpose: str) -> dict[str, Any]:
     """
     try:
         if not path.is_file():  # raises in a folder that may not be entered
-            raise UserError(f"{path}: expected a file, found {absent(path)}; the model folder needs it {purpose}")
+            found = absent(path)
+            advice = f"the model folder needs it {purpose}" if found == "none" else "download the file again"
+            raise UserError(f"{path}: expected a file, found {found}; {advice}")
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's permissions") from None
