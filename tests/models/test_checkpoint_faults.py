@@ -349,7 +349,7 @@ for _kind, _name in (
     FAULTS[f"{_name} a dangling link"] = (
         _kind,
         dangle(_name),
-        [_name, "found a link that leads nowhere ('../../blobs/4d7a21')"],
+        [_name, "found a link that leads nowhere ('../../blobs/4d7a21'); download"],
     )
 
 
