@@ -161,7 +161,8 @@ def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: st
             raise UserError(
                 f"flags: --text: {config.windows} windows of {longest} tokens needed, {config.text} has {len(ids)}"
             )
-        tasks += [text_task(engine, ids[:needed], context) for context in contexts]
+        begin = tokenizer.encode("")  # as a prompt does
+        tasks += [text_task(begin, ids[:needed], context) for context in contexts]
     if config.recall:
         tasks.append(recall_task(engine, text, longest, config.recall))
     if config.records is not None:

@@ -125,12 +125,11 @@ def first_guess(chunk_size: int) -> int:
     return shortest_guess(chunk_size) - 1
 
 
-def text_task(engine: Engine, ids: list[int], context: int) -> Task:
-    """Bits per byte over as many windows of `context` tokens, BOS first, as `ids` has."""
-    bos = [engine.model_config.bos_token_id] if engine.model_config.bos_token_id is not None else []
-    step = context - len(bos)
+def text_task(begin: list[int], ids: list[int], context: int) -> Task:
+    """Bits per byte over as many windows of `context` tokens as `ids` has; `begin`: what each of them begins with."""
+    step = context - len(begin)
     starts = range(0, len(ids) - step + 1, step)
-    return Task("bits per byte", context, [bos + ids[start : start + step] for start in starts])
+    return Task("bits per byte", context, [begin + ids[start : start + step] for start in starts])
 
 
 def recall_task(engine: Engine, text: str, context: int, count: int) -> Task:

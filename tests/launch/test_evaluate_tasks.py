@@ -60,15 +60,13 @@ def test_recall_is_a_share_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> No
     engine.close()
 
 
-@pytest.mark.parametrize(("bos", "step"), [(7, 10), (None, 11)])
-def test_windows_use_all_tokens(bos: int | None, step: int) -> None:
+@pytest.mark.parametrize(("begin", "step"), [([7], 10), ([], 11)])
+def test_windows_use_all_tokens(begin: list[int], step: int) -> None:
     """Three of them of 11 tokens, the BOS among these; one token less makes two."""
-    engine: Any = SimpleNamespace(model_config=SimpleNamespace(bos_token_id=bos))
-    opening = [] if bos is None else [bos]
     for num_tokens, count in ((3 * step, 3), (3 * step - 1, 2)):
         ids = list(range(100, 100 + num_tokens))
-        windows = [opening + ids[step * at : step * (at + 1)] for at in range(count)]
-        assert evaluate_tasks.text_task(engine, ids, 11).texts == windows
+        windows = [begin + ids[step * at : step * (at + 1)] for at in range(count)]
+        assert evaluate_tasks.text_task(begin, ids, 11).texts == windows
 
 
 def test_a_text_of_exactly_as_many_tokens_is_enough() -> None:
@@ -78,6 +76,7 @@ def test_a_text_of_exactly_as_many_tokens_is_enough() -> None:
     num_tokens = len(engine.tokenizer.encode(text, add_bos=False))
     (task,) = evaluate._tasks(engine, EvaluateConfig(windows=1), [num_tokens], text)
     assert [len(window) for window in task.texts] == [num_tokens]
+    assert task.texts[0][0] == engine.tokenizer.bos_token_id
     with pytest.raises(UserError, match=f"1 windows of {num_tokens + 1} tokens needed, .* has {num_tokens}"):
         evaluate._tasks(engine, EvaluateConfig(windows=1), [num_tokens + 1], text)
     engine.close()
