@@ -1,4 +1,4 @@
-"""Priority gating (SGDC): which of two device groups does the work of a layer.
+"""Priority gating: which of two device groups does the work of a layer.
 
 Both groups run one static list of operations. A vector of two priorities, replicated on every rank, decides what
 each group skips:
@@ -15,9 +15,11 @@ One layer, with `sender(p)` the group with the larger p:
     post-attention   each group, unless its p is 0
 
 Source: Attention-Level Speculation, section 4.2 and Algorithm 2. There the sender is found once per layer, before the
-receiver's p is written. Read back between handover and verdict, a sender that took its role with p = 1 would tie with
-its receiver. **(ours)** A handover therefore also sets the sender's p to 2, which is true (a sender's x is right) and
-changes nothing outside the layer: the verdict overwrites it and no gated operation runs in between.
+receiver's p is written. A receiver whose guess was accepted becomes the sender with p = 1; once it has handed over, the
+new receiver has p = 1, too, so between handover and verdict `sender(p)` would find a tie. **(ours)** A handover
+therefore also sets the sender's p to 2, which is true (a sender's x is right) and changes nothing outside the layer:
+the verdict overwrites it and no gated operation runs in between. What each rank keeps of this on its device is in
+kernels/roles.py.
 """
 
 from __future__ import annotations

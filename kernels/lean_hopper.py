@@ -1,13 +1,13 @@
 """Lean decode attention of one request on Hopper: the launch of lean_kernel.py with its own way of streaming.
 
-Schedule, turns and slots are those of lean_schedule.py, whose words are used here. What differs is how tiles
+Schedule, turns and slots are those of lean_schedule.py, whose terms are used here. What differs is how tiles
 come: one instruction (TMA) copies K or V of a tile into shared memory, and as soon as the tile has been read, the one
 that is STAGES further on is on its way to the same place. So a program always has the same bytes on their way, and few
 are enough: with 64 KB on each SM memory is busy, and what is asked for next, such as a guess, waits for less.
 
 A tile that reaches beyond the end of its tokens begins earlier instead, so that it ends there: unused memory, which may
-hold NaN, is never read. Tokens before its beginning count as zeros, which the copy writes. Those that it repeats have
-weights of 0: infinite values of theirs become NaN.
+hold NaN, is never read. Tokens before its beginning count as zeros, which the copy writes. Tokens that it
+repeats have weights of 0. (An infinite value of theirs becomes NaN by that, but has spoilt the output in its own tile.)
 
     S^T = K q^T,   O^T = V^T P^T
 

@@ -206,12 +206,14 @@ def more_tiles(block_n):
 
 
 @triton.jit
-def _parts_of_guess(sink, window, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
-    """Tiles of one part of a guess, and how many parts have tiles; sink, window: numbers of tokens, [1] with parts."""
+def _parts_of_guess(
+    sink_tokens, window_tokens, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr
+):  # fmt: skip
+    """Tiles of one part of a guess, and how many parts have tiles; the tokens are [1] with parts."""
     part_tiles = tl.cdiv(2 * tiles_in(chunk_size, is_long, BLOCK_N) + more_tiles(BLOCK_N), GUESS_PARTS)
     parts = 1
     if GUESS_PARTS > 1:
-        tiles = tl.sum(tiles_in(sink, is_long, BLOCK_N) + tiles_in(window, is_long, BLOCK_N), 0)
+        tiles = tl.sum(tiles_in(sink_tokens, is_long, BLOCK_N) + tiles_in(window_tokens, is_long, BLOCK_N), 0)
         for part in tl.static_range(1, GUESS_PARTS):
             parts += (part * part_tiles < tiles).to(tl.int32)
     return part_tiles, parts
@@ -315,8 +317,8 @@ def plan(
     """What follows from lengths [B_PAD] alone.
 
     Returns:
-        Whether tiles are long; tiles of each request's rest [B_PAD], and of all; tiles of a part of a guess, and how
-        many parts have tiles; the schedule.
+        Whether tiles are long; tiles of each request's rest, over all its KV heads [B_PAD], and their sum; tiles of a
+        part of a guess, and how many parts have tiles; the schedule.
     """
     sink, window = token_ranges(seq_lens, chunk_size, SPEC)
     tiles = tl.sum(tiles_in(window - sink, False, BLOCK_N), 0) * HKV

@@ -44,7 +44,7 @@ class PairShape:
 
     @property
     def num_sums(self) -> int:
-        """S: pairs of sums of a request for its verdict, of one rank."""
+        """R: pairs of sums of a request for its verdict, of one rank."""
         return num_sums(self.num_qo_heads, self.head_dim)
 
     @property

@@ -18,7 +18,8 @@ and main open, so they can use the same activations. Each layer has its own gate
 while the third sets those of the next layer.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
-group, S sums of squares of each request, M = hidden + 2 Hkv D values of a request's handover without `A~`.
+group, R pairs of sums of a request for its verdict, S sums of squares of each request, M = hidden + 2 Hkv D values of a
+request's handover without `A~`.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code, end_ptr=None, en
         code: as `ptr`, int32.  end_ptr, end: a word, and the value of it that ends all waits; what has not come by then
             counts as 0.
     Returns:
-        fp32, as `ptr`; NaN where the word did not come, for an old value may look like a right one.
+        fp32, as `ptr`; NaN where the word did not come, for an old value may look like a right one. (Interpreted, there
+        is nothing to wait for: NaN as well where the wait is ended.)
     """
     # All loads are issued together; only words that have not come yet are polled, one by one.
     none = (epoch.to(tl.int64) << 32) | 0x80000000

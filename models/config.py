@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ..errors import UserError, show
 from .files import read_json
 from .generation_config import GENERATION_CONFIG, read_generation_config
-from .tokenizer_config import read_tokenizer_config, special_tokens
+from .tokenizer_config import is_token_id, read_tokenizer_config, special_tokens
 
 __all__ = ["RANDOM_SHAPES", "LlamaConfig", "RopeScaling", "rope_inv_freq"]
 
@@ -43,7 +43,7 @@ class RopeScaling(_Frozen):
     """How the rotary frequencies are stretched; see `rope_inv_freq` for the equations."""
 
     rope_type: Literal["linear", "llama3"]
-    factor: float = Field(ge=1.0, description="by how much the low frequencies are divided")
+    factor: float = Field(ge=1.0, le=1e6, description="by how much the low frequencies are divided")
     low_freq_factor: float = Field(default=1.0, gt=0.0, description="llama3: wavelengths above C / this are divided")
     high_freq_factor: float = Field(default=4.0, gt=0.0, description="llama3: wavelengths below C / this are kept")
     original_max_position_embeddings: int = Field(default=8192, gt=0, description="llama3: C, tokens before stretching")
@@ -68,7 +68,9 @@ class LlamaConfig(_Frozen):
     rms_norm_eps: float = Field(default=1e-6, gt=0.0, description="added to the mean square in RMSNorm")
     rope_theta: float = Field(default=10_000.0, gt=0.0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(default=None, description="None: frequencies as they are")
-    max_position_embeddings: int = Field(default=2048, gt=0, description="positions, before linear scaling")
+    max_position_embeddings: int = Field(
+        default=2048, gt=0, le=10**9, description="longest context, tokens; under linear RoPE scaling times its factor"
+    )
     tie_word_embeddings: bool = Field(default=False, description="the LM head is the embedding")
     dtype: DType = Field(default="fp32", description="dtype the weights were published in")
     bos_token_id: int | None = Field(default=None, ge=0, description="begin of text")
@@ -141,7 +143,8 @@ class LlamaConfig(_Frozen):
     @property
     def longest_context(self) -> int:
         """Tokens of the longest context: `linear` scaling multiplies the positions, `llama3` has them in the number."""
-        return int(self.max_position_embeddings * self._linear_factor)
+        factor = self._linear_factor
+        return self.max_position_embeddings if factor == 1.0 else int(self.max_position_embeddings * factor)
 
     @property
     def longest_context_name(self) -> str:
@@ -397,7 +400,7 @@ def _tokenizer_eos_id(folder: Path) -> tuple[Path, set[int]]:
         return path, set()
     added = tokenizer_config.get("added_tokens_decoder")
     for token_id, entry in added.items() if isinstance(added, dict) else ():
-        if token_id.isdecimal() and isinstance(entry, dict) and entry.get("content") == content:
+        if is_token_id(token_id) and isinstance(entry, dict) and entry.get("content") == content:
             return path, {int(token_id)}
     # Folders of 2023 list their special tokens in tokenizer.json only.
     path = folder / "tokenizer.json"

@@ -6,7 +6,8 @@ residual and norm, gate and up with SiLU, down, all-reduce with residual and nor
 
 The steps of two paired groups extend this one: paired_decoder.py and, over collectives, swapped_decoder.py.
 
-Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L layers, V vocabulary.
+Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L layers, V vocabulary, I MLP width, T ranks
+of a group, S sums of squares and C candidate blocks of logits of each request.
 """
 
 from __future__ import annotations
@@ -85,9 +86,10 @@ class DecodeBuffers:
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a layer's post-attention, and the pre-attention after it, sum up over the group.
+    """How a layer's post-attention, and the pre-attention after it, all-reduce over the group, and what gates kernels.
 
-    In a pair, gates [1] int32 skip what is not this group's; without one a kernel is open.
+    A gate is [1] int32, at 0 of which a kernel returns at once; None is always open. `verdict` makes a receiver stop
+    early: each `reduce_norm` looks at that word and, if it says rejected, closes the gate of the kernels behind it.
     """
 
     exchange: Exchange
@@ -95,7 +97,7 @@ class Branch:
     o_gate: Tensor | None = None
     mlp_gate: Tensor | None = None
     pre_attention_gate: Tensor | None = None
-    verdict: Tensor | None = None  # [1] int64: the word whose rejection closes each gate for the next, or None
+    verdict: Tensor | None = None  # [1] int64: on the guess that this rank computes on
 
 
 @dataclass

@@ -69,18 +69,21 @@ class PairedDecoder(Decoder):
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
-        """The sender hands over, attends and decides; the receiver takes the guess. Neither waits for the other's end.
+        """The sender hands over, attends and decides; the receiver takes the guess.
 
         Source: Attention-Level Speculation, Algorithm 2.
         """
         at, cache, handover, pairing = self.buffers, self._cache, self.handover, self.pairing
+        # Both: this layer's roles, from the verdict on the layer before.
         take_turn(handover, layer, pairing.hits, PATIENCE_NS)
+        # The sender: x, k and v to its pair; attention, which sends `A~` there on its way to `A`; the verdict.
         send_handover(handover, layer, at.x, *cache.newest(layer))
         speculation = handover.speculation(layer, pairing.chunk_size, self.sums)
         cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=handover.sends)
         decide(
             handover, layer, self.sums, pairing.live, pairing.threshold, pairing.hits, PATIENCE_NS, pairing.forced
         )  # fmt: skip
+        # The receiver: waits for all of that but the verdict.
         receive_handover(handover, layer, at.x, *cache.newest(layer), at.attn_out, PATIENCE_NS)
         cache.append(layer, handover.receives)
 

@@ -28,13 +28,14 @@ class SwappedDecoder(Decoder):
     pairing: Pairing
     swap: Swap
 
-    first_patience_ns: ClassVar[int] = PATIENCE_NS  # no kernel waits
+    first_patience_ns: ClassVar[int] = PATIENCE_NS  # of no use: over collectives no kernel of ours waits
     spare_sms: ClassVar[int] = SPARE_SMS
 
     @property
     def stream_priority(self) -> int:
-        """Of several ranks, closed ones, too, run the main branch's all-reduces; what lies between those must not wait
-        for room beside the open branch. Of one rank the closed branch has ended before the open one begins."""
+        """Urgent where a group has several ranks: there the main branch's all-reduces run even where it is closed, and
+        the launches between them must not wait for SMs beside the open branch. Of one rank, it ends before that.
+        """
         return -1 if self.exchange.tp_size > 1 else 0
 
     def run_layers(self, operation: OperationHook) -> None:

@@ -78,7 +78,7 @@ class Tokenizer:
                 f"found {found}; use the tokenizer that belongs to the model"
             )
         settings = read_tokenizer_config(folder)
-        add_tokens(core, settings, folder)
+        add_tokens(core, settings, folder, config.vocab_size)
         vocab = core.get_vocab(with_added_tokens=True)
         for name in ("bos_token", "eos_token"):
             token = special_tokens(settings).get(name)
@@ -200,7 +200,7 @@ class Tokenizer:
         A template that begins with tokenizer_config.json's begin token gets no other one in front.
         """
         text, bos = self.apply_chat_template(messages), self._special_tokens.get("bos_token")
-        has_own = bos is not None and text.startswith(bos) and self.bos_token_id not in self._begin_ids
+        has_own = bos is not None and text.startswith(bos) and self._begin_ids != [self.bos_token_id]
         return self.encode(text, add_bos=not has_own, most_tokens=most_tokens)
 
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:

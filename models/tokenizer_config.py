@@ -8,9 +8,9 @@ from typing import Any
 import tokenizers
 
 from ..errors import UserError, show
-from .files import is_there, read_json
+from .files import check_utf8, is_there, read_json
 
-__all__ = ["add_tokens", "naming_file", "read_tokenizer_config", "special_tokens"]
+__all__ = ["add_tokens", "is_token_id", "naming_file", "read_tokenizer_config", "special_tokens"]
 
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 _MAPPED = ("bos_token", "eos_token", "pad_token", "unk_token")  # what the map may supply
@@ -47,31 +47,45 @@ def naming_file(folder: Path, name: str) -> Path:
     return folder / (_CONFIG if name in special_tokens(_read(folder / _CONFIG)) else _MAP)
 
 
-def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Path) -> None:
+def is_token_id(key: str) -> bool:
+    """Whether a key of `added_tokens_decoder` is an id."""
+    return key.isdecimal() and len(key) < 10
+
+
+def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Path, vocab_size: int) -> None:
     """Give `core` the tokens of `added_tokens_decoder` that tokenizer.json lacks, and of all of them the flags.
 
-    New tokens get the ids behind those that there are, which have to be the ids that the folder says.
+    New tokens get the ids behind those that there are, which have to be the ids that the folder says. Those from
+    `vocab_size` on, which have no embedding, are left out.
 
     Raises:
-        UserError: a token with another id, or what is no token.
+        UserError: a new token with another id, or what is no token.
     """
     where = f"{folder / _CONFIG}: added_tokens_decoder"
     added = settings.get("added_tokens_decoder") or {}
-    if not isinstance(added, dict) or not all(key.isdecimal() for key in added):
+    if not isinstance(added, dict) or not all(map(is_token_id, added)):
         raise UserError(f"{where}: expected tokens by id, found {show(added)}; download the file again")
-    tokens = {int(key): _token(added[key], f"{where}: {key}") for key in sorted(added, key=int)}
-    core.add_tokens(list(tokens.values()))
-    for expected, token in tokens.items():
-        if (found := core.token_to_id(token.content)) != expected:
+    ids: dict[str, int] = {}  # of the new ones
+    tokens = []
+    for key in sorted(added, key=int):
+        token = _token(added[key], f"{where}: {key}")
+        is_new = core.token_to_id(token.content) is None
+        if token.content and (int(key) < vocab_size or not is_new):
+            tokens.append(token)
+            if is_new:
+                ids.setdefault(token.content, int(key))
+    core.add_tokens(tokens)
+    for content, expected in ids.items():
+        if (found := core.token_to_id(content)) != expected:
             raise UserError(
-                f"{where}: {show(token.content)}: expected at id {expected}, found that with this tokenizer.json it is "
-                f"{found}; use the files that belong together"
+                f"{where}: {show(content)}: expected at id {expected}, found that with this tokenizer.json it is "
+                f"{found}; use the files that belong together, or leave it out"
             )
 
 
 def _token(entry: Any, where: str) -> tokenizers.AddedToken:
     content = entry.get("content") if isinstance(entry, dict) else None
-    if not isinstance(content, str) or not content:
+    if not isinstance(content, str):
         raise UserError(f"{where}: expected a token with content, found {show(entry)}; download the file again")
     flags = {name: entry[name] for name in _FLAGS if isinstance(entry.get(name), bool)}
-    return tokenizers.AddedToken(content, **flags)
+    return tokenizers.AddedToken(check_utf8(content, where), **flags)

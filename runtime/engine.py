@@ -39,7 +39,7 @@ from .sampling import sample
 from .step import DecodeState, StepProgram
 from .symmetric import symmetric_fault
 from .timeline import Timeline
-from .transport import Transport, connect_store
+from .transport import TIMEOUT, Transport, connect_store
 
 __all__ = ["Engine"]
 
@@ -165,6 +165,7 @@ class Engine:
         held = self._weights_bytes + (self.cache.num_bytes if "cache" in vars(self) else 0)
         self.heartbeat.start(self._release)
         with self.heartbeat.waiting("load"):
+            self._catch_up(self.agreement.exchange)
             # What the rank with least has, for all have to refuse what one does.
             own = available_bytes(self.device, placement.local_world_size) + held
             available = min(map(int, self.agreement.exchange(str(own))))
@@ -221,6 +222,16 @@ class Engine:
         if self.loop is not None:
             self.loop.release()
             self.loop = None
+
+    def _catch_up(self, exchange: Callable[[str], list[str]]) -> None:
+        """Before anything waits for the device: launch the steps that other ranks have launched, see `DecodeLoop`.
+
+        Args:
+            exchange: every rank's text, for this rank's.
+        """
+        most = max(map(int, exchange(str(self.loop.launched if self.loop is not None else 0))))
+        if self.loop is not None:
+            self.loop.catch_up(most)
 
     def _load_model(self) -> None:
         config, placement = self.model_config, self.placement
@@ -438,8 +449,7 @@ class Engine:
             with self.heartbeat.waiting(f"the start of text {self._texts + 1}"):
                 # Before anything of it is refused, for that has to happen on all ranks.
                 self.agreement.require_same({"prompt": spelled(prompt)} | settings)
-                if self.loop is not None:
-                    self.loop.catch_up(max(map(int, self.agreement.exchange(str(self.loop.launched)))))
+                self._catch_up(self.agreement.exchange)
                 of_text = partial(self.text_tokenizer, "give token ids")
                 prompts = encode_prompts(prompt, of_text, self.most_tokens)
                 needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
@@ -527,6 +537,7 @@ class Engine:
     def _close_together(self, transport: Transport) -> None:
         """Every rank is here, or on its way."""
         with self.heartbeat.waiting("close"):
+            self._catch_up(lambda own: self.agreement.gather_within("launched", own, TIMEOUT.total_seconds()))
             transport.barrier()
         # Graphs first, then symmetric buffers, then process groups: NCCL waits for graphs that refer to it.
         self._release()

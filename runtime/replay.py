@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..config import SamplingConfig, SpeculationConfig
 from ..errors import RankFailureError
+from ..interrupts import interrupts_wait
 from ..kernels.launch import compiling
 from ..kernels.lean_attention import guess_parts
 from ..kernels.mailbox import PairShape
@@ -212,7 +213,12 @@ class DecodeLoop:
             launched: the most of any rank.
         """
         while self._graph is not None and self._launched < launched:
-            self._graph.replay()
+            self._replay(self._graph)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Launch a captured step; Ctrl-C waits until it is counted, too."""
+        with interrupts_wait():
+            graph.replay()
             self._launched += 1
 
     @property
@@ -239,14 +245,13 @@ class DecodeLoop:
         while self._launched < self._taken + depth:
             try:
                 if self._graph is not None:
-                    self._graph.replay()
+                    self._replay(self._graph)
                 else:
                     self._issue(self._operation)
+                    self._launched += 1
             except BaseException:
                 self._prepared = False  # half of a step has left the sampler half of its counts
-                self._launched += self._graph is not None  # a captured one is whole: interrupts come behind its launch
                 raise
-            self._launched += 1
         self._taken += 1
         place = self._taken % RING_STEPS
         self._await_stamp(place)
@@ -266,7 +271,7 @@ class DecodeLoop:
                 next_check = now + CHECK_S
             if now > begun + STEP_S:
                 where = f"rank {self._decoder.exchange.rank}: step {self._taken - self._begun}"
-                raise RankFailureError(f"{where} has not ended in {STEP_S:g} s; NCCL_DEBUG=INFO shows what hangs")
+                raise RankFailureError(f"{where} has not ended in {STEP_S:g} s; check the GPUs (nvidia-smi) and links")
             time.sleep(POLL_S)
 
     def release(self) -> None:

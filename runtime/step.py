@@ -79,7 +79,8 @@ class StepProgram:
         self._verdict: PairMessage | None = None
         self._hits: list[Tensor] = []
         self._is_paired = mode == "paired"
-        # Functions: with a bound method it would hold itself, and weights and cache until garbage is collected.
+        # Plain functions: a bound method would be a reference cycle, which keeps weights and cache until garbage is
+        # collected.
         ways = {"off": StepProgram._full, "simulated": StepProgram._simulated, "paired": StepProgram._paired}
         self._attend = ways[mode]
 
@@ -181,7 +182,7 @@ class StepProgram:
     def _read_verdict(self) -> None:
         """As the receiver of the previous layer: learn whether what was computed since stands."""
         if self._verdict is not None:
-            with self._operation("verdict", len(self._hits)):
+            with self._operation("verdict", len(self._hits)):  # the layer: so far each has one verdict
                 self._decide(self._verdict.wait().cpu() > 0)
             self._verdict = None
 

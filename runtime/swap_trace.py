@@ -72,7 +72,7 @@ def _verdict_rows(rows: list[Row]) -> set[int]:
     newest: dict[int, int] = {}  # of each stream
     for index, row in enumerate(rows):
         if SETTLE in row["kernel"]:
-            found |= {newest[row["stream"]], index}
+            found |= {newest.get(row["stream"], index), index}
         newest[row["stream"]] = index
     return found
 
@@ -127,7 +127,7 @@ def _aside_streams(steps: list[list[Row]]) -> list[set[int]]:
 
 
 def _stretches(rows: list[Row]) -> list[list[_Stretch]]:
-    """[L] those of both branches of one step."""
+    """[L] those of all branches of one step."""
     num_layers = sum(SETTLE in row["kernel"] for row in rows)
     found: list[list[_Stretch]] = []
     current: dict[int, _Stretch] = {}
@@ -163,7 +163,7 @@ def _behind_all_reduces(layer: list[_Stretch], has_mlp: bool) -> dict[int, _Stre
 
 
 def _is_first_of_layer(name: str) -> bool:
-    """Of a kernel behind the projections of both branches: the next guess, or the first one after the last layer."""
+    """Of a kernel behind the projections of main and aside: the next guess, or the first one after the last layer."""
     return operation_of(name) in ("predictor", "full_attention")
 
 
@@ -184,7 +184,8 @@ def _operation(name: str, before: str, layers_ended: bool) -> str:
 def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bool:
     """Whether this group's gate was open; senders: [L + 1] and accepted: [L] of the row's step.
 
-    Collectives run on all ranks: the swap counts for the receiver, who waits for it, the verdict's for the sender.
+    Collectives run on all ranks: the swap counts for the receiver, who waits for it, those of the verdict for the
+    sender.
     """
     op, layer, name = row["op"], row["layer"], row["kernel"]
     if op in ("pre_attention", "post_attention"):

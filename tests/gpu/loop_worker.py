@@ -211,6 +211,9 @@ def broken(engine: Engine) -> int:
                     break
         results.append([token.token_id for token in engine.stream(PROMPT, GREEDY)])
     _tell(engine, results)
+    for count, _ in enumerate(engine.stream(PROMPT, GREEDY)):  # the end has to do without a text behind it
+        if count == 4 + engine.placement.rank % 2:
+            break
     engine.close()
     return 0
 

@@ -94,7 +94,7 @@ def all_reduce(late: bool, verdict: float | None = None, **how: Any) -> Found:
     """Words of two ranks summed into the residual, or those of the step before.
 
     Args:
-        verdict: of the step; one that rejects ends the wait for them, and leaves old numbers.
+        verdict: of the step; one that rejects ends the wait for them, which then count as 0.
     """
     hidden, epoch = 96, 6
     partials, start, gamma = torch.randn(2, 1, hidden), torch.randn(1, hidden), torch.randn(hidden)
@@ -114,7 +114,7 @@ def all_reduce(late: bool, verdict: float | None = None, **how: Any) -> Found:
     if late and verdict is None:
         assert x.isnan().all()
         return {"error": 0.0} | kernel.counts
-    expected, expected_norm, square_sum = reduce_norm_ref(partials, start, gamma)
+    expected, expected_norm, square_sum = reduce_norm_ref(partials * (not late), start, gamma)
     check(x, expected, torch.float32)
     check(x_norm, expected_norm, torch.float32)
     check(square_sums.sum(1), square_sum, torch.float32)

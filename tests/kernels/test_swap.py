@@ -209,7 +209,7 @@ def test_a_threshold_that_is_no_number_from_zero_on(device: torch.device, thresh
 def test_roles_follow_the_rules_over_many_layers_and_steps(
     device: torch.device, num_layers: int, steps: int, seed: int, hit_rate: float
 ) -> None:
-    """Forced verdicts; exactly one of the two branches' gates is open on a rank that goes on, on the others none."""
+    """Forced verdicts; on a rank that goes on one of the gates of aside and main is open, on the others none."""
     ranks = [swap for (swap,) in swaps(device, PairShape(num_layers, 1, 1, 32, 2, 1, 16))]
     live = torch.ones(1, dtype=torch.int32, device=device)
     hits = [torch.ones(num_layers, 1, dtype=torch.int32, device=device) for _ in ranks]

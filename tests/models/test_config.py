@@ -442,6 +442,18 @@ def test_longest_context(scaling: dict[str, Any] | None, longest: int, stretched
     assert config.longest_context_name == f"the model's max_position_embeddings{stretched}"
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_position_embeddings": 10**400}, "max_position_embeddings"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e308}}, "factor"),
+    ],
+)
+def test_contexts_that_no_model_has(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"config\.json: .*{named}.* less than or equal to"):
+        LlamaConfig.from_folder(write(tmp_path, LLAMA_2_CHAT | settings))
+
+
 def test_llama3_scaling_keeps_and_divides() -> None:
     config = LlamaConfig.from_shape("llama-3.1-8b")
     plain, scaled = rope_inv_freq(128, 5e5), config.inv_freq()

@@ -16,6 +16,7 @@ from alspec.models.tokenizer import Tokenizer
 
 Core = tokenizers.Tokenizer
 FIRST = 283  # behind the tokens of `byte_level_core`
+VOCAB = 4096  # rows of the embedding
 FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
 
 
@@ -80,10 +81,11 @@ def test_a_token_that_is_special_there_is_not_printed(
             {str(FIRST + 1): FLAGS | {"content": "<new>"}},
             f"'<new>': expected at id {FIRST + 1}, found that with this tokenizer.json it is {FIRST}; use the files",
         ),
-        ({"7": FLAGS | {"content": "<|end|>"}}, "'<|end|>': expected at id 7, found that with this tokenizer.json it"),
-        ({str(FIRST): {"content": ""}}, f"{FIRST}: expected a token with content, found {{'content': ''}}"),
+        ({str(FIRST): {"content": None}}, f"{FIRST}: expected a token with content, found {{'content': None}}"),
         ({str(FIRST): "<new>"}, f"{FIRST}: expected a token with content, found '<new>'"),
         ({"<new>": FIRST}, "expected tokens by id, found {'<new>'"),
+        ({"1" * 5000: {"content": "<new>"}}, "expected tokens by id, found {'1111"),
+        ({str(FIRST): {"content": "\ud800"}}, ""),
         (["<new>"], "expected tokens by id, found ['<new>']"),
     ],
 )
@@ -92,6 +94,25 @@ def test_tokens_that_cannot_be_had(added: Any, needle: str, write: Callable[...,
     with pytest.raises(UserError) as caught:
         load(folder)
     assert str(caught.value).startswith(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: {needle}")
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        pytest.param({str(VOCAB): "<pad>", str(VOCAB + 40): "<pad2>"}, id="no embedding"),
+        pytest.param({"7": "<|end|>"}, id="another id than in tokenizer.json"),
+        pytest.param({str(FIRST): "<new>", str(FIRST + 1): "<new>"}, id="twice"),
+        pytest.param({str(FIRST): ""}, id="empty"),
+    ],
+)
+def test_tokens_that_a_text_can_do_without(added: dict[str, str], write: Callable[..., Path]) -> None:
+    """What tokenizer.json says of its own tokens stands; those that no embedding belongs to are split as before."""
+    plain = load(write({}))
+    text = "the<|end|> cat<pad>"
+    expected = plain.encode(text)
+    found = load(write({"added_tokens_decoder": {key: FLAGS | {"content": token} for key, token in added.items()}}))
+    assert found.encode(text) == expected
+    assert (FIRST in found.encode("<new>")) == ("<new>" in added.values())
 
 
 @pytest.mark.parametrize("settings", [{}, {"bos_token": None, "eos_token": None}, {"unk_token": "<|assistant|>"}])

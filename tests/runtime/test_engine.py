@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -278,6 +279,33 @@ def test_what_fits_is_what_fits_every_rank(engine: Engine, monkeypatch: pytest.M
     monkeypatch.setattr(engine.agreement, "exchange", lambda own: [own, str(10**6), own])
     with pytest.raises(DoesNotFitError, match=r"a rank needs .* and has 0.00 GiB; .*, or fewer prompts$"):
         engine.load(3, 100)
+
+
+def test_steps_of_other_ranks_are_caught_up_with(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a text, a new cache and the end; a rank whose loop is gone takes part, and launches nothing."""
+    told: list[str] = []
+    found: list[int] = []
+
+    def exchange(own: str) -> list[str]:
+        told.append(own)
+        return [own, "7", "5"]
+
+    loop = SimpleNamespace(launched=5, catch_up=found.append)
+    monkeypatch.setattr(engine, "loop", loop)
+    engine._catch_up(exchange)
+    monkeypatch.setattr(engine, "loop", None)
+    engine._catch_up(exchange)
+    assert (told, found) == (["5", "0"], [7])
+    calls = []
+    monkeypatch.setattr(engine, "_catch_up", lambda exchange: calls.append(exchange("3")))
+    for _ in engine.stream("The old man", SAMPLING):
+        pass
+    assert calls == [["3"]] * 2  # of the text, and of its cache
+    for _ in engine.stream("The old man", SAMPLING):
+        pass
+    assert calls == [["3"]] * 3
+    engine.close()
+    assert calls == [["3"]] * 4
 
 
 def test_token_ids_need_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:

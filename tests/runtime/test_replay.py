@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -152,17 +153,17 @@ def test_a_text_left_early_leaves_nothing_behind(setting: Setting) -> None:
 
 
 class Graph:
-    """Stands for a captured one: an interrupt comes while the third step from now is being launched."""
+    """Stands for a captured one: Ctrl-C comes while the third step from now is being launched."""
 
     def __init__(self, loop: DecodeLoop) -> None:
         self._loop = loop
         self._left = 3
 
     def replay(self) -> None:
-        self._loop._issue(no_operation)
         self._left -= 1
         if self._left == 0:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+        self._loop._issue(no_operation)
 
     def reset(self) -> None:
         """Nothing to give back."""

@@ -1,4 +1,4 @@
-"""Kernels of a pair over collectives, in two branches on two streams: what they belong to, and the parts of layers."""
+"""Kernels of a pair over collectives, in branches on streams of their own: what they belong to; the parts of layers."""
 
 from __future__ import annotations
 

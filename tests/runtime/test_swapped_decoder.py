@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jobs
 import pytest
@@ -12,7 +13,9 @@ import torch
 
 from alspec.models.checkpoint import Checkpoint
 from alspec.models.config import LlamaConfig
+from alspec.models.decoder import Decoder
 from alspec.models.llama import Llama, load_weights
+from alspec.models.swapped_decoder import SwappedDecoder
 from alspec.operation import no_operation
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.placement import Placement
@@ -124,3 +127,11 @@ def test_forced_verdicts_do_not_look_at_the_sums(small_folder: Path, tmp_path: P
     first, second = run_ranks(tmp_path, small_folder, 2, [CASES["one request"] | {"thresholds": thresholds}])
     assert first == second
     assert [step["hits"] for step in first[0]["steps"]] == [[[1], [0], [1]]] * 2 + [[[0]] * 3]
+
+
+@pytest.mark.parametrize(("tp_size", "priority"), [(1, 0), (2, -1), (4, -1)])
+def test_only_groups_of_several_ranks_are_captured_with_priority(tp_size: int, priority: int) -> None:
+    decoder = object.__new__(SwappedDecoder)
+    decoder.exchange = mock.Mock(tp_size=tp_size)
+    assert decoder.stream_priority == priority
+    assert object.__new__(Decoder).stream_priority == 0
