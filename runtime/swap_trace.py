@@ -185,7 +185,7 @@ def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bo
     """Whether this group's gate was open; senders: [L + 1] and accepted: [L] of the row's step.
 
     Collectives run on all ranks: the swap counts for the receiver, who waits for it, those of the verdict for the
-    sender.
+    sender; the way of a verdict that rejects for nobody, because nobody waits for it.
     """
     op, layer, name = row["op"], row["layer"], row["kernel"]
     if op in ("pre_attention", "post_attention"):
@@ -195,6 +195,8 @@ def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bo
         return group != senders[fork] if row["branch"] == "aside" else group == senders[fork] and not accepted[fork]
     if op == "handover" or "unpack_" in name:
         return group != senders[layer]
+    if row["branch"] == "verdict":
+        return group == senders[layer] and bool(accepted[layer])
     if op in ("predictor", "full_attention", "verdict") or PACK in name:
         return group == senders[layer]
     return True

@@ -131,8 +131,9 @@ class Job:
         decided = [clock[MAIN] for clock in self.now]
         for clock in self.now:
             clock[VERDICT] = clock[MAIN]
-        self.kernel("AllGather", "verdict", layer, sends, VERDICT)
-        self.kernel("settle", "verdict", layer, sends, VERDICT)
+        waits = sends if accepted else ()
+        self.kernel("AllGather", "verdict", layer, waits, VERDICT)
+        self.kernel("settle", "verdict", layer, waits, VERDICT)
         self.go_on(layer, () if accepted else sends, MAIN)
         if accepted and layer + 1 < NUM_LAYERS:
             # What a receiver waits for: the verdict's way to it, or its own closed branch.
