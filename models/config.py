@@ -69,7 +69,7 @@ class LlamaConfig(_Frozen):
     rope_theta: float = Field(default=10_000.0, gt=0.0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(default=None, description="None: frequencies as they are")
     max_position_embeddings: int = Field(
-        default=2048, gt=0, le=10**9, description="longest context, tokens; under linear RoPE scaling times its factor"
+        default=2048, gt=0, le=10**18, description="longest context, tokens; under linear RoPE scaling times its factor"
     )
     tie_word_embeddings: bool = Field(default=False, description="the LM head is the embedding")
     dtype: DType = Field(default="fp32", description="dtype the weights were published in")
