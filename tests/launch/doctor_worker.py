@@ -20,6 +20,9 @@ def main() -> int:
         if how == "hang":
             time.sleep(300)
         if how == "die":
+            # Once the other rank is inside the check, too: on a busy machine torchrun may end it before it has printed
+            # the outcome of the one before.
+            time.sleep(2)
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("made to fail\nsecond line")
 
