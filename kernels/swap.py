@@ -128,11 +128,6 @@ class Swap:
         return Gates(*(word[:1] for word in self.gate_words[:, layer]))
 
     @property
-    def rank(self) -> int:
-        """This rank in the job."""
-        return self.group * self.shape.tp_size + self.aside.tp_rank
-
-    @property
     def own_sums(self) -> Tensor:
         """[B, R, 2] of `sums`: this rank's."""
         return self.sums[self.aside.tp_rank]
@@ -398,8 +393,8 @@ def decide(swap: Swap, layer: int, live: Tensor, threshold: float, forced: Tenso
     threshold2, always = squared(threshold)
     shape, gates = swap.shape, swap.gates(layer)
     compiled = launch(_decide_kernel, (1,))(
-        swap.sums, live, forced, swap.verdicts, gates.sends, gates.redoes, swap.rank, layer, threshold2, ALWAYS=always,
-        B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=shape.num_sums,
+        swap.sums, live, forced, swap.verdicts, gates.sends, gates.redoes, swap.aside.rank, layer, threshold2,
+        ALWAYS=always, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=shape.num_sums,
         SUMS_PAD=triton.next_power_of_2(shape.num_sums), T=shape.tp_size, num_warps=1, **launch_options(live.device),
     )  # fmt: skip
     prefer_l1(compiled)

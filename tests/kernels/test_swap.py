@@ -144,7 +144,7 @@ def test_the_residual_reaches_the_other_group(
 
 def settled(ranks: list[Swap], layer: int, hits: list[Tensor]) -> None:
     """What collectives do behind `decide`, and `settle` on all ranks."""
-    gathered = torch.stack([rank.verdicts[rank.rank] for rank in ranks])
+    gathered = torch.stack([rank.verdicts[rank.aside.rank] for rank in ranks])
     for rank, of_rank in zip(ranks, hits, strict=True):
         rank.verdicts.copy_(gathered)
         settle(rank, layer, of_rank)
@@ -182,7 +182,7 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
             rank.verdicts.fill_(NOTHING)
             decide(rank, layer, live.to(device), threshold)
             assert int(rank.gates(layer).redoes) == int(rank.group == group and not verdict)
-            others = [row for row in range(len(ranks)) if row != rank.rank]
+            others = [row for row in range(len(ranks)) if row != rank.aside.rank]
             assert (rank.verdicts[others] == NOTHING).all(), "another rank's verdict was written"
         settled(ranks, layer, hits)
         for rank, found in zip(ranks, hits, strict=True):
