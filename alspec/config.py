@@ -49,7 +49,7 @@ __all__ = [
 
 SpeculationMode = Literal["auto", "off", "paired", "colocated", "simulated"]
 KVCacheCodec = Literal["bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant3", "turboquant2"]
-Transport = Literal["auto", "symm", "nccl", "gloo"]
+Transport = Literal["auto", "symm", "host", "nccl", "gloo"]
 EvaluatedCodec = Literal["bf16", "int8", "turbo4", "turbo2", "turbo-mixed"]
 Selector = Literal["gap_std", "entropy", "min_max", "variation"]
 
@@ -218,7 +218,9 @@ class EngineConfig(_Schema):
         description="of attention over a quantised cache; sas: a polynomial in place of exponentials, with a cutoff",
     )
     transport: Transport = Field(
-        default="auto", description="auto: symm (peer memory) where the GPUs reach each other, else nccl; gloo on CPU"
+        default="auto",
+        description="auto: symm (peer memory) where the GPUs reach each other, host (the host's memory) where they are "
+        "of one host, else nccl; gloo on CPU",
     )
     cuda_graph: Literal["auto", "on", "off"] = Field(
         default="auto", description="replay a captured decode step; auto: on GPUs, for up to 8 requests"

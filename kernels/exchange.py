@@ -13,9 +13,9 @@ __all__ = ["Exchange", "LogitExchange"]
 class Exchange:
     """Partial sums of one tensor-parallel group.
 
-    With `peers`, they travel as words (see words.py): every rank's `words` has a slot for each all-reduce of a step, so
-    that no word is overwritten before it has been read. Without, they lie in `partial`, and a collective sums them
-    up in between if there are several ranks.
+    With `peers`, they travel as words (see words.py): `words` has a slot for each all-reduce of a step, so that no word
+    is overwritten before it has been read. Every rank has its own, or all of them share one. Without, they lie in
+    `partial`, and a collective sums them up in between if there are several ranks.
     """
 
     partial: Tensor  # [B, hidden] fp32
@@ -24,8 +24,8 @@ class Exchange:
     tp_rank: int = 0
     tp_size: int = 1
     rank: int = 0  # in the job: what a fault is reported under
-    words: Tensor | None = None  # [slots, B, T, hidden] int64, this rank's
-    peers: Tensor | None = None  # [T] int64: address of each rank's words, on the device
+    words: Tensor | None = None  # [slots, B, T, hidden] int64: what this rank reads
+    peers: Tensor | None = None  # [T or 1] int64: addresses of all such words, on the device
 
 
 @dataclass(frozen=True)
@@ -38,4 +38,4 @@ class LogitExchange:
     rank: int = 0
     world_size: int = 1
     words: Tensor | None = None  # [B, world, rows] int64
-    peers: Tensor | None = None  # [world] int64
+    peers: Tensor | None = None  # [world or 1] int64

@@ -18,7 +18,7 @@ from .launch import launch, launch_options, prefer_l1
 from .mailbox import Handover
 from .residual import BLOCK as RESIDUAL_BLOCK
 from .residual import num_square_sums, write_residual
-from .words import await_words, pack_words
+from .words import await_words, store_words
 
 __all__ = ["load_message", "receive_handover", "receive_residual", "send_handover", "send_residual", "store_message"]
 
@@ -101,7 +101,7 @@ def _send_kernel(
         return
     value, exist = load_message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
     to = inbox_ptr + (slot * tl.num_programs(1) + request).to(tl.int64) * message_words + place
-    tl.store(to, pack_words(value, epoch), mask=exist)
+    store_words(to, value, epoch, exist)
 
 
 def send_handover(

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 from .exchange import Exchange
 from .launch import RESERVED_BYTES, launch_options, prefer_l1
-from .words import pack_words
+from .words import store_words
 
 __all__ = ["NEVER", "POLLED", "compare_clocks", "nothing", "push_words", "read_tiles", "stamp_time", "watch_words"]
 
@@ -28,12 +28,13 @@ NEVER = torch.iinfo(torch.int64).max  # a time
 @triton.jit(do_not_specialize=["slot", "rank"])
 def _push_words_kernel(
     partial_ptr,  # [B, hidden] fp32
-    peers_ptr,  # [T] int64: address of each peer's words [slots, B, T, hidden]
+    peers_ptr,  # [PEERS] int64: address of each peer's words [slots, B, T, hidden]
     epoch_ptr,  # [1] int32
     slot,
     rank,
     HIDDEN: tl.constexpr,
     T: tl.constexpr,
+    PEERS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -44,15 +45,15 @@ def _push_words_kernel(
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channels < HIDDEN
     epoch = tl.load(epoch_ptr)
-    words = pack_words(tl.load(partial_ptr + request * HIDDEN + channels, mask=inside, other=0.0), epoch)
+    partial = tl.load(partial_ptr + request * HIDDEN + channels, mask=inside, other=0.0)
     at = ((slot * tl.num_programs(1) + request) * T + rank).to(tl.int64) * HIDDEN + channels
     bases = ()
-    for peer in tl.static_range(T):
+    for peer in tl.static_range(PEERS):
         bases = bases + (tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)),)  # noqa: RUF005 (Triton has no *)
     if PDL:
         gdc_wait()
-    for peer in tl.static_range(T):
-        tl.store(bases[peer] + at, words, mask=inside)
+    for peer in tl.static_range(PEERS):
+        store_words(bases[peer] + at, partial, epoch, inside)
 
 
 def push_words(partial: Tensor, exchange: Exchange, slot: int) -> None:
@@ -66,7 +67,7 @@ def push_words(partial: Tensor, exchange: Exchange, slot: int) -> None:
     assert exchange.peers is not None
     compiled = _push_words_kernel[(triton.cdiv(hidden, PUSHED), batch_size)](
         partial, exchange.peers, exchange.epoch, slot, exchange.tp_rank, HIDDEN=hidden, T=exchange.tp_size,
-        BLOCK=PUSHED, num_warps=2, **launch_options(partial.device),
+        PEERS=exchange.peers.shape[0], BLOCK=PUSHED, num_warps=2, **launch_options(partial.device),
     )  # fmt: skip
     prefer_l1(compiled)
 

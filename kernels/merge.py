@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .words import INTERPRETED, pack_words
+from .words import INTERPRETED, store_words
 
 __all__ = [
     "MERGE_REGISTERS",
@@ -110,21 +110,22 @@ def send_guess(
     real = rows < HEADS_PER_KV
     exists = real[None, :] & (channels < HEAD_DIM)[:, None]
     at = (output * HEADS_PER_KV + rows)[None, :] * HEAD_DIM + channels[:, None]
-    value, to = o, spec_out_ptr
-    if epoch is not None:
-        value = pack_words(o, epoch)
+    to = spec_out_ptr
     if GUESS_PARTS > 1:
         to += part * (num_heads * HEAD_DIM)
-    tl.store(to + at, value.to(spec_out_ptr.dtype.element_ty), mask=exists)
+    if epoch is not None:
+        store_words(to + at, o, epoch, exists)
+    else:
+        tl.store(to + at, o.to(spec_out_ptr.dtype.element_ty), mask=exists)
     if GUESS_PARTS > 1:
         lse_at = spec_lse_ptr + output * HEADS_PER_KV + rows
-        tl.store(lse_at + part * num_heads, pack_words(lse, epoch), mask=real)
+        store_words(lse_at + part * num_heads, lse, epoch, real)
         if part == 0:
-            nothing = pack_words(tl.where(rows >= 0, float("-inf"), lse), epoch)
-            zeros = pack_words(tl.where((channels >= 0)[:, None], 0.0, o), epoch)
+            nothing = tl.where(rows >= 0, float("-inf"), lse)
+            zeros = tl.where((channels >= 0)[:, None], 0.0, o)
             for absent in range(parts, GUESS_PARTS):
-                tl.store(lse_at + absent * num_heads, nothing, mask=real)
-                tl.store(spec_out_ptr + absent * (num_heads * HEAD_DIM) + at, zeros, mask=exists)
+                store_words(lse_at + absent * num_heads, nothing, epoch, real)
+                store_words(spec_out_ptr + absent * (num_heads * HEAD_DIM) + at, zeros, epoch, exists)
 
 
 @triton.jit

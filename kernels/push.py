@@ -1,7 +1,7 @@
 """Projections whose results leave the rank: partial sums to the group, logits of a shard to all ranks of the job.
 
-They travel as words (words.py) where peers' memory can be written. How a tile of weights is read and multiplied is in
-gemv_tile.py.
+They travel as words (words.py) where peers can read what a kernel writes. How a tile of weights is read and multiplied
+is in gemv_tile.py.
 
 Shapes: B requests, K inputs, T ranks of the group, S sums of squares of each request.
 """
@@ -29,7 +29,7 @@ from .mma_tile import (
     products,
     tile_of,
 )
-from .words import BAD_NUMBERS, fault_code, pack_words
+from .words import BAD_NUMBERS, fault_code, store_words
 
 __all__ = ["lm_head", "push_partial"]
 
@@ -41,10 +41,9 @@ def _push_sums(
 ):  # fmt: skip
     """Sums y [N] of rows that exist, of one request or of one for each, to every peer."""
     if PUSH:
-        words = pack_words(y, epoch)
         at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
         for peer in tl.static_range(PEERS):
-            tl.store(bases[peer] + at, words, mask=exists)
+            store_words(bases[peer] + at, y, epoch, exists)
     else:
         tl.store(out_ptr + request * out_width + rows, y, mask=exists)
     # NaN compares with nothing. Only the first fault of a step is kept.
@@ -161,7 +160,7 @@ def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, slot: int, gate:
 
         partial = x W^T, fp32
 
-    With peers, the sums go into the words of `slot` in every rank's memory, without one into `exchange.partial`; either
+    With peers, the sums go into the words of `slot` that every rank reads, without one into `exchange.partial`; either
     way `reduce_norm` adds them up. A sum that is not finite is noted in the fault word.
 
     Args:

@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import mailbox
 from .launch import launch, launch_options, prefer_l1
 from .mailbox import Handover
-from .words import LATE_WORD, await_words, fault_code, pack_words
+from .words import LATE_WORD, await_words, fault_code, store_words
 
 __all__ = ["add_sums", "decide", "judge", "meet", "squared", "take_turn"]
 
@@ -61,8 +61,7 @@ def _meet_kernel(
     epoch = tl.load(epoch_ptr)
     ranks = tl.arange(0, PAD)
     address = tl.load(peers_ptr + ranks, mask=ranks < WORLD, other=0) + 8 * rank
-    word = pack_words(tl.zeros([PAD], tl.float32), epoch)
-    tl.store(address.to(tl.pointer_type(tl.int64)), word, mask=ranks < WORLD)
+    store_words(address.to(tl.pointer_type(tl.int64)), tl.zeros([PAD], tl.float32), epoch, ranks < WORLD)
     await_words(meeting_ptr + ranks, ranks < WORLD, epoch, patience_ns, fault_ptr, code + ranks)
 
 
@@ -222,10 +221,9 @@ def _decide_kernel(
     if T > 1:
         place = tl.arange(0, 2 * B_PAD)
         exist = place < 2 * B
-        word = pack_words(total, epoch)
         for peer in tl.static_range(T):
             base = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
-            tl.store(base + (layer * T + rank) * (2 * B) + place, word, mask=exist)
+            store_words(base + (layer * T + rank) * (2 * B) + place, total, epoch, exist)
         ranks = tl.arange(0, T_PAD)
         codes = (code + ranks)[:, None] + tl.zeros([T_PAD, 2 * B_PAD], tl.int32)
         words = words_ptr + (layer * T + ranks)[:, None] * (2 * B) + place[None, :]
@@ -238,10 +236,10 @@ def _decide_kernel(
     requests = tl.arange(0, B_PAD)
     # First to the paired rank, which waits for it.
     to = verdicts_ptr + layer * (B + 1)
-    tl.store(to + B, pack_words(tl.where(verdict, 1.0, 0.0), epoch))
+    store_words(to + B, tl.where(verdict, 1.0, 0.0), epoch)
     # Floats are chosen, not integers: ptxas of CUDA 12.8 drops the conversion of integers chosen like this.
     told = tl.where(accepted, 1.0, 0.0)
-    tl.store(to + requests, pack_words(told, epoch), mask=requests < B)
+    store_words(to + requests, told, epoch, requests < B)
     tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
     tl.store(priority_ptr, tl.where(verdict, 0, 2))
     tl.store(priority_ptr + 1, 1)

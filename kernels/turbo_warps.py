@@ -139,9 +139,10 @@ def _write(pointers, x, where):
     else:
         BITS: tl.constexpr = x.dtype.primitive_bitwidth
         KIND: tl.constexpr = "l" if BITS == 64 else "r" if BITS == 32 else "h"
+        STORE: tl.constexpr = "st.relaxed.sys.global" if BITS == 64 else "st.global"  # 64: words, as `store_words`
         bits = x.to(tl.int64 if BITS == 64 else tl.int32 if BITS == 32 else tl.int16, bitcast=True)
         tl.inline_asm_elementwise(
-            f"{{ .reg .pred here; setp.ne.u32 here, $3, 0; @here st.global.b{BITS} [$1], $2; mov.u32 $0, 0; }}",
+            f"{{ .reg .pred here; setp.ne.u32 here, $3, 0; @here {STORE}.b{BITS} [$1], $2; mov.u32 $0, 0; }}",
             f"=r,l,{KIND},r", [pointers.to(tl.int64), bits, where.to(tl.int32)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip

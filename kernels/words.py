@@ -1,8 +1,9 @@
 """Self-flagging words: an fp32 value and the step's epoch in one 8-byte store, so that data and flag arrive together.
 
-A rank pushes words into its peers' memory with plain stores: no fence, no separate flag, no memset between steps. The
-reader polls until the upper half is the epoch it expects. Every wait has a deadline. Past it, the reader notes the
-missing rank in the fault word and goes on, so that no kernel hangs; later waits of that step take no time.
+A rank pushes words to where its peers read them, in their memory or the host's: no fence, no separate flag, no memset
+between steps. The reader polls until the upper half is the epoch it expects. Every wait has a deadline. Past it, the
+reader notes the missing rank in the fault word and goes on, so that no kernel hangs; later waits of that step take no
+time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "fault_code",
     "pack_words",
     "split_fault",
+    "store_words",
     "unpack_words",
 ]
 
@@ -55,6 +57,12 @@ def unpack_words(words: Tensor, epoch: int) -> Tensor:
 def pack_words(value, epoch):
     """fp32 values under the epoch, as int64."""
     return (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
+
+
+@triton.jit
+def store_words(ptr, value, epoch, mask=None):
+    """Store fp32 values under the epoch for readers on other GPUs: written through (relaxed at system scope in PTX)."""
+    tl.store(ptr, pack_words(value, epoch), mask=mask, cache_modifier=".wt")
 
 
 # $0: the value.  $1, $2: a word read before, lower and upper half.  $3: its address.  $4: epoch.  $5: nanoseconds to

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
 
 from alspec.errors import BadNumbersError, RankFailureError, UserError
 from alspec.kernels.measuring import PUSHED, nothing, push_words
@@ -19,9 +20,9 @@ from alspec.kernels.residual import BLOCK as STREAM_BLOCK
 from alspec.kernels.residual import new_residual, num_square_sums, reduce_norm
 from alspec.launch.bench_common import check_close
 from alspec.launch.output import no_command
-from alspec.runtime.placement import Placement
+from alspec.runtime.placement import Placement, WordsIn
 from alspec.runtime.stats import spread
-from alspec.runtime.symmetric import exchanges, symmetric_fault
+from alspec.runtime.symmetric import exchanges, first_working
 from alspec.runtime.transport import Transport, connect_store
 
 __all__ = ["BATCHES", "HIDDEN", "AllReduce", "connect", "measure", "time_chains"]
@@ -41,11 +42,11 @@ NORM_TOLERANCE = 5e-3  # of bf16 values
 class AllReduce:
     """One batch size's buffers on this rank, and the ways to reduce them."""
 
-    def __init__(self, transport: Transport, batch_size: int) -> None:
+    def __init__(self, transport: Transport, words_in: WordsIn, batch_size: int) -> None:
         self._transport, self.batch_size = transport, batch_size
         device = transport.device
         # The smallest vocabulary that every rank has a part of: logits are not exchanged here.
-        self.exchange, _, _ = exchanges(transport, True, SLOTS, batch_size, HIDDEN, transport.placement.world_size)
+        self.exchange, _, _ = exchanges(transport, words_in, SLOTS, batch_size, HIDDEN, transport.placement.world_size)
         generator = torch.Generator(device).manual_seed(transport.placement.rank)
         self.partial = torch.randn(batch_size, HIDDEN, generator=generator, device=device)
         self.gamma = torch.randn(HIDDEN, generator=generator.manual_seed(99), device=device).bfloat16()
@@ -53,10 +54,12 @@ class AllReduce:
         self.x, self.x_norm, self.square_sums = new_residual(batch_size, HIDDEN, torch.bfloat16, device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._group = dist.group.WORLD
-        assert self._group is not None
-        self._symmetric = symm_mem.empty(batch_size * HIDDEN, dtype=torch.float32, device=device)
-        symm_mem.rendezvous(self._symmetric, self._group.group_name)
-        self._symmetric.copy_(self.partial.flatten())
+        self._symmetric: Tensor | None = None
+        if words_in == "symm":
+            assert self._group is not None
+            self._symmetric = symm_mem.empty(batch_size * HIDDEN, dtype=torch.float32, device=device)
+            symm_mem.rendezvous(self._symmetric, self._group.group_name)
+            self._symmetric.copy_(self.partial.flatten())
         self._sum = self.partial.clone()
 
     def ours(self) -> None:
@@ -87,9 +90,21 @@ class AllReduce:
 
     def one_shot(self) -> None:
         """PyTorch's one-shot all-reduce over symmetric memory."""
-        assert self._group is not None
         for _ in range(RIVAL_CALLS):
-            torch.ops.symm_mem.one_shot_all_reduce(self._symmetric, "sum", self._group.group_name)
+            self._one_shot_sum()
+
+    def _one_shot_sum(self) -> Tensor:
+        assert self._group is not None
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(self._symmetric, "sum", self._group.group_name)
+        return total
+
+    @property
+    def rivals(self) -> dict[str, tuple[Callable[[], None], int, int]]:
+        """Other all-reduces that work here, as `time_chains` takes them."""
+        found: dict[str, tuple[Callable[[], None], int, int]] = {"nccl": (self.nccl, RIVAL_CALLS, 1)}
+        if self._symmetric is not None:
+            found["torch.symm_mem.one_shot"] = (self.one_shot, RIVAL_CALLS, 1)
+        return found
 
     def check(self) -> None:
         """One epoch of `ours` against an fp64 sum in rank order and against NCCL; the same bits on every rank.
@@ -116,9 +131,8 @@ class AllReduce:
         self._sum.copy_(self.partial)
         dist.all_reduce(self._sum)
         check_close("NCCL's sum", self._sum, total, TOLERANCE)
-        assert self._group is not None
-        one_shot = torch.ops.symm_mem.one_shot_all_reduce(self._symmetric, "sum", self._group.group_name)
-        check_close("one-shot sum", one_shot.view_as(total), total, TOLERANCE)
+        if self._symmetric is not None:
+            check_close("one-shot sum", self._one_shot_sum().view_as(total), total, TOLERANCE)
         # One reduction onto -0.0: the sum alone.
         self.x.fill_(-0.0)
         push_words(self.partial, self.exchange, 0)
@@ -138,11 +152,11 @@ class AllReduce:
             raise RankFailureError(f"allreduce: a word did not come: fault {int(self.exchange.fault):#x}")
 
 
-def connect() -> Transport:
-    """This rank's GPU and the job's process groups.
+def connect() -> tuple[Transport, WordsIn]:
+    """This rank's GPU and the job's process groups, and where its ranks can send each other words.
 
     Raises:
-        UserError: not started by torchrun, or GPUs that do not reach each other.
+        UserError: not started by torchrun, or they cannot.
     """
     placement = Placement.from_environment()
     if placement.world_size == 1:
@@ -150,10 +164,10 @@ def connect() -> Transport:
     device = torch.device("cuda", placement.local_rank)
     torch.cuda.set_device(device)
     transport = Transport(placement, device, "nccl", connect_store(placement))
-    reason = symmetric_fault(transport)
-    if reason:
-        raise UserError(f"bench_kernels: --bench allreduce needs symmetric memory: {reason}")
-    return transport
+    words_in, reason = first_working(("symm", "host"), transport)
+    if words_in is None:
+        raise UserError(f"bench_kernels: --bench allreduce needs ranks that reach each other's memory: {reason}")
+    return transport, words_in
 
 
 def time_chains(
@@ -192,15 +206,16 @@ def time_chains(
     return {name: spread(times) for name, times in zip(names, slowest, strict=True)}
 
 
-def measure(transport: Transport, batch_size: int) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+def measure(
+    transport: Transport, words_in: WordsIn, batch_size: int
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The case, and the times of every implementation; correctness first."""
-    reduce = AllReduce(transport, batch_size)
+    reduce = AllReduce(transport, words_in, batch_size)
     reduce.check()
     times = time_chains(
         transport,
-        {
-            "nccl": (reduce.nccl, RIVAL_CALLS, 1),
-            "torch.symm_mem.one_shot": (reduce.one_shot, RIVAL_CALLS, 1),
+        reduce.rivals
+        | {
             "nothing: two empty launches": (reduce.nothing, SLOTS, ROUNDS),
             "alspec.push, reduce_norm": (reduce.ours, SLOTS, ROUNDS),
         },
@@ -209,6 +224,7 @@ def measure(transport: Transport, batch_size: int) -> tuple[dict[str, Any], dict
     if not bool(reduce.x.isfinite().all()):
         raise BadNumbersError("allreduce: numbers that are not finite after the timed runs")
     case = {"world": transport.placement.world_size, "batch": batch_size, "hidden": HIDDEN, "dtype": "fp32"}
+    case["transport"] = words_in
     return case, times
 
 

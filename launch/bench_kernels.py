@@ -328,9 +328,9 @@ def bench_ready(results: Results, contexts: list[int]) -> None:
 
 def bench_allreduce(results: Results, contexts: list[int]) -> None:
     """The step's all-reduce alone, on every rank of a torchrun job; a context does not matter."""
-    transport = connect()
+    transport, words_in = connect()
     for batch_size in BATCHES:
-        case, times = measure(transport, batch_size)
+        case, times = measure(transport, words_in, batch_size)
         for impl, us in times.items():
             base = times["nccl"]["p50"]
             results.add("allreduce_rmsnorm", impl, case, us, 4 * batch_size * HIDDEN, base, case["world"])

@@ -1,4 +1,4 @@
-"""The decode step of two paired groups whose ranks write into each other's memory.
+"""The decode step of two paired groups whose ranks send each other words.
 
 All ranks launch the same list; words on the devices decide what each skips (`kernels/roles.py`), and carry what the
 groups hand over (`kernels/handover.py`).
@@ -43,6 +43,9 @@ class PairedDecoder(Decoder):
     pairing: Pairing
     handover: Handover
     sums: Tensor  # [B, R, 2] fp32: what the sender's attention leaves for the verdict
+    # Whether a receiver stops within a layer whose guess is rejected: every program of `reduce_norm` looks for the
+    # verdict. In the host's memory, programs that ask for one line wait for each other, a microsecond each.
+    stops_early: bool
 
     first_patience_ns: ClassVar[int] = PATIENCE_NS  # `meet` has waited
 
@@ -63,7 +66,7 @@ class PairedDecoder(Decoder):
             self.finish_layers()
 
     def _branch(self, layer: int) -> Branch:
-        gate, verdict = self.handover.gate, self.handover.verdict(layer)
+        gate, verdict = self.handover.gate, self.handover.verdict(layer) if self.stops_early else None
         return Branch(
             self.exchange, self.all_reduce, gate(GATE_O), gate(GATE_MLP), gate(GATE_PRE_ATTENTION), verdict
         )  # fmt: skip

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm
 from torch import Tensor
 from torch._C._autograd import DeviceType
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from ..errors import UserError
 from ..kernels.probes import exchange_words, increment, send_word
@@ -26,8 +25,11 @@ from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
 from .checkup import CHECKS, Scope, check, skip
 from .memory import GIB
+from .placement import WordsIn
 from .provenance import versions as installed_versions
 from .stats import stream_bandwidth
+from .symmetric import allocate_words
+from .transport import Transport
 
 __all__ = ["CHECKS"]
 
@@ -314,39 +316,52 @@ def nccl(scope: Scope) -> str:
     return f"{version}, all-reduce of 8 KB over {world_size} ranks right, {times}, NVLink multicast off"
 
 
-@check("symmetric memory", "look at the line on links; --transport nccl does without")
+@check("symmetric memory", "look at the line on links; --transport host and nccl do without")
 def symmetric_memory(scope: Scope) -> str:
     """A kernel of each rank writes into every other's memory and sees what they write into its own."""
-    transport, placement = scope.transport, scope.placement
-    scope.need_gpu()
-    scope.need_ranks()
-    if transport is None or transport.device.type != "cuda":
-        skip("NCCL does not run")
-    if placement.local_world_size != placement.world_size:
-        skip("ranks of several hosts; start it on each host alone")
-    without = _pairs_without_access(placement.world_size)
+    transport = _on_one_host(scope)
+    without = _pairs_without_access(scope.placement.world_size)
     if without:
         skip(f"no peer access between GPUs {without[0][0]} and {without[0][1]}")
-    device, world_size = transport.device, placement.world_size
-    if symm._SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index):
+    if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, transport.device.index):
         skip("this torch uses NVLink multicast in spite of TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
-    buffer = symm.empty(world_size, dtype=torch.int32, device=device)
-    assert dist.group.WORLD is not None
-    handle = symm.rendezvous(buffer, dist.group.WORLD.group_name)
-    buffer.zero_()
-    pointers = [handle.get_buffer(peer, (world_size,), torch.int32).data_ptr() for peer in range(world_size)]
-    addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
+    return f"{_words_travel(transport, 'symm')}, NVLink multicast off"
+
+
+@check("host memory", "--transport nccl does without; a container may not let processes share memory")
+def host_memory(scope: Scope) -> str:
+    """As symmetric memory, through pages of the host that every rank has pinned."""
+    return _words_travel(_on_one_host(scope), "host")
+
+
+def _on_one_host(scope: Scope) -> Transport:
+    """The connected GPUs of several ranks; skips a check where there are none, or on several hosts."""
+    scope.need_gpu()
+    scope.need_ranks()
+    if scope.transport is None or scope.transport.device.type != "cuda":
+        skip("NCCL does not run")
+    if scope.placement.local_world_size != scope.placement.world_size:
+        skip("ranks of several hosts; start it on each host alone")
+    return scope.transport
+
+
+def _words_travel(transport: Transport, words_in: WordsIn) -> str:
+    """Kernels of all ranks meet `ROUNDS` times over words; how long one takes."""
+    placement, device = transport.placement, transport.device
+    world_size = placement.world_size
+    memories = allocate_words(words_in, -(-world_size // 2), transport)  # of 8 bytes; they meet over words of 4
+    addresses = torch.tensor([memory.data_ptr() for memory in memories], device=device)
     result = torch.zeros(2, dtype=torch.int64, device=device)
     for rounds in (0, ROUNDS):  # no round: compiled before the ranks meet
         transport.barrier()
         exchange_words(addresses, placement.rank, world_size, rounds, result, KERNEL_DEADLINE_NS)
     done, elapsed_ns = result.tolist()
-    words = buffer.tolist()
+    words = memories[placement.rank].view(torch.int32)[:world_size].tolist()
     transport.barrier()  # no rank frees what another still writes to
     if done != ROUNDS:
         raise RuntimeError(f"{done} of {ROUNDS} exchanges within {KERNEL_DEADLINE_NS / 1e9:g} s, words seen: {words}")
     us = elapsed_ns / 1e3 / (ROUNDS - 1)
-    return f"words to and from {world_size - 1} peer(s) in {us:.1f} us, NVLink multicast off"
+    return f"words to and from {world_size - 1} peer(s) in {us:.1f} us"
 
 
 @check("Gloo", "see that host names resolve; GLOO_SOCKET_IFNAME names the network interface")

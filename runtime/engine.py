@@ -32,12 +32,12 @@ from .faults import LOADING, Heartbeat, error_on_its_way
 from .generation import Generation, IdDecoder, Request, Token, check_prompts, most_tokens
 from .loading import open_model, read_weights, take_device, warm_up
 from .memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
-from .placement import Placement, choose_device, choose_graph, choose_mode, choose_symm
+from .placement import Placement, WordsIn, choose_device, choose_graph, choose_mode, choose_words
 from .prefill import prefill
 from .replay import DecodeLoop, StepRecord
 from .sampling import sample
 from .step import DecodeState, StepProgram
-from .symmetric import symmetric_fault
+from .symmetric import first_working
 from .timeline import Timeline
 from .transport import TIMEOUT, Transport, connect_store
 
@@ -80,12 +80,13 @@ class Engine:
             what = f"guesses within lambda {config.speculation.threshold:g} are accepted (threshold 0 accepts none)"
             self.notices.append(f"speculation: a pair, because {why}; {what}")
         self._told = False  # by `stream`; commands print them
-        # The fused kernels of a whole step: those steps can be captured, and their results travel in symmetric memory.
+        # The fused kernels of a whole step: those steps can be captured, and their results can travel as words.
         self._has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")
         if self.device.type == "cuda" and not self._has_decoder:
             self.notices.append(f"{self.mode}: operations are launched one by one; captured steps serve off and paired")
-        # Whether to try symmetric memory; `_load_model` finds out whether it works.
-        self._uses_symm = choose_symm(config, self.mode, self.placement.world_size, self._has_decoder)
+        # Where words may travel; `_load_model` finds out where they do.
+        self._ways = choose_words(config, self.mode, self.placement.world_size, self._has_decoder)
+        self._words_in: WordsIn | None = None
         self._wants_graph = choose_graph(config, self.mode, self.device, self._has_decoder, trace)
         if trace and self._has_decoder:
             self.notices.append("operations are launched one by one, because --trace times each of them")
@@ -128,7 +129,7 @@ class Engine:
     @property
     def transport_name(self) -> str:
         """How this rank's results reach the others while decoding."""
-        return "symm" if self._uses_symm and self.loop is not None else self.backend
+        return self._words_in if self._words_in and self.loop is not None else self.backend
 
     @property
     def uses_graph(self) -> bool:
@@ -153,7 +154,7 @@ class Engine:
 
         Raises:
             DoesNotFitError: before anything is allocated.
-            UserError: settings that ranks disagree on; symmetric memory asked for that does not work; after `close`.
+            UserError: settings that ranks disagree on; a transport asked for that does not work; after `close`.
         """
         with self._turn:
             self._refuse_closed()
@@ -191,7 +192,7 @@ class Engine:
                 self.model,
                 self.cache,
                 self.connected(),
-                self._uses_symm,
+                self._words_in,
                 self._wants_graph,
                 self._looped_operation,
                 self.config.speculation if is_paired else None,
@@ -245,18 +246,18 @@ class Engine:
         take_device(self.device, placement)
         weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)
         self.transport = Transport(placement, self.device, self.backend, self._store)
-        if self._uses_symm:
-            reason = symmetric_fault(self.transport)
-            if reason and self.config.transport == "symm":
-                raise UserError(f"transport: symm does not work here: {reason}; use auto or nccl")
+        if self._ways:
+            self._words_in, reason = first_working(self._ways, self.transport)
+            if self._words_in is None and self.config.transport != "auto":
+                raise UserError(f"transport: {self.config.transport} does not work here: {reason}; use auto or nccl")
             if reason:
-                self._uses_symm = False
-                self.notices.append(f"decoding over nccl: no symmetric memory ({reason})")
+                over = "the host's memory" if self._words_in else self.backend
+                self.notices.append(f"decoding over {over}: no symmetric memory ({reason})")
         self.model = Llama(config, weights, self.transport)
 
     def _check_agreement(self) -> None:
         """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""
-        chosen = {"resolved transport": "symm" if self._uses_symm else self.backend}
+        chosen = {"resolved transport": " or ".join(self._ways) or self.backend}
         chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
         chosen |= {f"the model's {name}": value for name, value in self.model_config.model_dump(mode="json").items()}
         if self.checkpoint is not None and self._store is not None:

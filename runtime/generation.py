@@ -168,7 +168,7 @@ def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineC
         UserError: more than the model or `max_context` has room for, more requests than what was asked for serves, or
             ids that are none.
     """
-    for name, value in (("cuda_graph", "on"), ("transport", "symm")):
+    for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
         if getattr(config, name) == value and len(prompts) > MAX_BATCH:
             raise UserError(
                 f"{name}: {value} serves up to {MAX_BATCH} requests, found {len(prompts)}; use auto, or fewer prompts"

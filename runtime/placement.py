@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -12,7 +13,9 @@ from ..errors import UserError
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
 
-__all__ = ["Placement", "choose_device", "choose_graph", "choose_mode", "choose_symm"]
+__all__ = ["Placement", "WordsIn", "choose_device", "choose_graph", "choose_mode", "choose_words"]
+
+WordsIn = Literal["symm", "host"]  # peers' memory, the host's
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,10 @@ def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.dev
     Returns:
         device, backend (`nccl` or `gloo`), and a sentence on a choice the user may not expect ('' if there is none).
     Raises:
-        UserError: NCCL or symmetric memory without a GPU for each local rank.
+        UserError: a transport of GPUs without one for each local rank.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.transport in ("nccl", "symm") and gpus < placement.local_world_size:
+    if config.transport in ("nccl", "symm", "host") and gpus < placement.local_world_size:
         raise UserError(
             f"transport: {config.transport} needs one GPU for each rank, found {gpus} for "
             f"{placement.local_world_size} ranks; start fewer ranks or use --transport gloo (CPU)"
@@ -138,18 +141,20 @@ def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.dev
     return torch.device("cuda", placement.local_rank), "nccl", ""
 
 
-def choose_symm(config: EngineConfig, mode: str, world_size: int, has_decoder: bool) -> bool:
-    """Whether ranks are to write into each other's memory; only the fused kernels of a whole step do.
+def choose_words(config: EngineConfig, mode: str, world_size: int, has_decoder: bool) -> tuple[WordsIn, ...]:
+    """Where the kernels of ranks may send each other words, best first; only the fused kernels of a whole step do.
 
     Raises:
         UserError: it is asked for where those do not decode.
     """
-    if config.transport == "symm" and not has_decoder:
+    asked = config.transport
+    ways: tuple[WordsIn, ...] = ("symm", "host") if asked == "auto" else (asked,) if asked in ("symm", "host") else ()
+    if asked in ways and not has_decoder:
         raise UserError(
-            f"transport: symm is not available with speculation {mode}; "
+            f"transport: {asked} is not available with speculation {mode}; "
             "use --speculation off or paired, or --transport nccl"
         )
-    return has_decoder and world_size > 1 and config.transport in ("auto", "symm")
+    return ways if has_decoder and world_size > 1 else ()
 
 
 def choose_graph(config: EngineConfig, mode: str, device: torch.device, has_decoder: bool, trace: bool) -> bool:

@@ -29,6 +29,7 @@ from ..models.swapped_decoder import SPARE_SMS, SwappedDecoder
 from ..operation import OperationHook, no_operation
 from .codecs import Cache
 from .kv_cache import KVCache
+from .placement import WordsIn
 from .symmetric import exchanges
 from .transport import Transport
 
@@ -93,7 +94,7 @@ class DecodeLoop:
         model: Llama,
         cache: Cache,
         transport: Transport,
-        use_symm: bool,
+        words_in: WordsIn | None,
         use_graph: bool,
         operation: OperationHook,
         speculation: SpeculationConfig | None = None,
@@ -106,19 +107,19 @@ class DecodeLoop:
         config, batch_size = model.config, cache.batch_size
         tp_size = transport.placement.tp_size
         num_heads = config.num_qo_heads // tp_size
-        parts = 1
-        if speculation is not None and isinstance(cache, KVCache):
+        parts = 1  # also through the host's memory: merging parts takes many programs that read the same words
+        if speculation is not None and words_in == "symm" and isinstance(cache, KVCache):
             heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
             parts = guess_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)
-        elif speculation is not None:
+        elif speculation is not None and words_in == "symm":
             parts = turbo_guess_parts(batch_size, num_heads // cache.num_kv_heads, transport.device)
         shape = PairShape(
             config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim,
             parts,
         )  # fmt: skip
         exchange, logit_exchange, words = exchanges(
-            transport, use_symm, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
-            shape if speculation and use_symm else None,
+            transport, words_in, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
+            shape if speculation and words_in else None,
         )  # fmt: skip
         common = (
             config, model.weights, model.inv_freq, cache.layers,
@@ -138,7 +139,7 @@ class DecodeLoop:
             )
             if words is not None:
                 sums = torch.zeros(batch_size, shape.num_sums, 2, device=transport.device)
-                decoder = PairedDecoder(*common, pairing, words, sums)
+                decoder = PairedDecoder(*common, pairing, words, sums, stops_early=words_in == "symm")
             else:
                 swap = Swap.allocate(shape, exchange, transport.placement.group, transport.swap_calls(SPARE_SMS))
                 decoder = SwappedDecoder(*common, pairing, swap)

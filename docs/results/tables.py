@@ -233,19 +233,22 @@ def allreduce(rows: list[dict[str, Any]]) -> str:
     """The step's all-reduce alone, beside NCCL's and PyTorch's."""
     if not rows:
         return ""
-    impls = list(dict.fromkeys(row["impl"] for row in rows))
-    gpus: dict[str, dict[tuple[int, int], dict[str, dict[str, Any]]]] = {}
+    setups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        case = row["case"]
-        gpus.setdefault(row["gpu"], {}).setdefault((case["world"], case["batch"]), {})[row["impl"]] = row
+        setups.setdefault((row["gpu"], row["case"].get("transport", "symm")), []).append(row)
     tables = []
-    for gpu, lines in gpus.items():
+    for (_, words_in), of_setup in setups.items():
+        impls = list(dict.fromkeys(row["impl"] for row in of_setup))
+        lines: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+        for row in of_setup:
+            lines.setdefault((row["case"]["world"], row["case"]["batch"]), {})[row["impl"]] = row
         cells = [
             [str(world), str(batch), f"{next(iter(found.values()))['bytes'] // 1024}"]
             + [spread(found[impl]) if impl in found else "" for impl in impls]
             for (world, batch), found in sorted(lines.items())
         ]
-        tables += [where(*(row for row in rows if row["gpu"] == gpu)), table(["GPUs", "batch", "KB", *impls], cells)]
+        tables += ["Without peer access, words through the host's memory:"] if words_in == "host" else []
+        tables += [where(*of_setup), table(["GPUs", "batch", "KB", *impls], cells)]
     return "\n\n".join(
         [
             "## All-reduce alone",

@@ -164,14 +164,15 @@ def test_a_device_that_pauses_inside_a_step_changes_nothing_but_time(
             assert result["seconds"] > PAUSES_S, where
 
 
-def test_words_that_never_come_name_rank_and_operation() -> None:
+@pytest.mark.parametrize("transport", ["symm", "host"])
+def test_words_that_never_come_name_rank_and_operation(transport: str) -> None:
     """A partial sum of a group, and a handover of a pair.
 
     Over NCCL there is no word to lose: a collective comes about on all its ranks or, if one is lost, on none, and then
     it is the rank that the heartbeat names.
     """
     started = time.monotonic()
-    with jobs((2, 0, [WORKER, "off", "symm", "lost"]), (2, 2, [WORKER, "paired", "symm", "lost"])) as running:
+    with jobs((2, 0, [WORKER, "off", transport, "lost"]), (2, 2, [WORKER, "paired", transport, "lost"])) as running:
         for job, (rank, output) in zip(running, ((1, "MLP"), (0, "attention")), strict=True):
             code, out, error = outcome(job)
             assert code != 0
@@ -221,8 +222,8 @@ def seconds_from_last_text(job: subprocess.Popen[str]) -> float:
 
 
 @pytest.mark.parametrize("mode", ["off", "paired"])
-def test_without_peer_memory_the_same_text_comes_over_nccl(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one line says so."""
+def test_without_peer_memory_the_same_text_comes_another_way(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the host's memory, of which one line tells, or over NCCL as asked for."""
     command = [GENERATE, "--speculation", mode, *STORM, "--transport"]
     with jobs((2, 0, [*command, "symm"])) as (symm,):
         monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
@@ -230,8 +231,14 @@ def test_without_peer_memory_the_same_text_comes_over_nccl(mode: str, monkeypatc
             code, text, error = outcome(fallback)
             assert code == 0, error[-2000:]
             lines = [line for line in error.splitlines() if "decoding over" in line]
-            assert lines == ["alspec: decoding over nccl: no symmetric memory (NCCL_P2P_DISABLE=1)"]
+            assert lines == ["alspec: decoding over the host's memory: no symmetric memory (NCCL_P2P_DISABLE=1)"]
+            assert "host, captured graph" in error
+        with jobs((2, 2, [*command, "nccl"])) as (asked,):
+            code, other, error = outcome(asked)
+            assert code == 0, error[-2000:]
+            assert "decoding over" not in error
             assert "nccl, captured graph" in error
+            assert other == text
         code, expected, error = outcome(symm)
         assert code == 0, error[-2000:]
         assert "decoding over" not in error

@@ -72,8 +72,10 @@ ALL_RUNS = {
     ],
     2: [
         Run("off2", "off", "symm", "on"),
+        Run("host2", "off", "host", "on"),
         Run("nccl2", "off", "nccl", "on"),
         Run("paired2", "paired", "symm", "on", THRESHOLDS),
+        Run("host_paired2", "paired", "host", "on"),
         Run("launched2", "paired", "symm", "off"),
         Run("swapped2", "paired", "nccl", "on", THRESHOLDS),
         Run("eager2", "paired", "nccl", "off"),
@@ -94,9 +96,11 @@ ALL_RUNS = {
     ],
     4: [
         Run("off4", "off", "symm", "on"),
+        Run("host4", "off", "host", "on"),
         Run("nccl4", "off", "nccl", "on"),
         Run("launched4", "off", "symm", "off"),
         Run("paired4", "paired", "symm", "on", THRESHOLDS_OF_4),
+        Run("host_paired4", "paired", "host", "on"),
         Run("swapped4", "paired", "nccl", "on", THRESHOLDS_OF_4),
         Run("turbo_paired4", "paired", "symm", "on", kv_cache="turbo4"),
         Run("turbo_paired_launched4", "paired", "symm", "off", kv_cache="turbo4"),

@@ -308,12 +308,12 @@ def test_alone_on_gpus(examine: Examine) -> None:
     expected = {name: "pass" for name in ON_CPU + ON_GPU}
     expected["dependent launch"] = "pass" if capability >= (9, 0) else "skip"
     expected["links"] = "pass" if NUM_GPUS > 1 else "skip"
-    expected |= {name: "skip" for name in ("NCCL", "symmetric memory", "Gloo")}
+    expected |= {name: "skip" for name in ("NCCL", "symmetric memory", "host memory", "Gloo")}
     assert {name: status for name, (status, _) in lines.items()} == expected
     assert torch.cuda.get_device_name(0) in lines["GPUs"][1]
     if NUM_GPUS > 1:
         command = f"start with torchrun --standalone --nproc-per-node {NUM_GPUS} launch/doctor.py"
-        assert [lines[name][1] for name in ("NCCL", "symmetric memory")] == [command, command]
+        assert [lines[name][1] for name in ("NCCL", "symmetric memory", "host memory")] == [command] * 3
 
 
 @pytest.mark.gpu
@@ -323,9 +323,10 @@ def test_a_rank_for_each_gpu(tmp_path: Path) -> None:
     done = torchrun(NUM_GPUS, DOCTOR, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = lines_of(done.stdout)
-    assert {name: lines[name][0] for name in ("links", "NCCL", "Gloo")} == {
+    assert {name: lines[name][0] for name in ("links", "NCCL", "host memory", "Gloo")} == {
         "links": "pass",
         "NCCL": "pass",
+        "host memory": "pass",
         "Gloo": "skip",
     }
     rows: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())["checks"]

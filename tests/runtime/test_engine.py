@@ -395,7 +395,7 @@ def test_batches_beyond_the_fused_kernels_are_told_or_refused(tiny_folder: Path)
     for batch_size in (8, 9, 9):
         engine.load(batch_size, 16)
     assert engine.notices == ["9 requests: operations are launched one by one; captured steps serve up to 8"]
-    for name, value in (("cuda_graph", "on"), ("transport", "symm")):
+    for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
         engine.config = EngineConfig.model_validate({name: value})
         assert engine.check_prompts([[1]] * 8, 4) == 5
         with pytest.raises(UserError, match=f"{name}: {value} serves up to 8 requests, found 9; use auto, or fewer"):

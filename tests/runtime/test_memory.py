@@ -24,7 +24,7 @@ from alspec.runtime import memory, symmetric
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.memory import _host_bytes, available_bytes, check_fits, plan_memory
-from alspec.runtime.placement import Placement
+from alspec.runtime.placement import Placement, WordsIn
 from alspec.runtime.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.sampling import DRAW_BYTES, DRAWN_AT_ONCE
 from alspec.runtime.transport import Transport
@@ -156,16 +156,16 @@ def test_buffers_hold_the_words_of_each_request(tp_size: int, num_groups: int, m
     world_size = tp_size * num_groups
     asked: list[int] = []
 
-    def allocate(num_words: int, transport: Transport) -> tuple[Tensor, list[int], None]:
+    def allocate(_: WordsIn, num_words: int, transport: Transport) -> list[Tensor]:
         asked.append(8 * num_words)
-        return torch.zeros(num_words, dtype=torch.int64), [0] * world_size, None
+        return [torch.zeros(num_words, dtype=torch.int64)] * world_size
 
-    monkeypatch.setattr(symmetric, "_allocate", allocate)
+    monkeypatch.setattr(symmetric, "allocate_words", allocate)
     transport = Transport(Placement(), CPU, "gloo", None)
     transport.placement = Placement(0, world_size, 0, world_size, num_groups)
     planned = []
     for batch_size in (1, 2):
-        symmetric.exchanges(transport, True, 2 * MODEL.num_layers, batch_size, MODEL.hidden_size, MODEL.vocab_size)
+        symmetric.exchanges(transport, "symm", 2 * MODEL.num_layers, batch_size, MODEL.hidden_size, MODEL.vocab_size)
         plan = plan_memory(MODEL, transport.placement.shard, torch.bfloat16, batch_size, 100)
         planned.append(plan.buffer_bytes)
     words = asked[1] - asked[0] if asked else 0

@@ -42,7 +42,9 @@ STEPS = 3
 class Pair:
     """Two ranks with the same model, each with its own cache and memory."""
 
-    def __init__(self, model: Llama, threshold: float, codec: str, forced: Tensor | None = None) -> None:
+    def __init__(
+        self, model: Llama, threshold: float, codec: str, forced: Tensor | None = None, stops_early: bool = True
+    ) -> None:
         config, self.model = model.config, model
         transport = Transport(Placement(), CPU, "gloo", None)
         shape = PairShape(
@@ -74,7 +76,7 @@ class Pair:
             self.ranks.append(
                 PairedDecoder(
                     config, model.weights, model.inv_freq, cache.layers, buffers, exchange, logit_exchange,
-                    transport.all_reduce, transport.all_gather_world, pairing, handover, sums,
+                    transport.all_reduce, transport.all_gather_world, pairing, handover, sums, stops_early,
                 )
             )  # fmt: skip
 
@@ -185,10 +187,13 @@ def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, req
     assert verdicts == {0.0: {False}, math.inf: {True}}.get(threshold, {False, True})
 
 
+@pytest.mark.parametrize("stops_early", [True, False])
 @pytest.mark.parametrize(
     "verdicts", [(1, 1, 1, 1, 1), (0, 0, 0, 0, 0), (1, 0, 0, 1, 1), (0, 1, 0, 1, 0), (0, 0, 1, 1, 0)], ids=str
 )
-def test_forced_verdicts_leave_the_bits_of_one_group(small_folder: Path, verdicts: tuple[int, ...]) -> None:
+def test_forced_verdicts_leave_the_bits_of_one_group(
+    small_folder: Path, verdicts: tuple[int, ...], stops_early: bool
+) -> None:
     """Each sequence of roles. The second step begins with the other group where an odd number of layers accepts."""
     config = LlamaConfig.from_folder(small_folder)
     weights = load_weights(Checkpoint.open(small_folder, config), config, Placement().shard, torch.float32, CPU)
@@ -198,7 +203,7 @@ def test_forced_verdicts_leave_the_bits_of_one_group(small_folder: Path, verdict
         replace(weights, layers=layers),
         Transport(Placement(), CPU, "gloo", None),
     )
-    pair = Pair(model, 0.1, "bf16", torch.tensor(verdicts, dtype=torch.int32))
+    pair = Pair(model, 0.1, "bf16", torch.tensor(verdicts, dtype=torch.int32), stops_early)
     one = OneRank(model, verdicts)
     for step, token_id in enumerate((5, 77), 1):
         expected = one.step(token_id, len(PROMPT) + step)

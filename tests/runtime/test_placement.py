@@ -10,7 +10,7 @@ from alspec.errors import UserError
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Shard
 from alspec.runtime.loading import take_device
-from alspec.runtime.placement import Placement, choose_device, choose_graph, choose_mode, choose_symm
+from alspec.runtime.placement import Placement, choose_device, choose_graph, choose_mode, choose_words
 
 
 def model(num_qo_heads: int = 8, num_kv_heads: int = 4) -> LlamaConfig:
@@ -179,14 +179,15 @@ def test_too_few_gpus(gpus: int) -> None:
     assert chosen("gloo", 4) == ("cpu", "gloo", "")
 
 
+@pytest.mark.parametrize("transport", ["symm", "host"])
 @pytest.mark.parametrize("gpus", [0, 4], indirect=True)
-def test_symmetric_memory_is_for_gpus(gpus: int) -> None:
-    """It takes what NCCL takes; whether the GPUs reach each other shows when they are connected."""
+def test_words_are_for_gpus(gpus: int, transport: str) -> None:
+    """They take what NCCL takes; whether the GPUs reach each other shows when they are connected."""
     if gpus:
-        assert chosen("symm", 4) == ("cuda:3", "nccl", "")
+        assert chosen(transport, 4) == ("cuda:3", "nccl", "")
     else:
-        with pytest.raises(UserError, match="symm needs one GPU for each rank, found 0 for 1 ranks"):
-            chosen("symm", 1)
+        with pytest.raises(UserError, match=f"{transport} needs one GPU for each rank, found 0 for 1 ranks"):
+            chosen(transport, 1)
 
 
 @pytest.mark.parametrize(
@@ -201,19 +202,28 @@ def test_steps_are_captured_unless_they_are_traced(cuda_graph: str, trace: bool,
 @pytest.mark.parametrize(
     ("transport", "world_size", "has_decoder", "expected"),
     [
-        ("auto", 2, True, True),
-        ("symm", 2, True, True),
-        ("nccl", 2, True, False),
-        ("auto", 1, True, False),
-        ("symm", 1, True, False),
-        ("auto", 2, False, False),
+        ("auto", 2, True, ("symm", "host")),
+        ("symm", 2, True, ("symm",)),
+        ("host", 2, True, ("host",)),
+        ("nccl", 2, True, ()),
+        ("auto", 1, True, ()),
+        ("symm", 1, True, ()),
+        ("host", 1, True, ()),
+        ("auto", 2, False, ()),
     ],
 )
-def test_symmetric_memory_is_for_several_ranks(
-    transport: str, world_size: int, has_decoder: bool, expected: bool
+def test_words_are_for_several_ranks(
+    transport: str, world_size: int, has_decoder: bool, expected: tuple[str, ...]
 ) -> None:
     config = EngineConfig.model_validate({"transport": transport})
-    assert choose_symm(config, "off", world_size, has_decoder) == expected
+    assert choose_words(config, "off", world_size, has_decoder) == expected
+
+
+@pytest.mark.parametrize("transport", ["symm", "host"])
+def test_words_need_the_fused_kernels(transport: str) -> None:
+    config = EngineConfig.model_validate({"transport": transport})
+    with pytest.raises(UserError, match=f"transport: {transport} is not available with speculation simulated; use "):
+        choose_words(config, "simulated", 2, False)
 
 
 def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

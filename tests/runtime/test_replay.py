@@ -271,7 +271,7 @@ def test_a_text_begins_with_the_first_roles(setting: Setting) -> None:
         assert first[0] == [2 - 2 * group, 2 * group]
         handover.priority.copy_(torch.tensor([1, 2]))
         handover.gates.copy_(torch.tensor([[1, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]]))
-        decoder = PairedDecoder(*common, mock.Mock(), handover, mock.Mock())
+        decoder = PairedDecoder(*common, mock.Mock(), handover, mock.Mock(), stops_early=True)
         with mock.patch.object(loop, "_decoder", decoder):
             loop.begin([1, 2], [9, 9])
         assert (handover.priority.tolist(), handover.gates.tolist()) == first

@@ -1,4 +1,4 @@
-"""Whether a job can use symmetric memory: what the self-test compares, what all ranks agree on, what a user is told."""
+"""Where a job's words can travel: what the self-test compares, what all ranks agree on, what a user is told."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from alspec.errors import UserError
+from alspec.kernels.mailbox import PairShape
+from alspec.kernels.push import lm_head, push_partial
+from alspec.kernels.residual import new_residual, reduce_norm
+from alspec.kernels.words import unpack_words
 from alspec.runtime import symmetric
 from alspec.runtime.engine import Engine
-from alspec.runtime.placement import Placement
+from alspec.runtime.placement import Placement, WordsIn
 
 ZERO, LAST_BIT = 0, 1
 NEGATIVE_ZERO = torch.tensor(-0.0).view(torch.int32).item()
@@ -49,12 +53,12 @@ class Job:
             self.self_test(rank)  # in vain: it sends its words, and those of later ranks are not there
 
     def self_test(self, rank: int) -> str:
-        def allocate(num_words: int, _: Any) -> tuple[Tensor, list[int], None]:
+        def allocate(_way: WordsIn, num_words: int, _transport: Any) -> list[Tensor]:
             if not self.memories:
                 self.memories = [
                     torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.world_size)
                 ]
-            return self.memories[rank], [memory.data_ptr() for memory in self.memories], None
+            return self.memories
 
         def all_reduce(values: Tensor) -> None:
             self.given[rank] = values.clone()
@@ -64,11 +68,11 @@ class Job:
             placement=Placement(rank=rank, world_size=self.world_size), device=self.device, synchronize=lambda: None
         )
         with (
-            mock.patch.object(symmetric, "_allocate", allocate),
+            mock.patch.object(symmetric, "allocate_words", allocate),
             mock.patch.object(symmetric.dist, "all_reduce", all_reduce),
             mock.patch.object(symmetric, "TEST_PATIENCE_NS", 10**7),
         ):
-            return symmetric._differs_from_nccl(transport)
+            return symmetric._differs_from_nccl("symm", transport)
 
     def sums(self) -> Tensor:
         """Of what has been given, in rank order; not by `torch.sum`, which begins with +0.0."""
@@ -142,6 +146,50 @@ def test_a_word_that_does_not_arrive_is_found(device: torch.device, world_size: 
     assert found[1:] == [""] * (world_size - 1)
 
 
+@pytest.mark.parametrize("words_in", ["symm", "host"])
+@pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
+def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups: int, words_in: WordsIn) -> None:
+    """Partial sums of a group's ranks and logits of all, of odd sizes; in the host's memory there is one of each."""
+    batch, hidden, inputs, vocab, slot = 2, 80, 32, 37, 1
+    world_size, memories = tp_size * num_groups, list[Tensor]()
+    generator = torch.Generator().manual_seed(tp_size)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(device)
+
+    def allocate(_way: WordsIn, num_words: int, _transport: Any) -> list[Tensor]:
+        if not memories:
+            memories.extend(torch.zeros(num_words, dtype=torch.int64, device=device) for _ in range(world_size))
+        return memories
+
+    ranks, shards = [], random(world_size, -(-vocab // world_size), inputs)
+    for rank in range(world_size):
+        transport: Any = SimpleNamespace(
+            placement=Placement(rank, world_size, rank, world_size, num_groups), device=device
+        )
+        shape = PairShape(2, batch, tp_size, hidden, 2, 1, 16) if num_groups == 2 else None
+        with mock.patch.object(symmetric, "allocate_words", allocate):
+            ranks.append(symmetric.exchanges(transport, words_in, 4, batch, hidden, vocab, shape))
+    x, weights = random(world_size, batch, inputs), random(world_size, hidden, inputs)
+    gamma, begin = random(hidden), random(batch, hidden)
+    ones = torch.ones(batch, 1, device=device) * inputs  # of inputs that are normal already
+    for rank, (exchange, logit_exchange, _) in enumerate(ranks):
+        push_partial(x[rank], weights[rank], exchange, slot)
+        lm_head(x[0], ones, shards[rank], logit_exchange, 0.0, slot)
+    for rank, (exchange, logit_exchange, _) in enumerate(ranks):
+        first = rank - exchange.tp_rank
+        out, x_norm, square_sums = new_residual(batch, hidden, torch.float32, device)
+        out.copy_(begin)
+        reduce_norm(exchange, slot, 10**9, out, gamma, x_norm, square_sums)
+        partials = [x[r].double() @ weights[r].double().T for r in range(first, first + tp_size)]
+        torch.testing.assert_close(out.double(), begin.double() + sum(partials), rtol=1e-5, atol=1e-5)
+        assert logit_exchange.words is not None
+        logits = unpack_words(logit_exchange.words, int(exchange.epoch))
+        expected = torch.einsum("bk,wrk->bwr", x[0].double(), shards.double())
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+    assert len({out.words.data_ptr() for _, out, _ in ranks}) == (1 if words_in == "host" else world_size)
+
+
 @pytest.mark.parametrize(
     ("unreachable", "wrong", "others", "expected"),
     [
@@ -172,7 +220,7 @@ def test_every_rank_decides_alike(
         mock.patch.object(symmetric, "_unreachable", return_value=unreachable),
         mock.patch.object(symmetric, "_differs_from_nccl", differs),
     ):
-        assert symmetric.symmetric_fault(transport) == expected
+        assert symmetric._fault("symm", transport) == expected
     assert differs.called == (wrong is not None)
     assert not list(answers)
 
@@ -182,28 +230,55 @@ def test_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Placement(rank=1, world_size=4, local_rank=1, local_world_size=4)
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, peer: peer != 3)
-    assert symmetric._unreachable(here, device) == "GPU 1 cannot reach GPU 3"
+    assert symmetric._unreachable("symm", here, device) == "GPU 1 cannot reach GPU 3"
+    assert symmetric._unreachable("host", here, device) == ""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: own.index != peer)
-    assert symmetric._unreachable(here, device) == ""
+    assert symmetric._unreachable("symm", here, device) == ""
     spread = Placement(rank=1, world_size=4, local_rank=1, local_world_size=2)
-    assert symmetric._unreachable(spread, device) == "ranks on several hosts"
+    assert symmetric._unreachable("symm", spread, device) == "ranks on several hosts"
+    assert symmetric._unreachable("host", spread, device) == "ranks on several hosts"
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert symmetric._unreachable(here, device) == "NCCL_P2P_DISABLE=1"
+    assert symmetric._unreachable("symm", here, device) == "NCCL_P2P_DISABLE=1"
+    assert symmetric._unreachable("host", here, device) == ""
 
 
-@pytest.mark.parametrize("asked", ["auto", "symm"])
-def test_a_job_without_it_says_so_once_or_refuses(asked: str) -> None:
-    engine = Engine.from_pretrained(transport="gloo")
-    # As on GPUs: there symmetric memory is tried where it is asked for, and where the choice is free.
-    engine._uses_symm = True
-    engine.config = engine.config.model_copy(update={"transport": asked})
-    with mock.patch("alspec.runtime.engine.symmetric_fault", return_value="GPU 0 cannot reach GPU 1"):
-        if asked == "symm":
-            with pytest.raises(UserError, match="symm does not work here: GPU 0 cannot reach GPU 1; use auto or nccl"):
-                engine.load(1, 16)
-            return
+FAR, PINNED = "GPU 0 cannot reach GPU 1", "the host's memory failed: no room for 1.0 MB"
+
+
+@pytest.mark.parametrize(
+    ("asked", "faults", "words_in", "told"),
+    [
+        ("auto", {"symm": "", "host": ""}, "symm", []),
+        ("auto", {"symm": FAR, "host": ""}, "host", [f"decoding over the host's memory: no symmetric memory ({FAR})"]),
+        ("auto", {"symm": FAR, "host": PINNED}, None, [f"decoding over gloo: no symmetric memory ({FAR}; {PINNED})"]),
+        ("auto", {"symm": FAR, "host": FAR}, None, [f"decoding over gloo: no symmetric memory ({FAR})"]),
+        ("host", {"host": ""}, "host", []),
+    ],
+)
+def test_a_job_without_it_takes_the_next_way_and_says_so_once(
+    asked: str, faults: dict[WordsIn, str], words_in: WordsIn | None, told: list[str]
+) -> None:
+    engine = engine_that_tries(asked, tuple(faults))
+    with mock.patch.object(symmetric, "_fault", lambda way, _: faults[way]):
         engine.load(1, 16)
         engine.load(1, 32)
-    assert engine.notices == ["decoding over nccl: no symmetric memory (GPU 0 cannot reach GPU 1)"]
-    assert not engine._uses_symm
+    assert (engine._words_in, engine.notices) == (words_in, told)
     engine.close()
+
+
+@pytest.mark.parametrize("asked", ["symm", "host"])
+def test_a_way_that_is_asked_for_and_does_not_work_is_an_error(asked: WordsIn) -> None:
+    engine = engine_that_tries(asked, (asked,))
+    with (
+        mock.patch.object(symmetric, "_fault", return_value=FAR),
+        pytest.raises(UserError, match=f"transport: {asked} does not work here: {FAR}; use auto or nccl"),
+    ):
+        engine.load(1, 16)
+
+
+def engine_that_tries(asked: str, ways: tuple[WordsIn, ...]) -> Engine:
+    """On a CPU, as on GPUs: which ways are tried there, test_placement.py has."""
+    engine = Engine.from_pretrained(transport="gloo")
+    engine._ways = ways
+    engine.config = engine.config.model_copy(update={"transport": asked})
+    return engine
