@@ -388,7 +388,9 @@ class EvaluateConfig(CommandConfig, EngineConfig):
 class DoctorConfig(CommandConfig):
     """Everything `launch/doctor.py` can be told."""
 
-    transport: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="as in generate")
+    transport: Literal["auto", "nccl", "gloo"] = Field(
+        default="auto", description="what process groups run on; auto: nccl on GPUs, gloo on CPU"
+    )
     deadline: _Float = Field(  # up to a day: Python's timers have a limit
         default=60.0, gt=0.0, le=86400.0, allow_inf_nan=False, description="seconds for one check"
     )

@@ -102,7 +102,7 @@ class Speculation:
     """Where the speculative output of a launch goes."""
 
     chunk_size: int  # S, a multiple of 64
-    # [B, Hq, D], may be the paired rank's memory; with `epoch` int64: fp32 values as words under it (see words.py)
+    # [B, Hq, D], may be the paired rank's mailbox; with `epoch` int64: fp32 values as words under it (see words.py)
     spec_out: Tensor
     sums: Tensor  # [B, R, 2] fp32, R as of `num_sums`: dist2, norm2 of parts of heads; the verdict is about their sums
     epoch: Tensor | None = None  # [1] int32

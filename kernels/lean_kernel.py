@@ -184,7 +184,7 @@ def lean_decode_kernel(
     v_ptr,
     capacity,
     seq_lens_ptr,  # [B] int32
-    # [B, Hkv * HEADS_PER_KV, head_dim], or [GUESS_PARTS, ...] words; may lie in the paired rank's memory
+    # [B, Hkv * HEADS_PER_KV, head_dim], or [GUESS_PARTS, ...] words; may be the paired rank's mailbox
     spec_out_ptr,
     spec_lse_ptr,  # [GUESS_PARTS, B, Hkv * HEADS_PER_KV] words, or None where there is one part
     epoch_ptr,  # [1] int32, where A~ goes as words, or None

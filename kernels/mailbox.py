@@ -67,7 +67,7 @@ class PairShape:
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Memory of one rank that its paired rank and its own group write; all 0 before the first step."""
+    """What one rank reads of its paired rank and of its own group, who write it; all 0 before the first step."""
 
     inbox: Tensor  # [L + 1, B, M] int64: x, k and v; in slot L only x
     verdicts: Tensor  # [L, B + 1] int64: each request's hit, then the layer's verdict
@@ -103,13 +103,13 @@ class Handover:
     group: int  # 0 sends first
     paired_rank: int  # in the job
     own: Mailbox
-    paired: Mailbox  # the paired rank's memory
+    paired: Mailbox  # the paired rank's
     sums_peers: Tensor  # [T] int64: address of each rank's `sums`, on the device
     priority: Tensor  # [2] int32: own group's, the other's
     sends: Tensor  # [1] int32
     receives: Tensor  # [1] int32
     # [3, GATE_STRIDE] int32, the first word of each row: whether this group computes what the gate opens. The later
-    # gates close where the verdict comes while a receiver computes on a rejected guess.
+    # gates may close where the verdict comes while a receiver computes on a rejected guess.
     gates: Tensor
     meeting: Tensor  # [world] int64: written by each rank of the job as its step begins
     meeting_peers: Tensor  # [world] int64: address of each rank's `meeting`

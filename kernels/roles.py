@@ -13,9 +13,9 @@ and a layer is, with each kernel gated by the word in brackets,
     pre-attention [GATE_PRE_ATTENTION], take_turn, send_handover [sends], lean_decode_attention [sends], decide [sends],
     receive_handover [receives], o and its all-reduce [GATE_O], MLP and its all-reduce [GATE_MLP]
 
-The gates of what is computed are open while the own priority is not 0, and close early on a receiver that learns of its
-rejection. A rank's words go to the rank with the same `tp_rank` in the other group (see mailbox.py); what it hands over
-is in handover.py.
+The gates of what is computed are open while the own priority is not 0, and may close early on a receiver that learns of
+its rejection. A rank's words go to the rank with the same `tp_rank` in the other group (see mailbox.py); what it hands
+over is in handover.py.
 
 Shapes: B requests, L layers, Hq this rank's query heads, T ranks of a group.
 """

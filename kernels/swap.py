@@ -1,4 +1,4 @@
-"""Paired decoding where no rank can write into another's memory: boxes that a collective swaps, and gates.
+"""Paired decoding where ranks cannot send each other words: boxes that a collective swaps, and gates.
 
 A collective cannot be skipped on one rank. So paired ranks always send each other a box, although only the sender's is
 read, and every rank its verdict to all, although only the sending group's counts.

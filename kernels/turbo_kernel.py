@@ -133,7 +133,7 @@ def turbo_decode_kernel(
     tail_ptr,  # [B, Hkv, 2, 64, D / 4] int32
     tail_scale_ptr,  # [B, Hkv, 2] fp32
     seq_lens_ptr,  # [B] int32
-    # [B, Hkv * HEADS_PER_KV, D], or [GUESS_PARTS, ...] words; may lie in the paired rank's memory
+    # [B, Hkv * HEADS_PER_KV, D], or [GUESS_PARTS, ...] words; may be the paired rank's mailbox
     spec_out_ptr,
     spec_lse_ptr,  # [GUESS_PARTS, B, Hkv * HEADS_PER_KV] words, or None where there is one part
     epoch_ptr,  # [1] int32, where A~ goes as words, or None

@@ -61,7 +61,7 @@ def pack_words(value, epoch):
 
 @triton.jit
 def store_words(ptr, value, epoch, mask=None):
-    """Store fp32 values under the epoch for readers on other GPUs: written through (relaxed at system scope in PTX)."""
+    """Store fp32 values under the epoch for readers on other GPUs: written through, strong at system scope (SASS)."""
     tl.store(ptr, pack_words(value, epoch), mask=mask, cache_modifier=".wt")
 
 

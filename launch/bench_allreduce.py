@@ -1,5 +1,7 @@
 """The decode step's all-reduce, residual and norm statistics alone, against NCCL's and PyTorch's all-reduce.
 
+Where GPUs do not reach each other, words go through the host's memory, and PyTorch has no rival.
+
 torchrun --standalone --nproc-per-node 4 launch/bench_kernels.py --bench allreduce --rows out.jsonl
 """
 
@@ -166,7 +168,7 @@ def connect() -> tuple[Transport, WordsIn]:
     transport = Transport(placement, device, "nccl", connect_store(placement))
     words_in, reason = first_working(("symm", "host"), transport)
     if words_in is None:
-        raise UserError(f"bench_kernels: --bench allreduce needs ranks that reach each other's memory: {reason}")
+        raise UserError(f"bench_kernels: --bench allreduce needs memory through which ranks send words: {reason}")
     return transport, words_in
 
 

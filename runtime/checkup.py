@@ -163,7 +163,7 @@ def run_checks(
         yield _share(scope, outcome, deadline_s)
     with _deadline(heartbeat, f"rank {rank} stalled while the process groups ended", deadline_s):
         heartbeat.stop()
-        # Checks have released their graphs, then their symmetric buffers; the process groups go last.
+        # Checks have released their graphs, then the memory of words; the process groups go last.
         if dist.is_initialized():
             dist.destroy_process_group()
 

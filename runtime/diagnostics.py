@@ -24,6 +24,7 @@ from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
 from .checkup import CHECKS, Scope, check, skip
+from .host_memory import HostMemoryError
 from .memory import GIB
 from .placement import WordsIn
 from .provenance import versions as installed_versions
@@ -331,7 +332,13 @@ def symmetric_memory(scope: Scope) -> str:
 @check("host memory", "--transport nccl does without; a container may not let processes share memory")
 def host_memory(scope: Scope) -> str:
     """As symmetric memory, through pages of the host that every rank has pinned."""
-    return _words_travel(_on_one_host(scope), "host")
+    transport = _on_one_host(scope)
+    try:
+        return _words_travel(transport, "host")
+    except HostMemoryError as error:
+        if _pairs_without_access(scope.placement.world_size):
+            raise
+        skip(f"{error}; not needed, GPUs reach each other")
 
 
 def _on_one_host(scope: Scope) -> Transport:
@@ -349,7 +356,9 @@ def _words_travel(transport: Transport, words_in: WordsIn) -> str:
     """Kernels of all ranks meet `ROUNDS` times over words; how long one takes."""
     placement, device = transport.placement, transport.device
     world_size = placement.world_size
-    memories = allocate_words(words_in, -(-world_size // 2), transport)  # of 8 bytes; they meet over words of 4
+    (memories,) = allocate_words(
+        words_in, [-(-world_size // 2)], [range(world_size)], transport
+    )  # they meet over int32
     addresses = torch.tensor([memory.data_ptr() for memory in memories], device=device)
     result = torch.zeros(2, dtype=torch.int64, device=device)
     for rounds in (0, ROUNDS):  # no round: compiled before the ranks meet

@@ -257,7 +257,7 @@ class Engine:
 
     def _check_agreement(self) -> None:
         """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""
-        chosen = {"resolved transport": " or ".join(self._ways) or self.backend}
+        chosen = {"resolved transport": self._ways[0] if self._ways else self.backend}
         chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
         chosen |= {f"the model's {name}": value for name, value in self.model_config.model_dump(mode="json").items()}
         if self.checkpoint is not None and self._store is not None:
@@ -540,7 +540,7 @@ class Engine:
         with self.heartbeat.waiting("close"):
             self._catch_up(lambda own: self.agreement.gather_within("launched", own, TIMEOUT.total_seconds()))
             transport.barrier()
-        # Graphs first, then symmetric buffers, then process groups: NCCL waits for graphs that refer to it.
+        # Graphs first, then the memory of words, then process groups: NCCL waits for graphs that refer to it.
         self._release()
         self.heartbeat.stop()
         transport.close()

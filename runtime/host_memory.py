@@ -6,6 +6,7 @@ left behind, and the size of /dev/shm does not matter. Every rank pins them for 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -15,88 +16,125 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .memory import available_bytes
 from .transport import Transport
 
-__all__ = ["share_host_memory"]
+__all__ = ["HostMemoryError", "share_host_memory"]
 
 _FLAGS = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
-_PAGE_WORDS = 512
+_NUMBERS = 2**62  # more than there are inodes, and an int64
 
 
-class _Pinned:
-    """A mapping as CUDA sees it; unpinned when the tensors over it are gone."""
-
-    def __init__(self, pages: mmap.mmap) -> None:
-        self._words = torch.frombuffer(pages, dtype=torch.int64)
-        address, size = self._words.data_ptr(), self._words.nbytes
-        runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(address, size, _FLAGS))
-        if code:
-            with suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # CUDA keeps the error for whoever looks next
-            raise RuntimeError(f"cudaHostRegister failed with {code}")
-        weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
-        # Under unified addressing the GPU finds it at the host's address.
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "data": (address, False), "shape": tuple(self._words.shape), "typestr": "<i8", "version": 2,
-        }  # fmt: skip
-
-    def on(self, device: torch.device) -> Tensor:
-        """[words] int64 over these pages, which live as long."""
-        words = torch.as_tensor(self, device=device)
-        if words.data_ptr() != self._words.data_ptr():
-            raise RuntimeError("CUDA maps the host's memory elsewhere")
-        return words
+class HostMemoryError(RuntimeError):
+    """The ranks of this job cannot share memory of the host; raised on all of them."""
 
 
-def share_host_memory(num_words: int, transport: Transport) -> list[Tensor]:
-    """[num_words] int64 of each rank, zeroed: tensors on this rank's GPU in the host's memory, the same on all ranks.
+def share_host_memory(num_words: int, transport: Transport) -> Tensor:
+    """[num_words] int64, zeroed: a tensor on this rank's GPU in the host's memory, which is the same on all ranks.
 
-    All ranks of the job call it together, on one host.
+    All ranks of the job call it together, on one host. The pages live as long as tensors over them.
 
     Raises:
-        RuntimeError: this rank, or another, cannot have it; on every rank.
+        HostMemoryError: this rank, or another, cannot have them.
     """
-    placement, row = transport.placement, -(-num_words // _PAGE_WORDS) * _PAGE_WORDS
-    num_bytes = 8 * row * placement.world_size
+    device, num_bytes = transport.device, 8 * num_words
     file, words, reason = -1, None, ""
     try:
-        if placement.rank == 0:
-            file = _create(num_bytes)
-        maker = torch.tensor([os.getpid(), file], device=transport.device)
-        process, its_file = transport.all_gather_world(maker)[0].tolist()
-        try:
-            words = _Pinned(_open(process, its_file, num_bytes)).on(transport.device)
-        except (OSError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+        if transport.placement.rank == 0:
+            try:
+                file = _create(num_bytes)
+            except OSError as error:
+                reason = str(error)
+        place = transport.all_gather_world(torch.tensor(_place_of(file), device=device))[0].tolist()
+        if place[1] >= 0:
+            try:
+                words = _pin(_open(place, num_bytes), device)
+            except Exception as error:  # whatever it is: the others wait to be told
+                reason = str(error).partition("\n")[0]
         # Nobody closes the file before all have opened it.
         if not transport.agree(words is not None):
-            raise RuntimeError(reason or "another rank cannot share the host's memory")
+            raise HostMemoryError(reason or "another rank cannot share it")
     finally:
         if file >= 0:
             os.close(file)
     assert words is not None
-    return list(words.view(placement.world_size, row)[:, :num_words])
+    return words
+
+
+class _Pinned:
+    """Pages as CUDA sees them, held by the tensors over them; unpinned when those are gone."""
+
+    def __init__(self, pages: Tensor, device: torch.device) -> None:
+        self._pages, address = pages, pages.data_ptr()
+        runtime = torch.cuda.cudart()
+        result = runtime.cudaHostRegister(address, pages.nbytes, _FLAGS)
+        if int(result):
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)  # CUDA keeps the error for whoever looks next
+            raise RuntimeError(f"cudaHostRegister: {runtime.cudaGetErrorString(result)}")
+        weakref.finalize(self, _unpin, address, device).atexit = False
+        # Under unified addressing the GPU finds it at the host's address.
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (address, False), "shape": tuple(pages.shape), "typestr": "<i8", "version": 2,
+        }  # fmt: skip
+
+
+def _pin(pages: mmap.mmap, device: torch.device) -> Tensor:
+    """[words] int64 over these pages, on the GPU.
+
+    Raises:
+        RuntimeError: CUDA or PyTorch cannot.
+    """
+    host_words = torch.frombuffer(pages, dtype=torch.int64)
+    with torch.cuda.device(device):
+        words = torch.as_tensor(_Pinned(host_words, device), device=device)
+    if words.data_ptr() != host_words.data_ptr():
+        raise RuntimeError("PyTorch copies the host's memory instead of mapping it")
+    return words
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    with suppress(RuntimeError):
+        torch.cuda.synchronize(device)  # kernels of steps that nobody has taken may still poll it
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _create(num_bytes: int) -> int:
-    """A file of zeros that has no name; -1 if there is no room."""
-    file = -1
+    """A file of zeros that has no name.
+
+    Raises:
+        OSError: there is none to be had, or no room.
+    """
+    if num_bytes > available_bytes(torch.device("cpu"), 1):
+        raise OSError(errno.ENOMEM, f"no room for {num_bytes / 1e6:.1f} MB")
+    file = os.memfd_create("alspec")
     try:
-        file = os.memfd_create("alspec")
         os.posix_fallocate(file, 0, num_bytes)
     except OSError:
-        if file >= 0:
-            os.close(file)
-        return -1
+        os.close(file)
+        raise
     return file
 
 
-def _open(process: int, file: int, num_bytes: int) -> mmap.mmap:
+def _place_of(file: int) -> tuple[int, int, int, int]:
+    """Process, descriptor and what identifies a file of this process; -1 four times if there is none."""
     if file < 0:
-        raise OSError(f"no room for {num_bytes / 1e6:.1f} MB")
+        return -1, -1, -1, -1
+    found = os.fstat(file)
+    return os.getpid(), file, found.st_dev % _NUMBERS, found.st_ino % _NUMBERS
+
+
+def _open(place: list[int], num_bytes: int) -> mmap.mmap:
+    """The pages of a file that `_place_of` found in the first rank's process.
+
+    Raises:
+        OSError: this process may not open it, or sees another one there.
+    """
+    process, file, *identity = place
     own = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
     try:
+        if [*_place_of(own)[2:]] != identity:
+            raise OSError("ranks see different processes: they are in containers of their own")
         return mmap.mmap(own, num_bytes)
     finally:
         os.close(own)

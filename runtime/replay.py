@@ -107,7 +107,7 @@ class DecodeLoop:
         config, batch_size = model.config, cache.batch_size
         tp_size = transport.placement.tp_size
         num_heads = config.num_qo_heads // tp_size
-        parts = 1  # also through the host's memory: merging parts takes many programs that read the same words
+        parts = 1  # through the host's memory too, where programs that read the same words wait for each other
         if speculation is not None and words_in == "symm" and isinstance(cache, KVCache):
             heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
             parts = guess_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)

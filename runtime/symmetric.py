@@ -20,12 +20,13 @@ from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.mailbox import Handover, PairShape
 from ..kernels.push import push_partial
 from ..kernels.residual import new_residual, reduce_norm
-from .host_memory import share_host_memory
+from .host_memory import HostMemoryError, share_host_memory
 from .placement import Placement, WordsIn
 from .transport import Transport
 
 __all__ = ["allocate_words", "exchanges", "first_working"]
 
+LINE_WORDS = 16  # of the host's memory: fields begin at 128 bytes
 WAYS: dict[WordsIn, str] = {"symm": "symmetric memory", "host": "the host's memory"}
 
 # A group's first push must arrive within this time of the self-test.
@@ -47,7 +48,7 @@ def exchanges(
     otherwise they are left to collectives. A pair needs words.
 
     Raises:
-        DoesNotFitError: the memory for words cannot be had; with `host` on every rank.
+        DoesNotFitError: the host's memory for words cannot be had; on every rank.
     """
     placement, device = transport.placement, transport.device
     tp_size, world_size = placement.tp_size, placement.world_size
@@ -71,59 +72,65 @@ def exchanges(
         sum(pair.field_words()) if pair else 0,
         world_size if pair else 0,
     ]
+    each = range(world_size)
+    homes = [[rank // tp_size for rank in each], [0] * world_size, each, each]
     try:
-        memories = allocate_words(words_in, sum(sizes), transport)
-    except RuntimeError as error:
-        raise DoesNotFitError(f"transport: {words_in}: {str(error).splitlines()[0]}; nccl needs less") from error
-    partials, logits, mailboxes, meetings = zip(*(memory.split(sizes) for memory in memories), strict=True)
+        partials, logits, mailboxes, meetings = allocate_words(words_in, sizes, homes, transport)
+    except HostMemoryError as error:
+        raise DoesNotFitError(f"transport: host: {error}; nccl needs none of the host's memory") from error
     rank, group = placement.rank, range(placement.group * tp_size, (placement.group + 1) * tp_size)
-
-    def read_and_pushed(memories: Sequence[Tensor], ranks: range) -> tuple[Tensor, Tensor]:
-        """What this rank reads of these, and the addresses to which each of `ranks` pushes."""
-        readers = ranks[:1] if words_in == "host" else ranks  # the host's memory is as near to all
-        return memories[rank if rank in readers else readers[0]], _addresses(memories, readers, device)
-
     if tp_size > 1:
-        words, peers = read_and_pushed(partials, group)
-        words = words.view(num_slots, batch_size, tp_size, hidden_size)
-        exchange = replace(exchange, words=words, peers=peers)
-    words, peers = read_and_pushed(logits, range(world_size))
-    words = words[: batch_size * world_size * rows].view(batch_size, world_size, rows)
-    logit_exchange = replace(logit_exchange, words=words, peers=peers)
+        words = partials[rank].view(num_slots, batch_size, tp_size, hidden_size)
+        exchange = replace(exchange, words=words, peers=_addresses(partials, group, device))
+    words = logits[rank][: batch_size * world_size * rows].view(batch_size, world_size, rows)
+    logit_exchange = replace(logit_exchange, words=words, peers=_addresses(logits, each, device))
     if pair is None:
         return exchange, logit_exchange, None
     handover = Handover.build(
         pair, exchange, placement.group, placement.paired_rank, mailboxes[rank], mailboxes[placement.paired_rank],
-        _addresses(mailboxes, group, device).tolist(), meetings[rank],
-        _addresses(meetings, range(world_size), device).tolist(),
+        _addresses(mailboxes, group, device).tolist(), meetings[rank], _addresses(meetings, each, device).tolist(),
     )  # fmt: skip
     return exchange, logit_exchange, handover
 
 
 def _addresses(memories: Sequence[Tensor], ranks: range, device: torch.device) -> Tensor:
-    return torch.tensor([memories[rank].data_ptr() for rank in ranks], device=device)
+    """Where words for these ranks go: of a memory that several of them read, its address once."""
+    return torch.tensor(list(dict.fromkeys(memories[rank].data_ptr() for rank in ranks)), device=device)
 
 
-def allocate_words(words_in: WordsIn, num_words: int, transport: Transport) -> list[Tensor]:
-    """[num_words] int64 of each rank, in rank order, all 0: what this rank's kernels can read and write of them.
+def allocate_words(
+    words_in: WordsIn, sizes: Sequence[int], homes: Sequence[Sequence[int]], transport: Transport
+) -> list[list[Tensor]]:
+    """Zeroed words in several fields: of each, [size] int64 for each rank, in rank order, which this rank's kernels
+    can write. A rank reads its own.
 
     All ranks of the job call it together.
 
+    Args:
+        sizes: of each field.  homes: of each field and rank, a number. In the host's memory, which is as near to all,
+            ranks with the same one have the same words.
     Raises:
-        RuntimeError: it cannot be had; with `host` on every rank.
+        HostMemoryError: the host's memory cannot be had; on every rank.
+        RuntimeError: symmetric memory cannot be had.
     """
+    own, device = transport.placement.rank, transport.device
     if words_in == "host":
-        return share_host_memory(num_words, transport)
+        rows = [[(place, home) for home in dict.fromkeys(of_ranks)] for place, of_ranks in enumerate(homes)]
+        flat = [row for of_field in rows for row in of_field]
+        aligned = [-(-sizes[place] // LINE_WORDS) * LINE_WORDS for place, _ in flat]
+        memory = share_host_memory(sum(aligned), transport)
+        found = dict(zip(flat, memory.split(aligned), strict=True))
+        return [[found[place, home][:size] for home in homes[place]] for place, size in enumerate(sizes)]
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     # `symm_mem.empty` would load SymPy for the strides of one dimension, which takes 2 s.
-    memory = _SymmetricMemory.empty_strided_p2p((num_words,), (1,), torch.int64, transport.device)
+    memory = _SymmetricMemory.empty_strided_p2p((sum(sizes),), (1,), torch.int64, device)
     assert dist.group.WORLD is not None
     handle = symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
     memory.zero_()
     transport.barrier()
-    own = transport.placement.rank
-    buffers = [handle.get_buffer(rank, (num_words,), torch.int64) for rank in range(handle.world_size)]
-    return [*buffers[:own], memory, *buffers[own + 1 :]]
+    buffers = [handle.get_buffer(rank, (sum(sizes),), torch.int64) for rank in range(handle.world_size)]
+    buffers[own] = memory
+    return [list(field) for field in zip(*(buffer.split(sizes) for buffer in buffers), strict=True)]
 
 
 def first_working(ways: Sequence[WordsIn], transport: Transport) -> tuple[WordsIn | None, str]:
@@ -172,7 +179,7 @@ def _unreachable(words_in: WordsIn, placement: Placement, device: torch.device) 
 def _differs_from_nccl(words_in: WordsIn, transport: Transport) -> str:
     device, rank, world_size = transport.device, transport.placement.rank, transport.placement.world_size
     hidden = 256
-    memories = allocate_words(words_in, world_size * hidden, transport)
+    (memories,) = allocate_words(words_in, [world_size * hidden], [[0] * world_size], transport)
     exchange = Exchange(
         partial=torch.zeros(1, hidden, device=device),
         epoch=torch.ones(1, dtype=torch.int32, device=device),

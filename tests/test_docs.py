@@ -66,7 +66,11 @@ def test_prose_about_pairs_and_other_shapes_says_what_the_rows_say() -> None:
     alone = medians_of("decode_step_h100", **demo, world=1)
     for transport, first, second in (
         ("symm", "1 + 1 H100s to {},", "2 + 2 to {} of four."),
-        ("nccl without peer access", "Without peer access 1 + 1 H100s come to {} of two,", "2 + 2 come to {} of four."),
+        (
+            "nccl without peer access",
+            "Over NCCL without peer access 1 + 1 H100s come to {} of two,",
+            "2 + 2 come to {} of four.",
+        ),
     ):
         for world, sentence in ((2, first), (4, second)):
             case = demo | {"world": world, "transport": transport}
@@ -75,13 +79,6 @@ def test_prose_about_pairs_and_other_shapes_says_what_the_rows_say() -> None:
             if sentence is first and transport != "symm":
                 faster = span_of([us / alone[context] for context, us in pair.items()], digits=1)
                 assert f"one H100 alone is {faster} as fast." in prose
-    every = demo | {"shape": "llama-3.1-8b", "transport": "nccl without peer access"}
-    two, four = (
-        medians_of("decode_step_h100", **every, world=world, mode="off")[131072]
-        / medians_of("decode_step_h100", **every, world=world, hit_rate=1.0)[131072]
-        for world in (2, 4)
-    )
-    assert f"on 1 + 1 H100s at {two:.2f}x of the speed of two, on 2 + 2 at {four:.2f}x of four" in prose
     large, middle, small = (
         1e6 / medians_of("decode_step", **of, shape=f"llama-3.{name}b", world=world)[8192]
         for name, world in (("1-70", 4), ("1-70", 2), ("2-1", 1))
@@ -94,6 +91,33 @@ def test_prose_about_pairs_and_other_shapes_says_what_the_rows_say() -> None:
     assert f"on two at {middle:.0f} (101 %), a 1B shape on one at {small:.0f}." in prose
 
 
+def test_prose_about_transports_says_what_the_rows_say() -> None:
+    """The 8B shape on H100s over NVLink, through the host's memory and over NCCL without peer access."""
+    prose = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    of = {"bench": "decode_step", "kv_cache": "bf16", "shape": "llama-3.1-8b"}
+    rates, ratios, steps = {}, {}, {}
+    for way, transport in (("nvlink", "symm"), ("host", "host"), ("nccl", "nccl without peer access")):
+        for world in (2, 4):
+            case = of | {"transport": transport, "world": world}
+            off = medians_of("decode_step_h100", **case, mode="off")
+            every = medians_of("decode_step_h100", **case, hit_rate=1.0)
+            rates[way, world] = " and ".join(f"{1e6 / off[context]:.0f}" for context in (8192, 131072))
+            steps[way, world] = f"{off[8192] / 1e3:.2f}"
+            ratios[way, world] = f"{off[131072] / every[131072]:.2f}x"
+    host, nccl, nvlink = (f"{rates[way, 2]}, four {rates[way, 4]}" for way in ("host", "nccl", "nvlink"))
+    assert f"Tensor parallelism through the host's memory: two {host}." in prose
+    assert f"Over NCCL two reach {nccl}; with peer access, over NVLink, two {nvlink}." in prose
+    host = f"1 + 1 at {ratios['host', 2]} of two and 2 + 2 at {ratios['host', 4]} of four"
+    nccl = f"{ratios['nccl', 2]} and {ratios['nccl', 4]}"
+    assert f"through the host's memory {host}, over NCCL at {nccl} (" in prose
+    page = " ".join((ROOT / "docs" / "decode_step.md").read_text(encoding="utf-8").split())
+    two, four = (
+        f"{steps['host', world]} ms, of {steps['nvlink', world]} {over[0]}and {steps['nccl', world]}{over[1]}"
+        for world, over in ((2, ("over NVLink ", " over NCCL")), (4, ("", "")))
+    )
+    assert f"a step at 8K tokens takes {two}; on four {four}." in page
+
+
 def test_the_latency_model_is_as_near_as_said() -> None:
     text = (ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8")
     _, _, section = text.partition("## Pairs against tensor parallelism on H100")
@@ -103,6 +127,7 @@ def test_the_latency_model_is_as_near_as_said() -> None:
         ("1 + 1 | symm", 15, "Of 1 + 1 it is within {} %,"),
         ("1 + 1 | nccl without peer access", 10, "over collectives without peer access within {} %"),
         ("2 + 2 | nccl without peer access", 10, "of 2 + 2 there within {} %"),
+        ("1 + 1 | host", 5, "through the host's memory of 1 + 1 at 8K tokens within {} %"),
     ):
         lines = [line for line in section.splitlines() if line.startswith(f"| llama-3.1-8b | {place} |")]
         found = [re.search(r"\| ([+-][\d.]+)%[\\*]* \| [+-]", line) for line in lines]
@@ -466,7 +491,19 @@ def test_pages_are_looked_at() -> None:
 
 def test_prose_about_the_all_reduce_says_what_the_rows_say() -> None:
     rows = map(json.loads, (ROOT / "docs" / "results" / "allreduce.jsonl").read_text(encoding="utf-8").splitlines())
-    of_one = {row["impl"]: row["us"]["p50"] for row in rows if row["case"]["batch"] == 1 and "H100" in row["gpu"]}
-    ours, nothing = of_one["alspec.push, reduce_norm"], of_one["nothing: two empty launches"]
+    of_one: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        case = row["case"]
+        if case["batch"] == 1 and "H100" in row["gpu"]:
+            of_one.setdefault((case.get("transport", "symm"), case["world"]), {})[row["impl"]] = row["us"]["p50"]
+    name, nothing = "alspec.push, reduce_norm", of_one["symm", 4]["nothing: two empty launches"]
     page = " ".join((ROOT / "docs" / "decode_step.md").read_text(encoding="utf-8").split())
-    assert f"takes {ours:.1f} us each on four H100s, where two launches that do nothing take {nothing:.1f}" in page
+    four = of_one["symm", 4][name]
+    assert f"takes {four:.1f} us each on four H100s, where two launches that do nothing take {nothing:.1f}" in page
+    (peer, host), (nccl, peerless) = (
+        [" and ".join(f"{of_one[way, world][impl]:.1f}" for world in (2, 4)) for way in ("symm", "host")]
+        for impl in (name, "nccl")
+    )
+    assert f"written through peer pointers | {peer} us |" in page
+    assert f"which all its GPUs map | {host} us |" in page
+    assert f"collectives are captured) | {nccl} us; without peer access {peerless} |" in page

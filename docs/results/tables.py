@@ -16,6 +16,7 @@ OTHER_RUN = "FlashInfer was measured in an earlier run, of an earlier commit."
 READING = "reading alone"
 READING_TEXT = "Reading alone is a kernel that reads as many bytes into shared memory and does nothing else."
 GPUS = (("", ""), ("_h100", " on H100"))  # H200s and H100s: ends of the names of their files, and of headings
+TRANSPORTS = ("symm", "host", "nccl", "nccl without peer access")
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_STEPS = (1024, 8192, 32768, 131072)
 SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", "ragged 8")
@@ -489,7 +490,7 @@ def short_steps() -> str:
         lines = [
             [f"{world // 2} + {world // 2}", transport, f"{hit_rate:.0%}", *(found.get(at, "") for at in contexts)]
             for (world, transport, hit_rate), found in sorted(
-                pairs.items(), key=lambda item: (item[0][0], item[0][1] != "symm", item[0][2])
+                pairs.items(), key=lambda item: (item[0][0], TRANSPORTS.index(item[0][1]), item[0][2])
             )
         ]
         tables.append(table(["GPUs, paired", "transport", "hits", *map(str, contexts)], lines))

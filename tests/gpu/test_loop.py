@@ -34,7 +34,7 @@ PLACES = [
     pytest.param([("off", 2, 0), ("paired", 2, 2)], id="2-ranks"),
     pytest.param([("paired", 4, 0)], id="4-ranks", marks=needs(4)),
 ]
-TRANSPORTS = pytest.mark.parametrize("transport", ["symm", "nccl"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["symm", "host", "nccl"])
 # In fp32 its best tokens lead by 0.05 and more: no order of sums changes them.
 STORM = ["--prompt", "The storm had passed, and", "--max-new-tokens", "30", "--ignore-eos", "--dtype", "fp32"]
 

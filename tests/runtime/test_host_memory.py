@@ -1,62 +1,79 @@
-"""The host's memory as a GPU sees it, and as processes share it."""
+"""The host's memory as processes share it, and as a GPU sees it."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
+from jobs import run_ranks
 
 from alspec.runtime import host_memory
 from alspec.runtime.host_memory import share_host_memory
 from alspec.runtime.placement import Placement
 from alspec.runtime.transport import Transport
 
-READER = """
-import sys
-from alspec.runtime.host_memory import _open
-pages = _open(int(sys.argv[1]), int(sys.argv[2]), 8192)
-assert pages[:2] == b"ab" and pages[2:] == bytes(8190)
-pages[-1:] = b"z"
-"""
+WORKER = Path(__file__).with_name("host_memory_worker.py")
+GPUS = torch.cuda.device_count()
 
 
-def test_pages_are_shared_by_processes_and_leave_nothing_behind() -> None:
-    files = set(os.listdir("/proc/self/fd"))
-    file = host_memory._create(8192)
-    pages = host_memory._open(os.getpid(), file, 8192)
-    assert pages[:] == bytes(8192)
-    pages[:2] = b"ab"
-    subprocess.run([sys.executable, "-c", READER, str(os.getpid()), str(file)], check=True, timeout=60)
-    assert pages[-1:] == b"z"
-    os.close(file)
-    pages.close()
-    assert set(os.listdir("/proc/self/fd")) <= files | {str(file)}
+def outcomes(world_size: int, folder: Path, device: str, case: str) -> list[dict]:
+    """What each rank says."""
+    run_ranks(WORKER, world_size, folder, device, case, timeout_s=120)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def test_no_room_is_told_to_all() -> None:
-    """Rank 0 makes the pages and tells the others where they are, or that there are none."""
-    transport = Transport(Placement(), torch.device("cpu"), "gloo", None)
-    with (
-        mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device")),
-        pytest.raises(RuntimeError, match=r"^no room for 1\.6 MB$"),
-    ):
-        share_host_memory(200_000, transport)
+@pytest.mark.parametrize(
+    ("device", "world_size"),
+    [
+        ("cpu", 2),
+        ("cpu", 3),
+        *(
+            pytest.param(
+                "cuda", size, marks=[pytest.mark.gpu, pytest.mark.skipif(size > GPUS, reason=f"needs {size} GPUs")]
+            )
+            for size in (2, 4)
+        ),
+    ],
+)
+def test_what_a_rank_writes_all_read(device: str, world_size: int, tmp_path: Path) -> None:
+    words = [rank + 7 for rank in range(world_size)]
+    assert outcomes(world_size, tmp_path, device, "well") == world_size * [{"zeros": True, "words": words, "files": 0}]
 
 
-def test_a_process_that_is_gone() -> None:
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    with pytest.raises(OSError, match="No such file"):
-        host_memory._open(int(gone.stdout), 3, 8192)
+@pytest.mark.parametrize(
+    ("case", "failing", "why"),
+    [
+        ("no room", 0, "[Errno 12] no room for 0.0 MB"),
+        ("no file", 0, "[Errno 13] Permission denied"),
+        ("not allowed", 1, "[Errno 13] Permission denied"),
+        ("another file", 1, "ranks see different processes: they are in containers of their own"),
+        ("not pinned", 0, "no such device"),
+    ],
+)
+def test_a_rank_that_cannot_share_it_is_told_to_all(case: str, failing: int, why: str, tmp_path: Path) -> None:
+    """None waits for it, and none keeps a file."""
+    found = outcomes(2, tmp_path, "cpu", case)
+    assert found[failing] == {"error": why, "files": 0}
+    assert found[1 - failing] == {"error": "another rank cannot share it", "files": 0}
+
+
+def test_no_room_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No space left on device"):
+        host_memory._create(8192)
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU")
 def test_a_gpu_writes_and_reads_it_and_gives_it_back() -> None:
     device = torch.device("cuda", 0)
     transport = Transport(Placement(), device, "nccl", None)
@@ -66,7 +83,7 @@ def test_a_gpu_writes_and_reads_it_and_gives_it_back() -> None:
 
     assert mapped() == 0
     before = torch.cuda.memory_allocated()
-    (words,) = share_host_memory(1000, transport)
+    words = share_host_memory(1000, transport)
     assert (words.device, words.dtype, words.shape) == (device, torch.int64, (1000,))
     assert torch.cuda.memory_allocated() == before
     assert not words.any()

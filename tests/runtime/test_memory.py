@@ -156,9 +156,9 @@ def test_buffers_hold_the_words_of_each_request(tp_size: int, num_groups: int, m
     world_size = tp_size * num_groups
     asked: list[int] = []
 
-    def allocate(_: WordsIn, num_words: int, transport: Transport) -> list[Tensor]:
-        asked.append(8 * num_words)
-        return [torch.zeros(num_words, dtype=torch.int64)] * world_size
+    def allocate(_: WordsIn, sizes: list[int], homes: object, transport: Transport) -> list[list[Tensor]]:
+        asked.append(8 * sum(sizes))
+        return [[torch.zeros(size, dtype=torch.int64)] * world_size for size in sizes]
 
     monkeypatch.setattr(symmetric, "allocate_words", allocate)
     transport = Transport(Placement(), CPU, "gloo", None)

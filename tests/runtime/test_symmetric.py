@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -53,12 +55,12 @@ class Job:
             self.self_test(rank)  # in vain: it sends its words, and those of later ranks are not there
 
     def self_test(self, rank: int) -> str:
-        def allocate(_way: WordsIn, num_words: int, _transport: Any) -> list[Tensor]:
+        def allocate(_way: WordsIn, sizes: list[int], _homes: Any, _transport: Any) -> list[list[Tensor]]:
             if not self.memories:
                 self.memories = [
-                    torch.zeros(num_words, dtype=torch.int64, device=self.device) for _ in range(self.world_size)
+                    torch.zeros(sizes[0], dtype=torch.int64, device=self.device) for _ in range(self.world_size)
                 ]
-            return self.memories
+            return [self.memories]
 
         def all_reduce(values: Tensor) -> None:
             self.given[rank] = values.clone()
@@ -146,48 +148,109 @@ def test_a_word_that_does_not_arrive_is_found(device: torch.device, world_size: 
     assert found[1:] == [""] * (world_size - 1)
 
 
+class Ranks:
+    """The exchanges of all ranks of a job in one process."""
+
+    def __init__(self, device: torch.device, words_in: WordsIn, tp_size: int, num_groups: int, **shape: int) -> None:
+        world_size = tp_size * num_groups
+        self._memories: list[Tensor] = []  # what ranks share, or each has
+        self._device, self._world_size = device, world_size
+        pair = PairShape(2, shape["batch_size"], tp_size, shape["hidden_size"], 2, 1, 16) if num_groups == 2 else None
+        self.exchanges, self.logit_exchanges, self.handovers = [], [], []
+        for rank in range(world_size):
+            placement = Placement(rank, world_size, rank, world_size, num_groups)
+            transport: Any = SimpleNamespace(placement=placement, device=device, barrier=lambda: None)
+            with (
+                mock.patch.object(symmetric, "share_host_memory", self._shared),
+                mock.patch.object(symmetric._SymmetricMemory, "empty_strided_p2p", partial(self._own, rank)),
+                mock.patch.object(symmetric.symm_mem, "rendezvous", self._rendezvous),
+                mock.patch.object(symmetric.dist, "group", mock.Mock()),
+            ):
+                found = symmetric.exchanges(transport, words_in, 4, **shape, pair=pair)
+            self.exchanges.append(found[0])
+            self.logit_exchanges.append(found[1])
+            self.handovers.append(found[2])
+
+    def _shared(self, num_words: int, _: Any) -> Tensor:
+        if not self._memories:
+            self._memories = [torch.zeros(num_words, dtype=torch.int64, device=self._device)]
+        return self._memories[0]
+
+    def _own(self, rank: int, size: tuple[int], *_: Any) -> Tensor:
+        if not self._memories:
+            self._memories = [
+                torch.zeros(size, dtype=torch.int64, device=self._device) for _ in range(self._world_size)
+            ]
+        return self._memories[rank]
+
+    def _rendezvous(self, *_: Any) -> SimpleNamespace:
+        return SimpleNamespace(world_size=self._world_size, get_buffer=lambda rank, *_: self._memories[rank])
+
+    @property
+    def num_words(self) -> int:
+        """All that was allocated."""
+        return sum(memory.numel() for memory in self._memories)
+
+
 @pytest.mark.parametrize("words_in", ["symm", "host"])
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
 def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups: int, words_in: WordsIn) -> None:
-    """Partial sums of a group's ranks and logits of all, of odd sizes; in the host's memory there is one of each."""
+    """Partial sums of a group's ranks and logits of all, of odd sizes, over several steps."""
     batch, hidden, inputs, vocab, slot = 2, 80, 32, 37, 1
-    world_size, memories = tp_size * num_groups, list[Tensor]()
+    world_size = tp_size * num_groups
+    ranks = Ranks(device, words_in, tp_size, num_groups, batch_size=batch, hidden_size=hidden, vocab_size=vocab)
     generator = torch.Generator().manual_seed(tp_size)
 
     def random(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator).to(device)
 
-    def allocate(_way: WordsIn, num_words: int, _transport: Any) -> list[Tensor]:
-        if not memories:
-            memories.extend(torch.zeros(num_words, dtype=torch.int64, device=device) for _ in range(world_size))
-        return memories
+    shards, weights = random(world_size, -(-vocab // world_size), inputs), random(world_size, hidden, inputs)
+    gamma, ones = random(hidden), torch.ones(batch, 1, device=device) * inputs  # of inputs that are normal already
+    for _ in range(2):
+        x, begin = random(world_size, batch, inputs), random(batch, hidden)
+        for rank in range(world_size):
+            push_partial(x[rank], weights[rank], ranks.exchanges[rank], slot)
+            lm_head(x[0], ones, shards[rank], ranks.logit_exchanges[rank], 0.0, slot)
+        for exchange, logit_exchange in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+            first = exchange.rank - exchange.tp_rank
+            out, x_norm, square_sums = new_residual(batch, hidden, torch.float32, device)
+            out.copy_(begin)
+            reduce_norm(exchange, slot, 10**9, out, gamma, x_norm, square_sums)
+            partials = [x[rank].double() @ weights[rank].double().T for rank in range(first, first + tp_size)]
+            torch.testing.assert_close(out.double(), begin.double() + sum(partials), rtol=1e-5, atol=1e-5)
+            assert logit_exchange.words is not None
+            logits = unpack_words(logit_exchange.words, int(exchange.epoch))
+            expected = torch.einsum("bk,wrk->bwr", x[0].double(), shards.double())
+            torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+        for exchange in ranks.exchanges:
+            exchange.epoch.add_(1)
 
-    ranks, shards = [], random(world_size, -(-vocab // world_size), inputs)
-    for rank in range(world_size):
-        transport: Any = SimpleNamespace(
-            placement=Placement(rank, world_size, rank, world_size, num_groups), device=device
-        )
-        shape = PairShape(2, batch, tp_size, hidden, 2, 1, 16) if num_groups == 2 else None
-        with mock.patch.object(symmetric, "allocate_words", allocate):
-            ranks.append(symmetric.exchanges(transport, words_in, 4, batch, hidden, vocab, shape))
-    x, weights = random(world_size, batch, inputs), random(world_size, hidden, inputs)
-    gamma, begin = random(hidden), random(batch, hidden)
-    ones = torch.ones(batch, 1, device=device) * inputs  # of inputs that are normal already
-    for rank, (exchange, logit_exchange, _) in enumerate(ranks):
-        push_partial(x[rank], weights[rank], exchange, slot)
-        lm_head(x[0], ones, shards[rank], logit_exchange, 0.0, slot)
-    for rank, (exchange, logit_exchange, _) in enumerate(ranks):
-        first = rank - exchange.tp_rank
-        out, x_norm, square_sums = new_residual(batch, hidden, torch.float32, device)
-        out.copy_(begin)
-        reduce_norm(exchange, slot, 10**9, out, gamma, x_norm, square_sums)
-        partials = [x[r].double() @ weights[r].double().T for r in range(first, first + tp_size)]
-        torch.testing.assert_close(out.double(), begin.double() + sum(partials), rtol=1e-5, atol=1e-5)
-        assert logit_exchange.words is not None
-        logits = unpack_words(logit_exchange.words, int(exchange.epoch))
-        expected = torch.einsum("bk,wrk->bwr", x[0].double(), shards.double())
-        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
-    assert len({out.words.data_ptr() for _, out, _ in ranks}) == (1 if words_in == "host" else world_size)
+
+@pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_size: int, num_groups: int) -> None:
+    """Sums once for each group and logits once; mailboxes are each rank's own, and overlap with nothing."""
+    shape = {"batch_size": 3, "hidden_size": 80, "vocab_size": 37}
+    ranks, apart = (Ranks(device, way, tp_size, num_groups, **shape) for way in ("host", "symm"))
+    world_size = tp_size * num_groups
+    first = {exchange.rank - exchange.tp_rank: exchange.words for exchange in ranks.exchanges}
+    ranges = []
+    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+        assert logits.words is not None
+        assert logits.peers is not None
+        assert logits.peers.tolist() == [ranks.logit_exchanges[0].words.data_ptr()] == [logits.words.data_ptr()]
+        if tp_size > 1:
+            assert exchange.words is not None
+            assert exchange.peers is not None
+            assert exchange.peers.tolist() == [first[exchange.rank - exchange.tp_rank].data_ptr()]
+            assert exchange.peers.tolist() == [exchange.words.data_ptr()]
+    boxes = [handover.own.inbox for handover in ranks.handovers if handover is not None]
+    assert len({box.data_ptr() for box in boxes}) == len(boxes) == (world_size if num_groups == 2 else 0)
+    own = [handover for handover in ranks.handovers if handover is not None]
+    fields = [logits.words, *(words for words in first.values() if words is not None)]
+    fields += [each for handover in own for each in (*vars(handover.own).values(), handover.meeting)]
+    ranges = sorted((field.data_ptr(), field.data_ptr() + 8 * field.numel()) for field in fields if field.numel())
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
+    assert ranks.num_words < apart.num_words
 
 
 @pytest.mark.parametrize(
