@@ -22,9 +22,9 @@ from alspec.kernels.residual import BLOCK as STREAM_BLOCK
 from alspec.kernels.residual import new_residual, num_square_sums, reduce_norm
 from alspec.launch.bench_common import check_close
 from alspec.launch.output import no_command
+from alspec.runtime.exchange import exchanges, first_working
 from alspec.runtime.placement import Placement, WordsIn
 from alspec.runtime.stats import spread
-from alspec.runtime.symmetric import exchanges, first_working
 from alspec.runtime.transport import Transport, connect_store
 
 __all__ = ["BATCHES", "HIDDEN", "AllReduce", "connect", "measure", "time_chains"]

@@ -24,12 +24,12 @@ from ..models.checkpoint import Checkpoint, verify_checksums
 from ..models.config import LlamaConfig
 from ..models.demo import DEMO_CHECKPOINT
 from .checkup import CHECKS, Scope, check, skip
+from .exchange import allocate_words
 from .host_memory import HostMemoryError
 from .memory import GIB
 from .placement import WordsIn
 from .provenance import versions as installed_versions
 from .stats import stream_bandwidth
-from .symmetric import allocate_words
 from .transport import Transport
 
 __all__ = ["CHECKS"]

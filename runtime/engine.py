@@ -28,6 +28,7 @@ from ..models.tokenizer import Prompt, Tokenizer, encode_prompts, spelled
 from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
 from .codecs import Cache, check_codec, new_cache
+from .exchange import first_working
 from .faults import LOADING, Heartbeat, error_on_its_way
 from .generation import Generation, IdDecoder, Request, Token, check_prompts, most_tokens
 from .loading import open_model, read_weights, take_device, warm_up
@@ -37,7 +38,6 @@ from .prefill import prefill
 from .replay import DecodeLoop, StepRecord
 from .sampling import sample
 from .step import DecodeState, StepProgram
-from .symmetric import first_working
 from .timeline import Timeline
 from .transport import TIMEOUT, Transport, connect_store
 

@@ -28,9 +28,9 @@ from ..models.paired_decoder import PairedDecoder, Pairing
 from ..models.swapped_decoder import SPARE_SMS, SwappedDecoder
 from ..operation import OperationHook, no_operation
 from .codecs import Cache
+from .exchange import exchanges
 from .kv_cache import KVCache
 from .placement import WordsIn
-from .symmetric import exchanges
 from .transport import Transport
 
 __all__ = ["DecodeLoop", "StepRecord"]

@@ -20,7 +20,7 @@ from alspec.kernels.decode_attention import DecodeAttention
 from alspec.models.config import LlamaConfig
 from alspec.models.llama import Llama, LlamaWeights, Shard, random_weights
 from alspec.operation import no_operation
-from alspec.runtime import memory, symmetric
+from alspec.runtime import exchange, memory
 from alspec.runtime.codecs import new_cache
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.memory import _host_bytes, available_bytes, check_fits, plan_memory
@@ -160,12 +160,12 @@ def test_buffers_hold_the_words_of_each_request(tp_size: int, num_groups: int, m
         asked.append(8 * sum(sizes))
         return [[torch.zeros(size, dtype=torch.int64)] * world_size for size in sizes]
 
-    monkeypatch.setattr(symmetric, "allocate_words", allocate)
+    monkeypatch.setattr(exchange, "allocate_words", allocate)
     transport = Transport(Placement(), CPU, "gloo", None)
     transport.placement = Placement(0, world_size, 0, world_size, num_groups)
     planned = []
     for batch_size in (1, 2):
-        symmetric.exchanges(transport, "symm", 2 * MODEL.num_layers, batch_size, MODEL.hidden_size, MODEL.vocab_size)
+        exchange.exchanges(transport, "symm", 2 * MODEL.num_layers, batch_size, MODEL.hidden_size, MODEL.vocab_size)
         plan = plan_memory(MODEL, transport.placement.shard, torch.bfloat16, batch_size, 100)
         planned.append(plan.buffer_bytes)
     words = asked[1] - asked[0] if asked else 0

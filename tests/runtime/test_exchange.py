@@ -20,7 +20,7 @@ from alspec.kernels.mailbox import PairShape
 from alspec.kernels.push import lm_head, push_partial
 from alspec.kernels.residual import new_residual, reduce_norm
 from alspec.kernels.words import unpack_words
-from alspec.runtime import symmetric
+from alspec.runtime import exchange as module
 from alspec.runtime.engine import Engine
 from alspec.runtime.placement import Placement, WordsIn
 
@@ -70,11 +70,11 @@ class Job:
             placement=Placement(rank=rank, world_size=self.world_size), device=self.device, synchronize=lambda: None
         )
         with (
-            mock.patch.object(symmetric, "allocate_words", allocate),
-            mock.patch.object(symmetric.dist, "all_reduce", all_reduce),
-            mock.patch.object(symmetric, "TEST_PATIENCE_NS", 10**7),
+            mock.patch.object(module, "allocate_words", allocate),
+            mock.patch.object(module.dist, "all_reduce", all_reduce),
+            mock.patch.object(module, "TEST_PATIENCE_NS", 10**7),
         ):
-            return symmetric._differs_from_nccl("symm", transport)
+            return module._differs_from_nccl("symm", transport)
 
     def sums(self) -> Tensor:
         """Of what has been given, in rank order; not by `torch.sum`, which begins with +0.0."""
@@ -161,12 +161,12 @@ class Ranks:
             placement = Placement(rank, world_size, rank, world_size, num_groups)
             transport: Any = SimpleNamespace(placement=placement, device=device, barrier=lambda: None)
             with (
-                mock.patch.object(symmetric, "share_host_memory", self._shared),
-                mock.patch.object(symmetric._SymmetricMemory, "empty_strided_p2p", partial(self._own, rank)),
-                mock.patch.object(symmetric.symm_mem, "rendezvous", self._rendezvous),
-                mock.patch.object(symmetric.dist, "group", mock.Mock()),
+                mock.patch.object(module, "share_host_memory", self._shared),
+                mock.patch.object(module._SymmetricMemory, "empty_strided_p2p", partial(self._own, rank)),
+                mock.patch.object(module.symm_mem, "rendezvous", self._rendezvous),
+                mock.patch.object(module.dist, "group", mock.Mock()),
             ):
-                found = symmetric.exchanges(transport, words_in, 4, **shape, pair=pair)
+                found = module.exchanges(transport, words_in, 4, **shape, pair=pair)
             self.exchanges.append(found[0])
             self.logit_exchanges.append(found[1])
             self.handovers.append(found[2])
@@ -280,10 +280,10 @@ def test_every_rank_decides_alike(
     )
     differs = mock.Mock(side_effect=[wrong])
     with (
-        mock.patch.object(symmetric, "_unreachable", return_value=unreachable),
-        mock.patch.object(symmetric, "_differs_from_nccl", differs),
+        mock.patch.object(module, "_unreachable", return_value=unreachable),
+        mock.patch.object(module, "_differs_from_nccl", differs),
     ):
-        assert symmetric._fault("symm", transport) == expected
+        assert module._fault("symm", transport) == expected
     assert differs.called == (wrong is not None)
     assert not list(answers)
 
@@ -293,16 +293,16 @@ def test_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Placement(rank=1, world_size=4, local_rank=1, local_world_size=4)
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, peer: peer != 3)
-    assert symmetric._unreachable("symm", here, device) == "GPU 1 cannot reach GPU 3"
-    assert symmetric._unreachable("host", here, device) == ""
+    assert module._unreachable("symm", here, device) == "GPU 1 cannot reach GPU 3"
+    assert module._unreachable("host", here, device) == ""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: own.index != peer)
-    assert symmetric._unreachable("symm", here, device) == ""
+    assert module._unreachable("symm", here, device) == ""
     spread = Placement(rank=1, world_size=4, local_rank=1, local_world_size=2)
-    assert symmetric._unreachable("symm", spread, device) == "ranks on several hosts"
-    assert symmetric._unreachable("host", spread, device) == "ranks on several hosts"
+    assert module._unreachable("symm", spread, device) == "ranks on several hosts"
+    assert module._unreachable("host", spread, device) == "ranks on several hosts"
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert symmetric._unreachable("symm", here, device) == "NCCL_P2P_DISABLE=1"
-    assert symmetric._unreachable("host", here, device) == ""
+    assert module._unreachable("symm", here, device) == "NCCL_P2P_DISABLE=1"
+    assert module._unreachable("host", here, device) == ""
 
 
 FAR, PINNED = "GPU 0 cannot reach GPU 1", "the host's memory failed: no room for 1.0 MB"
@@ -322,7 +322,7 @@ def test_a_job_without_it_takes_the_next_way_and_says_so_once(
     asked: str, faults: dict[WordsIn, str], words_in: WordsIn | None, told: list[str]
 ) -> None:
     engine = engine_that_tries(asked, tuple(faults))
-    with mock.patch.object(symmetric, "_fault", lambda way, _: faults[way]):
+    with mock.patch.object(module, "_fault", lambda way, _: faults[way]):
         engine.load(1, 16)
         engine.load(1, 32)
     assert (engine._words_in, engine.notices) == (words_in, told)
@@ -333,7 +333,7 @@ def test_a_job_without_it_takes_the_next_way_and_says_so_once(
 def test_a_way_that_is_asked_for_and_does_not_work_is_an_error(asked: WordsIn) -> None:
     engine = engine_that_tries(asked, (asked,))
     with (
-        mock.patch.object(symmetric, "_fault", return_value=FAR),
+        mock.patch.object(module, "_fault", return_value=FAR),
         pytest.raises(UserError, match=f"transport: {asked} does not work here: {FAR}; use auto or nccl"),
     ):
         engine.load(1, 16)
