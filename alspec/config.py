@@ -219,8 +219,8 @@ class EngineConfig(_Schema):
     )
     transport: Transport = Field(
         default="auto",
-        description="auto: symm (peer memory) where the GPUs reach each other, host (the host's memory) where they are "
-        "of one host, else nccl; gloo on CPU",
+        description="how ranks exchange results while decoding; auto: symm (peer memory) if all GPUs reach each other, "
+        "else host (pinned memory) on one host, else nccl; gloo on CPU",
     )
     cuda_graph: Literal["auto", "on", "off"] = Field(
         default="auto", description="replay a captured decode step; auto: on GPUs, for up to 8 requests"

@@ -1,4 +1,4 @@
-"""Memory through which paired ranks hand over: a mailbox on each rank, which its paired rank and its group write.
+"""Memory through which paired ranks hand over: a mailbox of each rank, which its paired rank and its group write.
 
 Each layer has slots of its own and all words carry the epoch, so that nothing is reset, and nothing is
 overwritten before the step's logits have told every rank that it was read.
@@ -53,7 +53,7 @@ class PairShape:
         return self.hidden_size + 2 * self.num_kv_heads * self.head_dim
 
     def field_words(self) -> tuple[int, ...]:
-        """Words (8 bytes) of each field of a `Mailbox`, in its order: every field begins at a multiple of 16 bytes."""
+        """Words (8 bytes) of each field of a `Mailbox`, in its order: every field begins at a line of 128 bytes."""
         layers, batch = self.num_layers, self.batch_size
         sizes = (
             (layers + 1) * batch * self.message_words,
@@ -62,7 +62,7 @@ class PairShape:
             layers * self.guess_parts * batch * self.num_qo_heads * self.head_dim,
             layers * self.guess_parts * batch * self.num_qo_heads,
         )
-        return tuple(-(-size // 2) * 2 for size in sizes)
+        return tuple(-(-size // 16) * 16 for size in sizes)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +39,7 @@ from alspec.runtime.codecs import check_codec
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
 from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
-from alspec.runtime.placement import Placement, choose_device, choose_mode
+from alspec.runtime.placement import Placement, choose_device, choose_mode, why_no_peers
 from alspec.runtime.profile import Profile, first_tokens, forced_verdicts, measure, prepare, room, stream_limit
 from alspec.runtime.provenance import provenance
 from alspec.runtime.stats import spread
@@ -328,7 +327,9 @@ def _reads_all(row: dict[str, Any]) -> bool:
 
 
 def _transport(engine: Engine) -> str:
-    blocked = engine.transport_name == "nccl" and os.environ.get("NCCL_P2P_DISABLE") == "1"
+    place = engine.placement
+    is_one_host = place.local_world_size == place.world_size
+    blocked = engine.transport_name == "nccl" and is_one_host and why_no_peers(place.world_size)
     return "nccl without peer access" if blocked else engine.transport_name
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import os
 import re
 import sys
@@ -27,7 +26,7 @@ from .checkup import CHECKS, Scope, check, skip
 from .exchange import allocate_words
 from .host_memory import HostMemoryError
 from .memory import GIB
-from .placement import WordsIn
+from .placement import WordsIn, pairs_without_access, why_no_peers
 from .provenance import versions as installed_versions
 from .stats import stream_bandwidth
 from .transport import Transport
@@ -163,7 +162,7 @@ def links(scope: Scope) -> str:
         skip("one GPU here")
     if scope.placement.local_rank != 0:
         skip("local rank 0 looks")
-    without = _pairs_without_access(scope.num_gpus)
+    without = pairs_without_access(scope.num_gpus)
     access = "no peer access " + " ".join(f"{a}-{b}" for a, b in without) if without else "peer access everywhere"
     rates = []
     with torch.cuda.device(0):
@@ -176,11 +175,6 @@ def links(scope: Scope) -> str:
             _expect(f"copy to GPU {peer} and back", target.to(source.device), source)
     kind = "NVLink" if min(rates) >= NVLINK_GB_PER_S else "PCIe" if max(rates) < NVLINK_GB_PER_S else "NVLink and PCIe"
     return f"{scope.num_gpus} GPUs, {access}, copies from GPU 0 at {_span(rates, 'GB/s')}, rates as of {kind}"
-
-
-def _pairs_without_access(num_gpus: int) -> list[tuple[int, int]]:
-    pairs = itertools.permutations(range(num_gpus), 2)
-    return [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
 
 
 @check("memory rate", "another process may use the GPU; see nvidia-smi")
@@ -320,10 +314,10 @@ def nccl(scope: Scope) -> str:
 @check("symmetric memory", "look at the line on links; --transport host and nccl do without")
 def symmetric_memory(scope: Scope) -> str:
     """A kernel of each rank writes into every other's memory and sees what they write into its own."""
-    transport = _on_one_host(scope)
-    without = _pairs_without_access(scope.placement.world_size)
-    if without:
-        skip(f"no peer access between GPUs {without[0][0]} and {without[0][1]}")
+    transport = _of_one_host(scope)
+    reason = why_no_peers(scope.placement.world_size)
+    if reason:
+        skip(reason)
     if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, transport.device.index):
         skip("this torch uses NVLink multicast in spite of TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
     return f"{_words_travel(transport, 'symm')}, NVLink multicast off"
@@ -332,16 +326,16 @@ def symmetric_memory(scope: Scope) -> str:
 @check("host memory", "--transport nccl does without; a container may not let processes share memory")
 def host_memory(scope: Scope) -> str:
     """As symmetric memory, through pages of the host that every rank has pinned."""
-    transport = _on_one_host(scope)
+    transport = _of_one_host(scope)
     try:
         return _words_travel(transport, "host")
     except HostMemoryError as error:
-        if _pairs_without_access(scope.placement.world_size):
+        if why_no_peers(scope.placement.world_size):
             raise
         skip(f"{error}; not needed, GPUs reach each other")
 
 
-def _on_one_host(scope: Scope) -> Transport:
+def _of_one_host(scope: Scope) -> Transport:
     """The connected GPUs of several ranks; skips a check where there are none, or on several hosts."""
     scope.need_gpu()
     scope.need_ranks()

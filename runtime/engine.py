@@ -153,7 +153,7 @@ class Engine:
         it lacks.
 
         Raises:
-            DoesNotFitError: before anything is allocated.
+            DoesNotFitError: before anything is allocated; of the host's memory for words, after weights and cache.
             UserError: settings that ranks disagree on; a transport asked for that does not work; after `close`.
         """
         with self._turn:
@@ -251,8 +251,8 @@ class Engine:
             if self._words_in is None and self.config.transport != "auto":
                 raise UserError(f"transport: {self.config.transport} does not work here: {reason}; use auto or nccl")
             if reason:
-                over = "the host's memory" if self._words_in else self.backend
-                self.notices.append(f"decoding over {over}: no symmetric memory ({reason})")
+                over = self._words_in or self.backend
+                self.notices.append(f"transport: {over}, because symm does not work here ({reason})")
         self.model = Llama(config, weights, self.transport)
 
     def _check_agreement(self) -> None:

@@ -21,13 +21,13 @@ from ..kernels.mailbox import Handover, PairShape
 from ..kernels.push import push_partial
 from ..kernels.residual import new_residual, reduce_norm
 from .host_memory import HostMemoryError, share_host_memory
-from .placement import Placement, WordsIn
+from .placement import Placement, WordsIn, why_no_peers
 from .transport import Transport
 
 __all__ = ["allocate_words", "exchanges", "first_working"]
 
-LINE_WORDS = 16  # of the host's memory: fields begin at 128 bytes
-WAYS: dict[WordsIn, str] = {"symm": "symmetric memory", "host": "the host's memory"}
+LINE_WORDS = 16  # of the host's memory: each field begins at a line of 128 bytes
+NAMES: dict[WordsIn, str] = {"symm": "symmetric memory", "host": "the host's memory"}
 
 # A group's first push must arrive within this time of the self-test.
 TEST_PATIENCE_NS = 20 * 10**9
@@ -81,21 +81,21 @@ def exchanges(
     rank, group = placement.rank, range(placement.group * tp_size, (placement.group + 1) * tp_size)
     if tp_size > 1:
         words = partials[rank].view(num_slots, batch_size, tp_size, hidden_size)
-        exchange = replace(exchange, words=words, peers=_addresses(partials, group, device))
+        exchange = replace(exchange, words=words, peers=torch.tensor(_addresses(partials, group), device=device))
     words = logits[rank][: batch_size * world_size * rows].view(batch_size, world_size, rows)
-    logit_exchange = replace(logit_exchange, words=words, peers=_addresses(logits, each, device))
+    logit_exchange = replace(logit_exchange, words=words, peers=torch.tensor(_addresses(logits, each), device=device))
     if pair is None:
         return exchange, logit_exchange, None
     handover = Handover.build(
         pair, exchange, placement.group, placement.paired_rank, mailboxes[rank], mailboxes[placement.paired_rank],
-        _addresses(mailboxes, group, device).tolist(), meetings[rank], _addresses(meetings, each, device).tolist(),
+        _addresses(mailboxes, group), meetings[rank], _addresses(meetings, each),
     )  # fmt: skip
     return exchange, logit_exchange, handover
 
 
-def _addresses(memories: Sequence[Tensor], ranks: range, device: torch.device) -> Tensor:
+def _addresses(memories: Sequence[Tensor], ranks: range) -> list[int]:
     """Where words for these ranks go: of a memory that several of them read, its address once."""
-    return torch.tensor(list(dict.fromkeys(memories[rank].data_ptr() for rank in ranks)), device=device)
+    return list(dict.fromkeys(memories[rank].data_ptr() for rank in ranks))
 
 
 def allocate_words(
@@ -137,7 +137,7 @@ def first_working(ways: Sequence[WordsIn], transport: Transport) -> tuple[WordsI
     """The first of these that works, None if none does, and why those before it do not. The same on every rank."""
     reasons: list[str] = []
     for words_in in ways:
-        reason = _fault(words_in, transport)
+        reason = _why_not(words_in, transport)
         if not reason:
             return words_in, "; ".join(reasons)
         if reason not in reasons:
@@ -145,35 +145,27 @@ def first_working(ways: Sequence[WordsIn], transport: Transport) -> tuple[WordsI
     return None, "; ".join(reasons)
 
 
-def _fault(words_in: WordsIn, transport: Transport) -> str:
+def _why_not(words_in: WordsIn, transport: Transport) -> str:
     """Why the kernels of this job cannot send each other words in this way; '' if they can. The same on every rank.
 
     Looks at the hosts and links first, then compares an all-reduce over words with NCCL's, bit for bit, on values whose
     sums are exact: -0.0, subnormal numbers, large ones, and integers.
     """
-    placement, device = transport.placement, transport.device
-    if placement.world_size == 1:
-        return ""
-    reason = _unreachable(words_in, placement, device)
-    if not transport.agree(not reason):
-        return reason or "another rank cannot reach its peers"
+    reason = transport.first_reason(_out_of_reach(words_in, transport.placement))
+    if reason:
+        return reason
     try:
         wrong = _differs_from_nccl(words_in, transport)
     except RuntimeError as error:
-        wrong = f"{WAYS[words_in]} failed: {str(error).splitlines()[0]}"
-    return "" if transport.agree(not wrong) else wrong or "another rank's self-test failed"
+        wrong = str(error).partition("\n")[0]
+    reason = transport.first_reason(wrong)
+    return f"{NAMES[words_in]} failed: {reason}" if reason else ""
 
 
-def _unreachable(words_in: WordsIn, placement: Placement, device: torch.device) -> str:
+def _out_of_reach(words_in: WordsIn, placement: Placement) -> str:
     if placement.local_world_size != placement.world_size:
         return "ranks on several hosts"
-    if words_in == "host":
-        return ""
-    if os.environ.get("NCCL_P2P_DISABLE") == "1":
-        return "NCCL_P2P_DISABLE=1"
-    others = [index for index in range(placement.local_world_size) if index != device.index]
-    blocked = [index for index in others if not torch.cuda.can_device_access_peer(device, index)]
-    return f"GPU {device.index} cannot reach GPU {blocked[0]}" if blocked else ""
+    return why_no_peers(placement.world_size) if words_in == "symm" else ""
 
 
 def _differs_from_nccl(words_in: WordsIn, transport: Transport) -> str:
@@ -188,7 +180,7 @@ def _differs_from_nccl(words_in: WordsIn, transport: Transport) -> str:
         tp_size=world_size,
         rank=rank,
         words=memories[rank].view(1, 1, world_size, hidden),
-        peers=_addresses(memories, range(world_size), device),
+        peers=torch.tensor(_addresses(memories, range(world_size)), device=device),
     )
     values = torch.full((hidden,), -0.0, device=device)
     values[:64] = 1e-41 * (rank + 1)

@@ -6,7 +6,7 @@ left behind, and the size of /dev/shm does not matter. Every rank pins them for 
 
 from __future__ import annotations
 
-import errno
+import ctypes
 import mmap
 import os
 import weakref
@@ -22,6 +22,7 @@ from .transport import Transport
 __all__ = ["HostMemoryError", "share_host_memory"]
 
 _FLAGS = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_CLOSE_ON_EXEC = 1  # MFD_CLOEXEC
 _NUMBERS = 2**62  # more than there are inodes, and an int64
 
 
@@ -43,17 +44,18 @@ def share_host_memory(num_words: int, transport: Transport) -> Tensor:
         if transport.placement.rank == 0:
             try:
                 file = _create(num_bytes)
-            except OSError as error:
-                reason = str(error)
+            except Exception as error:  # whatever it is: the others wait to be told
+                reason = str(error).partition("\n")[0] or type(error).__name__
         place = transport.all_gather_world(torch.tensor(_place_of(file), device=device))[0].tolist()
         if place[1] >= 0:
             try:
                 words = _pin(_open(place, num_bytes), device)
-            except Exception as error:  # whatever it is: the others wait to be told
-                reason = str(error).partition("\n")[0]
+            except Exception as error:
+                reason = str(error).partition("\n")[0] or type(error).__name__
         # Nobody closes the file before all have opened it.
-        if not transport.agree(words is not None):
-            raise HostMemoryError(reason or "another rank cannot share it")
+        reason = transport.first_reason(reason)
+        if reason:
+            raise HostMemoryError(reason)
     finally:
         if file >= 0:
             os.close(file)
@@ -73,9 +75,15 @@ class _Pinned:
                 torch.zeros(1, device=device)  # CUDA keeps the error for whoever looks next
             raise RuntimeError(f"cudaHostRegister: {runtime.cudaGetErrorString(result)}")
         weakref.finalize(self, _unpin, address, device).atexit = False
-        # Under unified addressing the GPU finds it at the host's address.
+        # The GPU finds them at the host's address, but under WSL at another one.
+        found = ctypes.c_uint64()
+        driver = ctypes.CDLL("libcuda.so.1")
+        code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
+        if code:
+            raise RuntimeError(f"cuMemHostGetDevicePointer: error {code}")
+        self.address = found.value
         self.__cuda_array_interface__: dict[str, Any] = {
-            "data": (address, False), "shape": tuple(pages.shape), "typestr": "<i8", "version": 2,
+            "data": (self.address, False), "shape": tuple(pages.shape), "typestr": "<i8", "version": 2,
         }  # fmt: skip
 
 
@@ -85,18 +93,18 @@ def _pin(pages: mmap.mmap, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: CUDA or PyTorch cannot.
     """
-    host_words = torch.frombuffer(pages, dtype=torch.int64)
     with torch.cuda.device(device):
-        words = torch.as_tensor(_Pinned(host_words, device), device=device)
-    if words.data_ptr() != host_words.data_ptr():
-        raise RuntimeError("PyTorch copies the host's memory instead of mapping it")
+        pinned = _Pinned(torch.frombuffer(pages, dtype=torch.int64), device)
+        words = torch.as_tensor(pinned, device=device)
+    if words.data_ptr() != pinned.address:
+        raise RuntimeError("PyTorch copies the host's memory instead of using it in place")
     return words
 
 
 def _unpin(address: int, device: torch.device) -> None:
-    with suppress(RuntimeError):
-        torch.cuda.synchronize(device)  # kernels of steps that nobody has taken may still poll it
-    torch.cuda.cudart().cudaHostUnregister(address)
+    with suppress(RuntimeError), torch.cuda.device(device):
+        torch.cuda.synchronize()  # kernels of steps that nobody has taken may still poll it
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _create(num_bytes: int) -> int:
@@ -106,8 +114,11 @@ def _create(num_bytes: int) -> int:
         OSError: there is none to be had, or no room.
     """
     if num_bytes > available_bytes(torch.device("cpu"), 1):
-        raise OSError(errno.ENOMEM, f"no room for {num_bytes / 1e6:.1f} MB")
-    file = os.memfd_create("alspec")
+        raise OSError(f"no room for {num_bytes / 1e6:.1f} MB")
+    # `os.memfd_create` is missing where Python was built for an old C library.
+    file = int(ctypes.CDLL(None, use_errno=True).memfd_create(b"alspec", _CLOSE_ON_EXEC))
+    if file < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     try:
         os.posix_fallocate(file, 0, num_bytes)
     except OSError:

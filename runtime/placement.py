@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from typing import Literal
@@ -13,9 +14,20 @@ from ..errors import UserError
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
 
-__all__ = ["Placement", "WordsIn", "choose_device", "choose_graph", "choose_mode", "choose_words"]
+__all__ = [
+    "Placement",
+    "WordsIn",
+    "choose_device",
+    "choose_graph",
+    "choose_mode",
+    "choose_words",
+    "pairs_without_access",
+    "why_no_peers",
+]
 
 WordsIn = Literal["symm", "host"]  # peers' memory, the host's
+# Of --transport, best first.
+WAYS: dict[str, tuple[WordsIn, ...]] = {"auto": ("symm", "host"), "symm": ("symm",), "host": ("host",)}
 
 
 @dataclass(frozen=True)
@@ -148,13 +160,27 @@ def choose_words(config: EngineConfig, mode: str, world_size: int, has_decoder: 
         UserError: it is asked for where those do not decode.
     """
     asked = config.transport
-    ways: tuple[WordsIn, ...] = ("symm", "host") if asked == "auto" else (asked,) if asked in ("symm", "host") else ()
-    if asked in ways and not has_decoder:
+    ways = WAYS.get(asked, ())
+    if asked != "auto" and ways and not has_decoder:
         raise UserError(
             f"transport: {asked} is not available with speculation {mode}; "
             "use --speculation off or paired, or --transport nccl"
         )
     return ways if has_decoder and world_size > 1 else ()
+
+
+def pairs_without_access(num_gpus: int) -> list[tuple[int, int]]:
+    """Of this host's first GPUs, which cannot address the memory of which."""
+    pairs = itertools.permutations(range(num_gpus), 2)
+    return [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+
+
+def why_no_peers(num_gpus: int) -> str:
+    """Why the ranks of this host's first GPUs may not write into each other's memory; '' if they may."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1"
+    without = pairs_without_access(num_gpus)
+    return f"GPU {without[0][0]} cannot reach GPU {without[0][1]}" if without else ""
 
 
 def choose_graph(config: EngineConfig, mode: str, device: torch.device, has_decoder: bool, trace: bool) -> bool:

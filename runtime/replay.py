@@ -108,11 +108,12 @@ class DecodeLoop:
         tp_size = transport.placement.tp_size
         num_heads = config.num_qo_heads // tp_size
         parts = 1  # through the host's memory too, where programs that read the same words wait for each other
-        if speculation is not None and words_in == "symm" and isinstance(cache, KVCache):
-            heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
-            parts = guess_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)
-        elif speculation is not None and words_in == "symm":
-            parts = turbo_guess_parts(batch_size, num_heads // cache.num_kv_heads, transport.device)
+        if speculation is not None and words_in == "symm":
+            if isinstance(cache, KVCache):
+                heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
+                parts = guess_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)
+            else:
+                parts = turbo_guess_parts(batch_size, num_heads // cache.num_kv_heads, transport.device)
         shape = PairShape(
             config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim,
             parts,

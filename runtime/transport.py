@@ -27,6 +27,8 @@ _hosted: list[dist.Store] = []
 # Renamed in PyTorch 2.13.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+REASON_BYTES = 200  # of a text that ranks tell each other
+
 MOST_GATHERED = 4  # ranks whose partial sums of 16 bits are gathered
 # Tokens of a prompt, and ranks, from which on the residual stream is spread over the ranks: two collectives take longer
 # than one for fewer tokens, and two ranks receive the same bytes either way. With T (T - 1) tokens every rank has some.
@@ -260,9 +262,12 @@ class Transport:
         group: dist.ProcessGroup = dist.new_group(ranks, pg_options=options)
         return group
 
-    def agree(self, flag: bool) -> bool:
-        """Whether `flag` is set on every rank of the job."""
-        return bool(self.all_gather_world(torch.tensor([flag], device=self.device)).all())
+    def first_reason(self, reason: str) -> str:
+        """Why not, as the first rank that has a reason says it; '' if none has one. The same on every rank."""
+        own = torch.frombuffer(bytearray(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")), dtype=torch.uint8)
+        rows = self.all_gather_world(own.to(self.device)).tolist()
+        reasons = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+        return next((f"rank {rank}: {text}" if rank else text for rank, text in enumerate(reasons) if text), "")
 
     def send(self, tensor: Tensor) -> None:
         """Send to the paired rank without waiting for it; `flush` before the buffers are needed to be free."""

@@ -111,11 +111,10 @@ def test_prose_about_transports_says_what_the_rows_say() -> None:
     nccl = f"{ratios['nccl', 2]} and {ratios['nccl', 4]}"
     assert f"through the host's memory {host}, over NCCL at {nccl} (" in prose
     page = " ".join((ROOT / "docs" / "decode_step.md").read_text(encoding="utf-8").split())
-    two, four = (
-        f"{steps['host', world]} ms, of {steps['nvlink', world]} {over[0]}and {steps['nccl', world]}{over[1]}"
-        for world, over in ((2, ("over NVLink ", " over NCCL")), (4, ("", "")))
-    )
-    assert f"a step at 8K tokens takes {two}; on four {four}." in page
+    two, four = ([steps[way, world] for way in ("host", "nccl", "nvlink")] for world in (2, 4))
+    host, nccl, nvlink = two
+    of_two = f"{host} ms through the host's memory, {nccl} over NCCL without peer access and {nvlink} over NVLink"
+    assert f"takes two H100s {of_two}; four {four[0]}, {four[1]} and {four[2]}." in page
 
 
 def test_the_latency_model_is_as_near_as_said() -> None:
@@ -505,5 +504,5 @@ def test_prose_about_the_all_reduce_says_what_the_rows_say() -> None:
         for impl in (name, "nccl")
     )
     assert f"written through peer pointers | {peer} us |" in page
-    assert f"which all its GPUs map | {host} us |" in page
+    assert f"which the GPUs of all ranks map | {host} us |" in page
     assert f"collectives are captured) | {nccl} us; without peer access {peerless} |" in page

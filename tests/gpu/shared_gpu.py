@@ -31,8 +31,8 @@ def share_gpus() -> None:
     def choose_device(config: EngineConfig, place: Placement) -> tuple[torch.device, str, str]:
         return torch.device("cuda", place.local_rank % num_gpus), "nccl", ""
 
-    def can_device_access_peer(device: torch.device, peer: int) -> bool:
-        return device.index == peer % num_gpus or reaches(device, peer % num_gpus)
+    def can_device_access_peer(device: int, peer: int) -> bool:
+        return device % num_gpus == peer % num_gpus or reaches(device % num_gpus, peer % num_gpus)
 
     placement.choose_device = choose_device
     torch.cuda.can_device_access_peer = can_device_access_peer

@@ -230,18 +230,18 @@ def test_without_peer_memory_the_same_text_comes_another_way(mode: str, monkeypa
         with jobs((2, 2, [*command, "auto"])) as (fallback,):
             code, text, error = outcome(fallback)
             assert code == 0, error[-2000:]
-            lines = [line for line in error.splitlines() if "decoding over" in line]
-            assert lines == ["alspec: decoding over the host's memory: no symmetric memory (NCCL_P2P_DISABLE=1)"]
+            lines = [line for line in error.splitlines() if "transport:" in line]
+            assert lines == ["alspec: transport: host, because symm does not work here (NCCL_P2P_DISABLE=1)"]
             assert "host, captured graph" in error
         with jobs((2, 2, [*command, "nccl"])) as (asked,):
             code, other, error = outcome(asked)
             assert code == 0, error[-2000:]
-            assert "decoding over" not in error
+            assert "because symm" not in error
             assert "nccl, captured graph" in error
             assert other == text
         code, expected, error = outcome(symm)
         assert code == 0, error[-2000:]
-        assert "decoding over" not in error
+        assert "because symm" not in error
         assert "symm, captured graph" in error
         assert text == expected
         assert len(text) > 30
@@ -256,4 +256,4 @@ def test_symmetric_memory_that_is_asked_for_and_does_not_work_is_an_error(monkey
     line = "alspec: exit 2: transport: symm does not work here: NCCL_P2P_DISABLE=1; use auto or nccl"
     assert line in error.splitlines(), error[-2000:]
     assert re.search(r"exitcode\s*: 2\b", error), error[-2000:]  # as torchrun tells it
-    assert "decoding over" not in error
+    assert "because symm" not in error

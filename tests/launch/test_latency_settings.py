@@ -90,7 +90,7 @@ def test_the_cache_has_the_room_that_was_asked_for(checkpoint: Path, monkeypatch
 def engine_of(mode: str, transport_name: str) -> Any:
     """What a row says of an engine of two ranks."""
     return SimpleNamespace(
-        placement=SimpleNamespace(world_size=2),
+        placement=SimpleNamespace(world_size=2, local_world_size=2),
         mode=mode,
         transport_name=transport_name,
         uses_graph=True,
@@ -110,18 +110,21 @@ def test_a_row_of_a_pair_has_no_share_of_a_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "disabled", "expected"),
+    ("transport", "disabled", "reaches", "expected"),
     [
-        ("nccl", "1", "nccl without peer access"),
-        ("nccl", None, "nccl"),
-        ("nccl", "0", "nccl"),
-        ("gloo", "1", "gloo"),
+        ("nccl", "1", True, "nccl without peer access"),
+        ("nccl", None, True, "nccl"),
+        ("nccl", "0", True, "nccl"),
+        ("nccl", None, False, "nccl without peer access"),
+        ("gloo", "1", False, "gloo"),
+        ("host", "1", False, "host"),
     ],
 )
 def test_rows_say_that_nccl_had_no_peer_access(
-    transport: str, disabled: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    transport: str, disabled: str | None, reaches: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: reaches)
     if disabled is not None:
         monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
     profile = Profile(1024, 1, [[100.0], [90.0]], None, 10**6)

@@ -44,7 +44,8 @@ def main() -> None:
             "own": own, "parts": parts.cpu(), "reduced": reduced.call_count, "tokens": tokens,
             "scattered": scattered.cpu(), "gathered": gathered.cpu(), "all": list(transport.own_tokens(len(partial))),
         }  # fmt: skip
-    found["agreed"] = [transport.agree(flag) for flag in (True, placement.rank > 0, False)]
+    later = "later" if placement.rank == 1 else ""
+    found["reasons"] = [transport.first_reason(reason) for reason in ("", later, f"{placement.rank} é" * 200)]
     torch.save(found, folder / f"rank{placement.rank}.pt")
     transport.barrier()
     transport.close()

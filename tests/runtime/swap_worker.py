@@ -42,7 +42,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
     tp_size = transport.placement.tp_size
     cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
     speculation = SpeculationConfig(mode="paired", chunk_size=128)
-    loop = DecodeLoop.build(model, cache, transport, False, False, no_operation, speculation)
+    loop = DecodeLoop.build(model, cache, transport, None, False, no_operation, speculation)
     found = []
     for threshold in case["thresholds"]:
         forced = torch.tensor(threshold["forced"], dtype=torch.int32) if "forced" in threshold else None

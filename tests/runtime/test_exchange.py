@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,13 +14,14 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from alspec.errors import UserError
+from alspec.errors import DoesNotFitError, UserError
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.push import lm_head, push_partial
 from alspec.kernels.residual import new_residual, reduce_norm
 from alspec.kernels.words import unpack_words
 from alspec.runtime import exchange as module
 from alspec.runtime.engine import Engine
+from alspec.runtime.host_memory import HostMemoryError
 from alspec.runtime.placement import Placement, WordsIn
 
 ZERO, LAST_BIT = 0, 1
@@ -254,57 +254,69 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
 
 
 @pytest.mark.parametrize(
-    ("unreachable", "wrong", "others", "expected"),
+    ("reach", "wrong", "expected"),
     [
-        pytest.param("", "", [True, True], "", id="all well"),
-        pytest.param("no way to GPU 1", None, [True], "no way to GPU 1", id="out of reach"),
-        pytest.param("", None, [False], "another rank cannot reach its peers", id="others out of reach"),
-        pytest.param("", "wrong sum", [True, True], "wrong sum", id="wrong sum"),
-        pytest.param("", "", [True, False], "another rank's self-test failed", id="others' wrong sum"),
+        pytest.param(["", ""], ["", ""], "", id="all well"),
+        pytest.param(["no way to GPU 1", "no way to GPU 1"], None, "no way to GPU 1", id="out of reach"),
+        pytest.param(["", "no way to GPU 0"], None, "rank 1: no way to GPU 0", id="one out of reach"),
+        pytest.param(["", ""], ["wrong sum", ""], "symmetric memory failed: wrong sum", id="wrong sum"),
+        pytest.param(["", ""], ["", "wrong sum"], "symmetric memory failed: rank 1: wrong sum", id="others' wrong sum"),
         pytest.param(
-            "",
-            RuntimeError("no fabric handle\nat line 3"),
-            [True, True],
+            ["", ""],
+            [RuntimeError("no fabric handle\nat line 3"), ""],
             "symmetric memory failed: no fabric handle",
             id="allocation fails",
         ),
     ],
 )
-def test_every_rank_decides_alike(
-    unreachable: str, wrong: str | RuntimeError | None, others: list[bool], expected: str
-) -> None:
-    """What one finds all obey, after as many questions to each other."""
-    answers: Iterator[bool] = iter(others)
-    transport: Any = SimpleNamespace(
-        placement=Placement(world_size=2), device=torch.device("cpu"), agree=lambda flag: next(answers) and flag
-    )
-    differs = mock.Mock(side_effect=[wrong])
-    with (
-        mock.patch.object(module, "_unreachable", return_value=unreachable),
-        mock.patch.object(module, "_differs_from_nccl", differs),
-    ):
-        assert module._fault("symm", transport) == expected
-    assert differs.called == (wrong is not None)
-    assert not list(answers)
+def test_every_rank_decides_alike(reach: list[str], wrong: list[str | RuntimeError] | None, expected: str) -> None:
+    """What one finds all are told, after as many questions to each other."""
+    for rank in (0, 1):
+        told = [reach, [str(each).partition("\n")[0] for each in wrong or ()]]
+
+        def first_reason(own: str, told: list[list[str]] = told, rank: int = rank) -> str:
+            reasons = told.pop(0)
+            assert own == reasons[rank]
+            return next((f"rank {of}: {why}" if of else why for of, why in enumerate(reasons) if why), "")
+
+        transport: Any = SimpleNamespace(placement=Placement(rank, 2, rank, 2), first_reason=first_reason)
+        differs = mock.Mock(side_effect=[wrong[rank]] if wrong else None)
+        with (
+            mock.patch.object(module, "why_no_peers", return_value=reach[rank]),
+            mock.patch.object(module, "_differs_from_nccl", differs),
+        ):
+            assert module._why_not("symm", transport) == expected
+        assert differs.called == (wrong is not None)
+        assert not any(told)
 
 
 def test_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`symm` needs access between every two GPUs, whichever asks; `host` only one host."""
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     here = Placement(rank=1, world_size=4, local_rank=1, local_world_size=4)
-    device = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, peer: peer != 3)
-    assert module._unreachable("symm", here, device) == "GPU 1 cannot reach GPU 3"
-    assert module._unreachable("host", here, device) == ""
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: own.index != peer)
-    assert module._unreachable("symm", here, device) == ""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: {own, peer} != {2, 3})
+    assert module._out_of_reach("symm", here) == "GPU 2 cannot reach GPU 3"
+    assert module._out_of_reach("host", here) == ""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: own != peer)
+    assert module._out_of_reach("symm", here) == ""
     spread = Placement(rank=1, world_size=4, local_rank=1, local_world_size=2)
-    assert module._unreachable("symm", spread, device) == "ranks on several hosts"
-    assert module._unreachable("host", spread, device) == "ranks on several hosts"
+    for way in ("symm", "host"):
+        assert module._out_of_reach(way, spread) == "ranks on several hosts"
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert module._unreachable("symm", here, device) == "NCCL_P2P_DISABLE=1"
-    assert module._unreachable("host", here, device) == ""
+    assert module._out_of_reach("symm", here) == "NCCL_P2P_DISABLE=1"
+    assert module._out_of_reach("host", here) == ""
 
 
+def test_pages_that_do_not_fit_are_told_so(device: torch.device) -> None:
+    transport: Any = SimpleNamespace(placement=Placement(0, 2, 0, 2), device=device)
+    with (
+        mock.patch.object(module, "share_host_memory", side_effect=HostMemoryError("rank 1: no room for 9.0 MB")),
+        pytest.raises(DoesNotFitError, match=r"^transport: host: rank 1: no room for 9\.0 MB; nccl needs none"),
+    ):
+        module.exchanges(transport, "host", 4, 1, 64, 100)
+
+
+TOLD = "transport: %s, because symm does not work here"
 FAR, PINNED = "GPU 0 cannot reach GPU 1", "the host's memory failed: no room for 1.0 MB"
 
 
@@ -312,9 +324,9 @@ FAR, PINNED = "GPU 0 cannot reach GPU 1", "the host's memory failed: no room for
     ("asked", "faults", "words_in", "told"),
     [
         ("auto", {"symm": "", "host": ""}, "symm", []),
-        ("auto", {"symm": FAR, "host": ""}, "host", [f"decoding over the host's memory: no symmetric memory ({FAR})"]),
-        ("auto", {"symm": FAR, "host": PINNED}, None, [f"decoding over gloo: no symmetric memory ({FAR}; {PINNED})"]),
-        ("auto", {"symm": FAR, "host": FAR}, None, [f"decoding over gloo: no symmetric memory ({FAR})"]),
+        ("auto", {"symm": FAR, "host": ""}, "host", [f"{TOLD % 'host'} ({FAR})"]),
+        ("auto", {"symm": FAR, "host": PINNED}, None, [f"{TOLD % 'gloo'} ({FAR}; {PINNED})"]),
+        ("auto", {"symm": FAR, "host": FAR}, None, [f"{TOLD % 'gloo'} ({FAR})"]),
         ("host", {"host": ""}, "host", []),
     ],
 )
@@ -322,7 +334,7 @@ def test_a_job_without_it_takes_the_next_way_and_says_so_once(
     asked: str, faults: dict[WordsIn, str], words_in: WordsIn | None, told: list[str]
 ) -> None:
     engine = engine_that_tries(asked, tuple(faults))
-    with mock.patch.object(module, "_fault", lambda way, _: faults[way]):
+    with mock.patch.object(module, "_why_not", lambda way, _: faults[way]):
         engine.load(1, 16)
         engine.load(1, 32)
     assert (engine._words_in, engine.notices) == (words_in, told)
@@ -333,7 +345,7 @@ def test_a_job_without_it_takes_the_next_way_and_says_so_once(
 def test_a_way_that_is_asked_for_and_does_not_work_is_an_error(asked: WordsIn) -> None:
     engine = engine_that_tries(asked, (asked,))
     with (
-        mock.patch.object(module, "_fault", return_value=FAR),
+        mock.patch.object(module, "_why_not", return_value=FAR),
         pytest.raises(UserError, match=f"transport: {asked} does not work here: {FAR}; use auto or nccl"),
     ):
         engine.load(1, 16)

@@ -86,7 +86,7 @@ def interpreted(engine: Engine, batch_size: int, capacity: int) -> None:
     engine.load(batch_size, capacity)
     assert engine.transport is not None
     operation = lambda name, layer: nullcontext()  # noqa: E731
-    engine.loop = DecodeLoop.build(engine.model, engine.cache, engine.transport, False, False, operation)
+    engine.loop = DecodeLoop.build(engine.model, engine.cache, engine.transport, None, False, operation)
 
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank(engine: Engine) -> None:

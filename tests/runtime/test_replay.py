@@ -67,7 +67,7 @@ class Setting:
         return torch.cat(logits).argmax(1).tolist()
 
     def loop(self) -> DecodeLoop:
-        return DecodeLoop.build(self.model, self.cache, self.transport, False, False, no_operation)
+        return DecodeLoop.build(self.model, self.cache, self.transport, None, False, no_operation)
 
     def tokens(self, sampling: SamplingConfig) -> list[list[int]]:
         """The reference: each step's tokens, by the step program and `sample`."""
