@@ -15,6 +15,7 @@ __all__ = [
     "InterruptedJobError",
     "RankFailureError",
     "UserError",
+    "one_line",
     "print_error",
     "report",
     "show",
@@ -56,6 +57,12 @@ class InterruptedJobError(AlspecError):
     """Ctrl-C, on this rank or another one; the exit code is a shell's."""
 
     exit_code = 130
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in up to 200 characters and never none: its kind, if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0][:200] if lines else type(error).__name__).rstrip(".;")
 
 
 def report(error: AlspecError) -> int:

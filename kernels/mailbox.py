@@ -19,7 +19,7 @@ from torch import Tensor
 from .exchange import Exchange
 from .lean_attention import Speculation
 from .merge import num_sums
-from .words import LATE_WORD, fault_code
+from .words import LATE_WORD, LINE_WORDS, fault_code
 
 __all__ = ["GATE_MLP", "GATE_O", "GATE_PRE_ATTENTION", "GATE_STRIDE", "NUM_GATES", "Handover", "Mailbox", "PairShape"]
 
@@ -62,7 +62,7 @@ class PairShape:
             layers * self.guess_parts * batch * self.num_qo_heads * self.head_dim,
             layers * self.guess_parts * batch * self.num_qo_heads,
         )
-        return tuple(-(-size // 16) * 16 for size in sizes)
+        return tuple(-(-size // LINE_WORDS) * LINE_WORDS for size in sizes)
 
 
 @dataclass(frozen=True)

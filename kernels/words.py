@@ -19,6 +19,7 @@ __all__ = [
     "BAD_NUMBERS",
     "INTERPRETED",
     "LATE_WORD",
+    "LINE_WORDS",
     "await_words",
     "fault_code",
     "pack_words",
@@ -29,6 +30,8 @@ __all__ = [
 
 # Triton's interpreter knows no inline assembly. There, words have to be written before they are awaited.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+LINE_WORDS = 16  # words of a line of memory, 128 bytes: a field that begins at one shares it with no other
 
 # Kinds of fault: kind << 28 | slot << 8 | rank, the first of a step.
 BAD_NUMBERS = 1

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import EngineConfig
-from ..errors import RankFailureError, UserError
+from ..errors import RankFailureError, UserError, one_line
 from .faults import Heartbeat
 from .placement import Placement, choose_device
 from .transport import Transport, connect_store
@@ -76,7 +76,7 @@ class Scope:
             except _SkipError:
                 raise
             except Exception as error:
-                raise RuntimeError(f"{device}: {_one_line(error)}") from error
+                raise RuntimeError(f"{device}: {one_line(error)}") from error
         return results
 
     def need_gpu(self) -> None:
@@ -136,7 +136,7 @@ def check(name: str, advice: str) -> Callable[[Callable[[Scope], str]], Callable
             except Exception as error:
                 if scope.debug:
                     traceback.print_exc()
-                return Check(name, "fail", _one_line(error), advice, RankFailureError.exit_code)
+                return Check(name, "fail", one_line(error), advice, RankFailureError.exit_code)
 
         CHECKS[name] = run
         return run
@@ -205,8 +205,3 @@ def _share(scope: Scope, outcome: Check, deadline_s: float) -> list[Check]:
             time.sleep(0.01)
         outcomes.append(Check(**json.loads(store.get(key))))
     return outcomes
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0][:200] if lines else type(error).__name__).rstrip(".;")

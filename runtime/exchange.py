@@ -15,18 +15,18 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from ..errors import DoesNotFitError
+from ..errors import DoesNotFitError, one_line
 from ..kernels.exchange import Exchange, LogitExchange
 from ..kernels.mailbox import Handover, PairShape
 from ..kernels.push import push_partial
 from ..kernels.residual import new_residual, reduce_norm
+from ..kernels.words import LINE_WORDS
 from .host_memory import HostMemoryError, share_host_memory
 from .placement import Placement, WordsIn, why_no_peers
 from .transport import Transport
 
 __all__ = ["allocate_words", "exchanges", "first_working"]
 
-LINE_WORDS = 16  # of the host's memory: each field begins at a line of 128 bytes
 NAMES: dict[WordsIn, str] = {"symm": "symmetric memory", "host": "the host's memory"}
 
 # A group's first push must arrive within this time of the self-test.
@@ -68,7 +68,7 @@ def exchanges(
         return exchange, logit_exchange, None
     sizes = [
         num_slots * batch_size * tp_size * hidden_size if tp_size > 1 else 0,
-        -(-batch_size * world_size * rows // 2) * 2,  # so that what follows is aligned to 16 bytes
+        batch_size * world_size * rows,
         sum(pair.field_words()) if pair else 0,
         world_size if pair else 0,
     ]
@@ -82,7 +82,7 @@ def exchanges(
     if tp_size > 1:
         words = partials[rank].view(num_slots, batch_size, tp_size, hidden_size)
         exchange = replace(exchange, words=words, peers=torch.tensor(_addresses(partials, group), device=device))
-    words = logits[rank][: batch_size * world_size * rows].view(batch_size, world_size, rows)
+    words = logits[rank].view(batch_size, world_size, rows)
     logit_exchange = replace(logit_exchange, words=words, peers=torch.tensor(_addresses(logits, each), device=device))
     if pair is None:
         return exchange, logit_exchange, None
@@ -101,8 +101,8 @@ def _addresses(memories: Sequence[Tensor], ranks: range) -> list[int]:
 def allocate_words(
     words_in: WordsIn, sizes: Sequence[int], homes: Sequence[Sequence[int]], transport: Transport
 ) -> list[list[Tensor]]:
-    """Zeroed words in several fields: of each, [size] int64 for each rank, in rank order, which this rank's kernels
-    can write. A rank reads its own.
+    """Zeroed words in several fields, which begin at lines: of each, [size] int64 for each rank, in rank order, which
+    this rank's kernels can write. A rank reads its own.
 
     All ranks of the job call it together.
 
@@ -114,23 +114,23 @@ def allocate_words(
         RuntimeError: symmetric memory cannot be had.
     """
     own, device = transport.placement.rank, transport.device
+    lines = [-(-size // LINE_WORDS) * LINE_WORDS for size in sizes]
     if words_in == "host":
-        rows = [[(place, home) for home in dict.fromkeys(of_ranks)] for place, of_ranks in enumerate(homes)]
-        flat = [row for of_field in rows for row in of_field]
-        aligned = [-(-sizes[place] // LINE_WORDS) * LINE_WORDS for place, _ in flat]
-        memory = share_host_memory(sum(aligned), transport)
-        found = dict(zip(flat, memory.split(aligned), strict=True))
-        return [[found[place, home][:size] for home in homes[place]] for place, size in enumerate(sizes)]
+        places = [(field, home) for field, of_ranks in enumerate(homes) for home in dict.fromkeys(of_ranks)]
+        aligned = [lines[field] for field, _ in places]
+        found = dict(zip(places, share_host_memory(sum(aligned), transport).split(aligned), strict=True))
+        return [[found[field, home][:size] for home in homes[field]] for field, size in enumerate(sizes)]
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     # `symm_mem.empty` would load SymPy for the strides of one dimension, which takes 2 s.
-    memory = _SymmetricMemory.empty_strided_p2p((sum(sizes),), (1,), torch.int64, device)
+    memory = _SymmetricMemory.empty_strided_p2p((sum(lines),), (1,), torch.int64, device)
     assert dist.group.WORLD is not None
     handle = symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
     memory.zero_()
     transport.barrier()
-    buffers = [handle.get_buffer(rank, (sum(sizes),), torch.int64) for rank in range(handle.world_size)]
+    buffers = [handle.get_buffer(rank, (sum(lines),), torch.int64) for rank in range(handle.world_size)]
     buffers[own] = memory
-    return [list(field) for field in zip(*(buffer.split(sizes) for buffer in buffers), strict=True)]
+    fields = zip(*(buffer.split(lines) for buffer in buffers), strict=True)
+    return [[words[:size] for words in field] for field, size in zip(fields, sizes, strict=True)]
 
 
 def first_working(ways: Sequence[WordsIn], transport: Transport) -> tuple[WordsIn | None, str]:
@@ -157,7 +157,7 @@ def _why_not(words_in: WordsIn, transport: Transport) -> str:
     try:
         wrong = _differs_from_nccl(words_in, transport)
     except RuntimeError as error:
-        wrong = str(error).partition("\n")[0]
+        wrong = one_line(error)
     reason = transport.first_reason(wrong)
     return f"{NAMES[words_in]} failed: {reason}" if reason else ""
 

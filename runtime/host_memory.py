@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import one_line
 from .memory import available_bytes
 from .transport import Transport
 
@@ -45,13 +46,13 @@ def share_host_memory(num_words: int, transport: Transport) -> Tensor:
             try:
                 file = _create(num_bytes)
             except Exception as error:  # whatever it is: the others wait to be told
-                reason = str(error).partition("\n")[0] or type(error).__name__
+                reason = one_line(error)
         place = transport.all_gather_world(torch.tensor(_place_of(file), device=device))[0].tolist()
         if place[1] >= 0:
             try:
                 words = _pin(_open(place, num_bytes), device)
             except Exception as error:
-                reason = str(error).partition("\n")[0] or type(error).__name__
+                reason = one_line(error)
         # Nobody closes the file before all have opened it.
         reason = transport.first_reason(reason)
         if reason:

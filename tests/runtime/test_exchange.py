@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from alspec.errors import DoesNotFitError, UserError
+from alspec.errors import DoesNotFitError, UserError, one_line
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.push import lm_head, push_partial
 from alspec.kernels.residual import new_residual, reduce_norm
@@ -267,12 +267,15 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
             "symmetric memory failed: no fabric handle",
             id="allocation fails",
         ),
+        pytest.param(
+            ["", ""], ["", RuntimeError()], "symmetric memory failed: rank 1: RuntimeError", id="says nothing"
+        ),
     ],
 )
 def test_every_rank_decides_alike(reach: list[str], wrong: list[str | RuntimeError] | None, expected: str) -> None:
     """What one finds all are told, after as many questions to each other."""
     for rank in (0, 1):
-        told = [reach, [str(each).partition("\n")[0] for each in wrong or ()]]
+        told = [reach, [one_line(each) if isinstance(each, Exception) else each for each in wrong or ()]]
 
         def first_reason(own: str, told: list[list[str]] = told, rank: int = rank) -> str:
             reasons = told.pop(0)
