@@ -19,9 +19,9 @@ generate: $(VENV)/.installed
 		--speculation $(SPECULATION) --temperature 0.8 --top-p 0.9 --seed $(SEED) \
 		$(if $(PROMPT),--prompt "$$PROMPT",--prompt-file models/demo/prompt.txt)
 
-# Files side by side: most of the time goes to one kernel at a time in Triton's interpreter.
+# Files side by side, for most of the time goes to one kernel at a time in Triton's interpreter; three, as tests also wait.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -14,8 +14,9 @@ class Exchange:
     """Partial sums of one tensor-parallel group.
 
     With `peers`, they travel as words (see words.py): `words` has a slot for each all-reduce of a step, so that no word
-    is overwritten before it has been read. Every rank has its own, or all of them share one. Without, they lie in
-    `partial`, and a collective sums them up in between if there are several ranks.
+    is overwritten before it has been read. Each rank has its own, or all share those of the host; then each keeps what
+    it pushed in `own_words`, too, for it need not come back from there. Without peers, the sums lie in `partial`, and a
+    collective adds them up in between if there are several ranks.
     """
 
     partial: Tensor  # [B, hidden] fp32
@@ -25,12 +26,13 @@ class Exchange:
     tp_size: int = 1
     rank: int = 0  # in the job: what a fault is reported under
     words: Tensor | None = None  # [slots, B, T, hidden] int64: what this rank reads
-    peers: Tensor | None = None  # [T or 1] int64: addresses of all such words, on the device
+    own_words: Tensor | None = None  # as words: where this rank finds those of its own; None: among the others
+    peers: Tensor | None = None  # [T or 2] int64: addresses of all such words, on the device
 
 
 @dataclass(frozen=True)
 class LogitExchange:
-    """Logits of the vocabulary shards of all ranks; `peers` as in `Exchange`."""
+    """Logits of the vocabulary shards of all ranks; `own_words` and `peers` as in `Exchange`."""
 
     shard: Tensor  # [B, rows] fp32: this rank's, where nothing is pushed; rows = ceil(V / world)
     epoch: Tensor
@@ -38,4 +40,5 @@ class LogitExchange:
     rank: int = 0
     world_size: int = 1
     words: Tensor | None = None  # [B, world, rows] int64
-    peers: Tensor | None = None  # [world or 1] int64
+    own_words: Tensor | None = None  # as words
+    peers: Tensor | None = None  # [world or 2] int64

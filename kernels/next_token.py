@@ -24,15 +24,17 @@ def num_candidates(vocab_size: int) -> int:
     return int(triton.cdiv(vocab_size, BLOCK))
 
 
-@triton.jit(do_not_specialize=["patience_ns", "late_code", "bad_code"])
+@triton.jit(do_not_specialize=["own_rank", "patience_ns", "late_code", "bad_code"])
 def _collect_logits_kernel(
     words_ptr,  # [B, world, rows] int64
+    own_words_ptr,  # the same, or None: where this rank's are
     gathered_ptr,  # [world, B, rows] fp32, where there are no words
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     logits_ptr,  # [B, V] fp32
     best_ptr,  # [B, C] fp32
     best_token_ptr,  # [B, C] int32
+    own_rank,
     patience_ns,
     late_code,
     bad_code,
@@ -54,7 +56,10 @@ def _collect_logits_kernel(
     if PDL:
         gdc_wait()
     if WORDS:
-        at = words_ptr + request.to(tl.int64) * WORLD * rows + tokens
+        of_source = words_ptr + tl.zeros_like(tokens)
+        if own_words_ptr is not None:
+            of_source = tl.where(source == own_rank, own_words_ptr, words_ptr)
+        at = of_source + request.to(tl.int64) * WORLD * rows + tokens
         logits = await_words(at, inside, epoch, patience_ns, fault_ptr, late_code + source)
     else:
         at = (source * num_requests + request).to(tl.int64) * rows + tokens - source * rows
@@ -90,7 +95,8 @@ def collect_logits(
     """
     batch_size, vocab_size = logits.shape
     compiled = launch(_collect_logits_kernel, (num_candidates(vocab_size), batch_size))(
-        exchange.words, gathered, exchange.epoch, exchange.fault, logits, best, best_token, patience_ns,
+        exchange.words, exchange.own_words, gathered, exchange.epoch, exchange.fault, logits, best, best_token,
+        exchange.rank, patience_ns,
         fault_code(LATE_WORD, slot, 0), fault_code(BAD_NUMBERS, slot, 0), exchange.shard.shape[1], vocab_size,
         WORLD=exchange.world_size, WORDS=exchange.words is not None, BLOCK=BLOCK, num_warps=8,
         **launch_options(logits.device),

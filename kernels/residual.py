@@ -99,9 +99,12 @@ def embed_norm(
     prefer_l1(compiled)
 
 
-@triton.jit(do_not_specialize=["slot", "patience_ns", "code"], do_not_specialize_on_alignment=["verdict_ptr"])
+@triton.jit(
+    do_not_specialize=["slot", "own_rank", "patience_ns", "code"], do_not_specialize_on_alignment=["verdict_ptr"]
+)
 def _reduce_norm_kernel(
     words_ptr,  # [slots, B, T, hidden] int64
+    own_words_ptr,  # the same, or None: where this rank's are
     partial_ptr,  # [B, hidden] fp32, where there are no words
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
@@ -113,6 +116,7 @@ def _reduce_norm_kernel(
     next_gate_ptr,  # [1] int32 or None
     verdict_ptr,  # [1] int64 or None
     slot,
+    own_rank,
     patience_ns,
     code,
     HIDDEN: tl.constexpr,
@@ -145,9 +149,12 @@ def _reduce_norm_kernel(
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if WORDS:
         ranks = tl.arange(0, T_PAD)
-        base = words_ptr + (slot * tl.num_programs(1) + request).to(tl.int64) * (T * HIDDEN)
         exist = (ranks < T)[:, None] & inside[None, :]
-        ptr = base + ranks[:, None] * HIDDEN + channels[None, :]
+        of_rank = words_ptr + tl.zeros_like(ranks)
+        if own_words_ptr is not None:
+            of_rank = tl.where(ranks == own_rank, own_words_ptr, words_ptr)
+        first = (slot * tl.num_programs(1) + request).to(tl.int64) * (T * HIDDEN)
+        ptr = (of_rank + first + ranks * HIDDEN)[:, None] + channels[None, :]
         codes = (code + ranks)[:, None] + tl.zeros([T_PAD, BLOCK], tl.int32)
         if verdict_ptr is None:
             x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes), 0)
@@ -190,8 +197,9 @@ def reduce_norm(
     batch_size, hidden = x.shape
     tp_size = exchange.tp_size
     compiled = launch(_reduce_norm_kernel, (num_square_sums(hidden), batch_size))(
-        exchange.words, exchange.partial, exchange.epoch, exchange.fault, x, gamma, x_norm, square_sums, gate,
-        next_gate, verdict, slot, patience_ns, fault_code(LATE_WORD, slot, exchange.rank - exchange.tp_rank),
+        exchange.words, exchange.own_words, exchange.partial, exchange.epoch, exchange.fault, x, gamma, x_norm,
+        square_sums, gate, next_gate, verdict, slot, exchange.tp_rank, patience_ns,
+        fault_code(LATE_WORD, slot, exchange.rank - exchange.tp_rank),
         HIDDEN=hidden, T=tp_size, T_PAD=triton.next_power_of_2(tp_size), WORDS=exchange.words is not None, BLOCK=BLOCK,
         num_warps=max(1, min(4, triton.next_power_of_2(tp_size))), **launch_options(x.device),
     )  # fmt: skip

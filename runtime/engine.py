@@ -107,8 +107,8 @@ class Engine:
         self.transport: Transport | None = None
         self._step = 0
         self._attempts = 0  # to run the loop; a fault ends one
-        self._texts = 0  # begun so far
-        self._owner = 0  # the text that may use the cache: the last one, if nothing was loaded since
+        self._generations = 0  # begun so far
+        self._owner = 0  # the generation that may use the cache: the last one, if nothing was loaded since
         self._turn = threading.RLock()  # of threads: one at a time loads, closes or takes a step
         self._is_closed = False
         self._is_warm = self.device.type != "cuda"
@@ -303,28 +303,28 @@ class Engine:
             progress: told how many tokens of all prompts are done, now and then before the first token comes.
         Raises:
             BadNumbersError: NaN or Inf in the logits; no token of that step is yielded.
-            UserError: another text has begun since the last token, and has the cache; after `close`.
+            UserError: another generation has begun since the last token, and has the cache; after `close`.
         """
         with self._turn:
-            text = self._begin_text()
-        yield from self._take_turns(text, self._run(generation, sampling, progress))
+            number = self._begin_generation()
+        yield from self._take_turns(number, self._run(generation, sampling, progress))
 
-    def _begin_text(self) -> int:
-        """The number of a new text, which has the cache from now on; within the lock under which that was loaded."""
-        self._texts += 1
-        self._owner = self._texts
-        return self._texts
+    def _begin_generation(self) -> int:
+        """The number of a new generation, which has the cache from now on; within the lock that it was loaded under."""
+        self._generations += 1
+        self._owner = self._generations
+        return self._generations
 
-    def _take_turns(self, text: int, steps: Iterator[Token]) -> Iterator[Token]:
+    def _take_turns(self, generation: int, steps: Iterator[Token]) -> Iterator[Token]:
         while True:
             with self._turn:
                 self._refuse_closed()
-                if text != self._owner:
-                    why = "another text of this engine has begun, which ends this one"
+                if generation != self._owner:
+                    why = "another generation of this engine has begun, which ends this one"
                     raise UserError(f"stream: {why}; take one after the other, or use two engines")
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)  # each thread has its own
-                with self.heartbeat.waiting(f"text {text}"):
+                with self.heartbeat.waiting(f"generation {generation}"):
                     token = next(steps, None)
             if token is None:
                 return
@@ -447,7 +447,7 @@ class Engine:
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
         with self._turn:
             self.heartbeat.start(self._release)
-            with self.heartbeat.waiting(f"the start of text {self._texts + 1}"):
+            with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
                 # Before anything of it is refused, for that has to happen on all ranks.
                 self.agreement.require_same({"prompt": spelled(prompt)} | settings)
                 self._catch_up(self.agreement.exchange)
@@ -456,12 +456,12 @@ class Engine:
                 needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
                 if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                     self.load(batch_size, needed)
-            text = self._begin_text()
+            number = self._begin_generation()
         notices = () if self._told or self.placement.rank else self.notices
         self._told = True
         for notice in notices:
             warnings.warn(notice, stacklevel=2)
-        yield from self._take_turns(text, self._run(self.start_generation(prompts, sampling), sampling, None))
+        yield from self._take_turns(number, self._run(self.start_generation(prompts, sampling), sampling, None))
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

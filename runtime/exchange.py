@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from .placement import Placement, WordsIn, why_no_peers
 from .transport import Transport
 
 __all__ = ["allocate_words", "exchanges", "first_working"]
+
+AnyExchange = TypeVar("AnyExchange", Exchange, LogitExchange)
 
 NAMES: dict[WordsIn, str] = {"symm": "symmetric memory", "host": "the host's memory"}
 
@@ -80,10 +83,8 @@ def exchanges(
         raise DoesNotFitError(f"transport: host: {error}; nccl needs none of the host's memory") from error
     rank, group = placement.rank, range(placement.group * tp_size, (placement.group + 1) * tp_size)
     if tp_size > 1:
-        words = partials[rank].view(num_slots, batch_size, tp_size, hidden_size)
-        exchange = replace(exchange, words=words, peers=torch.tensor(_addresses(partials, group), device=device))
-    words = logits[rank].view(batch_size, world_size, rows)
-    logit_exchange = replace(logit_exchange, words=words, peers=torch.tensor(_addresses(logits, each), device=device))
+        exchange = _through(exchange, partials, group, (num_slots, batch_size, tp_size, hidden_size))
+    logit_exchange = _through(logit_exchange, logits, each, (batch_size, world_size, rows))
     if pair is None:
         return exchange, logit_exchange, None
     handover = Handover.build(
@@ -96,6 +97,18 @@ def exchanges(
 def _addresses(memories: Sequence[Tensor], ranks: range) -> list[int]:
     """Where words for these ranks go: of a memory that several of them read, its address once."""
     return list(dict.fromkeys(memories[rank].data_ptr() for rank in ranks))
+
+
+def _through(exchange: AnyExchange, memories: Sequence[Tensor], ranks: range, shape: tuple[int, ...]) -> AnyExchange:
+    """The exchange, whose words travel through memories of these ranks."""
+    words, addresses = memories[exchange.rank].view(shape), _addresses(memories, ranks)
+    own_words = None
+    if len(addresses) == 1:
+        # All share them, behind PCIe: what a rank has pushed itself it keeps on its GPU as well.
+        own_words = torch.zeros_like(words)
+        addresses.append(own_words.data_ptr())
+    peers = torch.tensor(addresses, device=words.device)
+    return replace(exchange, words=words, own_words=own_words, peers=peers)
 
 
 def allocate_words(
@@ -179,9 +192,8 @@ def _differs_from_nccl(words_in: WordsIn, transport: Transport) -> str:
         tp_rank=rank,
         tp_size=world_size,
         rank=rank,
-        words=memories[rank].view(1, 1, world_size, hidden),
-        peers=torch.tensor(_addresses(memories, range(world_size)), device=device),
     )
+    exchange = _through(exchange, memories, range(world_size), (1, 1, world_size, hidden))
     values = torch.full((hidden,), -0.0, device=device)
     values[:64] = 1e-41 * (rank + 1)
     values[64 + rank : 128 : world_size] = 3e38 * (-1) ** rank

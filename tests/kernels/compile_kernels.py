@@ -53,7 +53,7 @@ INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
 INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
 INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr"}
 WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
-WIDE |= {"meeting_ptr", "offset_ptr"}
+WIDE |= {"meeting_ptr", "offset_ptr", "own_words_ptr"}
 BOTH = list(itertools.product((1, 8), (False, True)))  # batch sizes, plain and speculative
 SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64", "threshold2": "fp32"}
 DIVISIBLE = {"capacity", "chunk_size"}
@@ -287,12 +287,18 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         constants = stream | shape | how | loops(num_tiles, per_sm) | more
         return project(projections._qkv_rope_append_kernel, constants, tail_ptr="*i8")
 
+    def reduced(**more: Any) -> Any:
+        shape = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | both | pdl
+        return compile_for(capability, residual._reduce_norm_kernel, tp_size, shape | more, x_ptr="*fp32")
+
+    def collected(**more: Any) -> Any:
+        shape = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
+        return compile_for(capability, next_token._collect_logits_kernel, 8, shape | more)
+
     per_sm = gemv_tile.PROGRAMS_PER_SM if gate else 0
     no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
     rows, how = tile(mlp, hidden, 2)
     gate_up = stream | {"I": mlp, "ROWS": rows} | how | loops(mlp // rows, 4 * per_sm)
-    reduce_norm = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | both | pdl
-    collect = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
     finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
     finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
     return {
@@ -303,8 +309,10 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "gate_up": project(projections._gate_up_silu_kernel, gate_up, out_ptr="*bf16"),
         "down": pushed(mlp, hidden, gemv_tile.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
         "lm_head": pushed(hidden, vocab // tp_size, 0),
-        "reduce_norm": compile_for(capability, residual._reduce_norm_kernel, tp_size, reduce_norm, x_ptr="*fp32"),
-        "collect_logits": compile_for(capability, next_token._collect_logits_kernel, 8, collect),
+        "reduce_norm": reduced(own_words_ptr=None),
+        "reduce_norm, own words": reduced(),
+        "collect_logits": collected(own_words_ptr=None),
+        "collect_logits, own words": collected(),
         "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
     }
 

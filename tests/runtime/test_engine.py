@@ -226,7 +226,7 @@ def test_a_text_that_another_one_has_overtaken_ends(engine: Engine) -> None:
     first = engine.stream("The road", SAMPLING)
     next(first)
     assert [token.text for token in engine.stream("It was a", SAMPLING)] == expected
-    with pytest.raises(UserError, match="another text of this engine has begun"):
+    with pytest.raises(UserError, match="another generation of this engine has begun"):
         next(first)
 
 
@@ -251,7 +251,7 @@ def test_a_text_that_begins_in_another_thread_waits_for_the_step_under_way(
     next(first)
     second.join(timeout=30)
     assert found == expected
-    with pytest.raises(UserError, match="another text of this engine has begun"):
+    with pytest.raises(UserError, match="another generation of this engine has begun"):
         next(first)
 
 
@@ -270,7 +270,7 @@ def test_a_cache_loaded_by_another_thread_is_not_taken_for_ones_own(
         return start_generation(prompts, sampling)
 
     monkeypatch.setattr(engine, "start_generation", overtaken)
-    with pytest.raises(UserError, match="another text of this engine has begun"):
+    with pytest.raises(UserError, match="another generation of this engine has begun"):
         next(engine.stream(["The road", "It was a"], SAMPLING))
     assert found == expected
 
@@ -341,7 +341,7 @@ def test_a_cache_that_is_loaded_ends_the_text(engine: Engine) -> None:
     first = engine.stream("The road", SAMPLING)
     next(first)
     engine.load(1, 100)
-    with pytest.raises(UserError, match="another text of this engine has begun"):
+    with pytest.raises(UserError, match="another generation of this engine has begun"):
         next(first)
 
 

@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 
 from alspec.errors import DoesNotFitError, UserError, one_line
 from alspec.kernels.mailbox import PairShape
+from alspec.kernels.next_token import collect_logits
 from alspec.kernels.push import lm_head, push_partial
 from alspec.kernels.residual import new_residual, reduce_norm
 from alspec.kernels.words import unpack_words
@@ -237,20 +238,57 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
     for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
         assert logits.words is not None
         assert logits.peers is not None
-        assert logits.peers.tolist() == [ranks.logit_exchanges[0].words.data_ptr()] == [logits.words.data_ptr()]
+        assert logits.own_words is not None
+        assert logits.words.data_ptr() == ranks.logit_exchanges[0].words.data_ptr()
+        assert logits.peers.tolist() == [logits.words.data_ptr(), logits.own_words.data_ptr()]
         if tp_size > 1:
             assert exchange.words is not None
             assert exchange.peers is not None
-            assert exchange.peers.tolist() == [first[exchange.rank - exchange.tp_rank].data_ptr()]
-            assert exchange.peers.tolist() == [exchange.words.data_ptr()]
+            assert exchange.own_words is not None
+            assert exchange.words.data_ptr() == first[exchange.rank - exchange.tp_rank].data_ptr()
+            assert exchange.peers.tolist() == [exchange.words.data_ptr(), exchange.own_words.data_ptr()]
     boxes = [handover.own.inbox for handover in ranks.handovers if handover is not None]
     assert len({box.data_ptr() for box in boxes}) == len(boxes) == (world_size if num_groups == 2 else 0)
     own = [handover for handover in ranks.handovers if handover is not None]
     fields = [logits.words, *(words for words in first.values() if words is not None)]
+    fields += [each.own_words for each in (*ranks.exchanges, *ranks.logit_exchanges) if each.own_words is not None]
     fields += [each for handover in own for each in (*vars(handover.own).values(), handover.meeting)]
     ranges = sorted((field.data_ptr(), field.data_ptr() + 8 * field.numel()) for field in fields if field.numel())
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
     assert ranks.num_words < apart.num_words
+
+
+@pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (2, 2)])
+def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
+    device: torch.device, tp_size: int, num_groups: int
+) -> None:
+    batch, hidden, vocab, slot = 2, 80, 37, 3
+    shape = {"batch_size": batch, "hidden_size": hidden, "vocab_size": vocab}
+    ranks, world_size = Ranks(device, "host", tp_size, num_groups, **shape), tp_size * num_groups
+    generator = torch.Generator().manual_seed(tp_size)
+    rows = -(-vocab // world_size)
+    partials = torch.randn(world_size, batch, hidden, generator=generator).to(device)
+    shards = torch.randn(world_size, batch, rows, generator=generator).to(device)
+    sums_weight, rows_weight = torch.eye(hidden, device=device), torch.eye(rows, device=device)
+    ones = torch.full((batch, 1), float(rows), device=device)  # of inputs that are normal already
+    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+        push_partial(partials[exchange.rank], sums_weight, exchange, slot)
+        lm_head(shards[exchange.rank], ones, rows_weight, logits, 0.0, slot)
+    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+        first, shared = exchange.rank - exchange.tp_rank, (exchange.words, logits.words)
+        before = [words.clone() for words in shared]
+        exchange.words[:, :, exchange.tp_rank] = 0
+        logits.words[:, exchange.rank] = 0
+        x, *norm = new_residual(batch, hidden, torch.float32, device)
+        reduce_norm(exchange, slot, 10**7, x, torch.ones(hidden, device=device), *norm)
+        torch.testing.assert_close(x, partials[first : first + tp_size].sum(0))
+        found = torch.zeros(batch, vocab, device=device)
+        best, best_token = torch.zeros(batch, 1, device=device), torch.zeros(batch, 1, dtype=torch.int32, device=device)
+        collect_logits(logits, logits.shard, 10**7, slot, found, best, best_token)
+        torch.testing.assert_close(found, shards.transpose(0, 1).flatten(1)[:, :vocab])
+        assert int(exchange.fault) == 0
+        for words, old in zip(shared, before, strict=True):
+            words.copy_(old)
 
 
 @pytest.mark.parametrize(

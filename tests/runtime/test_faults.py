@@ -346,7 +346,7 @@ PLACE = r" at step \d+, operation [\w ,]+"
 PARTED = "ranks wait for each other in different places: rank 0 in text 1" + PLACE + ", rank 1 in {}" + PLACE
 # What rank 1 does after three tokens of text 1, while rank 0 goes on with it, and what the job then says.
 PARTINGS = {
-    "another text": ("next(stream(engine))", PARTED.format("the start of text 2")),
+    "another generation": ("next(stream(engine))", PARTED.format("the start of generation 2")),
     "close": ("engine.close()", PARTED.format("close")),
     "close, later": ("time.sleep(6); engine.close()", PARTED.format("close")),
 }
@@ -402,7 +402,8 @@ engine.close()
         assert running.torchrun.wait(timeout=60) == 0, running.stderr
         lines = running.lines
         absent = "for rank 1 (which is not in its engine, after step 0)"
-        assert lines == [f"alspec: rank 0 waits in {where} {absent}" for where in ("the start of text 1", "text 1")]
+        starts = ("the start of generation 1", "generation 1")
+        assert lines == [f"alspec: rank 0 waits in {where} {absent}" for where in starts]
 
 
 @pytest.mark.slow
