@@ -198,16 +198,16 @@ class DecodeLoop:
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """Set the state: the newest token of each request, and lengths with it."""
         self._decoder.begin(token_ids, seq_lens)
-        # What was launched ahead and not read belongs to the text before.
+        # What was launched ahead and not read belongs to the generation before.
         self._begun = self._taken = self._launched = int(self._decoder.exchange.epoch) - 1
 
     @property
     def launched(self) -> int:
-        """Steps launched so far, over all texts."""
+        """Steps launched so far, over all generations."""
         return self._launched
 
     def catch_up(self, launched: int) -> None:
-        """Launch what other ranks have launched of a text that was broken off, before anything waits for the device.
+        """Launch what other ranks have launched of a broken-off generation, before anything waits for the device.
 
         An interrupt may come in other steps on other ranks, and steps that have begun there wait for this rank's.
 

@@ -343,8 +343,8 @@ run_guarded(engine.heartbeat, work)
 
 
 PLACE = r" at step \d+, operation [\w ,]+"
-PARTED = "ranks wait for each other in different places: rank 0 in text 1" + PLACE + ", rank 1 in {}" + PLACE
-# What rank 1 does after three tokens of text 1, while rank 0 goes on with it, and what the job then says.
+PARTED = "ranks wait for each other in different places: rank 0 in generation 1" + PLACE + ", rank 1 in {}" + PLACE
+# What rank 1 does after three tokens of generation 1, while rank 0 goes on with it, and what the job then says.
 PARTINGS = {
     "another generation": ("next(stream(engine))", PARTED.format("the start of generation 2")),
     "close": ("engine.close()", PARTED.format("close")),
@@ -373,7 +373,7 @@ SOON_GONE = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("other", "line"), SOON_GONE.values(), ids=SOON_GONE)
 def test_a_rank_that_is_soon_gone(other: str, line: str, tiny_folder: Path, tmp_path: Path) -> None:
-    """Rank 1; rank 0 is told in its first text that it waits in vain."""
+    """Rank 1; rank 0 is told in its first generation that it waits in vain."""
     text = f"if rank == 1:\n    {other}\nlist(stream(engine))"
     ended = failed(tmp_path, tiny_folder, text, within_s=40)
     assert len(ended.lines) == 1, ended.stderr
