@@ -511,7 +511,8 @@ def test_prose_about_the_all_reduce_says_what_the_rows_say() -> None:
     said = f"takes {ours[0]:.1f} us on two H100s and {ours[1]:.1f} on four (NCCL {theirs[0]:.1f} and {theirs[1]:.1f});"
     assert said in page
     rates = [
-        8 * 7 * world * 4096 / (of_eight["host", world][name] - of_one["host", world][name]) / 1e3 for world in (2, 4)
+        8 * 7 * (world - 1) * 4096 / (of_eight["host", world][name] - of_one["host", world][name]) / 1e3
+        for world in (2, 4)
     ]
     assert f"what 8 requests have beyond one comes at {min(rates):.0f} GB/s." in page
     assert f"collectives are captured) | {nccl} us; without peer access {peerless} |" in page
