@@ -26,7 +26,7 @@ class Exchange:
     tp_size: int = 1
     rank: int = 0  # in the job: what a fault is reported under
     words: Tensor | None = None  # [slots, B, T, hidden] int64: what this rank reads
-    own_words: Tensor | None = None  # as words: where this rank finds those of its own; None: among the others
+    own_words: Tensor | None = None  # as words, places of others unused: where it reads its own instead
     peers: Tensor | None = None  # [T or 2] int64: addresses of all such words, on the device
 
 

@@ -28,7 +28,7 @@ NEVER = torch.iinfo(torch.int64).max  # a time
 @triton.jit(do_not_specialize=["slot", "rank"])
 def _push_words_kernel(
     partial_ptr,  # [B, hidden] fp32
-    peers_ptr,  # [PEERS] int64: address of each peer's words [slots, B, T, hidden]
+    peers_ptr,  # [PEERS] int64: addresses of all words [slots, B, T, hidden] to store into
     epoch_ptr,  # [1] int32
     slot,
     rank,

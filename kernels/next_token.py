@@ -56,7 +56,7 @@ def _collect_logits_kernel(
     if PDL:
         gdc_wait()
     if WORDS:
-        of_source = words_ptr + tl.zeros_like(tokens)
+        of_source = words_ptr
         if own_words_ptr is not None:
             of_source = tl.where(source == own_rank, own_words_ptr, words_ptr)
         at = of_source + request.to(tl.int64) * WORLD * rows + tokens

@@ -74,7 +74,7 @@ def _push_partial_kernel(
     squares_ptr,  # [B, S] fp32, or None: the input is not normalised
     w_ptr,  # [num_rows, K]
     out_ptr,  # [B, out_width] fp32: where nothing is pushed
-    peers_ptr,  # [PEERS] int64: address of each peer's words [slots, B, SOURCES, out_width]
+    peers_ptr,  # [PEERS] int64: addresses of all words [slots, B, SOURCES, out_width] to store into
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     gate_ptr,  # [1] int32 or None
@@ -160,8 +160,9 @@ def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, slot: int, gate:
 
         partial = x W^T, fp32
 
-    With peers, the sums go into the words of `slot` that every rank reads, without one into `exchange.partial`; either
-    way `reduce_norm` adds them up. A sum that is not finite is noted in the fault word.
+    With peers, the sums go into the words of `slot` that every rank reads, and into `own_words` where there are such;
+    without, into `exchange.partial`. Either way `reduce_norm` adds them up. A sum that is not finite is noted in the
+    fault word.
 
     Args:
         x: [B, K] in weight's dtype.  weight: [hidden, K], this rank's columns.  gate: [1] int32; 0 skips everything.

@@ -150,7 +150,7 @@ def _reduce_norm_kernel(
     if WORDS:
         ranks = tl.arange(0, T_PAD)
         exist = (ranks < T)[:, None] & inside[None, :]
-        of_rank = words_ptr + tl.zeros_like(ranks)
+        of_rank = words_ptr
         if own_words_ptr is not None:
             of_rank = tl.where(ranks == own_rank, own_words_ptr, words_ptr)
         first = (slot * tl.num_programs(1) + request).to(tl.int64) * (T * HIDDEN)

@@ -315,16 +315,16 @@ class Engine:
         self._owner = self._generations
         return self._generations
 
-    def _take_turns(self, generation: int, steps: Iterator[Token]) -> Iterator[Token]:
+    def _take_turns(self, number: int, steps: Iterator[Token]) -> Iterator[Token]:
         while True:
             with self._turn:
                 self._refuse_closed()
-                if generation != self._owner:
+                if number != self._owner:
                     why = "another generation of this engine has begun, which ends this one"
                     raise UserError(f"stream: {why}; take one after the other, or use two engines")
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)  # each thread has its own
-                with self.heartbeat.waiting(f"generation {generation}"):
+                with self.heartbeat.waiting(f"generation {number}"):
                     token = next(steps, None)
             if token is None:
                 return

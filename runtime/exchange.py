@@ -83,8 +83,8 @@ def exchanges(
         raise DoesNotFitError(f"transport: host: {error}; nccl needs none of the host's memory") from error
     rank, group = placement.rank, range(placement.group * tp_size, (placement.group + 1) * tp_size)
     if tp_size > 1:
-        exchange = _through(exchange, partials, group, (num_slots, batch_size, tp_size, hidden_size))
-    logit_exchange = _through(logit_exchange, logits, each, (batch_size, world_size, rows))
+        exchange = _with_words(exchange, partials, group, (num_slots, batch_size, tp_size, hidden_size))
+    logit_exchange = _with_words(logit_exchange, logits, each, (batch_size, world_size, rows))
     if pair is None:
         return exchange, logit_exchange, None
     handover = Handover.build(
@@ -99,12 +99,12 @@ def _addresses(memories: Sequence[Tensor], ranks: range) -> list[int]:
     return list(dict.fromkeys(memories[rank].data_ptr() for rank in ranks))
 
 
-def _through(exchange: AnyExchange, memories: Sequence[Tensor], ranks: range, shape: tuple[int, ...]) -> AnyExchange:
-    """The exchange, whose words travel through memories of these ranks."""
+def _with_words(exchange: AnyExchange, memories: Sequence[Tensor], ranks: range, shape: tuple[int, ...]) -> AnyExchange:
+    """The exchange with its words in these memories; `ranks` are its peers."""
     words, addresses = memories[exchange.rank].view(shape), _addresses(memories, ranks)
     own_words = None
-    if len(addresses) == 1:
-        # All share them, behind PCIe: what a rank has pushed itself it keeps on its GPU as well.
+    if len(addresses) < len(ranks):
+        # They share them, behind PCIe: what a rank has pushed itself it keeps on its GPU as well.
         own_words = torch.zeros_like(words)
         addresses.append(own_words.data_ptr())
     peers = torch.tensor(addresses, device=words.device)
@@ -193,7 +193,7 @@ def _differs_from_nccl(words_in: WordsIn, transport: Transport) -> str:
         tp_size=world_size,
         rank=rank,
     )
-    exchange = _through(exchange, memories, range(world_size), (1, 1, world_size, hidden))
+    exchange = _with_words(exchange, memories, range(world_size), (1, 1, world_size, hidden))
     values = torch.full((hidden,), -0.0, device=device)
     values[:64] = 1e-41 * (rank + 1)
     values[64 + rank : 128 : world_size] = 3e38 * (-1) ** rank

@@ -80,8 +80,8 @@ def plan_memory(
     # The first token, and those of steps that are launched one by one, may be drawn by sorting.
     activations = max(activations, DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size)
     logits = 3 * 4 * batch_size * config.vocab_size
-    # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits. Only `symm` has
-    # them on the GPU, but which transport it will be shows when the ranks are connected.
+    # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits. `symm` has them
+    # on the GPU, `host` as many places for a rank's own; which transport it will be shows when ranks are connected.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0
     words += config.vocab_size if shard.vocab_shards > 1 else 0
     return MemoryPlan(weights, cache, activations + logits + 8 * batch_size * words)

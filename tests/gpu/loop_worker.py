@@ -201,7 +201,7 @@ def endless(engine: Engine) -> int:
 
 
 def broken(engine: Engine) -> int:
-    """A whole text, then others that half of the ranks break off a token later, with a whole one behind each."""
+    """A whole generation, then others that half of the ranks break off a token later, a whole one behind each."""
     results = []
     for sampling in (None, GREEDY, SAMPLED, GREEDY):  # another way of sampling takes another captured step
         if sampling is not None:
@@ -211,7 +211,7 @@ def broken(engine: Engine) -> int:
                     break
         results.append([token.token_id for token in engine.stream(PROMPT, GREEDY)])
     _tell(engine, results)
-    for count, _ in enumerate(engine.stream(PROMPT, GREEDY)):  # the end has to do without a text behind it
+    for count, _ in enumerate(engine.stream(PROMPT, GREEDY)):  # the end has to do without one behind it
         if count == 4 + engine.placement.rank % 2:
             break
     engine.close()

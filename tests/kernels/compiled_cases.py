@@ -90,19 +90,25 @@ def late_verdict(stale: bool, **how: Any) -> Found:
     return {"error": 0.0} | kernel.counts
 
 
-def all_reduce(late: bool, verdict: float | None = None, **how: Any) -> Found:
+def all_reduce(late: bool, verdict: float | None = None, own: bool = False, **how: Any) -> Found:
     """Words of two ranks summed into the residual, or those of the step before.
 
     Args:
+        own: the second rank's are among others that it has itself, and stale where all find them.
         verdict: of the step; one that rejects ends the wait for them, which then count as 0.
     """
     hidden, epoch = 96, 6
     partials, start, gamma = torch.randn(2, 1, hidden), torch.randn(1, hidden), torch.randn(hidden)
     words = pack(partials, epoch - late)
     gate, next_gate, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    words = words.transpose(0, 1)[None].contiguous()
+    own_words = words.clone() if own else None
+    if own_words is not None:
+        words[:, :, 1] -= 1 << 32
+        own_words[:, :, 0] = 0
     exchange = Exchange(
-        torch.zeros(1, hidden), torch.tensor([epoch], dtype=torch.int32), zero.int(), tp_size=2,
-        words=words.transpose(0, 1)[None].contiguous(),
+        torch.zeros(1, hidden), torch.tensor([epoch], dtype=torch.int32), zero.int(), tp_rank=1, tp_size=2, rank=1,
+        words=words, own_words=own_words,
     )  # fmt: skip
     gates = ()
     if verdict is not None:
@@ -122,14 +128,22 @@ def all_reduce(late: bool, verdict: float | None = None, **how: Any) -> Found:
     return {"error": float((x - expected).norm() / expected.norm())} | kernel.counts
 
 
-def logits_of_all(late: bool, **how: Any) -> Found:
-    """The words of two ranks' vocabulary shards as logits and candidates; rank 1's may be of the step before."""
+def logits_of_all(late: bool, own: bool = False, **how: Any) -> Found:
+    """The words of two ranks' vocabulary shards as logits and candidates; rank 1's may be of the step before.
+
+    Args:
+        own: as `all_reduce`, of the first rank.
+    """
     rows, epoch = 750, 6
     shards = torch.randn(1, 2, rows)
     words = torch.stack([pack(shards[:, 0], epoch), pack(shards[:, 1], epoch - late)], 1)
     before = fault_code(LATE_WORD, 1, 1) if late else 0  # waits are over
     fault = torch.tensor([before], dtype=torch.int32)
-    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words)
+    own_words = words.clone() if own else None
+    if own_words is not None:
+        words[:, 0] -= 1 << 32
+        own_words[:, 1] = 0
+    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words, own_words)
     logits, best, best_token = torch.zeros(1, 2 * rows), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)
     kernel = Emulated(next_token._collect_logits_kernel, 90, **how)
     with mock.patch.object(next_token, "_collect_logits_kernel", kernel):
@@ -258,6 +272,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "2 requests, chunks of several tiles": sound(lambda: several(2, 1664, 88, torch.bfloat16, True)),
     "all-reduce": sound(lambda: all_reduce(False)),
     "all-reduce, words of the step before": sound(lambda: all_reduce(True)),
+    "all-reduce, own words apart": sound(lambda: all_reduce(False, own=True)),
     "all-reduce, accepted": sound(lambda: all_reduce(False, 1.0)),
     "all-reduce, rejected and not waited for": sound(lambda: all_reduce(True, 0.0)),
     "broken all-reduce, old words": broken(partial(all_reduce, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
@@ -266,6 +281,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "broken verdict, old words": broken(partial(late_verdict, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
     "logits": sound(lambda: logits_of_all(False)),
     "logits, rank 1's of the step before": sound(lambda: logits_of_all(True)),
+    "logits, own words apart": sound(lambda: logits_of_all(False, own=True)),
     **{f"logits, a word of rank {rank} past its deadline": partial(logits_past_a_deadline, rank) for rank in (0, 1)},
     "broken logits, nobody named": broken(
         partial(logits_past_a_deadline, 1), r"@late\w* st\.volatile\.global\.u32[^;]*;", "", "error"

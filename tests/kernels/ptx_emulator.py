@@ -389,7 +389,9 @@ class Machine:
         if operand[0] == "{":
             packed = self.reader(operand, f"*b{8 * WIDTH[kind] // len(parts_of(operand))}")
             return lambda: packed().view(dtype)[:, 0]
-        operand = str(self.parameters.get(operand.strip("[] "), operand))
+        # A parameter's address stands for its value: `ld.param` of one of two that was chosen takes that.
+        operand = operand.strip("[] ")
+        operand = str(self.parameters.get(operand, operand))
         special = self._special(operand)
         if special is not None:
             return lambda: special().astype(dtype)

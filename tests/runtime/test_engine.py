@@ -220,7 +220,7 @@ def test_one_rank_leaves_signals_alone(engine: Engine) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_text_that_another_one_has_overtaken_ends(engine: Engine) -> None:
+def test_a_generation_that_another_one_has_overtaken_ends(engine: Engine) -> None:
     """Both would write into one cache."""
     expected = [token.text for token in engine.stream("It was a", SAMPLING)]
     first = engine.stream("The road", SAMPLING)
@@ -230,7 +230,7 @@ def test_a_text_that_another_one_has_overtaken_ends(engine: Engine) -> None:
         next(first)
 
 
-def test_a_text_that_begins_in_another_thread_waits_for_the_step_under_way(
+def test_a_generation_that_begins_in_another_thread_waits_for_the_step_under_way(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both would write into one cache: the prompt of the first one while the second decodes."""
@@ -258,7 +258,7 @@ def test_a_text_that_begins_in_another_thread_waits_for_the_step_under_way(
 def test_a_cache_loaded_by_another_thread_is_not_taken_for_ones_own(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For as many requests, or as many tokens, as the other text has."""
+    """For as many requests, or as many tokens, as the other generation has."""
     expected = [token.text for token in engine.stream("It was a", SAMPLING)]
     start_generation, found = engine.start_generation, list[str]()
     second = threading.Thread(target=lambda: found.extend(token.text for token in engine.stream("It was a", SAMPLING)))
@@ -282,7 +282,7 @@ def test_what_fits_is_what_fits_every_rank(engine: Engine, monkeypatch: pytest.M
 
 
 def test_steps_of_other_ranks_are_caught_up_with(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a text, a new cache and the end; a rank whose loop is gone takes part, and launches nothing."""
+    """Before a generation, a new cache and the end; a rank whose loop is gone takes part, and launches nothing."""
     told: list[str] = []
     found: list[int] = []
 
@@ -300,7 +300,7 @@ def test_steps_of_other_ranks_are_caught_up_with(engine: Engine, monkeypatch: py
     monkeypatch.setattr(engine, "_catch_up", lambda exchange: calls.append(exchange("3")))
     for _ in engine.stream("The old man", SAMPLING):
         pass
-    assert calls == [["3"]] * 2  # of the text, and of its cache
+    assert calls == [["3"]] * 2  # of the generation, and of its cache
     for _ in engine.stream("The old man", SAMPLING):
         pass
     assert calls == [["3"]] * 3
@@ -337,7 +337,7 @@ def test_a_pair_that_nobody_asked_for_is_told(
     assert any(line in notice for notice in engine.notices) == ((mode, kv_heads) == ("auto", 1))
 
 
-def test_a_cache_that_is_loaded_ends_the_text(engine: Engine) -> None:
+def test_a_cache_that_is_loaded_ends_the_generation(engine: Engine) -> None:
     first = engine.stream("The road", SAMPLING)
     next(first)
     engine.load(1, 100)
@@ -409,7 +409,7 @@ def test_simulated_steps_of_a_gpu_are_told(mode: str, tiny_folder: Path, monkeyp
     assert Engine.from_pretrained(tiny_folder, speculation=mode).notices == (told if mode == "simulated" else [])
 
 
-def test_a_text_ends_with_its_engine(engine: Engine) -> None:
+def test_a_generation_ends_with_its_engine(engine: Engine) -> None:
     text = engine.stream("The road", SAMPLING)
     next(text)
     engine.close()

@@ -48,8 +48,8 @@ def _signed_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
 class Job:
     """The self-tests of all ranks in one process, one after the other: memory that all reach, and an all-reduce."""
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
-        self.world_size, self.device = world_size, device
+    def __init__(self, world_size: int, device: torch.device, words_in: WordsIn = "symm") -> None:
+        self.world_size, self.device, self._words_in = world_size, device, words_in
         self.memories: list[Tensor] = []
         self.given: dict[int, Tensor] = {}  # what each rank has put into the all-reduce
         for rank in range(world_size):
@@ -58,9 +58,9 @@ class Job:
     def self_test(self, rank: int) -> str:
         def allocate(_way: WordsIn, sizes: list[int], _homes: Any, _transport: Any) -> list[list[Tensor]]:
             if not self.memories:
-                self.memories = [
-                    torch.zeros(sizes[0], dtype=torch.int64, device=self.device) for _ in range(self.world_size)
-                ]
+                places = 1 if self._words_in == "host" else self.world_size
+                each = [torch.zeros(sizes[0], dtype=torch.int64, device=self.device) for _ in range(places)]
+                self.memories = each * (self.world_size // places)
             return [self.memories]
 
         def all_reduce(values: Tensor) -> None:
@@ -75,7 +75,7 @@ class Job:
             mock.patch.object(module.dist, "all_reduce", all_reduce),
             mock.patch.object(module, "TEST_PATIENCE_NS", 10**7),
         ):
-            return module._differs_from_nccl("symm", transport)
+            return module._differs_from_nccl(self._words_in, transport)
 
     def sums(self) -> Tensor:
         """Of what has been given, in rank order; not by `torch.sum`, which begins with +0.0."""
@@ -89,9 +89,10 @@ class Job:
         return self.memories[reader].view(self.world_size, -1)[writer].view(torch.int32).view(-1, 2)
 
 
+@pytest.mark.parametrize("words_in", ["symm", "host"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_right_sums_pass_on_every_rank(device: torch.device, world_size: int) -> None:
-    job = Job(world_size, device)
+def test_right_sums_pass_on_every_rank(device: torch.device, world_size: int, words_in: WordsIn) -> None:
+    job = Job(world_size, device, words_in)
     assert [job.self_test(rank) for rank in range(world_size)] == [""] * world_size
     sums = job.sums()
     is_zero = sums == 0
@@ -137,6 +138,16 @@ def test_a_value_that_arrives_wrong_is_found(
         wrong = sum(values[1:], values[0]).item()
         assert job.self_test(reader) == f"wrong sum: {wrong!r} for {right!r}", (reader, writer)
         assert not any(job.self_test(rank) for rank in range(world_size) if rank != reader), (reader, writer)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_word_that_is_wrong_in_the_hosts_memory_is_found_by_all_others(device: torch.device, world_size: int) -> None:
+    job, writer = Job(world_size, device, "host"), 1
+    job.words(0, writer)[int(places_of("integer", job.given[writer])[0])][0] ^= LAST_BIT << 23
+    found = [job.self_test(rank) for rank in range(world_size) if rank != writer]
+    assert all(told.startswith("wrong sum") for told in found), found
+    assert job.self_test(writer) == "", "it has its own, and pushes it again"
+    assert [job.self_test(rank) for rank in range(world_size)] == [""] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -189,7 +200,7 @@ class Ranks:
 
     @property
     def num_words(self) -> int:
-        """All that was allocated."""
+        """Of what ranks share, or of the symmetric memory of all."""
         return sum(memory.numel() for memory in self._memories)
 
 
@@ -258,7 +269,7 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
     assert ranks.num_words < apart.num_words
 
 
-@pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (1, 2), (2, 2)])
 def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
     device: torch.device, tp_size: int, num_groups: int
 ) -> None:
@@ -275,10 +286,13 @@ def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
         push_partial(partials[exchange.rank], sums_weight, exchange, slot)
         lm_head(shards[exchange.rank], ones, rows_weight, logits, 0.0, slot)
     for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
-        first, shared = exchange.rank - exchange.tp_rank, (exchange.words, logits.words)
+        first = exchange.rank - exchange.tp_rank
+        shared = [logits.words[:, exchange.rank]]
+        if tp_size > 1:
+            shared.append(exchange.words[:, :, exchange.tp_rank])
         before = [words.clone() for words in shared]
-        exchange.words[:, :, exchange.tp_rank] = 0
-        logits.words[:, exchange.rank] = 0
+        for words in shared:
+            words.zero_()
         x, *norm = new_residual(batch, hidden, torch.float32, device)
         reduce_norm(exchange, slot, 10**7, x, torch.ones(hidden, device=device), *norm)
         torch.testing.assert_close(x, partials[first : first + tp_size].sum(0))

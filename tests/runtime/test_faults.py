@@ -322,7 +322,7 @@ for _ in range(3):
 @pytest.mark.parametrize(
     "missed",
     ["list(stream(engine, 100))", "list(tokens)", 'with engine.heartbeat.waiting("a test"): time.sleep(60)'],
-    ids=["text", "step", "wait"],
+    ids=["generation", "step", "wait"],
 )
 def test_a_rank_that_leaves_early(missed: str, tiny_folder: Path, tmp_path: Path) -> None:
     """It ends well, without `close`: whoever waits for it is told, also where no collective fails (as on GPUs)."""

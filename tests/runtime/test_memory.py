@@ -150,26 +150,34 @@ def test_buffers_hold_the_draw_of_up_to_eight_requests() -> None:
         assert num_bytes == logits + DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size
 
 
+@pytest.mark.parametrize("words_in", ["symm", "host"])
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-def test_buffers_hold_the_words_of_each_request(tp_size: int, num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a second request adds: its logits, in fp32 three times, and as many words as `exchanges` asks for."""
+def test_buffers_hold_the_words_of_each_request(
+    tp_size: int, num_groups: int, words_in: WordsIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a second request adds: its logits, in fp32 three times, and the words that `exchanges` has on the GPU."""
     world_size = tp_size * num_groups
-    asked: list[int] = []
 
-    def allocate(_: WordsIn, sizes: list[int], homes: object, transport: Transport) -> list[list[Tensor]]:
-        asked.append(8 * sum(sizes))
-        return [[torch.zeros(size, dtype=torch.int64)] * world_size for size in sizes]
+    def allocate(way: WordsIn, sizes: list[int], homes: object, transport: Transport) -> list[list[Tensor]]:
+        places = 1 if way == "host" else world_size
+        return [
+            [torch.zeros(size, dtype=torch.int64) for _ in range(places)] * (world_size // places) for size in sizes
+        ]
 
     monkeypatch.setattr(exchange, "allocate_words", allocate)
     transport = Transport(Placement(), CPU, "gloo", None)
     transport.placement = Placement(0, world_size, 0, world_size, num_groups)
-    planned = []
+    planned, held = [], []
     for batch_size in (1, 2):
-        exchange.exchanges(transport, "symm", 2 * MODEL.num_layers, batch_size, MODEL.hidden_size, MODEL.vocab_size)
+        shape = (2 * MODEL.num_layers, batch_size, MODEL.hidden_size, MODEL.vocab_size)
+        sums, logits, _ = exchange.exchanges(transport, words_in, *shape)
+        fields = [each.words if words_in == "symm" else each.own_words for each in (sums, logits)]
+        held.append(sum(words.nbytes for words in fields if words is not None))
         plan = plan_memory(MODEL, transport.placement.shard, torch.bfloat16, batch_size, 100)
         planned.append(plan.buffer_bytes)
-    words = asked[1] - asked[0] if asked else 0
-    # Rows of logits are dealt alike, so a few more than there are may be asked for.
+    assert (held[0] > 0) == (world_size > 1)
+    # Rows of logits are dealt alike, so there may be a few more than tokens.
+    words = held[1] - held[0]
     assert planned[1] - planned[0] == pytest.approx(12 * MODEL.vocab_size + words, abs=8 * (world_size + 2))
 
 

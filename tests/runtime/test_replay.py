@@ -143,7 +143,7 @@ def test_a_quantised_cache_fills_blocks_as_the_step_program_does(turbo_folder: P
             assert (found - reference).norm() < 0.01 * reference.norm()
 
 
-def test_a_text_left_early_leaves_nothing_behind(setting: Setting) -> None:
+def test_a_generation_left_early_leaves_nothing_behind(setting: Setting) -> None:
     expected = setting.tokens(GREEDY)
     loop = setting.loop()
     loop.prepare(GREEDY)
@@ -171,7 +171,7 @@ class Graph:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_an_interrupted_launch_leaves_nothing_behind(setting: Setting, sampling: SamplingConfig) -> None:
-    """The step is under way, and counted: the next text does not take its token for one of its own."""
+    """The step is under way, and counted: the next generation does not take its token for one of its own."""
     expected = setting.tokens(sampling)
     loop = setting.loop()
     loop.prepare(sampling)
@@ -244,7 +244,7 @@ def test_half_a_step_leaves_nothing_behind(setting: Setting) -> None:
         assert _run(loop, setting.prefill(), SAMPLED) == expected
 
 
-def test_steps_that_are_launched_are_counted_from_the_beginning_of_a_text(setting: Setting) -> None:
+def test_steps_that_are_launched_are_counted_from_the_beginning_of_a_generation(setting: Setting) -> None:
     loop, launched = setting.loop(), []
     loop.prepare(GREEDY)
 
@@ -261,7 +261,7 @@ def test_steps_that_are_launched_are_counted_from_the_beginning_of_a_text(settin
     assert launched == [1, 2, 3] * 2
 
 
-def test_a_text_begins_with_the_first_roles(setting: Setting) -> None:
+def test_a_generation_begins_with_the_first_roles(setting: Setting) -> None:
     """After a fault, two groups may disagree on who sends."""
     loop = setting.loop()
     common = [getattr(loop._decoder, field.name) for field in fields(Decoder)]
@@ -296,7 +296,7 @@ def test_bad_weights_name_operation_and_rank(small_folder: Path) -> None:
     loop.begin(setting.prefill(), [len(ids) + 1 for ids in PROMPTS])
     assert split_fault(loop.step(remaining=1).fault) == (BAD_NUMBERS, 2 * 1 + 1, 0)
     setting.model.weights.layers[1].down[17, 5] = 0.0
-    # The next text begins without it.
+    # The next generation begins without it.
     assert _run(loop, setting.prefill(), GREEDY)
 
 
@@ -317,7 +317,7 @@ def test_a_preparation_that_was_broken_off_is_done_again(setting: Setting) -> No
 
 
 def test_requests_of_a_batch_before_are_not_remembered(setting: Setting) -> None:
-    """A pair's verdicts ask who is still generating; of the next text, all are."""
+    """A pair's verdicts ask who is still generating; of the next generation, all are."""
     loop = setting.loop()
     loop.prepare(GREEDY)
     pairing = mock.Mock(live=torch.ones(2, dtype=torch.int32), hits=torch.zeros(2, 2, dtype=torch.int32))
