@@ -27,6 +27,7 @@ from .launch import num_sms
 __all__ = [
     "MAX_BATCH",
     "PROGRAMS_PER_SM",
+    "TILE_BYTES",
     "dot",
     "dot_pairs",
     "load_inputs",

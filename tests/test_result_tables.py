@@ -125,6 +125,7 @@ def test_tables_of_pairs_and_all_reduces(project: Path) -> None:
         row("paired", 1000.0, 1.0, commit="old"),
         row("paired", 900.0, 0.5, "book.txt"),
         row("off", 990.0, text="book.txt"),
+        row("off", 1100.0, commit="newest"),
         *(row("paired", p50, 0.5, part=part) for part, p50 in parts.items()),
     ]
     sums = [
@@ -135,11 +136,11 @@ def test_tables_of_pairs_and_all_reduces(project: Path) -> None:
         for impl, p50 in (("nccl", 20.0), ("alspec", 2.0 + batch))
     ]
     long = make_tables(project, decode_step=rows, allreduce=list(map(json.dumps, sums)))
-    # 5 accepted layers of max(80, 20 + 40) and 5 rejected ones of 80 + 40, and 50.
+    # Beside `off` of its commit. 5 accepted layers of max(80, 20 + 40) and 5 rejected ones of 80 + 40, and 50.
     begin = "| llama-3.1-8b | 1 + 1 | symm | 1 |"
     assert f"{begin} bf16, random numbers | 8192 | 50% | 1.050 | 1.200 | 1.14x | 1.050 | +0.0% | +10.0% |" in long
-    # Of another commit than `off`, and than the parts: both are marked. 10 accepted layers, and 50.
-    cells = "8192 | 100% | 1.000 | 1.200 | 1.20x\\* | 0.850\\*\\* | +17.6%\\*\\* | +10.0% |"
+    # Of another commit than the last `off`, and than the parts: both are marked. 10 accepted layers, and 50.
+    cells = "8192 | 100% | 1.000 | 1.100 | 1.10x\\* | 0.850\\*\\* | +17.6%\\*\\* | +10.0% |"
     assert f"{begin} bf16, random numbers | {cells}" in long
     assert "\\* The pair is of an earlier commit than `off`." in long
     assert "\\*\\* The parts given to the model are of another commit than the pair." in long

@@ -156,14 +156,13 @@ def steps(title: str, rows: list[dict[str, Any]]) -> str:
 
 def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
     """Pairs beside tensor parallelism on the same GPUs, and beside what the latency model makes of measured parts."""
-    plain = {_setting(row): row for row in rows if row["case"]["mode"] == "off"}
     measured: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in parts:
         measured.setdefault(_setting(row), {})[row["case"]["part"]] = row
     lines = {}
     for row in rows:
-        base = plain.get(_setting(row))
-        if row["case"]["mode"] != "paired" or base is None:
+        base = _off_beside(row, rows) if row["case"]["mode"] == "paired" else None
+        if base is None:
             continue
         case = row["case"]
         p50, off = row["us"]["p50"] / 1e3, base["us"]["p50"] / 1e3
@@ -228,6 +227,13 @@ def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
     case = row["case"]
     names = ("shape", "world", "transport", "cuda_graph", "dtype", "batch", "context", "kv_cache")
     return (*(case[name] for name in names), case.get("softmax", "exact"), case.get("text"))
+
+
+def _off_beside(pair: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The last step in tensor parallelism of the same commit as a pair, or else of any."""
+    of_all = [row for row in rows if row["case"]["mode"] == "off" and _setting(row) == _setting(pair)]
+    of_commit = [row for row in of_all if row["commit"] == pair["commit"]]
+    return (of_commit or of_all or [None])[-1]
 
 
 def allreduce(rows: list[dict[str, Any]]) -> str:
@@ -463,21 +469,21 @@ def short_steps() -> str:
     ]
     if not rows:
         return ""
-    plain = {_setting(row): row for row in rows if row["case"]["mode"] == "off"}
     off: dict[int, dict[int, str]] = {}
     shown: dict[Any, dict[str, Any]] = {}
-    for setting, row in plain.items():
+    for row in rows:
         case = row["case"]
-        if case["transport"] in (None, "symm"):
+        if case["mode"] == "off" and case["transport"] in (None, "symm"):
             off.setdefault(case["world"], {})[case["context"]] = rate(row)
-            shown[setting] = row
+            shown[_setting(row)] = row
     pairs: dict[tuple[int, str, float], dict[int, str]] = {}
     for row in rows:
-        case, base = row["case"], plain.get(_setting(row))
-        if case["mode"] == "paired" and case["hit_rate"] in SHORT_HIT_RATES and base is not None:
+        case = row["case"]
+        base = _off_beside(row, rows) if case["mode"] == "paired" else None
+        if base is not None and case["hit_rate"] in SHORT_HIT_RATES:
             key = case["world"], case["transport"], case["hit_rate"]
             pairs.setdefault(key, {})[case["context"]] = f"{row['tokens_per_s']:.0f} ({against(base, row)})"
-            shown |= {_setting(row): base, (*key, case["context"]): row}
+            shown |= {(_setting(row), base["commit"]): base, (*key, case["context"]): row}
     contexts = sorted(set().union(*off.values()) & set(SHORT_STEPS))
     tables = [
         table(
