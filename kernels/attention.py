@@ -25,6 +25,7 @@ from .flashq import dequantize
 __all__ = [
     "QUERIES_AT_ONCE",
     "SCORES_AT_ONCE",
+    "SCORE_BYTES",
     "decode_attention",
     "dequantized_prefill_attention",
     "merge_partials",
@@ -37,8 +38,8 @@ __all__ = [
 
 LOG2E = math.log2(math.e)
 
-# Scores held at once where nothing fuses their softmax, in fp32 and some four times over while it is taken: 128 MiB on
-# a GPU, what stays in the cache of a CPU.
+# Scores held at once where nothing fuses their softmax: 128 MiB on a GPU, what stays in the cache of a CPU.
+SCORE_BYTES = 4 * 4  # in fp32, and some four times over while it is taken
 SCORES_AT_ONCE = {"cuda": 2**25, "cpu": 2**20}
 # At least so many behind a prefix: fewer are slower than PyTorch's own blocks, 8 at 128K tokens on a CPU by 2x.
 QUERIES_AT_ONCE = 256
@@ -173,7 +174,7 @@ def prefill_attention(
     qkv = q.transpose(0, 1)[None], k[None], v[None]
     if fused := _fused_prefill(*qkv):
         return fused(*qkv, prefix, sm_scale)[0].transpose(0, 1)
-    if prefix == 0:
+    if prefix == 0 and not q.is_cuda:
         out = F.scaled_dot_product_attention(*qkv, is_causal=True, scale=sm_scale, enable_gqa=True)
         return out[0].transpose(0, 1)
     outs, end = [], prefix

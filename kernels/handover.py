@@ -320,7 +320,7 @@ def receive_residual(
     shape, exchange = handover.shape, handover.exchange
     compiled = launch(_receive_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
         handover.own.inbox[-1], x, gamma, x_norm, square_sums, exchange.epoch, exchange.fault, handover.receives,
-        patience_ns, handover.late(shape.num_layers), shape.message_words, HIDDEN=shape.hidden_size,
+        patience_ns, handover.late(shape.num_layers + 1), shape.message_words, HIDDEN=shape.hidden_size,
         BLOCK=RESIDUAL_BLOCK, num_warps=1, **launch_options(x.device),
     )  # fmt: skip
     prefer_l1(compiled)

@@ -175,5 +175,5 @@ class Handover:
         return self.own.verdicts[layer, -1:]
 
     def late(self, layer: int) -> int:
-        """The fault of a paired rank that is late in this layer."""
+        """The fault of a paired rank that is late in this layer; in layer L + 1, with what the last one left."""
         return fault_code(LATE_WORD, 2 * layer, self.paired_rank)

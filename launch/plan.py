@@ -109,7 +109,7 @@ def print_plan(config: GenerateConfig) -> None:
                 continue
             if config.kv_cache == "turbo-mixed" and tp_size == model.num_kv_heads:
                 continue  # one KV head on a rank
-            plan = plan_memory(model, Shard(0, tp_size, 0, world_size), dtype, 1, context, config.kv_cache)
+            plan = plan_memory(model, Shard(0, tp_size, 0, world_size), dtype, 1, context, config.kv_cache, "cuda")
             costs = step_costs(model, world_size, num_groups, dtype, context, config.kv_cache)
             step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
             off_us = step_us if mode == "off" else off_us

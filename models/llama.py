@@ -135,6 +135,7 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
         embedding if config.tie_word_embeddings else draw(config.vocab_size, config.hidden_size, config.hidden_size, 1)
     )
     lm_head = head[start:stop] if config.tie_word_embeddings else head[start:stop].clone()
+    del head
     layers = tuple(draw_layer(layer) for layer in range(config.num_layers))
     return LlamaWeights(embedding, layers, torch.ones_like(layers[0].input_norm), lm_head)
 

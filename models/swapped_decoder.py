@@ -13,9 +13,9 @@ from .paired_decoder import Pairing
 
 __all__ = ["SPARE_SMS", "SwappedDecoder"]
 
-# Left free by attention for the kernels of those beside it: attention takes nearly all shared memory of each SM that it
-# runs on. Over a quantised cache it takes nearly all registers instead, and its small programs spread over all SMs:
-# there a collective waits for some of them to end.
+# Left free by attention for the kernels of those beside it: it takes more than half of the shared memory of an SM that
+# it runs on, for several requests nearly all. Over a quantised cache it takes nearly all registers instead, and its
+# small programs spread over all SMs: there a collective waits for some of them to end.
 SPARE_SMS = 4
 
 

@@ -40,11 +40,13 @@ def fault_error(code: int, step: int, num_layers: int, agreement: Agreement, att
     return RankFailureError(f"rank {rank} stalled at step {step}, operation {where}: no data came")
 
 
-def _moment(fault: list[int], num_layers: int) -> tuple[int, int, int]:
+def _moment(fault: list[int], num_layers: int) -> tuple[int, float, int]:
     """Orders steps and fault words by what comes first in a step; those of one operation by kind and rank."""
     step, code = fault
     _, slot, _ = split_fault(code)
-    return step, -1 if slot == 2 * num_layers + 1 else slot, code
+    # The last handover comes before the LM head.
+    places = {2 * num_layers + 1: -1.0, 2 * num_layers + 2: 2 * num_layers - 0.5}
+    return step, places.get(slot, slot), code
 
 
 def bad_logits_error(logits: Tensor, layer_sums: Tensor, step: int, transport: Transport) -> BadNumbersError:
@@ -71,10 +73,12 @@ def _bad_numbers(what: str, where: str, step: int) -> BadNumbersError:
 
 
 def _operation_of(code: int, num_layers: int) -> str:
-    """Slots 2 l and 2 l + 1 are the all-reduces of layer l; two more follow the last layer's."""
+    """Slots 2 l and 2 l + 1 are the all-reduces of layer l; three more follow the last layer's."""
     slot = split_fault(code)[1]
     if slot == 2 * num_layers:
         return "the LM head"
     if slot == 2 * num_layers + 1:
         return "the start of a step"
+    if slot == 2 * num_layers + 2:
+        return "the last layer's output, handed over"
     return f"{('attention', 'MLP')[slot % 2]} output, layer {slot // 2}"

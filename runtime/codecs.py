@@ -12,9 +12,11 @@ from ..sas import Softmax
 from .kv_cache import KVCache
 from .turbo_cache import TurboCache
 
-__all__ = ["Cache", "bytes_per_token", "cache_bytes", "check_codec", "new_cache"]
+__all__ = ["Cache", "bytes_per_token", "cache_bytes", "check_codec", "check_head_dim", "new_cache"]
 
 Cache = KVCache | TurboCache
+
+LEAST_HEAD_DIM = 16  # inputs of a product of matrices in Triton
 
 
 def check_codec(codec: str, config: LlamaConfig, tp_size: int) -> None:
@@ -38,6 +40,19 @@ def check_codec(codec: str, config: LlamaConfig, tp_size: int) -> None:
         raise UserError(
             f"kv_cache: turbo-mixed needs two KV heads on a rank, found {config.num_kv_heads // tp_size}; "
             "use turbo4 or turbo2, or fewer ranks"
+        )
+
+
+def check_head_dim(config: LlamaConfig, device: torch.device) -> None:
+    """Refuse heads that the decode attention of GPUs has no products for.
+
+    Raises:
+        UserError: names `head_dim`.
+    """
+    if device.type == "cuda" and config.head_dim < LEAST_HEAD_DIM:
+        raise UserError(
+            f"head_dim: expected {LEAST_HEAD_DIM} or more on a GPU, the model has {config.head_dim}; "
+            "use --transport gloo (CPU)"
         )
 
 

@@ -27,7 +27,7 @@ from ..models.source import model_config, model_folder
 from ..models.tokenizer import Prompt, Tokenizer, encode_prompts, spelled
 from .agreement import Agreement, fingerprint, shared_settings
 from .bad_steps import bad_logits_error, fault_error
-from .codecs import Cache, check_codec, new_cache
+from .codecs import Cache, check_codec, check_head_dim, new_cache
 from .exchange import first_working
 from .faults import LOADING, Heartbeat, error_on_its_way
 from .generation import Generation, IdDecoder, Request, Token, check_prompts, most_tokens
@@ -73,6 +73,7 @@ class Engine:
         self.placement = replace(environment, num_groups=num_groups)
         check_codec(config.kv_cache, self.model_config, self.placement.tp_size)
         self.device, self.backend, notice = choose_device(config, self.placement)
+        check_head_dim(self.model_config, self.device)
         ignored = None if self.checkpoint is None else notice_of_settings(model_folder(config))
         self.notices = [each for each in (notice, ignored) if each]  # choices that a user may not expect
         if self.mode == "paired" and config.speculation.mode == "auto":
@@ -171,7 +172,9 @@ class Engine:
             own = available_bytes(self.device, placement.local_world_size) + held
             available = min(map(int, self.agreement.exchange(str(own))))
         codec = self.config.kv_cache
-        memory = check_fits(config, placement.shard, self.dtype, batch_size, max_context, available, codec)
+        memory = check_fits(
+            config, placement.shard, self.dtype, batch_size, max_context, available, codec, self.device.type
+        )
         if "cache" in vars(self):
             # The old cache goes before the new one comes, and a graph before what it refers to.
             self._release()
@@ -249,6 +252,8 @@ class Engine:
         if self._ways:
             self._words_in, reason = first_working(self._ways, self.transport)
             if self._words_in is None and self.config.transport != "auto":
+                self.transport.close()
+                self.transport = None
                 raise UserError(f"transport: {self.config.transport} does not work here: {reason}; use auto or nccl")
             if reason:
                 over = self._words_in or self.backend

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..errors import DoesNotFitError, UserError
-from ..kernels.attention import QUERIES_AT_ONCE, SCORES_AT_ONCE
+from ..kernels.attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
 from ..models.config import LlamaConfig
 from ..models.llama import Shard
 from .codecs import cache_bytes
@@ -50,8 +50,9 @@ def plan_memory(
     batch_size: int,
     max_context: int,
     kv_cache: str = "bf16",
+    device_type: str = "cpu",
 ) -> MemoryPlan:
-    """Bytes of weights, cache and activations on one rank.
+    """Bytes of weights, cache and activations on one rank, on a CPU or a GPU (`cuda`).
 
     Activations are those of the widest moment, beside the fp32 residual, and the logits: one prefill chunk in the MLP,
     or in attention, or one layer of a quantised cache, for the longest prompt at INT8 and dequantised, beside attention
@@ -71,6 +72,11 @@ def plan_memory(
     mask = min(tokens * max_context, max(SCORES_AT_ONCE["cpu"], QUERIES_AT_ONCE * max_context))
     mask_bytes = dtype.itemsize * mask if max_context > CHUNK_TOKENS else 0
     attention = tokens * dtype.itemsize * 2 * attn_width + mask_bytes
+    if device_type == "cuda" and not (dtype.itemsize == 2 and config.head_dim % 8 == 0 and config.head_dim <= 256):
+        # No library fuses it: scores of all heads, and K and V once for each query head.
+        row = max_context * config.num_qo_heads // tp_size
+        scores = min(tokens * row, max(SCORES_AT_ONCE["cuda"], QUERIES_AT_ONCE * row))
+        attention += SCORE_BYTES * scores + 2 * dtype.itemsize * max_context * attn_width
     widest = max(tokens * dtype.itemsize * 4 * intermediate, attention)
     if kv_cache != "bf16":
         channels = config.num_kv_heads // tp_size * config.head_dim
@@ -100,15 +106,15 @@ def _host_bytes(root: Path) -> int:
     """Memory that this host, or the container we are in, has available; of files under `root`."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except OSError:  # not Linux: all there is
+        (available,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError):  # not Linux, or one that does not say: all there is
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for folder, limit, used in CONTROL_GROUPS:
         with contextlib.suppress(OSError, ValueError):  # there is none, or no limit ("max")
             group = root / folder
             statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             # Files read once are the first to go where memory is asked for.
-            taken = int((group / used).read_text()) - int(statistics["inactive_file"])
+            taken = int((group / used).read_text()) - int(statistics.get("inactive_file", 0))
             available = min(available, max(int((group / limit).read_text()) - taken, 0))
     return available
 
@@ -133,6 +139,7 @@ def check_fits(
     max_context: int,
     available: int,
     kv_cache: str = "bf16",
+    device_type: str = "cpu",
 ) -> MemoryPlan:
     """The plan, if it fits into `available` bytes.
 
@@ -141,7 +148,7 @@ def check_fits(
     """
 
     def at(context: int) -> MemoryPlan:
-        return plan_memory(config, shard, dtype, batch_size, context, kv_cache)
+        return plan_memory(config, shard, dtype, batch_size, context, kv_cache, device_type)
 
     plan = at(max_context)
     if plan.total_bytes <= available:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ NOTICE_S = 10.0  # until ranks that wait for others to start say so
 
 # The server goes with the last store of this process; other ranks may already be at their next engine's.
 _hosted: list[dist.Store] = []
+_GROUPS = itertools.count()  # connected by this process so far: the same number on every rank
 
 # Renamed in PyTorch 2.13.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,7 +112,8 @@ class Transport:
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("alspec", store),
+            # Of its own: those of one that did not work still hold addresses.
+            store=dist.PrefixStore(f"groups-{next(_GROUPS)}", store),
             rank=placement.rank,
             world_size=placement.world_size,
             timeout=TIMEOUT,

@@ -128,7 +128,8 @@ def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureF
         if cells and cells[0].isdigit() and cells[1] in ("off", "paired"):
             found[cells[0], cells[1]] = cells[3:7]
     for world, mode, num_groups in ((1, "off", 1), (2, "off", 1), (2, "paired", 2)):
-        plan = plan_memory(config, Shard(0, world // num_groups, 0, world), torch.float32, 1, 4096)
+        shard = Shard(0, world // num_groups, 0, world)
+        plan = plan_memory(config, shard, torch.float32, 1, 4096, device_type="cuda")
         costs = step_costs(config, world, num_groups, torch.float32, 4096)
         us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
         sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)

@@ -17,7 +17,7 @@ from alspec.runtime.bad_steps import bad_logits_error, fault_error
 from alspec.runtime.placement import Placement
 
 NUM_LAYERS = 4
-START, LM_HEAD = 2 * NUM_LAYERS + 1, 2 * NUM_LAYERS
+LM_HEAD, START, HANDED_OVER = 2 * NUM_LAYERS, 2 * NUM_LAYERS + 1, 2 * NUM_LAYERS + 2
 Fault = tuple[int, int]  # step, fault word
 
 
@@ -68,6 +68,9 @@ def test_who_waits_for_one_that_waits_names_the_one_that_is_late() -> None:
         # The start of a step is the last slot, and comes first.
         ((bad(6, 0, 1), late(6, START, 1)), "the start of a step"),
         ((bad(6, LM_HEAD, 1), late(6, 7, 1)), "MLP output, layer 3: no data"),
+        # What the last layer left is handed over behind that layer, and ahead of the LM head.
+        ((late(6, LM_HEAD, 1), late(6, HANDED_OVER, 2)), "rank 2 stalled at step 6, operation the last layer's output"),
+        ((late(6, HANDED_OVER, 2), late(6, 7, 1)), "MLP output, layer 3: no data"),
         # Both in one operation: without the bad numbers there would be no wait.
         ((late(6, 5, 2), bad(6, 5, 2)), "first seen on rank 2, MLP output, layer 2"),
     ],

@@ -1,4 +1,7 @@
-"""`close` while an error is on its way: the job ends soon and by name where a rank is missed, in order elsewhere."""
+"""`close` while an error is on its way: the job ends soon and by name where a rank is missed, in order elsewhere.
+
+And what an engine that could not load leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -115,3 +118,37 @@ sys.stdout.flush()
         lines = running.lines
         waits = "alspec: rank 0 closes after {}: no such row; waiting for the others to close"
         assert lines == [waits.format(error) for error in ("ValueError", "RuntimeError", "SystemExit")]
+
+
+@pytest.mark.slow
+def test_a_transport_that_does_not_work_leaves_nothing_behind(tiny_folder: Path, tmp_path: Path) -> None:
+    """The same engine may start over, and so may another one; with GPUs that is one asked for `symm`."""
+    program = write_program(
+        tmp_path,
+        """
+import alspec.runtime.engine as module
+works = module.first_working
+module.first_working = lambda ways, transport: (None, "a word did not arrive")
+engine._ways = ("symm",)
+lines = []
+for attempt in range(2):
+    try:
+        list(stream(engine))
+    except module.UserError as error:
+        lines.append(f"{error} {module.dist.is_initialized()}")
+module.first_working, engine._ways = works, ()
+lines.append(str([token.token_id for token in stream(engine)]))
+engine.close()
+with Engine.from_pretrained(sys.argv[1], transport="gloo") as another:
+    lines.append(str([token.token_id for token in stream(another)]))
+if rank == 0:
+    print(*lines, sep="\\n")
+""",
+    )
+    with job(tmp_path, 2, [str(tiny_folder)], program) as running:
+        assert running.torchrun.wait(timeout=60) == 0, running.stderr
+        lines = running.stdout.splitlines()
+    refused = "transport: gloo does not work here: a word did not arrive; use auto or nccl False"
+    assert lines[:2] == [refused] * 2
+    assert re.fullmatch(r"\[\d+, \d+, \d+\]", lines[2])
+    assert lines[3:] == [lines[2]]

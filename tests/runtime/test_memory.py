@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +233,44 @@ def test_memory_of_a_container(tmp_path: Path, files: dict[str, str], expected: 
     assert _host_bytes(tmp_path) == expected
 
 
+@pytest.mark.parametrize(
+    ("meminfo", "stat", "expected"),
+    [
+        ("MemAvailable: 1024 kB\n", "anon 7\n", 2**20),  # a container without a number of files read once
+        ("MemTotal: 9 kB\n", "inactive_file 0\n", 2**30),  # a kernel that does not say what is available
+    ],
+)
+def test_memory_where_a_number_is_missing(tmp_path: Path, meminfo: str, stat: str, expected: int) -> None:
+    group = tmp_path / "sys/fs/cgroup"
+    for folder in (tmp_path / "proc", group):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(meminfo)
+    for name, text in {"memory.max": str(2**30), "memory.current": "0", "memory.stat": stat}.items():
+        (group / name).write_text(text)
+    assert _host_bytes(tmp_path) == min(expected, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def test_a_gpu_takes_scores_where_no_library_fuses_them() -> None:
+    """Of all heads; and K and V once for each query head. Not in 16 bits, nor on the CPU."""
+    config = LlamaConfig.from_shape("llama-3.1-8b")
+
+    def more(dtype: torch.dtype, tokens: int, head_dim: int = 128) -> int:
+        shape = config.model_copy(update={"head_dim": head_dim})
+        return (
+            plan_memory(shape, Shard(), dtype, 1, tokens, device_type="cuda").buffer_bytes
+            - plan_memory(shape, Shard(), dtype, 1, tokens).buffer_bytes
+        )
+
+    assert more(torch.bfloat16, 131072) == more(torch.float16, 131072, 256) == 0
+    for tokens in (2048, 8192, 131072):
+        scores = min(tokens, max(256, 2**25 // (tokens * 32))) * tokens * 32
+        expanded = 2 * 4 * tokens * 4096
+        mlp = 4 * min(tokens, 8192) * 4 * 14336
+        assert more(torch.float32, tokens) <= 16 * scores + expanded <= more(torch.float32, tokens) + mlp
+    assert more(torch.bfloat16, 131072, 100) > 2**30
+    assert more(torch.bfloat16, 131072, 264) > 2**30
+
+
 def test_message_names_need_and_have() -> None:
     config = LlamaConfig.from_shape("llama-3.1-8b")
     plan = plan_memory(config, Shard(), torch.bfloat16, 4, 131072)
@@ -264,16 +303,26 @@ def test_exact_fit_is_a_fit(kv_cache: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])
-def test_a_prompt_of_128k_tokens_stays_within_the_plan(kv_cache: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache", "dtype", "num_tokens"),
+    [
+        ("bf16", torch.bfloat16, 131072),
+        ("turbo4", torch.bfloat16, 131072),
+        # Nothing fuses the softmax: of one chunk, and behind a prefix.
+        ("bf16", torch.float32, 8192),
+        ("bf16", torch.float32, 65536),
+    ],
+    ids=["bf16", "turbo4", "fp32-8k", "fp32-64k"],
+)
+def test_a_long_prompt_stays_within_the_plan(kv_cache: str, dtype: torch.dtype, num_tokens: int) -> None:
     """Two layers of the 8B shape, whose activations are those of all 32; the plan is not three times as much."""
     config = LlamaConfig.from_shape("llama-3.1-8b").model_copy(update={"num_layers": 2})
-    device, num_tokens = torch.device("cuda", 0), config.max_position_embeddings
+    device = torch.device("cuda", 0)
     others = torch.cuda.memory_allocated(device)  # of other tests
-    plan = plan_memory(config, Shard(), torch.bfloat16, 1, num_tokens, kv_cache)
+    plan = plan_memory(config, Shard(), dtype, 1, num_tokens, kv_cache, "cuda")
     transport = Transport(Placement(), device, "nccl", None)
-    model = Llama(config, random_weights(config, Shard(), torch.bfloat16, device), transport)
-    cache = new_cache(kv_cache, config, 1, 1, num_tokens, torch.bfloat16, device)
+    model = Llama(config, random_weights(config, Shard(), dtype, device), transport)
+    cache = new_cache(kv_cache, config, 1, 1, num_tokens, dtype, device)
     token_ids = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     held = torch.cuda.memory_allocated(device) - others
     torch.cuda.reset_peak_memory_stats(device)

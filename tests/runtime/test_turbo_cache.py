@@ -23,7 +23,7 @@ from alspec.kernels.reference import (
 )
 from alspec.models.config import LlamaConfig
 from alspec.models.decode_cache import DecodeCache
-from alspec.runtime.codecs import bytes_per_token, cache_bytes, check_codec, new_cache
+from alspec.runtime.codecs import bytes_per_token, cache_bytes, check_codec, check_head_dim, new_cache
 from alspec.runtime.engine import Engine
 from alspec.runtime.kv_cache import KVCache
 from alspec.runtime.profile import fill
@@ -358,3 +358,13 @@ def test_what_a_codec_refuses() -> None:
     ):
         check_codec("turbo4", MODEL.model_copy(update={"num_qo_heads": 36, "num_kv_heads": 4}), 1)
     check_codec("bf16", MODEL.model_copy(update={"head_dim": 96}), 8)
+
+
+def test_small_heads_are_refused_on_gpus() -> None:
+    """Before anything is loaded: decode attention would not compile."""
+    for head_dim in (2, 14):
+        small = MODEL.model_copy(update={"head_dim": head_dim})
+        check_head_dim(small, torch.device("cpu"))
+        with pytest.raises(UserError, match=rf"head_dim: expected 16 or more on a GPU, the model has {head_dim}; use"):
+            check_head_dim(small, torch.device("cuda"))
+    check_head_dim(MODEL.model_copy(update={"head_dim": 16}), torch.device("cuda"))
