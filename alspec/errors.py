@@ -11,6 +11,7 @@ import time
 __all__ = [
     "AlspecError",
     "BadNumbersError",
+    "CannotConnectError",
     "DoesNotFitError",
     "InterruptedJobError",
     "RankFailureError",
@@ -51,6 +52,10 @@ class RankFailureError(AlspecError):
     """A rank of the job died or stalled; names rank, step and operation."""
 
     exit_code = 5
+
+
+class CannotConnectError(RankFailureError, RuntimeError):
+    """The ranks do not reach each other; a rank that is gone may be why."""
 
 
 class InterruptedJobError(AlspecError):

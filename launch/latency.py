@@ -52,8 +52,9 @@ Measured = tuple[dict[str, Any], Profile]  # a row, and the profile that it was 
 EPILOG = (
     "A step's time is that of the rank that takes longest for it: on GPUs by the device's clock, over a cache of random"
     " numbers; on the CPU by the host's, after prompts of random tokens. Verdicts on random numbers mean nothing:"
-    " --prompt-file gives a text to make them on. --trace profiles some more steps after the measured ones, and slows"
-    " those down; for a pair it also writes rows of what a layer's parts take there (bench decode_parts)."
+    " --prompt-file gives a text to make them on. --trace profiles some more captured steps after the measured ones,"
+    " which it slows down; for a pair it also writes rows of what a layer's parts take there (bench decode_parts). Of"
+    " steps that are launched one by one it records the measured ones, and what came before them."
 )
 
 

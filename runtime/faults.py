@@ -559,7 +559,8 @@ def run_guarded(heartbeat: Heartbeat, work: Callable[[], int], advice: str = "Us
         except AlspecError as error:
             if not heartbeat.watching:
                 raise
-            heartbeat.end_process(error)
+            lost = heartbeat.explain(timeout_s=STALL_LIMIT_S + 1) if _may_come_from_others(error) else None
+            heartbeat.end_process(lost or error)
         except Exception as error:
             if not heartbeat.watching:
                 raise

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import CannotConnectError, UserError, one_line
 from ..kernels.swap import SwapCalls
 from .placement import Placement
 
@@ -110,6 +110,18 @@ class Transport:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         # The messages of a pair are meant to keep their order; NCCL warns that they do.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        try:
+            self._connect(backend, store)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CannotConnectError(
+                f"transport: {backend} cannot connect the ranks: {one_line(error)}; see that host names resolve; "
+                f"{backend.upper()}_SOCKET_IFNAME names the network interface"
+            ) from error
+
+    def _connect(self, backend: str, store: dist.Store) -> None:
+        placement, device = self.placement, self.device
         dist.init_process_group(
             backend,
             # Of its own: those of one that did not work still hold addresses.

@@ -152,3 +152,17 @@ if rank == 0:
     assert lines[:2] == [refused] * 2
     assert re.fullmatch(r"\[\d+, \d+, \d+\]", lines[2])
     assert lines[3:] == [lines[2]]
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_connect_say_so(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line each; nobody was lost."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch9")
+    with job(tmp_path, 2, ["--model", str(tiny_folder), "--prompt-ids", "1,2"]) as running:
+        assert running.torchrun.wait(timeout=60) != 0
+        lines = running.lines
+    assert "runtime/transport.py" not in running.stderr, "a traceback of our own"
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("alspec: exit 5: transport: gloo cannot connect the ranks: ")
+        assert "nosuch9; see that host names resolve; GLOO_SOCKET_IFNAME names the network interface" in line
