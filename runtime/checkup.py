@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import EngineConfig
-from ..errors import RankFailureError, UserError, one_line
+from ..errors import CannotConnectError, RankFailureError, UserError, one_line
 from .faults import Heartbeat
 from .placement import Placement, choose_device
 from .transport import Transport, connect_store
@@ -103,7 +103,10 @@ class Scope:
         store = self.need_ranks()
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self.transport = Transport(self.placement, device, backend, store)
+        try:
+            self.transport = Transport(self.placement, device, backend, store)
+        except CannotConnectError as error:
+            raise error.__cause__ or error from None  # a check has advice of its own
         return self.transport
 
 

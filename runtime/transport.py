@@ -96,6 +96,9 @@ class Transport:
     """The process groups of one rank: its tensor-parallel group, its pair, and the whole job.
 
     With one rank nothing is initialised and every collective is the identity.
+
+    Raises:
+        CannotConnectError: the ranks do not reach each other.
     """
 
     def __init__(self, placement: Placement, device: torch.device, backend: str, store: dist.Store | None) -> None:

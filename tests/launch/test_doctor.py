@@ -252,6 +252,17 @@ def test_two_ranks_over_gloo(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
+def test_ranks_that_cannot_connect_get_the_advice_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch9")
+    done = torchrun(2, DOCTOR, "--transport", "gloo")
+    assert done.returncode != 0
+    status, told = lines_of(done.stdout)["Gloo"]
+    assert status == "fail"
+    assert "Unable to find address for: nosuch9; see that host names resolve; GLOO_SOCKET_IFNAME names" in told
+    assert told.count("see that host names resolve") == 1
+
+
 def test_a_check_that_fails_on_all_ranks_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = [[Check(name, "fail", "broken", "mend it", 5) for _ in range(2)] for name in ("Gloo", "NCCL")]
     assert doctor._print(outcomes, None, True, 4) == 5
