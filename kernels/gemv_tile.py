@@ -29,7 +29,9 @@ __all__ = [
     "PROGRAMS_PER_SM",
     "TILE_BYTES",
     "dot",
+    "dot_chunks",
     "dot_pairs",
+    "inputs_at_once",
     "load_inputs",
     "load_weights",
     "num_programs_on",
@@ -70,7 +72,7 @@ def load_weights(w_ptr, rows, num_rows, K: tl.constexpr, KP: tl.constexpr, MASKE
     if MASKED:
         inside = (rows < num_rows)[:, None] & (k < K)[None, :]
         return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-    if KP != K:
+    if KP > K:
         return tl.load(at, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
     return tl.load(at, eviction_policy="evict_first")
 
@@ -79,7 +81,7 @@ def load_weights(w_ptr, rows, num_rows, K: tl.constexpr, KP: tl.constexpr, MASKE
 def load_inputs(x_ptr, request, K: tl.constexpr, KP: tl.constexpr):
     """One request's activations [KP] fp32."""
     k = tl.arange(0, KP)
-    if KP != K:
+    if KP > K:
         return tl.load(x_ptr + request * K + k, mask=k < K, other=0.0).to(tl.float32)
     return tl.load(x_ptr + request * K + k).to(tl.float32)
 
@@ -94,6 +96,30 @@ def dot(w, x):
 def dot_pairs(w, x, PAIRS: tl.constexpr):
     """Products of the even and of the odd rows of a tile, with one reduction for both."""
     return tl.split(tl.reshape(dot(w, x), [PAIRS, 2]))
+
+
+@triton.jit
+def dot_chunks(
+    w, x_ptr, w_ptr, rows, next_rows, goes_on, K: tl.constexpr, KP: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """`dot_pairs` of one request and rows that are read KP inputs at once, each chunk loaded while the last is in use.
+
+    Args:
+        w: the first chunk of `rows`.  next_rows: of the tile that follows, if it `goes_on`.
+    Returns:
+        Products of the even and of the odd rows, and the first chunk of the next rows.
+    """
+    even, odd = tl.zeros([PAIRS], tl.float32), tl.zeros([PAIRS], tl.float32)
+    for chunk in tl.static_range(K // KP):
+        x = load_inputs(x_ptr + chunk * KP, 0, K, KP)
+        if chunk + 1 < K // KP:
+            following = load_weights(w_ptr + (chunk + 1) * KP, rows, 0, K, KP, False)
+        else:
+            following = load_weights(w_ptr, next_rows, tl.where(goes_on, 2**30, 0), K, KP, True)
+        first, second = dot_pairs(w, x, PAIRS)
+        even, odd = even + first, odd + second
+        w = following
+    return even, odd, w
 
 
 @triton.jit
@@ -114,6 +140,15 @@ def rows_in_tile(num_rows: int, width: int, itemsize: int, matrices: int) -> int
     """Rows of each of `matrices` in one program's tile: a power of two that divides `num_rows` (0: any does)."""
     rows = max(1, TILE_BYTES // (width * itemsize * matrices))
     return min(rows, num_rows & -num_rows) if num_rows else rows
+
+
+def inputs_at_once(batch_size: int, num_inputs: int, itemsize: int, closes: bool) -> int:
+    """KP: inputs of a tile of two rows; all (the next power of two), or of one request behind a gate what a tile holds.
+
+    Programs of long rows have many warps, of which an SM holds few, and with two tiles each fewer still.
+    """
+    width, most = triton.next_power_of_2(num_inputs), TILE_BYTES // (2 * itemsize)
+    return most if closes and batch_size == 1 and width == num_inputs > most else width
 
 
 def num_programs_on(num_tiles: int, per_sm: int, device: torch.device) -> int:

@@ -53,8 +53,9 @@ def merge_sizes(num_qo_heads: int, head_dim: int, programs_of_head: int) -> tupl
     """Channels that a program merges, programs of a head, and how many partials they load at once: nearly always all
     that a head has of so many programs of the attention."""
     chunk = _chunk(num_qo_heads, head_dim)
-    most = triton.next_power_of_2(programs_of_head + 2)
-    return chunk, -(-head_dim // chunk), max(32 * int(LANE.value) // chunk, min(most, MERGE_VALUES // chunk))
+    slots = 32 * int(LANE.value) // chunk  # partials that a warp loads side by side
+    most = -(-(programs_of_head + 2) // slots) * slots
+    return chunk, -(-head_dim // chunk), min(most, MERGE_VALUES // chunk)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gemv_tile import num_warps_for, rows_in_tile, rstd
+from .gemv_tile import inputs_at_once, num_warps_for, rows_in_tile, rstd
 from .turbo_records import stacked, unstacked
 from .words import INTERPRETED
 
@@ -33,7 +33,9 @@ STEP = tl.constexpr(32)  # inputs
 LANE = tl.constexpr(8)  # inputs that a lane reads at once
 
 
-def tile_of(batch_size: int, num_inputs: int, itemsize: int, num_rows: int, matrices: int) -> tuple[int, int, int]:
+def tile_of(
+    batch_size: int, num_inputs: int, itemsize: int, num_rows: int, matrices: int, closes: bool = False
+) -> tuple[int, int, int]:
     """How a projection is divided: rows of each of `matrices` in a program's tile, steps, warps of a program.
 
     Steps are 0 where a program reads its tile at once, and multiplies it by one request after another (gemv_tile.py):
@@ -43,7 +45,7 @@ def tile_of(batch_size: int, num_inputs: int, itemsize: int, num_rows: int, matr
     in_words = itemsize == 2 and num_inputs % int(LANE.value) == 0
     if batch_size > 1 and in_words and (matrices == 1 or num_rows % (ROWS // matrices) == 0):
         return ROWS // matrices, _chunk_steps(num_inputs), NUM_WARPS
-    width = triton.next_power_of_2(num_inputs)
+    width = inputs_at_once(batch_size, num_inputs, itemsize, closes and matrices == 2)
     rows = rows_in_tile(num_rows, width, itemsize, matrices)
     return rows, 0, num_warps_for(matrices * rows, width, itemsize)
 

@@ -17,7 +17,9 @@ from .flashq_layout import BLOCK, PER_HEAD, TurboLayer
 from .flashq_record import TOKENS, to_int8
 from .gemv_tile import (
     PROGRAMS_PER_SM,
+    dot_chunks,
     dot_pairs,
+    inputs_at_once,
     load_inputs,
     load_weights,
     num_programs_on,
@@ -173,6 +175,20 @@ def _qkv_rope_append_kernel(
                 )  # fmt: skip
             tile = following
             first_row = next_row
+    elif KP < K:
+        while tile < NUM_TILES:
+            following = tile + tl.num_programs(0)
+            rows = tile // TILES * D + tile % TILES * PAIRS + row
+            next_rows = following // TILES * D + following % TILES * PAIRS + row
+            channels = tile % TILES * PAIRS + tl.arange(0, PAIRS)
+            scale = _tail_scale(tail_scale_ptr, 0, tile, HQ, HKV, TILES)
+            rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
+            first, second, w = dot_chunks(w, x_ptr, w_ptr, rows, next_rows, following < NUM_TILES, K, KP, PAIRS)
+            _store_qkv(
+                first * rstd, second * rstd, 0, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
+                scale, capacity, HQ, HKV, D, PAIRS,
+            )  # fmt: skip
+            tile = following
     elif LOOP:
         while tile < NUM_TILES:
             following = tile + tl.num_programs(0)
@@ -225,8 +241,8 @@ def qkv_rope_append(
     if layer is not None and layer.tail.shape != (batch_size, num_kv_heads, 2, BLOCK * capacity, head_dim):
         raise ValueError(f"layer: expected a tail for k_cache {list(k_cache.shape)}, found {list(layer.tail.shape)}")
     num_heads = weight.shape[0] // head_dim
-    width = triton.next_power_of_2(num_inputs)
-    pairs, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, head_dim // 2, 2)
+    width = inputs_at_once(batch_size, num_inputs, weight.itemsize, gate is not None)
+    pairs, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, head_dim // 2, 2, gate is not None)
     num_tiles = num_heads * head_dim // (2 * pairs)
     num_programs = num_programs_on(num_tiles, PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
     compiled = launch(_qkv_rope_append_kernel, (num_programs,))(
@@ -333,6 +349,15 @@ def _gate_up_silu_kernel(
                 at = out_ptr + (request + i) * I + tile * ROWS + row_of_lane
                 _store_silu(sums[i], sums[i + 2], at, request + i < B)
             tile = following
+    elif KP < K:
+        while tile * ROWS < I:
+            following = tile + tl.num_programs(0)
+            rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
+            gate, up, w = dot_chunks(
+                w, x_ptr, w_ptr, tile * ROWS + row, following * ROWS + row, following * ROWS < I, K, KP, ROWS
+            )  # fmt: skip
+            _store_silu(gate * rstd, up * rstd, out_ptr + tile * ROWS + tl.arange(0, ROWS))
+            tile = following
     elif LOOP:
         while tile * ROWS < I:
             following = tile + tl.num_programs(0)
@@ -360,8 +385,8 @@ def gate_up_silu(
     Capture: graph-safe; allocates nothing.
     """
     batch_size, num_inputs = x_norm.shape
-    width = triton.next_power_of_2(num_inputs)
-    rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, out.shape[1], 2)
+    width = inputs_at_once(batch_size, num_inputs, weight.itemsize, gate is not None)
+    rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, out.shape[1], 2, gate is not None)
     num_tiles = out.shape[1] // rows
     num_programs = num_programs_on(num_tiles, 4 * PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
     compiled = launch(_gate_up_silu_kernel, (num_programs,))(

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.exchange import Exchange, LogitExchange
+from alspec.kernels.gemv_tile import inputs_at_once
+from alspec.kernels.launch import num_sms
 from alspec.kernels.next_token import (
     RING_HEADER,
     RING_STEPS,
@@ -150,6 +152,38 @@ def test_gate_up_silu(
     out = nan(device, dtype if device.type == "cuda" else torch.float32, batch, intermediate)
     gate_up_silu(x_norm, squares, weight, out, EPS)
     check(out, gate_up_silu_ref(x_norm, squares, weight, EPS), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [8192, 16384])
+def test_long_rows_behind_a_gate_come_in_chunks(
+    device: torch.device, dtype: torch.dtype, hidden: int, check: Check
+) -> None:
+    """Several tiles to a program, of which the last one is some programs' first that does not exist."""
+    assert inputs_at_once(1, hidden, dtype.itemsize, closes=True) < hidden
+    assert inputs_at_once(1, hidden, dtype.itemsize, closes=False) == hidden
+    gates = [torch.full((1,), is_open, dtype=torch.int32, device=device) for is_open in (0, 1)]
+    x_norm, squares = stream(device, dtype, 1, hidden)
+    intermediate = 16 * num_sms(device) * 2 + 5 if device.type == "cuda" else 37
+    weight = normal(device, dtype, 2 * intermediate, hidden)
+    out = nan(device, dtype if device.type == "cuda" else torch.float32, 1, intermediate)
+    gate_up_silu(x_norm, squares, weight, out, EPS, gates[0])
+    assert out.isnan().all()
+    gate_up_silu(x_norm, squares, weight, out, EPS, gates[1])
+    check(out, gate_up_silu_ref(x_norm, squares, weight, EPS), dtype)
+
+    weight = normal(device, dtype, (2 + 2 * 1) * 32, hidden)
+    angle = torch.rand(1, 16, device=device) * 6
+    rope = torch.stack([angle.cos(), angle.sin()], dim=1)
+    seq_lens = torch.tensor([3], dtype=torch.int32, device=device)
+    q = nan(device, dtype, 1, 2, 32)
+    caches = [nan(device, dtype, 1, 1, 4, 32) for _ in range(2)]
+    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, gates[1])
+    expected = qkv_rope_append_ref(x_norm, squares, weight, rope, 1, EPS)
+    check(q, expected[0], dtype)
+    for cache, new in zip(caches, expected[1:], strict=True):
+        check(cache[:, :, 2], new, dtype)
+        assert cache[:, :, [0, 1, 3]].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
