@@ -61,6 +61,17 @@ def _of_all_warps(rows):
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, rows])
 
 
+@gluon.constexpr_function
+def _stored(d, rows, heads):
+    """Layout [d, rows] in which a partial is stored: the products', but rows 4 to 7, where all are beyond `heads`, lie in
+    registers. Left in lanes that store nothing, they would have the compiler jump over each store."""
+    lane, register = ([8, 0], [0, 4]) if heads <= 4 else ([0, 4], [8, 0])
+    more_rows = [[0, 8]] if rows == 16 else []
+    registers = [[0, 1], register, *more_rows, *([2**i, 0] for i in range(6, d.bit_length() - 1))]
+    lanes = [[0, 2], lane, [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [d, rows])
+
+
 @gluon.jit
 def _begin_of(place, BLOCK_N: gl.constexpr):
     """Where the tile begins that holds tokens from the place's on, up to its end."""
@@ -323,12 +334,14 @@ def lean_hopper_kernel(
 
         if count > 0:
             # 4. Leave the partial of the last output; a guess also goes to its receiver.
-            slot, numbers = program + output, _numbers_of(o)
+            STORED: gl.constexpr = _stored(D, ROWS, HEADS_PER_KV)
+            partial = gl.convert_layout(o, STORED), gl.convert_layout(lse, gl.SliceLayout(0, STORED))
+            slot, numbers = program + output, _numbers_of(partial[0])
             if SPEC and PHASE != REST:
                 if is_guess:
                     send_guess(
-                        o, lse, output, part, parts, HKV * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch, *numbers,
+                        *partial, output, part, parts, HKV * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch, *numbers,
                         HEADS_PER_KV, HEAD_DIM, GUESS_PARTS,
                     )  # fmt: skip
                     slot = PROGRAMS + HKV + output * GUESS_PARTS + part
-            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, *numbers, HEADS_PER_KV)
+            store_partial(*partial, o_partial_ptr, lse_partial_ptr, slot, *numbers, HEADS_PER_KV)

@@ -54,7 +54,7 @@ GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending
 # and the first tiles of all programs take 4 us. Only where runs have 3 tiles or more: else memory is not busy for long.
 # Where runs have many KB, longer: less of a launch, and more before the guess.
 HEAD_START, LONG_HEAD_START = tl.constexpr(320), tl.constexpr(440)
-BUSY_TILES, LONG_KB = tl.constexpr(3), tl.constexpr(200)
+BUSY_TILES, LONG_KB = tl.constexpr(3), tl.constexpr(300)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
 MANY_TILES = tl.constexpr(32)
 

@@ -248,11 +248,11 @@ def _head_start_kernel(cycles_ptr, total_rest, IS_LONG: tl.constexpr):
     [
         (False, 3 * 132 - 1, 0),
         (False, 3 * 132, HEAD_START.value),
-        # Keys and values of a tile are 32 KB, of a long one 64: 200 KB for each program are these many.
-        (False, 824, HEAD_START.value),
-        (False, 825, LONG_HEAD_START.value),
-        (True, 412, HEAD_START.value),
-        (True, 413, LONG_HEAD_START.value),
+        # Keys and values of a tile are 32 KB, of a long one 64: 300 KB for each program are these many.
+        (False, 1237, HEAD_START.value),
+        (False, 1238, LONG_HEAD_START.value),
+        (True, 618, HEAD_START.value),
+        (True, 619, LONG_HEAD_START.value),
     ],
 )
 def test_a_guess_has_a_head_start_where_memory_is_busy(is_long: bool, total_rest: int, expected: int) -> None:
