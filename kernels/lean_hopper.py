@@ -16,6 +16,7 @@ Tokens, then channels, are the 64 rows of a matrix instruction; 8 or 16 query he
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -63,8 +64,8 @@ def _of_all_warps(rows):
 
 @gluon.constexpr_function
 def _stored(d, rows, heads):
-    """Layout [d, rows] in which a partial is stored: the products', but rows 4 to 7, where all are beyond `heads`, lie in
-    registers. Left in lanes that store nothing, they would have the compiler jump over each store."""
+    """Layout [d, rows] in which a partial is stored: the products', but rows 4 to 7, where all are beyond `heads`, lie
+    in registers. Left in lanes that store nothing, they would have the compiler jump over each store."""
     lane, register = ([8, 0], [0, 4]) if heads <= 4 else ([0, 4], [8, 0])
     more_rows = [[0, 8]] if rows == 16 else []
     registers = [[0, 1], register, *more_rows, *([2**i, 0] for i in range(6, d.bit_length() - 1))]
@@ -304,7 +305,8 @@ def lean_hopper_kernel(
     head = head_of(tile, rest, HKV)
 
     done = 0
-    for turn in range(turns):
+    # What no turn changes is computed in each, while its tiles are on the way: ahead of them it delays the first.
+    for turn in tl.range(turns, disable_licm=True):
         # 2. Which output and tokens this turn begins with.
         give_head_start(program, turn, num_guesses, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL)
         is_guess = turn < guesses
