@@ -27,7 +27,6 @@ from .launch import num_sms
 __all__ = [
     "MAX_BATCH",
     "PROGRAMS_PER_SM",
-    "TILE_BYTES",
     "dot",
     "dot_chunks",
     "dot_pairs",
@@ -43,7 +42,7 @@ __all__ = [
 ]
 
 MAX_BATCH = 8  # requests: columns of a tensor core's product, and here passes over the tile in registers
-TILE_BYTES = 16384  # of weights in the registers of one program; a longer row is one tile
+TILE_BYTES = 16384  # of weights in the registers of one program; a longer row is one tile, or comes in chunks (below)
 # Of programs that take several tiles, each loaded while the one before is in use. Where a gate can close, few programs
 # make a closed launch cheap: with one for each tile of gate and up, doing nothing takes 37 us (8B shape, one H200).
 # Without a gate this was faster for the row-parallel projections only.

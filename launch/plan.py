@@ -11,7 +11,6 @@ from rich.table import Table
 
 from alspec.config import GenerateConfig, refuse_unavailable
 from alspec.error_bounds import high_probability_bound
-from alspec.kernels.gemv_tile import TILE_BYTES
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.launch.output import no_command
 from alspec.models.config import LlamaConfig
@@ -28,18 +27,15 @@ __all__ = ["print_plan", "step_costs"]
 # predicted step with its row. decode_parts, unless said otherwise, is one run: llama-3.1-8b, 131072 tokens, 1 + 1 GPUs,
 # half of the guesses accepted.
 STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.21 to 4.27
-# Of the cache, 537 MB: reading alone, 32/8 heads of 128, 131072 tokens, in 117.8; decode_parts: attention 123.9, less
-# ATTENTION_US.
+# Of the cache, 537 MB: reading alone, 32/8 heads of 128, 131072 tokens, in 117.8 to 120.4; decode_parts: attention
+# 123.9, less ATTENTION_US.
 READ_BYTES_PER_S = 4.5e12
-ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.3, less the time of its bytes
+ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.2 to 4.3, less the time of its bytes
 ALL_REDUCE_US = 0.65  # of two in a layer, for each rank of the group. decode_step in mode off: fitted
 FIXED_US = 8.0  # the same, shapes of 10 to 80 layers: outside of layers
 LAYER_US = 2.1  # the same, in each layer
 PAIR_FIXED_US = 17.0  # decode_parts, fixed: 148.0, less the time of its bytes and FIXED_US
 HANDOVER_US = 6.9  # decode_parts, layer: 111.4, less the time of its bytes and LAYER_US
-# Of a pair's layer where rows of gate and up together are longer than a tile; decode_parts of llama-3.1-70b, layer:
-# 235.7, where the constants above give 212.5.
-LONG_ROWS = 1.11
 VERDICT_US = 3.4  # decode_parts: sender 127.3, less attention 123.9
 GUESS_US = 8.6  # decode_parts, receiver; where all attention takes less, the guess comes no later than its end
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
@@ -68,8 +64,6 @@ def step_costs(
         layer_us += 2 * tp_size * ALL_REDUCE_US
     if num_groups > 1:
         fixed_us, layer_us = fixed_us + PAIR_FIXED_US, layer_us + HANDOVER_US
-        if 2 * config.hidden_size * dtype.itemsize > TILE_BYTES:
-            layer_us *= LONG_ROWS
     return StepCosts(
         num_layers=config.num_layers,
         fixed_us=fixed_us,
