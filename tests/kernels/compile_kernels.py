@@ -317,6 +317,25 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     }
 
 
+def long_rows(capability: int) -> dict[str, Any]:
+    """Projections behind gates of one of two ranks of the 70B shape, whose rows are read in chunks."""
+    hidden, heads, kv_heads, mlp = 8192, 32, 4, 14336
+    constants = {
+        "K": hidden, "KP": gemv_tile.inputs_at_once(1, hidden, 2, True), "B": 1, "S": 128, "SP": 128, "LOOP": True,
+        "PDL": capability >= 90,
+    }  # fmt: skip
+    pairs, _, _ = mma_tile.tile_of(1, hidden, 2, 64, 2, True)
+    rows, steps, warps = mma_tile.tile_of(1, hidden, 2, mlp, 2, True)
+    constants |= {"STEPS": steps, "WARPS": warps}
+    qkv = {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs} | dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
+    return {
+        "qkv, long rows": compile_for(capability, projections._qkv_rope_append_kernel, warps, constants | qkv),
+        "gate_up, long rows": compile_for(
+            capability, projections._gate_up_silu_kernel, warps, constants | {"I": mlp, "ROWS": rows}, out_ptr="*bf16"
+        ),
+    }  # fmt: skip
+
+
 def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
     """The kernels that choose a token, with all cuts."""
     blocks = -(-vocab_size // 1024)
@@ -525,6 +544,7 @@ def main(capability: int) -> None:
         if (tp_size, batch_size) != (1, 8):
             kernels |= pair(capability, tp_size, batch_size)
         compiled |= {f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()}
+    compiled |= long_rows(capability)
     print(json.dumps({name: report(kernel.asm["ptx"]) for name, kernel in compiled.items()}, indent=1))
 
 

@@ -133,7 +133,7 @@ def main() -> None:
         kernels |= {
             f"{name}, gate {gate}": kernel for name, kernel in compile_kernels.decode_step(90, 2, 1, gate).items()
         }
-    kernels |= compile_kernels.pair(90, 2, 1) | compile_kernels.quantised_cache(90)
+    kernels |= compile_kernels.pair(90, 2, 1) | compile_kernels.quantised_cache(90) | compile_kernels.long_rows(90)
     found = {name: before_the_wait(kernel) for name, kernel in kernels.items()}
     print(json.dumps(found, indent=1))
 
