@@ -173,7 +173,7 @@ HitRate = Annotated[float | Literal["real"], BeforeValidator(_hit_rate)]
 
 
 class _Schema(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class SpeculationConfig(_Schema):

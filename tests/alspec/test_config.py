@@ -93,6 +93,13 @@ def test_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, nea
     assert message.endswith(f"unknown key {unknown!r}; {hint}")
 
 
+@pytest.mark.parametrize("schema", [GenerateConfig, LatencyConfig, DoctorConfig])
+def test_a_file_has_the_name_of_the_flag(schema: type[BaseModel]) -> None:
+    """Not that of the field behind it."""
+    expected = "source: unknown key 'json_file'; the nearest valid name is 'json'"
+    assert refused({"json_file": "out.json"}, schema) == expected
+
+
 def test_unknown_option_from_python_shows_the_valid_ones() -> None:
     """There is no --help to see; `prompt` is a key of a command."""
     expected = f"valid names: {', '.join(SamplingConfig.model_fields)}"
