@@ -28,11 +28,13 @@ from .sas import Softmax
 
 __all__ = [
     "PROMPTS",
+    "SHORT_DTYPES",
     "TURBO_CODECS",
     "UNAVAILABLE",
     "BenchConfig",
     "ChoiceConfig",
     "CommandConfig",
+    "DType",
     "DoctorConfig",
     "EngineConfig",
     "EvaluateConfig",
@@ -52,6 +54,9 @@ KVCacheCodec = Literal["bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant3",
 Transport = Literal["auto", "symm", "host", "nccl", "gloo"]
 EvaluatedCodec = Literal["bf16", "int8", "turbo4", "turbo2", "turbo-mixed"]
 Selector = Literal["gap_std", "entropy", "min_max", "variation"]
+DType = Literal["bf16", "fp16", "fp32"]
+
+SHORT_DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # by PyTorch's names
 
 UNAVAILABLE = ("colocated", "turboquant3", "turboquant2")  # known values that the runtime does not have yet
 TURBO_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that the runtime has
@@ -114,7 +119,7 @@ def _dtype(value: Any) -> Any:
     if isinstance(value, int):
         return value  # it may be too long for a text
     name = str(value).removeprefix("torch.")
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, value)
+    return SHORT_DTYPES.get(name, value)
 
 
 def _items(value: Any) -> Any:
@@ -225,7 +230,7 @@ class EngineConfig(_Schema):
     cuda_graph: Literal["auto", "on", "off"] = Field(
         default="auto", description="replay a captured decode step; auto: on GPUs, for up to 8 requests"
     )
-    dtype: Annotated[Literal["bf16", "fp16", "fp32"] | None, BeforeValidator(_dtype)] = Field(
+    dtype: Annotated[DType | None, BeforeValidator(_dtype)] = Field(
         default=None, description="weights and cache; default: the checkpoint's on GPUs, fp32 on CPU"
     )
     max_context: Annotated[_Int | None, BeforeValidator(_thousands)] = Field(

@@ -11,16 +11,13 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..config import SHORT_DTYPES, DType
 from ..errors import UserError, show
 from .files import read_json
 from .generation_config import GENERATION_CONFIG, read_generation_config
 from .tokenizer_config import is_token_id, read_tokenizer_config, special_tokens
 
 __all__ = ["RANDOM_SHAPES", "LlamaConfig", "RopeScaling", "rope_inv_freq"]
-
-DType = Literal["bf16", "fp16", "fp32"]
-
-_DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 NO_TOKEN = -1  # how some folders write that there is no such token
 # Where RoPE settings stand, the one that is followed first.
@@ -355,9 +352,9 @@ def _rope_scaling(raw: dict[str, Any], path: Path) -> RopeScaling | None:
 def _dtype(raw: dict[str, Any], path: Path) -> DType:
     """The published dtype; an absent one means fp32, which loses no bits."""
     value = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    dtype = _DTYPES.get(str(value).removeprefix("torch."))
+    dtype = SHORT_DTYPES.get(str(value).removeprefix("torch."))
     if dtype is None:
-        raise UserError(f"{path}: torch_dtype: expected {', '.join(_DTYPES)}, found {show(value)}; correct it")
+        raise UserError(f"{path}: torch_dtype: expected {', '.join(SHORT_DTYPES)}, found {show(value)}; correct it")
     return dtype
 
 
