@@ -162,6 +162,8 @@ def _encode(prompt: str | list[int], config: GenerateConfig, engine: Engine) -> 
     tokenizer = engine.text_tokenizer("use --prompt-ids or prompt_ids in a JSONL file")
     if not config.chat:
         return tokenizer.encode(prompt, most_tokens=engine.most_tokens)
-    system = [] if config.system is None else [{"role": "system", "content": config.system}]
-    messages = [*system, {"role": "user", "content": prompt}]
+    # Here, where it is known whose text is wrong, and where in it.
+    messages = [{"role": "user", "content": check_utf8(prompt, "prompt")}]
+    if config.system is not None:
+        messages.insert(0, {"role": "system", "content": check_utf8(config.system, "--system")})
     return tokenizer.encode_chat(messages, most_tokens=engine.most_tokens)

@@ -304,6 +304,13 @@ def test_system_without_chat(refused: Refused, checkpoint: Path) -> None:
     assert message == "flags: system needs chat: a plain prompt has no system message"
 
 
+@pytest.mark.parametrize(("flag", "named"), [("--prompt", "prompt"), ("--system", "--system")])
+def test_chat_that_is_not_utf8(flag: str, named: str, refused: Refused, checkpoint: Path) -> None:
+    texts = {"--prompt": "a", "--system": "be brief"} | {flag: "caf\udce9"}
+    message = refused("--model", checkpoint, "--chat", *(word for given in texts.items() for word in given))
+    assert message == f"{named}: expected UTF-8 text, found '\\udce9' at character 3; convert it to UTF-8"
+
+
 def test_chat_with_prompt_ids(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     expected = "chat needs a text prompt: prompt_ids are used as they are"
     assert expected in refused("--model", checkpoint, "--prompt-ids", "1", "--chat")
