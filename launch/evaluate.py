@@ -37,6 +37,7 @@ from alspec.models.source import model_name
 from alspec.runtime.decoded_attention import CacheSetting
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
+from alspec.runtime.loading import WARM_UP_TOKENS
 from alspec.runtime.provenance import provenance
 
 __all__ = ["main"]
@@ -185,7 +186,7 @@ def _evaluate(
     is_first = engine.placement.rank == 0
     with StatusLine(is_first) as status:
         status.show("loading weights")
-        engine.load(1, max(task.context for task in tasks))
+        engine.load(1, WARM_UP_TOKENS)  # texts are scored without its cache, however long they are
         rows = _measure(engine, config, tasks, caches, command, status)
     if is_first:
         Console(width=180).print(_table(engine, rows))

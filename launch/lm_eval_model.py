@@ -17,6 +17,7 @@ from alspec.config import SamplingConfig, validate
 from alspec.errors import AlspecError, UserError, report
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
+from alspec.runtime.loading import WARM_UP_TOKENS
 from alspec.runtime.quality import TextScore, score_text
 from alspec.sas import Softmax
 
@@ -25,8 +26,6 @@ __all__ = ["cache_setting", "generate_until", "loglikelihood", "loglikelihood_ro
 CHOICE = ("temperature", "top_p", "top_k")  # as tasks and SamplingConfig call them
 # As in lm-eval's own models, for tasks that do not say how much to generate.
 DEFAULT_NEW_TOKENS = 256
-# What the engine decodes when it is loaded.
-WARM_UP_TOKENS = 2
 PLAIN = CacheSetting()
 
 

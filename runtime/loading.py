@@ -20,7 +20,9 @@ from .prefill import CHUNK_TOKENS, prefill
 from .step import DecodeState, StepProgram
 from .transport import Transport
 
-__all__ = ["open_model", "read_weights", "take_device", "warm_up"]
+__all__ = ["WARM_UP_TOKENS", "open_model", "read_weights", "take_device", "warm_up"]
+
+WARM_UP_TOKENS = 2  # of the step in `warm_up`: room that a cache must have, be it for nothing else
 
 
 def open_model(config: EngineConfig, model: LlamaConfig) -> tuple[Checkpoint | None, Tokenizer | None]:
@@ -77,7 +79,7 @@ def warm_up(
     program.run(
         DecodeState(
             token_ids=torch.zeros(cache.batch_size, dtype=torch.int64, device=logits.device),
-            seq_lens=torch.full((cache.batch_size,), 2, dtype=torch.int32, device=logits.device),
+            seq_lens=torch.full((cache.batch_size,), WARM_UP_TOKENS, dtype=torch.int32, device=logits.device),
             live=torch.ones(cache.batch_size, dtype=torch.bool),
         )
     )

@@ -26,6 +26,7 @@ from alspec.launch.evaluate_tasks import record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.engine import Engine
+from alspec.runtime.loading import WARM_UP_TOKENS
 from alspec.runtime.timeline import trace_json
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -82,6 +83,21 @@ def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert values[0] == pytest.approx(values[1])
     assert 0.5 < values[0] < 4.0
     assert "bits per byte" in capsys.readouterr().out
+
+
+def test_a_cache_that_no_text_uses_is_small(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are scored without it, however long they are."""
+    loaded: list[tuple[int, int]] = []
+    load = Engine.load
+
+    def record(engine: Engine, batch_size: int, max_context: int) -> None:
+        load(engine, batch_size, max_context)
+        loaded.append((engine.cache.batch_size, engine.cache.max_context))
+
+    monkeypatch.setattr(Engine, "load", record)
+    flags = ["--contexts", "128,512", "--windows", "1", "--recall", "1", "--thresholds", "0", "--transport", "gloo"]
+    assert evaluate.main(["--text", str(text), *flags]) == 0
+    assert loaded == [(1, WARM_UP_TOKENS)]
 
 
 def test_hit_rates_where_no_guess_leaves_out_a_token(
