@@ -230,8 +230,8 @@ def check_writable(name: str, path: Path | None) -> None:
         ) from None
 
 
-def check_positions(longest: int, model_config: LlamaConfig) -> None:
-    """Refuse a `--contexts` with a length that the model has no positions for.
+def check_positions(longest: int, model_config: LlamaConfig, steps: int = 0) -> None:
+    """Refuse a `--contexts` with a length that the model has no positions for, or none for `steps` after it.
 
     Raises:
         UserError: names both.
@@ -239,6 +239,11 @@ def check_positions(longest: int, model_config: LlamaConfig) -> None:
     limit = model_config.longest_context
     if longest > limit:
         raise UserError(f"flags: --contexts: {longest} is beyond the model's {limit} positions")
+    if longest + steps > limit:
+        raise UserError(
+            f"flags: --contexts: {longest} tokens and the {steps} steps after them are beyond the model's {limit} "
+            "positions; lower --contexts or --steps"
+        )
 
 
 def notify(notices: Iterable[str]) -> None:

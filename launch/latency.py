@@ -52,7 +52,8 @@ Measured = tuple[dict[str, Any], Profile]  # a row, and the profile that it was 
 EPILOG = (
     "A step's time is that of the rank that takes longest for it: on GPUs by the device's clock, over a cache of random"
     " numbers; on the CPU by the host's, after prompts of random tokens. Verdicts on random numbers mean nothing:"
-    " --prompt-file gives a text to make them on. --trace profiles some more captured steps after the measured ones,"
+    " --prompt-file gives a text to make them on, after which steps stay within the model's positions. --trace profiles"
+    " some more captured steps after the measured ones,"
     " which it slows down; for a pair it also writes rows of what a layer's parts take there (bench decode_parts). Of"
     " steps that are launched one by one it records the measured ones, and what came before them."
 )
@@ -152,12 +153,14 @@ def _check_modes(config: LatencyConfig) -> None:
 
 
 def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
-    limit = engine.model_config.longest_context
+    # What is said after a text needs positions of the model's own; over random numbers their times alone count.
+    steps = 0 if config.prompt_file is None else room(0, config.steps)
     if config.contexts is None:
+        limit = max(engine.model_config.longest_context - steps, 2)
         contexts = [context for context in CONTEXTS if context <= limit] or [limit]
     else:
         contexts = sorted(set(config.contexts))
-    check_positions(contexts[-1], engine.model_config)
+    check_positions(contexts[-1], engine.model_config, steps)
     needed = room(contexts[-1], config.steps)
     if config.max_context is not None and config.max_context < needed:
         raise UserError(

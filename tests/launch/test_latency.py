@@ -236,11 +236,20 @@ def test_rows_of_parts() -> None:
 
 
 def test_default_contexts_are_those_the_model_has(checkpoint: Path) -> None:
-    """The tiny checkpoint has 1024 positions, exactly the first."""
+    """After a text, for its steps as well, of which ten are the warm-up."""
     engine = Engine.from_pretrained(checkpoint, transport="gloo")
-    for longest, expected in ((1024, [1024]), (9000, [1024, 8192]), (500, [500]), (10**6, [1024, 8192, 32768, 131072])):
+    of_text = {"prompt_file": "text.txt", "steps": 90}
+    for longest, settings, expected in (
+        (1024, {}, [1024]),
+        (9000, {}, [1024, 8192]),
+        (500, {}, [500]),
+        (10**6, {}, [1024, 8192, 32768, 131072]),
+        (1024, of_text, [924]),
+        (8192 + 99, of_text, [1024]),
+        (8192 + 100, of_text, [1024, 8192]),
+    ):
         engine.model_config = engine.model_config.model_copy(update={"max_position_embeddings": longest})
-        assert latency._contexts(latency.LatencyConfig(), engine) == expected
+        assert latency._contexts(latency.LatencyConfig(**settings), engine) == expected
 
 
 def test_print_config(profile: Profile, tmp_path: Path) -> None:
@@ -381,6 +390,16 @@ MISTAKES = [
     (("--batch", 0), "flags: --batch: expected 1 or more, found '0'"),
     (("--steps", 0), "flags: --steps: expected 1 or more, found '0'"),
     (("--contexts", "1025"), "flags: --contexts: 1025 is beyond the model's 1024 positions"),
+    (
+        ("--contexts", "64,915", "--prompt-file", "text.txt"),
+        "flags: --contexts: 915 tokens and the 110 steps after them are beyond the model's 1024 positions; lower "
+        "--contexts or --steps",
+    ),
+    (
+        ("--steps", 1013, "--prompt-file", "text.txt"),
+        "flags: --contexts: 2 tokens and the 1023 steps after them are beyond the model's 1024 positions; lower "
+        "--contexts or --steps",
+    ),
     (("--contexts", "1k,x"), "flags: --contexts: expected lengths such as 1k,8k or 4096, found 'x'"),
     (
         ("--contexts", "64", "--max-context", 173),
