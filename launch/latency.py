@@ -306,6 +306,7 @@ def _row(
             "softmax": config.softmax,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
             "forced": rate != "real",
+            **_guesses_of(config, engine.mode),
             **_sampling_of(config.sampling),
         },
         "us": {name: round(profile.us[name], 3) for name in ("p20", "p50", "p80", "p99")},
@@ -316,6 +317,13 @@ def _row(
         "share_of_limit": round(profile.bytes_per_s / stream, 4) if engine.mode == "off" else None,
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }
+
+
+def _guesses_of(config: LatencyConfig, mode: str) -> dict[str, Any]:
+    """lambda and S, where guesses are made; JSON has no infinity, so such a lambda is a text."""
+    if mode == "off":
+        return {}
+    return config.speculation.model_dump(mode="json", include={"threshold", "chunk_size"})
 
 
 def _sampling_of(sampling: SamplingConfig) -> dict[str, Any]:

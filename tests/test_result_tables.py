@@ -187,6 +187,27 @@ def test_a_pair_stands_beside_off_over_the_same_cache(tables: ModuleType) -> Non
     assert f"| llama-3.1-8b | 1 + 1 | symm | 2 | {cells}" in text
 
 
+def test_other_guesses_have_lines_of_their_own(tables: ModuleType) -> None:
+    """Rows that do not say lambda and S are of the default ones; forced verdicts do not look at lambda."""
+    ways: list[dict[str, Any]] = [{}, {"threshold": 0.1, "chunk_size": 128}, {"threshold": 0.2, "chunk_size": 128}]
+    ways += [{"threshold": "inf", "chunk_size": 512}, {"threshold": 0.2, "chunk_size": 128, "forced": True}]
+    rows = [step_row("paired", 1000.0 - at, hit_rate=0.5, **way) for at, way in enumerate(ways)]
+    parts = [
+        step_row("paired", us, hit_rate=0.5, **way, part=part) | {"untraced_us": 50.0, "num_layers": 10}
+        for us, way in ((50.0, ways[0]), (70.0, ways[3]))
+        for part in ("attention", "sender", "receiver", "layer", "fixed", "step")
+    ]
+    found = ["50%", "50%, lambda 0.2", "50%, lambda inf, S = 512", "50% forced"]
+    lines = [line.split(" | ") for line in tables.steps("Steps", rows).splitlines() if line.startswith("| llama")]
+    assert [line[8] for line in lines] == found
+    text = tables.against_off("Pairs", [*rows, step_row("off", 1200.0)], parts)
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| llama-3.1-8b | 1 + 1 |")]
+    # 5 accepted layers of 100 and 5 rejected ones of 100, and 50; of the longer parts as many of 140, and 70.
+    expected = [["0.999", "1.050"], ["0.998", ""], ["0.997", "1.470"], ["0.996", "1.050"]]
+    assert [[line[7], line[10]] for line in lines] == expected
+    assert [line[6] for line in lines] == found
+
+
 def test_short_tables_are_of_random_numbers_and_the_exact_softmax(
     tables: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from quality_tables import ablated, codecs, needles, over_contexts, quality, short_quality
 from result_rows import HERE, PARTS, read, table, where
 
+from alspec.config import SpeculationConfig
 from alspec.latency_model import StepCosts, speculative_step_us
 
 OTHER_COMMIT = "\\* The pair is of an earlier commit than `off`."
@@ -158,7 +159,7 @@ def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, An
     """Pairs beside tensor parallelism on the same GPUs, and beside what the latency model makes of measured parts."""
     measured: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in parts:
-        measured.setdefault(_setting(row), {})[row["case"]["part"]] = row
+        measured.setdefault((*_setting(row), *guesses(row)), {})[row["case"]["part"]] = row
     lines = {}
     for row in rows:
         base = _off_beside(row, rows) if row["case"]["mode"] == "paired" else None
@@ -169,7 +170,7 @@ def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, An
         line = [case["shape"], f"{case['world'] // 2} + {case['world'] // 2}", case["transport"], str(case["batch"])]
         line += [cache_of(row), str(case["context"]), hits(row)]
         cells = [f"{p50:.3f}", f"{off:.3f}", against(base, row), "", "", ""]
-        found = measured.get(_setting(row))
+        found = measured.get((*_setting(row), *guesses(row)))
         # Of several requests the layer's verdict is another rate than the requests'.
         if found and case["batch"] == 1:
             predicted = predicted_us(found, case["hit_rate"]) / 1e3
@@ -275,11 +276,18 @@ def cache_of(row: dict[str, Any]) -> str:
 
 
 def hits(row: dict[str, Any]) -> str:
-    """Hit rate of a pair, and whether it was forced."""
+    """Hit rate of a pair, whether it was forced, and what of lambda and S is not as by default."""
     case = row["case"]
-    if case["hit_rate"] is None:
-        return ""
-    return f"{case['hit_rate']:.0%}{' forced' if case['forced'] else ''}"
+    measured = [] if case["hit_rate"] is None else [f"{case['hit_rate']:.0%}{' forced' if case['forced'] else ''}"]
+    return ", ".join([*measured, *guesses(row)])
+
+
+def guesses(row: dict[str, Any]) -> list[str]:
+    """lambda, unless verdicts were forced, and S of a pair where not as by default; older rows do not have them."""
+    case, default = row["case"], SpeculationConfig()
+    threshold, chunk_size = case.get("threshold", default.threshold), case.get("chunk_size", default.chunk_size)
+    changed = [f"lambda {threshold}"] * (threshold != default.threshold and not case["forced"])
+    return changed + [f"S = {chunk_size}"] * (chunk_size != default.chunk_size)
 
 
 def rate(row: dict[str, Any] | None) -> str:
@@ -480,7 +488,7 @@ def short_steps() -> str:
     for row in rows:
         case = row["case"]
         base = _off_beside(row, rows) if case["mode"] == "paired" else None
-        if base is not None and case["hit_rate"] in SHORT_HIT_RATES:
+        if base is not None and case["hit_rate"] in SHORT_HIT_RATES and not guesses(row):
             key = case["world"], case["transport"], case["hit_rate"]
             pairs.setdefault(key, {})[case["context"]] = f"{row['tokens_per_s']:.0f} ({against(base, row)})"
             shown |= {(_setting(row), base["commit"]): base, (*key, case["context"]): row}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +109,19 @@ def test_a_row_of_a_pair_has_no_share_of_a_limit() -> None:
         for mode in ("off", "paired")
     ]
     assert shares == [0.2, None]
+
+
+@pytest.mark.parametrize(("given", "written"), [(0.1, 0.1), (math.inf, "inf")])
+def test_a_row_of_a_pair_has_lambda_and_s(given: float, written: float | str) -> None:
+    """As JSON can hold them; in mode off there are no guesses."""
+    config = config_of(speculation={"threshold": given, "chunk_size": 256})
+    profile = Profile(1024, 1, [[100.0], [90.0]], None, 10**6)
+    pair, off = (
+        json.loads(json.dumps(latency._row(config, engine_of(mode, "symm"), profile, "real", 5e10, "c")["case"]))
+        for mode in ("paired", "off")
+    )
+    assert pair == off | {"mode": "paired", "threshold": written, "chunk_size": 256}
+    assert not {"threshold", "chunk_size"} & set(off)
 
 
 @pytest.mark.parametrize(
