@@ -56,9 +56,12 @@ class Printer:
         self._is_batch = is_batch
         self._color = color
         self._next = 0
+        self._is_in_line = False
 
     def show(self, token: Token) -> None:
         """Print what this token adds."""
+        if not self._is_batch and token.text:
+            self._is_in_line = not token.text.endswith("\n")
         if self._is_batch:
             self._flush_finished()
         elif self._color and token.hit_rate is not None:
@@ -69,8 +72,16 @@ class Printer:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """End the last line."""
+        """End the text."""
         if not self._is_batch:
+            sys.stdout.write("\n")
+        self._is_in_line = False
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """End the line that an error comes upon, if there is one; again, and after `close`, nothing."""
+        if self._is_in_line:
+            self._is_in_line = False
             sys.stdout.write("\n")
         sys.stdout.flush()
 

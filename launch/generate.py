@@ -75,6 +75,8 @@ def _generate(config: GenerateConfig, engine: Engine) -> int:
         notify(engine.notices if is_first else [])
         generation = engine.start_generation(prompts, config)
         printer = Printer(generation, is_batch, config.color and shows_color()) if is_first else None
+        if printer is not None:
+            engine.heartbeat.end_output = printer.end_line
         total = sum(map(len, prompts))
         status.show("preparing")
         for token in engine.run(generation, config, lambda done: status.show(f"prompt: {done} of {total} tokens")):

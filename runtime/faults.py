@@ -91,6 +91,8 @@ class Heartbeat:
         self._seen: dict[int, tuple[dict[str, Any], float, float]] = {}
         self._thread: threading.Thread | None = None
         self._store: dist.Store | None = None
+        # Called before the last line of this process; a command that is in the midst of a line of stdout ends that.
+        self.end_output: Callable[[], None] = _flush_stdout
 
     def announce(self, store: dist.Store) -> None:
         """Publish one beat in the store of this `job`: from here on the others see whether this process has ended."""
@@ -229,10 +231,11 @@ class Heartbeat:
 
     def end_process(self, error: AlspecError) -> NoReturn:
         """Print the one line once, and leave at once: other threads may be blocked in a collective for good."""
-        is_shared = isinstance(error, RankFailureError | InterruptedJobError)
+        is_interrupt = isinstance(error, InterruptedJobError)
+        is_shared = is_interrupt or isinstance(error, RankFailureError)
         self.tell(error if is_shared else self._own_failure(error))
-        with self._ending():
-            if isinstance(error, InterruptedJobError) and self._placement.rank == 0:
+        with self._ending(_flush_stdout if is_interrupt else self.end_output):
+            if is_interrupt and self._placement.rank == 0:
                 sys.stderr.write("\n")  # after ^C, and maybe half a line of text
             print_error(error)
             os._exit(error.exit_code)
@@ -240,7 +243,7 @@ class Heartbeat:
     def end_failed(self, error: Exception) -> NoReturn:
         """Print the traceback of this rank's own error, and leave at once; the others name it as the cause."""
         self.tell(self._own_failure(error))
-        with self._ending():
+        with self._ending(self.end_output):
             traceback.print_exc()
             tell_torchrun(f"{self._own_failure(error)}; its traceback is in its output above")
             sys.stderr.flush()
@@ -262,10 +265,10 @@ class Heartbeat:
         return RankFailureError(f"rank {self._placement.rank} {ended} at step {step}, operation {operation}: {what}")
 
     @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
+    def _ending(self, end_output: Callable[[], None]) -> Iterator[None]:
         """For the one thread that ends the process: stdout is written out first, if that does not block for good."""
         self._reporting.acquire(timeout=2.0)  # for ever, when the other thread ends it in time
-        flush = threading.Thread(target=_flush_stdout, daemon=True)
+        flush = threading.Thread(target=end_output, daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is at its end
             flush.start()
             flush.join(timeout=1.0)
@@ -556,20 +559,17 @@ def run_guarded(heartbeat: Heartbeat, work: Callable[[], int], advice: str = "Us
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it again
                 # Without meeting the others, who were interrupted, too.
                 heartbeat.end_process(InterruptedJobError("interrupted"))
-        except AlspecError as error:
-            if not heartbeat.watching:
-                raise
-            lost = heartbeat.explain(timeout_s=STALL_LIMIT_S + 1) if _may_come_from_others(error) else None
-            heartbeat.end_process(lost or error)
         except Exception as error:
-            if not heartbeat.watching:
-                raise
-            if not _may_come_from_others(error):
-                heartbeat.end_failed(error)
-            lost = heartbeat.explain(timeout_s=STALL_LIMIT_S + 1)
-            if lost is None:
-                raise
-            heartbeat.end_process(lost)
+            if heartbeat.watching:
+                lost = heartbeat.explain(timeout_s=STALL_LIMIT_S + 1) if _may_come_from_others(error) else None
+                if isinstance(error, AlspecError):
+                    lost = lost or error
+                if lost is not None:
+                    heartbeat.end_process(lost)
+                if not _may_come_from_others(error):
+                    heartbeat.end_failed(error)
+            heartbeat.end_output()
+            raise
     raise AssertionError("unreachable")
 
 

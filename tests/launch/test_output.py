@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import runpy
@@ -11,7 +12,7 @@ import stat
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import pytest
 import torch
 
 from alspec.config import CommandConfig
-from alspec.errors import UserError
+from alspec.errors import BadNumbersError, InterruptedJobError, RankFailureError, UserError
 from alspec.launch import bench_kernels, doctor, evaluate, generate, latency, plot_trace
 from alspec.launch.cli import Parser, run_command
 from alspec.launch.output import append_rows, exit_code, exit_on_interrupt, write_text
 from alspec.runtime.engine import Engine
+from alspec.runtime.generation import Token
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = Path("/dev/full")
@@ -285,6 +287,53 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setattr(plot_trace, "check_picture", interrupt)
     assert plot_trace.main(["trace.json", "picture.png", "--step", "1"]) == 130
     assert capsys.readouterr() == ("", "alspec: exit 130: interrupted\n")
+
+
+def lost(engine: Engine) -> None:
+    """As another thread ends the process, while this one may be blocked; so does `ctrl_c`."""
+    engine.heartbeat.end_process(RankFailureError("rank 1 died"))
+
+
+def bad(engine: Engine) -> None:
+    raise BadNumbersError("NaN")
+
+
+def ctrl_c(engine: Engine) -> None:
+    engine.heartbeat.end_process(InterruptedJobError("interrupted"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "line_end"),
+    [(("half ", "a line", ""), "\n"), (("a line\n", ""), ""), (("",), "")],
+    ids=["half a line", "a line", "none"],
+)
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [(lost, "exit 5: rank 1 died"), (bad, "exit 4: NaN"), (ctrl_c, "exit 130: interrupted")],
+    ids=["lost", "bad", "ctrl-c"],
+)
+def test_an_error_behind_a_text_stands_on_a_line_of_its_own(
+    end: Callable[[Engine], None],
+    said: str,
+    texts: tuple[str, ...],
+    line_end: str,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where both go to the same terminal, which shows ^C behind the text: after that, one line end is for both."""
+
+    def run(engine: Engine, *_: object) -> Iterator[Token]:
+        yield from (Token(0, 1, text, None, None) for text in texts)
+        end(engine)
+
+    shown = io.StringIO()
+    monkeypatch.setattr(Engine, "run", run)
+    monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setattr("sys.stderr", shown)
+    with pytest.raises(SystemExit):
+        sys.exit(generate.main(["--model", str(checkpoint), *map(str, SMALL)]))
+    assert shown.getvalue() == "".join(texts) + ("\n" if end is ctrl_c else line_end) + f"alspec: {said}\n"
 
 
 SCRIPTS = ("bench_kernels", "doctor", "evaluate", "generate", "latency", "plot_trace")
