@@ -199,7 +199,7 @@ CASES: dict[str, Callable[[], Found]] = {
     ),
     "broken lean by copies, ahead of the newest token": broken(
         partial(hopper, 64, 4, 1, 128, 1, early=True),
-        r"(add\.s32\s+(%r\d+), %r\d+, 64;\s*)setp\.lt\.s32(\s+%p\d+, \2,)",
+        r"(add\.s32\s+(%r\d+), %r\d+, 64;[^;]*)setp\.lt\.s32(\s+%p\d+, \2,)",
         r"\1setp.le.s32\3",
         "unordered",
     ),
