@@ -40,12 +40,12 @@ def tile_of(
 
     Steps are 0 where a program reads its tile at once, and multiplies it by one request after another (gemv_tile.py):
     for one request, in fp32, and for shapes that no model has. `num_rows` is a multiple of the rows; 0: it may end in
-    the middle of a tile.
+    the middle of a tile. closes: behind a gate, and read in chunks where rows are long (`inputs_at_once`).
     """
     in_words = itemsize == 2 and num_inputs % int(LANE.value) == 0
     if batch_size > 1 and in_words and (matrices == 1 or num_rows % (ROWS // matrices) == 0):
         return ROWS // matrices, _chunk_steps(num_inputs), NUM_WARPS
-    width = inputs_at_once(batch_size, num_inputs, itemsize, closes and matrices == 2)
+    width = inputs_at_once(batch_size, num_inputs, itemsize, closes)
     rows = rows_in_tile(num_rows, width, itemsize, matrices)
     return rows, 0, num_warps_for(matrices * rows, width, itemsize)
 
