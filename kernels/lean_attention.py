@@ -36,7 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .launch import is_hopper, launch, num_sms, prefer_l1
 from .lean_hopper import lean_hopper_kernel
 from .lean_kernel import lean_decode_kernel, lean_merge_kernel
-from .lean_schedule import ALL, PREDICTOR, REST, more_tiles
+from .lean_schedule import ALL, PREDICTOR, REST, guess_tile, more_tiles
 from .merge import MERGE_REGISTERS, merge_sizes, num_sums
 
 __all__ = [
@@ -302,10 +302,9 @@ def guess_parts(
 ) -> int:
     """In how many parts `A~` should leave: each has a tile less than `_settings` has in flight, but one at least.
 
-    By copies, two tiles in a part, as many as are asked for at once, took longer than one. Tiles of 128 tokens are
-    meant, also where the device makes them shorter. One part with a batch; not so many that few programs are left for
-    the rest, or that merging them spills registers: 3 with more than 4 query heads to a KV head, 1 with more than 8. On
-    Hopper only: elsewhere nothing has been measured.
+    By copies, two tiles in a part, as many as are asked for at once, took longer than one. One part with a batch; not
+    so many that few programs are left for the rest, or that merging them spills registers: 3 with more than 4 query
+    heads to a KV head, 1 with more than 8. On Hopper only: elsewhere nothing has been measured.
     """
     heads_per_kv = num_qo_heads // num_kv_heads
     if batch_size > 1 or heads_per_kv > 8 or not is_hopper(device):
@@ -313,9 +312,8 @@ def guess_parts(
     width = triton.next_power_of_2(head_dim)
     copies = _by_copies(device, batch_size, heads_per_kv, head_dim, dtype)
     block_n, long_run, num_stages, _ = _settings(device, width * dtype.itemsize, copies)
-    block_n = min(128, 2 * block_n) if long_run else block_n
-    programs = num_sms(device)
-    tiles = 2 * -(-chunk_size // block_n) + int(more_tiles(block_n))
+    tokens, programs = int(guess_tile(block_n, long_run)), num_sms(device)
+    tiles = 2 * -(-chunk_size // tokens) + int(more_tiles(tokens))
     wanted = -(-tiles // max(1, num_stages - 1))
     return max(1, min(wanted, MAX_GUESS_PARTS if heads_per_kv <= 4 else 3, programs // (3 * num_kv_heads)))
 

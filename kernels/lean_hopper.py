@@ -28,19 +28,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from .lean_kernel import normalise
 from .lean_schedule import (
+    ALL,
+    PREDICTOR,
     REST,
     deal,
     give_head_start,
+    guess_tile,
     head_of,
+    parts_of_guess,
     plan,
     start_after,
     tiles_in,
     token_ranges,
     tokens_of_guess,
 )
-from .merge import send_guess, store_partial
+from .merge import inverse_of_sum, log2_of_sum, send_guess, store_partial
 
 __all__ = ["lean_hopper_kernel"]
 
@@ -90,6 +93,13 @@ def _after(place, follow, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _slot(tile, STAGES: gl.constexpr):
+    """Stage in which a program's tile lies, and parity of how often that was used. Unsigned, by fewer instructions."""
+    tile = tile.to(gl.uint32)
+    return (tile % STAGES).to(gl.int32), (tile // STAGES).to(gl.int32) & 1
+
+
+@gluon.jit
 def _send(desc, bars, tiles, stage, place, goes):
     """Ask for the tile of a place; each request has to be awaited."""
     bar, start = bars.index(stage), _begin_of(place, tiles.shape[2])
@@ -127,10 +137,25 @@ def _no_tokens(BLOCK_N: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _largest_of_warps(s):
-    """Maxima [4, ROWS] of s [BLOCK_N, ROWS] over the tokens of each warp, which has 16 of every 64."""
-    ROWS: gl.constexpr = s.shape[1]
-    return gl.max(gl.max(s.reshape([s.shape[0] // 64, 4, 16, ROWS]), 0), 1)
+def _by_warps(s):
+    """s [BLOCK_N, ROWS] as [BLOCK_N / 64, 4, 16, ROWS]: each of the 4 warps has 16 of every 64 tokens."""
+    return s.reshape([s.shape[0] // 64, 4, 16, s.shape[1]])
+
+
+@gluon.jit
+def _partial(row_max, row_sum, acc, of_warps, HEADS_PER_KV: gl.constexpr):
+    """The end of an online softmax: o [D, ROWS], normalised, and lse [ROWS], base 2, in the layout to store them in.
+
+    of_warps: shared memory [4, ROWS]. By it a sum crosses the warps behind one barrier; by `gl.sum` behind two.
+    """
+    ROWS: gl.constexpr = acc.shape[1]
+    of_warps.store(gl.sum(gl.sum(_by_warps(row_sum), 0), 1))
+    _barrier()
+    row_sum = gl.sum(of_warps.load(_of_all_warps(ROWS)), 0)
+    row_sum = gl.convert_layout(row_sum, row_max.type.layout, assert_trivial=True)
+    layout: gl.constexpr = _stored(acc.shape[0], ROWS, HEADS_PER_KV)
+    o, lse = acc * inverse_of_sum(row_sum)[None, :], row_max + log2_of_sum(row_sum)
+    return gl.convert_layout(o, layout), gl.convert_layout(lse, gl.SliceLayout(0, layout))
 
 
 @gluon.jit
@@ -165,7 +190,7 @@ def _send_first(streams, place, follow, count, done, EARLY: gl.constexpr):
         goes = i < count
         if EARLY and i == 0:
             goes = goes & (sent == 0)
-        stage = (done + i) % STAGES
+        stage, _ = _slot(done + i, STAGES)
         _send(k_desc, k_bars, k_tiles, stage, place, goes)
         _send(v_desc, v_bars, v_tiles, stage, place, goes)
         before = place
@@ -175,18 +200,19 @@ def _send_first(streams, place, follow, count, done, EARLY: gl.constexpr):
 
 @gluon.jit
 def _attend_run(
-    streams, q_ptr, q_tile, maxima, place, follow, is_guess, count, done, o_ptr, lse_ptr, qk_scale, program,
-    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, EARLY: gl.constexpr,
+    streams, q_ptr, q_tile, of_warps, place, follow, count, done, o_ptr, lse_ptr, qk_scale, program,
+    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GUESS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles, whose copies run ahead from one output into the next.
 
     Args:
         streams: descriptors, tiles [STAGES, 1, BLOCK_N, D] and barriers [STAGES, 1] of K and of V.
-        place: (output, token, end) of the first tile.  follow: (token, end, step) of what comes behind `end`: of the
-            same output with step 0, else of each output that follows.
+        place: (output, token, end) of the first tile.  follow: (token, end, step) of what comes behind `end`: with
+            GUESS of the same output, by a step of 0, else of each output that follows.
         done: tiles of this program so far: they say where in the slots the next one lies.
     Returns:
-        o [D, ROWS], normalised, lse [ROWS], base 2, and the last output. Partials of those before are stored.
+        o [D, ROWS], normalised, and lse [ROWS], base 2, as partials are stored, and the last output. Partials of those
+        before are stored.
     """
     k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars = streams
     BLOCK_N: gl.constexpr = k_tiles.shape[2]
@@ -201,7 +227,8 @@ def _attend_run(
         before, ahead = _send_first(streams, place, follow, count, done, EARLY)
     # Ahead of the tiles, if q is there already, and so is that of the next output: it is not waited for in a run.
     q = _load_query(q_ptr, output, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
-    next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
+    if not GUESS:
+        next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
     if not EARLY:
         before, ahead = _send_first(streams, place, follow, count, done, EARLY)
     _store_query(q_tile, q)
@@ -211,14 +238,14 @@ def _attend_run(
     for i in range(count):
         if token >= end:
             token, end = follow[0], follow[1]
-            if not is_guess:
-                o, lse = normalise(row_max, row_sum, acc)
+            if not GUESS:
+                o, lse = _partial(row_max, row_sum, acc, of_warps, HEADS_PER_KV)
                 store_partial(o, lse, o_ptr, lse_ptr, program + output, *_numbers_of(o), HEADS_PER_KV)
                 row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
                 output += 1
                 _store_query(q_tile, next_q)
                 next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
-        stage, parity = (done + i) % STAGES, (done + i) // STAGES & 1
+        stage, parity = _slot(done + i, STAGES)
         mbarrier.wait(k_bars.index(stage), parity)
         k = k_tiles.index(stage).reshape([BLOCK_N, D])
         s = warpgroup_mma(k, q_tile.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -226,13 +253,14 @@ def _attend_run(
         # Tokens before the tile's own were in the tile before.
         own = offsets >= token - _begin_of((output, token, end), BLOCK_N)
         s = gl.where(own[:, None], s, float("-inf"))
-        maxima.store(_largest_of_warps(s))
+        of_warps.store(gl.max(gl.max(_by_warps(s), 0), 1))
         _barrier()
         # Every warp has read K of this tile, and V of the one before.
-        _send(v_desc, v_bars, v_tiles, (stage + STAGES - 1) % STAGES, before, (i > 0) & (i + STAGES <= count))
+        last_stage, _ = _slot(stage + STAGES - 1, STAGES)
+        _send(v_desc, v_bars, v_tiles, last_stage, before, (i > 0) & (i + STAGES <= count))
         _send(k_desc, k_bars, k_tiles, stage, ahead, i + STAGES < count)
         before, ahead = ahead, _after(ahead, follow, BLOCK_N)
-        largest = gl.max(maxima.load(_of_all_warps(ROWS)), 0)
+        largest = gl.max(of_warps.load(_of_all_warps(ROWS)), 0)
         new_max = gl.maximum(row_max, gl.convert_layout(largest, row_max.type.layout, assert_trivial=True))
         p = gl.exp2(s - new_max[None, :])
         alpha = gl.exp2(row_max - new_max)
@@ -245,7 +273,7 @@ def _attend_run(
         acc = warpgroup_mma(v.permute((1, 0)), p_tile.permute((1, 0)), acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         token += BLOCK_N
-    o, lse = normalise(row_max, row_sum, acc)
+    o, lse = _partial(row_max, row_sum, acc, of_warps, HEADS_PER_KV)
     return o, lse, output
 
 
@@ -278,72 +306,71 @@ def lean_hopper_kernel(
     long_streams = (k_long, v_long, k_slots, v_slots, k_bars, v_bars)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
     q_tile = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], q_layout)
-    maxima = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    of_warps = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     if PDL:
         start_after(EARLY)
     if gate_ptr is not None:
         if gl.load(gate_ptr) == 0:
             return
 
-    # 1. The schedule, from the length alone.
+    # 1. What follows from the length alone.
     program = gl.program_id(0)
     seq_len = gl.load(seq_lens_ptr)
     epoch = None
     if epoch_ptr is not None:
         epoch = gl.load(epoch_ptr)  # here, so that it arrives together with the length
-    lengths = gl.full([1], seq_len, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    is_long, _, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer = plan(
-        lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
-    )
-    num_guesses = HKV * parts if SPEC and PHASE != REST else 0
-    block_n = gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
-    tile, last, guesses, turns = deal(
-        program, num_guesses, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
-    )
     sink, window = token_ranges(seq_len, chunk_size, SPEC)
-    rest = tiles_in(window - sink, is_long, BLOCK_N)
-    head = head_of(tile, rest, HKV)
+    lengths = gl.full([1], seq_len, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    num_guesses = 0
 
-    done = 0
-    # What no turn changes is computed in each, while its tiles are on the way: ahead of them it delays the first.
-    for turn in tl.range(turns, disable_licm=True):
-        # 2. Which output and tokens this turn begins with.
-        give_head_start(program, turn, num_guesses, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL)
-        is_guess = turn < guesses
-        output, part = head, 0
-        begin, end, count = sink + (tile - head * rest) * block_n, window, last - tile
-        begin2, end2, step = sink, window, 1
-        if SPEC:
-            guess = program + turn * PROGRAMS
-            if GUESS_PARTS > 1:
-                part = guess // HKV
-            first, first_end, guess_tiles = tokens_of_guess(
-                part, sink, window, seq_len, part_tiles, is_long, BLOCK_N, GUESS_PARTS
-            )
-            output = gl.where(is_guess, guess % HKV, output)
-            begin, end = gl.where(is_guess, first, begin), gl.where(is_guess, first_end, end)
-            begin2, end2 = gl.where(is_guess, window, begin2), gl.where(is_guess, seq_len, end2)
-            count, step = gl.where(is_guess, guess_tiles, count), gl.where(is_guess, 0, 1)
+    done = program * 0
+    if SPEC and PHASE != REST:
+        # 2. Guesses: ahead of the schedule, of which they need nothing. Each is sent before the next one begins.
+        GUESS_N: gl.constexpr = guess_tile(BLOCK_N, LONG)
+        sinks, windows = token_ranges(lengths, chunk_size, SPEC)
+        parts = parts_of_guess(sinks, lengths - windows, chunk_size, GUESS_N, GUESS_PARTS)
+        num_guesses = HKV * parts
+        # What no guess changes is computed in each: ahead of them it would delay the first copy.
+        for guess in tl.range(program, num_guesses, PROGRAMS, disable_licm=True):
+            part = (guess.to(gl.uint32) // HKV).to(gl.int32)
+            output = guess - part * HKV
+            first, end, count = tokens_of_guess(part, sink, window, seq_len, chunk_size, GUESS_N, GUESS_PARTS)
+            o, lse, _ = _attend_run(
+                long_streams if GUESS_N > BLOCK_N else streams, q_ptr, q_tile, of_warps, (output, first, end),
+                (window, seq_len, 0), count, done, o_partial_ptr, lse_partial_ptr, qk_scale, program, HKV, HEADS_PER_KV,
+                HEAD_DIM, True, False,
+            )  # fmt: skip
+            done += count
+            numbers = _numbers_of(o)
+            send_guess(
+                o, lse, output, part, parts, HKV * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch, *numbers,
+                HEADS_PER_KV, HEAD_DIM, GUESS_PARTS,
+            )  # fmt: skip
+            slot = PROGRAMS + HKV + output * GUESS_PARTS + part
+            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, *numbers, HEADS_PER_KV)
 
-        # 3. Stream the tiles. The partials of outputs that this run goes beyond are stored on the way.
-        place, follow = (output, begin, end), (begin2, end2, step)
-        work = (q_ptr, q_tile, maxima, place, follow, is_guess, count, done, o_partial_ptr, lse_partial_ptr)
+    if PHASE != PREDICTOR:
+        # 3. The run of this program. The partials of outputs that it goes beyond are stored on the way.
+        is_long, _, total_rest, _, leaders, lead_run, followers, run, longer = plan(
+            lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
+        )
+        tile, last, guesses, _ = deal(
+            program, num_guesses, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
+        )
+        if SPEC and PHASE == ALL:
+            if (guesses > 0) & (tile >= last):
+                return
+        give_head_start(program, 0, num_guesses, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL)
+        rest = tiles_in(window - sink, is_long, BLOCK_N)
+        head = head_of(tile, rest, HKV)
+        begin = sink + (tile - head * rest) * gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
+        work = (
+            q_ptr, q_tile, of_warps, (head, begin, window), (sink, window, 1), last - tile, done, o_partial_ptr,
+            lse_partial_ptr, qk_scale, program,
+        )  # fmt: skip
         if LONG > 0 and is_long:
-            o, lse, output = _attend_run(long_streams, *work, qk_scale, program, HKV, HEADS_PER_KV, HEAD_DIM, EARLY)
+            o, lse, output = _attend_run(long_streams, *work, HKV, HEADS_PER_KV, HEAD_DIM, False, EARLY)
         else:
-            o, lse, output = _attend_run(streams, *work, qk_scale, program, HKV, HEADS_PER_KV, HEAD_DIM, EARLY)
-        done += count
-
-        if count > 0:
-            # 4. Leave the partial of the last output; a guess also goes to its receiver.
-            STORED: gl.constexpr = _stored(D, ROWS, HEADS_PER_KV)
-            partial = gl.convert_layout(o, STORED), gl.convert_layout(lse, gl.SliceLayout(0, STORED))
-            slot, numbers = program + output, _numbers_of(partial[0])
-            if SPEC and PHASE != REST:
-                if is_guess:
-                    send_guess(
-                        *partial, output, part, parts, HKV * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch, *numbers,
-                        HEADS_PER_KV, HEAD_DIM, GUESS_PARTS,
-                    )  # fmt: skip
-                    slot = PROGRAMS + HKV + output * GUESS_PARTS + part
-            store_partial(*partial, o_partial_ptr, lse_partial_ptr, slot, *numbers, HEADS_PER_KV)
+            o, lse, output = _attend_run(streams, *work, HKV, HEADS_PER_KV, HEAD_DIM, False, EARLY)
+        if tile < last:
+            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, program + output, *_numbers_of(o), HEADS_PER_KV)

@@ -13,6 +13,7 @@ from .lean_schedule import (
     REST,
     deal,
     give_head_start,
+    guess_tile,
     head_of,
     lengths_of,
     locate,
@@ -26,7 +27,7 @@ from .lean_schedule import (
 from .merge import await_partials, inverse_of_sum, log2_of_sum, merge_output, send_guess, store_partial
 from .prefetch import prefetch
 
-__all__ = ["lean_decode_kernel", "lean_merge_kernel", "normalise"]
+__all__ = ["lean_decode_kernel", "lean_merge_kernel"]
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def _padded(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
 
 
 @triton.jit
-def normalise(row_max, row_sum, acc):
+def _normalise(row_max, row_sum, acc):
     """The end of an online softmax: o [D, ROWS] and lse [ROWS], base 2."""
     # Only here: a sum in every tile would have another layout than the maximum, and that would go through shared memory
     # twice a tile.
@@ -156,7 +157,7 @@ def _attend_run(
             k = tl.load(k_at, mask=inside, other=0.0, eviction_policy="evict_first")
             v = tl.load(v_at, mask=inside, other=0.0, eviction_policy="evict_first")
         if program + output != slot:
-            o, lse = normalise(row_max, row_sum, acc)
+            o, lse = _normalise(row_max, row_sum, acc)
             store_partial(o, lse, o_ptr, lse_ptr, slot, tl.arange(0, REAL), channels, HEADS_PER_KV)
             row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
             # Adds 0, which the compiler does not know: with constants alone it splits the branch, and spills registers
@@ -172,7 +173,7 @@ def _attend_run(
         p, acc = _padded(p.to(v.dtype), BLOCK_N, ROWS, REAL), _padded(acc * alpha[None, :], D, ROWS, REAL)
         acc = _real(tl.dot(tl.trans(v), p, acc, input_precision="ieee"), D, ROWS, REAL)
         row_max = new_max
-    o, lse = normalise(row_max, row_sum, acc)
+    o, lse = _normalise(row_max, row_sum, acc)
     return o, lse, slot
 
 
@@ -225,7 +226,7 @@ def lean_decode_kernel(
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)  # here, so that it arrives together with seq_lens
-    is_long, rest_tiles, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer = plan(
+    is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = plan(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
     )
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
@@ -268,10 +269,14 @@ def lean_decode_kernel(
             prefetch(k_ptr + at, size)
             prefetch(v_ptr + at, size)
             gdc_wait()
+        has_long = is_long  # tiles in this turn
         if SPEC:
+            GUESS_N: tl.constexpr = guess_tile(BLOCK_N, LONG)
             first, first_end, guess_tiles = tokens_of_guess(
-                part, sink_r, window_r, seq_len, part_tiles, is_long, BLOCK_N, GUESS_PARTS
+                part, sink_r, window_r, seq_len, chunk_size, GUESS_N, GUESS_PARTS
             )
+            if LONG > 0:
+                has_long = (has_long | is_guess) if GUESS_N > BLOCK_N else (has_long & (turn >= guesses))
             begin, end = tl.where(is_guess, first, begin), tl.where(is_guess, first_end, end)
             begin2, end2 = tl.where(is_guess, window_r, begin2), tl.where(is_guess, seq_len, end2)
             count = tl.where(is_guess, guess_tiles, count)
@@ -281,7 +286,7 @@ def lean_decode_kernel(
             q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_guess, tile, count, seq_lens, rest_end,
             o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
         )  # fmt: skip
-        if LONG > 0 and is_long:
+        if LONG > 0 and has_long:
             o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC)
         else:
             o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC)
@@ -332,7 +337,7 @@ def lean_merge_kernel(
     row, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
     output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
     seq_lens = lengths_of(seq_lens_ptr, num_requests, B_PAD)
-    _, rest_tiles, _, _, parts, leaders, lead_run, _, run, longer = plan(
+    _, rest_tiles, _, parts, leaders, lead_run, _, run, longer = plan(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
     )
     # The rest of an output is one range of tiles, and the runs that meet it use consecutive slots.

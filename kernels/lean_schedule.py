@@ -7,7 +7,7 @@
 - *run*: the consecutive tiles of that row which one program takes.
 - *leader*: a program that begins with a guess, and whose run is that much shorter; *follower*: any other. Where there
   are as many guesses as programs or more, there are no leaders.
-- *turn*: what a program does in one pass of its loop: a guess, or its run. Guesses come first.
+- *turn*: what a program does at a time: a guess, or its run. Guesses come first.
 - *slot*: where a partial lies. That of a program's run for an output is `program + output`: each program adds one, and
   so does each further output that a run meets, so no two partials share a slot. Those of guesses lie behind.
 """
@@ -27,11 +27,13 @@ __all__ = [
     "REST",
     "deal",
     "give_head_start",
+    "guess_tile",
     "head_of",
     "head_start",
     "lengths_of",
     "locate",
     "more_tiles",
+    "parts_of_guess",
     "plan",
     "rest_of",
     "run_of",
@@ -50,11 +52,10 @@ REST = tl.constexpr(2)
 
 WINDOW_ALIGN = tl.constexpr(KV_TILE)  # the window is widened to whole tiles of so many tokens, whatever BLOCK_N is
 GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
-# Cycles by which programs with a guess start ahead of the others: requests are served in the order in which they come,
-# and the first tiles of all programs take 4 us. Only where runs have 3 tiles or more: else memory is not busy for long.
-# Where runs have many KB, longer: less of a launch, and more before the guess.
-HEAD_START, LONG_HEAD_START = tl.constexpr(320), tl.constexpr(440)
-BUSY_TILES, LONG_KB = tl.constexpr(3), tl.constexpr(300)
+# Cycles by which programs with a guess start ahead of the others, besides the 300 that those take for the schedule:
+# requests are served in the order in which they come, and the first tiles of all programs take 4 us. Only where runs
+# have so many KB: of shorter launches it is more, and less is ahead of the guess.
+HEAD_START, BUSY_KB = tl.constexpr(160), tl.constexpr(300)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
 MANY_TILES = tl.constexpr(32)
 
@@ -75,15 +76,27 @@ def token_ranges(seq_len, chunk_size, SPEC: tl.constexpr):
 
 
 @triton.jit
-def tiles_in(tokens, is_long, BLOCK_N: tl.constexpr):
-    """How many tiles of BLOCK_N tokens, or of twice as many, they fill. By constants, so that nothing is divided."""
-    return tl.where(is_long, tl.cdiv(tokens, 2 * BLOCK_N), tl.cdiv(tokens, BLOCK_N))
-
-
-@triton.jit
 def _divide(a, b):
     """a // b for a >= 0 and b > 0: unsigned, which takes a third fewer instructions."""
     return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _divide_by(a, B: tl.constexpr):
+    """The same by a constant: a product or a shift."""
+    return (a.to(tl.uint32) // B).to(tl.int32)
+
+
+@triton.jit
+def tiles_of_size(tokens, N: tl.constexpr):
+    """How many tiles of N tokens they fill."""
+    return _divide_by(tokens + (N - 1), N)
+
+
+@triton.jit
+def tiles_in(tokens, is_long, BLOCK_N: tl.constexpr):
+    """How many tiles of BLOCK_N tokens, or of twice as many, they fill. By constants, so that nothing is divided."""
+    return tl.where(is_long, tiles_of_size(tokens, 2 * BLOCK_N), tiles_of_size(tokens, BLOCK_N))
 
 
 @triton.jit
@@ -121,10 +134,10 @@ def _schedule(
     if SPEC:
         leaders = tl.where(num_guesses < PROGRAMS, num_guesses, 0)
         shares = total_rest + leaders * guess_tiles
-        lead_run = tl.maximum(shares // PROGRAMS - guess_tiles, 0)
+        lead_run = tl.maximum(_divide_by(shares, PROGRAMS) - guess_tiles, 0)
         # Rounded up where runs are long, so that followers' are not: at 10000 tokens 4 to 5 % faster. Beside runs of a
         # tile or two, a guess takes longer than it counts. If nearly all are leaders, there are not so many tiles.
-        rounded = tl.cdiv(shares, PROGRAMS) - guess_tiles
+        rounded = tiles_of_size(shares, PROGRAMS) - guess_tiles
         lead_run = tl.where((lead_run > 1) & (leaders * rounded <= total_rest), rounded, lead_run)
         left = total_rest - leaders * lead_run
         others = PROGRAMS - leaders
@@ -134,16 +147,16 @@ def _schedule(
             # By each of the numbers of followers that there may be: a division takes 100 cycles.
             run = left * 0
             for parts in tl.static_range(1, MOST_PARTS + 1):
-                of_parts = left.to(tl.uint32) // _others(parts * HKV, PROGRAMS)
-                run = tl.where(num_guesses == parts * HKV, of_parts.to(tl.int32), run)
+                of_parts = _divide_by(left, _others(parts * HKV, PROGRAMS))
+                run = tl.where(num_guesses == parts * HKV, of_parts, run)
     else:
         # By constants: the compiler makes such divisions multiplications.
         leaders, lead_run, left = 0, 0, total_rest
-        others, run = PROGRAMS, left // PROGRAMS
+        others, run = PROGRAMS, _divide_by(left, PROGRAMS)
         if EVEN < PROGRAMS:
-            even_run = tl.cdiv(left, EVEN)
-            is_even = (even_run <= tl.cdiv(left, PROGRAMS)) & (even_run < MANY_TILES)
-            others, run = tl.where(is_even, EVEN, others), tl.where(is_even, left // EVEN, run)
+            even_run = tiles_of_size(left, EVEN)
+            is_even = (even_run <= tiles_of_size(left, PROGRAMS)) & (even_run < MANY_TILES)
+            others, run = tl.where(is_even, EVEN, others), tl.where(is_even, _divide_by(left, EVEN), run)
     followers = tl.maximum(tl.minimum(others, left), 1)
     run = tl.where(left < others, tl.minimum(left, 1), run)
     return leaders, lead_run, followers, run, left - run * followers
@@ -205,32 +218,42 @@ def more_tiles(block_n):
     return (WINDOW_ALIGN.value + block_n - 2) // block_n
 
 
+@triton.constexpr_function
+def guess_tile(block_n, long_run):
+    """Tokens in a tile of a guess: 128, where there are such tiles, whatever tiles the rest has."""
+    return 2 * block_n if long_run > 0 and block_n < 128 else block_n
+
+
 @triton.jit
-def _parts_of_guess(
-    sink_tokens, window_tokens, chunk_size, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr
-):  # fmt: skip
-    """Tiles of one part of a guess, and how many parts have tiles; the tokens are [1] with parts."""
-    part_tiles = tl.cdiv(2 * tiles_in(chunk_size, is_long, BLOCK_N) + more_tiles(BLOCK_N), GUESS_PARTS)
+def _part_tiles(chunk_size, GUESS_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
+    """Tiles of one part of a guess."""
+    return tiles_of_size(2 * tiles_of_size(chunk_size, GUESS_N) + more_tiles(GUESS_N), GUESS_PARTS)
+
+
+@triton.jit
+def parts_of_guess(sink, window_tokens, chunk_size, GUESS_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
+    """How many parts of a guess have tiles; sink and the tokens of the window are [1] with parts."""
     parts = 1
     if GUESS_PARTS > 1:
-        tiles = tl.sum(tiles_in(sink_tokens, is_long, BLOCK_N) + tiles_in(window_tokens, is_long, BLOCK_N), 0)
+        part_tiles = _part_tiles(chunk_size, GUESS_N, GUESS_PARTS)
+        tiles = tl.sum(tiles_of_size(sink, GUESS_N) + tiles_of_size(window_tokens, GUESS_N), 0)
         for part in tl.static_range(1, GUESS_PARTS):
             parts += (part * part_tiles < tiles).to(tl.int32)
-    return part_tiles, parts
+    return parts
 
 
 @triton.jit
-def tokens_of_guess(part, sink, window, seq_len, part_tiles, is_long, BLOCK_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
+def tokens_of_guess(part, sink, window, seq_len, chunk_size, GUESS_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
     """What a part of a guess begins with, tokens [first, end), and how many tiles it has; [window, seq_len) follow."""
-    sink_tiles = tiles_in(sink, is_long, BLOCK_N)
-    tiles = sink_tiles + tiles_in(seq_len - window, is_long, BLOCK_N)
+    sink_tiles = tiles_of_size(sink, GUESS_N)
+    tiles = sink_tiles + tiles_of_size(seq_len - window, GUESS_N)
     first, end = 0, sink
     if GUESS_PARTS > 1:
-        block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
+        part_tiles = _part_tiles(chunk_size, GUESS_N, GUESS_PARTS)
         first = part * part_tiles
         tiles = tl.minimum(tiles - first, part_tiles)
         end = tl.where(first < sink_tiles, sink, seq_len)
-        first = first * block_n + tl.where(first < sink_tiles, 0, window - sink_tiles * block_n)
+        first = first * GUESS_N + tl.where(first < sink_tiles, 0, window - sink_tiles * GUESS_N)
     return first, end, tiles
 
 
@@ -254,18 +277,17 @@ def deal(
     # its way.
     guesses, turns = 0, (program >= 0).to(tl.int32)
     if SPEC:
-        guesses = (num_guesses + PROGRAMS - 1 - program) // PROGRAMS
+        guesses = _divide_by(num_guesses + PROGRAMS - 1 - program, PROGRAMS)
         turns = tl.maximum(guesses + (tile < last).to(tl.int32), 1)
     return tile, last, guesses, turns
 
 
 @triton.jit
 def head_start(total_rest, is_long, BLOCK_N: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Cycles for which programs without a guess wait, by tiles of a run, and its bytes of K and V (16 bits each)."""
+    """Cycles for which programs without a guess wait, by the bytes of K and V of a run (16 bits each)."""
     TILE_KB: tl.constexpr = BLOCK_N * D * 4 // 1024
     rest_kb = total_rest * tl.where(is_long, 2 * TILE_KB, TILE_KB)
-    cycles = tl.where(rest_kb >= LONG_KB * PROGRAMS, LONG_HEAD_START, HEAD_START)
-    return tl.where(total_rest >= BUSY_TILES * PROGRAMS, cycles, 0)
+    return tl.where(rest_kb >= BUSY_KB * PROGRAMS, HEAD_START, 0)
 
 
 @triton.jit
@@ -317,23 +339,27 @@ def plan(
     """What follows from lengths [B_PAD] alone.
 
     Returns:
-        Whether tiles are long; tiles of each request's rest, over all its KV heads [B_PAD], and their sum; tiles of a
-        part of a guess, and how many parts have tiles; the schedule.
+        Whether tiles of the rest are long; those of each request's, over all its KV heads [B_PAD], and their sum; how
+        many parts of a guess have tiles; the schedule.
     """
+    GUESS_N: tl.constexpr = guess_tile(BLOCK_N, LONG)
     sink, window = token_ranges(seq_lens, chunk_size, SPEC)
+    num_outputs = HKV if B_PAD == 1 else num_requests * HKV
+    parts = parts_of_guess(sink, seq_lens - window, chunk_size, GUESS_N, GUESS_PARTS)
+    part_tiles = tl.minimum(_part_tiles(chunk_size, GUESS_N, GUESS_PARTS), 2 * tiles_of_size(chunk_size, GUESS_N))
     tiles = tl.sum(tiles_in(window - sink, False, BLOCK_N), 0) * HKV
     is_long = LONG > 0 and tiles > LONG * PROGRAMS
-    if LONG > 0 and BLOCK_N < 128 and not SPEC:
-        # Or where the longest run has no more tokens by it.
+    if LONG > 0 and BLOCK_N < 128:
+        # Or where a program's longest work has no more tokens by it; guesses have long tiles.
         long_tiles = tl.sum(tiles_in(window - sink, True, BLOCK_N), 0) * HKV
-        is_long |= 2 * tl.cdiv(long_tiles, PROGRAMS) <= tl.cdiv(tiles, PROGRAMS)
+        of_guesses = num_outputs * parts * part_tiles if SPEC else 0
+        longest = tiles_of_size(tiles + 2 * of_guesses, PROGRAMS)
+        is_long |= 2 * tiles_of_size(long_tiles + of_guesses, PROGRAMS) <= longest
     rest_tiles = tiles_in(window - sink, is_long, BLOCK_N) * HKV
     total_rest = tl.sum(rest_tiles, 0)
-    num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    part_tiles, parts = _parts_of_guess(sink, seq_lens - window, chunk_size, is_long, BLOCK_N, GUESS_PARTS)
     EVEN: tl.constexpr = PROGRAMS // 8 * 8 if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
     leaders, lead_run, followers, run, longer = _schedule(
-        num_outputs * parts, tl.minimum(part_tiles, 2 * tiles_in(chunk_size, is_long, BLOCK_N)) + GUESS_OVERHEAD,
+        num_outputs * parts, tiles_in(part_tiles * GUESS_N, is_long, BLOCK_N) + GUESS_OVERHEAD,
         total_rest, HKV, GUESS_PARTS if B_PAD == 1 else 0, PROGRAMS, EVEN, SPEC and PHASE == ALL,
     )  # fmt: skip
-    return is_long, rest_tiles, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer
+    return is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer

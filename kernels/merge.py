@@ -121,10 +121,10 @@ def send_guess(
     if GUESS_PARTS > 1:
         lse_at = spec_lse_ptr + output * HEADS_PER_KV + rows
         store_words(lse_at + part * num_heads, lse, epoch, real)
-        if part == 0:
-            nothing = tl.where(rows >= 0, float("-inf"), lse)
-            zeros = tl.where((channels >= 0)[:, None], 0.0, o)
-            for absent in range(parts, GUESS_PARTS):
+        nothing = tl.where(rows >= 0, float("-inf"), lse)
+        zeros = tl.where((channels >= 0)[:, None], 0.0, o)
+        for absent in tl.static_range(1, GUESS_PARTS):
+            if (part == 0) & (absent >= parts):
                 store_words(lse_at + absent * num_heads, nothing, epoch, real)
                 store_words(spec_out_ptr + absent * (num_heads * HEAD_DIM) + at, zeros, epoch, exists)
 

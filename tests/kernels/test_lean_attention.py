@@ -513,7 +513,7 @@ def lengths_at_switches(launch: Launch, capacity: int) -> list[int]:
         dim=1,
     )
     assert not long_run or set(is_long.tolist()) == {0, 1}, "no tiles are long, or all"
-    assert len(set(kinds[:, 1].tolist())) == 3, "no head start, or no longer one"
+    assert len(set(kinds[:, 1].tolist())) == 2, "no head start"
     switches: dict[str, int] = {}
     for before in (kinds[1:] != kinds[:-1]).any(1).nonzero().flatten().tolist():
         switches.setdefault(str(kinds[before : before + 2].tolist()), before + 1)

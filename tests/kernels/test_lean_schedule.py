@@ -18,7 +18,6 @@ from alspec.kernels.lean_attention import LONG_RUN, MAX_GUESS_PARTS, PHASES, _pa
 from alspec.kernels.lean_schedule import (
     GUESS_OVERHEAD,
     HEAD_START,
-    LONG_HEAD_START,
     PREDICTOR,
     REST,
     deal,
@@ -53,17 +52,16 @@ def _schedule_kernel(
 ):
     """What the attention kernel asks for in each program, and the merge for each output."""
     seq_lens = lengths_of(seq_lens_ptr, num_requests, B_PAD)
-    is_long, rest_tiles, total_rest, part_tiles, parts, leaders, lead_run, followers, run, longer = plan(
+    is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = plan(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
     )
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     num_guesses = num_outputs * parts if SPEC and PHASE != REST else 0
     tl.store(facts_ptr, is_long.to(tl.int32))
     tl.store(facts_ptr + 1, total_rest)
-    tl.store(facts_ptr + 2, part_tiles)
-    tl.store(facts_ptr + 3, parts)
-    tl.store(facts_ptr + 4, leaders)
-    tl.store(facts_ptr + 5, lead_run)
+    tl.store(facts_ptr + 2, parts)
+    tl.store(facts_ptr + 3, leaders)
+    tl.store(facts_ptr + 4, lead_run)
 
     program = tl.arange(0, PROGRAMS_PAD)
     tile, last, guesses, turns = deal(
@@ -104,7 +102,6 @@ class Dealt:
 
     is_long: bool
     total_rest: int
-    part_tiles: int
     parts: int
     leaders: int
     lead_run: int
@@ -114,7 +111,7 @@ class Dealt:
     @classmethod
     def of(cls, work: Work) -> Dealt:
         batch, num_outputs = len(work.lengths), len(work.lengths) * work.num_kv_heads
-        facts = torch.zeros(6, dtype=torch.int32)
+        facts = torch.zeros(5, dtype=torch.int32)
         dealt = torch.zeros(4, work.num_programs, dtype=torch.int32)
         merged = torch.zeros(4, num_outputs, dtype=torch.int32)
         _schedule_kernel[(1,)](
@@ -173,14 +170,27 @@ def test_everything_is_dealt_once(work: Work) -> None:
         """In the row of tiles: of each request, head after head."""
         return [-(-(window - sink) // block_n) for sink, window in bounds for _ in range(work.num_kv_heads)]
 
+    # A guess's tiles are of 128 tokens, or of all that short tiles have. It has one more than its chunks where the
+    # window is widened; in parts, each has an equal share.
+    guess_n = 128 if work.long_run else work.block_n
+    most = 2 * -(-chunk // guess_n)
+    part_tiles = min(most, -(-(most + (63 + guess_n - 1) // guess_n) // work.parts))
+    sink, window = bounds[0]
+    tiles_of_guess = -(-sink // guess_n) - (window - work.lengths[0]) // guess_n
+    parts = -(-tiles_of_guess // -(-(most + (63 + guess_n - 1) // guess_n) // work.parts)) if work.parts > 1 else 1
+    assert dealt.parts == parts
+    num_outputs = len(work.lengths) * work.num_kv_heads
+
+    # Tiles are long where runs have many, or where a program's longest work has no more tokens by it.
     short, long = sum(tiles_of_heads(work.block_n)), sum(tiles_of_heads(2 * work.block_n))
     is_long = short > work.long_run * work.num_programs
-    if not chunk and work.block_n < 128:
-        is_long |= 2 * -(-long // work.num_programs) <= -(-short // work.num_programs)
+    if work.block_n < 128:
+        guesses = num_outputs * parts * part_tiles if chunk else 0
+        is_long |= 2 * -(-(long + guesses) // work.num_programs) <= -(-(short + 2 * guesses) // work.num_programs)
     assert dealt.is_long == (work.long_run > 0 and is_long)
     block_n = work.block_n * (2 if dealt.is_long else 1)
     tiles_of_outputs = tiles_of_heads(block_n)
-    num_outputs, starts = len(tiles_of_outputs), [0, *itertools.accumulate(tiles_of_outputs)]
+    starts = [0, *itertools.accumulate(tiles_of_outputs)]
     assert dealt.total_rest == starts[-1]
     assert [output[:2] for output in dealt.outputs] == [
         list(pair) for pair in zip(starts, tiles_of_outputs, strict=False)
@@ -221,7 +231,7 @@ def test_everything_is_dealt_once(work: Work) -> None:
     assert not working or working[0] - working[-1] <= 1
 
     # Where leaders' runs are rounded up, a follower does no more than a leader with its guess.
-    guess_tiles = min(dealt.part_tiles, 2 * -(-chunk // block_n)) + GUESS_OVERHEAD.value
+    guess_tiles = -(-part_tiles * guess_n // block_n) + GUESS_OVERHEAD.value
     share = (dealt.total_rest + dealt.leaders * guess_tiles) / work.num_programs
     rounded = math.ceil(share) - guess_tiles
     if dealt.leaders and math.floor(share) - guess_tiles > 1 and dealt.leaders * rounded <= dealt.total_rest:
@@ -246,13 +256,11 @@ def _head_start_kernel(cycles_ptr, total_rest, IS_LONG: tl.constexpr):
 @pytest.mark.parametrize(
     ("is_long", "total_rest", "expected"),
     [
-        (False, 3 * 132 - 1, 0),
-        (False, 3 * 132, HEAD_START.value),
         # Keys and values of a tile are 32 KB, of a long one 64: 300 KB for each program are these many.
-        (False, 1237, HEAD_START.value),
-        (False, 1238, LONG_HEAD_START.value),
-        (True, 618, HEAD_START.value),
-        (True, 619, LONG_HEAD_START.value),
+        (False, 1237, 0),
+        (False, 1238, HEAD_START.value),
+        (True, 618, 0),
+        (True, 619, HEAD_START.value),
     ],
 )
 def test_a_guess_has_a_head_start_where_memory_is_busy(is_long: bool, total_rest: int, expected: int) -> None:
