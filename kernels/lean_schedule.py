@@ -54,8 +54,8 @@ WINDOW_ALIGN = tl.constexpr(KV_TILE)  # the window is widened to whole tiles of 
 GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
 # Cycles by which programs with a guess start ahead of the others, besides the 300 that those take for the schedule:
 # requests are served in the order in which they come, and the first tiles of all programs take 4 us. Only where runs
-# have so many KB: of shorter launches it is more, and less is ahead of the guess.
-HEAD_START, BUSY_KB = tl.constexpr(160), tl.constexpr(300)
+# have so many KB (32K tokens of 2 heads have, 8K of 8 have not): of shorter launches it is more, and less is ahead.
+HEAD_START, BUSY_KB = tl.constexpr(120), tl.constexpr(244)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
 MANY_TILES = tl.constexpr(32)
 

@@ -43,8 +43,8 @@ def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int
         narrow = {copies for name, copies in lean.items() if name not in by_copies and "head 64" in name}
         wide = {copies for name, copies in lean.items() if name not in by_copies and "head 64" not in name}
         assert (narrow, wide) == ({3 * 50}, {3 * 52})
-        # Of one request, K and V of two tiles ahead of a loop, of one in it, and without a guess of one ahead of the wait.
-        # Loops: of a run one for each length of tiles, and one of a guess.
+        # Of one request, K and V of two tiles ahead of a loop, of one in it, and without a guess of one ahead of the
+        # wait. Loops: of a run one for each length of tiles, and one of a guess.
         plain = {name for name in by_copies if "spec False" in name or "KV heads" in name}
         of_runs = {name: 0 if "predictor" in name else 1 if "x 256" in name else 2 for name in by_copies}
         of_guess = {name: int(name not in plain and "rest" not in name) for name in by_copies}

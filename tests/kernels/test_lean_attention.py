@@ -476,7 +476,7 @@ def _plan_kernel(
     """The schedule of one request with as many tokens as there are programs up to this one; grid [N]."""
     at = facts_ptr + tl.program_id(0) * 6
     seq_lens = tl.zeros([1], tl.int32) + (tl.program_id(0) + 1)
-    is_long, _, total_rest, _, parts, _, lead_run, followers, _, _ = plan(
+    is_long, _, total_rest, parts, _, lead_run, followers, _, _ = plan(
         seq_lens, 1, chunk_size, HKV, PROGRAMS, 1, BLOCK_N, LONG, SPEC, GUESS_PARTS, 0
     )
     tl.store(at, tl.where(is_long, 1, 0))

@@ -256,11 +256,11 @@ def _head_start_kernel(cycles_ptr, total_rest, IS_LONG: tl.constexpr):
 @pytest.mark.parametrize(
     ("is_long", "total_rest", "expected"),
     [
-        # Keys and values of a tile are 32 KB, of a long one 64: 300 KB for each program are these many.
-        (False, 1237, 0),
-        (False, 1238, HEAD_START.value),
-        (True, 618, 0),
-        (True, 619, HEAD_START.value),
+        # Keys and values of a tile are 32 KB, of a long one 64: 244 KB for each program are these many.
+        (False, 1006, 0),
+        (False, 1007, HEAD_START.value),
+        (True, 503, 0),
+        (True, 504, HEAD_START.value),
     ],
 )
 def test_a_guess_has_a_head_start_where_memory_is_busy(is_long: bool, total_rest: int, expected: int) -> None:
