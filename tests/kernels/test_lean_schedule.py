@@ -174,10 +174,11 @@ def test_everything_is_dealt_once(work: Work) -> None:
     # window is widened; in parts, each has an equal share.
     guess_n = 128 if work.long_run else work.block_n
     most = 2 * -(-chunk // guess_n)
-    part_tiles = min(most, -(-(most + (63 + guess_n - 1) // guess_n) // work.parts))
+    per_part = -(-(most + (63 + guess_n - 1) // guess_n) // work.parts)
+    part_tiles = min(most, per_part)
     sink, window = bounds[0]
     tiles_of_guess = -(-sink // guess_n) - (window - work.lengths[0]) // guess_n
-    parts = -(-tiles_of_guess // -(-(most + (63 + guess_n - 1) // guess_n) // work.parts)) if work.parts > 1 else 1
+    parts = -(-tiles_of_guess // per_part) if work.parts > 1 else 1
     assert dealt.parts == parts
     num_outputs = len(work.lengths) * work.num_kv_heads
 
