@@ -70,6 +70,22 @@ def turbo_guess_parts(batch_size: int, heads_per_kv: int, device: torch.device) 
     return MAX_PARTS if batch_size == 1 and heads_per_kv <= 4 and device.type == "cuda" else 1
 
 
+def schedule_sizes(batch_size: int, num_kv_heads: int, num_programs: int) -> dict[str, int]:
+    """Constants of the schedule's device code, by name.
+
+    Heads of one request are alike: each gets programs of its own, and a plan that is of one head.
+    """
+    outputs = batch_size * num_kv_heads
+    apart = batch_size == 1 and num_programs >= outputs
+    return {
+        "HKV": num_kv_heads,
+        "OUTPUTS": outputs,
+        "PLANS": outputs if apart else 1,
+        "OUTPUTS_PAD": 1 if apart else max(32, triton.next_power_of_2(outputs)),
+        "PROGRAMS": num_programs,
+    }
+
+
 def turbo_decode_attention(
     q: Tensor,
     layer: TurboLayer,
@@ -123,14 +139,10 @@ def turbo_decode_attention(
     # A predictor may be the first launch after two streams have joined; a dependent launch waits for one kernel only.
     pdl = settings.sm90 and phase != "predictor"
     num_programs = workspace.num_programs
-    outputs = batch_size * num_kv_heads
     plan: dict[str, Any] = {
         "HEADS_PER_KV": heads_per_kv,
         "D": head_dim,
-        "HKV": num_kv_heads,
-        "OUTPUTS": outputs,
-        "OUTPUTS_PAD": max(32, triton.next_power_of_2(outputs)),
-        "PROGRAMS": num_programs,
+        **schedule_sizes(batch_size, num_kv_heads, num_programs),
         "WARPS": warps,
         "SPEC": spec is not None,
         "GUESS_PARTS": spec.parts if spec else 1,

@@ -21,7 +21,7 @@ from .turbo_records import open_slots, send_side
 from .turbo_schedule import blocks_of_turn, guesses_before, pick, plan, run_of, run_start
 from .turbo_warps import free_slots, merge_warps, write_heads
 
-__all__ = ["turbo_decode_kernel", "turbo_merge_kernel"]
+__all__ = ["merged_slots", "number_of_program", "share_of_program", "turbo_decode_kernel", "turbo_merge_kernel"]
 
 
 @triton.jit
@@ -60,21 +60,32 @@ def _send_guess(
 
 
 @triton.jit
-def _share(
-    lengths, ends, rest_at, lead_in, parts, used, total, PROGRAMS: tl.constexpr, PER_SM: tl.constexpr,
-    SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr, PHASE: tl.constexpr,
+def number_of_program(PROGRAMS: tl.constexpr, PER_SM: tl.constexpr, PLANS: tl.constexpr):
+    """Which plan this program works for, and its number there. PROGRAMS: of the launch.
+
+    Programs in use are spread over all SMs, and those at the beginnings of outputs, which have more to do, lie on
+    different ones.
+    """
+    if PLANS > 1:
+        first_output, program = tl.program_id(0) % PLANS, tl.program_id(0) // PLANS
+    else:
+        SMS: tl.constexpr = PROGRAMS // PER_SM
+        place, sm = tl.program_id(0) // SMS, tl.program_id(0) % SMS
+        first_output, program = 0, place * SMS + (sm + place * (SMS // 8)) % SMS
+    return first_output, program
+
+
+@triton.jit
+def share_of_program(
+    program, lengths, ends, rest_at, lead_in, parts, used, total, SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
-    """What this program does of a plan.
+    """What a program does of a plan.
 
     Returns:
-        Its number; the steps of its run, [here, last), in the row of rests alone; its guesses, [guess, guesses_end),
-        which come first; in how many turns all that is done.
+        The steps of its run, [here, last), in the row of rests alone; its guesses, [guess, guesses_end), which come
+        first; in how many turns all that is done.
     """
-    # Programs in use are spread over all SMs, and those at the beginnings of outputs, which have more to do, lie on
-    # different ones.
-    SMS: tl.constexpr = PROGRAMS // PER_SM
-    place, sm = tl.program_id(0) // SMS, tl.program_id(0) % SMS
-    program = place * SMS + (sm + place * (SMS // 8)) % SMS
     begin = run_start(program, used, total)
     end = run_start(program + 1, used, total)
     here = tl.sum(tl.minimum(tl.maximum(begin - rest_at, 0), lengths), 0)
@@ -85,7 +96,7 @@ def _share(
         guess = guesses_before(begin, rest_at - lead_in, parts, GUESS_PARTS)
         guesses_end = guesses_before(end, rest_at - lead_in, parts, GUESS_PARTS)
     met = tl.minimum(ends, last) > tl.maximum(ends - lengths, here)
-    return program, here, last, guess, guesses_end, guesses_end - guess + tl.sum(met.to(tl.int32), 0)
+    return here, last, guess, guesses_end, guesses_end - guess + tl.sum(met.to(tl.int32), 0)
 
 
 @triton.jit
@@ -148,7 +159,8 @@ def turbo_decode_kernel(
     D: tl.constexpr,
     HKV: tl.constexpr,
     OUTPUTS: tl.constexpr,  # B HKV
-    OUTPUTS_PAD: tl.constexpr,
+    PLANS: tl.constexpr,  # one for all outputs, or one for each
+    OUTPUTS_PAD: tl.constexpr,  # of a plan
     PROGRAMS: tl.constexpr,
     PER_SM: tl.constexpr,
     WARPS: tl.constexpr,
@@ -163,11 +175,12 @@ def turbo_decode_kernel(
     """Partials, and with a guess `A~`; grid [PROGRAMS]."""
     # 1. The schedule: every program computes all of it, from what it and the addresses need of every output. Bits and
     # offsets are the prompt's, and no kernel of a step writes them: so they are asked for before the wait.
+    first_output, program = number_of_program(PROGRAMS, PER_SM, PLANS)
     outputs = tl.arange(0, OUTPUTS_PAD)
-    exists = outputs < OUTPUTS
-    bits = tl.load(bits_ptr + outputs, mask=exists, other=4)
+    exists = outputs < OUTPUTS // PLANS
+    bits = tl.load(bits_ptr + first_output + outputs, mask=exists, other=4)
     # In units of 16 bytes, so that they fit 32 bits, which `pick` takes in one instruction.
-    offsets = (tl.load(offset_ptr + outputs, mask=exists, other=0) // 4).to(tl.int32)
+    offsets = (tl.load(offset_ptr + first_output + outputs, mask=exists, other=0) // 4).to(tl.int32)
     slots, parity, query_parity = open_slots(WARPS, D, BULK), 0, 0
     if PDL:
         start_after(EARLY)
@@ -181,10 +194,10 @@ def turbo_decode_kernel(
     HEADS: tl.constexpr = COLUMNS // 2 if HEADS_PER_KV <= COLUMNS // 2 else COLUMNS  # that the products have columns of
     SENT: tl.constexpr = BULK and q_ptr.dtype.element_ty.primitive_bitwidth == 16
     lengths, ends, rest_at, lead_in, parts, used, total = plan(
-        seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, GUESS_PARTS, PHASE
+        seq_lens, exists, chunk_blocks, OUTPUTS // PLANS, PROGRAMS // PLANS, WARPS, SPEC, GUESS_PARTS, PHASE
     )
-    program, here, last, guess, guesses_end, left = _share(
-        lengths, ends, rest_at, lead_in, parts, used, total, PROGRAMS, PER_SM, SPEC, GUESS_PARTS, PHASE
+    here, last, guess, guesses_end, left = share_of_program(
+        program, lengths, ends, rest_at, lead_in, parts, used, total, SPEC, GUESS_PARTS, PHASE
     )
 
     # Turns: first the guesses of this run, each sent before the next turn, then a turn for each output whose
@@ -194,17 +207,19 @@ def turbo_decode_kernel(
         # 2. Which output and blocks this turn is about.
         is_guess = guess < guesses_end
         part = 0
-        output, before = locate(here, ends)
-        if SPEC:
-            guessed = guess
-            if GUESS_PARTS > 1:
-                guessed, part = guess >> (parts - 1), guess & (parts - 1)
-            output = tl.where(is_guess, guessed, output)
-            before = tl.sum(tl.where(outputs < output, lengths, 0), 0)
-        length = pick(lengths, output)
-        seq_len = pick(seq_lens, output)
-        records = records_ptr + pick(offsets, output).to(tl.int64) * 4
-        width = pick(bits, output)
+        planned, before = 0, 0
+        if PLANS == 1:
+            planned, before = locate(here, ends)
+            if SPEC:
+                planned = tl.where(is_guess, guess >> (parts - 1), planned)
+                before = tl.sum(tl.where(outputs < planned, lengths, 0), 0)
+        if GUESS_PARTS > 1:
+            part = guess & (parts - 1)
+        length = pick(lengths, planned)
+        seq_len = pick(seq_lens, planned)
+        records = records_ptr + pick(offsets, planned).to(tl.int64) * 4
+        width = pick(bits, planned)
+        output = first_output + planned
         blocks, has_tail, full = blocks_of_turn(
             is_guess, part, parts, here, last, before, seq_len, chunk_blocks, SPEC, GUESS_PARTS, WARPS
         )
@@ -237,7 +252,7 @@ def turbo_decode_kernel(
         )  # fmt: skip
 
         # 4. Leave the partial; a guess also goes to its receiver.
-        slot = program + output
+        slot = first_output * (PROGRAMS // PLANS) + program + planned
         if SPEC and PHASE != REST:
             if is_guess:
                 o, lse = _send_guess(
@@ -251,6 +266,28 @@ def turbo_decode_kernel(
 
         here = tl.where(is_guess, here, before + length)
         guess += 1
+
+
+@triton.jit
+def merged_slots(
+    seq_lens_ptr, output, chunk_blocks, HKV: tl.constexpr, OUTPUTS: tl.constexpr, PLANS: tl.constexpr,
+    OUTPUTS_PAD: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, SPEC: tl.constexpr,
+    GUESS_PARTS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """Where the partials of an output's rest begin and how many there are; in how many parts its guess came."""
+    planned = output % (OUTPUTS // PLANS)
+    outputs = tl.arange(0, OUTPUTS_PAD)
+    exists = outputs < OUTPUTS // PLANS
+    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
+    lengths, _, rest_at, _, parts, used, total = plan(
+        seq_lens, exists, chunk_blocks, OUTPUTS // PLANS, PROGRAMS // PLANS, WARPS, SPEC, GUESS_PARTS, PHASE
+    )
+    # The rest of an output is one range of steps, and the runs that meet it use consecutive slots.
+    length, rest = pick(lengths, planned), pick(rest_at, planned)
+    first_run = run_of(rest, used, total)
+    last_run = run_of(rest + length - 1, used, total)
+    slot = (output - planned) * (PROGRAMS // PLANS) + first_run + planned
+    return slot, tl.where(length > 0, last_run - first_run + 1, 0), parts
 
 
 @triton.jit(do_not_specialize=["chunk_blocks"])
@@ -267,6 +304,7 @@ def turbo_merge_kernel(
     D: tl.constexpr,
     HKV: tl.constexpr,
     OUTPUTS: tl.constexpr,  # B HKV
+    PLANS: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr,
     PROGRAMS: tl.constexpr,  # of the attention,
     WARPS: tl.constexpr,  # and its warps
@@ -283,17 +321,9 @@ def turbo_merge_kernel(
         gdc_launch_dependents()
     row, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
     output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
-    outputs = tl.arange(0, OUTPUTS_PAD)
-    exists = outputs < OUTPUTS
-    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
-    lengths, _, rest_at, _, parts, used, total = plan(
-        seq_lens, exists, chunk_blocks, OUTPUTS, PROGRAMS, WARPS, SPEC, GUESS_PARTS, PHASE
+    slot, runs, parts = merged_slots(
+        seq_lens_ptr, output, chunk_blocks, HKV, OUTPUTS, PLANS, OUTPUTS_PAD, PROGRAMS, WARPS, SPEC, GUESS_PARTS, PHASE
     )
-    # The rest of an output is one range of steps, and the runs that meet it use consecutive slots.
-    length, rest = pick(lengths, output), pick(rest_at, output)
-    first_run = run_of(rest, used, total)
-    last_run = run_of(rest + length - 1, used, total)
-    slot, runs = first_run + output, tl.where(length > 0, last_run - first_run + 1, 0)
     if PDL:
         slot, runs = await_partials(slot, runs)
     if gate_ptr is not None:

@@ -216,10 +216,9 @@ def _turbo_plan(
 ) -> dict[str, Any]:
     settings = turbo_attention.GPU_SETTINGS
     return {
-        "HEADS_PER_KV": heads_per_kv, "D": head_dim, "HKV": 8,
-        "OUTPUTS": 8 * batch_size, "OUTPUTS_PAD": max(32, 8 * batch_size),
-        "PROGRAMS": 132 * settings.per_sm, "WARPS": settings.num_warps, "SPEC": spec,
-        "GUESS_PARTS": guess_parts, "PHASE": 0, "PDL": capability >= 90,
+        "HEADS_PER_KV": heads_per_kv, "D": head_dim,
+        **turbo_attention.schedule_sizes(batch_size, 8, 132 * settings.per_sm), "WARPS": settings.num_warps,
+        "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": 0, "PDL": capability >= 90,
     }  # fmt: skip
 
 

@@ -161,9 +161,9 @@ def _funnel(m: Machine, i: Instruction, low: Values, high: Values, by: Values) -
 @_operation("bfe", "", "u32", "u32")
 def _extract(m: Machine, i: Instruction, x: Values, first: Values, count: Values) -> Values:
     """Bits above the top one are copies of the sign, or zeros."""
-    assert WIDTH[i.kind] == 4, "type"
-    x, count = x.astype(f"{x.dtype.kind}8"), np.minimum(count & 255, 32)
-    first, above = np.minimum(first & 255, 32).astype(x.dtype), (64 - np.maximum(count, 1)).astype(x.dtype)
+    bits = 8 * WIDTH[i.kind]
+    x, count = x.astype(f"{x.dtype.kind}8"), np.minimum(count & 255, bits)
+    first, above = np.minimum(first & 255, bits).astype(x.dtype), (64 - np.maximum(count, 1)).astype(x.dtype)
     return np.where(count == 0, 0, x >> first << above >> above).astype(KINDS[i.kind])
 
 
