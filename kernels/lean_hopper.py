@@ -30,12 +30,13 @@ from triton.language.extra.cuda import gdc_wait
 
 from .lean_schedule import (
     ALL,
+    PAUSE,
     PREDICTOR,
     REST,
     deal,
-    give_head_start,
     guess_tile,
     head_of,
+    head_start,
     parts_of_guess,
     plan,
     start_after,
@@ -44,6 +45,7 @@ from .lean_schedule import (
     tokens_of_guess,
 )
 from .merge import inverse_of_sum, log2_of_sum, send_guess, store_partial
+from .prefetch import wait_cycles
 
 __all__ = ["lean_hopper_kernel"]
 
@@ -167,8 +169,8 @@ def _numbers_of(o):
 
 
 @gluon.jit
-def _send_first(streams, place, follow, count, done, EARLY: gl.constexpr):
-    """Ask for the first tiles of a turn; count: how many it has.
+def _send_first(streams, place, follow, count, done, pauses, EARLY: gl.constexpr):
+    """Ask for the first tiles of a turn; count: how many it has.  pauses: whether PAUSE lies behind the first; or None.
 
     With EARLY, one of them while the kernel ahead ends, which writes q and each head's newest token: one only, for q
     would come behind more, and not one with that token.
@@ -187,6 +189,9 @@ def _send_first(streams, place, follow, count, done, EARLY: gl.constexpr):
         gdc_wait()
     before = place
     for i in gl.static_range(STAGES):
+        if i == 1 and pauses is not None:
+            if pauses:
+                wait_cycles(PAUSE)
         goes = i < count
         if EARLY and i == 0:
             goes = goes & (sent == 0)
@@ -200,7 +205,7 @@ def _send_first(streams, place, follow, count, done, EARLY: gl.constexpr):
 
 @gluon.jit
 def _attend_run(
-    streams, q_ptr, q_tile, of_warps, place, follow, count, done, o_ptr, lse_ptr, qk_scale, program,
+    streams, q_ptr, q_tile, of_warps, place, follow, count, done, o_ptr, lse_ptr, qk_scale, program, pauses,
     HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GUESS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles, whose copies run ahead from one output into the next.
@@ -210,6 +215,7 @@ def _attend_run(
         place: (output, token, end) of the first tile.  follow: (token, end, step) of what comes behind `end`: with
             GUESS of the same output, by a step of 0, else of each output that follows.
         done: tiles of this program so far: they say where in the slots the next one lies.
+        pauses: as for `_send_first`.
     Returns:
         o [D, ROWS], normalised, and lse [ROWS], base 2, as partials are stored, and the last output. Partials of those
         before are stored.
@@ -224,13 +230,13 @@ def _attend_run(
     _barrier()  # every warp sees the barriers, and has read what lay in the slots
     output, token, end = place
     if EARLY:
-        before, ahead = _send_first(streams, place, follow, count, done, EARLY)
+        before, ahead = _send_first(streams, place, follow, count, done, pauses, EARLY)
     # Ahead of the tiles, if q is there already, and so is that of the next output: it is not waited for in a run.
     q = _load_query(q_ptr, output, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
     if not GUESS:
         next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
     if not EARLY:
-        before, ahead = _send_first(streams, place, follow, count, done, EARLY)
+        before, ahead = _send_first(streams, place, follow, count, done, pauses, EARLY)
     _store_query(q_tile, q)
     none = gl.zeros([BLOCK_N, ROWS], gl.float32, _products(ROWS))
     offsets = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, none.type.layout))
@@ -337,8 +343,8 @@ def lean_hopper_kernel(
             first, end, count = tokens_of_guess(part, sink, window, seq_len, chunk_size, GUESS_N, GUESS_PARTS)
             o, lse, _ = _attend_run(
                 long_streams if GUESS_N > BLOCK_N else streams, q_ptr, q_tile, of_warps, (output, first, end),
-                (window, seq_len, 0), count, done, o_partial_ptr, lse_partial_ptr, qk_scale, program, HKV, HEADS_PER_KV,
-                HEAD_DIM, True, False,
+                (window, seq_len, 0), count, done, o_partial_ptr, lse_partial_ptr, qk_scale, program, None, HKV,
+                HEADS_PER_KV, HEAD_DIM, True, False,
             )  # fmt: skip
             done += count
             numbers = _numbers_of(o)
@@ -360,7 +366,12 @@ def lean_hopper_kernel(
         if SPEC and PHASE == ALL:
             if (guesses > 0) & (tile >= last):
                 return
-        give_head_start(program, 0, num_guesses, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL)
+        pauses = None
+        if SPEC and PHASE == ALL and PDL:
+            cycles = gl.where(program >= num_guesses, head_start(total_rest, is_long, BLOCK_N, D, PROGRAMS), 0)
+            pauses = cycles > 0
+            if pauses:
+                wait_cycles(cycles)
         rest = tiles_in(window - sink, is_long, BLOCK_N)
         head = head_of(tile, rest, HKV)
         begin = sink + (tile - head * rest) * gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
@@ -369,8 +380,8 @@ def lean_hopper_kernel(
             lse_partial_ptr, qk_scale, program,
         )  # fmt: skip
         if LONG > 0 and is_long:
-            o, lse, output = _attend_run(long_streams, *work, HKV, HEADS_PER_KV, HEAD_DIM, False, EARLY)
+            o, lse, output = _attend_run(long_streams, *work, pauses, HKV, HEADS_PER_KV, HEAD_DIM, False, EARLY)
         else:
-            o, lse, output = _attend_run(streams, *work, HKV, HEADS_PER_KV, HEAD_DIM, False, EARLY)
+            o, lse, output = _attend_run(streams, *work, pauses, HKV, HEADS_PER_KV, HEAD_DIM, False, EARLY)
         if tile < last:
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, program + output, *_numbers_of(o), HEADS_PER_KV)

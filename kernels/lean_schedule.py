@@ -23,6 +23,7 @@ from .prefetch import wait_cycles
 
 __all__ = [
     "ALL",
+    "PAUSE",
     "PREDICTOR",
     "REST",
     "deal",
@@ -55,7 +56,10 @@ GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending
 # Cycles by which programs with a guess start ahead of the others, besides the 300 that those take for the schedule:
 # requests are served in the order in which they come, and the first tiles of all programs take 4 us. Only where runs
 # have so many KB (32K tokens of 2 heads have, 8K of 8 have not): of shorter launches it is more, and less is ahead.
-HEAD_START, BUSY_KB = tl.constexpr(120), tl.constexpr(244)
+HEAD_START, BUSY_KB = tl.constexpr(320), tl.constexpr(244)
+# There, and where copies are asked for one by one, the others also wait so long between their first tile and more: that
+# one takes longer to come, and what it takes is less while nobody asks for more.
+PAUSE = tl.constexpr(1600)
 # All programs work where each has so many tiles: 128 of 132 SMs stream slower by 1 %, more than a merge gains.
 MANY_TILES = tl.constexpr(32)
 

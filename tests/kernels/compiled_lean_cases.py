@@ -132,6 +132,8 @@ CASES: dict[str, Callable[[], Found]] = {
     **{f"lean by copies, 4 x 128, {n} tokens": sound(partial(hopper, n, 4, 2, 128, 3)) for n in (1, 63, 64, 65, 129)},
     "lean by copies, 8 x 128, three heads in two runs": sound(lambda: hopper(330, 8, 3, 128, 2)),
     "lean by copies, 4 x 128, guess": sound(lambda: hopper(900, 4, 2, 128, 3, S)),
+    # 16 tiles of 32 KB for two programs: the one without a guess waits, and once more behind its first tile.
+    "lean by copies, 4 x 128, guess with a head start": sound(lambda: hopper(1300, 4, 1, 128, 2, S)),
     "lean by copies, 4 x 128, guess in 2 parts": sound(lambda: hopper(700, 4, 2, 128, 3, S, 2)),
     "lean by copies, 8 x 128, guess in 3 parts": sound(lambda: hopper(500, 8, 1, 128, 7, S, 3)),
     "lean by copies, 4 x 64, guess in 5 parts, not all there": sound(lambda: hopper(250, 4, 1, 64, 5, S, 5)),
