@@ -4,6 +4,9 @@ Words as in lean_schedule.py (output, guess, rest, run, turn, slot), with *steps
 row of steps: before the rest of each is its *lead-in*, steps without work that stand for what its guess or its tail
 takes. So a run that holds an output's first lead-in step has the guess, and is that much shorter. In two parts, the
 guess's tail is of that run, and its blocks are of the one that holds the step GUESS_STEPS behind.
+
+All this is a *plan*. Outputs of one request are alike: there each has a plan of its own, an equal share of the programs
+and of the slots, and below stand one output and the programs of its share. Else there is one plan, of all.
 """
 
 from __future__ import annotations
