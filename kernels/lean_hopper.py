@@ -34,9 +34,9 @@ from .lean_schedule import (
     PREDICTOR,
     REST,
     deal,
+    give_head_start,
     guess_tile,
     head_of,
-    head_start,
     parts_of_guess,
     plan,
     start_after,
@@ -366,12 +366,9 @@ def lean_hopper_kernel(
         if SPEC and PHASE == ALL:
             if (guesses > 0) & (tile >= last):
                 return
-        pauses = None
-        if SPEC and PHASE == ALL and PDL:
-            cycles = gl.where(program >= num_guesses, head_start(total_rest, is_long, BLOCK_N, D, PROGRAMS), 0)
-            pauses = cycles > 0
-            if pauses:
-                wait_cycles(cycles)
+        pauses = give_head_start(
+            program, 0, num_guesses, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL
+        )  # fmt: skip
         rest = tiles_in(window - sink, is_long, BLOCK_N)
         head = head_of(tile, rest, HKV)
         begin = sink + (tile - head * rest) * gl.where(is_long, 2 * BLOCK_N, BLOCK_N)

@@ -303,11 +303,17 @@ def give_head_start(
 
     At the beginning of a turn, not before the first one: there the branch kept 150 instructions that all turns share
     from being done while the lengths are on their way.
+
+    Returns:
+        Whether it has waited; None in launches where no program does.
     """
+    waits = None
     if SPEC and PHASE == ALL and PDL:
         cycles = head_start(total_rest, is_long, BLOCK_N, D, PROGRAMS)
-        if (program >= num_guesses) & (turn == 0) & (cycles > 0):
+        waits = (program >= num_guesses) & (turn == 0) & (cycles > 0)
+        if waits:
             wait_cycles(cycles)
+    return waits
 
 
 @triton.jit
