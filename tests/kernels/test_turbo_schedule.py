@@ -131,7 +131,7 @@ def works(draw: st.DrawFn) -> Work:
 @example(Work((131_072,), 8, 264, 2, 4, 128, 2))
 @example(Work((8192,), 2, 264, 2, 4, 128, 2))
 @example(Work((100_000,), 8, 7, 1))  # fewer programs than heads
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # where nothing is to be merged
 def test_everything_is_dealt_once(work: Work) -> None:
     dealt, merged = work.deal()
