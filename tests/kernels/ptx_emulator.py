@@ -25,6 +25,7 @@ import numpy as np
 from ptx_operations import (
     BITS,
     KINDS,
+    KNOWN,
     NO_EFFECT,
     OPERATIONS,
     UNKNOWN,
@@ -302,7 +303,7 @@ class Machine:
         if i.op in NO_EFFECT:
             return lambda: None
         try:
-            if i.op not in OPERATIONS or UNKNOWN & set(i.modifiers):
+            if i.op not in OPERATIONS or any((i.op, modifier) not in KNOWN for modifier in UNKNOWN & set(i.modifiers)):
                 raise NotImplementedError("not implemented")
             function, sources, result = OPERATIONS[i.op]
             operands = i.operands if result is None else i.operands[1:]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BITS",
     "KINDS",
+    "KNOWN",
     "NEVER",
     "NO_EFFECT",
     "OPERATIONS",
@@ -47,7 +48,8 @@ WIDTH = {kind: 4 if kind.endswith("x2") else dtype.itemsize for kind, dtype in K
 NO_EFFECT = {"prefetch", "membar", "fence", "createpolicy", "nanosleep", "cp.async.bulk.prefetch"}
 NO_EFFECT |= {"bar.warp"}  # a warp's threads are in step here
 NO_EFFECT |= {"wgmma.fence.sync.aligned"}  # of registers; where it is missing, the assembler says so
-UNKNOWN = {"cc", "sat", "satfinite", "relu", "rz", "rm", "rp", "rna"}  # modifiers with which no operation is known
+UNKNOWN = {"cc", "sat", "satfinite", "relu", "rz", "rm", "rp", "rna"}  # modifiers with which no operation is known,
+KNOWN = {("min", "relu"), ("max", "relu")}  # but for these
 COMPARE = {
     "eq": np.equal, "ne": lambda a, b: (a < b) | (a > b), "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
@@ -122,9 +124,17 @@ _operation("rsqrt", "")(lambda m, i, x: 1 / np.sqrt(x))
 _operation("selp", "", "", "pred")(lambda m, i, a, b, which: np.where(which, a, b))
 _operation("mov cvta ld.param", "")(lambda m, i, x: x)
 _operation("cp.async.commit_group", result=None)(lambda m, i: m.groups.append([]))
-# Of a number and none the number, unless `.NaN`.
-_operation("min", "", "")(lambda m, i, a, b: (np.minimum if "NaN" in i.modifiers else np.fmin)(a, b))
-_operation("max", "", "")(lambda m, i, a, b: (np.maximum if "NaN" in i.modifiers else np.fmax)(a, b))
+
+
+@_operation("min max", "", "")
+def _extreme(m: Machine, i: Instruction, a: Values, b: Values) -> Values:
+    """Of a number and none the number, unless `.NaN`."""
+    functions = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}
+    found = functions[i.op]["NaN" in i.modifiers](a, b)
+    if "relu" in i.modifiers:
+        assert found.dtype.kind == "i", "type"
+        found = np.maximum(found, found.dtype.type(0))
+    return found
 
 
 @_operation("griddepcontrol", result=None)

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.timeout(900)  # a hundred cases, one after the other: 3 minutes, or 7 on a slow machine
 def test_compiled_kernels_match_the_oracles_without_races() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", str(Path(__file__).with_name("compiled_cases.py"))]

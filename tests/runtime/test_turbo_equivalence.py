@@ -32,7 +32,11 @@ Runs = dict[str, Case]  # by mode and lambda
 
 @dataclass(frozen=True)
 class Setting:
-    """A cache, a lambda that no verdict comes nearer to than 3 %, and the modes of jobs of several ranks."""
+    """A cache, a lambda far from all verdicts, and the modes of jobs of several ranks.
+
+    Sums of several ranks are rounded otherwise, which moves codes, and verdicts with them: those of heads of 2 bits by
+    up to 20 %, so that for `turbo-mixed` none lies within 14 % of this lambda; of others within 3 %.
+    """
 
     codec: str
     softmax: str
@@ -52,7 +56,7 @@ class Setting:
 
 
 ON_TWO = {2: ("off", "simulated", "paired")}
-MIXED = Setting("turbo-mixed", "exact", 0.05, {2: ("off", "simulated"), 4: ("paired",)}, tp_size=2)
+MIXED = Setting("turbo-mixed", "exact", 0.027, {2: ("off", "simulated"), 4: ("paired",)}, tp_size=2)
 SETTINGS = [
     Setting("turbo4", "exact", 0.02, ON_TWO),
     Setting("turbo4", "sas", 0.02, ON_TWO),
