@@ -186,7 +186,6 @@ def _turbo_append_kernel(
     seq_lens_ptr,  # [B] int32, with the new token
     tail_ptr,  # [B, H, 2, 64, D] int8
     tail_scale_ptr,  # [B, H, 2] fp32
-    gate_ptr,  # [1] int32 or None
     k_request_stride,
     k_head_stride,
     v_request_stride,
@@ -199,9 +198,6 @@ def _turbo_append_kernel(
     if PDL:
         gdc_launch_dependents()
         wait_for_kernel_ahead()
-    if gate_ptr is not None:
-        if tl.load(gate_ptr, volatile=True) == 0:
-            return
     request, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     row = tl.program_id(0).to(tl.int64) * 2 + tl.program_id(1)
     x_ptr = k_ptr + request * k_request_stride + head * k_head_stride
@@ -213,8 +209,8 @@ def _turbo_append_kernel(
     tl.store(tail_ptr + (row * TOKENS + slot) * D + c, q1.to(tl.int8))
 
 
-def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate: Tensor | None = None) -> None:
-    """One new token of each request into the tail, where `qkv_rope_append` has not put it.
+def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor) -> None:
+    """One new token of each request into the tail, where neither `qkv_rope_append` nor a handover has put it.
 
         tail[(n - 1) % 64] = clamp(rint(x / universal scale), -119, 119)
 
@@ -222,7 +218,7 @@ def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate
 
     Args:
         k, v: [B, H, D] bf16, fp16 or fp32, channels contiguous.  layer: its tail is written.
-        seq_lens: [B] int32 with the new token (n).  gate: [1] int32; 0 skips everything.
+        seq_lens: [B] int32 with the new token (n).
     Raises:
         ValueError: shape or layout, naming the argument.
     Capture: graph-safe; allocates nothing.
@@ -233,7 +229,7 @@ def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate
             expected = f"[{batch_size}, {num_heads}, {head_dim}] with contiguous channels"
             raise ValueError(f"{name}: expected {expected}, found {list(x.shape)}")
     launch(_turbo_append_kernel, (batch_size * num_heads, 2))(
-        k, v, seq_lens, layer.tail, layer.tail_scale, gate, *k.stride()[:2], *v.stride()[:2], H=num_heads, D=head_dim,
+        k, v, seq_lens, layer.tail, layer.tail_scale, *k.stride()[:2], *v.stride()[:2], H=num_heads, D=head_dim,
         num_warps=1, **launch_options(k.device),
     )  # fmt: skip
 

@@ -45,10 +45,8 @@ def flashq_store_ref(
         _write_records(layer, request, head, start // BLOCK, *blocks)
 
 
-def turbo_append_ref(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor, gate: Tensor | None = None) -> None:
-    """As `turbo_append`; reads lengths and gate on the host."""
-    if gate is not None and not int(gate):
-        return
+def turbo_append_ref(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor) -> None:
+    """As `turbo_append`; reads lengths on the host."""
     for request, n in enumerate(seq_lens.tolist()):
         for index, x in enumerate((k, v)):
             universal = layer.tail_scale[request, :, index]

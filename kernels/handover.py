@@ -1,7 +1,9 @@
 """What paired groups hand over, word by word: x, the newest k and v and `A~` in a layer, x alone at the step's end.
 
-The sender pushes, the receiver waits for each word. Who is which, and whether a guess was right, is in roles.py. `A~`
-leaves from the attention kernel.
+A group that computes pushes each of them where it is made: `reduce_norm` x, for the next layer or the step's end,
+`qkv_rope_append` k and v, attention `A~`. The receiver waits for each word. Who is which, and whether a guess was
+right, is in roles.py. A receiver that computes on a rejected guess also pushes, to a group that sends and so does not
+read it. In the first layer there is no x: both groups have the embedding.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, S sums of squares
 of each request, M = hidden + 2 Hkv D words of a request's handover.
@@ -14,133 +16,56 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .decode_attention import CacheLayer, KVLayer
+from .flashq_layout import PER_HEAD
+from .flashq_record import TOKENS, to_int8
 from .launch import launch, launch_options, prefer_l1
 from .mailbox import Handover
 from .residual import BLOCK as RESIDUAL_BLOCK
 from .residual import num_square_sums, write_residual
-from .words import await_words, store_words
+from .words import await_words
 
-__all__ = ["load_message", "receive_handover", "receive_residual", "send_handover", "send_residual", "store_message"]
+__all__ = ["newest_place", "places_of", "receive_handover", "receive_residual", "store_message"]
 
 BLOCK = 32  # words of one program of a handover, one for each thread
 
 
 @triton.jit
-def _newest(j, request, seq_lens_ptr, capacity, HKV: tl.constexpr, D: tl.constexpr):
+def newest_place(j, request, seq_lens_ptr, capacity, HKV: tl.constexpr, D: tl.constexpr):
     """Where channel `j` of the newest token's HKV x D lies in a cache [B, HKV, capacity, D]."""
     position = tl.load(seq_lens_ptr + request) - 1
     return ((request * HKV + j // D).to(tl.int64) * capacity + position) * D + j % D
 
 
 @triton.jit
-def load_message(
-    place,
-    request,
-    x_ptr,
-    k_ptr,
-    v_ptr,
-    seq_lens_ptr,
-    capacity,
-    HIDDEN: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Values of a request's handover at `place`, x and then the newest k and v, fp32; and which of them exist."""
-    exist = place < HIDDEN
-    value = tl.load(x_ptr + request * HIDDEN + place, mask=exist, other=0.0)
-    if k_ptr is not None:
-        j = place - HIDDEN
-        is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
-        exist = place < HIDDEN + 2 * HKV * D
-        at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
-        value = tl.where(is_k, tl.load(k_ptr + at, mask=is_k, other=0.0).to(tl.float32), value)
-        value = tl.where(is_v, tl.load(v_ptr + at, mask=is_v, other=0.0).to(tl.float32), value)
-    return value, exist
-
-
-@triton.jit
 def store_message(
-    value, place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity,
+    value, place, has_x, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr,
     HIDDEN: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Take over what `load_message` read."""
+    """Take over a request's handover at `place`: x, if there is one, and then the newest k and v.
+
+    Of a quantised cache they go into the tail, as the projection in the other group has put them there.
+    """
+    tl.store(x_ptr + request * HIDDEN + place, value, mask=(place < HIDDEN) & has_x)
     j = place - HIDDEN
-    at = _newest(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
-    tl.store(x_ptr + request * HIDDEN + place, value, mask=place < HIDDEN)
-    tl.store(k_ptr + at, value.to(k_ptr.dtype.element_ty), mask=(j >= 0) & (j < HKV * D))
-    tl.store(v_ptr + at, value.to(v_ptr.dtype.element_ty), mask=(j >= HKV * D) & (j < 2 * HKV * D))
+    is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
+    c = tl.maximum(j, 0) % (HKV * D)
+    if tail_ptr is None:
+        at = newest_place(c, request, seq_lens_ptr, capacity, HKV, D)
+        tl.store(k_ptr + at, value.to(k_ptr.dtype.element_ty), mask=is_k)
+        tl.store(v_ptr + at, value.to(v_ptr.dtype.element_ty), mask=is_v)
+    else:
+        row = (request * HKV + c // D) * 2 + is_v.to(tl.int32)
+        q1 = to_int8(value, tl.load(tail_scale_ptr + row, mask=is_k | is_v, other=1.0))
+        position = tl.load(seq_lens_ptr + request) - 1
+        tl.store(tail_ptr + (row * TOKENS + position % TOKENS) * D + c % D, q1.to(tl.int8), mask=is_k | is_v)
 
 
-@triton.jit(do_not_specialize=["slot"])
-def _send_kernel(
-    x_ptr,  # [B, HIDDEN] fp32
-    k_ptr,  # [B, HKV, N, D], or None: only x
-    v_ptr,
-    seq_lens_ptr,  # [B] int32, with the new token
-    inbox_ptr,  # [L + 1, B, M] int64, the paired rank's
-    epoch_ptr,  # [1] int32
-    gate_ptr,  # [1] int32
-    slot,
-    capacity,
-    message_words,
-    HIDDEN: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """BLOCK words of one request; grid [words / BLOCK, B]."""
-    if PDL:
-        gdc_launch_dependents()
-    request = tl.program_id(1)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    epoch = tl.load(epoch_ptr)
-    if PDL:
-        gdc_wait()
-    if tl.load(gate_ptr) == 0:
-        return
-    value, exist = load_message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
-    to = inbox_ptr + (slot * tl.num_programs(1) + request).to(tl.int64) * message_words + place
-    store_words(to, value, epoch, exist)
-
-
-def send_handover(
-    handover: Handover, layer: int, x: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor
-) -> None:
-    """The sender's x and the newest token's k and v, to the paired rank. Gated by `sends`.
-
-    Args:
-        x: [B, hidden] fp32.  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] int32 with the new token.
-    Capture: graph-safe; allocates nothing.
-    """
-    _send(handover, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2])
-
-
-def send_residual(handover: Handover, x: Tensor) -> None:
-    """The sender's x after the last layer, to the paired rank. Gated by `sends`; x: [B, hidden] fp32.
-
-    Capture: graph-safe; allocates nothing.
-    """
-    _send(handover, handover.shape.num_layers, x, None, None, None, 0)
-
-
-def _send(
-    handover: Handover,
-    slot: int,
-    x: Tensor,
-    k_cache: Tensor | None,
-    v_cache: Tensor | None,
-    seq_lens: Tensor | None,
-    capacity: int,
-) -> None:
-    shape = handover.shape
-    num_words = shape.hidden_size if k_cache is None else shape.message_words
-    compiled = launch(_send_kernel, (triton.cdiv(num_words, BLOCK), shape.batch_size))(
-        x, k_cache, v_cache, seq_lens, handover.paired.inbox, handover.exchange.epoch, handover.sends, slot, capacity,
-        shape.message_words, HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK,
-        num_warps=1, **launch_options(x.device),
-    )  # fmt: skip
-    prefer_l1(compiled)
+def places_of(cache: CacheLayer) -> tuple[Tensor | int | None, ...]:
+    """k_ptr, v_ptr, tail_ptr, tail_scale_ptr and capacity of `store_message`."""
+    if isinstance(cache, KVLayer):
+        return cache.k, cache.v, None, None, cache.k.shape[2]
+    return None, None, cache.tail, cache.tail_scale, 0
 
 
 @triton.jit
@@ -184,11 +109,14 @@ def _receive_guess(
     tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=exist)
 
 
-@triton.jit(do_not_specialize=["layer", "patience_ns", "code"])
+@triton.jit(do_not_specialize=["layer", "patience_ns", "code"], do_not_specialize_on_alignment=PER_HEAD)
 def _receive_handover_kernel(
     x_ptr,  # [B, HIDDEN] fp32
-    k_ptr,  # [B, HKV, N, D]
+    k_ptr,  # [B, HKV, N, D], or None: into a tail
     v_ptr,
+    tail_ptr,  # [B, HKV, 2, 64, D] int8, or None
+    tail_scale_ptr,  # [B, HKV, 2] fp32
+    capacity,
     seq_lens_ptr,  # [B] int32, with the new token
     attn_out_ptr,  # [B, OUT]
     inbox_ptr,  # [L + 1, B, M] int64
@@ -200,7 +128,6 @@ def _receive_handover_kernel(
     layer,
     patience_ns,
     code,
-    capacity,
     HIDDEN: tl.constexpr,
     OUT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -231,29 +158,32 @@ def _receive_handover_kernel(
         )  # fmt: skip
     else:
         place -= SPEC_BLOCKS * BLOCK
-        exist = place < MESSAGE
+        has_x = layer > 0
+        exist = (place < MESSAGE) & ((place >= HIDDEN) | has_x)
         value = await_words(inbox_ptr + slot * MESSAGE + place, exist, epoch, patience_ns, fault_ptr, codes)
-        store_message(value, place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
+        store_message(
+            value, place, has_x, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN,
+            HKV, D,
+        )  # fmt: skip
 
 
 def receive_handover(
     handover: Handover,
     layer: int,
     x: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: CacheLayer,
     seq_lens: Tensor,
     attn_out: Tensor,
     patience_ns: int,
 ) -> None:
-    """What the paired rank hands over: x, k and v as `send_handover` sent them, and `A~`. Gated by `receives`.
+    """What the paired rank hands over: k, v and `A~`, and from the second layer on x. Gated by `receives`.
 
-    Waits for each of them, at most `patience_ns`. Launched after the sender's kernels of the layer, which are closed on
+    Waits for each word, at most `patience_ns`. Launched after the sender's kernels of the layer, which are closed on
     a rank that receives, so that nothing stands between `A~` and the post-attention.
 
     Args:
-        x: [B, hidden] fp32, written.  k_cache, v_cache: [B, Hkv, N, D], the newest token written.
-        seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
+        x: [B, hidden] fp32, written.  cache: of the layer, the newest token written; of a quantised one into the tail,
+        as `turbo_append_ref` puts it there.  seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange, own = handover.shape, handover.exchange, handover.own
@@ -264,8 +194,8 @@ def receive_handover(
     spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, values)
     grid = (spec_blocks + triton.cdiv(shape.message_words, block), x.shape[0])
     compiled = launch(_receive_handover_kernel, grid)(
-        x, k_cache, v_cache, seq_lens, attn_out, own.inbox, own.spec_out, own.spec_lse, exchange.epoch, exchange.fault,
-        handover.receives, layer, patience_ns, handover.late(layer), k_cache.shape[2],
+        x, *places_of(cache), seq_lens, attn_out, own.inbox, own.spec_out, own.spec_lse, exchange.epoch, exchange.fault,
+        handover.receives, layer, patience_ns, handover.late(layer),
         HIDDEN=shape.hidden_size, OUT=shape.num_qo_heads * shape.head_dim, PARTS=shape.guess_parts, VALUES=values,
         SPEC_BLOCKS=spec_blocks, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=block, num_warps=block // 32,
         # Lanes that merge the same parts in different orders must find the same bits: any of them may store its own.

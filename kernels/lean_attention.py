@@ -144,9 +144,9 @@ def lean_decode_attention(
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         phase: with speculation, `predictor` writes `A~` only; `rest`, launched next on the same workspace, `A`.
         gate: [1] int32; 0 skips everything.
-        newest_only: a promise that the kernel ahead writes nothing that this one reads but q and the newest token of
-            each request, and lets this one start only after its own wait for those before it. Then, without speculation
-            and gate, lengths are read, and first tiles fetched, before the kernel ahead has ended.
+        newest_only: a promise that the kernel ahead, and others that have not ended as it lets this one start, write
+            nothing that this one reads but q, the newest token of each request and the gate. Then lengths are read
+            and, without speculation and gate, first tiles fetched, before the kernel ahead has ended.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on its launches are, but for a `predictor` and
@@ -190,7 +190,7 @@ def lean_decode_attention(
         q, *caches, seq_lens, spec.spec_out if spec else None, spec.spec_lse if spec else None,
         spec.epoch if spec else None, workspace.o, workspace.lse, gate, *numbers, sm_scale * math.log2(math.e),
         ROWS=max(8 if copies else 16, heads_pad), STAGES=num_stages,
-        EARLY=pdl and newest_only and gate is None and spec is None, num_warps=NUM_WARPS, **plan,
+        EARLY=pdl and newest_only, num_warps=NUM_WARPS, **plan,
     )  # fmt: skip
     if phase != "predictor":
         launch_merge(lean_merge_kernel, seq_lens, workspace, out, lse, spec, gate, numbers, head_dim, plan)

@@ -313,15 +313,18 @@ def lean_hopper_kernel(
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
     q_tile = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], q_layout)
     of_warps = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    if PDL:
-        start_after(EARLY)
+    AHEAD: gl.constexpr = EARLY and not SPEC and gate_ptr is None
+    if PDL and not EARLY:
+        start_after(False)
+    seq_len = gl.load(seq_lens_ptr)
+    if PDL and EARLY:
+        start_after(AHEAD)
     if gate_ptr is not None:
         if gl.load(gate_ptr) == 0:
             return
 
     # 1. What follows from the length alone.
     program = gl.program_id(0)
-    seq_len = gl.load(seq_lens_ptr)
     epoch = None
     if epoch_ptr is not None:
         epoch = gl.load(epoch_ptr)  # here, so that it arrives together with the length
@@ -377,8 +380,8 @@ def lean_hopper_kernel(
             lse_partial_ptr, qk_scale, program,
         )  # fmt: skip
         if LONG > 0 and is_long:
-            o, lse, output = _attend_run(long_streams, *work, pauses, HKV, HEADS_PER_KV, HEAD_DIM, False, EARLY)
+            o, lse, output = _attend_run(long_streams, *work, pauses, HKV, HEADS_PER_KV, HEAD_DIM, False, AHEAD)
         else:
-            o, lse, output = _attend_run(streams, *work, pauses, HKV, HEADS_PER_KV, HEAD_DIM, False, EARLY)
+            o, lse, output = _attend_run(streams, *work, pauses, HKV, HEADS_PER_KV, HEAD_DIM, False, AHEAD)
         if tile < last:
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, program + output, *_numbers_of(o), HEADS_PER_KV)

@@ -213,8 +213,12 @@ def lean_decode_kernel(
     EARLY: tl.constexpr,
 ):
     """Partials, and with a guess `A~`; grid [PROGRAMS]."""
-    if PDL:
-        start_after(EARLY)
+    AHEAD: tl.constexpr = EARLY and not SPEC and gate_ptr is None
+    if PDL and not EARLY:
+        start_after(False)
+    seq_lens = lengths_of(seq_lens_ptr, num_requests, B_PAD)
+    if PDL and EARLY:
+        start_after(AHEAD)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
@@ -222,7 +226,6 @@ def lean_decode_kernel(
     # 1. The schedule: every program computes all of it, from `seq_lens` alone.
     program = tl.program_id(0)
     requests = tl.arange(0, B_PAD)
-    seq_lens = lengths_of(seq_lens_ptr, num_requests, B_PAD)
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)  # here, so that it arrives together with seq_lens
@@ -261,7 +264,7 @@ def lean_decode_kernel(
         head_tile = before + head * rest_r
         begin, end, begin2, end2 = sink_r + (tile - head_tile) * block_n, window_r, sink_r, window_r
         count = last - tile
-        if EARLY:
+        if AHEAD:
             # While the kernel ahead ends. One tile only: more would arrive together, and so the first one late.
             ELEMENT: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
             size = tl.where(count > 0, tl.minimum(block_n, end - begin) * (HEAD_DIM * ELEMENT), 0)

@@ -317,13 +317,14 @@ def give_head_start(
 
 
 @triton.jit
-def start_after(EARLY: tl.constexpr):
-    """Begin a dependent launch: wait for the kernel ahead, then let the merge start; EARLY: wait later.
+def start_after(AHEAD: tl.constexpr):
+    """Begin a dependent launch: wait for the kernel ahead, then let the merge start; AHEAD: wait later.
 
     The merge reads lengths at its start. So it may start when what is ahead of this launch has ended, or has promised
-    not to write them.
+    not to write them. Behind a gate it does not before, either: kernels that look ahead whether their gates are open
+    would start before what sets them has ended.
     """
-    if EARLY:
+    if AHEAD:
         gdc_launch_dependents()
     else:
         gdc_wait()

@@ -69,7 +69,7 @@ class PairShape:
 class Mailbox:
     """What one rank reads of its paired rank and of its own group, who write it; all 0 before the first step."""
 
-    inbox: Tensor  # [L + 1, B, M] int64: x, k and v; in slot L only x
+    inbox: Tensor  # [L + 1, B, M] int64: x, k and v; no x in slot 0, nothing else in slot L
     verdicts: Tensor  # [L, B + 1] int64: each request's hit, then the layer's verdict
     sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads
     spec_out: Tensor  # [L, P, B, Hq, D] int64: A~, in parts
@@ -165,6 +165,10 @@ class Handover:
         return Speculation(
             chunk_size, box.spec_out[layer], sums, self.exchange.epoch, box.spec_lse[layer] if in_parts else None
         )
+
+    def inbox(self, layer: int) -> Tensor:
+        """[B, M] int64: where the paired rank finds x, k and v of a layer, or in layer L the step's last x."""
+        return self.paired.inbox[layer]
 
     def gate(self, which: int) -> Tensor:
         """[1] int32: one of `gates`, GATE_O and the like."""

@@ -27,19 +27,17 @@ from .gemv_tile import (
     rstd_of,
 )
 from .launch import launch, launch_options, prefer_l1
-from .mma_tile import (
-    load_rows,
-    products,
-    tile_of,
-)
+from .mma_tile import load_rows, products, tile_of
+from .words import store_words
 
 __all__ = ["gate_up_silu", "qkv_rope_append"]
 
 
 @triton.jit
 def _store_qkv(
-    first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale,
-    capacity, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, exists=None,
+    first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr,
+    epoch_ptr, capacity, K: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+    exists=None,
 ):  # fmt: skip
     """Products of channel pairs of a tile, turned and stored, of one request or of one for each.
 
@@ -69,6 +67,11 @@ def _store_qkv(
             tl.store(slot, to_int8(low.to(tl.float32), scale).to(tl.int8), mask=exists)
             tl.store(slot + HALF, to_int8(high.to(tl.float32), scale).to(tl.int8), mask=exists)
             position = position * 0
+        if inbox_ptr is not None:
+            epoch = tl.load(epoch_ptr)  # only here: it would take a register that weights need
+            word = inbox_ptr + request * (K + 2 * HKV * D) + K + (is_v * HKV + kv_head) * D + channels
+            store_words(word, low.to(tl.float32), epoch, exists)
+            store_words(word + HALF, high.to(tl.float32), epoch, exists)
         at = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
         if is_v == 0:
             tl.store(k_ptr + at, low, mask=exists)
@@ -90,9 +93,9 @@ def _tail_scale(tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constex
 
 @triton.jit
 def _qkv_tile(
-    w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, eps,
-    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, HQ: tl.constexpr,
-    HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+    w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, inbox_ptr,
+    epoch_ptr, capacity, eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Products of one tile, one request after another."""
     channels = tile % (D // 2 // PAIRS) * PAIRS + tl.arange(0, PAIRS)
@@ -104,11 +107,11 @@ def _qkv_tile(
         first, second = dot_pairs(w, x, PAIRS)
         _store_qkv(
             first * rstd, second * rstd, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
-            scale, capacity, HQ, HKV, D, PAIRS,
+            scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_HEAD)
+@triton.jit(do_not_specialize_on_alignment=[*PER_HEAD, "inbox_ptr"])
 def _qkv_rope_append_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32
@@ -121,6 +124,8 @@ def _qkv_rope_append_kernel(
     tail_ptr,  # [B, Hkv, 2, 64, D] int8, or None; with a tail N is 1
     tail_scale_ptr,  # [B, Hkv, 2] fp32
     gate_ptr,  # [1] int32 or None
+    inbox_ptr,  # [B, K + 2 Hkv D] int64, the paired rank's, or None
+    epoch_ptr,  # [1] int32
     capacity,
     eps,
     K: tl.constexpr,
@@ -171,7 +176,8 @@ def _qkv_rope_append_kernel(
                 scale = _tail_scale(tail_scale_ptr, request + i, tile, HQ, HKV, TILES, request + i < B)
                 _store_qkv(
                     sums[i], sums[i + 2], request + i, tile, tile % TILES * PAIRS + row_of_lane, rope_ptr,
-                    seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, capacity, HQ, HKV, D, PAIRS, request + i < B,
+                    seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D,
+                    PAIRS, request + i < B,
                 )  # fmt: skip
             tile = following
             first_row = next_row
@@ -186,7 +192,7 @@ def _qkv_rope_append_kernel(
             first, second, w = dot_chunks(w, x_ptr, w_ptr, rows, next_rows, following < NUM_TILES, K, KP, PAIRS)
             _store_qkv(
                 first * rstd, second * rstd, 0, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
-                scale, capacity, HQ, HKV, D, PAIRS,
+                scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
             )  # fmt: skip
             tile = following
     elif LOOP:
@@ -196,14 +202,14 @@ def _qkv_rope_append_kernel(
             w_next = load_weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
             _qkv_tile(
                 w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
-                capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+                inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
             )  # fmt: skip
             tile = following
             w = w_next
     else:
         _qkv_tile(
             w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
-            capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+            inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
         )  # fmt: skip
 
 
@@ -219,6 +225,8 @@ def qkv_rope_append(
     eps: float,
     gate: Tensor | None = None,
     layer: TurboLayer | None = None,
+    inbox: Tensor | None = None,
+    epoch: Tensor | None = None,
 ) -> None:
     """RMSNorm's factor, QKV projection, RoPE, and the new key and value into the cache. Oracle: `qkv_rope_append_ref`.
 
@@ -232,6 +240,8 @@ def qkv_rope_append(
         rope: [B, 2, D/2] fp32, cosine and sine.  seq_lens: [B] int32 with the new token.  q: [B, Hq, D], written.
         k_cache, v_cache: [B, Hkv, N, D], one position of each request written.  gate: [1] int32; 0 skips everything.
         layer: of the same B, Hkv and D, with N = 1; its tail is written.
+        inbox: [B, K + 2 Hkv D] int64: of the paired rank, where words from K on become the new keys, then the values,
+            under the epoch, [1] int32.
     Raises:
         ValueError: `layer` and k_cache do not fit.
     Capture: graph-safe; allocates nothing.
@@ -257,6 +267,8 @@ def qkv_rope_append(
         None if layer is None else layer.tail,
         None if layer is None else layer.tail_scale,
         gate,
+        inbox,
+        None if inbox is None else epoch,
         capacity,
         eps,
         K=num_inputs,

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from .dependent import wait_for_kernel_ahead
 from .exchange import Exchange
 from .launch import launch, launch_options, prefer_l1
-from .words import LATE_WORD, await_words, fault_code
+from .words import LATE_WORD, await_words, fault_code, store_words
 
 __all__ = ["BLOCK", "embed_norm", "new_residual", "num_square_sums", "reduce_norm", "write_residual"]
 
@@ -100,7 +100,8 @@ def embed_norm(
 
 
 @triton.jit(
-    do_not_specialize=["slot", "own_rank", "patience_ns", "code"], do_not_specialize_on_alignment=["verdict_ptr"]
+    do_not_specialize=["slot", "own_rank", "patience_ns", "code"],
+    do_not_specialize_on_alignment=["verdict_ptr", "inbox_ptr"],
 )
 def _reduce_norm_kernel(
     words_ptr,  # [slots, B, T, hidden] int64
@@ -115,6 +116,8 @@ def _reduce_norm_kernel(
     gate_ptr,  # [1] int32 or None
     next_gate_ptr,  # [1] int32 or None
     verdict_ptr,  # [1] int64 or None
+    inbox_ptr,  # [B, message_words] int64, the paired rank's, or None
+    message_words,
     slot,
     own_rank,
     patience_ns,
@@ -165,6 +168,8 @@ def _reduce_norm_kernel(
             x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes, end_ptr, end), 0)
     else:
         x += tl.load(partial_ptr + at, mask=inside, other=0.0)
+    if inbox_ptr is not None:
+        store_words(inbox_ptr + request * message_words + channels, x, epoch, inside)
     write_residual(x, at, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
@@ -179,6 +184,7 @@ def reduce_norm(
     gate: Tensor | None = None,
     next_gate: Tensor | None = None,
     verdict: Tensor | None = None,
+    inbox: Tensor | None = None,
 ) -> None:
     """All-reduce, residual, and what the next RMSNorm needs. Oracle: `reduce_norm_ref`.
 
@@ -192,14 +198,15 @@ def reduce_norm(
         in gamma's dtype, square_sums [B, S] fp32.  gate: [1] int32; 0 skips everything.
         next_gate: [1] int32, written for the kernels that follow: open if `gate` is, and if `verdict`, [1] int64, is no
         word of this step that rejects. A rejection also ends the waits: what was computed is worth nothing.
+        inbox: [B, M] int64, M >= hidden: of the paired rank, whose first words of a request become x under the epoch.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, hidden = x.shape
     tp_size = exchange.tp_size
     compiled = launch(_reduce_norm_kernel, (num_square_sums(hidden), batch_size))(
         exchange.words, exchange.own_words, exchange.partial, exchange.epoch, exchange.fault, x, gamma, x_norm,
-        square_sums, gate, next_gate, verdict, slot, exchange.tp_rank, patience_ns,
-        fault_code(LATE_WORD, slot, exchange.rank - exchange.tp_rank),
+        square_sums, gate, next_gate, verdict, inbox, 0 if inbox is None else inbox.shape[1], slot, exchange.tp_rank,
+        patience_ns, fault_code(LATE_WORD, slot, exchange.rank - exchange.tp_rank),
         HIDDEN=hidden, T=tp_size, T_PAD=triton.next_power_of_2(tp_size), WORDS=exchange.words is not None, BLOCK=BLOCK,
         num_warps=max(1, min(4, triton.next_power_of_2(tp_size))), **launch_options(x.device),
     )  # fmt: skip

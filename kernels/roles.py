@@ -10,8 +10,8 @@ group's first; before a layer they are
 
 and a layer is, with each kernel gated by the word in brackets,
 
-    pre-attention [GATE_PRE_ATTENTION], take_turn, send_handover [sends], lean_decode_attention [sends], decide [sends],
-    receive_handover [receives], o and its all-reduce [GATE_O], MLP and its all-reduce [GATE_MLP]
+    pre-attention [GATE_PRE_ATTENTION], take_turn, lean_decode_attention [sends], decide [sends], receive_handover
+    [receives], o and its all-reduce [GATE_O], MLP and its all-reduce [GATE_MLP]
 
 The gates of what is computed are open while the own priority is not 0, and may close early on a receiver that learns of
 its rejection. A rank's words go to the rank with the same `tp_rank` in the other group (see mailbox.py); what it hands

@@ -35,8 +35,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .decode_attention import CacheLayer
 from .exchange import Exchange
-from .handover import load_message, store_message
+from .flashq_layout import PER_HEAD
+from .handover import newest_place, places_of, store_message
 from .launch import launch, launch_options, prefer_l1
 from .lean_attention import Speculation
 from .mailbox import GATE_STRIDE, PairShape
@@ -171,6 +173,24 @@ class Swap:
 
 
 @triton.jit
+def _load_message(
+    place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Values of a request's handover at `place`, x and then the newest k and v, fp32; and which of them exist."""
+    exist = place < HIDDEN
+    value = tl.load(x_ptr + request * HIDDEN + place, mask=exist, other=0.0)
+    if k_ptr is not None:
+        j = place - HIDDEN
+        is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
+        exist = place < HIDDEN + 2 * HKV * D
+        at = newest_place(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
+        value = tl.where(is_k, tl.load(k_ptr + at, mask=is_k, other=0.0).to(tl.float32), value)
+        value = tl.where(is_v, tl.load(v_ptr + at, mask=is_v, other=0.0).to(tl.float32), value)
+    return value, exist
+
+
+@triton.jit
 def _pack_kernel(
     x_ptr,  # [B, HIDDEN] fp32
     k_ptr,  # [B, HKV, N, D], or None: only x
@@ -194,7 +214,7 @@ def _pack_kernel(
         return
     request = tl.program_id(1)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value, exist = load_message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
+    value, exist = _load_message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
     tl.store(out_ptr + request * num_values + place, value, mask=exist)
 
 
@@ -237,17 +257,19 @@ def _pack(
     prefer_l1(compiled)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_HEAD)
 def _unpack_handover_kernel(
     spec_out_ptr,  # [B, OUT] fp32, OUT = Hq D
     message_ptr,  # [B, M] fp32
     x_ptr,  # [B, HIDDEN] fp32
-    k_ptr,  # [B, HKV, N, D]
+    k_ptr,  # [B, HKV, N, D], or None: into a tail
     v_ptr,
+    tail_ptr,  # [B, HKV, 2, 64, D] int8, or None
+    tail_scale_ptr,  # [B, HKV, 2] fp32
+    capacity,
     seq_lens_ptr,  # [B] int32, with the new token
     attn_out_ptr,  # [B, OUT]
     gate_ptr,  # [1] int32
-    capacity,
     HIDDEN: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -270,22 +292,24 @@ def _unpack_handover_kernel(
         place -= tl.cdiv(OUT, BLOCK) * BLOCK
         M: tl.constexpr = HIDDEN + 2 * HKV * D
         value = tl.load(message_ptr + request * M + place, mask=place < M, other=0.0)
-        store_message(value, place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
+        store_message(
+            value, place, True, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN,
+            HKV, D,
+        )  # fmt: skip
 
 
 def unpack_handover(
     swap: Swap,
     layer: int,
     x: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: CacheLayer,
     seq_lens: Tensor,
     attn_out: Tensor,
 ) -> None:
     """What the paired rank handed over: x, k, v and `A~`, from its box. Gated by `receives`.
 
     Args:
-        x: [B, hidden] fp32, written.  k_cache, v_cache: [B, Hkv, N, D], the newest token written.
+        x: [B, hidden] fp32, written.  cache: of the layer, the newest token written, as by `receive_handover`.
         seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
     Capture: graph-safe; allocates nothing.
     """
@@ -293,7 +317,7 @@ def unpack_handover(
     spec_out, message = swap.box_parts(1 - swap.group)
     blocks = triton.cdiv(spec_out.shape[1], BLOCK) + triton.cdiv(message.shape[1], BLOCK)
     compiled = launch(_unpack_handover_kernel, (blocks, shape.batch_size))(
-        spec_out, message, x, k_cache, v_cache, seq_lens, attn_out, swap.gates(layer).receives, k_cache.shape[2],
+        spec_out, message, x, *places_of(cache), seq_lens, attn_out, swap.gates(layer).receives,
         HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, OUT=spec_out.shape[1], BLOCK=BLOCK,
         num_warps=1, **launch_options(x.device),
     )  # fmt: skip

@@ -171,7 +171,7 @@ def turbo_decode_attention(
         chunk_blocks,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         SAS=layer.softmax == "sas",
-        EARLY=pdl and newest_only and gate is None and spec is None,
+        EARLY=pdl and newest_only,
         BULK=settings.sm90,
         num_warps=warps,
         maxnreg=REGISTERS,

@@ -182,12 +182,15 @@ def turbo_decode_kernel(
     # In units of 16 bytes, so that they fit 32 bits, which `pick` takes in one instruction.
     offsets = (tl.load(offset_ptr + first_output + outputs, mask=exists, other=0) // 4).to(tl.int32)
     slots, parity, query_parity = open_slots(WARPS, D, BULK), 0, 0
-    if PDL:
-        start_after(EARLY)
+    AHEAD: tl.constexpr = EARLY and not SPEC and gate_ptr is None
+    if PDL and not EARLY:
+        start_after(False)
+    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
+    if PDL and EARLY:
+        start_after(AHEAD)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
-    seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)
@@ -232,12 +235,12 @@ def turbo_decode_kernel(
                 prefetch(tail, 2 * TOKENS * D)
             prefetch(scales + first * 2, (tl.where(count > 0, blocks[1], 0) * 8 + 15) // 16 * 16)
         # q ahead of the records, if it is there already.
-        if SENT and not EARLY:
+        if SENT and not AHEAD:
             send_query(slots, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
         if BULK:
             send_side(slots, records, 0, blocks, width, count > 0, (), False, WARPS, D)
             send_side(slots, records, 0, blocks, width, count > 0, (), True, WARPS, D)
-        if EARLY:
+        if AHEAD:
             gdc_wait()
             if SENT:
                 send_query(slots, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_attention import CacheLayer, KVLayer, attend, attend_workspace
-from ..kernels.flashq_kernels import turbo_append, turbo_compact
+from ..kernels.flashq_kernels import turbo_compact
 from ..kernels.flashq_layout import TurboLayer
 from ..kernels.lean_attention import Phase, Speculation
 
@@ -17,8 +17,7 @@ class DecodeCache:
     """All layers of one rank's cache, with scratch memory; every method is graph-safe and allocates nothing.
 
     Over a quantised cache a projection puts the newest token into the tail (`quantised`) and, as it is, into `newest`,
-    from where a handover passes it on. In the other group the handover writes `newest`, and `append` quantises it.
-    After the layers, `compact` makes records of full tails.
+    from where a collective's box passes it on. After the layers, `compact` makes records of full tails.
 
     Args:
         layers: all, stacked.  seq_lens: [B] int32 on the device, with the newest token.
@@ -35,7 +34,7 @@ class DecodeCache:
         spare_sms: int = 0,
     ) -> None:
         num_layers = layers.k.shape[0] if isinstance(layers, KVLayer) else layers.tail.shape[0]
-        self._all, self._layers = layers, [layers.select(layer) for layer in range(num_layers)]
+        self._all, self.layers = layers, [layers.select(layer) for layer in range(num_layers)]
         self._seq_lens, device = seq_lens, seq_lens.device
         if isinstance(layers, TurboLayer):
             # A new token waits here, in a cache of one position.
@@ -47,21 +46,15 @@ class DecodeCache:
 
     def newest(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """k, v [B, Hkv, N, D] and lengths [B] int32: the newest token of request b lies at [b, :, lengths[b] - 1]."""
-        cache = self._layers[layer]
+        cache = self.layers[layer]
         if isinstance(cache, KVLayer):
             return cache.k, cache.v, self._seq_lens
         return self._k, self._v, self._one
 
     def quantised(self, layer: int) -> TurboLayer | None:
         """The layer, where a projection has to quantise for it."""
-        cache = self._layers[layer]
+        cache = self.layers[layer]
         return cache if isinstance(cache, TurboLayer) else None
-
-    def append(self, layer: int, gate: Tensor) -> None:
-        """Take in what a handover wrote into `newest`. gate: [1] int32; 0 skips."""
-        cache = self._layers[layer]
-        if isinstance(cache, TurboLayer):
-            turbo_append(self._k[:, :, 0], self._v[:, :, 0], cache, self._seq_lens, gate)
 
     def compact(self) -> None:
         """Once every layer has the newest token: full tails become records, which the next step reads."""
@@ -81,6 +74,6 @@ class DecodeCache:
     ) -> None:
         """Decode attention, as `lean_decode_attention`."""
         attend(
-            q, self._layers[layer], self._seq_lens, self._sm_scale, self._workspace, out, lse, speculation, phase, gate,
+            q, self.layers[layer], self._seq_lens, self._sm_scale, self._workspace, out, lse, speculation, phase, gate,
             newest_only,
         )  # fmt: skip

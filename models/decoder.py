@@ -98,6 +98,9 @@ class Branch:
     mlp_gate: Tensor | None = None
     pre_attention_gate: Tensor | None = None
     verdict: Tensor | None = None  # [1] int64: on the guess that this rank computes on
+    # [B, M] int64: where the other group finds this layer's k and v, and the next one's x.
+    inbox: Tensor | None = None
+    next_inbox: Tensor | None = None
 
 
 @dataclass
@@ -165,7 +168,8 @@ class Decoder:
         k, v, _ = self._cache.newest(layer)
         qkv_rope_append(
             at.x_norm, at.square_sums, self.weights.layers[layer].qkv, at.rope, at.seq_lens, at.q, k, v,
-            self.config.rms_norm_eps, branch.pre_attention_gate, self._cache.quantised(layer),
+            self.config.rms_norm_eps, branch.pre_attention_gate, self._cache.quantised(layer), branch.inbox,
+            branch.exchange.epoch,
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
@@ -178,9 +182,11 @@ class Decoder:
         at, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
         o_gate, mlp_gate, next_gate = branch.o_gate, branch.mlp_gate, branch.pre_attention_gate
         post_norm, next_norm = self._gammas[layer]
-        self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, post_norm, branch, o_gate, mlp_gate)
+        self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, post_norm, branch, o_gate, mlp_gate, None)
         gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, mlp_gate)
-        self._row_parallel(2 * layer + 1, at.mlp, weights.down, next_norm, branch, mlp_gate, next_gate)
+        self._row_parallel(
+            2 * layer + 1, at.mlp, weights.down, next_norm, branch, mlp_gate, next_gate, branch.next_inbox
+        )
 
     def _row_parallel(
         self,
@@ -191,6 +197,7 @@ class Decoder:
         branch: Branch,
         gate: Tensor | None,
         next_gate: Tensor | None,
+        inbox: Tensor | None,
     ) -> None:
         """Product of a layer's first (o) or second (down) row-parallel weight, summed over the group."""
         at, exchange, verdict = self.buffers, branch.exchange, branch.verdict
@@ -199,7 +206,7 @@ class Decoder:
             branch.all_reduce(exchange.partial)
         patience = self.first_patience_ns if slot == 0 else PATIENCE_NS
         next_gate = None if verdict is None else next_gate
-        reduce_norm(exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, gate, next_gate, verdict)
+        reduce_norm(exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, gate, next_gate, verdict, inbox)
 
     def logits(self) -> None:
         """Records of full tails, LM head over the vocabulary shards of all ranks, and the most likely tokens."""

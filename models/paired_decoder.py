@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..kernels.handover import receive_handover, receive_residual, send_handover, send_residual
+from ..kernels.handover import receive_handover, receive_residual
 from ..kernels.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handover
 from ..kernels.roles import decide, meet, take_turn
 from ..operation import OperationHook
@@ -66,33 +66,32 @@ class PairedDecoder(Decoder):
             self.finish_layers()
 
     def _branch(self, layer: int) -> Branch:
-        gate, verdict = self.handover.gate, self.handover.verdict(layer) if self.stops_early else None
+        gate, inbox = self.handover.gate, self.handover.inbox
+        verdict = self.handover.verdict(layer) if self.stops_early else None
         return Branch(
-            self.exchange, self.all_reduce, gate(GATE_O), gate(GATE_MLP), gate(GATE_PRE_ATTENTION), verdict
+            self.exchange, self.all_reduce, gate(GATE_O), gate(GATE_MLP), gate(GATE_PRE_ATTENTION), verdict,
+            inbox(layer), inbox(layer + 1),
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
-        """The sender hands over, attends and decides; the receiver takes the guess.
+        """The sender attends, hands over its guess and decides; the receiver takes it and what was pushed before.
 
         Source: Attention-Level Speculation, Algorithm 2.
         """
         at, cache, handover, pairing = self.buffers, self._cache, self.handover, self.pairing
         # Both: this layer's roles, from the verdict on the layer before.
         take_turn(handover, layer, pairing.hits, PATIENCE_NS)
-        # The sender: x, k and v to its pair; attention, which sends `A~` there on its way to `A`; the verdict.
-        send_handover(handover, layer, at.x, *cache.newest(layer))
+        # The sender: attention, which sends `A~` to its pair on its way to `A`; the verdict.
         speculation = handover.speculation(layer, pairing.chunk_size, self.sums)
-        cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=handover.sends)
+        cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=handover.sends, newest_only=True)
         decide(
             handover, layer, self.sums, pairing.live, pairing.threshold, pairing.hits, PATIENCE_NS, pairing.forced
         )  # fmt: skip
         # The receiver: waits for all of that but the verdict.
-        receive_handover(handover, layer, at.x, *cache.newest(layer), at.attn_out, PATIENCE_NS)
-        cache.append(layer, handover.receives)
+        receive_handover(handover, layer, at.x, cache.layers[layer], at.seq_lens, at.attn_out, PATIENCE_NS)
 
     def finish_layers(self) -> None:
         """After the last layer: the right x in both groups."""
         at, handover = self.buffers, self.handover
         take_turn(handover, self.config.num_layers, self.pairing.hits, PATIENCE_NS)
-        send_residual(handover, at.x)
         receive_residual(handover, at.x, self.weights.final_norm, at.x_norm, at.square_sums, PATIENCE_NS)

@@ -59,8 +59,7 @@ class SwappedDecoder(Decoder):
         with swap.beside("aside"):
             with operation("handover", layer):
                 calls.swap_aside(swap.boxes)
-                unpack_handover(swap, layer, at.x, *cache.newest(layer), at.attn_out)
-                cache.append(layer, gates.receives)
+                unpack_handover(swap, layer, at.x, cache.layers[layer], at.seq_lens, at.attn_out)
             self._go_on(layer, Branch(swap.aside, calls.all_reduce_aside, *(gates.receives,) * 3), operation)
         with operation("full_attention", layer):
             self.attention(layer, "rest")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "APPEND",
     "DECIDE",
     "MLP",
     "PACK",
@@ -22,7 +21,6 @@ Row = dict[str, Any]
 
 PRE_ATTENTION = "qkv_rope_append"
 MLP = "gate_up_silu"  # its first kernel
-APPEND = "turbo_append"  # of a receiver; a sender's projection does it
 STEP_END = "finish_step"  # a step's last kernel
 # Over collectives: ahead of a layer's fork, and the first one after the last layer; of a receiver; the sender's
 # verdict, and what all ranks make of it.
@@ -33,8 +31,6 @@ _OPERATIONS = {
     "meet_kernel": "embed",
     PRE_ATTENTION: "pre_attention",
     "take_turn": "handover",
-    APPEND: "handover",
-    "send_kernel": "handover",
     "unpack_": "handover",
     PACK: "predictor",
     "lean_": "full_attention",

@@ -21,7 +21,7 @@ from ..errors import AlspecError
 from . import swap_trace
 from .engine import Engine
 from .faults import LOADING
-from .kernel_names import APPEND, PRE_ATTENTION, STEP_END, Row, operation_of, work_us
+from .kernel_names import PRE_ATTENTION, STEP_END, Row, operation_of, work_us
 from .replay import StepRecord
 
 __all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
@@ -212,9 +212,9 @@ def _is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> b
         return computes(layer - 1) if layer else group == senders[0]
     if op == "post_attention":
         return computes(layer)
-    if "receive_" in row["kernel"] or APPEND in row["kernel"]:
+    if "receive_" in row["kernel"]:
         return group != senders[layer]
-    if op in ("full_attention", "verdict") or "send_kernel" in row["kernel"]:
+    if op in ("full_attention", "verdict"):
         return group == senders[layer]
     return True
 

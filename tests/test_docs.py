@@ -89,7 +89,9 @@ def test_prose_about_pairs_and_other_shapes_says_what_the_rows_say() -> None:
     assert f"8K tokens each, reach {', '.join(first)} and {last} tokens/s on one H100, 91 % of the limit" in prose
     assert f"70B shape on four GPUs runs at {large:.0f} tokens/s (8K tokens" in prose
     rows = map(json.loads, (ROOT / "docs" / "results" / "decode_step.jsonl").read_text().splitlines())
-    cases = {tuple(row["case"][name] for name in ("shape", "world", "mode", "context", "kv_cache")): row for row in rows}
+    cases = {
+        tuple(row["case"][name] for name in ("shape", "world", "mode", "context", "kv_cache")): row for row in rows
+    }
     of_two = cases["llama-3.1-70b", 2, "off", 8192, "bf16"]["share_of_limit"]
     at_128k = [1e6 / cases["llama-3.1-70b", 2, "off", 131072, codec]["us"]["p50"] for codec in ("bf16", "turbo4")]
     long = "at 128K tokens at {:.0f}, over `turbo4` at {:.0f}. ".format(*at_128k)

@@ -16,8 +16,8 @@ import torch
 
 from alspec.config import EngineConfig, SamplingConfig, validate
 from alspec.errors import AlspecError, report
-from alspec.kernels import handover, push
-from alspec.models import decoder, paired_decoder
+from alspec.kernels import push, residual
+from alspec.models import decoder
 from alspec.operation import OperationHook
 from alspec.runtime.engine import Engine
 from alspec.runtime.faults import run_guarded
@@ -148,7 +148,7 @@ def lost(engine: Engine) -> int:
     if engine.mode == "off" and engine.placement.rank == 1:
         decoder.push_partial = _lose_sums
     if engine.mode == "paired" and engine.placement.rank == 0:
-        paired_decoder.send_handover = _lose_handover
+        decoder.reduce_norm = _lose_handover
     engine.load(1, CAPACITY)
     return _generate(engine)
 
@@ -159,10 +159,10 @@ def _lose_sums(act, weight, exchange, slot, *rest):
         push.push_partial(act, weight, exchange, slot, *rest)
 
 
-def _lose_handover(own, layer, *rest):
-    """Every handover but one."""
-    if layer != LOST_LAYER:
-        handover.send_handover(own, layer, *rest)
+def _lose_handover(exchange, slot, *rest):
+    """Every x but one layer's, which the layer before pushes."""
+    *rest, inbox = rest
+    residual.reduce_norm(exchange, slot, *rest, None if slot == 2 * LOST_LAYER - 1 else inbox)
 
 
 def nan(engine: Engine) -> int:

@@ -107,7 +107,7 @@ def lean(
     constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, phase) | {
         "ROWS": max(8 if copies else 16, triton.next_power_of_2(heads_per_kv)),
         "STAGES": _lean_settings(capability, head_dim, copies)[2],
-        "EARLY": capability >= 90 and not spec and not gate,
+        "EARLY": capability >= 90 and phase == "all",
     }  # fmt: skip
     if phase != "all":
         constants |= dict.fromkeys(["epoch_ptr"])
@@ -183,7 +183,7 @@ def turbo(
     settings = turbo_attention.GPU_SETTINGS
     constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, guess_parts) | {
         "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
-        "EARLY": capability >= 90 and not spec, "BULK": capability >= 90,
+        "EARLY": capability >= 90, "BULK": capability >= 90,
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
@@ -252,8 +252,10 @@ def reading_alone() -> Any:
 
 def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
     """The other kernels of a step, for the 8B shape on one rank of `tp_size`."""
+    # Kernels with a gate are those of a pair, which also push what the other group needs.
     gates: dict[str, Any] = {} if gate else {"gate_ptr": None}
-    both = gates if gate else gates | {"next_gate_ptr": None, "verdict_ptr": None}
+    inbox: dict[str, Any] = {} if gate else {"inbox_ptr": None}
+    both = gates if gate else gates | inbox | {"next_gate_ptr": None, "verdict_ptr": None}
     hidden, heads, kv_heads, mlp, vocab = 4096, 32 // tp_size, 8 // tp_size, 14336 // tp_size, 128256
     pdl = {"PDL": capability >= 90}
     squares = {"S": 128, "SP": 128}
@@ -283,7 +285,7 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         pairs, how = tile(head_dim // 2, hidden, 2)
         shape = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "PAIRS": pairs}
         num_tiles = (num_heads + 2 * num_kv_heads) * head_dim // (2 * pairs)
-        constants = stream | shape | how | loops(num_tiles, per_sm) | more
+        constants = stream | inbox | shape | how | loops(num_tiles, per_sm) | more
         return project(projections._qkv_rope_append_kernel, constants, tail_ptr="*i8")
 
     def reduced(**more: Any) -> Any:
@@ -366,7 +368,8 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     batch_pad = triton.next_power_of_2(batch_size)
     turn = {"B": batch_size, "P": triton.next_power_of_2(batch_size + 1)} | pdl
     message = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": handover.BLOCK} | pdl
-    only_x = message | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"])
+    no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
+    into_tail = dict.fromkeys(["k_ptr", "v_ptr"])
     receive = message | {"OUT": heads * 128, "PARTS": 1, "VALUES": handover.BLOCK}
     receive |= {"SPEC_BLOCKS": heads * 128 // handover.BLOCK}
     words = {"attn_out_ptr": "*bf16", "spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"}
@@ -383,15 +386,19 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
 
     def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 1, **types: str) -> Any:
         fuses = kernel is not handover._receive_handover_kernel
-        return compile_for(capability, kernel, num_warps, constants, fuses, x_ptr="*fp32", **types)
+        return compile_for(capability, kernel, num_warps, constants, fuses, x_ptr="*fp32", tail_ptr="*i8", **types)
+
+    def unpacked(cache: dict[str, Any]) -> Any:
+        constants = packed | {"OUT": heads * 128} | cache
+        return compiled(swap._unpack_handover_kernel, constants, attn_out_ptr="*bf16")
 
     return {
         "meet": compiled(roles._meet_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
         "take_turn": compiled(roles._take_turn_kernel, turn),
-        "send_handover": compiled(handover._send_kernel, message),
-        "send_residual": compiled(handover._send_kernel, only_x),
-        "receive_handover": compiled(handover._receive_handover_kernel, receive, **words),
-        "receive_handover, in parts": compiled(handover._receive_handover_kernel, in_parts, 4, **words),
+        "receive_handover": compiled(handover._receive_handover_kernel, receive | no_tail, **words),
+        "receive_handover, in parts, quantised": compiled(
+            handover._receive_handover_kernel, in_parts | into_tail, 4, **words
+        ),
         "receive_residual": compiled(handover._receive_residual_kernel, only_channels),
         "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(roles._decide_kernel, decide),
@@ -401,7 +408,8 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
             packed | {"PDL": False} | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
             out_ptr="*fp32",
         ),
-        "unpack_handover": compiled(swap._unpack_handover_kernel, packed | {"OUT": heads * 128}, attn_out_ptr="*bf16"),
+        "unpack_handover": unpacked(no_tail),
+        "unpack_handover, quantised": unpacked(into_tail),
         "unpack_residual": compiled(swap._unpack_residual_kernel, only_channels),
         "decide, swapped": compiled(swap._decide_kernel, judged | {"forced_ptr": None}, **gates),
         "decide, swapped and forced": compiled(swap._decide_kernel, judged, **gates),
@@ -427,7 +435,7 @@ def quantised_cache(capability: int) -> dict[str, Any]:
         "turbo_compact": compiled(flashq_kernels._turbo_compact_kernel, warps, **pdl),
         "turbo_compact, head 64": compiled(flashq_kernels._turbo_compact_kernel, warps, D=64, **pdl),
         "flashq_store, tail": compiled(flashq_kernels._store_tail_kernel, warps),
-        "turbo_append, gated": compiled(flashq_kernels._turbo_append_kernel, 1, **pdl),
+        "turbo_append": compiled(flashq_kernels._turbo_append_kernel, 1, **pdl),
         "flashq_restore": compiled(flashq_kernels._restore_kernel, warps),
     }
 

@@ -38,6 +38,7 @@ from alspec.kernels import (
     roles,
     turbo_attention,
 )
+from alspec.kernels.decode_attention import KVLayer
 from alspec.kernels.exchange import Exchange, LogitExchange
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.reference import gate_up_silu_ref, push_partial_ref, reduce_norm_ref
@@ -224,7 +225,7 @@ def received(late: bool, parts: int, **how: Any) -> Found:
     seq_lens = torch.tensor([2], dtype=torch.int32)
     kernel = Emulated(handover._receive_handover_kernel, 90, **how)
     with mock.patch.object(handover, "_receive_handover_kernel", kernel):
-        handover.receive_handover(target, 1, x, k, v, seq_lens, attn_out, 0)
+        handover.receive_handover(target, 1, x, KVLayer(k, v), seq_lens, attn_out, 0)
     if late:
         assert torch.cat([x[0], k[0, 0, 1], v[0, 0, 1], attn_out.flatten()]).isnan().all()
         return {"error": 0.0} | kernel.counts

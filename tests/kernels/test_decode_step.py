@@ -33,12 +33,13 @@ from alspec.kernels.reference import (
     reduce_norm_ref,
 )
 from alspec.kernels.residual import embed_norm, num_square_sums, reduce_norm
-from alspec.kernels.words import BAD_NUMBERS, LATE_WORD, fault_code, split_fault
+from alspec.kernels.words import BAD_NUMBERS, LATE_WORD, fault_code, split_fault, unpack_words
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
 PATIENCE_NS = 10**8
+EPOCH = 9
 
 
 def normal(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -72,6 +73,12 @@ def exchanges(device: torch.device, batch: int, hidden: int, slots: int, tp_size
         )
         for rank in range(tp_size)
     ]
+
+
+def inbox_of(device: torch.device, batch: int, words: int) -> tuple[Tensor, Tensor]:
+    """Where a paired rank is handed something, of no epoch yet; and the epoch."""
+    inbox = torch.full((batch, words), -1, dtype=torch.int64, device=device)
+    return inbox, torch.tensor([EPOCH], dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -118,14 +125,18 @@ def test_qkv_rope_append(
     seq_lens = torch.randint(1, capacity + 1, (batch,), dtype=torch.int32, device=device)
     q = nan(device, dtype, batch, num_qo_heads, head_dim)
     caches = [nan(device, dtype, batch, num_kv_heads, capacity, head_dim) for _ in range(2)]
-    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS)
+    inbox, epoch = inbox_of(device, batch, hidden + 2 * num_kv_heads * head_dim)
+    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, inbox=inbox, epoch=epoch)
     expected = qkv_rope_append_ref(x_norm, squares, weight, rope, num_kv_heads, EPS)
     check(q, expected[0], dtype)
-    for cache, new in zip(caches, expected[1:], strict=True):
+    handed = unpack_words(inbox[:, hidden:], EPOCH).view(batch, 2, num_kv_heads, head_dim)
+    for cache, new, pushed in zip(caches, expected[1:], handed.unbind(1), strict=True):
         written = torch.arange(capacity, device=device) == (seq_lens - 1)[:, None]
         found = cache.transpose(1, 2)
         check(found[written], new, dtype)
         assert found[~written].isnan().all()
+        assert torch.equal(pushed, found[written].float())
+    assert (inbox[:, :hidden] == -1).all(), "x is not the projection's"
 
 
 def test_a_tail_of_another_cache_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,11 +189,14 @@ def test_long_rows_behind_a_gate_come_in_chunks(
     seq_lens = torch.tensor([3], dtype=torch.int32, device=device)
     q = nan(device, dtype, 1, 2, 32)
     caches = [nan(device, dtype, 1, 1, 4, 32) for _ in range(2)]
-    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, gates[1])
+    inbox, epoch = inbox_of(device, 1, hidden + 2 * 32)
+    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, gates[1], inbox=inbox, epoch=epoch)
     expected = qkv_rope_append_ref(x_norm, squares, weight, rope, 1, EPS)
     check(q, expected[0], dtype)
-    for cache, new in zip(caches, expected[1:], strict=True):
+    handed = unpack_words(inbox[:, hidden:], EPOCH).view(2, 1, 1, 32)
+    for cache, new, pushed in zip(caches, expected[1:], handed, strict=True):
         check(cache[:, :, 2], new, dtype)
+        assert torch.equal(pushed, cache[:, :, 2].float())
         assert cache[:, :, [0, 1, 3]].isnan().all()
 
 
@@ -205,7 +219,10 @@ def test_all_reduce_over_words(
     for exchange in ranks:
         x, x_norm = start.clone(), nan(device, dtype, batch, hidden)
         squares = nan(device, torch.float32, batch, num_square_sums(hidden))
-        reduce_norm(exchange, slot, PATIENCE_NS, x, gamma, x_norm, squares)
+        inbox, _ = inbox_of(device, batch, hidden + 5)
+        reduce_norm(exchange, slot, PATIENCE_NS, x, gamma, x_norm, squares, inbox=inbox)
+        assert torch.equal(unpack_words(inbox[:, :hidden], epoch), x)
+        assert (inbox[:, hidden:] == -1).all(), "keys and values are not the residual's"
         check(x, expected[0], torch.float32)
         check(x_norm, expected[1], dtype)
         check(squares.sum(1), expected[2], torch.float32)
@@ -257,14 +274,17 @@ def test_gate_of_zero_skips_everything(device: torch.device, dtype: torch.dtype)
     assert torch.equal(exchange.words, before)
     x = normal(device, torch.float32, batch, hidden)
     kept = x.clone()
-    reduce_norm(exchange, 0, 0, x, squares[0, :1].to(dtype).expand(hidden).contiguous(), x_norm, squares, closed)
+    inbox, epoch = inbox_of(device, batch, hidden + 32)
+    gamma = squares[0, :1].to(dtype).expand(hidden).contiguous()
+    reduce_norm(exchange, 0, 0, x, gamma, x_norm, squares, closed, inbox=inbox)
     assert torch.equal(x, kept)
     q = nan(device, dtype, batch, 2, 16)
     cache = nan(device, dtype, batch, 1, 8, 16)
     rope, seq_lens = torch.ones(batch, 2, 8, device=device), torch.ones(batch, dtype=torch.int32, device=device)
-    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, cache, cache, EPS, closed)
+    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, cache, cache, EPS, closed, inbox=inbox, epoch=epoch)
     assert q.isnan().all()
     assert cache.isnan().all()
+    assert (inbox == -1).all()
     opened = closed + 1
     gate_up_silu(x_norm, squares, weight, out, EPS, opened)
     assert out.isfinite().all()

@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor
+from turbo_layers import assert_same, noisy_layer, on_cpu
 
 from alspec.kernels import flashq_kernels
 from alspec.kernels.flashq import BLOCK, MIN_SCALE, fake_quantize
@@ -37,34 +38,6 @@ by_head_dim = pytest.mark.parametrize("head_dim", [64, 128])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the kernels run: in the interpreter, or compiled."""
     return torch.device(request.param)
-
-
-def noisy_layer(batch_size: int, bits: list[int], head_dim: int, num_blocks: int, device: torch.device) -> TurboLayer:
-    """A layer of noise, with heads of `bits` in every request (the other way round in odd ones)."""
-    heads = len(bits)
-    rows = torch.tensor([bits if request % 2 == 0 else bits[::-1] for request in range(batch_size)])
-    sizes = torch.tensor([num_blocks * record_words(b, head_dim) for b in rows.flatten().tolist()])
-    ends = sizes.cumsum(0)
-    return TurboLayer(
-        words=torch.randint(-(2**31), 2**31, (int(ends[-1]),), dtype=torch.int32).to(device),
-        offset=(ends - sizes).view(batch_size, heads).to(device),
-        bits=rows.to(device, torch.int32),
-        scales=torch.full((batch_size, heads, num_blocks, 2), torch.nan, device=device),
-        tail=torch.randint(-119, 120, (batch_size, heads, 2, BLOCK, head_dim), dtype=torch.int8).to(device),
-        tail_scale=torch.rand(batch_size, heads, 2).to(device) + 0.01,
-    )
-
-
-def assert_same(found: TurboLayer, expected: TurboLayer) -> None:
-    for name in expected.tensors:
-        a, b = (layer.tensors[name].cpu() for layer in (found, expected))
-        if a.is_floating_point():
-            a, b = a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
-        assert torch.equal(a, b), f"{name}: {int((a != b).sum())} of {a.numel()} differ"
-
-
-def on_cpu(layer: TurboLayer) -> TurboLayer:
-    return TurboLayer(**{name: tensor.detach().cpu().clone() for name, tensor in layer.tensors.items()})
 
 
 def draw(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -162,18 +135,6 @@ def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torc
         turbo_compact_ref(expected, seq_lens)
         assert_same(layer, expected)
     assert int(layer.tail.int().abs().max()) == 119, "no outlier was clamped"
-
-
-def test_closed_gate_appends_nothing(device: torch.device) -> None:
-    layer = noisy_layer(1, [4, 4], 64, 1, device)
-    before = on_cpu(layer)
-    k, v = draw(1, 2, 64, torch.float32, device)
-    seq_lens = torch.tensor([64], dtype=torch.int32, device=device)
-    turbo_append(k, v, layer, seq_lens, torch.zeros(1, dtype=torch.int32, device=device))
-    assert_same(layer, before)
-    turbo_append(k, v, layer, seq_lens, torch.full((1,), 2, dtype=torch.int32, device=device))
-    turbo_append_ref(k.cpu(), v.cpu(), before, seq_lens.cpu())
-    assert_same(layer, before)
 
 
 def stack(layers: list[TurboLayer]) -> TurboLayer:

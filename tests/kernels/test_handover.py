@@ -10,10 +10,13 @@ import pytest
 import torch
 from paired_ranks import PATIENCE_NS, nan, pairs, sums_for
 from torch import Tensor
+from turbo_layers import assert_same, noisy_layer, on_cpu
 
-from alspec.kernels.handover import receive_handover, receive_residual, send_handover, send_residual
+from alspec.kernels.decode_attention import KVLayer
+from alspec.kernels.flashq_reference import turbo_append_ref
+from alspec.kernels.handover import receive_handover, receive_residual
 from alspec.kernels.lean_attention import LeanWorkspace, lean_decode_attention
-from alspec.kernels.mailbox import Mailbox, PairShape
+from alspec.kernels.mailbox import Handover, Mailbox, PairShape
 from alspec.kernels.merge import num_sums
 from alspec.kernels.reference import reduce_norm_ref, speculative_decode_attention_ref
 from alspec.kernels.residual import num_square_sums
@@ -62,6 +65,19 @@ def words_of(values: Tensor, epoch: int) -> Tensor:
     return values.float().view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
 
 
+def push(source: Handover, layer: int, state: State, seq_lens: Tensor) -> None:
+    """x and the newest k and v, as the kernels that make them do (see test_decode_step.py)."""
+    newest = [cache[torch.arange(len(cache)), :, seq_lens.long() - 1].flatten(1) for cache in (state.k, state.v)]
+    values = torch.cat([state.x, *(each.float() for each in newest)], 1)
+    source.inbox(layer).copy_(words_of(values, int(source.exchange.epoch)))
+
+
+def push_residual(source: Handover, x: Tensor) -> None:
+    """x after the last layer, likewise."""
+    words = words_of(x, int(source.exchange.epoch))
+    source.inbox(source.shape.num_layers)[:, : x.shape[1]].copy_(words)
+
+
 def same(found: State, expected: State) -> bool:
     return all(
         torch.allclose(getattr(found, field.name), getattr(expected, field.name), rtol=0, atol=0, equal_nan=True)
@@ -77,17 +93,16 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     seq_lens = torch.randint(1, capacity + 1, (shape.batch_size,), dtype=torch.int32, device=device)
     mine, theirs = (drawn(device, shape, capacity, dtype) for _ in range(2))
     mine.x[0, :4] = torch.tensor([torch.inf, -0.0, 1e-41, -torch.inf])
-    before, boxes = copy(theirs), copied(source.own)
-    source.sends.fill_(1)
+    before = copy(theirs)
     target.receives.fill_(1)
-    send_handover(source, layer, mine.x, mine.k, mine.v, seq_lens)
+    push(source, layer, mine, seq_lens)
     # A~ as the attention kernel leaves it; of a dtype's values, for the interpreter truncates where a GPU rounds.
     speculation = source.speculation(layer, 64, nan(device, torch.float32, 1))
     assert speculation.spec_out.data_ptr() == target.own.spec_out[layer].data_ptr()
     assert speculation.spec_lse is None
     guess = torch.randn(theirs.attn_out.shape, device=device).to(dtype)
     speculation.spec_out.copy_(words_of(guess, epoch))
-    receive_handover(target, layer, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, PATIENCE_NS)
+    receive_handover(target, layer, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
     assert torch.equal(theirs.x.view(torch.int32), mine.x.view(torch.int32))
     written = torch.arange(capacity, device=device) == (seq_lens - 1)[:, None]
     for found, sent, old in ((theirs.k, mine.k, before.k), (theirs.v, mine.v, before.v)):
@@ -95,11 +110,49 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
         assert torch.equal(found, expected)
     assert torch.equal(theirs.attn_out, guess)
     assert int(target.exchange.fault) == 0
-    # Nothing came to the sender, and only this layer's slot was written.
-    assert all(torch.equal(now, then) for now, then in zip(copied(source.own), boxes, strict=True))
-    assert not target.own.inbox[:layer].any()
-    assert not target.own.inbox[-1].any()
-    assert ((target.own.inbox[layer] >> 32) == epoch).all()
+
+
+def test_in_the_first_layer_both_groups_have_the_embedding(device: torch.device) -> None:
+    """No x is pushed there, and none is awaited or written."""
+    shape = PairShape(2, 2, 1, 97, 9, 3, 20)
+    ((source,), (target,)) = pairs(device, shape, 6)
+    seq_lens = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    mine, theirs = (drawn(device, shape, 5, torch.float32) for _ in range(2))
+    target.receives.fill_(1)
+    push(source, 0, mine, seq_lens)
+    target.own.inbox[0, :, : shape.hidden_size] = 5 << 32
+    source.speculation(0, 64, nan(device, torch.float32, 1)).spec_out.copy_(words_of(theirs.attn_out, 6))
+    before = copy(theirs)
+    receive_handover(target, 0, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
+    assert torch.equal(theirs.x, before.x)
+    requests = torch.arange(2)
+    assert torch.equal(theirs.k[requests, :, seq_lens.long() - 1], mine.k[requests, :, seq_lens.long() - 1])
+    assert torch.equal(theirs.v[requests, :, seq_lens.long() - 1], mine.v[requests, :, seq_lens.long() - 1])
+    assert int(target.exchange.fault) == 0
+
+
+@pytest.mark.parametrize("gate", [0, 1])
+def test_a_handover_goes_into_a_tail(device: torch.device, gate: int) -> None:
+    """Of a quantised cache; with outliers, which are cut off, and in slots on both sides of a full tail."""
+    shape = PairShape(2, 3, 1, 97, 6, 2, 64)
+    ((source,), (target,)) = pairs(device, shape, 6)
+    seq_lens = torch.tensor([64, 65, 130], dtype=torch.int32, device=device)
+    mine = drawn(device, shape, 130, torch.bfloat16)
+    layer = noisy_layer(3, [2, 4], 64, 2, device)
+    layer.tail_scale[1] = 0.01
+    expected = on_cpu(layer)
+    x, attn_out = nan(device, torch.float32, 3, 97), nan(device, torch.bfloat16, 3, 6, 64)
+    target.receives.fill_(gate)
+    push(source, 1, mine, seq_lens)
+    source.speculation(1, 64, nan(device, torch.float32, 1)).spec_out.fill_(6 << 32)
+    receive_handover(target, 1, x, layer, seq_lens, attn_out, PATIENCE_NS)
+    if gate:
+        assert torch.equal(x, mine.x)
+        newest = [cache[torch.arange(3), :, seq_lens.long() - 1].cpu() for cache in (mine.k, mine.v)]
+        turbo_append_ref(*newest, expected, seq_lens.cpu())
+        assert int(layer.tail[1, :, :, 0].abs().max()) == 119, "no outlier was cut off"
+    assert_same(layer, expected)
+    assert int(target.exchange.fault) == 0
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -119,7 +172,7 @@ def test_parts_of_a_guess_are_merged(device: torch.device, check: Check, parts: 
     state = drawn(device, shape, 5, torch.float32)
     target.own.inbox.fill_(epoch << 32)
     seq_lens = torch.full((batch,), 3, dtype=torch.int32, device=device)
-    receive_handover(target, layer, state.x, state.k, state.v, seq_lens, state.attn_out, PATIENCE_NS)
+    receive_handover(target, layer, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, PATIENCE_NS)
     weight = (lse.double() * math.log(2)).softmax(0)
     check(state.attn_out, (o.double() * weight[..., None]).sum(0).to(device), torch.float32)
     assert int(target.exchange.fault) == 0
@@ -139,7 +192,7 @@ def test_what_attention_sends_in_parts_arrives_as_one_guess(device: torch.device
     )
     target.receives.fill_(1)
     target.own.inbox.fill_(epoch << 32)
-    receive_handover(target, layer, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, PATIENCE_NS)
+    receive_handover(target, layer, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
     spec_out, full_out, expected = speculative_decode_attention_ref(q, state.k, state.v, seq_lens, chunk, 0.25)
     check(theirs.attn_out, spec_out, torch.float32)
     check(state.attn_out, full_out, torch.float32)
@@ -156,9 +209,7 @@ def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capa
         rank.own.inbox.fill_(3 << 32)
         rank.own.spec_out.fill_(3 << 32)
     boxes = copied(source.own), copied(target.own)
-    send_handover(source, 0, state.x, state.k, state.v, seq_lens)
-    send_residual(source, state.x)
-    receive_handover(target, 0, state.x, state.k, state.v, seq_lens, state.attn_out, 0)
+    receive_handover(target, 0, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, 0)
     x_norm, squares = state.x.clone(), nan(device, torch.float32, shape.batch_size, num_square_sums(shape.hidden_size))
     receive_residual(target, state.x, state.x[0].clone(), x_norm, squares, 0)
     hits = torch.full((shape.num_layers, shape.batch_size), -1, dtype=torch.int32, device=device)
@@ -187,14 +238,14 @@ def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, st
     seq_lens = torch.full((2,), 3, dtype=torch.int32, device=device)
     live = torch.ones_like(seq_lens)
     hits = torch.full((2, 2), -1, dtype=torch.int32, device=device)
-    send_handover(source, 0, mine.x, mine.k, mine.v, seq_lens)
-    send_residual(source, mine.x)
+    push(source, 1, mine, seq_lens)
+    push_residual(source, mine.x)
     decide(source, 0, sums_for(device, [True, True], 4), live, 0.5, hits, 0)
     # Of parts, those of the guess are here, and their lse is not.
     target.own.spec_out.fill_((stale if parts == 1 else epoch) << 32)
     target.own.spec_lse.fill_(stale << 32)
     theirs.attn_out.zero_()
-    receive_handover(target, 0, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, 0)
+    receive_handover(target, 1, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, 0)
     assert theirs.x.isnan().all()
     assert theirs.attn_out.isnan().all()
     x, x_norm = theirs.x.clone().zero_(), theirs.x.clone()
@@ -231,8 +282,8 @@ def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
             receive_residual(target, state.x, state.x[0].clone(), state.x.clone(), squares, 10**7)
             assert state.x.isnan().all()
         else:
-            receive_handover(target, 2, state.x, state.k, state.v, seq_lens, state.attn_out, 10**7)
-        late_slot = 2 * (4 if missing == "stream" else 2)
+            receive_handover(target, 2, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, 10**7)
+        late_slot = 2 * (5 if missing == "stream" else 2)
         assert split_fault(int(target.exchange.fault)) == (LATE_WORD, late_slot, 0), missing
 
 
@@ -243,17 +294,15 @@ def test_waits_go_on_after_bad_numbers_and_not_after_a_late_word(fault: int) -> 
     device, beside = torch.device("cuda"), torch.cuda.Stream()
     for late_by in (0, 10**8):  # cycles; the first time is for the compiler
         ((source,), (target,)) = pairs(device, PairShape(2, 1, 1, 64, 4, 2, 16), 6)
-        source.sends.fill_(1)
         target.receives.fill_(1)
         target.exchange.fault.fill_(fault_code(fault, 1, 0) if fault else 0)
         sent, x = torch.randn(1, 64, device=device), torch.zeros(1, 64, device=device)
         torch.cuda.synchronize()
-        if late_by == 0:
-            send_residual(source, sent)
-        else:
-            with torch.cuda.stream(beside):
-                torch.cuda._sleep(late_by)
-                send_residual(source, sent)
+        words = words_of(sent, 6)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(beside):
+            torch.cuda._sleep(late_by)
+            source.inbox(2)[:, :64].copy_(words)
         squares = nan(device, torch.float32, 1, num_square_sums(64))
         receive_residual(target, x, sent[0].clone(), x.clone(), squares, 5 * 10**9)
         torch.cuda.synchronize()
@@ -270,12 +319,11 @@ def test_the_residual_reaches_the_other_group(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, check: Check
 ) -> None:
     ((source,), (target,)) = pairs(device, PairShape(2, batch, 1, hidden, 3, 1, 20), 6)
-    source.sends.fill_(1)
     target.receives.fill_(1)
     sent, gamma = torch.randn(batch, hidden).to(device), torch.randn(hidden).to(dtype).to(device)
     x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
     squares = nan(device, torch.float32, batch, num_square_sums(hidden))
-    send_residual(source, sent)
+    push_residual(source, sent)
     receive_residual(target, x, gamma, x_norm, squares, PATIENCE_NS)
     assert torch.equal(x, sent)
     _, expected, square_sum = reduce_norm_ref(torch.zeros_like(sent)[None], sent, gamma)
@@ -311,9 +359,9 @@ def test_attention_puts_the_guess_into_the_paired_rank_unless_its_gate_is_closed
     check(state.attn_out, full_out, torch.float32)
     check(sums.sum(1), expected, torch.float32)
     target.receives.fill_(1)
-    send_handover(source, 1, state.x, state.k, state.v, seq_lens)
+    push(source, 1, state, seq_lens)
     theirs = drawn(device, shape, capacity, torch.float32)
-    receive_handover(target, 1, theirs.x, theirs.k, theirs.v, seq_lens, theirs.attn_out, PATIENCE_NS)
+    receive_handover(target, 1, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
     check(theirs.attn_out, spec_out, torch.float32)
 
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 from paired_ranks import nan, roles_by_the_rules
 from torch import Tensor
+from turbo_layers import assert_same, noisy_layer, on_cpu
 
+from alspec.kernels.decode_attention import KVLayer
 from alspec.kernels.exchange import Exchange
+from alspec.kernels.flashq_reference import turbo_append_ref
 from alspec.kernels.mailbox import PairShape
 from alspec.kernels.reference import decide_ref, reduce_norm_ref
 from alspec.kernels.residual import num_square_sums
@@ -90,13 +93,33 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     new_k, new_v = old_k.clone(), old_v.clone()
     new_x = nan(device, torch.float32, *x.shape)
     attn_out = nan(device, dtype, batch, shape.num_qo_heads, shape.head_dim)
-    unpack_handover(target, layer, new_x, new_k, new_v, seq_lens, attn_out)
+    unpack_handover(target, layer, new_x, KVLayer(new_k, new_v), seq_lens, attn_out)
     assert torch.equal(new_x.view(torch.int32), x.view(torch.int32))
     is_newest = (torch.arange(capacity, device=device) == (seq_lens - 1)[:, None])[:, None, :, None]
     for found, sent, old in ((new_k, k, old_k), (new_v, v, old_v)):
         assert torch.equal(found, torch.where(is_newest, sent, old))
     assert torch.equal(attn_out, speculation.spec_out.to(dtype))
     assert source.boxes[1 - source.group].isnan().all(), "the sender wrote into the other group's box"
+
+
+def test_a_handover_goes_into_a_tail(device: torch.device) -> None:
+    """Of a quantised cache, whose newest token lies in a cache of one position."""
+    shape = PairShape(2, 3, 1, 97, 6, 2, 64)
+    (source,), (target,) = swaps(device, shape)
+    open_gates(source, target, 1)
+    seq_lens = torch.tensor([64, 65, 130], dtype=torch.int32, device=device)
+    x = torch.randn(3, 97, device=device)
+    k, v = torch.randn(2, 3, 2, 1, 64, device=device).bfloat16()
+    source.speculation(64).spec_out.zero_()
+    pack_handover(source, 1, x, k, v, torch.ones_like(seq_lens))
+    target.boxes[source.group].copy_(source.boxes[source.group])
+    layer = noisy_layer(3, [2, 4], 64, 2, device)
+    expected = on_cpu(layer)
+    new_x, attn_out = nan(device, torch.float32, *x.shape), nan(device, torch.bfloat16, 3, 6, 64)
+    unpack_handover(target, 1, new_x, layer, seq_lens, attn_out)
+    turbo_append_ref(k[:, :, 0].cpu(), v[:, :, 0].cpu(), expected, seq_lens.cpu())
+    assert_same(layer, expected)
+    assert torch.equal(new_x, x)
 
 
 @pytest.mark.parametrize(("shape", "capacity"), SHAPES)
@@ -116,7 +139,7 @@ def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capa
         swap.gates(1).receives.fill_(1)
     pack_handover(source, 0, x, k, v, seq_lens)
     pack_residual(source, x)
-    unpack_handover(target, 0, x, k, v, seq_lens, written[3])
+    unpack_handover(target, 0, x, KVLayer(k, v), seq_lens, written[3])
     unpack_residual(target, x, x[0].clone(), written[4], written[5])
     assert all(torch.equal(now, then) for now, then in zip(written, before, strict=True))
     assert source.boxes.isnan().all()

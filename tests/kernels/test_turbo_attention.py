@@ -21,6 +21,7 @@ from comparison import close
 from paired_ranks import PATIENCE_NS, pairs
 from torch import Tensor
 
+from alspec.kernels.decode_attention import KVLayer
 from alspec.kernels.flashq_layout import BlockCodes, TurboLayer, pack_record, record_words
 from alspec.kernels.handover import receive_handover
 from alspec.kernels.lean_attention import LeanWorkspace, Speculation
@@ -245,7 +246,7 @@ def test_a_guess_in_two_parts_arrives_as_one(device: torch.device, length: int, 
     target.own.inbox.fill_(EPOCH << 32)
     x, attn_out = torch.zeros(1, 64, device=device), torch.full((1, 4, 64), math.nan, device=device)
     k, v = torch.zeros(2, 1, 2, length, 64, device=device)
-    receive_handover(target, layer, x, k, v, launch.seq_lens, attn_out, PATIENCE_NS)
+    receive_handover(target, layer, x, KVLayer(k, v), launch.seq_lens, attn_out, PATIENCE_NS)
     close(attn_out, launch.guess.cpu(), TOLERANCE)
 
 

@@ -18,8 +18,6 @@ WORK_US = {
     "_embed_norm_kernel": 3.0,
     "_qkv_rope_append_kernel": 9.0,
     "_take_turn_kernel": 1.0,
-    "_send_kernel": 1.5,
-    "_turbo_append_kernel": 2.0,
     "_turbo_compact_kernel": 2.5,
     "lean_decode_kernel": 120.0,
     "lean_merge_kernel": 1.75,
@@ -76,7 +74,6 @@ class Job:
             self.priority = after_handover(self.priority)
             guess_at = 0.0
             for group in (sends, 1 - sends):
-                self.launch(group, "_send", group == sends)
                 begun_at = self.launch(group, "lean_decode", group == sends)
                 guess_at = begun_at + GUESS_US if group == sends else guess_at
                 self.launch(group, "lean_merge", group == sends)
@@ -84,8 +81,6 @@ class Job:
                 if group == sends:
                     verdict_at = self.now[-1 if group else 0]
                 self.launch(group, "receive_handover", group != sends, guess_at)
-                if self.quantised:
-                    self.launch(group, "turbo_append", group != sends)
             self.priority = after_verdict(self.priority, bool(verdict))
             waiting = 1 - sends
             for part in POST:
@@ -98,7 +93,6 @@ class Job:
         sends = sender(self.priority)
         for group in (sends, 1 - sends):
             self.launch(group, "take_turn", not_before=verdict_at if group == waiting else 0.0)
-            self.launch(group, "_send", group == sends)
             sent = self.now[-1 if sends else 0]
             self.launch(group, "receive_residual", group != sends, sent)
             if self.quantised:
@@ -163,11 +157,10 @@ def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) 
     for verdicts in VERDICTS[name]:
         job.run(verdicts)
     labelled = label(job.rows, VERDICTS[name])
-    brought = ["handover"] * (1 + quantised)
-    layer_ops = ["pre_attention", "handover", "handover", "full_attention", "full_attention", "verdict"]
-    layer_ops += [*brought, *["post_attention"] * 5]
+    layer_ops = ["pre_attention", "handover", "full_attention", "full_attention", "verdict", "handover"]
+    layer_ops += ["post_attention"] * 5
     expected = [("embed", 0), *((op, layer) for layer in range(NUM_LAYERS) for op in layer_ops)]
-    expected += [("agree", NUM_LAYERS)] * 3 + [("lm_head", NUM_LAYERS)] * (3 + quantised)
+    expected += [("agree", NUM_LAYERS)] * 2 + [("lm_head", NUM_LAYERS)] * (3 + quantised)
     for rows, is_open in zip(labelled, job.is_open, strict=True):
         assert [(row["op"], row["layer"]) for row in rows] == expected * 3
         assert [row["open"] for row in rows] == is_open
@@ -204,12 +197,11 @@ def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> Non
     attention = WORK_US["lean_decode_kernel"] + WORK_US["lean_merge_kernel"]
     assert parts["attention"] == pytest.approx([attention] * len(parts["attention"]))
     assert len(parts["attention"]) == len(parts["sender"]) == 3 * NUM_LAYERS * tp_size
-    append = WORK_US["_turbo_append_kernel"] if quantised else 0.0
-    section = WORK_US["_take_turn_kernel"] + WORK_US["_send_kernel"]
+    section = WORK_US["_take_turn_kernel"]
     assert parts["sender"] == pytest.approx([section + attention + WORK_US["_decide_kernel"]] * len(parts["sender"]))
     assert parts["receiver"] == pytest.approx([section + GUESS_US + 1.25] * len(parts["receiver"]), abs=3)
     layer = WORK_US["_qkv_rope_append_kernel"] + 30 + 2 * (8 + 2)
-    assert parts["layer"] == pytest.approx([layer] * len(parts["layer"]), abs=2 * CLOSED_US + append)
+    assert parts["layer"] == pytest.approx([layer] * len(parts["layer"]), abs=2 * CLOSED_US)
     assert parts["step"] == pytest.approx([time for time in times[1:] for _ in range(tp_size)])
     p50 = {part: sorted(samples)[len(samples) // 2] for part, samples in parts.items()}
     costs = StepCosts(NUM_LAYERS, p50["fixed"], p50["layer"], p50["attention"], p50["sender"], p50["receiver"])

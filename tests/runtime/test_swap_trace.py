@@ -25,7 +25,6 @@ WORK_US = {
     "ncclDevKernel_AllGather": 12.0,
     "ncclDevKernel_AllReduce": 4.0,  # within groups, two in a layer
     "_unpack_handover_kernel": 2.0,
-    "_turbo_append_kernel": 1.0,
     "_push_partial_kernel": 11.0,
     "_reduce_norm_kernel": 2.0,
     "_gate_up_silu_kernel": 30.0,
@@ -119,8 +118,6 @@ class Job:
             clock[ASIDE] = clock[MAIN]
         self.kernel("AllGather", "handover", layer, receives, ASIDE)
         self.kernel("unpack_handover", "handover", layer, receives, ASIDE)
-        if self.quantised:
-            self.kernel("turbo_append", "handover", layer, receives, ASIDE)
         self.receiver_us += [self.now[receiver][ASIDE] - begun[sender] for sender, receiver in pairs]
         self.go_on(layer, receives, ASIDE)
         self.kernel("lean_merge", "full_attention", layer, sends, us=self.attention_us)
