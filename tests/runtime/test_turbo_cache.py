@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from paired_ranks import PATIENCE_NS, pairs
 from torch import Tensor
 
 from alspec.config import TURBO_CODECS, SamplingConfig
@@ -16,6 +17,8 @@ from alspec.kernels.decode_attention import DecodeAttention
 from alspec.kernels.flashq import BLOCK, fake_quantize, head_priority, select_bits
 from alspec.kernels.flashq_layout import PER_HEAD
 from alspec.kernels.flashq_reference import flashq_dequantize
+from alspec.kernels.handover import receive_handover
+from alspec.kernels.mailbox import PairShape
 from alspec.kernels.reference import (
     decode_attention_ref,
     prefill_attention_ref,
@@ -286,8 +289,8 @@ def test_captured_steps_give_the_tokens_of_simulated_ones(codec: str, softmax: S
 
 @by_device
 @by_codec
-def test_fused_decoding_appends_and_attends_as_the_step_program_does(codec: str, device: str) -> None:
-    """Over the token that fills a block, and the next one, which reads it from its record."""
+def test_fused_decoding_takes_over_and_attends_as_the_step_program_appends(codec: str, device: str) -> None:
+    """Over the token that fills a block, and the next one, which reads it from its record; both by a handover."""
     place, head_dim, num_heads = torch.device(device), 64, 8
     plain, fused = (TurboCache(codec, 1, 1, 2, 512, head_dim, place) for _ in range(2))
     k, v = torch.randn(2, 127, 2, head_dim, generator=torch.Generator().manual_seed(4)).to(place)
@@ -295,7 +298,10 @@ def test_fused_decoding_appends_and_attends_as_the_step_program_does(codec: str,
         cache.write_prefill(0, 0, 0, k, v)
     seq_lens = torch.tensor([127], dtype=torch.int32, device=place)
     decode = DecodeCache(fused.layers, seq_lens, num_heads, torch.float32)
-    opened = torch.ones(1, dtype=torch.int32, device=place)
+    _, (receiver,) = pairs(place, PairShape(1, 1, 1, 16, num_heads, 2, head_dim), 6)
+    receiver.receives.fill_(1)
+    receiver.own.spec_out.fill_(6 << 32)
+    x = torch.zeros(1, 16, device=place)
     attention = DecodeAttention(plain.layer(0), num_heads, 128, head_dim**-0.5, place)
     for seed in range(3):
         seq_lens += 1
@@ -303,9 +309,9 @@ def test_fused_decoding_appends_and_attends_as_the_step_program_does(codec: str,
         q = torch.randn(1, num_heads, head_dim, generator=torch.Generator().manual_seed(9 + seed)).to(place)
         plain.append(0, new_k, new_v, seq_lens)
         expected = attention.full(q, plain.layer(0), seq_lens)
-        at_k, at_v, lengths = decode.newest(0)
-        at_k[0, :, lengths[0] - 1], at_v[0, :, lengths[0] - 1] = new_k[0], new_v[0]
-        decode.append(0, opened)
+        words = torch.cat([new_k.flatten(), new_v.flatten()]).view(torch.int32).long() & 0xFFFFFFFF | 6 << 32
+        receiver.own.inbox[0, 0, 16:] = words
+        receive_handover(receiver, 0, x, decode.layers[0], seq_lens, torch.empty_like(q), PATIENCE_NS)
         out, lse = torch.full_like(q, torch.nan), torch.empty(1, num_heads, device=place)
         decode.attend(0, q, out, lse)
         assert error(out, expected) < 2**-10
