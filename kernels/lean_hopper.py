@@ -169,10 +169,10 @@ def _numbers_of(o):
 
 
 @gluon.jit
-def _send_first(streams, place, follow, count, done, pauses, EARLY: gl.constexpr):
+def _send_first(streams, place, follow, count, done, pauses, AHEAD: gl.constexpr):
     """Ask for the first tiles of a turn; count: how many it has.  pauses: whether PAUSE lies behind the first; or None.
 
-    With EARLY, one of them while the kernel ahead ends, which writes q and each head's newest token: one only, for q
+    With AHEAD, one of them while the kernel ahead ends, which writes q and each head's newest token: one only, for q
     would come behind more, and not one with that token.
 
     Returns:
@@ -182,7 +182,7 @@ def _send_first(streams, place, follow, count, done, pauses, EARLY: gl.constexpr
     BLOCK_N: gl.constexpr = k_tiles.shape[2]
     STAGES: gl.constexpr = k_tiles.shape[0]
     sent = False
-    if EARLY:
+    if AHEAD:
         sent = (count > 0) & (_begin_of(place, BLOCK_N) + BLOCK_N < place[2])
         _send(k_desc, k_bars, k_tiles, 0, place, sent)
         _send(v_desc, v_bars, v_tiles, 0, place, sent)
@@ -193,7 +193,7 @@ def _send_first(streams, place, follow, count, done, pauses, EARLY: gl.constexpr
             if pauses:
                 wait_cycles(PAUSE)
         goes = i < count
-        if EARLY and i == 0:
+        if AHEAD and i == 0:
             goes = goes & (sent == 0)
         stage, _ = _slot(done + i, STAGES)
         _send(k_desc, k_bars, k_tiles, stage, place, goes)
@@ -206,7 +206,7 @@ def _send_first(streams, place, follow, count, done, pauses, EARLY: gl.constexpr
 @gluon.jit
 def _attend_run(
     streams, q_ptr, q_tile, of_warps, place, follow, count, done, o_ptr, lse_ptr, qk_scale, program, pauses,
-    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GUESS: gl.constexpr, EARLY: gl.constexpr,
+    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GUESS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles, whose copies run ahead from one output into the next.
 
@@ -229,14 +229,14 @@ def _attend_run(
     p_tile = gl.allocate_shared_memory(q_tile.dtype, [ROWS, BLOCK_N], p_layout)
     _barrier()  # every warp sees the barriers, and has read what lay in the slots
     output, token, end = place
-    if EARLY:
-        before, ahead = _send_first(streams, place, follow, count, done, pauses, EARLY)
+    if AHEAD:
+        before, ahead = _send_first(streams, place, follow, count, done, pauses, AHEAD)
     # Ahead of the tiles, if q is there already, and so is that of the next output: it is not waited for in a run.
     q = _load_query(q_ptr, output, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
     if not GUESS:
         next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
-    if not EARLY:
-        before, ahead = _send_first(streams, place, follow, count, done, pauses, EARLY)
+    if not AHEAD:
+        before, ahead = _send_first(streams, place, follow, count, done, pauses, AHEAD)
     _store_query(q_tile, q)
     none = gl.zeros([BLOCK_N, ROWS], gl.float32, _products(ROWS))
     offsets = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, none.type.layout))

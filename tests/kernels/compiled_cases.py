@@ -268,6 +268,7 @@ CASES: dict[str, Callable[[], Found]] = {
         lambda: turbo((65, 40, 500), 6, 2, 64, 2, S, dtype=torch.float16, num_warps=2)
     ),
     "turbo, 4 x 128, bf16, ahead of the wait": sound(lambda: _turns(EARLY=True)),
+    "turbo, 4 x 128, guess, lengths ahead of the wait": sound(lambda: turbo((900,), 4, 2, 128, 6, S, EARLY=True)),
     "3 requests, a part of a chunk": sound(lambda: several(3, 200, 40, torch.bfloat16, False)),
     "8 requests, one chunk, fp16": sound(lambda: several(8, 1024, 24, torch.float16, False)),
     "2 requests, chunks of several tiles": sound(lambda: several(2, 1664, 88, torch.bfloat16, True)),

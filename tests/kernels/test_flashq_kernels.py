@@ -22,6 +22,7 @@ from alspec.kernels.flashq_reference import (
 )
 from alspec.kernels.projections import qkv_rope_append
 from alspec.kernels.reference import qkv_rope_append_ref
+from alspec.kernels.words import unpack_words
 
 HAS_CUDA = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -216,7 +217,10 @@ class Projection:
         q = torch.full((batch, num_qo_heads, head_dim), torch.nan).to(self.x_norm)
         k, v = (torch.full((batch, num_kv_heads, 1, head_dim), torch.nan).to(self.x_norm) for _ in range(2))
         inputs = (self.x_norm, self.squares, self.weight, self.rope, seq_lens.to(self.x_norm.device))
-        qkv_rope_append(*inputs, q, k, v, 1e-5, gate, layer)
+        hidden, epoch = self.x_norm.shape[1], torch.tensor([9], dtype=torch.int32, device=q.device)
+        inbox = torch.full((batch, hidden + 2 * num_kv_heads * head_dim), -1, device=q.device)
+        qkv_rope_append(*inputs, q, k, v, 1e-5, gate, layer, inbox, epoch)
+        self.handed = unpack_words(inbox[:, hidden:], 9).view(batch, 2, num_kv_heads, head_dim)
         return q, k[:, :, 0], v[:, :, 0]
 
 
@@ -240,9 +244,10 @@ def test_a_projection_quantises_what_it_leaves(
     word = None if gate is None else torch.tensor([gate], dtype=torch.int32, device=device)
     q, k, v = projection.run(seq_lens, layer, word)
     if gate == 0:
-        assert all(bool(x.isnan().all()) for x in (q, k, v))
+        assert all(bool(x.isnan().all()) for x in (q, k, v, projection.handed))
         assert_same(layer, expected)
         return
+    assert torch.equal(projection.handed, torch.stack([k, v], dim=1).float())
     turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
     assert_same(layer, expected)
     for found, plain in zip((q, k, v), projection.run(torch.ones_like(seq_lens), None, word), strict=True):
