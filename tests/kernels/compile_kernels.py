@@ -302,7 +302,13 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     gate_up = stream | {"I": mlp, "ROWS": rows} | how | loops(mlp // rows, 4 * per_sm)
     finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
     finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
-    return {
+    # Of a pair over collectives: with gates, but nothing to push, and no verdict to look for.
+    no_words = {"inbox_ptr": None, "next_gate_ptr": None, "verdict_ptr": None, "own_words_ptr": None, "WORDS": False}
+    of_collectives = {
+        "qkv, no inbox": qkv(heads, kv_heads, 128, **no_tail, inbox_ptr=None, epoch_ptr=None),
+        "reduce_norm, no inbox": reduced(**no_words),
+    }
+    return (of_collectives if gate else {}) | {
         "qkv": qkv(heads, kv_heads, 128, **no_tail),
         "qkv, quantised": qkv(heads, kv_heads, 128),
         "qkv, quantised, head 64": qkv(2 * heads, 2 * kv_heads, 64),
@@ -542,12 +548,13 @@ def main(capability: int) -> None:
             }
         for head_dim, sas in itertools.product((64, 128), (False, True)):
             compiled[f"prefill, head {head_dim}, sas {sas}"] = prefill_elsewhere(capability, head_dim, sas)
+    others = ("reduce_norm", "reduce_norm, no inbox", "qkv, no inbox")
     projections = ("qkv", "qkv, quantised", "qkv, quantised, head 64", "o", "gate_up", "down")
     sizes = [(1, 1), (4, 1), (4, 8)] + [(1, 8)] * (capability == 90)  # ranks of a group, requests
     for tp_size, batch_size in sizes:
         kernels = decode_step(capability, tp_size, batch_size)
         gated = decode_step(capability, tp_size, batch_size, True)
-        kernels |= {f"{name}, gated": gated[name] for name in (*projections, "reduce_norm")}
+        kernels |= {f"{name}, gated": gated[name] for name in (*projections, *others)}
         if (tp_size, batch_size) != (1, 8):
             kernels |= pair(capability, tp_size, batch_size)
         compiled |= {f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()}

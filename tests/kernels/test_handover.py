@@ -93,7 +93,7 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     seq_lens = torch.randint(1, capacity + 1, (shape.batch_size,), dtype=torch.int32, device=device)
     mine, theirs = (drawn(device, shape, capacity, dtype) for _ in range(2))
     mine.x[0, :4] = torch.tensor([torch.inf, -0.0, 1e-41, -torch.inf])
-    before = copy(theirs)
+    before, boxes = copy(theirs), copied(source.own)
     target.receives.fill_(1)
     push(source, layer, mine, seq_lens)
     # A~ as the attention kernel leaves it; of a dtype's values, for the interpreter truncates where a GPU rounds.
@@ -110,6 +110,11 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
         assert torch.equal(found, expected)
     assert torch.equal(theirs.attn_out, guess)
     assert int(target.exchange.fault) == 0
+    # Nothing came to the sender, and only this layer's slot was written.
+    assert all(torch.equal(now, then) for now, then in zip(copied(source.own), boxes, strict=True))
+    assert not target.own.inbox[:layer].any()
+    assert not target.own.inbox[-1].any()
+    assert ((target.own.inbox[layer] >> 32) == epoch).all()
 
 
 def test_in_the_first_layer_both_groups_have_the_embedding(device: torch.device) -> None:
