@@ -175,6 +175,7 @@ def judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS: tl.constexpr, 
     dist2, norm2 = tl.split(tl.reshape(total, [B_PAD, 2]))
     accepted = (dist2 < norm2 * threshold2) | ALWAYS
     if forced_ptr is not None:
+        # Of the sums as well: a forced verdict has to take as long as one by them.
         forced = tl.load(forced_ptr + layer)
         accepted = (accepted & (forced < 0)) | (forced == 1)
     requests = tl.arange(0, B_PAD)
