@@ -21,7 +21,7 @@ generate: $(VENV)/.installed
 
 # Files side by side, for most of the time goes to one kernel at a time in Triton's interpreter; three, as tests also wait.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -13,6 +13,31 @@ if not torch.cuda.is_available():
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     runpy.run_path(str(Path(__file__).with_name("interpreter.py")))
 
+# Files that take one to seven minutes without a GPU; most of the first one's are spent waiting.
+LONG_FILES = [
+    "test_faults",
+    "test_turbo_attention",
+    "test_replay",
+    "test_compiled",
+    "test_compile",
+    "test_paired_decoder",
+    "test_close",
+    "test_quality",
+    "test_swapped_decoder",
+    "test_turbo_equivalence",
+    "test_equivalence",
+    "test_doctor",
+    "test_shared_prefill",
+    "test_waits",
+    "test_lean_attention",
+    "test_torchrun",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: where files run side by side, none is left alone at the end."""
+    items.sort(key=lambda item: LONG_FILES.index(item.path.stem) if item.path.stem in LONG_FILES else len(LONG_FILES))
+
 
 @pytest.fixture(
     params=[
