@@ -1,14 +1,16 @@
 """Run before the first kernel is launched, this takes from Triton's interpreter what costs most and does nothing.
 
-Kernels compute the same, several times as fast.
+Kernels compute the same, many times as fast.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from triton import language
 from triton.language import core
 from triton.language.semantic import TritonSemantic
@@ -20,6 +22,7 @@ def patch_language_once() -> None:
     through all names, which are patched already."""
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
     patched: set[int] = set()  # modules, by the launch under way
+    rewritten: dict[Any, Callable[..., Any]] = {}  # functions, likewise
 
     @functools.cache
     def used(function: Callable[..., Any]) -> set[int]:
@@ -27,6 +30,7 @@ def patch_language_once() -> None:
 
     def launch_afresh(*args: Any, **kwargs: Any) -> Any:
         patched.clear()
+        rewritten.clear()
         return launch(*args, **kwargs)
 
     def patch_once(function: Callable[..., Any]) -> Any:
@@ -35,20 +39,45 @@ def patch_language_once() -> None:
         patched.update(used(function))
         return patch(function)
 
+    @functools.cache
+    def builtins(owner: Any) -> list[tuple[str, Any]]:
+        return [(name, member) for name, member in inspect.getmembers(owner) if core.is_builtin(member)]
+
+    def patch_builtins(owner: Any, builder: Any, scope: Any) -> None:
+        for name, member in builtins(owner):
+            interpreter._patch_attr(owner, name, member, builder, scope)
+
+    def call(self: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        if self not in rewritten:
+            patch_once(self.fn)
+            rewritten[self] = self.rewrite()
+        try:
+            return rewritten[self](*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_afresh, patch_once
+    interpreter.InterpretedFunction.__call__, interpreter._patch_builtin = call, patch_builtins
 
 
 def call_directly() -> None:
     """Each function of the language goes through two others, which look for an argument that is always given."""
+    semantic = interpreter.interpreter_semantic
+    made: dict[tuple[Any, str], Callable[..., Any]] = {}
 
-    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+    def direct(name: str, member: Any) -> Callable[..., Any]:
+        function = getattr(member, "__wrapped__", member)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(owner, name, call)
+        return AT_ONCE[name](call) if name in AT_ONCE else call
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if (owner, name) not in made:
+            made[owner, name] = direct(name, member)
+        scope.set_attr(owner, name, made[owner, name])
 
     interpreter._patch_attr = patch
 
@@ -143,6 +172,253 @@ def look_at_operands_once() -> None:
     TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant = check_others, constant
 
 
+# What follows is for functions that go through some ten others, which look at types. What types give is remembered: the
+# first time the interpreter computes, and where NumPy finds the same, NumPy alone is called from then on. The
+# interpreter calls it too: for these types there is nothing that it does for some values and not for others.
+
+# Types whose values are NumPy's.
+NATIVE = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"int1", "fp16", "fp32", "fp64"}
+
+
+class Result:
+    """The type of a result, and how to make one."""
+
+    def __init__(self, like: core.tensor) -> None:
+        self.tensor = {name: value for name, value in vars(like).items() if name != "handle"}
+        self.dtype, self.data = like.handle.dtype, like.handle.data
+
+    def of(self, data: np.ndarray) -> core.tensor:
+        """A tensor of `data`."""
+        handle, tensor = object.__new__(interpreter.TensorHandle), object.__new__(core.tensor)
+        handle.data, handle.dtype, handle.attr = data, self.dtype, {}
+        tensor.__dict__ = {**self.tensor, "handle": handle}
+        return tensor
+
+    def is_of(self, data: np.ndarray) -> bool:
+        """Whether the interpreter found `data`."""
+        expected = self.data
+        is_alike = data.dtype == expected.dtype and data.shape == expected.shape
+        return is_alike and np.array_equal(data, expected, equal_nan=data.dtype.kind == "f")
+
+
+def elementwise(compute: Callable[..., Any], first: int = 0) -> Callable[..., Any]:
+    """For operators: `compute` of arrays, which are of one type from the `first` on."""
+
+    def operands(args: tuple[Any, ...]) -> list[Any] | None:
+        """A number as an array of the others' type, None for a tensor; None altogether where types differ."""
+        tensors = [arg for arg in args if arg.__class__ is core.tensor]
+        types = {arg.dtype.name for arg in args[first:] if arg.__class__ is core.tensor}
+        if len(types) != 1 or not {tensor.dtype.name for tensor in tensors} <= NATIVE:
+            return None
+        dtype, numbers = tensors[-1].handle.data.dtype, []
+        for arg in map(core._unwrap_if_constexpr, args):
+            if (arg.__class__ is float and dtype.kind != "f") or arg.__class__ not in (int, float, core.tensor):
+                return None
+            if arg.__class__ is int and dtype.kind in "iu" and not np.iinfo(dtype).min <= arg <= np.iinfo(dtype).max:
+                return None
+            # Triton has no constant of -0.0.
+            numbers.append(None if arg.__class__ is core.tensor else np.array(arg or 0, dtype))
+        return numbers
+
+    def faster(slow: Callable[..., Any]) -> Callable[..., Any]:
+        plans: dict[Any, tuple[Result, list[Any]] | None] = {}
+
+        def plan(key: Any, args: tuple[Any, ...]) -> Any:
+            found, numbers, plans[key] = slow(*args), operands(args), None
+            if numbers is not None and found.__class__ is core.tensor:
+                result = Result(found)
+                plans[key] = (result, numbers) if result.is_of(compute(*arrays(args, numbers))) else None
+            return found
+
+        def arrays(args: tuple[Any, ...], numbers: list[Any]) -> list[Any]:
+            pairs = zip(args, numbers, strict=True)
+            return [arg.handle.data if number is None else number for arg, number in pairs]
+
+        def call(*args: Any, **named: Any) -> Any:
+            if named:
+                return slow(*args, **named)
+            key = (*[arg.type.name if arg.__class__ is core.tensor else repr(arg) for arg in args],)
+            if key not in plans:
+                return plan(key, args)
+            if (known := plans[key]) is None:
+                return slow(*args)
+            result, numbers = known
+            return result.of(compute(*arrays(args, numbers)))
+
+        return call
+
+    return faster
+
+
+def of_one(
+    describe: Callable[..., Any], compute: Callable[[np.ndarray, Result, Any], np.ndarray]
+) -> Callable[..., Any]:
+    """For functions of one tensor: `compute` of its array, what a result was like, and the other arguments' values,
+    which `describe` tells; None leaves them to the interpreter."""
+
+    def faster(slow: Callable[..., Any]) -> Callable[..., Any]:
+        plans: dict[Any, Result | None] = {}
+
+        def plan(key: Any, args: tuple[Any, ...]) -> Any:
+            found, plans[key] = slow(*args), None
+            result = Result(found)
+            if found is not args[0] and result.is_of(compute(args[0].handle.data, result, key[1])):
+                plans[key] = result
+            return found
+
+        def call(*args: Any, **named: Any) -> Any:
+            if named or args[0].__class__ is not core.tensor or (values := describe(*args)) is None:
+                return slow(*args, **named)
+            key = args[0].type.name, values
+            if key not in plans:
+                return plan(key, args)
+            result = plans[key]
+            return slow(*args) if result is None else result.of(compute(args[0].handle.data, result, values))
+
+        return call
+
+    return faster
+
+
+def native(tensor: core.tensor, dtype: Any, *other: Any) -> str | None:
+    """To which type."""
+    return None if other or tensor.dtype.name not in NATIVE or dtype.name not in NATIVE else dtype.name
+
+
+def sizes(tensor: core.tensor, *shape: Any) -> tuple[int, ...] | None:
+    """Of a new shape."""
+    if len(shape) == 1 and isinstance(shape[0], list | tuple | core.tuple):
+        shape = (*shape[0],)
+    return (*[size.value if size.__class__ is core.constexpr else size for size in shape],) or None
+
+
+def axis(tensor: core.tensor, index: Any) -> int | None:
+    """Which is new."""
+    return index if isinstance(index := core._unwrap_if_constexpr(index), int) else None
+
+
+def axes(tensor: core.tensor, index: Any) -> str:
+    """Which are new."""
+    return repr((*index,) if isinstance(index, tuple | core.tuple) else index)
+
+
+def convert(data: np.ndarray, result: Result, values: Any) -> np.ndarray:
+    """Another type of the same values; only of native ones."""
+    return data.astype(result.data.dtype)
+
+
+def reshape(data: np.ndarray, result: Result, values: Any) -> np.ndarray:
+    """Another shape of the same elements."""
+    return data.reshape(result.data.shape)
+
+
+def permute(data: np.ndarray, result: Result, values: Any) -> np.ndarray:
+    """Another order of axes."""
+    return data.transpose(values)
+
+
+def join(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Side by side in a last axis."""
+    return np.stack((left, right) if left.shape == right.shape else np.broadcast_arrays(left, right), axis=-1)
+
+
+def divide(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Towards zero."""
+    return (left - np.fmod(left, right)) // right
+
+
+def add(slow: Callable[..., Any]) -> Callable[..., Any]:
+    """Sums, at the left of which pointers may be."""
+    plans: dict[Any, Result | None] = {}
+    of_values = elementwise(np.add)(slow)
+
+    def plan(key: Any, pointers: core.tensor, offsets: Any) -> Any:
+        found = slow(pointers, offsets)
+        result = Result(found)
+        plans[key] = result if result.is_of(moved(pointers, offsets)) else None
+        return found
+
+    def moved(pointers: core.tensor, offsets: Any) -> np.ndarray:
+        size = max(1, pointers.dtype.element_ty.primitive_bitwidth // 8)
+        by = offsets.handle.data if offsets.__class__ is core.tensor else np.array([offsets])
+        return pointers.handle.data + size * by.astype(np.uint64)
+
+    def call(left: core.tensor, right: Any) -> Any:
+        right = core._unwrap_if_constexpr(right)
+        if left.dtype.__class__ is not core.pointer_type or right.__class__ not in (core.tensor, int):
+            return of_values(left, right)
+        key = left.type.name, right.type.name if right.__class__ is core.tensor else int
+        if key not in plans:
+            return plan(key, left, right)
+        return slow(left, right) if (result := plans[key]) is None else result.of(moved(left, right))
+
+    return call
+
+
+def arange(slow: Callable[..., Any]) -> Callable[..., Any]:
+    """The same numbers each time."""
+
+    @functools.cache
+    def result(start: int, end: int) -> Result:
+        return Result(slow(start, end))
+
+    def call(start: Any, end: Any) -> Any:
+        found = result(core._unwrap_if_constexpr(start), core._unwrap_if_constexpr(end))
+        return found.of(found.data)
+
+    return call
+
+
+def split(slow: Callable[..., Any]) -> Callable[..., Any]:
+    """The two halves of a last axis."""
+    plans: dict[str, Result] = {}
+
+    def call(tensor: core.tensor) -> Any:
+        if tensor.type.name not in plans:
+            found = slow(tensor)
+            plans[tensor.type.name] = Result(found[0])
+            return found
+        data, result = tensor.handle.data, plans[tensor.type.name]
+        return result.of(data[..., 0]), result.of(data[..., 1])
+
+    return call
+
+
+AT_ONCE = {
+    "__add__": add,
+    "arange": arange,
+    "split": split,
+    "__radd__": elementwise(lambda right, left: np.add(left, right)),
+    "__sub__": elementwise(np.subtract),
+    "__rsub__": elementwise(lambda right, left: np.subtract(left, right)),
+    "__mul__": elementwise(np.multiply),
+    "__rmul__": elementwise(lambda right, left: np.multiply(left, right)),
+    "__and__": elementwise(np.bitwise_and),
+    "__or__": elementwise(np.bitwise_or),
+    "__xor__": elementwise(np.bitwise_xor),
+    "__lshift__": elementwise(np.left_shift),
+    "__rshift__": elementwise(np.right_shift),
+    "__lt__": elementwise(np.less),
+    "__le__": elementwise(np.less_equal),
+    "__gt__": elementwise(np.greater),
+    "__ge__": elementwise(np.greater_equal),
+    "__eq__": elementwise(np.equal),
+    "__ne__": elementwise(np.not_equal),
+    "minimum": elementwise(np.minimum),
+    "maximum": elementwise(np.maximum),
+    "where": elementwise(np.where, first=1),
+    "__truediv__": elementwise(np.divide),
+    "__rtruediv__": elementwise(lambda right, left: np.divide(left, right)),
+    "__floordiv__": elementwise(divide),
+    "__mod__": elementwise(np.fmod),
+    "join": elementwise(join),
+    "permute": of_one(sizes, permute),
+    "to": of_one(native, convert),
+    "cast": of_one(native, convert),
+    "reshape": of_one(sizes, reshape),
+    "expand_dims": of_one(axis, reshape),
+    "__getitem__": of_one(axes, reshape),
+}
 patch_language_once()
 call_directly()
 leave_out_overflow_checks()

@@ -1,0 +1,105 @@
+"""What the interpreter lets NumPy compute at once, against PyTorch: after zeros, by which types get to be known."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted only where there is no GPU")
+INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.float32, torch.float64]
+SIZE = 64
+
+
+@triton.jit
+def values_kernel(left_ptr, right_ptr, out_ptr, SIZE: tl.constexpr, ARE_INTEGERS: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    left, right = tl.load(left_ptr + at), tl.load(right_ptr + at)
+    tl.store(out_ptr + at, left + right)
+    tl.store(out_ptr + 1 * SIZE + at, left - right)
+    tl.store(out_ptr + 2 * SIZE + at, left * right)
+    tl.store(out_ptr + 3 * SIZE + at, left + 3)
+    tl.store(out_ptr + 4 * SIZE + at, 5 - left)
+    tl.store(out_ptr + 5 * SIZE + at, tl.where(left > 1, left, right))
+    tl.store(out_ptr + 6 * SIZE + at, tl.where(left < right, left, 7))
+    tl.store(out_ptr + 7 * SIZE + at, tl.minimum(left, right))
+    tl.store(out_ptr + 8 * SIZE + at, tl.maximum(left, 2))
+    pairs = tl.permute(tl.reshape(tl.join(left, right), (SIZE // 2, 2, 2)), (2, 0, 1))
+    tl.store(out_ptr + 9 * SIZE + tl.arange(0, 2 * SIZE), tl.reshape(pairs, (2 * SIZE,)))
+    first, second = tl.split(tl.reshape(left, (SIZE // 2, 2)))
+    table = tl.arange(0, SIZE // 2)[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
+    tl.store(out_ptr + 11 * SIZE + table, first[:, None] + second[None, :])
+    if ARE_INTEGERS:
+        out_ptr += 11 * SIZE + SIZE * SIZE // 4
+        divisor = tl.where(right == 0, 3, right)
+        tl.store(out_ptr + at, left & right)
+        tl.store(out_ptr + 1 * SIZE + at, left | 5)
+        tl.store(out_ptr + 2 * SIZE + at, left ^ right)
+        tl.store(out_ptr + 3 * SIZE + at, left << 3)
+        tl.store(out_ptr + 4 * SIZE + at, left >> 2)
+        tl.store(out_ptr + 5 * SIZE + at, left // divisor)
+        tl.store(out_ptr + 6 * SIZE + at, left % divisor)
+
+
+@triton.jit
+def truths_and_ratios_kernel(left_ptr, right_ptr, truths_ptr, ratios_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    left, right = tl.load(left_ptr + at), tl.load(right_ptr + at)
+    tl.store(truths_ptr + at, left < right)
+    tl.store(truths_ptr + 1 * SIZE + at, left <= right)
+    tl.store(truths_ptr + 2 * SIZE + at, left > 0)
+    tl.store(truths_ptr + 3 * SIZE + at, left >= 2)
+    tl.store(truths_ptr + 4 * SIZE + at, left == right)
+    tl.store(truths_ptr + 5 * SIZE + at, (left != right) & (left != 0))
+    tl.store(ratios_ptr + at, left.to(tl.float32) / right.to(tl.float32))
+    tl.store(ratios_ptr + 1 * SIZE + at, 1.0 / left.to(tl.float32))
+    tl.store(ratios_ptr + 2 * SIZE + at, 0.0 * left.to(tl.float32))
+    tl.store(ratios_ptr + 3 * SIZE + at, -0.0 * left.to(tl.float32))
+
+
+def values(left: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
+    """What `values_kernel` stores, one after the other."""
+    pairs = torch.stack((left, right), -1).reshape(SIZE // 2, 2, 2).permute(2, 0, 1)
+    smaller = torch.where(left < right, left, 7).to(left.dtype)
+    found = [left + right, left - right, left * right, left + 3, 5 - left, torch.where(left > 1, left, right), smaller]
+    found += [torch.minimum(left, right), left.clamp(min=2), pairs, left[0::2, None] + left[None, 1::2]]
+    if left.dtype in INTEGERS:
+        divisor = torch.where(right == 0, 3, right).to(left.dtype)
+        found += [left & right, left | 5, left ^ right, left << 3, left >> 2]
+        found += [torch.div(left, divisor, rounding_mode="trunc"), torch.fmod(left, divisor)]
+    return found
+
+
+def operands(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All of a type's range, some equal, and zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype in INTEGERS:
+        limits = torch.iinfo(dtype)
+        pair = torch.randint(
+            limits.min + 1 if limits.min else 0, limits.max, (2, SIZE), generator=generator, dtype=dtype
+        )
+    else:
+        pair = (torch.randn(2, SIZE, generator=generator, dtype=torch.float64) * 100).to(dtype)
+        pair[0, 3], pair[1, 5] = float("inf"), -float("inf")
+    pair[0, 7], pair[1, 9], pair[1, 20:25] = 0, 0, pair[0, 20:25]
+    return pair[0].contiguous(), pair[1].contiguous()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS + FLOATS, ids=str)
+def test_operators_after_zeros(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(SIZE, dtype=dtype), torch.zeros(SIZE, dtype=dtype)
+    for left, right in (zeros, operands(dtype, 1), operands(dtype, 2)):
+        expected = torch.cat([each.flatten() for each in values(left, right)])
+        out = torch.empty_like(expected)
+        values_kernel[1,](left, right, out, SIZE, dtype in INTEGERS)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+        truths, ratios = torch.empty(6, SIZE, dtype=torch.bool), torch.empty(4, SIZE)
+        truths_and_ratios_kernel[1,](left, right, truths, ratios, SIZE)
+        orders = [left < right, left <= right, left > 0, left >= 2, left == right, (left != right) & (left != 0)]
+        assert truths.equal(torch.stack(orders))
+        x, y = left.float(), right.float()
+        expected = torch.stack([x / y, 1.0 / x, 0.0 * x, 0.0 * x])  # Triton has no constant of -0.0
+        torch.testing.assert_close(ratios, expected, rtol=0, atol=0, equal_nan=True)
+        signed = ~expected.isnan()
+        assert ratios.signbit()[signed].equal(expected.signbit()[signed])
