@@ -316,11 +316,17 @@ def test_picture_of_a_trace_says_that_verdicts_were_forced(tmp_path: Path, capsy
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
-def test_picture_of_the_trace_in_docs(tmp_path: Path) -> None:
-    """It is from before traces said what was run."""
+def test_picture_of_the_trace_in_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what README says of it."""
     trace, picture = ROOT / "docs" / "results" / "paired_trace.json.gz", tmp_path / "picture.png"
     assert plot_trace.main([str(trace), str(picture), "--step", "3", "--layers", "4:8"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    accepted, rejected = re.findall(r"began (\d+) us after this one", out)
+    prose = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"it is {accepted} us if the guess was accepted (median of the trace), {rejected} us if it was" in prose
+    assert "had ended in 160 of 160 layers" in out
+    assert "In each of the 160 layers of that trace" in prose
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
