@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections import Counter
@@ -35,6 +36,9 @@ CONFLICTS = ("shared", "global", "unordered")
 SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B of the CUDA driver API
 
 Found = dict[str, float]  # error, counts
+
+
+_parsed = functools.cache(ptx_emulator.Kernel)  # many launches are of the same text
 
 
 class Emulated:
@@ -77,7 +81,7 @@ class Emulated:
         target = GPUTarget("cuda", self.capability, 32)
         chosen = {name: options[name] for name in ("num_warps", "enable_fp_fusion") if name in options}
         compiled = triton.compile(source, target=target, options=chosen)
-        kernel = ptx_emulator.Kernel(self.edit(compiled.asm["ptx"]))
+        kernel = _parsed(self.edit(compiled.asm["ptx"]))
         # Each once, however many arguments lie in it.
         tensors = {id(tensor): tensor for value in given if isinstance(tensor := _tensor_of(value), Tensor)}
         memory = ptx_emulator.Memory(sum(tensor.nbytes + 512 for tensor in tensors.values()) + 512, kernel.num_warps)

@@ -258,6 +258,7 @@ class Machine:
         self.cycles = itertools.count(step=100)  # as somebody looks
         self.groups: list[list[tuple[Values, Values, Values]]] = []  # of copies in flight; the last is not committed
         self.loading: list[tuple[frozenset[int], Values]] = []  # registers, and the bytes [threads, n] of shared memory
+        self.special = self._special()
         self.steps = [self._bind(instruction) for instruction in kernel.code]
         self.unset = list(self.registers)
 
@@ -279,14 +280,15 @@ class Machine:
                     error.add_note(f"program {program}, instruction {at}: {self.kernel.code[at].text}")
                     raise
                 count += 1
-                at = self._next(at, at + 1 if target is None else target)
+                target = at + 1 if target is None else target
+                together = self.leaving is None and self.places_apart is None
+                at = target if together else self._next(at, target)
         # Copies that nobody waited for write into whatever comes next.
         self.shared.races += sum(len(arrival.copies) for arrival in self.arrivals.values())
         return count
 
     def _next(self, at: int, target: int) -> int:
-        if self.leaving is None and self.places_apart is None:
-            return target
+        """Where those furthest behind go on, of threads that have parted."""
         if self.places_apart is None:
             self.places_apart = np.full(self.threads.size, at)
         self.places_apart[self.active] = target
@@ -309,14 +311,13 @@ class Machine:
             operands = i.operands if result is None else i.operands[1:]
             with self._touching() as used:
                 reads = [self.reader(x, i.resolve(kind)) for x, kind in zip(operands, sources, strict=False)]
-                guard = self.reader(i.guard or "1", "pred")
+                guard = self.reader(i.guard, "pred") if i.guard else None
             with self._touching() as set_here:
                 write = None if result is None else self.writer(i.operands[0], i.resolve(result))
         except Exception as error:
             error.add_note(f"in {i.text}")
             raise
-        flush = _flushed if "ftz" in i.modifiers else lambda values: values
-
+        flush = "ftz" in i.modifiers
         loads = "shared" in i.modifiers and i.op.split(".")[0] in ("ld", "ldmatrix")
 
         def step() -> int | None:
@@ -324,12 +325,17 @@ class Machine:
                 self.loading = [(load | set_here if load & used else load, at) for load, at in self.loading]
             elif self.loading:
                 self.loading = [load for load in self.loading if not load[0] & used]
-            self.on = guard() if self.active is self.everyone else guard() & self.active
-            values = [flush(read()) for read in reads]
-            found = function(self, i, *values)
+            self.on = self.active
+            if guard:
+                self.on = guard() if self.active is self.everyone else guard() & self.active
+            values = [read() for read in reads]
+            found = function(self, i, *map(_flushed, values) if flush else values)
             if loads:
                 self.loading.append((frozenset(set_here), values[0]))
-            return found if write is None else write(flush(found))
+            if write is None:
+                return found
+            write(_flushed(found) if flush else found)
+            return None
 
         return step
 
@@ -393,7 +399,7 @@ class Machine:
         # A parameter's address stands for its value: `ld.param` of one of two that was chosen takes that.
         operand = operand.strip("[] ")
         operand = str(self.parameters.get(operand, operand))
-        special = self._special(operand)
+        special = self.special.get(operand)
         if special is not None:
             return lambda: special().astype(dtype)
         if operand in self.variables or re.match(r"-?\d", operand):
@@ -410,7 +416,8 @@ class Machine:
             return lambda: (registers[place].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         return lambda: registers[place].view(dtype)
 
-    def _special(self, operand: str) -> Read | None:
+    def _special(self) -> dict[str, Read]:
+        """What registers of the machine hold."""
         size, zeros = self.threads.size, np.zeros_like(self.threads)
         known: dict[str, Read] = {"%tid.x": lambda: self.threads, "%laneid": lambda: self.lanes}
         known |= {"%warpid": lambda: self.warps, "%ctaid.x": lambda: zeros + self.program}
@@ -419,7 +426,7 @@ class Machine:
         known |= dict.fromkeys(["%nctaid.y", "%nctaid.z"], lambda: zeros + 1)
         known["%globaltimer"] = lambda: zeros + self.clock
         known |= dict.fromkeys(["%clock", "%clock64"], lambda: zeros + next(self.cycles))
-        return known.get(operand)
+        return known
 
     def _constant(self, operand: str, kind: str) -> Values:
         digits = "0x" + operand[2:] if re.match("0[fFdD]", operand) else str(self.variables.get(operand, operand))
@@ -462,12 +469,16 @@ class Machine:
         registers, (place, held) = self.registers, self.place(operand)
         assert held.itemsize >= WIDTH[kind], f"{operand} is too narrow for {kind}"
 
+        is_bf16, converts = kind.startswith("bf16"), held.kind == "b" or held.itemsize > WIDTH[kind]
+
         def write(values: Values) -> None:
-            if kind.startswith("bf16") and values.dtype.kind == "f":
+            if is_bf16 and values.dtype.kind == "f":
                 values = _to_bf16(values)
-            if held.kind == "b" or held.itemsize > WIDTH[kind]:
+            if converts:
                 values = values.astype(held)
-            values = np.ascontiguousarray(values).view(held)
+            values = np.ascontiguousarray(values)
+            if values.dtype != held:
+                values = values.view(held)
             assert values.shape == self.threads.shape
             registers[place] = values if self.on is self.everyone else np.where(self.on, values, registers[place])
 

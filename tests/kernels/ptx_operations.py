@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -73,17 +74,23 @@ class Instruction:
     @property
     def kind(self) -> str:
         """The last type that it names."""
-        return next((name for name in reversed(self.modifiers) if name in KINDS), "b32")
+        return _resolved(self.modifiers, "")
 
     def resolve(self, kind: str) -> str:
         """A type by what it is here: "", of the instruction; wide; to, the first it names; pair, the second, twice."""
-        star, kind = kind[: kind.startswith("*")], kind.lstrip("*")
-        named = [name for name in self.modifiers if name in KINDS]
-        if kind == "wide":
-            kind = f"{self.kind[0]}{16 * WIDTH[self.kind]}"
-        elif kind in ("to", "pair"):
-            kind = named[0] if kind == "to" else named[1] + "x2"
-        return star + (kind or self.kind)
+        return _resolved(self.modifiers, kind)
+
+
+@functools.cache
+def _resolved(modifiers: tuple[str, ...], kind: str) -> str:
+    star, kind = kind[: kind.startswith("*")], kind.lstrip("*")
+    named = [name for name in modifiers if name in KINDS]
+    last = named[-1] if named else "b32"
+    if kind == "wide":
+        kind = f"{last[0]}{16 * WIDTH[last]}"
+    elif kind in ("to", "pair"):
+        kind = named[0] if kind == "to" else named[1] + "x2"
+    return star + (kind or last)
 
 
 def parts_of(operand: str) -> list[str]:
