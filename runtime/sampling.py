@@ -71,8 +71,9 @@ def sample(
     """
     if temperature == 0.0:
         return logits.argmax(dim=-1)
-    parts = zip(*(tensor.split(DRAWN_AT_ONCE) for tensor in (logits, request, position)), strict=True)
-    return torch.cat([_draw(of, temperature, top_k, top_p, philox_uniform(seed, *where)) for of, *where in parts])
+    uniform = philox_uniform(seed, request, position)
+    parts = zip(logits.split(DRAWN_AT_ONCE), uniform.split(DRAWN_AT_ONCE), strict=True)
+    return torch.cat([_draw(of, temperature, top_k, top_p, where) for of, where in parts])
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> Tensor:

@@ -18,16 +18,13 @@ LONG_FILES = [
     "test_faults",
     "test_turbo_attention",
     "test_lean_attention",
-    "test_replay",
     "test_compile",
-    "test_quality",
-    "test_paired_decoder",
     "test_compiled",
-    "test_equivalence",
+    "test_replay",
     "test_turbo_equivalence",
-    "test_swapped_decoder",
-    "test_doctor",
+    "test_quality",
     "test_close",
+    "test_equivalence",
 ]
 
 
