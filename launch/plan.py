@@ -26,15 +26,15 @@ __all__ = ["print_plan", "step_costs"]
 # the host take longer. Each constant names its rows in docs/results, by bench; tests/launch/test_plan.py compares every
 # predicted step with its row. decode_parts, unless said otherwise, is one run: llama-3.1-8b, 131072 tokens, 1 + 1 GPUs,
 # half of the guesses accepted.
-STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.21 to 4.27
-# Of the cache, 537 MB: reading alone, 32/8 heads of 128, 131072 tokens, in 117.8 to 120.4; decode_parts: attention
+STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.22 to 4.28
+# Of the cache, 537 MB: reading alone, 32/8 heads of 128, 131072 tokens, in 119.2; decode_parts: attention
 # 120.9, less ATTENTION_US.
 READ_BYTES_PER_S = 4.5e12
 ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.2 to 4.3, less the time of its bytes
 ALL_REDUCE_US = 0.65  # of two in a layer, for each rank of the group. decode_step in mode off: fitted
 FIXED_US = 8.0  # the same, shapes of 10 to 80 layers: outside of layers
 LAYER_US = 2.1  # the same, in each layer
-PAIR_FIXED_US = 14.8  # decode_parts, fixed: 145.8, less the time of its bytes and FIXED_US
+PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8, less the time of its bytes and FIXED_US
 HANDOVER_US = 5.4  # decode_parts, layer: 109.9, less the time of its bytes and LAYER_US
 VERDICT_US = 2.2  # decode_parts: sender 123.0, less attention 120.9
 # decode_parts, receiver: 6.4, over 8192 tokens 5.6, over turbo4 9.7. Where all attention takes less, the guess comes no

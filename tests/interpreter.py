@@ -212,13 +212,24 @@ def elementwise(compute: Callable[..., Any], first: int = 0) -> Callable[..., An
             return None
         dtype, numbers = tensors[-1].handle.data.dtype, []
         for arg in map(core._unwrap_if_constexpr, args):
-            if (arg.__class__ is float and dtype.kind != "f") or arg.__class__ not in (int, float, core.tensor):
+            if arg.__class__ is core.tensor:
+                numbers.append(None)
+            elif fits(arg, dtype):
+                numbers.append(np.array(arg or 0, dtype))  # Triton has no constant of -0.0
+            else:
                 return None
-            if arg.__class__ is int and dtype.kind in "iu" and not np.iinfo(dtype).min <= arg <= np.iinfo(dtype).max:
-                return None
-            # Triton has no constant of -0.0.
-            numbers.append(None if arg.__class__ is core.tensor else np.array(arg or 0, dtype))
         return numbers
+
+    def fits(number: Any, dtype: np.dtype) -> bool:
+        """Whether a number is the same in this type as in that which Triton may give it first."""
+        if number.__class__ is int and dtype.kind in "iu":
+            return bool(np.iinfo(dtype).min <= number <= np.iinfo(dtype).max)
+        if number.__class__ not in (int, float) or dtype.kind != "f":
+            return False
+        if number != number or abs(number) == math.inf or number == 0:
+            return True
+        limits = np.finfo(np.float32)
+        return bool(limits.tiny <= abs(number) <= limits.max and np.array(number, dtype) == np.float32(number))
 
     def faster(slow: Callable[..., Any]) -> Callable[..., Any]:
         plans: dict[Any, tuple[Result, list[Any]] | None] = {}
@@ -282,11 +293,14 @@ def of_one(
 
 def native(tensor: core.tensor, dtype: Any, *other: Any) -> str | None:
     """To which type."""
+    dtype = core._unwrap_if_constexpr(dtype)
     return None if other or tensor.dtype.name not in NATIVE or dtype.name not in NATIVE else dtype.name
 
 
 def sizes(tensor: core.tensor, *shape: Any) -> tuple[int, ...] | None:
     """Of a new shape."""
+    if len(shape) == 1 and shape[0].__class__ is core.constexpr:
+        shape = (shape[0].value,)
     if len(shape) == 1 and isinstance(shape[0], list | tuple | core.tuple):
         shape = (*shape[0],)
     return (*[size.value if size.__class__ is core.constexpr else size for size in shape],) or None
@@ -343,7 +357,9 @@ def add(slow: Callable[..., Any]) -> Callable[..., Any]:
         by = offsets.handle.data if offsets.__class__ is core.tensor else np.array([offsets])
         return pointers.handle.data + size * by.astype(np.uint64)
 
-    def call(left: core.tensor, right: Any) -> Any:
+    def call(left: core.tensor, right: Any, **named: Any) -> Any:
+        if named:
+            return slow(left, right, **named)
         right = core._unwrap_if_constexpr(right)
         if left.dtype.__class__ is not core.pointer_type or right.__class__ not in (core.tensor, int):
             return of_values(left, right)
@@ -362,7 +378,7 @@ def arange(slow: Callable[..., Any]) -> Callable[..., Any]:
     def result(start: int, end: int) -> Result:
         return Result(slow(start, end))
 
-    def call(start: Any, end: Any) -> Any:
+    def call(start: Any, end: Any, **named: Any) -> Any:  # from within the language: who computes
         found = result(core._unwrap_if_constexpr(start), core._unwrap_if_constexpr(end))
         return found.of(found.data)
 
@@ -373,7 +389,9 @@ def split(slow: Callable[..., Any]) -> Callable[..., Any]:
     """The two halves of a last axis."""
     plans: dict[str, Result] = {}
 
-    def call(tensor: core.tensor) -> Any:
+    def call(tensor: core.tensor, **named: Any) -> Any:
+        if named or len(tensor.shape) == 1:  # two scalars
+            return slow(tensor, **named)
         if tensor.type.name not in plans:
             found = slow(tensor)
             plans[tensor.type.name] = Result(found[0])

@@ -51,6 +51,7 @@ def truths_and_ratios_kernel(left_ptr, right_ptr, truths_ptr, ratios_ptr, SIZE: 
     tl.store(truths_ptr + 3 * SIZE + at, left >= 2)
     tl.store(truths_ptr + 4 * SIZE + at, left == right)
     tl.store(truths_ptr + 5 * SIZE + at, (left != right) & (left != 0))
+    tl.store(truths_ptr + 6 * SIZE + at, left < 0.1)
     tl.store(ratios_ptr + at, left.to(tl.float32) / right.to(tl.float32))
     tl.store(ratios_ptr + 1 * SIZE + at, 1.0 / left.to(tl.float32))
     tl.store(ratios_ptr + 2 * SIZE + at, 0.0 * left.to(tl.float32))
@@ -80,7 +81,7 @@ def operands(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]
         )
     else:
         pair = (torch.randn(2, SIZE, generator=generator, dtype=torch.float64) * 100).to(dtype)
-        pair[0, 3], pair[1, 5] = float("inf"), -float("inf")
+        pair[0, 3], pair[1, 5], pair[0, 11] = float("inf"), -float("inf"), 0.1
     pair[0, 7], pair[1, 9], pair[1, 20:25] = 0, 0, pair[0, 20:25]
     return pair[0].contiguous(), pair[1].contiguous()
 
@@ -94,12 +95,32 @@ def test_operators_after_zeros(dtype: torch.dtype) -> None:
         values_kernel[1,](left, right, out, SIZE, dtype in INTEGERS)
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
-        truths, ratios = torch.empty(6, SIZE, dtype=torch.bool), torch.empty(4, SIZE)
+        truths, ratios = torch.empty(7, SIZE, dtype=torch.bool), torch.empty(4, SIZE)
         truths_and_ratios_kernel[1,](left, right, truths, ratios, SIZE)
         orders = [left < right, left <= right, left > 0, left >= 2, left == right, (left != right) & (left != 0)]
+        orders += [left.double() < torch.tensor(0.1).double()]  # 32 bits for a constant
         assert truths.equal(torch.stack(orders))
         x, y = left.float(), right.float()
         expected = torch.stack([x / y, 1.0 / x, 0.0 * x, 0.0 * x])  # Triton has no constant of -0.0
         torch.testing.assert_close(ratios, expected, rtol=0, atol=0, equal_nan=True)
         signed = ~expected.isnan()
         assert ratios.signbit()[signed].equal(expected.signbit()[signed])
+
+
+@triton.jit
+def rare_kernel(x_ptr, flags_ptr, out_ptr, SIZE: tl.constexpr, TO: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x, flags = tl.load(x_ptr + at), tl.load(flags_ptr + at)
+    tl.store(out_ptr + at, (flags == 2).to(TO))
+    first, second = tl.split(tl.load(x_ptr + tl.arange(0, 2)))
+    tl.store(out_ptr + SIZE, (first + second).to(TO))
+    tl.store(out_ptr + SIZE + 1, tl.argmax(x, 0).to(TO))
+
+
+def test_rare_arguments_are_left_to_the_interpreter() -> None:
+    """A flag against a number, two scalars of a pair, a number of its own inside the language."""
+    for flag in (False, True):
+        x, flags = torch.randn(SIZE, generator=torch.Generator().manual_seed(int(flag))), torch.full((SIZE,), flag)
+        out = torch.empty(SIZE + 2)
+        rare_kernel[1,](x, flags, out, SIZE, tl.float32)
+        assert out.equal(torch.cat([torch.zeros(SIZE), (x[0] + x[1])[None], x.argmax()[None].float()]))
