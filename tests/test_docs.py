@@ -38,6 +38,11 @@ def test_prose_says_what_the_rows_say() -> None:
     peerless = f"`off` likewise, reaches, at 8K and 128K tokens, {two} tokens/s on two GPUs and {four} on four."
     assert peerless in " ".join(readme.split())
     assert f"at 128K they are {turbo4} and {mixed} as fast." in " ".join(readme.split())
+    short = [medians_of("decode_step", **step, kv_cache=codec)[1024] for codec in ("bf16", "turbo4", "turbo-mixed")]
+    assert f"Steps of 1K tokens are level ({100 * (short[0] / min(short) - 1):.1f} %);" in readme
+    of_host = medians_of("decode_step", **step | {"world": 2, "transport": "host"}).values()
+    through_host = " and ".join(f"{1e6 / us:.0f}" for us in of_host)
+    assert f"`off` over it reaches {through_host} tokens/s on two GPUs at these lengths." in " ".join(readme.split())
     of_four = step | {"world": 4, "transport": "symm", "commit": "b9a9b2a"}
     first, *others = (
         medians_of("decode_step", **of_four, kv_cache=codec)[131072] for codec in ("bf16", "turbo4", "turbo-mixed")
