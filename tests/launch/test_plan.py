@@ -17,7 +17,7 @@ from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.runtime.memory import GIB, plan_memory
 
-PART_NAMES = ("fixed", "layer", "attention", "sender")
+PART_NAMES = ("fixed", "layer", "attention", "sender", "receiver")
 STEP_TOLERANCE = 0.10  # of a whole step
 PART_TOLERANCE = 0.03  # of a part, against the row that its constant comes from
 ROWS = [
@@ -34,12 +34,13 @@ STEPS = [
     and row["case"]["transport"] in (None, "symm")
     and row["case"]["shape"] not in ("half", "slice4")  # folders, of which the rows know the names alone
 ]
-# Those of the run that constants come from, and a layer of another shape.
+# Those of the runs that constants come from, and a layer of another shape.
 PARTS = [
     row
     for row in ROWS
     if row["bench"] == "decode_parts"
-    and (row["case"]["context"], row["case"]["kv_cache"]) == (131072, "bf16")
+    and row["case"]["context"] == 131072
+    and row["case"]["kv_cache"] == ("turbo4" if row["case"]["part"] == "receiver" else "bf16")
     and row["case"]["part"] in (("layer",) if row["case"]["shape"] == "llama-3.1-70b" else PART_NAMES)
 ]
 
@@ -74,13 +75,6 @@ def test_predicted_step_is_near_the_measured_one(row: dict[str, Any]) -> None:
 def test_predicted_part_is_near_the_measured_one(row: dict[str, Any]) -> None:
     part_us = getattr(predicted(row["case"]), f"{row['case']['part']}_us")
     assert part_us == pytest.approx(row["us"]["p50"], rel=PART_TOLERANCE)
-
-
-def test_guess_comes_when_it_came_in_one_run_or_another() -> None:
-    shape = "llama-3.1-8b"
-    found = [row for row in ROWS if row["case"].get("part") == "receiver" and row["case"]["shape"] == shape]
-    measured_us = [row["us"]["p50"] for row in found]
-    assert min(measured_us) < predicted(found[0]["case"]).receiver_us < max(measured_us)
 
 
 def test_guess_comes_no_later_than_attention_ends() -> None:

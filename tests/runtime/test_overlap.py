@@ -70,7 +70,7 @@ def test_step_time(runs: dict[str, Any]) -> None:
     """A hit costs the longer of the two, a miss their sum. The fastest step counts: others may have been disturbed."""
     serial_us = 2 * SLOW_US * NUM_LAYERS
     hits_us, misses_us = (min(runs[f"paired {case}"][0]["step_us"]) for case in ("all hits", "all misses"))
-    assert serial_us / 2 <= hits_us < 0.75 * serial_us
+    assert serial_us / 2 <= hits_us < serial_us / 2 + 20_000 * NUM_LAYERS
     assert misses_us >= serial_us
 
 
