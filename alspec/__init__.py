@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import EngineConfig, SamplingConfig, SpeculationConfig
-    from .errors import AlspecError, BadNumbersError, DoesNotFitError, RankFailureError, UserError
-    from .runtime.engine import Engine
-    from .runtime.generation import Token
+    from alspec.config import EngineConfig, SamplingConfig, SpeculationConfig
+    from alspec.errors import AlspecError, BadNumbersError, DoesNotFitError, RankFailureError, UserError
+    from alspec.runtime.engine import Engine
+    from alspec.runtime.generation import Token
 
 __all__ = [
     "AlspecError",
@@ -28,20 +28,20 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AlspecError": ".errors",
-    "BadNumbersError": ".errors",
-    "DoesNotFitError": ".errors",
-    "Engine": ".runtime.engine",
-    "EngineConfig": ".config",
-    "RankFailureError": ".errors",
-    "SamplingConfig": ".config",
-    "SpeculationConfig": ".config",
-    "Token": ".runtime.generation",
-    "UserError": ".errors",
+    "AlspecError": "alspec.errors",
+    "BadNumbersError": "alspec.errors",
+    "DoesNotFitError": "alspec.errors",
+    "Engine": "alspec.runtime.engine",
+    "EngineConfig": "alspec.config",
+    "RankFailureError": "alspec.errors",
+    "SamplingConfig": "alspec.config",
+    "SpeculationConfig": "alspec.config",
+    "Token": "alspec.runtime.generation",
+    "UserError": "alspec.errors",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name], __name__), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -22,9 +22,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from .errors import UserError, show
-from .predictor import CHUNK_SIZES
-from .sas import Softmax
+from alspec.errors import UserError, show
+from alspec.predictor import CHUNK_SIZES
+from alspec.sas import Softmax
 
 __all__ = [
     "PROMPTS",

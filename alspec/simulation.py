@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .predictor import predictor_ranges
-from .priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender, skips_compute
-from .verdict import accepts, distance_sums, layer_verdict
+from alspec.predictor import predictor_ranges
+from alspec.priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender, skips_compute
+from alspec.verdict import accepts, distance_sums, layer_verdict
 
 __all__ = ["PostAttention", "PreAttention", "SimulatedStep", "attend", "replay_priorities", "simulate_step"]
 

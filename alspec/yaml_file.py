@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from yaml.error import MarkedYAMLError
 
-from .errors import UserError
+from alspec.errors import UserError
 
 __all__ = ["dump_yaml", "load_yaml"]
 

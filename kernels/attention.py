@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
-from ..predictor import KV_TILE, predictor_ranges
-from ..sas import Softmax, cutoff, sas_softmax
-from ..verdict import distance_sums
-from .flashq import dequantize
+from alspec.kernels.flashq import dequantize
+from alspec.predictor import KV_TILE, predictor_ranges
+from alspec.sas import Softmax, cutoff, sas_softmax
+from alspec.verdict import distance_sums
 
 __all__ = [
     "QUERIES_AT_ONCE",

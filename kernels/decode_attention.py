@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..sas import Softmax
-from .attention import decode_attention, predictor_attention, verify_attention
-from .flashq_layout import TurboLayer
-from .flashq_reference import flashq_dequantize
-from .launch import num_sms
-from .lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
-from .merge import num_sums
-from .turbo_attention import turbo_decode_attention, turbo_settings
+from alspec.kernels.attention import decode_attention, predictor_attention, verify_attention
+from alspec.kernels.flashq_layout import TurboLayer
+from alspec.kernels.flashq_reference import flashq_dequantize
+from alspec.kernels.launch import num_sms
+from alspec.kernels.lean_attention import LeanWorkspace, Phase, Speculation, lean_decode_attention
+from alspec.kernels.merge import num_sums
+from alspec.kernels.turbo_attention import turbo_decode_attention, turbo_settings
+from alspec.sas import Softmax
 
 __all__ = ["CacheLayer", "DecodeAttention", "KVLayer", "attend", "attend_workspace"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .words import INTERPRETED
+from alspec.kernels.words import INTERPRETED
 
 __all__ = ["wait_for_kernel_ahead"]
 

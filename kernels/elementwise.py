@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import prompt_kernels
+from alspec.kernels import prompt_kernels
 
 __all__ = ["add_parts", "add_rms_norm", "rms_norm", "rope_cos_sin", "rotate_heads", "silu_mul"]
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .flashq_layout import BLOCK
+from alspec.kernels.flashq_layout import BLOCK
 
 __all__ = [
     "BLOCK",

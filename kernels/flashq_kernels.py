@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .dependent import wait_for_kernel_ahead
-from .flashq import BLOCK, MIN_SCALE
-from .flashq_layout import PER_HEAD, TurboLayer, record_words
-from .flashq_record import TOKENS, largest, record_at, restore_side, to_int8, write_side
-from .launch import launch, launch_options
+from alspec.kernels.dependent import wait_for_kernel_ahead
+from alspec.kernels.flashq import BLOCK, MIN_SCALE
+from alspec.kernels.flashq_layout import PER_HEAD, TurboLayer, record_words
+from alspec.kernels.flashq_record import TOKENS, largest, record_at, restore_side, to_int8, write_side
+from alspec.kernels.launch import launch, launch_options
 
 __all__ = ["flashq_restore", "flashq_store", "turbo_append", "turbo_compact"]
 

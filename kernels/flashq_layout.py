@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..sas import Softmax
+from alspec.sas import Softmax
 
 __all__ = ["BLOCK", "HEAD_DIMS", "PER_HEAD", "BlockCodes", "TurboLayer", "pack_record", "record_words", "unpack_record"]
 

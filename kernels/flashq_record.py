@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .flashq_layout import BLOCK
+from alspec.kernels.flashq_layout import BLOCK
 
 __all__ = ["TOKENS", "largest", "record_at", "restore_side", "to_int8", "write_side"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .flashq import BLOCK, MIN_SCALE, compress, int8_scale, quantize_int8, reconstruct, to_int8
-from .flashq_layout import BlockCodes, TurboLayer, pack_record, record_words, unpack_record
+from alspec.kernels.flashq import BLOCK, MIN_SCALE, compress, int8_scale, quantize_int8, reconstruct, to_int8
+from alspec.kernels.flashq_layout import BlockCodes, TurboLayer, pack_record, record_words, unpack_record
 
 __all__ = ["flashq_dequantize", "flashq_restore_ref", "flashq_store_ref", "turbo_append_ref", "turbo_compact_ref"]
 

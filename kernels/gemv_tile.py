@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .launch import num_sms
+from alspec.kernels.launch import num_sms
 
 __all__ = [
     "MAX_BATCH",

@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .decode_attention import CacheLayer, KVLayer
-from .flashq_layout import PER_HEAD
-from .flashq_record import TOKENS, to_int8
-from .launch import launch, launch_options, prefer_l1
-from .mailbox import Handover
-from .residual import BLOCK as RESIDUAL_BLOCK
-from .residual import num_square_sums, write_residual
-from .words import await_words
+from alspec.kernels.decode_attention import CacheLayer, KVLayer
+from alspec.kernels.flashq_layout import PER_HEAD
+from alspec.kernels.flashq_record import TOKENS, to_int8
+from alspec.kernels.launch import launch, launch_options, prefer_l1
+from alspec.kernels.mailbox import Handover
+from alspec.kernels.residual import BLOCK as RESIDUAL_BLOCK
+from alspec.kernels.residual import num_square_sums, write_residual
+from alspec.kernels.words import await_words
 
 __all__ = ["newest_place", "places_of", "receive_handover", "receive_residual", "store_message"]
 

@@ -33,11 +33,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .launch import is_hopper, launch, num_sms, prefer_l1
-from .lean_hopper import lean_hopper_kernel
-from .lean_kernel import lean_decode_kernel, lean_merge_kernel
-from .lean_schedule import ALL, PREDICTOR, REST, guess_tile, more_tiles
-from .merge import MERGE_REGISTERS, merge_sizes, num_sums
+from alspec.kernels.launch import is_hopper, launch, num_sms, prefer_l1
+from alspec.kernels.lean_hopper import lean_hopper_kernel
+from alspec.kernels.lean_kernel import lean_decode_kernel, lean_merge_kernel
+from alspec.kernels.lean_schedule import ALL, PREDICTOR, REST, guess_tile, more_tiles
+from alspec.kernels.merge import MERGE_REGISTERS, merge_sizes, num_sums
 
 __all__ = [
     "PHASES",

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from .lean_schedule import (
+from alspec.kernels.lean_schedule import (
     ALL,
     PAUSE,
     PREDICTOR,
@@ -44,8 +44,8 @@ from .lean_schedule import (
     token_ranges,
     tokens_of_guess,
 )
-from .merge import inverse_of_sum, log2_of_sum, send_guess, store_partial
-from .prefetch import wait_cycles
+from alspec.kernels.merge import inverse_of_sum, log2_of_sum, send_guess, store_partial
+from alspec.kernels.prefetch import wait_cycles
 
 __all__ = ["lean_hopper_kernel"]
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .lean_schedule import (
+from alspec.kernels.lean_schedule import (
     REST,
     deal,
     give_head_start,
@@ -24,8 +24,8 @@ from .lean_schedule import (
     tiles_of,
     tokens_of_guess,
 )
-from .merge import await_partials, inverse_of_sum, log2_of_sum, merge_output, send_guess, store_partial
-from .prefetch import prefetch
+from alspec.kernels.merge import await_partials, inverse_of_sum, log2_of_sum, merge_output, send_guess, store_partial
+from alspec.kernels.prefetch import prefetch
 
 __all__ = ["lean_decode_kernel", "lean_merge_kernel"]
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..predictor import KV_TILE
-from .prefetch import wait_cycles
+from alspec.kernels.prefetch import wait_cycles
+from alspec.predictor import KV_TILE
 
 __all__ = [
     "ALL",

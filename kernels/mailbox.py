@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .exchange import Exchange
-from .lean_attention import Speculation
-from .merge import num_sums
-from .words import LATE_WORD, LINE_WORDS, fault_code
+from alspec.kernels.exchange import Exchange
+from alspec.kernels.lean_attention import Speculation
+from alspec.kernels.merge import num_sums
+from alspec.kernels.words import LATE_WORD, LINE_WORDS, fault_code
 
 __all__ = ["GATE_MLP", "GATE_O", "GATE_PRE_ATTENTION", "GATE_STRIDE", "NUM_GATES", "Handover", "Mailbox", "PairShape"]
 

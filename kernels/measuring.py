@@ -12,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from .exchange import Exchange
-from .launch import RESERVED_BYTES, launch_options, prefer_l1
-from .words import store_words
+from alspec.kernels.exchange import Exchange
+from alspec.kernels.launch import RESERVED_BYTES, launch_options, prefer_l1
+from alspec.kernels.words import store_words
 
 __all__ = ["NEVER", "POLLED", "compare_clocks", "nothing", "push_words", "read_tiles", "stamp_time", "watch_words"]
 

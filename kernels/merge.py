@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .words import INTERPRETED, store_words
+from alspec.kernels.words import INTERPRETED, store_words
 
 __all__ = [
     "MERGE_REGISTERS",

@@ -18,9 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gemv_tile import inputs_at_once, num_warps_for, rows_in_tile, rstd
-from .turbo_records import stacked, unstacked
-from .words import INTERPRETED
+from alspec.kernels.gemv_tile import inputs_at_once, num_warps_for, rows_in_tile, rstd
+from alspec.kernels.turbo_records import stacked, unstacked
+from alspec.kernels.words import INTERPRETED
 
 __all__ = ["load_rows", "products", "tile_of"]
 

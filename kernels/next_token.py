@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from .dependent import wait_for_kernel_ahead
-from .exchange import LogitExchange
-from .launch import launch, launch_options, prefer_l1
-from .words import BAD_NUMBERS, INTERPRETED, LATE_WORD, await_words, fault_code
+from alspec.kernels.dependent import wait_for_kernel_ahead
+from alspec.kernels.exchange import LogitExchange
+from alspec.kernels.launch import launch, launch_options, prefer_l1
+from alspec.kernels.words import BAD_NUMBERS, INTERPRETED, LATE_WORD, await_words, fault_code
 
 __all__ = ["BLOCK", "RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
 

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .flashq_layout import BLOCK, PER_HEAD, TurboLayer
-from .flashq_record import TOKENS, to_int8
-from .gemv_tile import (
+from alspec.kernels.flashq_layout import BLOCK, PER_HEAD, TurboLayer
+from alspec.kernels.flashq_record import TOKENS, to_int8
+from alspec.kernels.gemv_tile import (
     PROGRAMS_PER_SM,
     dot_chunks,
     dot_pairs,
@@ -26,9 +26,9 @@ from .gemv_tile import (
     opens,
     rstd_of,
 )
-from .launch import launch, launch_options, prefer_l1
-from .mma_tile import load_rows, products, tile_of
-from .words import store_words
+from alspec.kernels.launch import launch, launch_options, prefer_l1
+from alspec.kernels.mma_tile import load_rows, products, tile_of
+from alspec.kernels.words import store_words
 
 __all__ = ["gate_up_silu", "qkv_rope_append"]
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gemv_tile import rstd
+from alspec.kernels.gemv_tile import rstd
 
 __all__ = ["add_rms_norm", "rotate_heads", "silu_mul"]
 

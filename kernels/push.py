@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .exchange import Exchange, LogitExchange
-from .gemv_tile import (
+from alspec.kernels.exchange import Exchange, LogitExchange
+from alspec.kernels.gemv_tile import (
     PROGRAMS_PER_SM,
     dot,
     load_inputs,
@@ -23,13 +23,13 @@ from .gemv_tile import (
     opens,
     rstd_of,
 )
-from .launch import launch, launch_options, prefer_l1
-from .mma_tile import (
+from alspec.kernels.launch import launch, launch_options, prefer_l1
+from alspec.kernels.mma_tile import (
     load_rows,
     products,
     tile_of,
 )
-from .words import BAD_NUMBERS, fault_code, store_words
+from alspec.kernels.words import BAD_NUMBERS, fault_code, store_words
 
 __all__ = ["lm_head", "push_partial"]
 

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..sas import COEFFICIENTS, Softmax, cutoff
-from ..verdict import accepts, combine_sums, layer_verdict
+from alspec.sas import COEFFICIENTS, Softmax, cutoff
+from alspec.verdict import accepts, combine_sums, layer_verdict
 
 __all__ = [
     "add_rms_norm_ref",

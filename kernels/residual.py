@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from .dependent import wait_for_kernel_ahead
-from .exchange import Exchange
-from .launch import launch, launch_options, prefer_l1
-from .words import LATE_WORD, await_words, fault_code, store_words
+from alspec.kernels.dependent import wait_for_kernel_ahead
+from alspec.kernels.exchange import Exchange
+from alspec.kernels.launch import launch, launch_options, prefer_l1
+from alspec.kernels.words import LATE_WORD, await_words, fault_code, store_words
 
 __all__ = ["BLOCK", "embed_norm", "new_residual", "num_square_sums", "reduce_norm", "write_residual"]
 

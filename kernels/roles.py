@@ -30,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import mailbox
-from .launch import launch, launch_options, prefer_l1
-from .mailbox import Handover
-from .words import LATE_WORD, await_words, fault_code, store_words
+from alspec.kernels import mailbox
+from alspec.kernels.launch import launch, launch_options, prefer_l1
+from alspec.kernels.mailbox import Handover
+from alspec.kernels.words import LATE_WORD, await_words, fault_code, store_words
 
 __all__ = ["add_sums", "decide", "judge", "meet", "squared", "take_turn"]
 

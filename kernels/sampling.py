@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import launch, launch_options, prefer_l1
-from .next_token import BLOCK, num_candidates
+from alspec.kernels.launch import launch, launch_options, prefer_l1
+from alspec.kernels.next_token import BLOCK, num_candidates
 
 __all__ = ["Sampler", "sample_tokens"]
 

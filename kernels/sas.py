@@ -7,7 +7,7 @@ import math
 import triton
 import triton.language as tl
 
-from .. import sas
+from alspec import sas
 
 __all__ = ["sas_cutoff", "sas_exp2"]
 

@@ -35,16 +35,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .decode_attention import CacheLayer
-from .exchange import Exchange
-from .flashq_layout import PER_HEAD
-from .handover import newest_place, places_of, store_message
-from .launch import launch, launch_options, prefer_l1
-from .lean_attention import Speculation
-from .mailbox import GATE_STRIDE, PairShape
-from .residual import BLOCK as RESIDUAL_BLOCK
-from .residual import num_square_sums, write_residual
-from .roles import add_sums, judge, squared
+from alspec.kernels.decode_attention import CacheLayer
+from alspec.kernels.exchange import Exchange
+from alspec.kernels.flashq_layout import PER_HEAD
+from alspec.kernels.handover import newest_place, places_of, store_message
+from alspec.kernels.launch import launch, launch_options, prefer_l1
+from alspec.kernels.lean_attention import Speculation
+from alspec.kernels.mailbox import GATE_STRIDE, PairShape
+from alspec.kernels.residual import BLOCK as RESIDUAL_BLOCK
+from alspec.kernels.residual import num_square_sums, write_residual
+from alspec.kernels.roles import add_sums, judge, squared
 
 __all__ = [
     "Gates",

@@ -26,10 +26,18 @@ import torch
 import triton
 from torch import Tensor
 
-from .flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
-from .launch import declares_shared_memory, launch, prefer_l1
-from .lean_attention import PHASES, LeanWorkspace, Phase, Speculation, check_outputs, check_speculation, launch_merge
-from .turbo_kernel import turbo_decode_kernel, turbo_merge_kernel
+from alspec.kernels.flashq_layout import BLOCK, HEAD_DIMS, TurboLayer
+from alspec.kernels.launch import declares_shared_memory, launch, prefer_l1
+from alspec.kernels.lean_attention import (
+    PHASES,
+    LeanWorkspace,
+    Phase,
+    Speculation,
+    check_outputs,
+    check_speculation,
+    launch_merge,
+)
+from alspec.kernels.turbo_kernel import turbo_decode_kernel, turbo_merge_kernel
 
 __all__ = ["MAX_HEADS_PER_KV", "TurboSettings", "turbo_decode_attention", "turbo_guess_parts", "turbo_settings"]
 

@@ -25,13 +25,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .flashq_record import TOKENS
-from .sas import sas_exp2
-from .turbo_keys import query_units, scores
-from .turbo_query import FLIP_SIGNS
-from .turbo_records import await_side, load_scales, read_k, read_v, send_side, side_of
-from .turbo_values import add_values, first_values, for_heads, over_rows
-from .words import INTERPRETED
+from alspec.kernels.flashq_record import TOKENS
+from alspec.kernels.sas import sas_exp2
+from alspec.kernels.turbo_keys import query_units, scores
+from alspec.kernels.turbo_query import FLIP_SIGNS
+from alspec.kernels.turbo_records import await_side, load_scales, read_k, read_v, send_side, side_of
+from alspec.kernels.turbo_values import add_values, first_values, for_heads, over_rows
+from alspec.kernels.words import INTERPRETED
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "no_tokens"]
 

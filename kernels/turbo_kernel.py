@@ -9,17 +9,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .flashq_layout import PER_HEAD
-from .flashq_record import TOKENS
-from .lean_schedule import REST, locate, start_after
-from .merge import await_partials, merge_output
-from .prefetch import prefetch
-from .sas import sas_cutoff
-from .turbo_block import COLUMNS, attend_blocks, attend_tail, no_tokens
-from .turbo_query import query_of_keys, send_query
-from .turbo_records import open_slots, send_side
-from .turbo_schedule import blocks_of_turn, guesses_before, pick, plan, run_of, run_start
-from .turbo_warps import free_slots, merge_warps, write_heads
+from alspec.kernels.flashq_layout import PER_HEAD
+from alspec.kernels.flashq_record import TOKENS
+from alspec.kernels.lean_schedule import REST, locate, start_after
+from alspec.kernels.merge import await_partials, merge_output
+from alspec.kernels.prefetch import prefetch
+from alspec.kernels.sas import sas_cutoff
+from alspec.kernels.turbo_block import COLUMNS, attend_blocks, attend_tail, no_tokens
+from alspec.kernels.turbo_query import query_of_keys, send_query
+from alspec.kernels.turbo_records import open_slots, send_side
+from alspec.kernels.turbo_schedule import blocks_of_turn, guesses_before, pick, plan, run_of, run_start
+from alspec.kernels.turbo_warps import free_slots, merge_warps, write_heads
 
 __all__ = ["merged_slots", "number_of_program", "share_of_program", "turbo_decode_kernel", "turbo_merge_kernel"]
 

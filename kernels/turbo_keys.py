@@ -25,9 +25,9 @@ import struct
 import triton
 import triton.language as tl
 
-from .turbo_query import LARGEST_Z, MAGIC, START_UPPER, ULP, operands_of
-from .turbo_values import picked, product
-from .words import INTERPRETED
+from alspec.kernels.turbo_query import LARGEST_Z, MAGIC, START_UPPER, ULP, operands_of
+from alspec.kernels.turbo_values import picked, product
+from alspec.kernels.words import INTERPRETED
 
 __all__ = ["query_units", "scores"]
 

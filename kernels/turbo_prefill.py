@@ -28,13 +28,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..sas import Softmax, cutoff
-from . import turbo_prefill_hopper as hopper
-from .flashq_layout import HEAD_DIMS
-from .flashq_record import TOKENS, largest
-from .launch import is_hopper, num_sms
-from .sas import sas_exp2
-from .turbo_prefill_hopper import MAGIC, MAGIC_BITS, P_SHIFT, Q_MAX, TINY
+from alspec.kernels import turbo_prefill_hopper as hopper
+from alspec.kernels.flashq_layout import HEAD_DIMS
+from alspec.kernels.flashq_record import TOKENS, largest
+from alspec.kernels.launch import is_hopper, num_sms
+from alspec.kernels.sas import sas_exp2
+from alspec.kernels.turbo_prefill_hopper import MAGIC, MAGIC_BITS, P_SHIFT, Q_MAX, TINY
+from alspec.sas import Softmax, cutoff
 
 __all__ = ["num_warps", "turbo_prefill_attention"]
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .flashq_record import TOKENS, largest
+from alspec.kernels.flashq_record import TOKENS, largest
 
 __all__ = [
     "HALF_ROWS",

@@ -14,10 +14,10 @@ import struct
 import triton
 import triton.language as tl
 
-from .merge import inverse_of_sum
-from .turbo_records import QUERY_BARRIER, head_stride, query_barrier
-from .turbo_values import over_rows, picked, transposed
-from .words import INTERPRETED
+from alspec.kernels.merge import inverse_of_sum
+from alspec.kernels.turbo_records import QUERY_BARRIER, head_stride, query_barrier
+from alspec.kernels.turbo_values import over_rows, picked, transposed
+from alspec.kernels.words import INTERPRETED
 
 __all__ = ["FLIP_SIGNS", "LARGEST_Z", "MAGIC", "START_UPPER", "ULP", "operands_of", "query_of_keys", "send_query"]
 

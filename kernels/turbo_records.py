@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .words import INTERPRETED
+from alspec.kernels.words import INTERPRETED
 
 __all__ = [
     "QUERY_BARRIER",

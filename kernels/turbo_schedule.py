@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .flashq_record import TOKENS
-from .lean_schedule import PREDICTOR, REST
-from .merge import inverse_of_sum
+from alspec.kernels.flashq_record import TOKENS
+from alspec.kernels.lean_schedule import PREDICTOR, REST
+from alspec.kernels.merge import inverse_of_sum
 
 __all__ = ["blocks_of_turn", "guesses_before", "pick", "plan", "run_of", "run_start"]
 

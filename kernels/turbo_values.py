@@ -19,8 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .turbo_records import stacked, unstacked
-from .words import INTERPRETED
+from alspec.kernels.turbo_records import stacked, unstacked
+from alspec.kernels.words import INTERPRETED
 
 __all__ = [
     "add_values",

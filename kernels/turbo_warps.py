@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .merge import inverse_of_sum, log2_of_sum
-from .turbo_records import slot_bytes
-from .words import INTERPRETED, pack_words
+from alspec.kernels.merge import inverse_of_sum, log2_of_sum
+from alspec.kernels.turbo_records import slot_bytes
+from alspec.kernels.words import INTERPRETED, pack_words
 
 __all__ = ["free_slots", "merge_warps", "write_heads"]
 

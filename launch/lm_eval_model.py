@@ -111,7 +111,7 @@ def main() -> int:
     """Run lm-eval's command line with the model `alspec` added; returns the exit code."""
     try:
         _register()
-        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
         cli_evaluate()
     except AlspecError as error:
@@ -121,8 +121,8 @@ def main() -> int:
 
 def _register() -> None:
     try:
-        from lm_eval.api.model import LM
-        from lm_eval.api.registry import register_model
+        from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+        from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"lm-eval cannot be imported ({error}); pip install -e '.[lm-eval]'") from None
 

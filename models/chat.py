@@ -15,8 +15,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import UserError, show
-from .files import absent, foreign_content, is_there
+from alspec.errors import UserError, show
+from alspec.models.files import absent, foreign_content, is_there
 
 __all__ = ["find_template", "render_chat"]
 

@@ -10,11 +10,11 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 
-from ..errors import UserError, show
-from ..interrupts import interrupts_wait
-from .config import LlamaConfig
-from .files import absent, is_there, read_json
-from .safetensors_header import TensorEntry, read_header
+from alspec.errors import UserError, show
+from alspec.interrupts import interrupts_wait
+from alspec.models.config import LlamaConfig
+from alspec.models.files import absent, is_there, read_json
+from alspec.models.safetensors_header import TensorEntry, read_header
 
 __all__ = ["Checkpoint", "expected_tensors", "verify_checksums"]
 

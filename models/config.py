@@ -11,11 +11,11 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..config import SHORT_DTYPES, DType
-from ..errors import UserError, show
-from .files import read_json
-from .generation_config import GENERATION_CONFIG, read_generation_config
-from .tokenizer_config import is_token_id, read_tokenizer_config, special_tokens
+from alspec.config import SHORT_DTYPES, DType
+from alspec.errors import UserError, show
+from alspec.models.files import read_json
+from alspec.models.generation_config import GENERATION_CONFIG, read_generation_config
+from alspec.models.tokenizer_config import is_token_id, read_tokenizer_config, special_tokens
 
 __all__ = ["RANDOM_SHAPES", "LlamaConfig", "RopeScaling", "rope_inv_freq"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.decode_attention import CacheLayer, KVLayer, attend, attend_workspace
-from ..kernels.flashq_kernels import turbo_compact
-from ..kernels.flashq_layout import TurboLayer
-from ..kernels.lean_attention import Phase, Speculation
+from alspec.kernels.decode_attention import CacheLayer, KVLayer, attend, attend_workspace
+from alspec.kernels.flashq_kernels import turbo_compact
+from alspec.kernels.flashq_layout import TurboLayer
+from alspec.kernels.lean_attention import Phase, Speculation
 
 __all__ = ["DecodeCache"]
 

@@ -20,16 +20,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels.decode_attention import CacheLayer
-from ..kernels.exchange import Exchange, LogitExchange
-from ..kernels.next_token import collect_logits, num_candidates
-from ..kernels.projections import gate_up_silu, qkv_rope_append
-from ..kernels.push import lm_head, push_partial
-from ..kernels.residual import embed_norm, num_square_sums, reduce_norm
-from ..operation import OperationHook
-from .config import LlamaConfig
-from .decode_cache import DecodeCache
-from .llama import LlamaWeights
+from alspec.kernels.decode_attention import CacheLayer
+from alspec.kernels.exchange import Exchange, LogitExchange
+from alspec.kernels.next_token import collect_logits, num_candidates
+from alspec.kernels.projections import gate_up_silu, qkv_rope_append
+from alspec.kernels.push import lm_head, push_partial
+from alspec.kernels.residual import embed_norm, num_square_sums, reduce_norm
+from alspec.models.config import LlamaConfig
+from alspec.models.decode_cache import DecodeCache
+from alspec.models.llama import LlamaWeights
+from alspec.operation import OperationHook
 
 __all__ = ["PATIENCE_NS", "STEP_PATIENCE_NS", "Branch", "DecodeBuffers", "Decoder"]
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError, show
+from alspec.errors import UserError, show
 
 __all__ = ["absent", "check_utf8", "foreign_content", "is_there", "parse_json", "parse_json_object", "read_json"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import show
-from .files import is_there, read_json
+from alspec.errors import show
+from alspec.models.files import is_there, read_json
 
 __all__ = ["GENERATION_CONFIG", "notice_of_settings", "read_generation_config"]
 

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..kernels.handover import receive_handover, receive_residual
-from ..kernels.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handover
-from ..kernels.roles import decide, meet, take_turn
-from ..operation import OperationHook
-from .decoder import PATIENCE_NS, STEP_PATIENCE_NS, Branch, Decoder
+from alspec.kernels.handover import receive_handover, receive_residual
+from alspec.kernels.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handover
+from alspec.kernels.roles import decide, meet, take_turn
+from alspec.models.decoder import PATIENCE_NS, STEP_PATIENCE_NS, Branch, Decoder
+from alspec.operation import OperationHook
 
 __all__ = ["PairedDecoder", "Pairing"]
 

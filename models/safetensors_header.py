@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError, show
-from .files import absent, foreign_content, parse_json_object
+from alspec.errors import UserError, show
+from alspec.models.files import absent, foreign_content, parse_json_object
 
 __all__ = ["TensorEntry", "read_header"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..config import EngineConfig
-from .config import RANDOM_SHAPES, LlamaConfig
-from .demo import DEMO_CHECKPOINT
+from alspec.config import EngineConfig
+from alspec.models.config import RANDOM_SHAPES, LlamaConfig
+from alspec.models.demo import DEMO_CHECKPOINT
 
 __all__ = ["model_config", "model_folder", "model_name"]
 

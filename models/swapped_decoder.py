@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..kernels.lean_attention import Phase
-from ..kernels.swap import Swap, decide, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
-from ..operation import OperationHook
-from .decoder import PATIENCE_NS, Branch, Decoder
-from .paired_decoder import Pairing
+from alspec.kernels.lean_attention import Phase
+from alspec.kernels.swap import Swap, decide, pack_handover, pack_residual, settle, unpack_handover, unpack_residual
+from alspec.models.decoder import PATIENCE_NS, Branch, Decoder
+from alspec.models.paired_decoder import Pairing
+from alspec.operation import OperationHook
 
 __all__ = ["SPARE_SMS", "SwappedDecoder"]
 

@@ -12,11 +12,11 @@ from typing import Any, Self
 
 import tokenizers
 
-from ..errors import UserError, show
-from .chat import find_template, render_chat
-from .config import LlamaConfig
-from .files import absent, check_utf8, foreign_content
-from .tokenizer_config import add_tokens, naming_file, read_tokenizer_config, special_tokens
+from alspec.errors import UserError, show
+from alspec.models.chat import find_template, render_chat
+from alspec.models.config import LlamaConfig
+from alspec.models.files import absent, check_utf8, foreign_content
+from alspec.models.tokenizer_config import add_tokens, naming_file, read_tokenizer_config, special_tokens
 
 __all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of", "spelled", "token_ids"]
 

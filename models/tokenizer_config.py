@@ -7,8 +7,8 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import UserError, show
-from .files import check_utf8, is_there, read_json
+from alspec.errors import UserError, show
+from alspec.models.files import check_utf8, is_there, read_json
 
 __all__ = ["add_tokens", "is_token_id", "naming_file", "read_tokenizer_config", "special_tokens"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..config import EngineConfig
-from ..errors import UserError
-from .placement import Placement
+from alspec.config import EngineConfig
+from alspec.errors import UserError
+from alspec.runtime.placement import Placement
 
 __all__ = ["Agreement", "fingerprint", "shared_settings"]
 

@@ -7,10 +7,10 @@ import json
 import torch
 from torch import Tensor
 
-from ..errors import AlspecError, BadNumbersError, RankFailureError
-from ..kernels.words import BAD_NUMBERS, split_fault
-from .agreement import Agreement
-from .transport import Transport
+from alspec.errors import AlspecError, BadNumbersError, RankFailureError
+from alspec.kernels.words import BAD_NUMBERS, split_fault
+from alspec.runtime.agreement import Agreement
+from alspec.runtime.transport import Transport
 
 __all__ = ["bad_logits_error", "fault_error"]
 

@@ -20,11 +20,11 @@ from typing import Literal, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..config import EngineConfig
-from ..errors import CannotConnectError, RankFailureError, UserError, one_line
-from .faults import Heartbeat
-from .placement import Placement, choose_device
-from .transport import Transport, connect_store
+from alspec.config import EngineConfig
+from alspec.errors import CannotConnectError, RankFailureError, UserError, one_line
+from alspec.runtime.faults import Heartbeat
+from alspec.runtime.placement import Placement, choose_device
+from alspec.runtime.transport import Transport, connect_store
 
 __all__ = ["CHECKS", "Check", "Scope", "check", "run_checks", "skip"]
 

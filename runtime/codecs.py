@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import UserError
-from ..kernels.flashq_layout import HEAD_DIMS
-from ..kernels.turbo_attention import MAX_HEADS_PER_KV
-from ..models.config import LlamaConfig
-from ..sas import Softmax
-from .kv_cache import KVCache
-from .turbo_cache import TurboCache
+from alspec.errors import UserError
+from alspec.kernels.flashq_layout import HEAD_DIMS
+from alspec.kernels.turbo_attention import MAX_HEADS_PER_KV
+from alspec.models.config import LlamaConfig
+from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.turbo_cache import TurboCache
+from alspec.sas import Softmax
 
 __all__ = ["Cache", "bytes_per_token", "cache_bytes", "check_codec", "check_head_dim", "new_cache"]
 

@@ -16,9 +16,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from ..config import TURBO_CODECS
-from ..kernels.attention import SCORES_AT_ONCE, prefill_attention
-from ..kernels.flashq import (
+from alspec.config import TURBO_CODECS
+from alspec.kernels.attention import SCORES_AT_ONCE, prefill_attention
+from alspec.kernels.flashq import (
     BLOCK,
     MIN_SCALE,
     SELECTORS,
@@ -32,9 +32,9 @@ from ..kernels.flashq import (
     select_bits,
     to_int8,
 )
-from ..predictor import predictor_ranges
-from ..sas import Softmax, cutoffs, sas_softmax
-from .prefill import CHUNK_TOKENS
+from alspec.predictor import predictor_ranges
+from alspec.runtime.prefill import CHUNK_TOKENS
+from alspec.sas import Softmax, cutoffs, sas_softmax
 
 __all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", "decoded_attention", "prompt_attention"]
 

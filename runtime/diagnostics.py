@@ -17,19 +17,19 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from ..errors import UserError
-from ..kernels.probes import exchange_words, increment, send_word
-from ..models.checkpoint import Checkpoint, verify_checksums
-from ..models.config import LlamaConfig
-from ..models.demo import DEMO_CHECKPOINT
-from .checkup import CHECKS, Scope, check, skip
-from .exchange import allocate_words
-from .host_memory import HostMemoryError
-from .memory import GIB
-from .placement import WordsIn, pairs_without_access, why_no_peers
-from .provenance import versions as installed_versions
-from .stats import stream_bandwidth
-from .transport import Transport
+from alspec.errors import UserError
+from alspec.kernels.probes import exchange_words, increment, send_word
+from alspec.models.checkpoint import Checkpoint, verify_checksums
+from alspec.models.config import LlamaConfig
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime.checkup import CHECKS, Scope, check, skip
+from alspec.runtime.exchange import allocate_words
+from alspec.runtime.host_memory import HostMemoryError
+from alspec.runtime.memory import GIB
+from alspec.runtime.placement import WordsIn, pairs_without_access, why_no_peers
+from alspec.runtime.provenance import versions as installed_versions
+from alspec.runtime.stats import stream_bandwidth
+from alspec.runtime.transport import Transport
 
 __all__ = ["CHECKS"]
 

@@ -18,28 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import EngineConfig, SamplingConfig, refuse_unavailable, validate
-from ..errors import UserError
-from ..kernels.gemv_tile import MAX_BATCH
-from ..models.generation_config import notice_of_settings
-from ..models.llama import Llama
-from ..models.source import model_config, model_folder
-from ..models.tokenizer import Prompt, Tokenizer, encode_prompts, spelled
-from .agreement import Agreement, fingerprint, shared_settings
-from .bad_steps import bad_logits_error, fault_error
-from .codecs import Cache, check_codec, check_head_dim, new_cache
-from .exchange import first_working
-from .faults import LOADING, Heartbeat, error_on_its_way
-from .generation import Generation, IdDecoder, Request, Token, check_prompts, most_tokens
-from .loading import open_model, read_weights, take_device, warm_up
-from .memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
-from .placement import Placement, WordsIn, choose_device, choose_graph, choose_mode, choose_words
-from .prefill import prefill
-from .replay import DecodeLoop, StepRecord
-from .sampling import sample
-from .step import DecodeState, StepProgram
-from .timeline import Timeline
-from .transport import TIMEOUT, Transport, connect_store
+from alspec.config import EngineConfig, SamplingConfig, refuse_unavailable, validate
+from alspec.errors import UserError
+from alspec.kernels.gemv_tile import MAX_BATCH
+from alspec.models.generation_config import notice_of_settings
+from alspec.models.llama import Llama
+from alspec.models.source import model_config, model_folder
+from alspec.models.tokenizer import Prompt, Tokenizer, encode_prompts, spelled
+from alspec.runtime.agreement import Agreement, fingerprint, shared_settings
+from alspec.runtime.bad_steps import bad_logits_error, fault_error
+from alspec.runtime.codecs import Cache, check_codec, check_head_dim, new_cache
+from alspec.runtime.exchange import first_working
+from alspec.runtime.faults import LOADING, Heartbeat, error_on_its_way
+from alspec.runtime.generation import Generation, IdDecoder, Request, Token, check_prompts, most_tokens
+from alspec.runtime.loading import open_model, read_weights, take_device, warm_up
+from alspec.runtime.memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
+from alspec.runtime.placement import Placement, WordsIn, choose_device, choose_graph, choose_mode, choose_words
+from alspec.runtime.prefill import prefill
+from alspec.runtime.replay import DecodeLoop, StepRecord
+from alspec.runtime.sampling import sample
+from alspec.runtime.step import DecodeState, StepProgram
+from alspec.runtime.timeline import Timeline
+from alspec.runtime.transport import TIMEOUT, Transport, connect_store
 
 __all__ = ["Engine"]
 

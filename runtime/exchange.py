@@ -16,15 +16,15 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from ..errors import DoesNotFitError, one_line
-from ..kernels.exchange import Exchange, LogitExchange
-from ..kernels.mailbox import Handover, PairShape
-from ..kernels.push import push_partial
-from ..kernels.residual import new_residual, reduce_norm
-from ..kernels.words import LINE_WORDS
-from .host_memory import HostMemoryError, share_host_memory
-from .placement import Placement, WordsIn, why_no_peers
-from .transport import Transport
+from alspec.errors import DoesNotFitError, one_line
+from alspec.kernels.exchange import Exchange, LogitExchange
+from alspec.kernels.mailbox import Handover, PairShape
+from alspec.kernels.push import push_partial
+from alspec.kernels.residual import new_residual, reduce_norm
+from alspec.kernels.words import LINE_WORDS
+from alspec.runtime.host_memory import HostMemoryError, share_host_memory
+from alspec.runtime.placement import Placement, WordsIn, why_no_peers
+from alspec.runtime.transport import Transport
 
 __all__ = ["allocate_words", "exchanges", "first_working"]
 

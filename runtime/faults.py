@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..errors import (
+from alspec.errors import (
     AlspecError,
     DoesNotFitError,
     InterruptedJobError,
@@ -32,11 +32,11 @@ from ..errors import (
     print_error,
     tell_torchrun,
 )
-from ..interrupts import HeldInterrupt
-from .placement import Placement
-from .processes import born, host, kill_stalled, process_state
-from .signals import SignalWatch
-from .transport import NOTICE_S, TIMEOUT, agent_hosts_store, connect_store
+from alspec.interrupts import HeldInterrupt
+from alspec.runtime.placement import Placement
+from alspec.runtime.processes import born, host, kill_stalled, process_state
+from alspec.runtime.signals import SignalWatch
+from alspec.runtime.transport import NOTICE_S, TIMEOUT, agent_hosts_store, connect_store
 
 __all__ = ["LOADING", "Heartbeat", "error_on_its_way", "out_of_memory_is_told", "run_guarded"]
 

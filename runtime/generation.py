@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..config import EngineConfig, SamplingConfig
-from ..errors import UserError, show
-from ..kernels.gemv_tile import MAX_BATCH
-from ..models.config import LlamaConfig
-from ..predictor import shortest_guess
+from alspec.config import EngineConfig, SamplingConfig
+from alspec.errors import UserError, show
+from alspec.kernels.gemv_tile import MAX_BATCH
+from alspec.models.config import LlamaConfig
+from alspec.predictor import shortest_guess
 
 __all__ = ["Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts", "most_tokens"]
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import one_line
-from .memory import available_bytes
-from .transport import Transport
+from alspec.errors import one_line
+from alspec.runtime.memory import available_bytes
+from alspec.runtime.transport import Transport
 
 __all__ = ["HostMemoryError", "share_host_memory"]
 

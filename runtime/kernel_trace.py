@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import AlspecError
-from . import swap_trace
-from .engine import Engine
-from .faults import LOADING
-from .kernel_names import PRE_ATTENTION, STEP_END, Row, operation_of, work_us
-from .replay import StepRecord
+from alspec.errors import AlspecError
+from alspec.runtime import swap_trace
+from alspec.runtime.engine import Engine
+from alspec.runtime.faults import LOADING
+from alspec.runtime.kernel_names import PRE_ATTENTION, STEP_END, Row, operation_of, work_us
+from alspec.runtime.replay import StepRecord
 
 __all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
 

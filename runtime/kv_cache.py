@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.attention import prefill_attention
-from ..kernels.decode_attention import KVLayer
+from alspec.kernels.attention import prefill_attention
+from alspec.kernels.decode_attention import KVLayer
 
 __all__ = ["KVCache"]
 

@@ -6,19 +6,19 @@ import os
 
 import torch
 
-from ..config import EngineConfig
-from ..models.checkpoint import Checkpoint, verify_checksums
-from ..models.config import LlamaConfig
-from ..models.files import is_there
-from ..models.llama import Llama, LlamaWeights, load_weights, random_weights
-from ..models.source import model_folder
-from ..models.tokenizer import Tokenizer
-from ..operation import OperationHook
-from .codecs import Cache
-from .placement import Placement
-from .prefill import CHUNK_TOKENS, prefill
-from .step import DecodeState, StepProgram
-from .transport import Transport
+from alspec.config import EngineConfig
+from alspec.models.checkpoint import Checkpoint, verify_checksums
+from alspec.models.config import LlamaConfig
+from alspec.models.files import is_there
+from alspec.models.llama import Llama, LlamaWeights, load_weights, random_weights
+from alspec.models.source import model_folder
+from alspec.models.tokenizer import Tokenizer
+from alspec.operation import OperationHook
+from alspec.runtime.codecs import Cache
+from alspec.runtime.placement import Placement
+from alspec.runtime.prefill import CHUNK_TOKENS, prefill
+from alspec.runtime.step import DecodeState, StepProgram
+from alspec.runtime.transport import Transport
 
 __all__ = ["WARM_UP_TOKENS", "open_model", "read_weights", "take_device", "warm_up"]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from ..errors import DoesNotFitError, UserError
-from ..kernels.attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
-from ..models.config import LlamaConfig
-from ..models.llama import Shard
-from .codecs import cache_bytes
-from .prefill import CHUNK_TOKENS
-from .sampling import DRAW_BYTES, DRAWN_AT_ONCE
+from alspec.errors import DoesNotFitError, UserError
+from alspec.kernels.attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
+from alspec.models.config import LlamaConfig
+from alspec.models.llama import Shard
+from alspec.runtime.codecs import cache_bytes
+from alspec.runtime.prefill import CHUNK_TOKENS
+from alspec.runtime.sampling import DRAW_BYTES, DRAWN_AT_ONCE
 
 __all__ = ["DTYPES", "GIB", "MemoryPlan", "available_bytes", "check_fits", "check_max_context", "plan_memory"]
 

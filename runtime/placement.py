@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from ..config import EngineConfig
-from ..errors import UserError
-from ..models.config import LlamaConfig
-from ..models.llama import Shard
+from alspec.config import EngineConfig
+from alspec.errors import UserError
+from alspec.models.config import LlamaConfig
+from alspec.models.llama import Shard
 
 __all__ = [
     "Placement",

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..models.llama import Llama
-from ..operation import OperationHook
-from .codecs import Cache
-from .step import gather_logits
-from .transport import Transport
+from alspec.models.llama import Llama
+from alspec.operation import OperationHook
+from alspec.runtime.codecs import Cache
+from alspec.runtime.step import gather_logits
+from alspec.runtime.transport import Transport
 
 __all__ = ["CHUNK_TOKENS", "Turn", "prefill", "turns_of"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import SamplingConfig
-from ..predictor import shortest_guess
-from .codecs import Cache
-from .engine import Engine
-from .generation import Generation
-from .prefill import CHUNK_TOKENS
-from .stats import percentile, step_bytes, stream_bandwidth
+from alspec.config import SamplingConfig
+from alspec.predictor import shortest_guess
+from alspec.runtime.codecs import Cache
+from alspec.runtime.engine import Engine
+from alspec.runtime.generation import Generation
+from alspec.runtime.prefill import CHUNK_TOKENS
+from alspec.runtime.stats import percentile, step_bytes, stream_bandwidth
 
 __all__ = [
     "WARMUP_STEPS",

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.attention import predictor_attention_all, prefill_attention
-from ..models.llama import Llama
-from ..verdict import accepts, combine_sums, distance_sums
-from .decoded_attention import CachedTensor, CacheSetting, cache_text, decoded_attention, prompt_attention
-from .step import gather_logits
-from .transport import Transport
+from alspec.kernels.attention import predictor_attention_all, prefill_attention
+from alspec.models.llama import Llama
+from alspec.runtime.decoded_attention import CachedTensor, CacheSetting, cache_text, decoded_attention, prompt_attention
+from alspec.runtime.step import gather_logits
+from alspec.runtime.transport import Transport
+from alspec.verdict import accepts, combine_sums, distance_sums
 
 __all__ = ["TextScore", "score_text", "score_under"]
 

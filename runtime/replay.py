@@ -12,26 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import SamplingConfig, SpeculationConfig
-from ..errors import RankFailureError
-from ..interrupts import interrupts_wait
-from ..kernels.launch import compiling
-from ..kernels.lean_attention import guess_parts
-from ..kernels.mailbox import PairShape
-from ..kernels.next_token import RING_HEADER, RING_STEPS, finish_step
-from ..kernels.sampling import Sampler, sample_tokens
-from ..kernels.swap import Swap
-from ..kernels.turbo_attention import turbo_guess_parts
-from ..models.decoder import STEP_PATIENCE_NS, DecodeBuffers, Decoder
-from ..models.llama import Llama
-from ..models.paired_decoder import PairedDecoder, Pairing
-from ..models.swapped_decoder import SPARE_SMS, SwappedDecoder
-from ..operation import OperationHook, no_operation
-from .codecs import Cache
-from .exchange import exchanges
-from .kv_cache import KVCache
-from .placement import WordsIn
-from .transport import Transport
+from alspec.config import SamplingConfig, SpeculationConfig
+from alspec.errors import RankFailureError
+from alspec.interrupts import interrupts_wait
+from alspec.kernels.launch import compiling
+from alspec.kernels.lean_attention import guess_parts
+from alspec.kernels.mailbox import PairShape
+from alspec.kernels.next_token import RING_HEADER, RING_STEPS, finish_step
+from alspec.kernels.sampling import Sampler, sample_tokens
+from alspec.kernels.swap import Swap
+from alspec.kernels.turbo_attention import turbo_guess_parts
+from alspec.models.decoder import STEP_PATIENCE_NS, DecodeBuffers, Decoder
+from alspec.models.llama import Llama
+from alspec.models.paired_decoder import PairedDecoder, Pairing
+from alspec.models.swapped_decoder import SPARE_SMS, SwappedDecoder
+from alspec.operation import OperationHook, no_operation
+from alspec.runtime.codecs import Cache
+from alspec.runtime.exchange import exchanges
+from alspec.runtime.kv_cache import KVCache
+from alspec.runtime.placement import WordsIn
+from alspec.runtime.transport import Transport
 
 __all__ = ["DecodeLoop", "StepRecord"]
 

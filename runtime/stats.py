@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..models.config import LlamaConfig
-from ..models.llama import Shard
-from ..predictor import shortest_guess
-from .codecs import bytes_per_token
-from .generation import Generation
-from .memory import plan_memory
+from alspec.models.config import LlamaConfig
+from alspec.models.llama import Shard
+from alspec.predictor import shortest_guess
+from alspec.runtime.codecs import bytes_per_token
+from alspec.runtime.generation import Generation
+from alspec.runtime.memory import plan_memory
 
 __all__ = [
     "mean_lengths",

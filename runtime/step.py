@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.decode_attention import CacheLayer, DecodeAttention
-from ..models.llama import Llama
-from ..operation import OperationHook
-from ..priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
-from ..verdict import accepts, combine_sums, layer_verdict
-from .codecs import Cache
-from .transport import PairMessage, Transport
+from alspec.kernels.decode_attention import CacheLayer, DecodeAttention
+from alspec.models.llama import Llama
+from alspec.operation import OperationHook
+from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
+from alspec.runtime.codecs import Cache
+from alspec.runtime.transport import PairMessage, Transport
+from alspec.verdict import accepts, combine_sums, layer_verdict
 
 __all__ = ["DecodeState", "StepProgram", "StepResult", "gather_logits"]
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from ..errors import AlspecError
-from .kernel_names import DECIDE, MLP, PACK, SETTLE, UNPACK, Row, operation_of, work_us
+from alspec.errors import AlspecError
+from alspec.runtime.kernel_names import DECIDE, MLP, PACK, SETTLE, UNPACK, Row, operation_of, work_us
 
 __all__ = ["is_open", "is_swapped", "place", "swap_parts"]
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CannotConnectError, UserError, one_line
-from ..kernels.swap import SwapCalls
-from .placement import Placement
+from alspec.errors import CannotConnectError, UserError, one_line
+from alspec.kernels.swap import SwapCalls
+from alspec.runtime.placement import Placement
 
 __all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store", "connect_store"]
 

@@ -10,19 +10,19 @@ import math
 import torch
 from torch import Tensor
 
-from ..config import TURBO_CODECS
-from ..kernels.attention import dequantized_prefill_attention
-from ..kernels.flashq import BLOCK, head_priority, select_bits
-from ..kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append, turbo_compact
-from ..kernels.flashq_layout import TurboLayer, record_words
-from ..kernels.flashq_reference import (
+from alspec.config import TURBO_CODECS
+from alspec.kernels.attention import dequantized_prefill_attention
+from alspec.kernels.flashq import BLOCK, head_priority, select_bits
+from alspec.kernels.flashq_kernels import flashq_restore, flashq_store, turbo_append, turbo_compact
+from alspec.kernels.flashq_layout import TurboLayer, record_words
+from alspec.kernels.flashq_reference import (
     flashq_restore_ref,
     flashq_store_ref,
     turbo_append_ref,
     turbo_compact_ref,
 )
-from ..kernels.turbo_prefill import turbo_prefill_attention
-from ..sas import Softmax
+from alspec.kernels.turbo_prefill import turbo_prefill_attention
+from alspec.sas import Softmax
 
 __all__ = ["TurboCache"]
 

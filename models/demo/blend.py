@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from . import DEMO_CHECKPOINT
-from .data import Codec
-from .network import DemoLlama, Shape, export, load
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.demo.data import Codec
+from alspec.models.demo.network import DemoLlama, Shape, export, load
 
 __all__ = ["blend"]
 

@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset
 
-from .tokenizer import BOS, END, EOS, read_corpus, token_id
+from alspec.models.demo.tokenizer import BOS, END, EOS, read_corpus, token_id
 
 __all__ = ["Codec", "RecallPrompt", "RowStream", "common_words", "encode_corpus", "recall_prompts"]
 

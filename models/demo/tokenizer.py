@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 
-from . import DEMO_CHECKPOINT
+from alspec.models.demo import DEMO_CHECKPOINT
 
 __all__ = [
     "BOS",

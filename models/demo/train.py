@@ -34,10 +34,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.data import DataLoader
 
-from . import DEMO_CHECKPOINT
-from .data import Codec, RowStream, common_words, encode_corpus
-from .network import DemoLlama, LayerWeights, Shape, attend_full, export, layer_forward, load, near_mask, rms_norm
-from .tokenizer import read_corpus
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.demo.data import Codec, RowStream, common_words, encode_corpus
+from alspec.models.demo.network import (
+    DemoLlama,
+    LayerWeights,
+    Shape,
+    attend_full,
+    export,
+    layer_forward,
+    load,
+    near_mask,
+    rms_norm,
+)
+from alspec.models.demo.tokenizer import read_corpus
 
 __all__ = ["Muon", "forward_loss", "main"]
 
