@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alspec.config import EngineConfig, SamplingConfig, SpeculationConfig
     from alspec.errors import AlspecError, BadNumbersError, DoesNotFitError, RankFailureError, UserError
-    from alspec.runtime.engine import Engine
-    from alspec.runtime.generation import Token
+    from alspec.runtime.engine.engine import Engine
+    from alspec.runtime.engine.generation import Token
 
 __all__ = [
     "AlspecError",
@@ -31,12 +31,12 @@ _MODULES = {
     "AlspecError": "alspec.errors",
     "BadNumbersError": "alspec.errors",
     "DoesNotFitError": "alspec.errors",
-    "Engine": "alspec.runtime.engine",
+    "Engine": "alspec.runtime.engine.engine",
     "EngineConfig": "alspec.config",
     "RankFailureError": "alspec.errors",
     "SamplingConfig": "alspec.config",
     "SpeculationConfig": "alspec.config",
-    "Token": "alspec.runtime.generation",
+    "Token": "alspec.runtime.engine.generation",
     "UserError": "alspec.errors",
 }
 

@@ -19,7 +19,7 @@ receiver's p is written. A receiver whose guess was accepted becomes the sender 
 new receiver has p = 1, too, so between handover and verdict `sender(p)` would find a tie. **(ours)** A handover
 therefore also sets the sender's p to 2, which is true (a sender's x is right) and changes nothing outside the layer:
 the verdict overwrites it and no gated operation runs in between. What each rank keeps of this on its device is in
-kernels/roles.py.
+kernels/speculation/roles.py.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def sas_exp(t: Tensor, n_r: float | Tensor) -> Tensor:
 
 
 def sas_exp2(x: Tensor, cutoff: float | Tensor) -> Tensor:
-    """`2^x` to `RELATIVE_ERROR`, 0 where `x < cutoff`; the rule that `kernels/sas.py` computes.
+    """`2^x` to `RELATIVE_ERROR`, 0 where `x < cutoff`; the rule that `kernels/attention/sas_exp2.py` computes.
 
     Args:
         x: fp32, below 127; -inf gives 0, NaN gives NaN.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from alspec.launch.output import exit_on_interrupt
+    from alspec.launch.terminal.output import exit_on_interrupt
 
     exit_on_interrupt()
 
@@ -25,22 +25,22 @@ from torch import Tensor
 
 from alspec.config import TURBO_CODECS, BenchConfig
 from alspec.errors import UserError
-from alspec.kernels.decode_attention import KVLayer, attend_workspace
-from alspec.kernels.lean_attention import guess_parts, lean_decode_attention
-from alspec.kernels.reference import decode_attention_ref, speculative_decode_attention_ref
-from alspec.launch.bench_allreduce import BATCHES, HIDDEN, connect, measure
-from alspec.launch.bench_common import check_close, merged, pair_speculation, written
-from alspec.launch.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
-from alspec.launch.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
-from alspec.launch.bench_reading import can_read_alone, reading_alone
-from alspec.launch.bench_turbo import TurboCase, turbo_run
-from alspec.launch.cli import Parser, check_writable, run_command
-from alspec.launch.output import append_rows
-from alspec.launch.spec_ready import spec_ready_us
-from alspec.runtime.faults import out_of_memory_is_told
-from alspec.runtime.placement import Placement
-from alspec.runtime.provenance import provenance
-from alspec.runtime.stats import spread, stream_bandwidth
+from alspec.kernels.attention.decode.lean_decode import guess_parts, lean_decode_attention
+from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
+from alspec.kernels.attention.reference import decode_attention_ref, speculative_decode_attention_ref
+from alspec.launch.bench.bench_allreduce import BATCHES, HIDDEN, connect, measure
+from alspec.launch.bench.bench_common import check_close, merged, pair_speculation, written
+from alspec.launch.bench.bench_flashq import TurboCase, turbo_run
+from alspec.launch.bench.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
+from alspec.launch.bench.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
+from alspec.launch.bench.bench_reading import can_read_alone, reading_alone
+from alspec.launch.bench.spec_ready import spec_ready_us
+from alspec.launch.terminal.flags import Parser, check_writable, run_command
+from alspec.launch.terminal.output import append_rows
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.faults.heartbeat import out_of_memory_is_told
+from alspec.runtime.profiling.provenance import provenance
+from alspec.runtime.profiling.stats import spread, stream_bandwidth
 from alspec.sas import Softmax
 
 __all__ = ["main"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 
-from alspec.launch.output import exit_on_interrupt
+from alspec.launch.terminal.output import exit_on_interrupt
 
 __all__ = ["bench_kernels", "doctor", "evaluate", "generate", "latency"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 try:
     from alspec.errors import RankFailureError, UserError, report
-    from alspec.launch.output import exit_on_interrupt, is_special, write_text
+    from alspec.launch.terminal.output import exit_on_interrupt, is_special, write_text
 except ImportError as error:  # `report` is in what is missing
     print(f"alspec: exit 2: doctor: cannot import alspec: {error}; pip install -e . in its folder", file=sys.stderr)
     sys.exit(2)
@@ -25,11 +25,11 @@ try:
     from rich.text import Text
 
     from alspec.config import DoctorConfig
-    from alspec.launch.cli import Parser, check_writable, run_command
-    from alspec.runtime.checkup import Check, run_checks
-    from alspec.runtime.diagnostics import CHECKS
-    from alspec.runtime.faults import Heartbeat, run_guarded
-    from alspec.runtime.placement import Placement
+    from alspec.launch.terminal.flags import Parser, check_writable, run_command
+    from alspec.runtime.distributed.placement import Placement
+    from alspec.runtime.doctor.checkup import Check, run_checks
+    from alspec.runtime.doctor.diagnostics import CHECKS
+    from alspec.runtime.faults.heartbeat import Heartbeat, run_guarded
 except (ImportError, OSError) as error:
     sys.exit(report(UserError(f"doctor: cannot import what alspec needs: {error}; install alspec again with pip")))
 

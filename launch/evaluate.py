@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from alspec.launch.output import exit_on_interrupt
+    from alspec.launch.terminal.output import exit_on_interrupt
 
     exit_on_interrupt()
 
@@ -18,8 +18,6 @@ from rich.table import Table
 
 from alspec.config import EvaluateConfig, refuse_unavailable
 from alspec.errors import UserError
-from alspec.launch.cli import Parser, check_picture, check_positions, check_writable, run_command
-from alspec.launch.display import StatusLine
 from alspec.launch.evaluate_tasks import (
     Quality,
     Task,
@@ -31,14 +29,16 @@ from alspec.launch.evaluate_tasks import (
     records_task,
     text_task,
 )
-from alspec.launch.output import append_rows, writing
-from alspec.launch.plot_quality import draw, threshold_name
-from alspec.models.source import model_name
-from alspec.runtime.decoded_attention import CacheSetting
-from alspec.runtime.engine import Engine
-from alspec.runtime.faults import run_guarded
-from alspec.runtime.loading import WARM_UP_TOKENS
-from alspec.runtime.provenance import provenance
+from alspec.launch.plots.plot_quality import draw, threshold_name
+from alspec.launch.terminal.display import StatusLine
+from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, run_command
+from alspec.launch.terminal.output import append_rows, writing
+from alspec.models.checkpoint.source import model_name
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.loading import WARM_UP_TOKENS
+from alspec.runtime.eval.teacher_forced import CacheSetting
+from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.profiling.provenance import provenance
 
 __all__ = ["main"]
 

@@ -17,14 +17,14 @@ import tokenizers
 import torch
 
 from alspec.errors import UserError, show
-from alspec.models.demo.data import RecallPrompt, recall_prompts
-from alspec.models.demo.tokenizer import SPECIAL_TOKENS
-from alspec.models.files import parse_json
-from alspec.models.source import model_folder
+from alspec.models.checkpoint.files import parse_json
+from alspec.models.checkpoint.source import model_folder
+from alspec.models.demo.demo_tokenizer import SPECIAL_TOKENS
+from alspec.models.demo.training_data import RecallPrompt, recall_prompts
 from alspec.predictor import shortest_guess
-from alspec.runtime.decoded_attention import CacheSetting
-from alspec.runtime.engine import Engine
-from alspec.runtime.quality import TextScore, score_under
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.eval.quality import TextScore, score_under
+from alspec.runtime.eval.teacher_forced import CacheSetting
 
 __all__ = [
     "Quality",

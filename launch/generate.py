@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from alspec.launch.output import exit_on_interrupt
+    from alspec.launch.terminal.output import exit_on_interrupt
 
     exit_on_interrupt()
 
@@ -17,18 +17,18 @@ import torch
 
 from alspec.config import PROMPTS, GenerateConfig
 from alspec.errors import UserError
-from alspec.launch.cli import Parser, cuts_without_effect, guesses_without_effect, notify, run_command
-from alspec.launch.display import Printer, StatusLine, print_panel, shows_color, use_utf8
-from alspec.launch.output import write_text
-from alspec.launch.plan import print_plan
-from alspec.launch.prompts import read_prompts
-from alspec.runtime.engine import Engine
-from alspec.runtime.faults import run_guarded
-from alspec.runtime.generation import Generation
-from alspec.runtime.placement import Placement
-from alspec.runtime.provenance import versions
-from alspec.runtime.stats import mean_lengths, step_bytes, stream_bandwidth, summarize
-from alspec.runtime.timeline import trace_json
+from alspec.launch.terminal.display import Printer, StatusLine, print_panel, shows_color, use_utf8
+from alspec.launch.terminal.flags import Parser, cuts_without_effect, guesses_without_effect, notify, run_command
+from alspec.launch.terminal.output import write_text
+from alspec.launch.terminal.plan import print_plan
+from alspec.launch.terminal.prompts import read_prompts
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.generation import Generation
+from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.profiling.provenance import versions
+from alspec.runtime.profiling.stats import mean_lengths, step_bytes, stream_bandwidth, summarize
+from alspec.runtime.profiling.timeline import trace_json
 
 __all__ = ["main"]
 

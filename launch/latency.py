@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from alspec.launch.output import exit_on_interrupt
+    from alspec.launch.terminal.output import exit_on_interrupt
 
     exit_on_interrupt()
 
@@ -19,8 +19,10 @@ from rich.table import Table
 
 from alspec.config import HitRate, LatencyConfig, SamplingConfig, refuse_unavailable
 from alspec.errors import AlspecError, UserError
-from alspec.kernels.gemv_tile import MAX_BATCH
-from alspec.launch.cli import (
+from alspec.kernels.linear.gemv_tile import MAX_BATCH
+from alspec.launch.plots.plot_latency import draw
+from alspec.launch.terminal.display import StatusLine
+from alspec.launch.terminal.flags import (
     Parser,
     check_picture,
     check_positions,
@@ -30,20 +32,26 @@ from alspec.launch.cli import (
     notify,
     run_command,
 )
-from alspec.launch.display import StatusLine
-from alspec.launch.output import append_rows, write_text, writing
-from alspec.launch.plot_latency import draw
-from alspec.launch.prompts import read_text_ids
-from alspec.models.source import model_config, model_name
-from alspec.runtime.codecs import check_codec
-from alspec.runtime.engine import Engine
-from alspec.runtime.faults import run_guarded
-from alspec.runtime.kernel_trace import kernel_rows, label, layer_parts
-from alspec.runtime.placement import Placement, choose_device, choose_mode, why_no_peers
-from alspec.runtime.profile import Profile, first_tokens, forced_verdicts, measure, prepare, room, stream_limit
-from alspec.runtime.provenance import provenance
-from alspec.runtime.stats import spread
-from alspec.runtime.timeline import trace_json
+from alspec.launch.terminal.output import append_rows, write_text, writing
+from alspec.launch.terminal.prompts import read_text_ids
+from alspec.models.checkpoint.source import model_config, model_name
+from alspec.runtime.cache.codecs import check_codec
+from alspec.runtime.distributed.placement import Placement, choose_device, choose_mode, why_no_peers
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.profiling.kernel_trace import kernel_rows, label, layer_parts
+from alspec.runtime.profiling.profile import (
+    Profile,
+    first_tokens,
+    forced_verdicts,
+    measure,
+    prepare,
+    room,
+    stream_limit,
+)
+from alspec.runtime.profiling.provenance import provenance
+from alspec.runtime.profiling.stats import spread
+from alspec.runtime.profiling.timeline import trace_json
 
 __all__ = ["main"]
 

@@ -15,10 +15,10 @@ import torch
 
 from alspec.config import SamplingConfig, validate
 from alspec.errors import AlspecError, UserError, report
-from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
-from alspec.runtime.engine import Engine
-from alspec.runtime.loading import WARM_UP_TOKENS
-from alspec.runtime.quality import TextScore, score_text
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.loading import WARM_UP_TOKENS
+from alspec.runtime.eval.quality import TextScore, score_text
+from alspec.runtime.eval.teacher_forced import CODECS, SOFTMAXES, CacheSetting
 from alspec.sas import Softmax
 
 __all__ = ["cache_setting", "generate_until", "loglikelihood", "loglikelihood_rolling", "main", "open_engine"]

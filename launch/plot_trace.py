@@ -6,7 +6,7 @@ Traces are of operations launched one by one (generate.py) or of the kernels ins
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from alspec.launch.output import exit_on_interrupt
+    from alspec.launch.terminal.output import exit_on_interrupt
 
     exit_on_interrupt()
 
@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 from alspec.errors import UserError
-from alspec.launch.cli import Parser, check_picture
-from alspec.launch.output import exit_code, writing
+from alspec.launch.terminal.flags import Parser, check_picture
+from alspec.launch.terminal.output import exit_code, writing
 
 __all__ = ["main"]
 

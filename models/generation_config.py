@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from alspec.errors import show
-from alspec.models.files import is_there, read_json
+from alspec.models.checkpoint.files import is_there, read_json
 
 __all__ = ["GENERATION_CONFIG", "notice_of_settings", "read_generation_config"]
 

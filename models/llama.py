@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alspec.kernels.elementwise import add_parts, add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
-from alspec.models.checkpoint import Checkpoint
-from alspec.models.config import LlamaConfig
+from alspec.kernels.prompt.elementwise import add_parts, add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
+from alspec.models.checkpoint.checkpoint import Checkpoint
+from alspec.models.llama_config import LlamaConfig
 
 __all__ = ["LayerWeights", "Llama", "LlamaWeights", "Shard", "load_weights", "random_weights"]
 

@@ -11,17 +11,17 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    runpy.run_path(str(Path(__file__).with_name("interpreter.py")))
+    runpy.run_path(str(Path(__file__).parent / "tools" / "interpreter.py"))
 
 # Files that take two minutes or more without a GPU, the longest first; but ahead of all one that mostly waits.
 LONG_FILES = [
-    "test_faults",
-    "test_turbo_attention",
-    "test_lean_attention",
+    "test_heartbeat",
+    "test_flashq_decode",
+    "test_lean_decode",
     "test_compile",
     "test_compiled",
-    "test_replay",
-    "test_turbo_equivalence",
+    "test_graph_loop",
+    "test_flashq_equivalence",
     "test_quality",
     "test_close",
     "test_equivalence",

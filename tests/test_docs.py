@@ -4,11 +4,9 @@ import gzip
 import importlib
 import json
 import re
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
+from paths import ROOT
 
 
 def medians_of(name: str, **of_case: object) -> dict[object, float]:
@@ -539,7 +537,9 @@ def test_what_is_shown_names_no_folder_of_a_machine() -> None:
 def test_pages_are_looked_at() -> None:
     """The test above has pages, and finds in them what it looks for."""
     assert {"docs/lean_attention.md", "docs/results/README.md"} <= set(PAGES)
-    assert re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/.-]+\.py\b", "see `kernels/words.py`.") == ["kernels/words.py"]
+    assert re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/.-]+\.py\b", "see `kernels/comm/ll_packets.py`.") == [
+        "kernels/comm/ll_packets.py"
+    ]
 
 
 def test_prose_about_the_all_reduce_says_what_the_rows_say() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
+from paths import ROOT
 
 
 @pytest.fixture

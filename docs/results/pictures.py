@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from result_rows import HERE, read
 
-from alspec.launch import plot_quality
+from alspec.launch.plots import plot_quality
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

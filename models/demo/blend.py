@@ -16,8 +16,8 @@ import torch
 from tokenizers import Tokenizer
 
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.models.demo.data import Codec
 from alspec.models.demo.network import DemoLlama, Shape, export, load
+from alspec.models.demo.training_data import Codec
 
 __all__ = ["blend"]
 

@@ -35,7 +35,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.data import DataLoader
 
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.models.demo.data import Codec, RowStream, common_words, encode_corpus
+from alspec.models.demo.demo_tokenizer import read_corpus
 from alspec.models.demo.network import (
     DemoLlama,
     LayerWeights,
@@ -47,7 +47,7 @@ from alspec.models.demo.network import (
     near_mask,
     rms_norm,
 )
-from alspec.models.demo.tokenizer import read_corpus
+from alspec.models.demo.training_data import Codec, RowStream, common_words, encode_corpus
 
 __all__ = ["Muon", "forward_loss", "main"]
 

@@ -26,7 +26,7 @@ from alspec.config import (
     validate,
 )
 from alspec.errors import UserError
-from alspec.launch.cli import Parser, parse, print_config
+from alspec.launch.terminal.flags import Parser, parse, print_config
 from alspec.yaml_file import load_yaml
 
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from gpu_jobs import HERE, environment, gpus, needs, torchrun
+from paths import ROOT
 
-GENERATE = str(Path(__file__).parents[2] / "launch" / "generate.py")
+GENERATE = str(ROOT / "launch" / "generate.py")
 WORKER = str(HERE / "loop_worker.py")
 CYCLES = 20
 GONE_WITHIN_S = 10.0

@@ -9,15 +9,15 @@ import json
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_jobs import HERE, MAX_RANKS, NUM_GPUS, environment, gpus, needs, torchrun
+from paths import ROOT
 
-from alspec.models.config import LlamaConfig
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.models.tokenizer import Tokenizer
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS = 24
 # Prompts by their length, and where each begins in the licence, over and over: a text that no change here changes. All
@@ -134,7 +134,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, needs(2), pytest.mark.time
 
 def _batches(num_ranks: int) -> list[list[list[int]]]:
     """Prompts of English, so that the verdicts are those of real text, and a ragged batch; two for four that share."""
-    text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_folder(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
     ids = 4 * tokenizer.encode(text, add_bos=False)
     cut = {length: ids[start : start + length] for length, start in PROMPTS.items()}

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from paths import ROOT, WORKERS
 
 from alspec.launch import doctor
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.runtime import diagnostics
-from alspec.runtime.checkup import CHECKS, Check, Scope
-from alspec.runtime.placement import Placement
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.doctor import diagnostics
+from alspec.runtime.doctor.checkup import CHECKS, Check, Scope
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = ROOT / "launch" / "doctor.py"
-WORKER = Path(__file__).with_name("doctor_worker.py")
+WORKER = WORKERS / "doctor_worker.py"
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ON_CPU = ["versions", "memory rate", "demo checkpoint"]
 ON_GPU = ["GPUs", "Triton", "CUDA graph", "dependent launch", "pinned memory"]

@@ -18,16 +18,16 @@ import yaml
 
 from alspec.config import EngineConfig, EvaluateConfig, EvaluatedCodec, Selector, validate
 from alspec.errors import BadNumbersError, UserError
-from alspec.kernels.flashq import SELECTORS
+from alspec.kernels.kv_codec.flashq.quantize import SELECTORS
 from alspec.launch import bench_kernels, evaluate, plot_trace
-from alspec.launch.bench_common import check_close
-from alspec.launch.bench_prefill import PrefillCase, check_prefill
+from alspec.launch.bench.bench_common import check_close
+from alspec.launch.bench.bench_prefill import PrefillCase, check_prefill
 from alspec.launch.evaluate_tasks import record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.runtime.decoded_attention import CODECS, SOFTMAXES, CacheSetting
-from alspec.runtime.engine import Engine
-from alspec.runtime.loading import WARM_UP_TOKENS
-from alspec.runtime.timeline import trace_json
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.loading import WARM_UP_TOKENS
+from alspec.runtime.eval.teacher_forced import CODECS, SOFTMAXES, CacheSetting
+from alspec.runtime.profiling.timeline import trace_json
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 TEXT = (

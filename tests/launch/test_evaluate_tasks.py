@@ -15,11 +15,11 @@ import torch
 from alspec.config import EngineConfig, EvaluateConfig, validate
 from alspec.errors import UserError
 from alspec.launch import evaluate, evaluate_tasks
-from alspec.launch.display import StatusLine
 from alspec.launch.evaluate_tasks import Quality, Task
-from alspec.runtime.decoded_attention import CacheSetting
-from alspec.runtime.engine import Engine
-from alspec.runtime.quality import TextScore
+from alspec.launch.terminal.display import StatusLine
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.eval.quality import TextScore
+from alspec.runtime.eval.teacher_forced import CacheSetting
 
 
 def test_hit_rates_of_answers_where_no_guess_leaves_out_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,22 +17,22 @@ import pytest
 import torch
 import yaml
 from generated import LONG_PROMPT, PROMPT, SMALL, read_json
+from paths import ROOT
 
 import alspec
 from alspec import Engine, SamplingConfig, SpeculationConfig
 from alspec.config import GenerateConfig
 from alspec.errors import UserError
 from alspec.launch import generate
-from alspec.launch.display import StatusLine
-from alspec.models import config as model_config
+from alspec.launch.terminal.display import StatusLine
+from alspec.models import llama_config as model_config
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
-from alspec.runtime.stats import step_bytes
+from alspec.runtime.profiling.stats import step_bytes
 
 Run = Callable[..., tuple[int, str, str]]
 GenerateText = Callable[..., str]
 
-ROOT = Path(__file__).resolve().parents[2]
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -44,7 +44,7 @@ def test_a_terminal_sees_what_is_waited_for(run: Run, checkpoint: Path, monkeypa
     assert "\x1b[K" not in plain, "stderr is no terminal"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr("alspec.runtime.prefill.prefill.__defaults__", (64, None))
+    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None))
     code, again, err = run(*flags, *prompt)
     assert (code, again) == (0, text)
     shown = re.findall(r"\r\x1b\[Kalspec: ([^\r]*)", err)
@@ -367,8 +367,8 @@ def test_color_without_speculation_has_nothing_to_shade(generate_text: GenerateT
 
 @pytest.mark.parametrize("text", ["tab\t", "\r", "  ", "\n", "a" * 300, "[bold]x[/bold]", "\x07", "\N{EM SPACE}"])
 def test_color_changes_no_character(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from alspec.launch.display import Printer
-    from alspec.runtime.generation import Generation, Token
+    from alspec.launch.terminal.display import Printer
+    from alspec.runtime.engine.generation import Generation, Token
 
     Printer(Generation([]), is_batch=False, color=True).show(Token(0, 1, text, 0.5, None))
     assert ANSI.sub("", capsys.readouterr().out) == text

@@ -16,20 +16,20 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from paths import ROOT
 
 from alspec.launch import latency, plot_trace
-from alspec.launch.plot_latency import draw
-from alspec.models.config import LlamaConfig
+from alspec.launch.plots.plot_latency import draw
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
-from alspec.runtime import engine as engine_module
-from alspec.runtime.engine import Engine
-from alspec.runtime.kernel_trace import TRACE_STEPS
-from alspec.runtime.profile import WARMUP_STEPS
-from alspec.runtime.stats import percentile, step_bytes
-from alspec.runtime.timeline import trace_json
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.engine import engine as engine_module
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.profiling.kernel_trace import TRACE_STEPS
+from alspec.runtime.profiling.profile import WARMUP_STEPS
+from alspec.runtime.profiling.stats import percentile, step_bytes
+from alspec.runtime.profiling.timeline import trace_json
 
-ROOT = Path(__file__).resolve().parents[2]
 HAS_GPU = torch.cuda.is_available()
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 COLUMNS = "context mode cache hits ms/token p50 p20 p80 p99 tokens/s MB a rank GB/s of limit"
@@ -480,7 +480,7 @@ def test_plot_that_is_no_picture(
 
 
 def test_what_does_not_fit(profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alspec.runtime.engine.available_bytes", lambda device, ranks: 600_000)
+    monkeypatch.setattr("alspec.runtime.engine.engine.available_bytes", lambda device, ranks: 600_000)
     code, out, err = profile("--model", checkpoint, "--transport", "gloo", "--contexts", "1k")
     assert (code, out) == (3, "")
     assert err.startswith("alspec: exit 3: does not fit: a rank needs ")

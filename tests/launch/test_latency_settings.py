@@ -14,10 +14,10 @@ import torch
 
 from alspec.config import LatencyConfig, validate
 from alspec.errors import UserError
-from alspec.kernels.gemv_tile import MAX_BATCH
+from alspec.kernels.linear.gemv_tile import MAX_BATCH
 from alspec.launch import latency
-from alspec.runtime.engine import Engine
-from alspec.runtime.profile import Profile, room
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.profiling.profile import Profile, room
 
 
 def config_of(**settings: Any) -> LatencyConfig:

@@ -20,8 +20,8 @@ from alspec.errors import UserError
 from alspec.launch import lm_eval_model
 from alspec.launch.lm_eval_model import cache_setting, generate_until, loglikelihood, loglikelihood_rolling, open_engine
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.runtime.decoded_attention import CacheSetting
-from alspec.runtime.engine import Engine
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.eval.teacher_forced import CacheSetting
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from paths import ROOT
 
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.launch import generate
-from alspec.launch.plan import PREDICTED_HIT_RATE, step_costs
-from alspec.models.config import LlamaConfig
+from alspec.launch.terminal.plan import PREDICTED_HIT_RATE, step_costs
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
-from alspec.runtime.memory import GIB, plan_memory
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.engine.memory import GIB, plan_memory
 
 PART_NAMES = ("fixed", "layer", "attention", "sender", "receiver")
 STEP_TOLERANCE = 0.10  # of a whole step
 PART_TOLERANCE = 0.03  # of a part, against the row that its constant comes from
-ROWS = [
-    json.loads(line)
-    for line in (Path(__file__).parents[2] / "docs" / "results" / "decode_step.jsonl").read_text().splitlines()
-]
+ROWS = [json.loads(line) for line in (ROOT / "docs" / "results" / "decode_step.jsonl").read_text().splitlines()]
 # What the plan is of: captured steps of one request over peer memory.
 STEPS = [
     row

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 # Longer than 2 S + 64 characters, so that sink and window leave something out.
 PROMPT = "".join(f"line {number}: the value is {number * 7919 % 997}.\n" for number in range(16))
 FLAGS = ("--transport", "gloo", "--max-new-tokens", 12, "--ignore-eos", "--threshold", "0.3")

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import SHARED
 
 from alspec.errors import UserError
-from alspec.models.chat import find_template, render_chat
-from alspec.models.config import LlamaConfig
-from alspec.models.tokenizer import Tokenizer
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.chat_template import find_template, render_chat
+from alspec.models.tokenizer.tokenizer import Tokenizer
 
-PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared" / "hf"
+PUBLISHED = SHARED / "hf"
 LLAMA_3_1 = "meta-llama-Llama-3.1-8B-Instruct.jinja"
 LLAMA_3_2 = "meta-llama-Llama-3.2-3B-Instruct.jinja"
 
@@ -66,7 +67,7 @@ def published(name: str) -> str:
 
 @pytest.mark.parametrize(("name", "date"), [(LLAMA_3_1, "26 Jul 2024"), (LLAMA_3_2, "09 Mar 2025")])
 def test_published_prompt(name: str, date: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alspec.models.chat.datetime", FixedClock)
+    monkeypatch.setattr("alspec.models.tokenizer.chat_template.datetime", FixedClock)
     assert render(published(name), TWO_TURNS) == EXPECTED.format(date=date)
 
 

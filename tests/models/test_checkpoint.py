@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 from alspec.errors import UserError
-from alspec.models.checkpoint import Checkpoint, expected_tensors, verify_checksums
-from alspec.models.config import LlamaConfig
+from alspec.models.checkpoint.checkpoint import Checkpoint, expected_tensors, verify_checksums
+from alspec.models.llama_config import LlamaConfig
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
@@ -139,7 +139,7 @@ def test_a_head_of_its_own_is_not_passed_over(
     make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside embeddings that the configuration says are tied: in its last row, of other numbers, of another shape."""
-    monkeypatch.setattr("alspec.models.checkpoint.ROWS_AT_ONCE", 5)
+    monkeypatch.setattr("alspec.models.checkpoint.checkpoint.ROWS_AT_ONCE", 5)
     folder = make_folder(tie_word_embeddings=True)
     path = folder / "model.safetensors"
     tensors = load_file(path)

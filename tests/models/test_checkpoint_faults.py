@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from alspec.errors import UserError
-from alspec.models.checkpoint import Checkpoint
-from alspec.models.config import LlamaConfig
-from alspec.models.safetensors_header import read_header
-from alspec.models.tokenizer import Tokenizer
+from alspec.models.checkpoint.checkpoint import Checkpoint
+from alspec.models.checkpoint.safetensors_header import read_header
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.tokenizer import Tokenizer
 
 INDEX = "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

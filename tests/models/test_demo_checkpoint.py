@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from paths import ROOT
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from alspec.models.checkpoint import verify_checksums
+from alspec.models.checkpoint.checkpoint import verify_checksums
 from alspec.models.demo.blend import blend
-from alspec.models.demo.data import Codec, recall_prompts
 from alspec.models.demo.network import DemoLlama, Shape, attend_full, export, layer_forward, load, rms_norm
-from alspec.runtime.engine import Engine
-from alspec.runtime.quality import TextScore, score_text
+from alspec.models.demo.training_data import Codec, recall_prompts
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.eval.quality import TextScore, score_text
 
-FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo" / "checkpoint"
+FOLDER = ROOT / "models" / "demo" / "checkpoint"
 STORY = (
     "The old man walked slowly down the road to the village. He had lived there when he was young, before the mill "
     "was closed and the river changed its course. Nobody knew him now. The houses stood where they had always stood, "

@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from paths import ROOT
 from tokenizers import Tokenizer
 
-from alspec.models.demo.data import ANSWER_WEIGHT, Codec, RowStream, common_words
+from alspec.models.demo.demo_tokenizer import SPECIAL_TOKENS, train_tokenizer, write_files
 from alspec.models.demo.network import DemoLlama, Shape, near_mask
-from alspec.models.demo.tokenizer import SPECIAL_TOKENS, train_tokenizer, write_files
 from alspec.models.demo.train import Muon, block_mask, forward_loss, orthogonalise
+from alspec.models.demo.training_data import ANSWER_WEIGHT, Codec, RowStream, common_words
 
-TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "demo" / "checkpoint" / "tokenizer.json"
+TOKENIZER = ROOT / "models" / "demo" / "checkpoint" / "tokenizer.json"
 
 
 def _corpus(words: int = 30_000) -> str:

@@ -13,15 +13,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from alspec.models.checkpoint import Checkpoint
-from alspec.models.config import LlamaConfig, RopeScaling
+from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random_weights
-from alspec.operation import no_operation
-from alspec.runtime.kv_cache import KVCache
-from alspec.runtime.placement import Placement
-from alspec.runtime.prefill import prefill
-from alspec.runtime.step import DecodeState, StepProgram
-from alspec.runtime.transport import Transport
+from alspec.models.llama_config import LlamaConfig, RopeScaling
+from alspec.runtime.cache.kv_cache import KVCache
+from alspec.runtime.decode.eager_step import DecodeState, StepProgram
+from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.prefill import prefill
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.distributed.transport import Transport
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {

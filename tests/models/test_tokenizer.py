@@ -12,12 +12,13 @@ import tokenizers
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from paths import SHARED
 
 from alspec.errors import UserError
-from alspec.models.config import LlamaConfig
-from alspec.models.tokenizer import Tokenizer, encode_prompts, prompts_of, spelled, token_ids
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.tokenizer import Tokenizer, encode_prompts, prompts_of, spelled, token_ids
 
-LLAMA_3 = Path(__file__).resolve().parents[2].parent / "shared" / "hf" / "llama3"
+LLAMA_3 = SHARED / "hf" / "llama3"
 Core = tokenizers.Tokenizer
 SEPARATOR = "\n__ggml_vocab_test__\n"
 BOS = 0

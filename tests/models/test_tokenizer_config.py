@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 
 from alspec.errors import UserError
-from alspec.models.config import LlamaConfig
-from alspec.models.tokenizer import Tokenizer
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.tokenizer import Tokenizer
 
 Core = tokenizers.Tokenizer
 FIRST = 283  # behind the tokens of `byte_level_core`

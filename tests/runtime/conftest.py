@@ -12,13 +12,14 @@ import jobs
 import pytest
 import tokenizers
 import torch
+from paths import WORKERS
 from safetensors.torch import load_file
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from alspec.simulation import SimulatedStep, simulate_step
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = WORKERS / "step_worker.py"
 EOS = "<|end|>"
 
 

@@ -1,0 +1,1 @@
+"""Lean (stream-K) decode attention over a bf16 cache, with A~ and the sums of the verdict."""

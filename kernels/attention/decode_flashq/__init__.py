@@ -1,0 +1,1 @@
+"""Lean decode attention over a FlashQ cache (TurboAttention)."""

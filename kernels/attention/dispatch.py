@@ -1,0 +1,165 @@
+"""Decode attention of one rank, plain or as guess and verification, over the cache of any codec.
+
+On CPU tensors it is PyTorch, over dequantised tensors where the cache is quantised; on CUDA one kernel for each codec.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, Phase, Speculation, lean_decode_attention
+from alspec.kernels.attention.decode_flashq.flashq_decode import turbo_decode_attention, turbo_settings
+from alspec.kernels.attention.torch_ref import decode_attention, predictor_attention, verify_attention
+from alspec.kernels.common.jit_launch import num_sms
+from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_dequantize
+from alspec.kernels.kv_codec.flashq.layout import TurboLayer
+from alspec.sas import Softmax
+
+__all__ = ["CacheLayer", "DecodeAttention", "KVLayer", "attend", "attend_workspace"]
+
+
+class KVLayer(NamedTuple):
+    """The uncompressed cache of one layer; of several it is a stack, with a leading dimension L."""
+
+    k: Tensor  # [B, Hkv, N, D]
+    v: Tensor  # [B, Hkv, N, D]
+
+    @property
+    def batch_size(self) -> int:
+        """Requests B."""
+        return self.k.shape[-4]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self.k.shape[-3]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels D of a head."""
+        return self.k.shape[-1]
+
+    @property
+    def softmax(self) -> Softmax:
+        """Of attention over it."""
+        return "exact"
+
+    def select(self, layer: int) -> KVLayer:
+        """One layer of a stack."""
+        return KVLayer(self.k[layer], self.v[layer])
+
+
+CacheLayer = KVLayer | TurboLayer
+
+
+def attend_workspace(layer: CacheLayer, num_qo_heads: int, device: torch.device, spare_sms: int = 0) -> LeanWorkspace:
+    """Scratch memory of `attend` over such a cache, on all SMs but `spare_sms`; 4 programs in the interpreter."""
+    sms = num_sms(device) - spare_sms if device.type == "cuda" else 4
+    per_sm = turbo_settings(device).per_sm if isinstance(layer, TurboLayer) else 1
+    return LeanWorkspace.allocate(
+        layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, per_sm * sms
+    )
+
+
+def attend(
+    q: Tensor,
+    layer: CacheLayer,
+    seq_lens: Tensor,
+    sm_scale: float,
+    workspace: LeanWorkspace,
+    out: Tensor,
+    lse: Tensor,
+    speculation: Speculation | None = None,
+    phase: Phase = "all",
+    gate: Tensor | None = None,
+    newest_only: bool = False,
+) -> None:
+    """The kernel of the layer's codec; everything else as `lean_decode_attention`, errors and capture too."""
+    if isinstance(layer, TurboLayer):
+        turbo_decode_attention(
+            q, layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, newest_only=newest_only
+        )
+    else:
+        lean_decode_attention(
+            q, *layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, newest_only=newest_only
+        )
+
+
+class DecodeAttention:
+    """Attention of one new token for each request, with the scratch memory its launches share.
+
+    A speculative layer calls `predict`, may send the result away, and calls `verify` next with the same arguments.
+
+    Args:
+        layer: any of the cache that is read.
+
+    Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity.
+    """
+
+    def __init__(
+        self, layer: CacheLayer, num_qo_heads: int, chunk_size: int, sm_scale: float, device: torch.device
+    ) -> None:
+        self._chunk_size = chunk_size
+        self._sm_scale = sm_scale
+        self._is_cuda = device.type == "cuda"
+        if not self._is_cuda:
+            return
+        shape = (layer.batch_size, num_qo_heads, layer.head_dim)
+        self._workspace = attend_workspace(layer, num_qo_heads, device)
+        self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
+        self._lse = torch.empty(shape[:2], device=device)
+        self._speculation = Speculation(
+            chunk_size,
+            self._spec_out,
+            torch.empty(layer.batch_size, num_sums(num_qo_heads, layer.head_dim), 2, device=device),
+        )
+
+    def full(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
+        """`A` without speculation.
+
+        Args:
+            q: [B, Hq, D].  layer: of the cache.  seq_lens: [B] int32; all on the device.
+        Returns:
+            [B, Hq, D] fp32; on CUDA the same buffer every time.
+        """
+        if not self._is_cuda:
+            return decode_attention(q, *_readable(layer, seq_lens), seq_lens, self._sm_scale, layer.softmax)[0]
+        self._launch(q, layer, seq_lens, None)
+        return self._out
+
+    def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
+        """`A~` over sink and window; arguments and result as `full`."""
+        if not self._is_cuda:
+            self._read = _readable(layer, seq_lens)
+            self._spec_out, self._spec_lse = predictor_attention(
+                q, *self._read, seq_lens, self._chunk_size, self._sm_scale, layer.softmax
+            )
+        else:
+            self._launch(q, layer, seq_lens, self._speculation, "predictor")
+        return self._spec_out
+
+    def verify(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Complete the last `A~` to `A`: full_out as `full`, and its sums [B, 2] fp32 (dist2, norm2)."""
+        if not self._is_cuda:
+            verified = verify_attention(
+                q, *self._read, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale,
+                layer.softmax,
+            )  # fmt: skip
+            del self._read  # as large as the cache of all requests would be, dequantised: not two layers at a time
+            return verified
+        self._launch(q, layer, seq_lens, self._speculation, "rest")
+        return self._out, self._speculation.sums.sum(1)
+
+    def _launch(
+        self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: Speculation | None, phase: Phase = "all"
+    ) -> None:
+        attend(q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, phase)
+
+
+def _readable(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, Hkv, N, D] to index by position."""
+    return layer if isinstance(layer, KVLayer) else flashq_dequantize(layer, seq_lens)

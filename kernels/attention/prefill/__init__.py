@@ -1,0 +1,1 @@
+"""INT8 prefill attention (TurboAttention)."""

@@ -1,0 +1,326 @@
+"""Attention over floating-point keys and values in PyTorch operators: prefill on every device, decode on CPU tensors.
+
+A speculative decode is the partial over sink and window (`predictor_attention`), which may be sent away, then the
+rest, the merge and the verdict's sums (`verify_attention`). On CUDA tensors the lean kernel does both; see
+`dispatch.py`.
+
+Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, n tokens. `lse` is base 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+
+from alspec.kernels.kv_codec.flashq.quantize import dequantize
+from alspec.predictor import KV_TILE, predictor_ranges
+from alspec.sas import Softmax, cutoff, sas_softmax
+from alspec.verdict import distance_sums
+
+__all__ = [
+    "QUERIES_AT_ONCE",
+    "SCORES_AT_ONCE",
+    "SCORE_BYTES",
+    "decode_attention",
+    "dequantized_prefill_attention",
+    "merge_partials",
+    "newest_causal_mask",
+    "predictor_attention",
+    "predictor_attention_all",
+    "prefill_attention",
+    "verify_attention",
+]
+
+LOG2E = math.log2(math.e)
+
+# Scores held at once where nothing fuses their softmax: 128 MiB on a GPU, what stays in the cache of a CPU.
+SCORE_BYTES = 4 * 4  # in fp32, and some four times over while it is taken
+SCORES_AT_ONCE = {"cuda": 2**25, "cpu": 2**20}
+# At least so many behind a prefix: fewer are slower than PyTorch's own blocks, 8 at 128K tokens on a CPU by 2x.
+QUERIES_AT_ONCE = 256
+
+WHOLE_CHUNK = 4096  # tokens, of which chunks that cuDNN gets are a multiple
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, seq_len: int) -> tuple[Tensor, Tensor]:
+    """One request's partial: q [Hq, D], k, v [Hkv, n, D] -> o [Hq, D] fp32, lse [Hq] fp32; n = 0 gives (0, -inf).
+
+    The cutoff of SAS is that of all `seq_len` tokens, of which these are some: then it bounds what the merged output
+    lacks, because the maximum of some tokens is no larger than that of all.
+    """
+    num_kv_heads, num_tokens, head_dim = k.shape
+    # The query heads of one KV head are the rows of one product, so K and V are read once.
+    rows = q.reshape(num_kv_heads, -1, head_dim)
+    if num_tokens == 0:
+        return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:1], -math.inf, dtype=torch.float32)
+    scores = rows.float() @ k.float().transpose(1, 2) * sm_scale
+    if softmax == "sas":
+        weights, log_sum = sas_softmax(scores, cutoff(seq_len))
+    else:
+        weights, log_sum = torch.softmax(scores, dim=-1), torch.logsumexp(scores, dim=-1)
+    return (weights @ v.float()).flatten(0, 1), (log_sum * LOG2E).flatten()
+
+
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float, softmax: Softmax = "exact"
+) -> tuple[Tensor, Tensor]:
+    """Attention of one new token for each request over its first `seq_lens` cached tokens.
+
+    Oracle: `decode_attention_ref`.
+
+    Args:
+        q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.
+        seq_lens: [B] integers; read on the host, because the cache is sliced by them.
+        softmax: sas: weights of `alspec/sas.py`, with the cutoff of each request's length.
+    Returns:
+        o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
+    """
+    parts = [
+        _attend(q[b], k_cache[b, :, :n], v_cache[b, :, :n], sm_scale, softmax, n)
+        for b, n in enumerate(seq_lens.tolist())
+    ]
+    return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+def merge_partials(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge partial attention outputs into one.
+
+        o = sum_s 2^(lse_s - lse) o_s,   lse = log2 sum_s 2^lse_s
+
+    Source: Lean Attention, section 4 (associativity of softmax rescaling). Oracle: `merge_partials_ref`.
+
+    Args:
+        o_partial: [num_splits, B, Hq, D] fp32.  lse_partial: [num_splits, B, Hq] fp32, base 2; an empty split has -inf.
+    Returns:
+        o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
+    """
+    highest = lse_partial.amax(dim=0)
+    weight = torch.exp2(lse_partial - highest)
+    total = weight.sum(dim=0)
+    return (weight[..., None] * o_partial).sum(dim=0) / total[..., None], highest + torch.log2(total)
+
+
+def predictor_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    chunk_size: int,
+    sm_scale: float,
+    softmax: Softmax = "exact",
+) -> tuple[Tensor, Tensor]:
+    """`A~`: attention over sink and window only, every token counted once. Source: ALSpec, section 3.1.
+
+    Args and returns as `decode_attention`, with the lengths of sink and window from `chunk_size` tokens (S).
+    """
+    sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size))
+    parts = []
+    for b, n in enumerate(seq_lens.tolist()):
+        spans = [(0, sink_end[b]), (window_start[b], n)]
+        k, v = (torch.cat([cache[b, :, i:j] for i, j in spans], dim=1) for cache in (k_cache, v_cache))
+        parts.append(_attend(q[b], k, v, sm_scale, softmax, n))
+    return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+def verify_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    spec_out: Tensor,
+    spec_lse: Tensor,
+    chunk_size: int,
+    sm_scale: float,
+    softmax: Softmax = "exact",
+) -> tuple[Tensor, Tensor]:
+    """Read the tokens between sink and window, complete `A~` to `A`, and measure the distance of the two.
+
+    Args:
+        spec_out, spec_lse: of `predictor_attention`; the others as there.
+    Returns:
+        full_out: [B, Hq, D] fp32.  sums: [B, 2] fp32, (dist2, norm2) over this rank's heads.
+    Oracle: `speculative_decode_attention_ref`.
+    """
+    sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size))
+    parts = [
+        _attend(q[b], k_cache[b, :, start:stop], v_cache[b, :, start:stop], sm_scale, softmax, n)
+        for b, (start, stop, n) in enumerate(zip(sink_end, window_start, seq_lens.tolist(), strict=True))
+    ]
+    rest_out, rest_lse = torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
+    full_out, _ = merge_partials(torch.stack([spec_out, rest_out]), torch.stack([spec_lse, rest_lse]))
+    return full_out, distance_sums(spec_out, full_out)
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax = "exact", cutoff_tokens: int | None = None
+) -> Tensor:
+    """Causal attention of the newest tokens over a prefix that ends with them. Oracle: `prefill_attention_ref`.
+
+    Args:
+        q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D] in q's dtype.
+        softmax: sas: weights of `alspec/sas.py`, with the cutoff of n tokens, or of `cutoff_tokens`, for every row; in
+            fp32.
+    Returns:
+        [n_q, Hq, D] in q's dtype.
+    """
+    if softmax == "sas":
+        return _sas_prefill_attention(q, k, v, sm_scale, cutoff_tokens or k.shape[1])
+    prefix = k.shape[1] - q.shape[0]
+    qkv = q.transpose(0, 1)[None], k[None], v[None]
+    if fused := _fused_prefill(*qkv):
+        return fused(*qkv, prefix, sm_scale)[0].transpose(0, 1)
+    if prefix == 0 and not q.is_cuda:
+        out = F.scaled_dot_product_attention(*qkv, is_causal=True, scale=sm_scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    outs, end = [], prefix
+    # A mask of all queries is as large as the scores of a head; on a GPU those of all heads are held, too.
+    row = k.shape[1] * (q.shape[1] if q.is_cuda else 1)
+    for queries in q.split(max(QUERIES_AT_ONCE, SCORES_AT_ONCE[q.device.type] // row)):
+        end += len(queries)
+        outs.append(_masked_attention(queries, k[:, :end], v[:, :end], sm_scale))
+    return torch.cat(outs)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
+    """As `prefill_attention`, by a mask, which is gone before that of the next queries is made."""
+    (num_queries, *_), num_tokens = q.shape, k.shape[1]
+    mask = newest_causal_mask(num_queries, num_tokens) if q.is_cuda else _added_mask(num_queries, num_tokens, q.dtype)
+    qkv = q.transpose(0, 1)[None], k[None], v[None]
+    out = F.scaled_dot_product_attention(*qkv, mask, scale=sm_scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _fused_prefill(q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor, int, float], Tensor] | None:
+    """The library on a GPU that takes these, [1, heads, tokens, D] each, or None.
+
+    cuDNN's attention is the fastest on compute capability 9 and 10, but prepares each shape anew, for 40 to 80 ms
+    (H200): at 8K tokens a whole prompt would win back half of that. So it gets chunks whose shapes come again, and
+    FlashAttention, which needs no preparation, the others.
+    """
+    if not q.is_cuda:
+        return None
+    params = SDPAParams(q, k, v, None, 0.0, False, True)
+    # Multiples of 128: before cuDNN 9.15.1, PyTorch does not trust it with other lengths.
+    is_whole = q.shape[2] % WHOLE_CHUNK == 0 and k.shape[2] % 128 == 0
+    if is_whole and torch.cuda.get_device_capability(q.device)[0] in (9, 10) and can_use_cudnn_attention(params):
+        return _attention_by_cudnn
+    return _attention_by_flash if can_use_flash_attention(params) and q.shape[3] % 8 == 0 else None
+
+
+def _attention_by_flash(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: float) -> Tensor:
+    """As `_attention_by_cudnn`. Here a causal mask ends with the last token of both, so begins behind the prefix."""
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=sm_scale)[0]
+    return out
+
+
+def _attention_by_cudnn(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: float) -> Tensor:
+    """Causal attention of the tokens behind a prefix: among themselves, and over it, merged as `merge_partials` does.
+
+    cuDNN has no causal mask that begins behind a prefix, and FlashAttention, which has one, takes 1.7 times as long as
+    these two (H200). Shapes as `_fused_prefill`, the tokens of q being the last of k and v.
+    """
+    own, lse_own = _partial_by_cudnn(q, k[:, :, prefix:], v[:, :, prefix:], True, sm_scale)
+    if prefix == 0:
+        return own
+    before, lse_before = _partial_by_cudnn(q, k[:, :, :prefix], v[:, :, :prefix], False, sm_scale)
+    share = torch.sigmoid(lse_own - lse_before)[..., None]
+    return before.float().lerp_(own.float(), share).to(q.dtype)
+
+
+def _partial_by_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """What F.scaled_dot_product_attention calls, with the lse that it keeps: [1, Hq, n_q] fp32, base e."""
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = attend(q, k, v, None, True, is_causal=is_causal, scale=sm_scale)
+    return out, lse.view(out.shape[:3])
+
+
+def newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:
+    """Which of `num_tokens` tokens the last `num_queries` of them see, for PyTorch's attention."""
+    # Not at the top: it loads TorchDynamo, a second that would go to the start of every command.
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(num_queries, num_tokens)
+
+
+def _added_mask(num_queries: int, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """The same as numbers to add, [num_queries, num_tokens]: a CPU makes these of the other, with copies on the way."""
+    mask = torch.zeros(num_queries, num_tokens, dtype=dtype)
+    hidden = torch.ones(num_queries, num_queries, dtype=torch.bool).triu(1)
+    mask[:, num_tokens - num_queries :].masked_fill_(hidden, -math.inf)
+    return mask
+
+
+def _sas_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, cutoff_tokens: int) -> Tensor:
+    """`prefill_attention` with SAS weights, so many queries at a time that their scores fit in memory."""
+    (num_queries, num_qo_heads, head_dim), (num_kv_heads, num_tokens, _) = q.shape, k.shape
+    n_r, keys, values = cutoff(cutoff_tokens), k.float().transpose(1, 2), v.float()
+    token = torch.arange(num_tokens, device=q.device)
+    at_once = max(1, SCORES_AT_ONCE[q.device.type] // (num_qo_heads * num_tokens))
+    outs = []
+    for queries, position in zip(q.split(at_once), token[num_tokens - num_queries :].split(at_once), strict=True):
+        rows = queries.float().transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads x queries, D]
+        scores = (rows @ keys * sm_scale).unflatten(1, (-1, len(queries)))
+        weights, _ = sas_softmax(scores.masked_fill(token > position[:, None], -math.inf), n_r)
+        outs.append((weights.flatten(1, 2) @ values).view(num_qo_heads, len(queries), head_dim).transpose(0, 1))
+    return torch.cat(outs).to(q.dtype)
+
+
+def dequantized_prefill_attention(
+    q: Tensor,
+    k8: Tensor,
+    v8: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    sm_scale: float,
+    softmax: Softmax = "exact",
+    cutoff_tokens: int | None = None,
+) -> Tensor:
+    """`prefill_attention` over INT8 keys and values, dequantised to q's dtype.
+
+    Args:
+        q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k8, v8: [Hkv, n, D] int8.
+        k_scale, v_scale: [Hkv, ceil(n / 64)] fp32, of each block of tokens.
+    Returns:
+        [n_q, Hq, D] in q's dtype. Oracle: `prefill_attention_ref` of the dequantised tensors.
+    """
+    k, v = (dequantize(x8, scale).to(q.dtype) for x8, scale in ((k8, k_scale), (v8, v_scale)))
+    return prefill_attention(q, k, v, sm_scale, softmax, cutoff_tokens)
+
+
+def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm_scale: float) -> Tensor:
+    """`A~` of every position of a sequence, each over its own sink and window: what decoding step by step would guess.
+
+    Args:
+        q: [n, Hq, D].  k, v: [Hkv, n, D] in q's dtype.
+    Returns:
+        [n, Hq, D] in q's dtype. Oracle: `speculative_decode_attention_ref` at every length.
+    """
+    num_tokens, window = q.shape[0], chunk_size + KV_TILE - 1
+    # Up to here sink and window meet: A~ is the full causal attention.
+    exact = min(num_tokens, 2 * chunk_size + KV_TILE - 1)
+    out = prefill_attention(q[:exact], k[:, :exact], v[:, :exact], sm_scale)
+    if exact == num_tokens:
+        return out
+    # Blocks of 64 queries share their first window token, `chunk_size - 1` tokens before the block's first query.
+    blocks = -(-(num_tokens - exact) // KV_TILE)
+    first = exact - (chunk_size - 1)
+    tail = first + (blocks - 1) * KV_TILE + window - num_tokens
+
+    def sink_and_windows(cache: Tensor) -> Tensor:
+        sink = cache[:, None, :chunk_size].expand(-1, blocks, -1, -1)
+        windows = F.pad(cache, (0, 0, 0, tail))[:, first:].unfold(1, window, KV_TILE).transpose(2, 3)
+        return torch.cat([sink, windows], dim=2).transpose(0, 1)
+
+    queries = F.pad(q[exact:], (0, 0, 0, 0, 0, blocks * KV_TILE - (num_tokens - exact)))
+    queries = queries.view(blocks, KV_TILE, *q.shape[1:]).transpose(1, 2)
+    age = torch.arange(window, device=q.device) - (chunk_size - 1) - torch.arange(KV_TILE, device=q.device)[:, None]
+    visible = torch.cat([age.new_ones(KV_TILE, chunk_size, dtype=torch.bool), age <= 0], dim=1)
+    rest = F.scaled_dot_product_attention(
+        queries, sink_and_windows(k), sink_and_windows(v), attn_mask=visible, scale=sm_scale, enable_gqa=True
+    )
+    return torch.cat([out, rest.transpose(1, 2).flatten(0, 1)[: num_tokens - exact]])

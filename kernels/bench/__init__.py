@@ -1,0 +1,1 @@
+"""Kernels that only benchmarks and the doctor launch."""

@@ -1,0 +1,1 @@
+"""What every kernel uses: launching, dependent launch, small device helpers."""

@@ -1,0 +1,1 @@
+"""KV-cache codecs: layout, reference and kernels of each."""

@@ -1,0 +1,1 @@
+"""FlashQ block progressive quantisation (TurboAttention, section 3)."""

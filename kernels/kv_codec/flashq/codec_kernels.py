@@ -1,0 +1,391 @@
+"""The quantised cache written and read back on a GPU: store of a prompt, a token, a full tail; restore of a prefix.
+
+How a block becomes the words of a record, and back, is in record.py; the oracles are in flashq_reference.py.
+
+Shapes: B requests, H KV heads of this rank, D head_dim, n tokens, NB blocks of capacity, W words of a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from alspec.kernels.common.jit_launch import launch, launch_options
+from alspec.kernels.common.pdl import wait_for_kernel_ahead
+from alspec.kernels.kv_codec.flashq.layout import PER_HEAD, TurboLayer, record_words
+from alspec.kernels.kv_codec.flashq.quantize import BLOCK, MIN_SCALE
+from alspec.kernels.kv_codec.flashq.record import TOKENS, largest, record_at, restore_side, to_int8, write_side
+
+__all__ = ["flashq_restore", "flashq_store", "turbo_append", "turbo_compact"]
+
+NUM_WARPS = 4
+STORE_WARPS = 8  # with fewer, a block of 128 channels spills
+COMPACT_ROWS = 64  # heads of all requests and layers at work together: with K and V a program for each SM of an H200
+
+
+@triton.jit
+def _store_tensor(
+    x_ptr,  # of the head: [n, D]
+    x_stride,
+    q1_ptr,  # of the head: [n, D] int8
+    scale_ptr,  # where this block's stage-1 scale goes, for the prefill
+    tail_scale_ptr,  # the head's universal scale
+    cache_scale_ptr,  # where a record's scale goes
+    record_ptr,
+    bits,
+    n,
+    chunk_block,
+    D: tl.constexpr,
+    IS_V: tl.constexpr,
+):
+    """Stages 1 and 2 of one block of K or V."""
+    c = tl.arange(0, D)
+    t = chunk_block * TOKENS + tl.arange(0, TOKENS)
+    exists = (t < n)[:, None]
+    x = tl.load(x_ptr + t[:, None].to(tl.int64) * x_stride + c[None, :], mask=exists, other=0.0).to(tl.float32)
+    raw = tl.div_rn(largest(largest(x, 1), 0), 119.0)
+    scale = tl.where(raw == 0, 1.0, raw)
+    tl.atomic_max(tail_scale_ptr, raw, sem="relaxed")
+    tl.store(scale_ptr, scale)
+    q1 = to_int8(x, scale)
+    tl.store(q1_ptr + t[:, None].to(tl.int64) * D + c[None, :], q1.to(tl.int8), mask=exists)
+    if (chunk_block + 1) * TOKENS <= n:
+        tl.store(cache_scale_ptr, scale)
+        write_side(q1, record_ptr, bits, D, IS_V)
+
+
+# Lengths, and what lies where they say, are not specialised: prompts of all lengths are served by one compiled kernel.
+@triton.jit(
+    do_not_specialize=["n", "request", "first_block", "num_blocks", "scale_head_stride"],
+    do_not_specialize_on_alignment=[*PER_HEAD, "k_scale_ptr", "v_scale_ptr"],
+)
+def _store_kernel(
+    k_ptr,  # [n, H, D]
+    v_ptr,
+    words_ptr,  # [W] int32
+    offset_ptr,  # [B, H] int64
+    bits_ptr,  # [B, H] int32
+    scales_ptr,  # [B, H, NB, 2] fp32
+    tail_scale_ptr,  # [B, H, 2] fp32
+    k8_ptr,  # [H, n, D] int8
+    v8_ptr,
+    k_scale_ptr,  # [H, ceil(n / 64)] fp32
+    v_scale_ptr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    q8_head_stride,
+    scale_head_stride,
+    n,
+    request,
+    first_block,
+    num_blocks,
+    H: tl.constexpr,
+    D: tl.constexpr,
+):
+    """One block of one head; grid [ceil(n / 64), H]."""
+    chunk_block = tl.program_id(0)
+    block = first_block + chunk_block
+    head = tl.program_id(1).to(tl.int64)
+    row = request * H + head
+    bits = tl.load(bits_ptr + row)
+    record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
+    at_scale = head * scale_head_stride + chunk_block
+    at_cache = scales_ptr + (row * num_blocks + block) * 2
+    _store_tensor(
+        k_ptr + head * k_head_stride, k_token_stride, k8_ptr + head * q8_head_stride, k_scale_ptr + at_scale,
+        tail_scale_ptr + row * 2, at_cache, record_ptr, bits, n, chunk_block, D, 0,
+    )  # fmt: skip
+    _store_tensor(
+        v_ptr + head * v_head_stride, v_token_stride, v8_ptr + head * q8_head_stride, v_scale_ptr + at_scale,
+        tail_scale_ptr + row * 2 + 1, at_cache + 1, record_ptr, bits, n, chunk_block, D, 1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rest", "request"], do_not_specialize_on_alignment=PER_HEAD)
+def _store_tail_kernel(
+    k_ptr,  # [rest, H, D], 1 to 63 tokens
+    v_ptr,
+    tail_ptr,  # [B, H, 2, 64, D] int8
+    tail_scale_ptr,  # [B, H, 2] fp32
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    rest,
+    request,
+    H: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The prompt's incomplete block under the universal scale; grid [H, 2], K then V."""
+    head = tl.program_id(0).to(tl.int64)
+    is_v = tl.program_id(1)
+    row = (request * H + head) * 2 + is_v
+    x_ptr, token_stride = k_ptr + head * k_head_stride, k_token_stride
+    if is_v == 1:
+        x_ptr, token_stride = v_ptr + head * v_head_stride, v_token_stride
+    c = tl.arange(0, D)
+    t = tl.arange(0, TOKENS)
+    exists = (t < rest)[:, None]
+    x = tl.load(x_ptr + t[:, None].to(tl.int64) * token_stride + c[None, :], mask=exists, other=0.0).to(tl.float32)
+    q1 = to_int8(x, tl.load(tail_scale_ptr + row))
+    tl.store(tail_ptr + (row * TOKENS + t[:, None]) * D + c[None, :], q1.to(tl.int8), mask=exists)
+
+
+def flashq_store(
+    k: Tensor,
+    v: Tensor,
+    layer: TurboLayer,
+    request: int,
+    start: int,
+    k8: Tensor,
+    v8: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    """Quantise a chunk of one request's prompt into the cache, each block once. Oracle: `flashq_store_ref`.
+
+    Full blocks become records. The universal scale becomes the largest stage-1 scale of the prompt so far; under it, an
+    incomplete last block, with which the prompt ends, goes into the tail. Source: TurboAttention, sections 3.1 and 3.3.
+
+    Args:
+        k, v: [n, H, D] bf16, fp16 or fp32, channels contiguous.  layer: written; its `bits` and `offset` are read.
+        start: position of the first token, a multiple of 64; 0 begins a new prompt.
+        k8, v8: [H, n, D] int8, stage 1 of the chunk, written; any stride between heads, the same for both.
+        k_scale, v_scale: [H, ceil(n / 64)] fp32, likewise.
+    Raises:
+        ValueError: shape, dtype or layout, naming the argument.
+    """
+    num_tokens, num_heads, head_dim = k.shape
+    _check_chunk(k, v, layer, start)
+    _check_stage_1(k8, v8, k_scale, v_scale, (num_heads, num_tokens, head_dim))
+    if start == 0:
+        layer.tail_scale[request].fill_(MIN_SCALE)
+    strides = (*k.stride()[:2], *v.stride()[:2])
+    _store_kernel[(triton.cdiv(num_tokens, BLOCK), num_heads)](
+        k, v, layer.words, layer.offset, layer.bits, layer.scales, layer.tail_scale, k8, v8, k_scale, v_scale, *strides,
+        k8.stride(0), k_scale.stride(0), num_tokens, request, start // BLOCK, layer.num_blocks, H=num_heads,
+        D=head_dim, num_warps=STORE_WARPS,
+    )  # fmt: skip
+    rest = num_tokens % BLOCK
+    if rest:
+        _store_tail_kernel[(num_heads, 2)](
+            k[num_tokens - rest :], v[num_tokens - rest :], layer.tail, layer.tail_scale, *strides, rest, request,
+            H=num_heads, D=head_dim, num_warps=NUM_WARPS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=PER_HEAD)
+def _turbo_append_kernel(
+    k_ptr,  # [B, H, D]
+    v_ptr,
+    seq_lens_ptr,  # [B] int32, with the new token
+    tail_ptr,  # [B, H, 2, 64, D] int8
+    tail_scale_ptr,  # [B, H, 2] fp32
+    k_request_stride,
+    k_head_stride,
+    v_request_stride,
+    v_head_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """K or V of one request and head; grid [B H, 2]."""
+    if PDL:
+        gdc_launch_dependents()
+        wait_for_kernel_ahead()
+    request, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    row = tl.program_id(0).to(tl.int64) * 2 + tl.program_id(1)
+    x_ptr = k_ptr + request * k_request_stride + head * k_head_stride
+    if tl.program_id(1) == 1:
+        x_ptr = v_ptr + request * v_request_stride + head * v_head_stride
+    c = tl.arange(0, D)
+    q1 = to_int8(tl.load(x_ptr + c).to(tl.float32), tl.load(tail_scale_ptr + row))
+    slot = (tl.load(seq_lens_ptr + request) - 1) % TOKENS
+    tl.store(tail_ptr + (row * TOKENS + slot) * D + c, q1.to(tl.int8))
+
+
+def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor) -> None:
+    """One new token of each request into the tail, where neither `qkv_rope_append` nor a handover has put it.
+
+        tail[(n - 1) % 64] = clamp(rint(x / universal scale), -119, 119)
+
+    Source: TurboAttention, section 3.3. Oracle: `turbo_append_ref`.
+
+    Args:
+        k, v: [B, H, D] bf16, fp16 or fp32, channels contiguous.  layer: its tail is written.
+        seq_lens: [B] int32 with the new token (n).
+    Raises:
+        ValueError: shape or layout, naming the argument.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, num_heads, head_dim = layer.batch_size, layer.num_kv_heads, layer.head_dim
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != (batch_size, num_heads, head_dim) or x.stride(2) != 1:
+            expected = f"[{batch_size}, {num_heads}, {head_dim}] with contiguous channels"
+            raise ValueError(f"{name}: expected {expected}, found {list(x.shape)}")
+    launch(_turbo_append_kernel, (batch_size * num_heads, 2))(
+        k, v, seq_lens, layer.tail, layer.tail_scale, *k.stride()[:2], *v.stride()[:2], H=num_heads, D=head_dim,
+        num_warps=1, **launch_options(k.device),
+    )  # fmt: skip
+
+
+@triton.jit
+def _compact_tensor(tail_ptr, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
+    """Stage 2 of a full tail [64, D] int8 of K or V, into its record."""
+    at = tl.arange(0, TOKENS)[:, None] * D + tl.arange(0, D)[None, :]
+    write_side(tl.load(tail_ptr + at).to(tl.int32), record_ptr, bits, D, IS_V)
+
+
+@triton.jit(do_not_specialize=["num_layers", "num_rows", "num_blocks"], do_not_specialize_on_alignment=PER_HEAD)
+def _turbo_compact_kernel(
+    seq_lens_ptr,  # [B] int32, with the new token
+    words_ptr,  # [L, W] int32
+    offset_ptr,  # [L, B, H] int64
+    bits_ptr,  # [L, B, H] int32
+    scales_ptr,  # [L, B, H, NB, 2] fp32
+    tail_ptr,  # [L, B, H, 2, 64, D] int8
+    tail_scale_ptr,  # [L, B, H, 2] fp32
+    layer_words,  # W
+    num_layers,
+    num_rows,  # B H
+    num_blocks,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """K or V of one request and head, in every `num_programs(2)`-th layer; grid [B H, 2, up to L]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    seq_len = tl.load(seq_lens_ptr + tl.program_id(0) // H)
+    if seq_len % TOKENS != 0:
+        return
+    block = seq_len // TOKENS - 1
+    is_v = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    while layer < num_layers:
+        row = layer * num_rows + tl.program_id(0)
+        bits = tl.load(bits_ptr + row)
+        record_ptr = record_at(words_ptr + layer * layer_words, tl.load(offset_ptr + row), bits, block, D)
+        scale = tl.load(tail_scale_ptr + row * 2 + is_v)
+        tl.store(scales_ptr + (row * num_blocks + block) * 2 + is_v, scale)
+        at_tail = tail_ptr + (row * 2 + is_v) * (TOKENS * D)
+        if is_v == 0:
+            _compact_tensor(at_tail, record_ptr, bits, D, 0)
+        else:
+            _compact_tensor(at_tail, record_ptr, bits, D, 1)
+        layer += tl.num_programs(2)
+
+
+def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
+    """Where n is a multiple of 64, a request's tail into record `n / 64 - 1`, in all layers; elsewhere nothing.
+
+    Launched at the end of a step: attention of this step reads the tail, which stays, and that of the next the record.
+    A second launch changes nothing. Source: TurboAttention, section 3.3. Oracle: `turbo_compact_ref`.
+
+    Args:
+        layers: one or a stack; written.  seq_lens: [B] int32 with the new token (n), at most 64 NB + 63.
+    Capture: graph-safe; allocates nothing.
+    """
+    num_layers, num_rows = layers.tail.shape[:-5].numel(), layers.batch_size * layers.num_kv_heads
+    # Few programs, each for several layers: in 63 steps of 64 they have nothing to do.
+    together = min(num_layers, triton.cdiv(COMPACT_ROWS, num_rows))
+    launch(_turbo_compact_kernel, (num_rows, 2, together))(
+        seq_lens, layers.words, layers.offset, layers.bits, layers.scales, layers.tail, layers.tail_scale,
+        layers.words.shape[-1], num_layers, num_rows, layers.num_blocks, H=layers.num_kv_heads, D=layers.head_dim,
+        num_warps=NUM_WARPS, **launch_options(seq_lens.device),
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["request", "num_blocks", "scale_head_stride"],
+    do_not_specialize_on_alignment=[*PER_HEAD, "k_scale_ptr", "v_scale_ptr"],
+)
+def _restore_kernel(
+    words_ptr,  # [W] int32
+    offset_ptr,  # [B, H] int64
+    bits_ptr,  # [B, H] int32
+    scales_ptr,  # [B, H, NB, 2] fp32
+    k8_ptr,  # [H, nb 64, D] int8
+    v8_ptr,
+    k_scale_ptr,  # [H, nb] fp32
+    v_scale_ptr,
+    q8_head_stride,
+    scale_head_stride,
+    request,
+    num_blocks,
+    H: tl.constexpr,
+    D: tl.constexpr,
+):
+    """One record; grid [nb, H]."""
+    block, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = request * H + head
+    at_q1 = head * q8_head_stride + block * (TOKENS * D)
+    at_scale = head * scale_head_stride + block
+    at_cache = scales_ptr + (row * num_blocks + block) * 2
+    tl.store(k_scale_ptr + at_scale, tl.load(at_cache))
+    tl.store(v_scale_ptr + at_scale, tl.load(at_cache + 1))
+    bits = tl.load(bits_ptr + row)
+    record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
+    if bits == 4:
+        restore_side(record_ptr, k8_ptr + at_q1, 4, D, 0)
+        restore_side(record_ptr, v8_ptr + at_q1, 4, D, 1)
+    else:
+        restore_side(record_ptr, k8_ptr + at_q1, 2, D, 0)
+        restore_side(record_ptr, v8_ptr + at_q1, 2, D, 1)
+
+
+def flashq_restore(
+    layer: TurboLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
+) -> None:
+    """Records `[0, num_blocks)` of one request back at INT8, `q2 s_int + z`. Oracle: `flashq_restore_ref`.
+
+    Args:
+        layer: read.  k8, v8: [H, 64 num_blocks, D] int8, written; any stride between heads, the same for both.
+        k_scale, v_scale: [H, num_blocks] fp32, likewise.
+    Raises:
+        ValueError: shape, dtype or layout, naming the argument.
+    """
+    num_heads, head_dim = layer.num_kv_heads, layer.head_dim
+    _check_stage_1(k8, v8, k_scale, v_scale, (num_heads, num_blocks * BLOCK, head_dim))
+    if num_blocks == 0:
+        return
+    _restore_kernel[(num_blocks, num_heads)](
+        layer.words, layer.offset, layer.bits, layer.scales, k8, v8, k_scale, v_scale, k8.stride(0), k_scale.stride(0),
+        request, layer.num_blocks, H=num_heads, D=head_dim, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _check_chunk(k: Tensor, v: Tensor, layer: TurboLayer, start: int) -> None:
+    num_tokens, num_heads, head_dim = k.shape
+    record_words(4, head_dim)  # refuses other sizes of heads
+    if v.shape != k.shape or (num_heads, head_dim) != (layer.num_kv_heads, layer.head_dim):
+        expected = f"[n, {layer.num_kv_heads}, {layer.head_dim}]"
+        raise ValueError(f"k, v: expected two {expected}, found {list(k.shape)} and {list(v.shape)}")
+    if k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError("k, v: expected contiguous channels")
+    if start % BLOCK or start // BLOCK + num_tokens // BLOCK > layer.num_blocks:
+        raise ValueError(
+            f"start: expected a multiple of {BLOCK} with room for {num_tokens} tokens in {layer.num_blocks} blocks, "
+            f"found {start}"
+        )
+
+
+def _check_stage_1(k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, shape: tuple[int, int, int]) -> None:
+    num_heads, num_tokens, head_dim = shape
+    scale_shape = (num_heads, -(-num_tokens // BLOCK))
+    for name, x, expected, dtype in (
+        ("k8", k8, shape, torch.int8), ("v8", v8, shape, torch.int8),
+        ("k_scale", k_scale, scale_shape, torch.float32), ("v_scale", v_scale, scale_shape, torch.float32),
+    ):  # fmt: skip
+        if x.shape != expected or x.dtype != dtype:
+            raise ValueError(f"{name}: expected {list(expected)} {dtype}, found {list(x.shape)} {x.dtype}")
+    if k8.stride() != v8.stride() or k8.stride()[1:] != (head_dim, 1) or k_scale.stride() != v_scale.stride():
+        raise ValueError("k8, v8, k_scale, v_scale: expected the same strides for both, and contiguous tokens")
+    if k_scale.stride(1) != 1:
+        raise ValueError("k_scale: expected contiguous blocks")

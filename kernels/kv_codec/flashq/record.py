@@ -1,0 +1,145 @@
+"""Blocks in registers and records in memory: device code of the quantised cache, the counterpart of layout.py.
+
+Codes are put into fragment order (layout.py) in registers, as one permutation of a block's axes. What must match
+the oracles to the bit is exact: division is `tl.div_rn`, and half-to-even rounding adds and subtracts 1.5 * 2^23, after
+the clamp, which for an integer bound comes to the same.
+
+A record has two sides, K's and V's, each with codes and then parameters (`s_int`, `z`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from alspec.kernels.kv_codec.flashq.layout import BLOCK
+
+__all__ = ["TOKENS", "largest", "record_at", "restore_side", "to_int8", "write_side"]
+
+TOKENS = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def largest(x, axis: tl.constexpr):
+    """max |x| over an axis, NaN if there is one: as integers, because the maximum of floats leaves NaN out."""
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_int8(x, scale):
+    """`rint(clamp(x / scale, -119, 119))` as int32."""
+    ratio = tl.minimum(tl.maximum(tl.div_rn(x, scale), -119.0), 119.0)
+    return ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
+
+
+@triton.jit
+def _pack_fields(x, BITS: tl.constexpr, LOG: tl.constexpr):
+    """Rows of 2^LOG integers of BITS bits, [N, 2^LOG] -> words [N], the first in the lowest bits.
+
+    By halves and not as a sum of shifted fields: Triton 3.6 and 3.7 compile such a sum wrongly where permuted rows lie
+    in several warps (2-bit codes of 64 channels with 8 warps).
+    """
+    for level in tl.static_range(LOG):
+        low, high = tl.split(tl.reshape(x, [x.shape[0], 2 ** (LOG - level - 1), 2]))
+        x = low | (high << (BITS * 2**level))
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """[64, D] int32 -> [2 D BITS] words; the permutation of `flashq_layout._pack_codes`."""
+    CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
+    CW: tl.constexpr = D // 16 // CF
+    TF: tl.constexpr = 16 // BITS // CF
+    TW: tl.constexpr = 4 // TF
+    if IS_V:
+        x = tl.reshape(codes, [2, 2, 2, 4, 2, D * BITS // 128, 8 // BITS, 2, 8])
+        x = tl.permute(x, [5, 0, 8, 3, 1, 7, 4, 2, 6])
+    else:
+        x = tl.reshape(codes, [TW, TF, 2, 8, CF, CW, 2, 4, 2])
+        x = tl.permute(x, [0, 5, 3, 7, 6, 2, 8, 1, 4])
+    return _pack_fields(tl.reshape(x, [2 * D * BITS, 32 // BITS]), BITS, 3 if BITS == 4 else 4)
+
+
+@triton.jit
+def _unpack_codes(words, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """The inverse of `_pack_codes`."""
+    CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
+    CW: tl.constexpr = D // 16 // CF
+    TF: tl.constexpr = 16 // BITS // CF
+    TW: tl.constexpr = 4 // TF
+    x = (words[:, None] >> (BITS * tl.arange(0, 32 // BITS))[None, :]) & ((1 << BITS) - 1)
+    if IS_V:
+        x = tl.permute(tl.reshape(x, [D * BITS // 128, 2, 8, 4, 2, 2, 2, 2, 8 // BITS]), [1, 4, 7, 3, 6, 0, 8, 5, 2])
+    else:
+        x = tl.permute(tl.reshape(x, [TW, CW, 8, 4, 2, 2, 2, TF, CF]), [0, 7, 5, 2, 8, 1, 4, 3, 6])
+    return tl.reshape(x, [TOKENS, D])
+
+
+@triton.jit
+def _pack_params(values, D: tl.constexpr, IS_V: tl.constexpr):
+    """Bytes [D] int32 of the channels -> [D / 4] words."""
+    if IS_V:
+        x = tl.permute(tl.reshape(values, [D // 16, 2, 8]), [2, 0, 1])
+    else:
+        x = tl.permute(tl.reshape(values, [D // 16, 2, 4, 2]), [2, 0, 1, 3])
+    return _pack_fields(tl.reshape(x, [D // 4, 4]), 8, 2)
+
+
+@triton.jit
+def _unpack_params(words, D: tl.constexpr, IS_V: tl.constexpr):
+    """The inverse of `_pack_params`."""
+    x = (words[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255
+    if IS_V:
+        x = tl.permute(tl.reshape(x, [8, D // 16, 2]), [1, 2, 0])
+    else:
+        x = tl.permute(tl.reshape(x, [4, D // 16, 2, 2]), [1, 2, 0, 3])
+    return tl.reshape(x, [D])
+
+
+@triton.jit
+def _write_side(q1, record_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """As `write_side`, of BITS bits."""
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    CODES: tl.constexpr = 2 * D * BITS
+    low = tl.min(q1, 0)
+    step = (tl.max(q1, 0) - low + LEVELS - 1) // LEVELS
+    step = tl.maximum(step, 1)
+    # floor(m / 2 s_int) of small integers: a half more than m is never within rounding of the next multiple.
+    inverse = 0.5 / step.to(tl.float32)
+    codes = ((2 * (q1 - low[None, :]) + step[None, :]).to(tl.float32) + 0.5) * inverse[None, :]
+    words = _pack_codes(codes.to(tl.int32), BITS, D, IS_V)
+    side_ptr = record_ptr + IS_V * (CODES + D // 2)
+    tl.store(side_ptr + tl.arange(0, CODES), words)
+    params_ptr = side_ptr + CODES + tl.arange(0, D // 4)
+    tl.store(params_ptr, _pack_params(step, D, IS_V))
+    tl.store(params_ptr + D // 4, _pack_params(low + 128, D, IS_V))
+
+
+@triton.jit
+def record_at(words_ptr, offset, bits, block, D: tl.constexpr):
+    """Address of record `block` of one request and head."""
+    return words_ptr + offset + block.to(tl.int64) * tl.where(bits == 4, 17 * D, 9 * D)
+
+
+@triton.jit
+def write_side(q1, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
+    """Stage 2 of a block [64, D] int32 of K or of V, and its side of a record of so many bits."""
+    if bits == 4:
+        _write_side(q1, record_ptr, 4, D, IS_V)
+    else:
+        _write_side(q1, record_ptr, 2, D, IS_V)
+
+
+@triton.jit
+def restore_side(record_ptr, q1_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """K's or V's side of a record -> [64, D] int8."""
+    CODES: tl.constexpr = 2 * D * BITS
+    side_ptr = record_ptr + IS_V * (CODES + D // 2)
+    codes = _unpack_codes(tl.load(side_ptr + tl.arange(0, CODES)), BITS, D, IS_V)
+    params_ptr = side_ptr + CODES + tl.arange(0, D // 4)
+    step = _unpack_params(tl.load(params_ptr), D, IS_V)
+    low = _unpack_params(tl.load(params_ptr + D // 4), D, IS_V) - 128
+    q1 = codes * step[None, :] + low[None, :]
+    t = tl.arange(0, TOKENS)[:, None]
+    tl.store(q1_ptr + t * D + tl.arange(0, D)[None, :], q1.to(tl.int8))

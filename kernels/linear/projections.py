@@ -1,0 +1,424 @@
+"""The normalised projections of a decode step: QKV with RoPE and cache append, gate and up with SiLU.
+
+How a tile of weights is read and multiplied is in gemv_tile.py.
+
+Shapes: B requests, K inputs, Hq and Hkv this rank's query and KV heads, D head_dim, I intermediate size of this rank,
+S sums of squares of each request, N cache capacity.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from alspec.kernels.comm.ll_packets import store_words
+from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.kv_codec.flashq.layout import BLOCK, PER_HEAD, TurboLayer
+from alspec.kernels.kv_codec.flashq.record import TOKENS, to_int8
+from alspec.kernels.linear.gemv_tile import (
+    PROGRAMS_PER_SM,
+    dot_chunks,
+    dot_pairs,
+    inputs_at_once,
+    load_inputs,
+    load_weights,
+    num_programs_on,
+    opens,
+    rstd_of,
+)
+from alspec.kernels.linear.mma_tile import load_rows, products, tile_of
+
+__all__ = ["gate_up_silu", "qkv_rope_append"]
+
+
+@triton.jit
+def _store_qkv(
+    first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr,
+    epoch_ptr, capacity, K: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+    exists=None,
+):  # fmt: skip
+    """Products of channel pairs of a tile, turned and stored, of one request or of one for each.
+
+    Args:
+        channels: of the tile's head, [N].  request, scale: a scalar or [N].  exists: [N], of which requests are.
+    """
+    HALF: tl.constexpr = D // 2
+    head = tile // (HALF // PAIRS)
+    kv_head, is_v = tl.maximum(head - HQ, 0) % HKV, tl.maximum(head - HQ, 0) // HKV
+    if head < HQ + HKV:
+        cos = tl.load(rope_ptr + request * D + channels, mask=exists)
+        sin = tl.load(rope_ptr + request * D + HALF + channels, mask=exists)
+        turned = first * cos - second * sin
+        second = second * cos + first * sin
+        first = turned
+    if head < HQ:
+        q_at = q_ptr + (request * HQ + head) * D + channels
+        tl.store(q_at, first.to(q_ptr.dtype.element_ty), mask=exists)
+        tl.store(q_at + HALF, second.to(q_ptr.dtype.element_ty), mask=exists)
+    else:
+        position = tl.load(seq_lens_ptr + request, mask=exists) - 1
+        low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
+        if tail_ptr is not None:
+            # Of the rounded token, as a handover passes it on: the other group comes to the same bits.
+            row = (request * HKV + kv_head) * 2 + is_v
+            slot = tail_ptr + (row * TOKENS + position % TOKENS) * D + channels
+            tl.store(slot, to_int8(low.to(tl.float32), scale).to(tl.int8), mask=exists)
+            tl.store(slot + HALF, to_int8(high.to(tl.float32), scale).to(tl.int8), mask=exists)
+            position = position * 0
+        if inbox_ptr is not None:
+            epoch = tl.load(epoch_ptr)  # only here: it would take a register that weights need
+            word = inbox_ptr + request * (K + 2 * HKV * D) + K + (is_v * HKV + kv_head) * D + channels
+            store_words(word, low.to(tl.float32), epoch, exists)
+            store_words(word + HALF, high.to(tl.float32), epoch, exists)
+        at = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
+        if is_v == 0:
+            tl.store(k_ptr + at, low, mask=exists)
+            tl.store(k_ptr + at + HALF, high, mask=exists)
+        else:
+            tl.store(v_ptr + at, low, mask=exists)
+            tl.store(v_ptr + at + HALF, high, mask=exists)
+
+
+@triton.jit
+def _tail_scale(tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constexpr, TILES: tl.constexpr, exists=None):
+    """Scales of the tail that a tile's head goes to. A query head has no use for the one that it loads."""
+    scale = None
+    if tail_scale_ptr is not None:
+        head = tl.maximum(tile // TILES - HQ, 0)
+        scale = tl.load(tail_scale_ptr + (request * HKV + head % HKV) * 2 + head // HKV, mask=exists)
+    return scale
+
+
+@triton.jit
+def _qkv_tile(
+    w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, inbox_ptr,
+    epoch_ptr, capacity, eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Products of one tile, one request after another."""
+    channels = tile % (D // 2 // PAIRS) * PAIRS + tl.arange(0, PAIRS)
+    for request in tl.static_range(B):
+        # So early that it arrives while the product is made.
+        scale = _tail_scale(tail_scale_ptr, request, tile, HQ, HKV, D // 2 // PAIRS)
+        x = load_inputs(x_ptr, request, K, KP)
+        rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
+        first, second = dot_pairs(w, x, PAIRS)
+        _store_qkv(
+            first * rstd, second * rstd, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
+            scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=[*PER_HEAD, "inbox_ptr"])
+def _qkv_rope_append_kernel(
+    x_ptr,  # [B, K]
+    squares_ptr,  # [B, S] fp32
+    w_ptr,  # [(Hq + 2 Hkv) D, K]
+    rope_ptr,  # [B, 2, D / 2] fp32: cosine, sine at the new token's position
+    seq_lens_ptr,  # [B] int32, with the new token
+    q_ptr,  # [B, Hq, D]
+    k_ptr,  # [B, Hkv, N, D]
+    v_ptr,
+    tail_ptr,  # [B, Hkv, 2, 64, D] int8, or None; with a tail N is 1
+    tail_scale_ptr,  # [B, Hkv, 2] fp32
+    gate_ptr,  # [1] int32 or None
+    inbox_ptr,  # [B, K + 2 Hkv D] int64, the paired rank's, or None
+    epoch_ptr,  # [1] int32
+    capacity,
+    eps,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    B: tl.constexpr,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LOOP: tl.constexpr,
+    STEPS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles of channel pairs (c, c + D/2) of one head, every `num_programs`-th; with STEPS on tensor cores."""
+    TILES: tl.constexpr = D // 2 // PAIRS  # of one head
+    NUM_TILES: tl.constexpr = (HQ + 2 * HKV) * TILES
+    row = tl.arange(0, 2 * PAIRS)
+    row = row // 2 + row % 2 * (D // 2)
+    tile = tl.program_id(0)
+    if gate_ptr is not None:
+        if not opens(gate_ptr, PDL):
+            return
+    first_row = tile // TILES * D + tile % TILES * PAIRS
+    if STEPS > 0:
+        w = load_rows(w_ptr, first_row, NUM_TILES * 2 * PAIRS - 1, D // 2, K, WARPS, STEPS)
+    else:
+        w = load_weights(w_ptr, first_row + row, 0, K, KP, False)
+    if PDL:
+        gdc_wait()
+        # Not before: attention reads lengths and older tokens as soon as it starts, and they must be there.
+        gdc_launch_dependents()
+    if gate_ptr is not None:
+        if tl.load(gate_ptr, volatile=True) == 0:
+            return
+    if STEPS > 0:
+        row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
+        while tile < NUM_TILES:
+            following = tile + tl.num_programs(0)
+            next_row = following // TILES * D + following % TILES * PAIRS
+            sums, w = products(
+                w, x_ptr, squares_ptr, eps, w_ptr, first_row, next_row, NUM_TILES * 2 * PAIRS - 1,
+                following < NUM_TILES, D // 2, B, K, S, WARPS, STEPS, LOOP,
+            )  # fmt: skip
+            for i in tl.static_range(2):
+                scale = _tail_scale(tail_scale_ptr, request + i, tile, HQ, HKV, TILES, request + i < B)
+                _store_qkv(
+                    sums[i], sums[i + 2], request + i, tile, tile % TILES * PAIRS + row_of_lane, rope_ptr,
+                    seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D,
+                    PAIRS, request + i < B,
+                )  # fmt: skip
+            tile = following
+            first_row = next_row
+    elif KP < K:
+        while tile < NUM_TILES:
+            following = tile + tl.num_programs(0)
+            rows = tile // TILES * D + tile % TILES * PAIRS + row
+            next_rows = following // TILES * D + following % TILES * PAIRS + row
+            channels = tile % TILES * PAIRS + tl.arange(0, PAIRS)
+            scale = _tail_scale(tail_scale_ptr, 0, tile, HQ, HKV, TILES)
+            rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
+            first, second, w = dot_chunks(w, x_ptr, w_ptr, rows, next_rows, following < NUM_TILES, K, KP, PAIRS)
+            _store_qkv(
+                first * rstd, second * rstd, 0, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
+                scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
+            )  # fmt: skip
+            tile = following
+    elif LOOP:
+        while tile < NUM_TILES:
+            following = tile + tl.num_programs(0)
+            rows = following // TILES * D + following % TILES * PAIRS + row
+            w_next = load_weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
+            _qkv_tile(
+                w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
+                inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+            )  # fmt: skip
+            tile = following
+            w = w_next
+    else:
+        _qkv_tile(
+            w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
+            inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
+        )  # fmt: skip
+
+
+def qkv_rope_append(
+    x_norm: Tensor,
+    square_sums: Tensor,
+    weight: Tensor,
+    rope: Tensor,
+    seq_lens: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
+    layer: TurboLayer | None = None,
+    inbox: Tensor | None = None,
+    epoch: Tensor | None = None,
+) -> None:
+    """RMSNorm's factor, QKV projection, RoPE, and the new key and value into the cache. Oracle: `qkv_rope_append_ref`.
+
+        y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
+
+    With a quantised `layer` they also go into its tail, as `turbo_append` would put them there; k_cache and v_cache
+    then hold the newest token alone, as it is. Oracle of the tail: `turbo_append_ref`.
+
+    Args:
+        x_norm: [B, K] in weight's dtype, `x * gamma`.  square_sums: [B, S] fp32.  weight: [(Hq + 2 Hkv) D, K].
+        rope: [B, 2, D/2] fp32, cosine and sine.  seq_lens: [B] int32 with the new token.  q: [B, Hq, D], written.
+        k_cache, v_cache: [B, Hkv, N, D], one position of each request written.  gate: [1] int32; 0 skips everything.
+        layer: of the same B, Hkv and D, with N = 1; its tail is written.
+        inbox: [B, K + 2 Hkv D] int64: of the paired rank, where words from K on become the new keys, then the values,
+            under the epoch, [1] int32.
+    Raises:
+        ValueError: `layer` and k_cache do not fit.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, num_inputs = x_norm.shape
+    num_kv_heads, capacity, head_dim = k_cache.shape[1:]
+    if layer is not None and layer.tail.shape != (batch_size, num_kv_heads, 2, BLOCK * capacity, head_dim):
+        raise ValueError(f"layer: expected a tail for k_cache {list(k_cache.shape)}, found {list(layer.tail.shape)}")
+    num_heads = weight.shape[0] // head_dim
+    width = inputs_at_once(batch_size, num_inputs, weight.itemsize, gate is not None)
+    pairs, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, head_dim // 2, 2, gate is not None)
+    num_tiles = num_heads * head_dim // (2 * pairs)
+    num_programs = num_programs_on(num_tiles, PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
+    compiled = launch(_qkv_rope_append_kernel, (num_programs,))(
+        x_norm,
+        square_sums,
+        weight,
+        rope,
+        seq_lens,
+        q,
+        k_cache,
+        v_cache,
+        None if layer is None else layer.tail,
+        None if layer is None else layer.tail_scale,
+        gate,
+        inbox,
+        None if inbox is None else epoch,
+        capacity,
+        eps,
+        K=num_inputs,
+        KP=width,
+        S=square_sums.shape[1],
+        SP=triton.next_power_of_2(square_sums.shape[1]),
+        B=batch_size,
+        HQ=num_heads - 2 * num_kv_heads,
+        HKV=num_kv_heads,
+        D=head_dim,
+        PAIRS=pairs,
+        LOOP=num_programs < num_tiles,
+        STEPS=steps,
+        WARPS=num_warps,
+        num_warps=num_warps,
+        **launch_options(x_norm.device),
+    )
+    prefer_l1(compiled)
+
+
+@triton.jit
+def _store_silu(gate, up, at, exists=None):
+    """Products of a tile, through SiLU, stored `at` [N] of one request, or of one for each of those that exist."""
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(at, out.to(at.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _gate_up_tile(
+    w, tile, x_ptr, squares_ptr, out_ptr, eps,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Products of one tile, one request after another."""
+    for request in tl.static_range(B):
+        x = load_inputs(x_ptr, request, K, KP)
+        rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
+        gate, up = dot_pairs(w, x, ROWS)
+        _store_silu(gate * rstd, up * rstd, out_ptr + request * I + tile * ROWS + tl.arange(0, ROWS))
+
+
+@triton.jit
+def _gate_up_silu_kernel(
+    x_ptr,  # [B, K]
+    squares_ptr,  # [B, S] fp32
+    w_ptr,  # [2 I, K], gate first
+    out_ptr,  # [B, I]
+    gate_ptr,  # [1] int32 or None
+    eps,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    B: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    ROWS: tl.constexpr,
+    LOOP: tl.constexpr,
+    STEPS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles of ROWS rows of gate and the same of up, every `num_programs`-th; with STEPS on tensor cores."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.arange(0, 2 * ROWS)
+    row = row // 2 + row % 2 * I
+    tile = tl.program_id(0)
+    if gate_ptr is not None:
+        if not opens(gate_ptr, PDL):
+            return
+    if STEPS > 0:
+        w = load_rows(w_ptr, tile * ROWS, 2 * I - 1, I, K, WARPS, STEPS)
+    else:
+        w = load_weights(w_ptr, tile * ROWS + row, 0, K, KP, False)
+    if PDL:
+        gdc_wait()
+    if gate_ptr is not None:
+        if tl.load(gate_ptr, volatile=True) == 0:
+            return
+    if STEPS > 0:
+        row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
+        while tile * ROWS < I:
+            following = tile + tl.num_programs(0)
+            sums, w = products(
+                w, x_ptr, squares_ptr, eps, w_ptr, tile * ROWS, following * ROWS, 2 * I - 1, following * ROWS < I, I,
+                B, K, S, WARPS, STEPS, LOOP,
+            )  # fmt: skip
+            for i in tl.static_range(2):
+                at = out_ptr + (request + i) * I + tile * ROWS + row_of_lane
+                _store_silu(sums[i], sums[i + 2], at, request + i < B)
+            tile = following
+    elif KP < K:
+        while tile * ROWS < I:
+            following = tile + tl.num_programs(0)
+            rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
+            gate, up, w = dot_chunks(
+                w, x_ptr, w_ptr, tile * ROWS + row, following * ROWS + row, following * ROWS < I, K, KP, ROWS
+            )  # fmt: skip
+            _store_silu(gate * rstd, up * rstd, out_ptr + tile * ROWS + tl.arange(0, ROWS))
+            tile = following
+    elif LOOP:
+        while tile * ROWS < I:
+            following = tile + tl.num_programs(0)
+            # Rows past the end of gate count as past the end of all.
+            w_next = load_weights(w_ptr, following * ROWS + row, tl.where(following * ROWS < I, 2 * I, 0), K, KP, True)
+            _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
+            tile = following
+            w = w_next
+    else:
+        _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
+
+
+def gate_up_silu(
+    x_norm: Tensor,
+    square_sums: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
+) -> None:
+    """`silu(gate) * up` of the normalised input. Oracle: `gate_up_silu_ref`.
+
+    Args:
+        x_norm, square_sums, gate: as `qkv_rope_append`.  weight: [2 I, K], gate first.  out: [B, I], written.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, num_inputs = x_norm.shape
+    width = inputs_at_once(batch_size, num_inputs, weight.itemsize, gate is not None)
+    rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, out.shape[1], 2, gate is not None)
+    num_tiles = out.shape[1] // rows
+    num_programs = num_programs_on(num_tiles, 4 * PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
+    compiled = launch(_gate_up_silu_kernel, (num_programs,))(
+        x_norm,
+        square_sums,
+        weight,
+        out,
+        gate,
+        eps,
+        K=num_inputs,
+        KP=width,
+        S=square_sums.shape[1],
+        SP=triton.next_power_of_2(square_sums.shape[1]),
+        B=batch_size,
+        I=out.shape[1],
+        ROWS=rows,
+        LOOP=num_programs < num_tiles,
+        STEPS=steps,
+        WARPS=num_warps,
+        num_warps=num_warps,
+        **launch_options(x_norm.device),
+    )
+    prefer_l1(compiled)

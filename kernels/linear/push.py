@@ -1,0 +1,249 @@
+"""Projections whose results leave the rank: partial sums to the group, logits of a shard to all ranks of the job.
+
+They travel as words (ll_packets.py) where peers can read what a kernel writes. How a tile of weights is read and
+multiplied is in gemv_tile.py.
+
+Shapes: B requests, K inputs, T ranks of the group, S sums of squares of each request.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, fault_code, store_words
+from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.linear.gemv_tile import (
+    PROGRAMS_PER_SM,
+    dot,
+    load_inputs,
+    load_weights,
+    num_programs_on,
+    opens,
+    rstd_of,
+)
+from alspec.kernels.linear.mma_tile import (
+    load_rows,
+    products,
+    tile_of,
+)
+
+__all__ = ["lm_head", "push_partial"]
+
+
+@triton.jit
+def _push_sums(
+    y, rows, request, exists, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, out_width,
+    B: tl.constexpr, PEERS: tl.constexpr, SOURCES: tl.constexpr, PUSH: tl.constexpr,
+):  # fmt: skip
+    """Sums y [N] of rows that exist, of one request or of one for each, to every peer."""
+    if PUSH:
+        at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
+        for peer in tl.static_range(PEERS):
+            store_words(bases[peer] + at, y, epoch, exists)
+    else:
+        tl.store(out_ptr + request * out_width + rows, y, mask=exists)
+    # NaN compares with nothing. Only the first fault of a step is kept.
+    is_bad = (~(tl.abs(y) < float("inf"))) & exists & (fault == 0)
+    tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
+
+
+@triton.jit
+def _push_tile(
+    w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, num_rows, out_width, eps,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, PEERS: tl.constexpr,
+    SOURCES: tl.constexpr, PUSH: tl.constexpr,
+):  # fmt: skip
+    """Products of one tile, one request after another, to every peer."""
+    for request in tl.static_range(B):
+        y = dot(w, load_inputs(x_ptr, request, K, KP))
+        if squares_ptr is not None:
+            y *= rstd_of(squares_ptr, request, eps, K, S, SP)
+        _push_sums(
+            y, rows, request, rows < num_rows, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, out_width, B,
+            PEERS, SOURCES, PUSH,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slot", "rank", "code"])
+def _push_partial_kernel(
+    x_ptr,  # [B, K]
+    squares_ptr,  # [B, S] fp32, or None: the input is not normalised
+    w_ptr,  # [num_rows, K]
+    out_ptr,  # [B, out_width] fp32: where nothing is pushed
+    peers_ptr,  # [PEERS] int64: addresses of all words [slots, B, SOURCES, out_width] to store into
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    gate_ptr,  # [1] int32 or None
+    slot,
+    rank,
+    code,
+    num_rows,
+    out_width,
+    eps,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    B: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+    PEERS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    PUSH: tl.constexpr,
+    LOOP: tl.constexpr,
+    STEPS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Tiles of ROWS rows of the product, every `num_programs`-th, to every peer; with STEPS on tensor cores."""
+    if PDL:
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if gate_ptr is not None:
+        if not opens(gate_ptr, PDL):
+            return
+    if STEPS > 0:
+        w = load_rows(w_ptr, tl.program_id(0) * ROWS, num_rows - 1, 8, K, WARPS, STEPS)
+    else:
+        w = load_weights(w_ptr, rows, num_rows, K, KP, MASKED)
+    # The epoch stands during the whole step, so it may be read before the wait.
+    epoch = tl.load(epoch_ptr)
+    bases = ()
+    for peer in tl.static_range(PEERS):
+        bases = bases + (tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)),)  # noqa: RUF005 (Triton has no *)
+    if PDL:
+        gdc_wait()
+    if gate_ptr is not None:
+        if tl.load(gate_ptr, volatile=True) == 0:
+            return
+    fault = tl.load(fault_ptr)
+    if STEPS > 0:
+        first = tl.program_id(0) * ROWS
+        row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
+        while first < num_rows:
+            following = first + tl.num_programs(0) * ROWS
+            sums, w = products(
+                w, x_ptr, squares_ptr, eps, w_ptr, first, following, num_rows - 1, following < num_rows, 8,
+                B, K, S, WARPS, STEPS, LOOP,
+            )  # fmt: skip
+            for i in tl.static_range(4):
+                row, of = first + row_of_lane + i // 2 * 8, request + i % 2
+                _push_sums(
+                    sums[i], row, of, (row < num_rows) & (of < B), out_ptr, bases, epoch, fault, fault_ptr, slot, rank,
+                    code, out_width, B, PEERS, SOURCES, PUSH,
+                )  # fmt: skip
+            first = following
+    elif LOOP:
+        first = tl.program_id(0) * ROWS
+        while first < num_rows:
+            following = first + tl.num_programs(0) * ROWS
+            w_next = load_weights(w_ptr, following + tl.arange(0, ROWS), num_rows, K, KP, True)
+            _push_tile(
+                w, first + tl.arange(0, ROWS), x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank,
+                code, num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+            )  # fmt: skip
+            first = following
+            w = w_next
+    else:
+        _push_tile(
+            w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, num_rows, out_width,
+            eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+        )  # fmt: skip
+
+
+def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, slot: int, gate: Tensor | None = None) -> None:
+    """Row-parallel projection: this rank's partial sums, to every rank of the group. Oracle: `push_partial_ref`.
+
+        partial = x W^T, fp32
+
+    With peers, the sums go into the words of `slot` that every rank reads, and into `own_words` where there are such;
+    without, into `exchange.partial`. Either way `reduce_norm` adds them up. A sum that is not finite is noted in the
+    fault word.
+
+    Args:
+        x: [B, K] in weight's dtype.  weight: [hidden, K], this rank's columns.  gate: [1] int32; 0 skips everything.
+    Capture: graph-safe; allocates nothing.
+    """
+    _push(
+        x, None, weight, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, gate, slot,
+        exchange.tp_rank, fault_code(BAD_NUMBERS, slot, exchange.rank), exchange.tp_size, 0.0,
+    )  # fmt: skip
+
+
+def lm_head(
+    x_norm: Tensor, square_sums: Tensor, weight: Tensor, exchange: LogitExchange, eps: float, slot: int
+) -> None:
+    """This rank's rows of the vocabulary, to every rank of the job. Oracle: `lm_head_ref`.
+
+    Args:
+        x_norm, square_sums: as `qkv_rope_append`.  weight: [rows of the shard, K].  slot: for the fault word only.
+    Capture: graph-safe; allocates nothing.
+    """
+    if weight.shape[0] == 0:  # the last shards of a small vocabulary can be empty
+        return
+    local = exchange.shard
+    code = fault_code(BAD_NUMBERS, slot, exchange.rank)
+    _push(
+        x_norm, square_sums, weight, local, exchange.peers, exchange.epoch, exchange.fault, None, 0,
+        exchange.rank, code, exchange.world_size, eps,
+    )  # fmt: skip
+
+
+def _push(
+    x: Tensor,
+    square_sums: Tensor | None,
+    weight: Tensor,
+    local: Tensor,
+    peers: Tensor | None,
+    epoch: Tensor,
+    fault: Tensor,
+    gate: Tensor | None,
+    slot: int,
+    rank: int,
+    code: int,
+    num_sources: int,
+    eps: float,
+) -> None:
+    batch_size, num_inputs = x.shape
+    num_rows, width = weight.shape[0], triton.next_power_of_2(num_inputs)
+    rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, num_rows if square_sums is None else 0, 1)
+    num_squares = 1 if square_sums is None else square_sums.shape[1]
+    num_tiles = triton.cdiv(num_rows, rows)
+    loops = gate is not None or (square_sums is None and num_warps <= 4)
+    num_programs = num_programs_on(num_tiles, PROGRAMS_PER_SM if loops else 0, x.device)
+    compiled = launch(_push_partial_kernel, (num_programs,))(
+        x,
+        square_sums,
+        weight,
+        local,
+        peers,
+        epoch,
+        fault,
+        gate,
+        slot,
+        rank,
+        code,
+        num_rows,
+        local.shape[1],
+        eps,
+        K=num_inputs,
+        KP=width,
+        S=num_squares,
+        SP=triton.next_power_of_2(num_squares),
+        B=batch_size,
+        ROWS=rows,
+        MASKED=num_rows % rows != 0,
+        PEERS=0 if peers is None else peers.shape[0],
+        SOURCES=num_sources,
+        PUSH=peers is not None,
+        LOOP=num_programs < num_tiles,
+        STEPS=steps,
+        WARPS=num_warps,
+        num_warps=num_warps,
+        **launch_options(x.device),
+    )
+    prefer_l1(compiled)

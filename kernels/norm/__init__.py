@@ -1,0 +1,1 @@
+"""Residual stream and RMSNorm, fused with the all-reduce in front of them."""

@@ -1,0 +1,1 @@
+"""Elementwise kernels of prompt processing."""

@@ -1,0 +1,1 @@
+"""The next token: top-k / top-p sampling, greedy choice, the end of a step."""

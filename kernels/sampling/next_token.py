@@ -1,0 +1,202 @@
+"""The end of a decode step: logits of all shards, the most likely token, and what the host is told."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+from alspec.kernels.comm.exchange import LogitExchange
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, INTERPRETED, LATE_WORD, await_words, fault_code
+from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.common.pdl import wait_for_kernel_ahead
+
+__all__ = ["BLOCK", "RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
+
+BLOCK = 1024  # logits of one program
+RING_STEPS = 16  # steps the host may lag behind
+RING_HEADER = 2  # int64 before the tokens of a step: the device's clock in ns, the fault word
+
+
+def num_candidates(vocab_size: int) -> int:
+    """C: programs that each leave their most likely token."""
+    return int(triton.cdiv(vocab_size, BLOCK))
+
+
+@triton.jit(do_not_specialize=["own_rank", "patience_ns", "late_code", "bad_code"])
+def _collect_logits_kernel(
+    words_ptr,  # [B, world, rows] int64
+    own_words_ptr,  # the same, or None: where this rank's are
+    gathered_ptr,  # [world, B, rows] fp32, where there are no words
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    logits_ptr,  # [B, V] fp32
+    best_ptr,  # [B, C] fp32
+    best_token_ptr,  # [B, C] int32
+    own_rank,
+    patience_ns,
+    late_code,
+    bad_code,
+    rows,
+    vocab_size,
+    WORLD: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK tokens of one request; grid [C, B]."""
+    if PDL:
+        gdc_launch_dependents()
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    request, num_requests = tl.program_id(1), tl.num_programs(1)
+    inside = tokens < vocab_size
+    source = tokens // rows
+    epoch = tl.load(epoch_ptr)
+    if PDL:
+        gdc_wait()
+    if WORDS:
+        of_source = words_ptr
+        if own_words_ptr is not None:
+            of_source = tl.where(source == own_rank, own_words_ptr, words_ptr)
+        at = of_source + request.to(tl.int64) * WORLD * rows + tokens
+        logits = await_words(at, inside, epoch, patience_ns, fault_ptr, late_code + source)
+    else:
+        at = (source * num_requests + request).to(tl.int64) * rows + tokens - source * rows
+        logits = tl.load(gathered_ptr + at, mask=inside, other=0.0)
+    tl.store(logits_ptr + request.to(tl.int64) * vocab_size + tokens, logits, mask=inside)
+    is_bad = (~(tl.abs(logits) < float("inf"))) & inside & (tl.load(fault_ptr, volatile=True) == 0)
+    tl.store(fault_ptr + tl.zeros_like(tokens), bad_code + source, mask=is_bad)
+    logits = tl.where(inside, logits, float("-inf"))
+    best = tl.max(logits, 0)
+    at_best = request * tl.num_programs(0) + tl.program_id(0)
+    tl.store(best_ptr + at_best, best)
+    tl.store(best_token_ptr + at_best, tl.min(tl.where(logits == best, tokens, 0x7FFFFFFF), 0))
+
+
+def collect_logits(
+    exchange: LogitExchange,
+    gathered: Tensor,
+    patience_ns: int,
+    slot: int,
+    logits: Tensor,
+    best: Tensor,
+    best_token: Tensor,
+) -> None:
+    """Logits of the whole vocabulary on this rank, and the most likely token of each block of 1024.
+
+    With words, waits for those of all ranks, at most `patience_ns`. Logits that are not finite go into the fault word.
+    Oracle: `collect_logits_ref`.
+
+    Args:
+        gathered: [world, B, rows] fp32, used where there are no words.  slot: for the fault word only.
+        Written: logits [B, V] fp32, best [B, C] fp32, best_token [B, C] int32.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, vocab_size = logits.shape
+    compiled = launch(_collect_logits_kernel, (num_candidates(vocab_size), batch_size))(
+        exchange.words, exchange.own_words, gathered, exchange.epoch, exchange.fault, logits, best, best_token,
+        exchange.rank, patience_ns,
+        fault_code(LATE_WORD, slot, 0), fault_code(BAD_NUMBERS, slot, 0), exchange.shard.shape[1], vocab_size,
+        WORLD=exchange.world_size, WORDS=exchange.words is not None, BLOCK=BLOCK, num_warps=8,
+        **launch_options(logits.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit
+def _finish_step_kernel(
+    best_ptr,  # [B, C] fp32
+    best_token_ptr,  # [B, C] int32
+    sampled_ptr,  # [B] int64, or None: take the most likely token
+    token_ids_ptr,  # [B] int64
+    seq_lens_ptr,  # [B] int32
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    ring_ptr,  # [RING_STEPS, RING_HEADER + B] int64, pinned host memory
+    stamps_ptr,  # [RING_STEPS] int32, pinned host memory
+    hits_ptr,  # [num_hits] int32, or None
+    hits_ring_ptr,  # [RING_STEPS, num_hits] int32, pinned host memory
+    num_hits,
+    num_candidates,
+    capacity,
+    C: tl.constexpr,
+    B: tl.constexpr,
+    RING_STEPS: tl.constexpr,
+    RING_HEADER: tl.constexpr,
+    HITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The next tokens, then the step's row in the ring and its stamp; grid [1]."""
+    if PDL:
+        gdc_launch_dependents()
+        wait_for_kernel_ahead()
+    epoch = tl.load(epoch_ptr)
+    place = epoch & (RING_STEPS - 1)  # of an epoch beyond 2^31, too, which has become a negative one
+    row = ring_ptr + place * (RING_HEADER + B)
+    candidates = tl.arange(0, C)
+    for request in tl.static_range(B):
+        if sampled_ptr is not None:
+            token = tl.load(sampled_ptr + request)
+        else:
+            at = request * num_candidates + candidates
+            exist = candidates < num_candidates
+            best = tl.load(best_ptr + at, mask=exist, other=float("-inf"))
+            tokens = tl.load(best_token_ptr + at, mask=exist, other=0x7FFFFFFF)
+            token = tl.min(tl.where(best == tl.max(best, 0), tokens, 0x7FFFFFFF), 0).to(tl.int64)
+        # If all logits are NaN, none is the largest. The fault word says so; token 0 keeps reads inside the embedding.
+        token = tl.where(token == 0x7FFFFFFF, 0, token)
+        tl.store(token_ids_ptr + request, token)
+        tl.store(row + RING_HEADER + request, token)
+        seq_len = tl.load(seq_lens_ptr + request)
+        tl.store(seq_lens_ptr + request, tl.minimum(seq_len + 1, capacity))
+    if hits_ptr is not None:
+        hit = tl.arange(0, HITS)
+        hits = tl.load(hits_ptr + hit, mask=hit < num_hits)
+        tl.store(hits_ring_ptr + place * num_hits + hit, hits, mask=hit < num_hits)
+    tl.store(row + 1, tl.load(fault_ptr).to(tl.int64))
+    tl.store(epoch_ptr, epoch + 1)
+    if INTERPRETED:
+        tl.store(stamps_ptr + place, epoch)
+    else:
+        tl.store(row, globaltimer())
+        # All threads' stores come before the stamp: a host that sees it sees them.
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
+            "=r,l,r", [(stamps_ptr + place).to(tl.int64), epoch], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+def finish_step(
+    best: Tensor,
+    best_token: Tensor,
+    sampled: Tensor | None,
+    token_ids: Tensor,
+    seq_lens: Tensor,
+    capacity: int,
+    exchange: LogitExchange,
+    ring: Tensor,
+    stamps: Tensor,
+    hits: Tensor | None = None,
+    hits_ring: Tensor | None = None,
+) -> None:
+    """The step's last kernel: the next token of each request, into the state of the next step and to the host.
+
+    Args:
+        best, best_token: of `collect_logits`.  sampled: [B] int64, chosen otherwise; None takes the most likely token,
+            the first of equals.  token_ids: [B] int64 and seq_lens: [B] int32, the state, advanced; lengths stop at
+            `capacity`.  ring: [RING_STEPS, RING_HEADER + B] int64 and stamps: [RING_STEPS] int32, in pinned host
+            memory: the step's row is complete once its stamp is the step's epoch.
+        hits: [L, B] int32, verdicts of a pair, copied to hits_ring: [RING_STEPS, L, B] int32, in pinned host memory.
+    Capture: graph-safe; allocates nothing.
+    """
+    batch_size, candidates = best.shape
+    num_hits = 1 if hits is None else hits.numel()
+    compiled = launch(_finish_step_kernel, (1,))(
+        best, best_token, sampled, token_ids, seq_lens, exchange.epoch, exchange.fault, ring, stamps, hits,
+        hits_ring, num_hits, candidates, capacity, C=triton.next_power_of_2(candidates), B=batch_size,
+        RING_STEPS=RING_STEPS, RING_HEADER=RING_HEADER, HITS=triton.next_power_of_2(num_hits), num_warps=1,
+        **launch_options(best.device),
+    )  # fmt: skip
+    prefer_l1(compiled)

@@ -1,0 +1,1 @@
+"""Attention-level speculation on the device: roles, verdict, handover (ALSpec, Algorithm 2)."""

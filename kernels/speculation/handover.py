@@ -1,0 +1,256 @@
+"""What paired groups hand over, word by word: x, the newest k and v and `A~` in a layer, x alone at the step's end.
+
+A group that computes pushes each of them where it is made: `reduce_norm` x, for the next layer or the step's end,
+`qkv_rope_append` k and v, attention `A~`. The receiver waits for each word. Who is which, and whether a guess was
+right, is in roles.py. A receiver that computes on a rejected guess also pushes, to a group that sends and so does not
+read it. In the first layer there is no x: both groups have the embedding.
+
+Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, S sums of squares
+of each request, M = hidden + 2 Hkv D words of a request's handover.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from alspec.kernels.attention.dispatch import CacheLayer, KVLayer
+from alspec.kernels.comm.ll_packets import await_words
+from alspec.kernels.comm.mailbox import Handover
+from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
+from alspec.kernels.kv_codec.flashq.record import TOKENS, to_int8
+from alspec.kernels.norm.residual import BLOCK as RESIDUAL_BLOCK
+from alspec.kernels.norm.residual import num_square_sums, write_residual
+
+__all__ = ["newest_place", "places_of", "receive_handover", "receive_residual", "store_message"]
+
+BLOCK = 32  # words of one program of a handover, one for each thread
+
+
+@triton.jit
+def newest_place(j, request, seq_lens_ptr, capacity, HKV: tl.constexpr, D: tl.constexpr):
+    """Where channel `j` of the newest token's HKV x D lies in a cache [B, HKV, capacity, D]."""
+    position = tl.load(seq_lens_ptr + request) - 1
+    return ((request * HKV + j // D).to(tl.int64) * capacity + position) * D + j % D
+
+
+@triton.jit
+def store_message(
+    value, place, has_x, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr,
+    HIDDEN: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Take over a request's handover at `place`: x, if there is one, and then the newest k and v.
+
+    Of a quantised cache they go into the tail, as the projection in the other group has put them there.
+    """
+    tl.store(x_ptr + request * HIDDEN + place, value, mask=(place < HIDDEN) & has_x)
+    j = place - HIDDEN
+    is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
+    c = tl.maximum(j, 0) % (HKV * D)
+    if tail_ptr is None:
+        at = newest_place(c, request, seq_lens_ptr, capacity, HKV, D)
+        tl.store(k_ptr + at, value.to(k_ptr.dtype.element_ty), mask=is_k)
+        tl.store(v_ptr + at, value.to(v_ptr.dtype.element_ty), mask=is_v)
+    else:
+        row = (request * HKV + c // D) * 2 + is_v.to(tl.int32)
+        q1 = to_int8(value, tl.load(tail_scale_ptr + row, mask=is_k | is_v, other=1.0))
+        position = tl.load(seq_lens_ptr + request) - 1
+        tl.store(tail_ptr + (row * TOKENS + position % TOKENS) * D + c % D, q1.to(tl.int8), mask=is_k | is_v)
+
+
+def places_of(cache: CacheLayer) -> tuple[Tensor | int | None, ...]:
+    """k_ptr, v_ptr, tail_ptr, tail_scale_ptr and capacity of `store_message`."""
+    if isinstance(cache, KVLayer):
+        return cache.k, cache.v, None, None, cache.k.shape[2]
+    return None, None, cache.tail, cache.tail_scale, 0
+
+
+@triton.jit
+def _receive_guess(
+    spec_out_ptr,
+    spec_lse_ptr,
+    attn_out_ptr,
+    program,
+    layer,
+    request,
+    num_requests,
+    epoch,
+    patience_ns,
+    fault_ptr,
+    code,
+    OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    VALUES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """VALUES of `A~`: one word of each, or all parts and their lse, merged."""
+    place = program * VALUES + tl.arange(0, VALUES)
+    exist = place < OUT
+    if PARTS == 1:
+        at = spec_out_ptr + (layer * num_requests + request).to(tl.int64) * OUT + place
+        spec_out = await_words(at, exist, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
+    else:
+        PAD: tl.constexpr = BLOCK // VALUES // 2
+        word = tl.arange(0, 2 * PAD)[None, :]
+        part = word % PAD
+        slot = (layer * PARTS + part).to(tl.int64) * num_requests + request
+        lse_at = spec_lse_ptr + slot * (OUT // D) + (place // D)[:, None]
+        at = tl.where(word < PAD, spec_out_ptr + slot * OUT + place[:, None], lse_at)
+        codes = code + tl.zeros([VALUES, 2 * PAD], tl.int32)
+        words = await_words(at, exist[:, None] & (part < PARTS), epoch, patience_ns, fault_ptr, codes)
+        o, lse = tl.split(tl.permute(tl.reshape(words, [VALUES, 2, PAD]), (0, 2, 1)))
+        lse = tl.where((tl.arange(0, PAD) < PARTS)[None, :], lse, float("-inf"))
+        weight = tl.exp2(lse - tl.max(lse, 1)[:, None])
+        spec_out = tl.sum(o * weight, 1) / tl.sum(weight, 1)
+    tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=exist)
+
+
+@triton.jit(do_not_specialize=["layer", "patience_ns", "code"], do_not_specialize_on_alignment=PER_HEAD)
+def _receive_handover_kernel(
+    x_ptr,  # [B, HIDDEN] fp32
+    k_ptr,  # [B, HKV, N, D], or None: into a tail
+    v_ptr,
+    tail_ptr,  # [B, HKV, 2, 64, D] int8, or None
+    tail_scale_ptr,  # [B, HKV, 2] fp32
+    capacity,
+    seq_lens_ptr,  # [B] int32, with the new token
+    attn_out_ptr,  # [B, OUT]
+    inbox_ptr,  # [L + 1, B, M] int64
+    spec_out_ptr,  # [L, PARTS, B, OUT] int64
+    spec_lse_ptr,  # [L, PARTS, B, OUT / D] int64
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    gate_ptr,  # [1] int32
+    layer,
+    patience_ns,
+    code,
+    HIDDEN: tl.constexpr,
+    OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    VALUES: tl.constexpr,  # of `A~` for each program
+    SPEC_BLOCKS: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK words of one request, of `A~` or of the message; grid [SPEC_BLOCKS + message / BLOCK, B]."""
+    MESSAGE: tl.constexpr = HIDDEN + 2 * HKV * D
+    if PDL:
+        gdc_launch_dependents()
+    request = tl.program_id(1)
+    epoch = tl.load(epoch_ptr)
+    if PDL:
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    slot = (layer * tl.num_programs(1) + request).to(tl.int64)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    codes = code + tl.zeros_like(place)
+    if tl.program_id(0) < SPEC_BLOCKS:
+        _receive_guess(
+            spec_out_ptr, spec_lse_ptr, attn_out_ptr, tl.program_id(0), layer, request, tl.num_programs(1), epoch,
+            patience_ns, fault_ptr, code, OUT, PARTS, VALUES, D, BLOCK,
+        )  # fmt: skip
+    else:
+        place -= SPEC_BLOCKS * BLOCK
+        has_x = layer > 0
+        exist = (place < MESSAGE) & ((place >= HIDDEN) | has_x)
+        value = await_words(inbox_ptr + slot * MESSAGE + place, exist, epoch, patience_ns, fault_ptr, codes)
+        store_message(
+            value, place, has_x, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN,
+            HKV, D,
+        )  # fmt: skip
+
+
+def receive_handover(
+    handover: Handover,
+    layer: int,
+    x: Tensor,
+    cache: CacheLayer,
+    seq_lens: Tensor,
+    attn_out: Tensor,
+    patience_ns: int,
+) -> None:
+    """What the paired rank hands over: k, v and `A~`, and from the second layer on x. Gated by `receives`.
+
+    Waits for each word, at most `patience_ns`. Launched after the sender's kernels of the layer, which are closed on
+    a rank that receives, so that nothing stands between `A~` and the post-attention.
+
+    Args:
+        x: [B, hidden] fp32, written.  cache: of the layer, the newest token written; of a quantised one into the tail,
+        as `turbo_append_ref` puts it there.  seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape, exchange, own = handover.shape, handover.exchange, handover.own
+    # One word for each thread: of two, it would wait for one after the other. With several parts each value has several
+    # words, and programs are larger instead of more: on a rank that sends, each would start only to end.
+    block = BLOCK if shape.guess_parts == 1 else 4 * BLOCK
+    values = block if shape.guess_parts == 1 else block // (2 * triton.next_power_of_2(shape.guess_parts))
+    spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, values)
+    grid = (spec_blocks + triton.cdiv(shape.message_words, block), x.shape[0])
+    compiled = launch(_receive_handover_kernel, grid)(
+        x, *places_of(cache), seq_lens, attn_out, own.inbox, own.spec_out, own.spec_lse, exchange.epoch, exchange.fault,
+        handover.receives, layer, patience_ns, handover.late(layer),
+        HIDDEN=shape.hidden_size, OUT=shape.num_qo_heads * shape.head_dim, PARTS=shape.guess_parts, VALUES=values,
+        SPEC_BLOCKS=spec_blocks, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=block, num_warps=block // 32,
+        # Lanes that merge the same parts in different orders must find the same bits: any of them may store its own.
+        enable_fp_fusion=False, **launch_options(x.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit(do_not_specialize=["patience_ns", "code"])
+def _receive_residual_kernel(
+    inbox_ptr,  # [B, M] int64: slot L
+    x_ptr,  # [B, HIDDEN] fp32
+    gamma_ptr,  # [HIDDEN]
+    x_norm_ptr,  # [B, HIDDEN]
+    squares_ptr,  # [B, S] fp32
+    epoch_ptr,  # [1] int32
+    fault_ptr,  # [1] int32
+    gate_ptr,  # [1] int32
+    patience_ns,
+    code,
+    message_words,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK channels of one request; grid [HIDDEN / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+    request = tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < HIDDEN
+    gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    epoch = tl.load(epoch_ptr)
+    if PDL:
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    words = inbox_ptr + request.to(tl.int64) * message_words + channels
+    x = await_words(words, inside, epoch, patience_ns, fault_ptr, code + tl.zeros_like(channels))
+    x = tl.where(inside, x, 0.0)
+    write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
+
+
+def receive_residual(
+    handover: Handover, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor, patience_ns: int
+) -> None:
+    """The sender's x after the last layer, and what the norm before the LM head needs. Gated by `receives`.
+
+    Args: as `reduce_norm`; x is overwritten.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape, exchange = handover.shape, handover.exchange
+    compiled = launch(_receive_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
+        handover.own.inbox[-1], x, gamma, x_norm, square_sums, exchange.epoch, exchange.fault, handover.receives,
+        patience_ns, handover.late(shape.num_layers + 1), shape.message_words, HIDDEN=shape.hidden_size,
+        BLOCK=RESIDUAL_BLOCK, num_warps=1, **launch_options(x.device),
+    )  # fmt: skip
+    prefer_l1(compiled)

@@ -1,0 +1,469 @@
+"""Paired decoding where ranks cannot send each other words: boxes that a collective swaps, and gates.
+
+A collective cannot be skipped on one rank. So paired ranks always send each other a box, although only the sender's is
+read, and every rank its verdict to all, although only the sending group's counts.
+
+    sends, receives  of layer 0 as the last step ended; swapped after each accepted guess
+    redoes           of a sender whose guess was rejected: it computes from `A` what its receiver has from `A~`
+
+A layer is, with each kernel gated by the word in brackets, three branches between a fork and a join:
+
+    lean_decode_attention, predictor [sends], pack_handover [sends]
+      aside:    swap of the boxes, unpack_handover [receives], post-attention and next pre-attention [receives]
+      main:     lean_decode_attention, rest [sends], sums of the group, decide, post- and next pre-attention [redoes]
+      verdict:  behind decide: verdicts of all ranks, settle
+
+A sender knows its own verdict before the other group does, and goes on while it travels. On no rank are both of aside
+and main open, so they can use the same activations. Each layer has its own gate words, because those branches read them
+while the third sets those of the next layer.
+
+Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
+group, R pairs of sums of a request for its verdict, S sums of squares of each request, M = hidden + 2 Hkv D values of a
+request's handover without `A~`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from alspec.kernels.attention.decode.lean_decode import Speculation
+from alspec.kernels.attention.dispatch import CacheLayer
+from alspec.kernels.comm.exchange import Exchange
+from alspec.kernels.comm.mailbox import GATE_STRIDE, PairShape
+from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
+from alspec.kernels.norm.residual import BLOCK as RESIDUAL_BLOCK
+from alspec.kernels.norm.residual import num_square_sums, write_residual
+from alspec.kernels.speculation.handover import newest_place, places_of, store_message
+from alspec.kernels.speculation.roles import add_sums, judge, squared
+
+__all__ = [
+    "Gates",
+    "Swap",
+    "SwapCalls",
+    "decide",
+    "pack_handover",
+    "pack_residual",
+    "settle",
+    "unpack_handover",
+    "unpack_residual",
+]
+
+BLOCK = 128  # values of one program
+
+
+@dataclass(frozen=True)
+class SwapCalls:
+    """Collectives, which all ranks call in the same order, on the current stream.
+
+    Those of each branch have communicators of their own.
+    """
+
+    swap_aside: Callable[[Tensor], None]  # [2, ...]: each group's row, to the other group
+    all_reduce_aside: Callable[[Tensor], Tensor]  # sum over the group
+    gather_sums: Callable[[Tensor], None]  # [T, ...]: each rank's row, to its group
+    gather_verdicts: Callable[[Tensor], None]  # [world, ...]: each rank's row, to all
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Gates of a layer, each [1] int32: whether this rank's group sends, receives, computes the layer again."""
+
+    sends: Tensor
+    receives: Tensor
+    redoes: Tensor
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One rank's side of a pair that talks by collectives."""
+
+    shape: PairShape
+    group: int
+    boxes: Tensor  # [2, B Hq D + B M, filled up] fp32: the handovers of both groups; A~ first
+    residuals: Tensor  # [2, B, hidden] fp32: x after the last layer
+    sums: Tensor  # [T, B, R, 2] fp32: dist2 and norm2 of parts of heads, of the group's ranks
+    verdicts: Tensor  # [2 T, B + 1] int32, of all ranks: whether each request accepted, and whether the layer did
+    gate_words: Tensor  # [3, L + 1, GATE_STRIDE] int32: sends, receives, redoes, the first word of each row
+    aside: Exchange  # partial sums of the branch beside the main one
+    calls: SwapCalls
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None  # of the branches aside and verdict, on GPUs
+
+    @classmethod
+    def allocate(cls, shape: PairShape, exchange: Exchange, group: int, calls: SwapCalls) -> Swap:
+        """Buffers beside those of `exchange`, the group's; group 0 is the first sender."""
+        device, batch = exchange.partial.device, shape.batch_size
+        size = batch * (shape.num_qo_heads * shape.head_dim + shape.message_words)
+
+        def new(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        gate_words = new(3, shape.num_layers + 1, GATE_STRIDE, dtype=torch.int32)
+        gate_words[group, 0, 0] = gate_words[group, -1, 0] = 1  # as after a step
+        return cls(
+            shape=shape,
+            group=group,
+            boxes=new(2, -(-size // 4) * 4),
+            residuals=new(2, batch, shape.hidden_size),
+            sums=new(shape.tp_size, batch, shape.num_sums, 2),
+            verdicts=new(2 * shape.tp_size, batch + 1, dtype=torch.int32),
+            gate_words=gate_words,
+            aside=Exchange(
+                new(batch, shape.hidden_size), exchange.epoch, exchange.fault, exchange.tp_rank, exchange.tp_size,
+                exchange.rank,
+            ),
+            calls=calls,
+            streams=(torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None,
+        )  # fmt: skip
+
+    def gates(self, layer: int) -> Gates:
+        """The gates of a layer, or with L of what follows the last one."""
+        return Gates(*(word[:1] for word in self.gate_words[:, layer]))
+
+    @property
+    def own_sums(self) -> Tensor:
+        """[B, R, 2] of `sums`: this rank's."""
+        return self.sums[self.aside.tp_rank]
+
+    def speculation(self, chunk_size: int) -> Speculation:
+        """For the attention of a layer: `A~` goes into this group's box, its sums into `own_sums`."""
+        spec_out, shape = self.box_parts(self.group)[0], self.shape
+        return Speculation(
+            chunk_size, spec_out.view(shape.batch_size, shape.num_qo_heads, shape.head_dim), self.own_sums
+        )
+
+    def box_parts(self, group: int) -> tuple[Tensor, Tensor]:
+        """A group's `A~` [B, Hq D], and x, k and v [B, M]."""
+        shape = self.shape
+        sizes = [shape.batch_size * shape.num_qo_heads * shape.head_dim, shape.batch_size * shape.message_words]
+        spec_out, message = self.boxes[group, : sum(sizes)].split(sizes)
+        return spec_out.view(shape.batch_size, -1), message.view(shape.batch_size, -1)
+
+    @contextmanager
+    def beside(self, branch: Literal["aside", "verdict"]) -> Iterator[None]:
+        """Launches inside run after those before this block, and at the same time as those after it, until `join`."""
+        if self.streams is None:
+            yield
+            return
+        stream = self.streams[branch == "verdict"]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """Later launches run after all branches.
+
+        The first of them must not be a programmatic dependent launch: that waits for one kernel, not for three.
+        """
+        for stream in self.streams or ():
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def next_step(self) -> None:
+        """After the last layer: the next step begins as this one ends."""
+        self.gate_words[:, 0].copy_(self.gate_words[:, -1])
+
+
+@triton.jit
+def _load_message(
+    place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Values of a request's handover at `place`, x and then the newest k and v, fp32; and which of them exist."""
+    exist = place < HIDDEN
+    value = tl.load(x_ptr + request * HIDDEN + place, mask=exist, other=0.0)
+    if k_ptr is not None:
+        j = place - HIDDEN
+        is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
+        exist = place < HIDDEN + 2 * HKV * D
+        at = newest_place(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
+        value = tl.where(is_k, tl.load(k_ptr + at, mask=is_k, other=0.0).to(tl.float32), value)
+        value = tl.where(is_v, tl.load(v_ptr + at, mask=is_v, other=0.0).to(tl.float32), value)
+    return value, exist
+
+
+@triton.jit
+def _pack_kernel(
+    x_ptr,  # [B, HIDDEN] fp32
+    k_ptr,  # [B, HKV, N, D], or None: only x
+    v_ptr,
+    seq_lens_ptr,  # [B] int32, with the new token
+    out_ptr,  # [B, num_values] fp32
+    gate_ptr,  # [1] int32
+    capacity,
+    num_values,
+    HIDDEN: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK values of one request; grid [num_values / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    request = tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value, exist = _load_message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
+    tl.store(out_ptr + request * num_values + place, value, mask=exist)
+
+
+def pack_handover(swap: Swap, layer: int, x: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> None:
+    """The sender's x and the newest token's k and v, into its box beside `A~`. Gated by `sends`.
+
+    Args:
+        x: [B, hidden] fp32.  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] int32 with the new token.
+    Capture: graph-safe; allocates nothing.
+    """
+    message = swap.box_parts(swap.group)[1]
+    _pack(swap, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message, launch_options(x.device)["PDL"])
+
+
+def pack_residual(swap: Swap, x: Tensor) -> None:
+    """The sender's x after the last layer, for the swap. Gated by `sends`; x: [B, hidden] fp32.
+
+    Capture: graph-safe; allocates nothing. Not a dependent launch: the first one after a join.
+    """
+    _pack(swap, swap.shape.num_layers, x, None, None, None, 0, swap.residuals[swap.group], False)
+
+
+def _pack(
+    swap: Swap,
+    layer: int,
+    x: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    seq_lens: Tensor | None,
+    capacity: int,
+    out: Tensor,
+    is_dependent: bool,
+) -> None:
+    shape, num_values = swap.shape, out.shape[1]
+    compiled = launch(_pack_kernel, (triton.cdiv(num_values, BLOCK), shape.batch_size))(
+        x, k_cache, v_cache, seq_lens, out, swap.gates(layer).sends, capacity, num_values, HIDDEN=shape.hidden_size,
+        HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK, num_warps=1,
+        **(launch_options(x.device) if is_dependent else {"PDL": False}),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit(do_not_specialize_on_alignment=PER_HEAD)
+def _unpack_handover_kernel(
+    spec_out_ptr,  # [B, OUT] fp32, OUT = Hq D
+    message_ptr,  # [B, M] fp32
+    x_ptr,  # [B, HIDDEN] fp32
+    k_ptr,  # [B, HKV, N, D], or None: into a tail
+    v_ptr,
+    tail_ptr,  # [B, HKV, 2, 64, D] int8, or None
+    tail_scale_ptr,  # [B, HKV, 2] fp32
+    capacity,
+    seq_lens_ptr,  # [B] int32, with the new token
+    attn_out_ptr,  # [B, OUT]
+    gate_ptr,  # [1] int32
+    HIDDEN: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK values of one request, of `A~` or of the rest; grid [OUT / BLOCK + M / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    request = tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) < tl.cdiv(OUT, BLOCK):
+        spec_out = tl.load(spec_out_ptr + request * OUT + place, mask=place < OUT, other=0.0)
+        tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=place < OUT)
+    else:
+        place -= tl.cdiv(OUT, BLOCK) * BLOCK
+        M: tl.constexpr = HIDDEN + 2 * HKV * D
+        value = tl.load(message_ptr + request * M + place, mask=place < M, other=0.0)
+        store_message(
+            value, place, True, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN,
+            HKV, D,
+        )  # fmt: skip
+
+
+def unpack_handover(
+    swap: Swap,
+    layer: int,
+    x: Tensor,
+    cache: CacheLayer,
+    seq_lens: Tensor,
+    attn_out: Tensor,
+) -> None:
+    """What the paired rank handed over: x, k, v and `A~`, from its box. Gated by `receives`.
+
+    Args:
+        x: [B, hidden] fp32, written.  cache: of the layer, the newest token written, as by `receive_handover`.
+        seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape = swap.shape
+    spec_out, message = swap.box_parts(1 - swap.group)
+    blocks = triton.cdiv(spec_out.shape[1], BLOCK) + triton.cdiv(message.shape[1], BLOCK)
+    compiled = launch(_unpack_handover_kernel, (blocks, shape.batch_size))(
+        spec_out, message, x, *places_of(cache), seq_lens, attn_out, swap.gates(layer).receives,
+        HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, OUT=spec_out.shape[1], BLOCK=BLOCK,
+        num_warps=1, **launch_options(x.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit
+def _unpack_residual_kernel(
+    residual_ptr,  # [B, HIDDEN] fp32
+    x_ptr,  # [B, HIDDEN] fp32
+    gamma_ptr,  # [HIDDEN]
+    x_norm_ptr,  # [B, HIDDEN]
+    squares_ptr,  # [B, S] fp32
+    gate_ptr,  # [1] int32
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK channels of one request; grid [HIDDEN / BLOCK, B]."""
+    if PDL:
+        gdc_launch_dependents()
+    request = tl.program_id(1)
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channels < HIDDEN
+    gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    if tl.load(gate_ptr) == 0:
+        return
+    at = request * HIDDEN + channels
+    x = tl.load(residual_ptr + at, mask=inside, other=0.0)
+    write_residual(x, at, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
+
+
+def unpack_residual(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor) -> None:
+    """The sender's x after the last layer, and what the norm before the LM head needs. Gated by `receives`.
+
+    Args: as `reduce_norm`; x is overwritten.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape = swap.shape
+    compiled = launch(_unpack_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
+        swap.residuals[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).receives,
+        HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK, num_warps=1, **launch_options(x.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit(do_not_specialize=["rank", "layer"])
+def _decide_kernel(
+    sums_ptr,  # [T, B, SUMS, 2] fp32
+    live_ptr,  # [B] int32
+    forced_ptr,  # [L] int32, or None
+    verdicts_ptr,  # [2 T, B + 1] int32
+    sends_ptr,  # [1] int32, of this layer
+    redoes_ptr,  # [1] int32, of this layer
+    rank,
+    layer,
+    threshold2,
+    ALWAYS: tl.constexpr,
+    B: tl.constexpr,
+    B_PAD: tl.constexpr,
+    SUMS: tl.constexpr,
+    SUMS_PAD: tl.constexpr,
+    T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The verdict from the sums of the group's ranks; grid [1]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([2 * B_PAD], tl.float32)
+    # In rank order: all ranks of the group reach the same bits, and the same verdict.
+    for tp_rank in tl.static_range(T):
+        total += add_sums(sums_ptr + tp_rank * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
+    accepted, verdict = judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
+    requests = tl.arange(0, B_PAD)
+    tl.store(redoes_ptr, tl.where(verdict, 0, tl.load(sends_ptr)))
+    verdict_ptr = verdicts_ptr + rank * (B + 1)
+    tl.store(verdict_ptr + requests, accepted.to(tl.int32), mask=requests < B)
+    tl.store(verdict_ptr + B, verdict.to(tl.int32))
+
+
+def decide(swap: Swap, layer: int, live: Tensor, threshold: float, forced: Tensor | None = None) -> None:
+    """The group's verdict on a layer's guess, from `swap.sums` of its ranks: into this rank's row of `swap.verdicts`,
+    and this layer's `redoes`. Ungated; of a group that receives the row means nothing, and `redoes` is 0.
+
+    Rules: `alspec.verdict`, `alspec.priority`. Oracle: `decide_ref`.
+
+    Args:
+        live: [B] int32, the same on every rank of the job.  threshold: lambda >= 0, fixed at capture.
+        forced: [L] int32, as `roles.decide`.
+    Raises:
+        ValueError: `threshold` is negative or NaN.
+    Capture: graph-safe; allocates nothing.
+    """
+    threshold2, always = squared(threshold)
+    shape, gates = swap.shape, swap.gates(layer)
+    compiled = launch(_decide_kernel, (1,))(
+        swap.sums, live, forced, swap.verdicts, gates.sends, gates.redoes, swap.aside.rank, layer, threshold2,
+        ALWAYS=always, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=shape.num_sums,
+        SUMS_PAD=triton.next_power_of_2(shape.num_sums), T=shape.tp_size, num_warps=1, **launch_options(live.device),
+    )  # fmt: skip
+    prefer_l1(compiled)
+
+
+@triton.jit(do_not_specialize=["layer", "group"])
+def _settle_kernel(
+    verdicts_ptr,  # [2 T, B + 1] int32
+    hits_ptr,  # [L, B] int32
+    sends_ptr,  # [1] int32, of this layer
+    next_sends_ptr,  # [1] int32, of the next
+    next_receives_ptr,  # [1] int32
+    layer,
+    group,
+    B: tl.constexpr,
+    B_PAD: tl.constexpr,
+    T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The verdict of the sending group's first rank; grid [1]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sends = tl.load(sends_ptr)
+    verdict_ptr = verdicts_ptr + tl.where(sends == 1, group, 1 - group) * T * (B + 1)
+    requests = tl.arange(0, B_PAD)
+    accepted = tl.load(verdict_ptr + requests, mask=requests < B, other=0)
+    tl.store(hits_ptr + layer * B + requests, accepted, mask=requests < B)
+    next_sends = tl.where(tl.load(verdict_ptr + B) == 1, 1 - sends, sends)
+    tl.store(next_sends_ptr, next_sends)
+    tl.store(next_receives_ptr, 1 - next_sends)
+
+
+def settle(swap: Swap, layer: int, hits: Tensor) -> None:
+    """What the sending group decided, from `swap.verdicts` of all ranks: who sends and receives in the next layer.
+    Ungated.
+
+    Args:
+        hits: [L, B] int32, this layer written; 0 for a request that is not live.
+    Capture: graph-safe; allocates nothing.
+    """
+    shape, following = swap.shape, swap.gates(layer + 1)
+    compiled = launch(_settle_kernel, (1,))(
+        swap.verdicts, hits, swap.gates(layer).sends, following.sends, following.receives, layer, swap.group,
+        B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), T=shape.tp_size, num_warps=1,
+        **launch_options(hits.device),
+    )  # fmt: skip
+    prefer_l1(compiled)

@@ -1,0 +1,1 @@
+"""What launch/bench_kernels.py measures."""

@@ -1,0 +1,127 @@
+"""Cases of `bench_kernels.py --bench turbo`: random quantised caches, large enough to keep the L2 cold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from alspec.kernels.attention.decode_flashq.flashq_decode import turbo_decode_attention, turbo_guess_parts
+from alspec.kernels.attention.dispatch import attend_workspace
+from alspec.kernels.kv_codec.flashq.layout import BLOCK, TurboLayer, record_words, unpack_record
+from alspec.launch.bench.bench_common import pair_speculation, written
+from alspec.sas import Softmax
+
+__all__ = ["TurboCase", "turbo_run"]
+
+
+@dataclass
+class TurboCase:
+    """One shape with enough copies of its inputs to keep the L2 cold."""
+
+    q: Tensor  # [copies, B, Hq, D] bf16
+    layers: list[TurboLayer]  # one for each copy
+    seq_lens: Tensor  # [B] int32
+
+    @classmethod
+    def draw(
+        cls, seq_lens: list[int], num_qo_heads: int, num_kv_heads: int, head_dim: int, codec: str, cold_bytes: int
+    ) -> TurboCase:
+        """Fresh random inputs: random codes, parameters and scales as a quantiser of normal values finds them."""
+        device = torch.device("cuda")
+        batch, num_blocks = len(seq_lens), max(seq_lens) // BLOCK + 1
+        bits = torch.full((batch, num_kv_heads), 2 if codec == "turbo2" else 4, dtype=torch.int32)
+        if codec == "turbo-mixed":
+            bits[:, 1::2] = 2
+        sizes = torch.tensor([num_blocks * record_words(int(width), head_dim) for width in bits.flatten()])
+        offset = (sizes.cumsum(0) - sizes).view_as(bits)
+        copies = max(8, min(1024, cold_bytes // (4 * int(sizes.sum()))))
+
+        def uniform(low: float, *shape: int) -> Tensor:
+            return low * (1 + torch.rand(shape, device=device))
+
+        layers = []
+        for _ in range(copies):
+            words = torch.randint(-(2**31), 2**31, (int(sizes.sum()),), dtype=torch.int64, device=device).int()
+            for head, width in enumerate(bits.flatten().tolist()):
+                begin, size = int(offset.flatten()[head]), record_words(width, head_dim)
+                # K and V, the codes of each and then its parameters.
+                records = words[begin : begin + num_blocks * size].view(num_blocks, 2, size // 2)
+                records[..., -head_dim // 2 :] = _parameters(num_blocks, head_dim, width, device)
+            layers.append(
+                TurboLayer(
+                    words=words,
+                    offset=offset.to(device),
+                    bits=bits.to(device),
+                    scales=uniform(0.015, batch, num_kv_heads, num_blocks, 2),
+                    tail=torch.randint(
+                        -119, 120, (batch, num_kv_heads, 2, BLOCK, head_dim), dtype=torch.int8, device=device
+                    ),
+                    tail_scale=uniform(0.015, batch, num_kv_heads, 2),
+                )
+            )
+        q = torch.randn(copies, batch, num_qo_heads, head_dim, device=device, dtype=torch.bfloat16)
+        return cls(q, layers, torch.tensor(seq_lens, dtype=torch.int32, device=device))
+
+    def last(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v (fp64, dequantised) and seq_lens of the last copy."""
+        layer, lengths = self.layers[-1], self.seq_lens.tolist()
+        batch, heads, dim = layer.batch_size, layer.num_kv_heads, layer.head_dim
+        k, v = torch.zeros(2, batch, heads, max(lengths), dim, dtype=torch.float64, device=layer.words.device)
+        for request, length in enumerate(lengths):
+            full = (length - 1) // BLOCK
+            for head in range(heads):
+                width, begin = int(layer.bits[request, head]), int(layer.offset[request, head])
+                size = record_words(width, dim)
+                records = layer.words[begin : begin + full * size].view(full, size)
+                for side, (values, codes) in enumerate(zip((k, v), unpack_record(records, width, dim), strict=True)):
+                    integers = codes.codes * codes.s_int[:, None] + codes.z[:, None]
+                    assert bool((integers == integers.to(torch.int8)).all()), "no quantiser writes that"
+                    exact = integers.double() * layer.scales[request, head, :full, side, None, None].double()
+                    newest = layer.tail[request, head, side, : length - full * BLOCK].double()
+                    values[request, head, : full * BLOCK] = exact.flatten(0, 1)
+                    values[request, head, full * BLOCK : length] = newest * layer.tail_scale[request, head, side]
+        return self.q[-1], k, v, self.seq_lens
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one launch must read: records and their scales, and the tokens in the tail."""
+        layer, total = self.layers[0], 0
+        for length, widths in zip(self.seq_lens.tolist(), layer.bits.tolist(), strict=True):
+            full = (length - 1) // BLOCK
+            for width in widths:
+                total += full * (4 * record_words(width, layer.head_dim) + 8)
+                total += (length - full * BLOCK) * 2 * layer.head_dim + 8
+        return total
+
+
+def _parameters(num_blocks: int, head_dim: int, bits: int, device: torch.device) -> Tensor:
+    """[num_blocks, 2, head_dim / 2] int32 words: `s_int` and `z + 128` of K, of V, that fill most of [-119, 119]."""
+    top = 238 // (2**bits - 1)
+    s_int = torch.randint(top // 2, top + 1, (num_blocks, 2, head_dim), dtype=torch.int32, device=device)
+    span = 239 - (2**bits - 1) * s_int
+    z = (torch.rand(s_int.shape, device=device) * span).int() + (128 - 119)
+    return torch.cat([s_int, z], 2).to(torch.uint8).view(torch.int32)
+
+
+def turbo_run(case: TurboCase, chunk_size: int, softmax: Softmax = "exact") -> Callable[[int], tuple[Tensor, ...]]:
+    """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
+    _, batch, hq, dim = case.q.shape
+    device, hkv = case.q.device, case.layers[0].num_kv_heads
+    workspace = attend_workspace(case.layers[0], hq, device)
+    out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
+    layers = [replace(layer, softmax=softmax) for layer in case.layers]
+    speculation = None
+    if chunk_size:
+        parts = turbo_guess_parts(batch, hq // hkv, device)
+        speculation, words = pair_speculation(chunk_size, case.q[0], parts, device)
+        words.fill_(-1)  # of another epoch
+
+    def run(i: int) -> tuple[Tensor, ...]:
+        turbo_decode_attention(case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation)
+        return written(out, speculation)
+
+    return run

@@ -1,0 +1,174 @@
+"""How long after the start of speculative decode `A~` can be used, measured by a kernel that waits for its words."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from alspec.errors import RankFailureError
+from alspec.kernels.attention.decode.lean_decode import Speculation, guess_parts, lean_decode_attention
+from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
+from alspec.kernels.attention.reference import decode_attention_ref
+from alspec.kernels.bench.measuring import NEVER, POLLED, compare_clocks, stamp_time, watch_words
+from alspec.kernels.comm.ll_packets import unpack_words
+from alspec.kernels.common.jit_launch import num_sms
+from alspec.launch.bench.bench_common import check_close, merged, pair_speculation
+from alspec.predictor import predictor_ranges
+from alspec.runtime.profiling.stats import spread
+
+__all__ = ["spec_ready_us"]
+
+WARMUP, REPETITIONS = 5, 20
+FLUSH_BYTES = 200 * 2**20
+# Programs that wait for the same words: what one asks for too early, another one sees. All together leave attention and
+# its merge places on an SM, which holds 32 programs.
+WATCHERS, WATCHERS_OF_SM = 6, 28
+# The first launch is held back until everything after it is queued and the waiting kernels spin.
+HEAD_START_CYCLES = 2_000_000
+DEADLINE_NS = 50_000_000
+ROUNDS = 16  # of words to and fro, to compare two clocks
+TOLERANCE = 1e-2
+
+
+class _Watch:
+    """A kernel that waits for words, and when it saw them."""
+
+    def __init__(self, words: Tensor) -> None:
+        device = words.device
+        self.words = words
+        self.copy = torch.empty(words.shape, device=device)
+        self.times = torch.empty(triton.cdiv(words.numel(), POLLED), dtype=torch.int64, device=device)
+        self.watchers = min(WATCHERS, WATCHERS_OF_SM * num_sms(device) // len(self.times))
+
+    def reset(self) -> None:
+        self.copy.fill_(torch.nan)
+        self.times.fill_(NEVER)
+
+    def start(self, epoch: int) -> None:
+        """Launch it, on the current stream of the GPU that has the words."""
+        watch_words(self.words, epoch, self.copy, self.times, self.watchers, DEADLINE_NS)
+
+    def seen_at(self) -> int:
+        """When the last word was seen, in ns; `NEVER` if one was not."""
+        return int(self.times.max())
+
+
+class _Clocks:
+    """How far the second GPU's clock is ahead of the first one's.
+
+    The two send a word to and fro; in the quickest round the answer is taken to be given in its middle. So the error is
+    at most half of what a word takes both ways, and small where it takes as long one way as the other. A millisecond
+    later, when the time is taken, the clocks may have drifted by some 20 ns.
+    """
+
+    def __init__(self, here: torch.device, there: torch.device) -> None:
+        self.words = [torch.zeros(1, dtype=torch.int64, device=device) for device in (here, there)]
+        self.times = [torch.zeros(ROUNDS, 2, dtype=torch.int64, device=device) for device in (here, there)]
+        self.streams = [torch.cuda.Stream(device) for device in (here, there)]
+        self.first = 1
+
+    def start(self) -> None:
+        """Launch the exchange on both GPUs, on streams of its own."""
+        for side in (1, 0):
+            with torch.cuda.device(self.streams[side].device), torch.cuda.stream(self.streams[side]):
+                mine, other = self.words[side], self.words[1 - side]
+                compare_clocks(mine, other, self.times[side], self.first, side == 0, DEADLINE_NS)
+        self.first += ROUNDS
+
+    def ahead_ns(self) -> float:
+        """By the last exchange, once it has ended.
+
+        Raises:
+            RankFailureError: a word did not come in time.
+        """
+        asked, answered = (times.tolist() for times in self.times)
+        if any(came == NEVER for times in (asked, answered) for _, came in times):
+            raise RankFailureError("spec_ready: two GPUs could not compare their clocks: a word did not come")
+        # In whole ns: beyond 2^60 of them since 1970, floats are 256 apart.
+        _, twice = min(
+            (end - begin, 2 * seen - begin - end) for (begin, end), (_, seen) in zip(asked, answered, strict=True)
+        )
+        return float(twice / 2)
+
+
+def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, peer: bool) -> dict[str, float]:
+    """Microseconds from the launch of speculative decode until another kernel sees all of `A~`.
+
+    The clock starts when the kernel before it ends, so its launch is in it. With `peer`, `A~` lies on the second GPU,
+    where a kernel waits for it; the clocks of the two are compared right before.
+
+    Args:
+        q, k, v, seq_lens: of one request, as for `lean_decode_attention`, on the first GPU.
+    Returns:
+        p20, p50, p80 over launches with a cold L2.
+    Raises:
+        RankFailureError: a word did not come in time.
+        BadNumbersError: `A~` is wrong.
+    """
+    here = q.device
+    there = torch.device("cuda", 1) if peer else here
+    batch, hq, dim = q.shape
+    workspace = attend_workspace(KVLayer(k, v), hq, here)
+    out, lse = torch.empty_like(q), torch.empty(batch, hq, device=here)
+    parts = guess_parts(chunk_size, batch, hq, k.shape[1], dim, q.dtype, here)
+    speculation, words = pair_speculation(chunk_size, q, parts, there)
+    assert speculation.epoch is not None
+    started = torch.zeros(1, dtype=torch.int64, device=here)
+    guess, clocks = _Watch(words), _Clocks(here, there) if peer else None
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=here)
+    main, waiting = torch.cuda.Stream(here), torch.cuda.Stream(there)
+
+    def attend() -> None:
+        stamp_time(started)
+        lean_decode_attention(q, k, v, seq_lens, dim**-0.5, workspace, out, lse, speculation)
+
+    samples = []
+    for repetition in range(WARMUP + REPETITIONS):
+        guess.reset()
+        speculation.epoch.fill_(repetition)
+        _synchronize(here, there)
+        if repetition == 0:
+            # Compile and load before anything spins: loading a kernel waits for the device.
+            with torch.cuda.device(here):
+                flush.fill_(1)
+                torch.cuda._sleep(1)
+                attend()
+            if clocks is not None:
+                clocks.start()
+            with torch.cuda.device(there):
+                guess.start(-1)  # of no epoch that comes: it waits till its deadline
+            _synchronize(here, there)
+            guess.reset()
+        if clocks is not None:
+            clocks.start()
+            _synchronize(here, there)
+        with torch.cuda.device(there), torch.cuda.stream(waiting):
+            guess.start(repetition)
+        with torch.cuda.device(here), torch.cuda.stream(main):
+            flush.fill_(repetition % 7)
+            torch.cuda._sleep(HEAD_START_CYCLES)
+            attend()
+        _synchronize(here, there)
+        end = guess.seen_at()
+        if end == NEVER or not torch.equal(guess.copy, unpack_words(words, repetition)):
+            raise RankFailureError(f"spec_ready: repetition {repetition}: A~ did not come")
+        samples.append((end - int(started) - (clocks.ahead_ns() if clocks else 0)) / 1e3)
+    _check_guess(speculation, q, k, v, seq_lens, WARMUP + REPETITIONS - 1)
+    return spread(samples[WARMUP:])
+
+
+def _check_guess(speculation: Speculation, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, epoch: int) -> None:
+    """Compare `A~` of one request with the fp64 oracle over its tokens."""
+    n = int(seq_lens)
+    sink_end, window_start = (int(end) for end in predictor_ranges(seq_lens, speculation.chunk_size))
+    tokens = [*range(sink_end), *range(window_start, n)]
+    near = torch.tensor([len(tokens)])
+    wanted, _ = decode_attention_ref(q, k[:, :, tokens], v[:, :, tokens], near, q.shape[-1] ** -0.5)
+    found = merged(speculation.spec_out, speculation.spec_lse, epoch).to(wanted)
+    check_close(f"A~ of {n} tokens", found, wanted, TOLERANCE)
+
+
+def _synchronize(here: torch.device, there: torch.device) -> None:
+    torch.cuda.synchronize(here)
+    torch.cuda.synchronize(there)

@@ -1,0 +1,1 @@
+"""Pictures of measured rows."""

@@ -1,0 +1,165 @@
+"""What a person sees: streamed text on stdout; a status line and the closing panel on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, Self
+
+from rich.color import Color
+from rich.console import Console
+from rich.panel import Panel
+from rich.style import Style
+from rich.table import Table
+
+from alspec.runtime.engine.generation import Generation, Token
+from alspec.runtime.engine.memory import GIB
+
+__all__ = ["Printer", "StatusLine", "print_panel", "shows_color", "use_utf8"]
+
+
+class StatusLine:
+    """One line on stderr, if that is a terminal, that says what the command is doing; clear it before other output.
+
+    Not a spinner: those hide the cursor, and it would stay hidden if the heartbeat ended the process meanwhile.
+    """
+
+    def __init__(self, is_first: bool) -> None:
+        self._enabled = is_first and sys.stderr.isatty()
+        self._is_shown = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Replace the line with `text`."""
+        if self._enabled:
+            print(f"\r\x1b[Kalspec: {text}", end="", file=sys.stderr, flush=True)
+            self._is_shown = True
+
+    def clear(self) -> None:
+        """Erase the line."""
+        if self._is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._is_shown = False
+
+
+class Printer:
+    """Streams one request's text; a batch becomes one JSON line for each request, in order, as they finish."""
+
+    def __init__(self, generation: Generation, is_batch: bool, color: bool) -> None:
+        self._generation = generation
+        self._is_batch = is_batch
+        self._color = color
+        self._next = 0
+        self._is_in_line = False
+
+    def show(self, token: Token) -> None:
+        """Print what this token adds."""
+        if not self._is_batch and token.text:
+            self._is_in_line = not token.text.endswith("\n")
+        if self._is_batch:
+            self._flush_finished()
+        elif self._color and token.hit_rate is not None:
+            # Not through a rich console, which would wrap lines and change tabs and control characters.
+            sys.stdout.write(_shade(token.hit_rate).render(token.text))
+        else:
+            sys.stdout.write(token.text)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End the text."""
+        if not self._is_batch:
+            sys.stdout.write("\n")
+        self._is_in_line = False
+        sys.stdout.flush()
+
+    def end_line(self) -> None:
+        """End the line that an error comes upon, if there is one; again, and after `close`, nothing."""
+        if self._is_in_line:
+            self._is_in_line = False
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def _flush_finished(self) -> None:
+        requests = self._generation.requests
+        while self._next < len(requests) and not requests[self._next].live:
+            request = requests[self._next]
+            line = {"request": self._next, "text": request.text, "finish_reason": request.finish_reason}
+            print(json.dumps(line, ensure_ascii=False))
+            self._next += 1
+
+
+def use_utf8() -> None:
+    """Write UTF-8 whatever the locale says: generated text is not limited to it."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)  # a replaced stdout may have none
+    if reconfigure is not None:
+        reconfigure(encoding="utf-8", errors="replace")
+
+
+def shows_color() -> bool:
+    """Standard output is a terminal, or `FORCE_COLOR` is set."""
+    return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+
+
+def _shade(hit_rate: float) -> Style:
+    """From red (every layer needed the full attention) to green (every layer accepted the guess)."""
+    return Style(
+        bgcolor=Color.from_rgb(200 * (1 - hit_rate), 60 + 80 * hit_rate, 60), color=Color.from_rgb(255, 255, 255)
+    )
+
+
+def print_panel(summary: dict[str, Any]) -> None:
+    """The closing panel, on stderr; plain when stderr is no terminal."""
+    console = Console(stderr=True)
+    table = Table.grid(padding=(0, 2))
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    if console.is_terminal:
+        console.print(Panel(table, title="alspec", expand=False))
+    else:
+        for name, value in _rows(summary):
+            print(f"{name}: {value}", file=sys.stderr)
+
+
+def _mode(summary: dict[str, Any]) -> list[str]:
+    """The parts of the panel's first row."""
+    parts = [summary["mode"], f"{summary['world_size']} rank(s) on {summary['device']}", summary["dtype"]]
+    if summary["transport"] is not None:
+        parts.append(summary["transport"])
+    return [*parts, "captured graph"] if summary["cuda_graph"] else parts
+
+
+def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("mode", ", ".join(_mode(summary))),
+        ("prompt tokens", " ".join(map(str, summary["prompt_tokens"]))),
+        ("new tokens", " ".join(map(str, summary["new_tokens"]))),
+        ("TTFT", f"{summary['ttft_ms']:.1f} ms"),
+    ]
+    if summary["tokens_per_s"] is not None:
+        p50, p90, p99 = (summary[f"ms_per_token_p{p}"] for p in (50, 90, 99))
+        rows += [
+            ("tokens/s", f"{summary['tokens_per_s']:.1f}"),
+            ("ms/token", f"p50 {p50:.2f}  p90 {p90:.2f}  p99 {p99:.2f}"),
+        ]
+    if summary["gb_per_s"] is not None:
+        share = f"{100 * summary['share_of_limit']:.0f} % of the copy limit"
+        rows.append(("read", f"{summary['gb_per_s']:.1f} GB/s a rank, {share}"))
+    if summary["hit_rate"] is not None:
+        rows.append(("hit rate", f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"))
+    elif summary["mode"] in ("paired", "simulated") and summary["tokens_per_s"] is not None:
+        rows.append(("hit rate", "- (so short a text is all sink and window: no guess leaves a token out)"))
+    memory = summary["memory"]
+    rows.append(
+        (
+            "memory",
+            f"weights {memory['weights_bytes'] / GIB:.2f} GiB, cache {memory['cache_bytes'] / GIB:.2f} GiB, "
+            f"buffers {memory['buffer_bytes'] / GIB:.2f} GiB a rank",
+        )
+    )
+    return rows

@@ -1,0 +1,290 @@
+"""From command line to configuration, and from an error to one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib.util
+import itertools
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from alspec.config import (
+    PROMPTS,
+    UNAVAILABLE,
+    ChoiceConfig,
+    CommandConfig,
+    EngineConfig,
+    SpeculationConfig,
+    fits,
+    nearest_name,
+    validate,
+)
+from alspec.errors import UserError
+from alspec.launch.terminal.output import exit_code, is_special, target_of
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.distributed.placement import Placement
+from alspec.yaml_file import dump_yaml, load_yaml
+
+__all__ = [
+    "Parser",
+    "check_distinct",
+    "check_picture",
+    "check_positions",
+    "check_writable",
+    "cuts_without_effect",
+    "guesses_without_effect",
+    "notify",
+    "parse",
+    "print_config",
+    "run_command",
+]
+
+_ConfigT = TypeVar("_ConfigT", bound=BaseModel)
+_CommandT = TypeVar("_CommandT", bound=CommandConfig)
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+WRITTEN = ("json_file", "trace", "rows", "plot")  # fields of the files that commands write
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that takes no shortened flags, raises `UserError` and names the nearest flag, if one is near."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and exiting."""
+        known = [flag for action in self._actions for flag in action.option_strings]
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if unknown and unknown[0].startswith("-") and "unrecognized" in message:
+            nearest = nearest_name(unknown[0].split("=")[0], known)
+            hint = "see --help" if nearest is None else f"the nearest valid name is {nearest}"
+            message = f"unknown flag {unknown[0]}; {hint}"
+        raise UserError(f"flags: {message}")
+
+
+def _leaves(schema: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every field with its path of keys; nested schemas are flattened."""
+    for name, field in schema.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            yield from _leaves(type(field.default), (*path, name))
+        else:
+            yield (*path, field.alias or name), field
+
+
+def _flag(path: tuple[str, ...], field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    name = extra["flag"] if isinstance(extra, dict) else path[-1]
+    return "--" + str(name).replace("_", "-")
+
+
+def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None:
+    for path, field in _leaves(schema):
+        is_nothing = field.default is None or field.default is False or field.default == ()
+        default = "" if is_nothing else f" (default: {_written(field.default)})"
+        text = f"{field.description}{default}".replace("%", "%%")
+        options: dict[str, Any] = {"dest": ".".join(path), "default": argparse.SUPPRESS, "help": text}
+        if field.annotation is bool:
+            options["action"] = "store_true"
+        elif field.default == ():
+            options |= {"action": "append", "metavar": "TEXT"}
+        else:
+            options["metavar"] = "|".join(_choices(field.annotation)) or path[-1].upper()
+        parser.add_argument(_flag(path, field), **options)
+
+
+def _written(default: Any) -> str:
+    """A default as its flag would be written."""
+    if isinstance(default, tuple):
+        return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in default)
+    return str(default)
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The values of a Literal that can be had, also inside an optional; none for other types, and for lists."""
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation) if value not in UNAVAILABLE]
+    if get_origin(annotation) is tuple:
+        return []
+    return [choice for part in get_args(annotation) for choice in _choices(part)]
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    schema: type[_CommandT],
+    argv: list[str] | None,
+    run: Callable[[_CommandT, argparse.Namespace], int],
+) -> int:
+    """Run a command, or show its configuration; returns the exit code, after the one line of an error.
+
+    Args:
+        argv: the words of the command line; None: those of this process.
+        run: gets the configuration and the namespace of `parse`, to which `command` is added: how this was started.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    is_debug = "--debug" in words  # for errors of the flags themselves
+
+    def work() -> int:
+        nonlocal is_debug
+        config, args = parse(parser, schema, words)
+        is_debug = config.debug
+        placement = Placement.from_environment()
+        if args.print_config:
+            # Once, not by every rank of torchrun.
+            if placement.rank == 0:
+                print_config(config)
+            return 0
+        check_distinct(config, args.config)
+        torchrun = f"torchrun --nproc-per-node {placement.local_world_size} " if placement.world_size > 1 else ""
+        args.command = torchrun + shlex.join([f"launch/{parser.prog}.py", *words])
+        return run(config, args)
+
+    return exit_code(work, lambda: is_debug)
+
+
+def parse(
+    parser: argparse.ArgumentParser, schema: type[_ConfigT], argv: list[str]
+) -> tuple[_ConfigT, argparse.Namespace]:
+    """Merge defaults, `--config` file and flags (the later win) into one validated configuration.
+
+    Returns:
+        The configuration, and the namespace with the parser's other arguments.
+    Raises:
+        UserError: unknown flag or key, wrong value, unreadable file.
+    """
+    _add_flags(parser, schema)
+    parser.add_argument("--config", type=Path, help="YAML file with the same names as --print-config shows")
+    parser.add_argument("--print-config", action="store_true", help="print the configuration in force and exit")
+    args = parser.parse_args(argv)
+    values: dict[str, Any] = {}
+    if args.config is not None:
+        values = load_yaml(args.config)
+        if fits(schema, values):  # else a flag may still mend it
+            validate(schema, values, f"config: {args.config}")
+        if isinstance(values.get("speculation"), str):  # the mode alone, to which flags may add
+            values["speculation"] = {"mode": values["speculation"]}
+    flags = {path: _flag(path, field) for path, field in _leaves(schema)}
+    given = {path: getattr(args, ".".join(path)) for path in flags if hasattr(args, ".".join(path))}
+    if any((name,) in given for name in PROMPTS):  # a flag takes the place of whichever the file has
+        values = {name: value for name, value in values.items() if name not in PROMPTS}
+    of_flags: dict[str, Any] = {}
+    sources = {"flags": of_flags, f"config: {args.config}": deepcopy(values)}
+    for path, value in given.items():
+        _set(values, path, value)
+        _set(of_flags, path, value)
+    culprits = [name for name, part in sources.items() if not fits(schema, part)]
+    all_sources = " and ".join(culprits or (name for name, part in sources.items() if part))
+    return validate(schema, values, "flags", lambda path: flags.get(path, ".".join(path)), all_sources), args
+
+
+def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for part in path[:-1]:
+        values = values.setdefault(part, {})
+    values[path[-1]] = value
+
+
+def check_distinct(config: BaseModel, config_file: Path | None) -> None:
+    """Refuse one file for two flags where one of them writes it: what the other wrote, or reads, would be lost.
+
+    Raises:
+        UserError: names both flags and the file.
+    """
+    fields = type(config).model_fields.items()
+    files = [(_flag((field.alias or name,), field), getattr(config, name), name in WRITTEN) for name, field in fields]
+    files = [file for file in [*files, ("--config", config_file, False)] if isinstance(file[1], Path)]
+    for (flag, path, writes), (other_flag, other, other_writes) in itertools.combinations(files, 2):
+        if (writes or other_writes) and os.path.realpath(path) == os.path.realpath(other) and not is_special(path):
+            raise UserError(f"flags: {flag} and {other_flag} both name {path}; give each a file of its own")
+
+
+def check_writable(name: str, path: Path | None) -> None:
+    """Find out before the work whether its result can be written to `path`; leaves no file behind.
+
+    Raises:
+        UserError: names the file.
+    """
+    if path is None:
+        return
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            # A reader of a pipe would take what is opened and closed for all that comes.
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        elif path.exists():
+            path.open("a").close()
+        else:
+            # Try a file beside it: ranks that created and removed the file itself would get in each other's way.
+            tempfile.TemporaryFile(dir=target_of(path).parent).close()
+    except OSError as error:
+        raise UserError(
+            f"{name}: cannot write {path}: {error.strerror}; give a file in a folder that exists and is writable"
+        ) from None
+
+
+def check_positions(longest: int, model_config: LlamaConfig, steps: int = 0) -> None:
+    """Refuse a `--contexts` with a length that the model has no positions for, or none for `steps` after it.
+
+    Raises:
+        UserError: names both.
+    """
+    limit = model_config.longest_context
+    if longest > limit:
+        raise UserError(f"flags: --contexts: {longest} is beyond the model's {limit} positions")
+    if longest + steps > limit:
+        raise UserError(
+            f"flags: --contexts: {longest} tokens and the {steps} steps after them are beyond the model's {limit} "
+            "positions; lower --contexts or --steps"
+        )
+
+
+def notify(notices: Iterable[str]) -> None:
+    """Each a line on stderr."""
+    for notice in notices:
+        print(f"alspec: {notice}", file=sys.stderr)
+
+
+def cuts_without_effect(config: ChoiceConfig) -> list[str]:
+    """A notice about flags that cut what nobody draws from."""
+    given = [flag for flag, is_given in (("--top-k", config.top_k > 0), ("--top-p", config.top_p < 1.0)) if is_given]
+    if not given or config.temperature > 0.0:
+        return []
+    return [f"{' and '.join(given)} without effect: temperature 0 takes the most likely token"]
+
+
+def guesses_without_effect(config: EngineConfig, advice: str) -> list[str]:
+    """A notice about flags that judge guesses, where there are none."""
+    default, own = SpeculationConfig(), config.speculation
+    changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))
+    given = [flag for flag, is_changed in changed if is_changed]
+    if not given:
+        return []
+    return [f"{' and '.join(given)} without effect: nothing is speculated in mode off; {advice}"]
+
+
+def check_picture(name: str, path: Path | None) -> None:
+    """As `check_writable`, for a file that matplotlib is to write.
+
+    Raises:
+        UserError: matplotlib is missing, the name does not end like a picture's, or the file cannot be written.
+    """
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"{name}: needs matplotlib; pip install -e '.[plot]'")
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise UserError(f"{name}: expected a file that ends in {', '.join(PICTURE_SUFFIXES)}, found {str(path)!r}")
+    check_writable(name, path)
+
+
+def print_config(config: BaseModel) -> None:
+    """The configuration as YAML on stdout: what `--config` reads back."""
+    print(dump_yaml(config.model_dump(mode="json", by_alias=True)), end="")

@@ -1,0 +1,1 @@
+"""Reading model folders: safetensors, index, checksums."""

@@ -1,0 +1,316 @@
+"""A model's weights on disk: every fault found from the file headers, then one slice at a time read from the map."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+
+from alspec.errors import UserError, show
+from alspec.interrupts import interrupts_wait
+from alspec.models.checkpoint.files import absent, is_there, read_json
+from alspec.models.checkpoint.safetensors_header import TensorEntry, read_header
+from alspec.models.llama_config import LlamaConfig
+
+__all__ = ["Checkpoint", "expected_tensors", "verify_checksums"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MANIFEST = "SHA256SUMS"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROWS_AT_ONCE = 4096  # of a head and an embedding that are compared
+_COVERED = ("*.safetensors", "*.json", "*.jinja")
+
+
+def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama's weights as Hugging Face folders spell them; no LM head when embeddings are tied."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_rows, hidden),
+        "self_attn.k_proj.weight": (kv_rows, hidden),
+        "self_attn.v_proj.weight": (kv_rows, hidden),
+        "self_attn.o_proj.weight": (hidden, q_rows),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (mlp, hidden),
+        "mlp.up_proj.weight": (mlp, hidden),
+        "mlp.down_proj.weight": (hidden, mlp),
+    }
+    tensors: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden)}
+    for index in range(config.num_layers):
+        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    tensors["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        tensors[_HEAD] = (config.vocab_size, hidden)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights of one folder, checked against a configuration and ready to be read slice by slice."""
+
+    entries: dict[str, TensorEntry]
+    files: dict[str, Path]
+    stored_names: dict[str, str] = field(default_factory=dict)  # of tensors that the file has under another name
+    _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, folder: Path, config: LlamaConfig) -> Self:
+        """Find every fault of a folder's weights from the file headers; no weight is read and no memory is taken.
+
+        Tolerated: `rotary_emb.inv_freq` buffers that older files carry, and an LM head beside tied embeddings, which is
+        compared with them. Where it stands alone, as `safetensors.torch.save_model` writes tied weights, it is the
+        embedding.
+
+        Raises:
+            UserError: no weights, a missing or broken file (see `read_header`), an index that does not fit the files, a
+                tensor that is missing, left over, stored twice, or of the wrong shape, or a tied head of its own,
+                naming file and tensor.
+        """
+        folder = Path(folder)
+        index_path = folder / _INDEX
+        if is_there(folder / _SINGLE):
+            weight_map = None
+            paths = [folder / _SINGLE]
+        elif is_there(index_path):
+            weight_map = _read_weight_map(index_path)
+            paths = [folder / name for name in sorted(set(weight_map.values()))]
+        else:
+            raise _no_weights(folder)
+        entries: dict[str, TensorEntry] = {}
+        files: dict[str, Path] = {}
+        for path in paths:
+            for name, entry in read_header(path).items():
+                if name in entries and not _is_tolerated(name, config):
+                    raise UserError(
+                        f"{path}: tensor {show(name)}: duplicate: expected once, found in {files[name].name} too; "
+                        "remove the file that does not belong to the model"
+                    )
+                entries[name], files[name] = entry, path
+        if weight_map is not None:
+            _check_weight_map(index_path, weight_map, files, config)
+        stored_names = {}
+        if config.tie_word_embeddings and _HEAD in entries and _EMBEDDING not in entries:
+            entries[_EMBEDDING], files[_EMBEDDING] = entries.pop(_HEAD), files.pop(_HEAD)
+            stored_names[_EMBEDDING] = _HEAD
+        _check_tensors(folder, entries, files, config)
+        if config.tie_word_embeddings and _HEAD in entries:
+            _check_tied_head(cls(entries, files))
+        expected = expected_tensors(config)
+        return cls({name: entries[name] for name in expected}, {name: files[name] for name in expected}, stored_names)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all weights as stored."""
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+    def tensor_slice(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Read `tensor[start:stop]` along `dim`, or the whole tensor when `dim` is None.
+
+        The result lies in the mapped file where it can: pages are read when they are used, and a slice along the last
+        dimension may be non-contiguous. It is private to this process.
+
+        Returns:
+            CPU tensor in the stored dtype (fp32, fp16 or bf16).
+        Raises:
+            ValueError: unknown name, or a slice that is empty or out of range.
+        """
+        if name not in self.entries:
+            raise ValueError(f"name: expected a tensor of the checkpoint, found {name!r}")
+        shape = self.entries[name].shape
+        if dim is None:
+            dim = 0
+        if not 0 <= dim < len(shape):
+            raise ValueError(f"dim: expected 0 .. {len(shape) - 1} for {name!r}, found {dim}")
+        stop = shape[dim] if stop is None else stop
+        if not 0 <= start < stop <= shape[dim]:
+            raise ValueError(f"start, stop: expected a range within 0 .. {shape[dim]}, found {start} .. {stop}")
+        path = self.files[name]
+        with interrupts_wait():
+            if path not in self._handles:
+                self._handles[path] = safe_open(str(path), framework="pt", device="cpu")
+            stored = self._handles[path].get_slice(self.stored_names.get(name, name))
+            result = stored[(slice(None),) * dim + (slice(start, stop),)]
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def _is_tolerated(name: str, config: LlamaConfig) -> bool:
+    """Tensors that may stand in a file although the model does not read them."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD)
+
+
+def _check_tied_head(stored: Checkpoint) -> None:
+    """A head that was trained apart must not be passed over."""
+    rows = stored.entries[_EMBEDDING].shape[0]
+
+    def is_alike(start: int) -> bool:
+        stop = min(start + ROWS_AT_ONCE, rows)
+        head, embedding = (stored.tensor_slice(name, 0, start, stop).float() for name in (_HEAD, _EMBEDDING))
+        return torch.allclose(head, embedding, rtol=0, atol=0, equal_nan=True)
+
+    has_shape = stored.entries[_HEAD].shape == stored.entries[_EMBEDDING].shape
+    if not (has_shape and all(map(is_alike, range(0, rows, ROWS_AT_ONCE)))):
+        raise UserError(
+            f"{stored.files[_HEAD]}: tensor '{_HEAD}': expected the values of {_EMBEDDING}, for tie_word_embeddings is "
+            "true, found others; set it to false in config.json to use them, or remove the tensor"
+        )
+
+
+def _no_weights(folder: Path) -> UserError:
+    if not folder.is_dir():
+        return UserError(f"{folder}: expected a model folder, found none; give the folder that holds config.json")
+    others = sorted(
+        path.name for pattern in ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern)
+    )
+    found = "none" if not others else f"only {', '.join(map(show, others[:3]))}{', ...' if len(others) > 3 else ''}"
+    return UserError(
+        f"{folder}: expected {_SINGLE} or {_INDEX}, found {found}; "
+        "download or convert the weights as safetensors (pickle and GGUF files are not read)"
+    )
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """File name by tensor name, as the index has it; every file lies in the index's own folder."""
+    weight_map = read_json(path, "to find the weights").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(
+            f"{path}: weight_map: expected file names by tensor, found {show(weight_map)}; download the file again"
+        )
+    for name, file_name in weight_map.items():
+        # A name with a separator could lead outside the folder; published indices have none.
+        if not isinstance(file_name, str) or Path(file_name).name != file_name or "\\" in file_name:
+            raise UserError(
+                f"{path}: tensor {show(name)}: expected the name of a file in this folder, found {show(file_name)}; "
+                "correct the index"
+            )
+        if not file_name.endswith(".safetensors"):
+            raise UserError(
+                f"{path}: tensor {show(name)}: expected a *.safetensors file, found {show(file_name)}; "
+                "give the model's safetensors files (pickle is not read)"
+            )
+        shard = path.parent / file_name
+        if "\0" in file_name or not shard.is_file():
+            raise UserError(
+                f"{path}: missing shard: expected {show(file_name)} beside the index, with tensor {show(name)}, "
+                f"found {absent(shard)}; download it"
+            )
+    return weight_map
+
+
+def _check_weight_map(
+    index_path: Path, weight_map: dict[str, str], files: dict[str, Path], config: LlamaConfig
+) -> None:
+    """The index and the shards' headers must name the same tensors in the same files."""
+    for name, file_name in weight_map.items():
+        if _is_tolerated(name, config):
+            continue
+        found = files[name].name if name in files else "no such tensor"
+        if found != file_name:
+            raise UserError(
+                f"{index_path}: tensor {show(name)}: expected in {file_name} as the index says, found {found}; "
+                "download the index and that file again"
+            )
+    for name, path in files.items():
+        if name not in weight_map and not _is_tolerated(name, config):
+            raise UserError(
+                f"{index_path}: tensor {show(name)}: left over: expected an entry, found it only in {path.name}; "
+                "download the index and that file again"
+            )
+
+
+def _check_tensors(folder: Path, entries: dict[str, TensorEntry], files: dict[str, Path], config: LlamaConfig) -> None:
+    """The tensors must be those of the configuration, in name and shape."""
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in entries]
+    left_over = [name for name in entries if name not in expected and not _is_tolerated(name, config)]
+    if missing:
+        instead = f"{show(left_over[0])} instead" if left_over else "none"
+        raise UserError(
+            f"{folder}: tensor {show(missing[0])}: missing ({len(missing)} of {len(expected)} are): expected shape "
+            f"{list(expected[missing[0]])}, found {instead}; download the weights that belong to this config.json"
+        )
+    if left_over:
+        name = left_over[0]
+        raise UserError(
+            f"{files[name]}: tensor {show(name)}: left over: expected the {len(expected)} tensors of config.json, "
+            f"found {len(left_over)} more; check num_hidden_layers and tie_word_embeddings in config.json, or remove "
+            "what a Llama does not have"
+        )
+    for name, shape in expected.items():
+        if entries[name].shape != shape:
+            raise UserError(
+                f"{files[name]}: tensor {show(name)}: wrong shape: expected {list(shape)}, "
+                f"found {list(entries[name].shape)}; use the config.json that belongs to these weights"
+            )
+
+
+def _covered_files(folder: Path) -> list[Path]:
+    """The weights, the tokenizer and the configuration of a folder, by name."""
+    return sorted(path for pattern in _COVERED for path in folder.glob(pattern) if path.is_file())
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the file's permissions") from None
+
+
+def verify_checksums(folder: Path) -> None:
+    """Compare a folder with its SHA256SUMS, which must cover every weight, tokenizer and configuration file.
+
+    Raises:
+        UserError: no or broken manifest, and every file that is missing, not covered, or whose bits differ.
+    """
+    folder = Path(folder)
+    path = folder / _MANIFEST
+    if not path.is_file():
+        covered = [pattern for pattern in _COVERED if any(folder.glob(pattern))]
+        raise UserError(
+            f"{path}: expected a manifest, found none; write one in a good copy of the folder: "
+            f"sha256sum {' '.join(covered or _COVERED)} > {_MANIFEST}"
+        )
+    digests = _read_manifest(path)
+    missing = [name for name in digests if not (folder / name).is_file()]
+    uncovered = [file.name for file in _covered_files(folder) if file.name not in digests]
+    differing = [name for name in digests if name not in missing and _sha256(folder / name) != digests[name]]
+    faults = [
+        f"{label} {', '.join(map(show, names))}"
+        for label, names in (("differing", differing), ("missing", missing), ("not covered", uncovered))
+        if names
+    ]
+    if faults:
+        raise UserError(
+            f"{path}: checksum: expected {len(digests)} files as listed, found {'; '.join(faults)}; download them again"
+        )
+
+
+def _read_manifest(path: Path) -> dict[str, str]:
+    """SHA-256 in hexadecimal by file name."""
+    digests: dict[str, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; correct its permissions") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: expected the text that sha256sum writes, found none; write it again") from None
+    for number, line in enumerate(lines, start=1):
+        digest, _, name = line.partition(" ")
+        name = name[1:].removeprefix("./")  # sha256sum marks text and binary mode with ' ' or '*'
+        well_formed = len(digest) == 64 and set(digest.lower()) <= set("0123456789abcdef")
+        if not well_formed or not name or Path(name).name != name:
+            raise UserError(
+                f"{path}: line {number}: expected a SHA-256, two spaces and the name of a file in this folder, "
+                f"found {show(line)}; write it again"
+            )
+        digests[name] = digest.lower()
+    if not digests:
+        raise UserError(f"{path}: expected one line for each file, found none; write it again")
+    return digests

@@ -1,1 +1,0 @@
-"""The bundled demo checkpoint (data files)."""

@@ -1,0 +1,144 @@
+"""A checkpoint's chat template, rendered as untrusted input in jinja2's sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from alspec.errors import UserError, show
+from alspec.models.checkpoint.files import absent, foreign_content, is_there
+
+__all__ = ["find_template", "render_chat"]
+
+_TEMPLATE_FILE = "chat_template.jinja"
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Refuse at once; jinja2 would print the unsafe attribute as nothing and fail on its next use only."""
+        raise SecurityError(f"access to attribute {show(attribute)} of {type(obj).__name__} is unsafe")
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said, for training; a prompt has its body as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared by jinja2)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        # A call block, as in transformers, so that names set in the body stay there.
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """The chat template of a Hugging Face folder, or None when it has none.
+
+    chat_template.jinja comes first, then `chat_template` of tokenizer_config.json: a string, or a list of named
+    templates, of which the one named `default` is taken.
+
+    Raises:
+        UserError: an unreadable file, or a list without a default.
+    """
+    path = folder / _TEMPLATE_FILE
+    if is_there(path):
+        try:
+            data = path.read_bytes()
+            text = data.decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise UserError(f"{path}: expected UTF-8 text, found {absent(path)}; download the file again") from None
+        foreign = foreign_content(data)
+        if foreign is not None:
+            raise UserError(f"{path}: expected a chat template, found {foreign}")
+        return text
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {
+            entry["name"]: entry.get("template")
+            for entry in template
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        }
+        if "default" not in named:
+            raise UserError(
+                f"{folder / 'tokenizer_config.json'}: chat_template: expected one named 'default', "
+                f"found {show(list(named))}; rename the one to use"
+            )
+        template = named["default"]
+    if not isinstance(template, str | None):
+        raise UserError(
+            f"{folder / 'tokenizer_config.json'}: chat_template: expected a text or a list of named ones, "
+            f"found {show(template)}; correct it"
+        )
+    return template
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes <, > and & for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def render_chat(template: str, messages: list[dict[str, Any]], special_tokens: dict[str, str], where: str) -> str:
+    """Render `messages` and the opening of the assistant's turn, with the conventions of Hugging Face templates.
+
+    The template sees `messages`, `add_generation_prompt=True`, `tools=None`, `documents=None` and `special_tokens`
+    (such as `bos_token`), the functions `raise_exception` and `strftime_now`, a `tojson` that escapes nothing, and the
+    block `{% generation %}`.
+
+    Raises:
+        UserError: the template is broken, calls `raise_exception`, reaches for what the sandbox forbids, or writes
+            nothing.
+    """
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    variables = special_tokens | {
+        "messages": messages,
+        "add_generation_prompt": True,
+        "tools": None,
+        "documents": None,
+    }
+    try:
+        text = environment.from_string(template).render(variables)
+    except SecurityError as error:
+        raise UserError(
+            f"{where}: chat template: refused by the sandbox: {show(str(error))}; do not trust it"
+        ) from None
+    except Exception as error:  # a template is a program of strangers: it may raise anything
+        raise UserError(
+            f"{where}: chat template: expected a prompt, found {type(error).__name__} {show(str(error), 200)}; "
+            "check the messages and the template"
+        ) from None
+    if not text.strip():
+        raise UserError(
+            f"{where}: chat template: expected a prompt, found nothing but {show(text)}; check the messages and the "
+            "template"
+        )
+    return text

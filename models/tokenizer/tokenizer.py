@@ -1,0 +1,370 @@
+"""Text to token ids and back, over tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from alspec.errors import UserError, show
+from alspec.models.checkpoint.files import absent, check_utf8, foreign_content
+from alspec.models.llama_config import LlamaConfig
+from alspec.models.tokenizer.chat_template import find_template, render_chat
+from alspec.models.tokenizer.tokenizer_config import add_tokens, naming_file, read_tokenizer_config, special_tokens
+
+__all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of", "spelled", "token_ids"]
+
+Prompt = str | Sequence[int]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+PROMPT_CONTEXT = 8  # tokens of a prompt, at least, behind which its answer is decoded: a character has up to 4
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Tokenizers that begin texts by `add_bos_token`, whatever tokenizer.json says; without a class, a Llama's is the first.
+# Others, such as PreTrainedTokenizerFast, keep that setting and do not act on it.
+_FOLLOW_ADD_BOS = (None, "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer: encoding, decoding, chat template and streaming.
+
+    Text is decoded as the vocabulary spells it: `clean_up_tokenization_spaces` of older folders, which would delete
+    spaces that the model wrote, is not applied.
+    """
+
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        config: LlamaConfig,
+        settings: dict[str, Any],
+        folder: Path,
+    ) -> None:
+        self._core = core
+        self._folder = folder
+        self._settings = settings
+        self._vocab_size = config.vocab_size
+        self._special_tokens = special_tokens(settings)
+        self.eos_token_ids = config.eos_token_ids
+        self.bos_token_id = self._bos_token_id(config)
+        self._begin_ids = self._find_begin_ids(settings)  # what a text begins with
+        self._special_ids = {id_ for id_, token in core.get_added_tokens_decoder().items() if token.special}
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: LlamaConfig) -> Self:
+        """Read tokenizer.json, tokenizer_config.json and special_tokens_map.json of a Hugging Face folder.
+
+        Raises:
+            UserError: a missing or broken file, a vocabulary that does not fit the embedding, a begin or end token that
+                the vocabulary lacks, or one of `added_tokens_decoder` that cannot have its id.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        core = _load(path)
+        # Tokens that were added, such as one for padding, may have no embedding: a text with such a one is refused.
+        vocab = core.get_vocab(with_added_tokens=True)
+        largest = max(core.get_vocab(with_added_tokens=False), key=vocab.__getitem__, default="")
+        if not largest or vocab[largest] >= config.vocab_size:
+            found = f"id {vocab[largest]} of {show(largest)}" if largest else "an empty vocabulary"
+            raise UserError(
+                f"{path}: vocabulary: expected ids below vocab_size ({config.vocab_size} in config.json), "
+                f"found {found}; use the tokenizer that belongs to the model"
+            )
+        settings = read_tokenizer_config(folder)
+        add_tokens(core, settings, folder, config.vocab_size)
+        vocab = core.get_vocab(with_added_tokens=True)
+        for name in ("bos_token", "eos_token"):
+            token = special_tokens(settings).get(name)
+            if token is not None and vocab.get(token, config.vocab_size) >= config.vocab_size:
+                raise UserError(
+                    f"{naming_file(folder, name)}: {name}: expected a token of tokenizer.json, found {show(token)}; "
+                    "use the files that belong together"
+                )
+        return cls(core, config, settings, folder)
+
+    def _bos_token_id(self, config: LlamaConfig) -> int | None:
+        """tokenizer_config.json's begin token, else config.json's, whose text the chat template then gets."""
+        token = self._special_tokens.get("bos_token")
+        if token is not None:
+            return self._core.token_to_id(token)
+        if config.bos_token_id is not None:
+            text = self._core.id_to_token(config.bos_token_id)
+            if text is not None:
+                self._special_tokens["bos_token"] = text
+                return config.bos_token_id
+        return None
+
+    @property
+    def prefix_token_id(self) -> int | None:
+        """What stands for the beginning of a text: the begin token, else the tokenizer's end token; None: neither."""
+        if self._begin_ids:
+            return self._begin_ids[-1]
+        if self.bos_token_id is not None:
+            return self.bos_token_id
+        token = self._special_tokens.get("eos_token")
+        return None if token is None else self._core.token_to_id(token)
+
+    def _find_begin_ids(self, settings: dict[str, Any]) -> list[int]:
+        """The begin token by `add_bos_token`, where that counts, else what tokenizer.json puts in front of a text.
+
+        The latter need not be the begin token that tokenizer_config.json names.
+        """
+        adds_bos = settings.get("add_bos_token") if settings.get("tokenizer_class") in _FOLLOW_ADD_BOS else None
+        if adds_bos is False:
+            return []
+        if adds_bos is True and self.bos_token_id is not None:
+            return [self.bos_token_id]
+        encoding = self._core.encode("a", add_special_tokens=True)
+        # The mask is 1 where the post-processor put a token; what it puts behind the text is no beginning.
+        num_before = next((index for index, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0)
+        return list(encoding.ids[:num_before])
+
+    def encode(
+        self, text: str, add_bos: bool = True, most_tokens: int | None = None, where: str = "prompt"
+    ) -> list[int]:
+        """Token ids of `text`.
+
+        With `add_bos` the result begins with exactly one BOS, also when the text already begins with it. BOS is what
+        tokenizer.json puts in front, or the begin token where `add_bos_token: true` counts. A folder whose tokenizer
+        begins texts with none (`add_bos_token: false`, or no such rule, as in SmolLM) gets none, because its model was
+        trained without. With `add_bos=False` the text is encoded as it is. Special tokens that `text` spells out become
+        their ids.
+
+        Args:
+            most_tokens: what there is room for. A text that has more tokens by its length alone is refused at once,
+                where encoding could take minutes and all memory.
+            where: the text comes from.
+        Raises:
+            UserError: `text` is not valid Unicode (lone surrogates of a prompt that was not UTF-8), far too long, or
+                spells out a token that has no embedding.
+        """
+        check_utf8(text, where)
+        if most_tokens is not None and len(text) > most_tokens:
+            # A token stands for as many characters as its name has, or fewer: bytes are a character each there.
+            most = most_tokens * max(map(len, self._core.get_vocab(with_added_tokens=True)))
+            if len(text) > most:
+                raise UserError(
+                    f"{where}: {len(text)} characters are more than {most_tokens} tokens can hold; shorten the prompt"
+                )
+        ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        if (largest := max(ids, default=0)) >= self._vocab_size:
+            token = show(str(self._core.id_to_token(largest)))
+            raise UserError(f"{where}: {token} has no embedding: its id is {largest}, vocab_size {self._vocab_size}")
+        if not add_bos or not self._begin_ids:
+            return ids
+        start, length = 0, len(self._begin_ids)
+        while ids[start : start + length] == self._begin_ids:
+            start += length
+        return [*self._begin_ids, *ids[start:]]
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token that `text` is, and which leaves no text when it is decoded; None: of none."""
+        token_id = self._core.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+            UserError: an id is not in 0 .. vocab_size - 1.
+        """
+        ids = list(ids)
+        if (wrong := next((each for each in ids if not 0 <= each < self._vocab_size), None)) is not None:
+            raise UserError(f"token ids: expected 0 .. {self._vocab_size - 1}, found {wrong}")
+        return str(self._core.decode(ids, skip_special_tokens=True))
+
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt for `messages` (dicts with `role` and `content`), up to the opening of the assistant's turn.
+
+        Raises:
+            UserError: the folder has no chat template, or none that can be used; see `find_template`, `render_chat`.
+        """
+        template = find_template(self._folder, self._settings)
+        if template is None:
+            raise UserError(
+                f"{self._folder}: chat template: expected chat_template.jinja or chat_template in "
+                "tokenizer_config.json, found none; leave out --chat or use an instruction-tuned model"
+            )
+        return render_chat(template, messages, self._special_tokens, str(self._folder))
+
+    def encode_chat(self, messages: list[dict[str, Any]], most_tokens: int | None = None) -> list[int]:
+        """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`).
+
+        A template that begins with tokenizer_config.json's begin token gets no other one in front.
+        """
+        text, bos = self.apply_chat_template(messages), self._special_tokens.get("bos_token")
+        has_own = bos is not None and text.startswith(bos) and self._begin_ids != [self.bos_token_id]
+        return self.encode(text, add_bos=not has_own, most_tokens=most_tokens)
+
+    def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
+        """A decoder for one sequence of generated tokens, whose text continues that of the prompt."""
+        return StreamDecoder(self._core, self._special_ids, prompt_ids)
+
+
+def prompts_of(prompt: object) -> list[object]:
+    """The prompts of a list or tuple of texts and sequences of token ids; of anything else, that alone."""
+    return list(prompt) if _is_batch(prompt) else [prompt]  # type: ignore[call-overload]
+
+
+def _is_batch(prompt: object) -> bool:
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return all(isinstance(one, str | list | tuple | range) or _is_array(one) for one in prompt)
+
+
+def _is_array(value: object) -> bool:
+    return getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist")
+
+
+def encode_prompts(
+    prompt: Prompt | Sequence[Prompt], tokenizer: Callable[[], Tokenizer], most_tokens: int
+) -> list[list[int]]:
+    """Token ids of each of `prompts_of`; the tokenizer is asked for where there is a text.
+
+    Raises:
+        UserError: an empty text, what is no prompt, or as `tokenizer` and `Tokenizer.encode`.
+    """
+    prompts, encoded = prompts_of(prompt), []
+    for index, one in enumerate(prompts):
+        where = "prompt" if len(prompts) == 1 else f"prompt {index}"
+        if not isinstance(one, str):
+            encoded.append(token_ids(one, where))
+        elif one:
+            encoded.append(tokenizer().encode(one, most_tokens=most_tokens, where=where))
+        else:
+            raise UserError(f"{where}: expected a text, found an empty one")
+    return encoded
+
+
+def token_ids(prompt: object, where: str = "prompt") -> list[int]:
+    """The ids of a prompt that is given as such; those of NumPy and PyTorch are integers, too.
+
+    Raises:
+        UserError: it is not a sequence of integers.
+    """
+    is_bytes = isinstance(prompt, bytes | bytearray | memoryview)  # a text, in some encoding
+    found: object = prompt
+    if _is_array(prompt):
+        with suppress(RuntimeError):  # of a sparse tensor, or one without data
+            found = prompt.tolist()  # type: ignore[attr-defined]
+    if isinstance(found, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in found):
+        with suppress(TypeError):
+            return [operator.index(token) for token in found]
+    raise UserError(f"{where}: expected a text or token ids, found {show(prompt, 80)}")
+
+
+def spelled(prompt: object) -> str:
+    """All of a prompt, or of several, as text, for ranks to compare; of one that is none, what `token_ids` says."""
+    if isinstance(prompt, str):
+        return f"text: {prompt}"
+    if _is_batch(prompt):
+        return f"{len(prompts_of(prompt))} prompts: {json.dumps([spelled(one) for one in prompts_of(prompt)])}"
+    try:
+        ids = token_ids(prompt)
+    except UserError as error:
+        return str(error)
+    # Python writes numbers of any size in hexadecimal only.
+    return f"[{', '.join(str(token) if token.bit_length() < 64 else hex(token) for token in ids)}]"
+
+
+class StreamDecoder:
+    """Turns tokens into text as they come: the pieces and the flush together are the decoded sequence.
+
+    A piece is cut only where the text so far is final: not inside a multibyte character, and not inside a run of
+    sentencepiece byte tokens, because one invalid byte changes how the whole run is decoded. Each piece is decoded
+    behind the tokens of the piece before it, the first one behind the prompt's last tokens, so that spaces between
+    tokens come out as in the whole text. An incomplete character is one U+FFFD at the end of what is decoded: that one
+    is held back, and of tokens that go on to end so, only the last few are decoded again.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer, special_ids: set[int], prompt_ids: Sequence[int] = ()) -> None:
+        self._core = core
+        self._special_ids = special_ids
+        self._context: list[int] = []
+        self._pending: list[int] = []
+        self._num_returned = 0  # characters of the pending tokens' text
+        for token_id in reversed(prompt_ids):
+            if not self._is_text(token_id):
+                break
+            self._context.append(token_id)
+            if len(self._context) >= PROMPT_CONTEXT and not self._is_byte(token_id):  # never within a run of bytes
+                break
+        self._context.reverse()
+
+    def push(self, token_id: int) -> str:
+        """Take one token; return the text that is now complete, often of this token alone, sometimes empty."""
+        if not self._is_text(token_id):
+            return ""
+        self._pending.append(token_id)
+        if self._is_byte(token_id):
+            return ""
+        text = self._pending_text()
+        piece = text[self._num_returned :]
+        if not piece.endswith(_REPLACEMENT):
+            if piece:
+                self._context, self._pending, self._num_returned = self._pending, [], 0
+            return piece
+        self._num_returned = len(text) - 1
+        if len(self._pending) > 2 * PROMPT_CONTEXT:
+            # Where a character begins shows within its 4 bytes: what comes earlier changes nothing about the end.
+            self._context, self._pending = [], self._pending[-PROMPT_CONTEXT:]
+            self._num_returned = len(self._pending_text()) - 1
+        return piece[:-1]
+
+    def flush(self) -> str:
+        """Return what is left at the end of the sequence; incomplete characters become U+FFFD."""
+        piece = self._pending_text()[self._num_returned :]
+        self._context, self._pending, self._num_returned = [], [], 0
+        return piece
+
+    def _is_text(self, token_id: int) -> bool:
+        """Embeddings may have more rows than there are tokens."""
+        return token_id not in self._special_ids and self._core.id_to_token(token_id) is not None
+
+    def _is_byte(self, token_id: int) -> bool:
+        return _BYTE_TOKEN.fullmatch(str(self._core.id_to_token(token_id))) is not None
+
+    def _pending_text(self) -> str:
+        before = self._core.decode(self._context, skip_special_tokens=True) if self._context else ""
+        text = str(self._core.decode(self._context + self._pending, skip_special_tokens=True))
+        if not text.startswith(before):  # the prompt ends within a character, or within a run that now is no text
+            self._context, before = [], ""
+            text = str(self._core.decode(self._pending, skip_special_tokens=True))
+        return text[len(before) :]
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise UserError(
+            f"{path}: expected a tokenizer, found {absent(path)}; download it (tokenizer.model alone is not read: "
+            "save the tokenizer with transformers to convert it)"
+        )
+    try:
+        with path.open("rb") as file:
+            foreign = foreign_content(file.read(512))
+        if foreign is not None:
+            raise UserError(f"{path}: expected a tokenizer, found {foreign}")
+        core = tokenizers.Tokenizer.from_file(str(path))
+        core.encode("", add_special_tokens=True)
+    except UserError:
+        raise
+    except BaseException as error:
+        # The library raises plain Exception for a file it cannot read, and panics, outside of Exception, at the first
+        # use of a post-processor that names an unknown token.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"{path}: unreadable tokenizer: expected what the tokenizers library writes, found {show(str(error))}; "
+            "download the file again"
+        ) from None
+    # Settings of a training run, which would cut or lengthen prompts.
+    core.no_truncation()
+    core.no_padding()
+    return core

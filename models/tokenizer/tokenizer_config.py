@@ -1,0 +1,91 @@
+"""tokenizer_config.json and special_tokens_map.json: what tokenizer.json leaves to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from alspec.errors import UserError, show
+from alspec.models.checkpoint.files import check_utf8, is_there, read_json
+
+__all__ = ["add_tokens", "is_token_id", "naming_file", "read_tokenizer_config", "special_tokens"]
+
+_CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+_MAPPED = ("bos_token", "eos_token", "pad_token", "unk_token")  # what the map may supply
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path, "for the special tokens") if is_there(path) else {}
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The settings of tokenizer_config.json, with the special tokens of special_tokens_map.json that it does not name.
+
+    Raises:
+        UserError: a file that is broken; neither has to exist.
+    """
+    settings, mapped = _read(folder / _CONFIG), _read(folder / _MAP)
+    named = special_tokens(settings)
+    return settings | {name: mapped[name] for name in _MAPPED if name in mapped and name not in named}
+
+
+def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens (`bos_token`, ...), given as a string or as an object; an empty one is none."""
+    tokens = {}
+    for name, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str) and content:
+            tokens[name] = content
+    return tokens
+
+
+def naming_file(folder: Path, name: str) -> Path:
+    """The file that the special token `name` comes from."""
+    return folder / (_CONFIG if name in special_tokens(_read(folder / _CONFIG)) else _MAP)
+
+
+def is_token_id(key: str) -> bool:
+    """Whether a key of `added_tokens_decoder` is an id."""
+    return key.isdecimal() and len(key) < 10
+
+
+def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Path, vocab_size: int) -> None:
+    """Give `core` the tokens of `added_tokens_decoder` that tokenizer.json lacks, and of all of them the flags.
+
+    New tokens get the ids behind those that there are, which have to be the ids that the folder says. Those from
+    `vocab_size` on, which have no embedding, are left out.
+
+    Raises:
+        UserError: a new token with another id, or what is no token.
+    """
+    where = f"{folder / _CONFIG}: added_tokens_decoder"
+    added = settings.get("added_tokens_decoder") or {}
+    if not isinstance(added, dict) or not all(map(is_token_id, added)):
+        raise UserError(f"{where}: expected tokens by id, found {show(added)}; download the file again")
+    ids: dict[str, int] = {}  # of the new ones
+    tokens = []
+    for key in sorted(added, key=int):
+        token = _token(added[key], f"{where}: {key}")
+        is_new = core.token_to_id(token.content) is None
+        if token.content and (int(key) < vocab_size or not is_new):
+            tokens.append(token)
+            if is_new:
+                ids.setdefault(token.content, int(key))
+    core.add_tokens(tokens)
+    for content, expected in ids.items():
+        if (found := core.token_to_id(content)) != expected:
+            raise UserError(
+                f"{where}: {show(content)}: expected at id {expected}, found that with this tokenizer.json it is "
+                f"{found}; use the files that belong together, or leave it out"
+            )
+
+
+def _token(entry: Any, where: str) -> tokenizers.AddedToken:
+    content = entry.get("content") if isinstance(entry, dict) else None
+    if not isinstance(content, str):
+        raise UserError(f"{where}: expected a token with content, found {show(entry)}; download the file again")
+    flags = {name: entry[name] for name in _FLAGS if isinstance(entry.get(name), bool)}
+    return tokenizers.AddedToken(check_utf8(content, where), **flags)

@@ -1,0 +1,1 @@
+"""KV caches of one rank."""

@@ -1,0 +1,177 @@
+"""The quantised KV cache of one rank (FlashQ): static buffers, records of 64 tokens and an INT8 tail.
+
+On CUDA the kernels of codec_kernels.py write it, on CPU tensors their oracles, which leave the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from alspec.config import TURBO_CODECS
+from alspec.kernels.attention.prefill.int8_prefill import turbo_prefill_attention
+from alspec.kernels.attention.torch_ref import dequantized_prefill_attention
+from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_restore, flashq_store, turbo_append, turbo_compact
+from alspec.kernels.kv_codec.flashq.flashq_reference import (
+    flashq_restore_ref,
+    flashq_store_ref,
+    turbo_append_ref,
+    turbo_compact_ref,
+)
+from alspec.kernels.kv_codec.flashq.layout import TurboLayer, record_words
+from alspec.kernels.kv_codec.flashq.quantize import BLOCK, head_priority, select_bits
+from alspec.sas import Softmax
+
+__all__ = ["TurboCache"]
+
+
+class TurboCache:
+    """Quantised keys and values of every layer, with room for the longest context asked for.
+
+    A prompt begins with its chunk at position 0, which sets everything that belongs to the request. With `turbo-mixed`
+    this chunk also selects the half of the heads that get 2 bits; the others have 4. All attention over it, of prompts
+    and while decoding, weighs tokens by `softmax`.
+
+    Shapes: B requests, H KV heads of this rank, NB blocks of capacity, D head_dim, n tokens.
+    """
+
+    def __init__(
+        self,
+        codec: str,
+        num_layers: int,
+        batch_size: int,
+        num_kv_heads: int,
+        max_context: int,
+        head_dim: int,
+        device: torch.device,
+        softmax: Softmax = "exact",
+    ) -> None:
+        self.codec, self.device, self.softmax = codec, device, softmax
+        self.num_layers, self.batch_size, self.num_kv_heads = num_layers, batch_size, num_kv_heads
+        self.max_context, self.head_dim = max_context, head_dim
+        self._num_blocks = _blocks(max_context)
+        bits = torch.tensor(_bits(codec, num_kv_heads), dtype=torch.int32, device=device)
+        # Words of one block by the bits of its head.
+        self._words = torch.zeros(5, dtype=torch.int64, device=device)
+        self._words[2], self._words[4] = record_words(2, head_dim), record_words(4, head_dim)
+        self._request_words = self._num_blocks * sum(record_words(b, head_dim) for b in _bits(codec, num_kv_heads))
+        heads = (num_layers, batch_size, num_kv_heads)
+        self._all = TurboLayer(
+            words=torch.zeros(num_layers, batch_size * self._request_words, dtype=torch.int32, device=device),
+            offset=torch.zeros(heads, dtype=torch.int64, device=device),
+            bits=bits.repeat(num_layers, batch_size, 1),
+            scales=torch.ones(*heads, self._num_blocks, 2, device=device),
+            tail=torch.zeros(*heads, 2, BLOCK, head_dim, dtype=torch.int8, device=device),
+            tail_scale=torch.ones(*heads, 2, device=device),
+            softmax=softmax,
+        )
+        self._layers = [self._all.select(layer) for layer in range(num_layers)]
+        for layer in self._layers:
+            for request in range(batch_size):
+                self._set_bits(layer, request, bits)
+
+    @staticmethod
+    def bytes_per_token(codec: str, num_layers: int, num_kv_heads: int, head_dim: int) -> float:
+        """Bytes that one cached token of one request takes on a rank with `num_kv_heads` KV heads: records and scales.
+
+        Each request has 1 to 64 tokens in its tail instead, which is there at any length.
+        """
+        return num_layers * sum(4 * record_words(b, head_dim) + 8 for b in _bits(codec, num_kv_heads)) / BLOCK
+
+    @staticmethod
+    def bytes_for(
+        codec: str, num_layers: int, batch_size: int, num_kv_heads: int, max_context: int, head_dim: int
+    ) -> int:
+        """What `num_bytes` of such a cache would be."""
+        token = TurboCache.bytes_per_token(codec, num_layers, num_kv_heads, head_dim)
+        # Tail, universal scales, offset and bits of each head.
+        head = 2 * BLOCK * head_dim + 2 * 4 + 8 + 4
+        return batch_size * (round(token * BLOCK * _blocks(max_context)) + num_layers * num_kv_heads * head)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return sum(tensor.nbytes for tensor in self._all.tensors.values())
+
+    @property
+    def layers(self) -> TurboLayer:
+        """All layers, stacked."""
+        return self._all
+
+    def layer(self, layer: int) -> TurboLayer:
+        """What decode attention reads of one layer."""
+        return self._layers[layer]
+
+    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
+        """Store one new token for each request: k, v [B, H, D]; seq_lens [B] int32 with the new token."""
+        is_cuda, at = self.device.type == "cuda", self._layers[layer]
+        write, compact = (turbo_append, turbo_compact) if is_cuda else (turbo_append_ref, turbo_compact_ref)
+        write(k, v, at, seq_lens)
+        compact(at, seq_lens)
+
+    def write_prefill(
+        self, layer: int, request: int, start: int, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Store a chunk of a prompt: k, v [n, H, D] at positions `[start, start + n)` of one request.
+
+        Every chunk but the last must hold a multiple of 64 tokens.
+
+        Returns:
+            The request so far at INT8, this chunk after stage 1 and what lies before it from its records: k8, v8
+            [H, start + n, D] int8, and k_scale, v_scale [H, ceil((start + n) / 64)] fp32.
+        """
+        assert start % BLOCK == 0, f"a chunk of a quantised prompt begins at {start}"
+        at = self._layers[layer]
+        num_tokens, num_heads, head_dim = k.shape
+        if start == 0 and self.codec == "turbo-mixed":
+            priority = head_priority(k.transpose(0, 1), v.transpose(0, 1))
+            self._set_bits(at, request, select_bits(priority, num_heads // 2))
+        stop, before = start + num_tokens, start // BLOCK
+        q8 = torch.empty(2, num_heads, stop, head_dim, dtype=torch.int8, device=self.device)
+        scales = torch.empty(2, num_heads, math.ceil(stop / BLOCK), device=self.device)
+        is_cuda = self.device.type == "cuda"
+        restore, store = (flashq_restore, flashq_store) if is_cuda else (flashq_restore_ref, flashq_store_ref)
+        restore(at, request, before, *q8[:, :, :start].unbind(0), *scales[:, :, :before].unbind(0))
+        store(k, v, at, request, start, *q8[:, :, start:].unbind(0), *scales[:, :, before:].unbind(0))
+        return q8[0], q8[1], scales[0], scales[1]
+
+    def prefill_attention(
+        self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
+    ) -> Tensor:
+        """Store a chunk as `write_prefill`; causal attention of tokens of it, those ahead of position `stop`.
+
+        Tokens of the chunk are attended after stage 1, those before it as their records have them; with SAS, weights
+        are those of the whole chunk's length.
+
+        Args:
+            q: [n_q, Hq, D].
+        Returns:
+            As q.
+        """
+        k8, v8, *scales = self.write_prefill(layer, request, start, k, v)
+        blocks = math.ceil(stop / BLOCK)
+        k_scale, v_scale = (scale[:, :blocks].contiguous() for scale in scales)
+        prefix = k8[:, :stop], v8[:, :stop], k_scale, v_scale
+        if self.device.type == "cuda":
+            return turbo_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax, start + len(k))[0]
+        return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax, start + len(k))
+
+    def _set_bits(self, layer: TurboLayer, request: int, bits: Tensor) -> None:
+        """Lay out the records of one request, head after head: bits [H] int32. On the device throughout."""
+        sizes = self._num_blocks * self._words[bits.long()]
+        layer.bits[request] = bits
+        layer.offset[request] = request * self._request_words + sizes.cumsum(0) - sizes
+
+
+def _blocks(max_context: int) -> int:
+    """Blocks that a context fills; one at least, so that no buffer is empty."""
+    return max(1, max_context // BLOCK)
+
+
+def _bits(codec: str, num_kv_heads: int) -> list[int]:
+    """Bits of each head, in the order of a request that has selected none yet."""
+    assert codec in TURBO_CODECS, codec
+    num_low = {"turbo4": 0, "turbo2": num_kv_heads, "turbo-mixed": num_kv_heads // 2}[codec]
+    return [2] * num_low + [4] * (num_kv_heads - num_low)

@@ -1,0 +1,112 @@
+"""The uncompressed KV cache of one rank: static buffers, head-major."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from alspec.kernels.attention.dispatch import KVLayer
+from alspec.kernels.attention.torch_ref import prefill_attention
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """Keys and values of every layer, `[L, B, Hkv, N, D]` each, with room for the longest context asked for.
+
+    A codec owns layout and bytes per token, append, prefill write, and (with the kernels of its layout) the reading.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch_size: int,
+        num_kv_heads: int,
+        max_context: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, batch_size, num_kv_heads, max_context, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that one cached token of one request takes on a rank with `num_kv_heads` KV heads."""
+        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.k.device
+
+    @property
+    def num_layers(self) -> int:
+        """L: layers."""
+        return self.k.shape[0]
+
+    @property
+    def batch_size(self) -> int:
+        """B: requests."""
+        return self.k.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv: KV heads of this rank."""
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """D: channels of a head."""
+        return self.k.shape[4]
+
+    @property
+    def max_context(self) -> int:
+        """N: tokens each request has room for."""
+        return self.k.shape[3]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return 2 * self.k.numel() * self.k.itemsize
+
+    @property
+    def layers(self) -> KVLayer:
+        """All layers, stacked."""
+        return KVLayer(self.k, self.v)
+
+    def layer(self, layer: int) -> KVLayer:
+        """What decode attention reads of one layer."""
+        return self.layers.select(layer)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
+        """Store one new token for each request: k, v [B, Hkv, D]; seq_lens [B] integers with the new token."""
+        positions = seq_lens - 1
+        requests = torch.arange(self.batch_size, device=positions.device)
+        self.k[layer, requests, :, positions] = k.to(self.k.dtype)
+        self.v[layer, requests, :, positions] = v.to(self.v.dtype)
+
+    def write_prefill(self, layer: int, request: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a chunk of a prompt: k, v [n, Hkv, D] at positions `[start, start + n)` of one request.
+
+        Returns:
+            Keys and values of the request so far, [Hkv, start + n, D] each (views).
+        """
+        stop = start + k.shape[0]
+        self.k[layer, request, :, start:stop] = k.transpose(0, 1).to(self.k.dtype)
+        self.v[layer, request, :, start:stop] = v.transpose(0, 1).to(self.v.dtype)
+        return self.k[layer, request, :, :stop], self.v[layer, request, :, :stop]
+
+    def prefill_attention(
+        self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
+    ) -> Tensor:
+        """Store a chunk as `write_prefill`; causal attention of tokens of it, those ahead of position `stop`.
+
+        Args:
+            q: [n_q, Hq, D].
+        Returns:
+            As q.
+        """
+        keys, values = self.write_prefill(layer, request, start, k, v)
+        return prefill_attention(q, keys[:, :stop], values[:, :stop], sm_scale)

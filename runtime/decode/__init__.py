@@ -1,0 +1,1 @@
+"""One decode step: eager, and as fused kernels in a captured graph."""

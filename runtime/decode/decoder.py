@@ -1,0 +1,217 @@
+"""One decode step of Llama as data flow over the fused decode kernels: what a captured graph consists of.
+
+The same weights as `Llama`, which does prefill; here every operation is one launch, in place on buffers that stay
+where they are. Eight launches make a layer: QKV with RoPE and append, attention and its merge, o, all-reduce with
+residual and norm, gate and up with SiLU, down, all-reduce with residual and norm.
+
+The steps of two paired groups extend this one: paired_decoder.py and, over collectives, swapped_decoder.py.
+
+Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L layers, V vocabulary, I MLP width, T ranks
+of a group, S sums of squares and C candidate blocks of logits of each request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from alspec.kernels.attention.dispatch import CacheLayer
+from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
+from alspec.kernels.linear.push import lm_head, push_partial
+from alspec.kernels.norm.residual import embed_norm, num_square_sums, reduce_norm
+from alspec.kernels.sampling.next_token import collect_logits, num_candidates
+from alspec.models.llama import LlamaWeights
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.decode_cache import DecodeCache
+from alspec.runtime.decode.operation import OperationHook
+
+__all__ = ["PATIENCE_NS", "STEP_PATIENCE_NS", "Branch", "DecodeBuffers", "Decoder"]
+
+# Longest waits of a kernel for its peers. The first one of a step, a pair's meeting or the first all-reduce, also
+# covers a peer whose host is late (a full pipe, a debugger, ...), which the heartbeat judges.
+STEP_PATIENCE_NS = 600 * 10**9
+PATIENCE_NS = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """Activations of a step on one rank."""
+
+    token_ids: Tensor  # [B] int64: newest token of each request
+    seq_lens: Tensor  # [B] int32, with that token
+    rope: Tensor  # [B, 2, D / 2] fp32
+    x: Tensor  # [B, hidden] fp32
+    x_norm: Tensor  # [B, hidden]: x * gamma of the next RMSNorm
+    square_sums: Tensor  # [B, S] fp32
+    q: Tensor  # [B, Hq, D]
+    attn_out: Tensor  # [B, Hq, D]
+    lse: Tensor  # [B, Hq] fp32
+    mlp: Tensor  # [B, I / T]
+    logits: Tensor  # [B, V] fp32
+    best: Tensor  # [B, C] fp32
+    best_token: Tensor  # [B, C] int32
+
+    @classmethod
+    def allocate(
+        cls, config: LlamaConfig, tp_size: int, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> DecodeBuffers:
+        """Buffers of one rank of `tp_size`."""
+
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(batch_size, *shape, dtype=dtype, device=device)
+
+        heads, candidates = config.num_qo_heads // tp_size, num_candidates(config.vocab_size)
+        return cls(
+            token_ids=new(dtype=torch.int64),
+            seq_lens=new(dtype=torch.int32) + 1,
+            rope=new(2, config.head_dim // 2),
+            x=new(config.hidden_size),
+            x_norm=new(config.hidden_size, dtype=dtype),
+            square_sums=new(num_square_sums(config.hidden_size)),
+            q=new(heads, config.head_dim, dtype=dtype),
+            attn_out=new(heads, config.head_dim, dtype=dtype),
+            lse=new(heads),
+            mlp=new(config.intermediate_size // tp_size, dtype=dtype),
+            logits=new(config.vocab_size),
+            best=new(candidates),
+            best_token=new(candidates, dtype=torch.int32),
+        )
+
+
+@dataclass(frozen=True)
+class Branch:
+    """How a layer's post-attention, and the pre-attention after it, all-reduce over the group, and what gates kernels.
+
+    A gate is [1] int32, at 0 of which a kernel returns at once; None is always open. `verdict` makes a receiver stop
+    early: each `reduce_norm` looks at that word and, if it says rejected, closes the gate of the kernels behind it.
+    """
+
+    exchange: Exchange
+    all_reduce: Callable[[Tensor], Tensor]  # of `exchange.partial`, where no words travel
+    o_gate: Tensor | None = None
+    mlp_gate: Tensor | None = None
+    pre_attention_gate: Tensor | None = None
+    verdict: Tensor | None = None  # [1] int64: on the guess that this rank computes on
+    # [B, M] int64: where the other group finds this layer's k and v, and the next one's x.
+    inbox: Tensor | None = None
+    next_inbox: Tensor | None = None
+
+
+@dataclass
+class Decoder:
+    """Launches the operations of a step, in order, on the current stream."""
+
+    config: LlamaConfig
+    weights: LlamaWeights
+    inv_freq: Tensor
+    cache_layers: CacheLayer  # the cache of all layers, stacked, of any codec
+    buffers: DecodeBuffers
+    exchange: Exchange
+    logit_exchange: LogitExchange
+    all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` over the group where no words travel
+    all_gather: Callable[[Tensor], Tensor]  # [B, rows] of each rank -> [world, B, rows], likewise
+
+    first_patience_ns: ClassVar[int] = STEP_PATIENCE_NS  # of the first all-reduce
+    spare_sms: ClassVar[int] = 0  # left free by attention
+
+    @property
+    def stream_priority(self) -> int:
+        """Of the stream that a step is captured on; lower is more urgent."""
+        return 0
+
+    def __post_init__(self) -> None:
+        at, layers = self.buffers, self.weights.layers
+        self._cache = DecodeCache(self.cache_layers, at.seq_lens, at.q.shape[1], at.q.dtype, self.spare_sms)
+        # The norm that follows each all-reduce: after attention this layer's second, after the MLP the next layer's.
+        self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
+        self._gammas.append((layers[-1].post_norm, self.weights.final_norm))
+
+    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
+        """Set the state: the newest token of each request, lengths with it, and no fault."""
+        at = self.buffers
+        assert at.token_ids.shape == (len(token_ids),), "a batch of another size"
+        at.token_ids.copy_(torch.tensor(token_ids))
+        at.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
+        self.exchange.fault.zero_()
+
+    def embed(self) -> None:
+        """Token embeddings into the residual stream."""
+        at = self.buffers
+        embed_norm(
+            at.token_ids, at.seq_lens, self.weights.embedding, self.weights.layers[0].input_norm, self.inv_freq,
+            at.x, at.x_norm, at.square_sums, at.rope,
+        )  # fmt: skip
+
+    def run_layers(self, operation: OperationHook) -> None:
+        """Between `embed` and `logits`, each operation launched within the hook."""
+        for layer in range(self.config.num_layers):
+            with operation("pre_attention", layer):
+                self.pre_attention(layer)
+            with operation("attention", layer):
+                self.attention(layer)
+            with operation("post_attention", layer):
+                self.post_attention(layer)
+
+    def _branch(self, layer: int) -> Branch:
+        """Of a layer, where no other is given."""
+        return Branch(self.exchange, self.all_reduce)
+
+    def pre_attention(self, layer: int, branch: Branch | None = None) -> None:
+        """QKV, RoPE, append. The all-reduce before it belongs to `post_attention` here."""
+        at, branch = self.buffers, branch or self._branch(layer)
+        k, v, _ = self._cache.newest(layer)
+        qkv_rope_append(
+            at.x_norm, at.square_sums, self.weights.layers[layer].qkv, at.rope, at.seq_lens, at.q, k, v,
+            self.config.rms_norm_eps, branch.pre_attention_gate, self._cache.quantised(layer), branch.inbox,
+            branch.exchange.epoch,
+        )  # fmt: skip
+
+    def attention(self, layer: int) -> None:
+        """Attention over the cache."""
+        # The projection ahead has written q and the newest token, and nothing else that attention reads.
+        self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse, newest_only=True)
+
+    def post_attention(self, layer: int, branch: Branch | None = None) -> None:
+        """o, all-reduce, MLP, all-reduce."""
+        at, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
+        o_gate, mlp_gate, next_gate = branch.o_gate, branch.mlp_gate, branch.pre_attention_gate
+        post_norm, next_norm = self._gammas[layer]
+        self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, post_norm, branch, o_gate, mlp_gate, None)
+        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, mlp_gate)
+        self._row_parallel(
+            2 * layer + 1, at.mlp, weights.down, next_norm, branch, mlp_gate, next_gate, branch.next_inbox
+        )
+
+    def _row_parallel(
+        self,
+        slot: int,
+        act: Tensor,
+        weight: Tensor,
+        gamma: Tensor,
+        branch: Branch,
+        gate: Tensor | None,
+        next_gate: Tensor | None,
+        inbox: Tensor | None,
+    ) -> None:
+        """Product of a layer's first (o) or second (down) row-parallel weight, summed over the group."""
+        at, exchange, verdict = self.buffers, branch.exchange, branch.verdict
+        push_partial(act, weight, exchange, slot, gate)
+        if exchange.words is None:
+            branch.all_reduce(exchange.partial)
+        patience = self.first_patience_ns if slot == 0 else PATIENCE_NS
+        next_gate = None if verdict is None else next_gate
+        reduce_norm(exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, gate, next_gate, verdict, inbox)
+
+    def logits(self) -> None:
+        """Records of full tails, LM head over the vocabulary shards of all ranks, and the most likely tokens."""
+        self._cache.compact()
+        at, exchange, slot = self.buffers, self.logit_exchange, 2 * self.config.num_layers
+        lm_head(at.x_norm, at.square_sums, self.weights.lm_head, exchange, self.config.rms_norm_eps, slot)
+        gathered = exchange.shard if exchange.words is not None else self.all_gather(exchange.shard)
+        collect_logits(exchange, gathered, PATIENCE_NS, slot, at.logits, at.best, at.best_token)

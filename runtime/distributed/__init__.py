@@ -1,0 +1,1 @@
+"""Ranks: placement, transports, memory that peers write, agreement."""

@@ -1,0 +1,133 @@
+"""What ranks tell each other as text, through the job's key-value store: settings that must agree, prompts, rows."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from alspec.config import EngineConfig
+from alspec.errors import UserError
+from alspec.runtime.distributed.placement import Placement
+
+__all__ = ["Agreement", "fingerprint", "shared_settings"]
+
+SAMPLED_BYTES, SAMPLES = 4096, 64  # of each file of weights
+LONG, SHOWN = 128, 40  # characters of a value that ranks compare
+POLL_S = 0.005
+
+
+class Agreement:
+    """Exchanges of text between all ranks of a job; with one rank there is nobody to ask.
+
+    Every rank makes the same calls in the same order, but for `gather_within`.
+
+    Args:
+        store: the job's store; None with one rank.
+    """
+
+    def __init__(self, placement: Placement, store: dist.Store | None) -> None:
+        self._placement = placement
+        self._store = store
+        self._calls = itertools.count()
+        self._own_keys: list[str] = []  # set by this rank, and still in the store
+
+    def _key(self) -> str:
+        return f"alspec/exchange/{next(self._calls)}"
+
+    def exchange(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        if self._store is None:
+            return [text]
+        key = self._key()
+        own = f"{key}/{self._placement.rank}"
+        self._store.set(own, text)
+        texts = [self._store.get(f"{key}/{rank}").decode() for rank in range(self._placement.world_size)]
+        # Every rank has begun this call, and so has read what it needed of those before. Of this one they still read.
+        for old in self._own_keys:
+            self._store.delete_key(old)
+        self._own_keys = [own]
+        return texts
+
+    def broadcast(self, text: str | None) -> str:
+        """Rank 0's text on every rank; the others give None."""
+        if self._store is None:
+            assert text is not None
+            return text
+        key = self._key()
+        if self._placement.rank == 0:
+            assert text is not None
+            self._store.set(key, text)
+            self._own_keys.append(key)
+        return str(self._store.get(key).decode())
+
+    def gather_within(self, name: str, text: str, timeout_s: float) -> list[str]:
+        """The texts of all ranks that come here by then, this one's among them; the others may never do so.
+
+        Args:
+            name: of this call alone.
+        """
+        if self._store is None:
+            return [text]
+        keys = [f"alspec/{name}/{rank}" for rank in range(self._placement.world_size)]
+        self._store.set(keys[self._placement.rank], text)
+        deadline = time.monotonic() + timeout_s
+        while not (is_complete := self._store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return [self._store.get(key).decode() for key in keys if is_complete or self._store.check([key])]
+
+    def require_same(self, own: dict[str, Any]) -> None:
+        """Compare what every rank has been given, as JSON holds it.
+
+        Raises:
+            UserError: naming what is not the same everywhere.
+        """
+        own = {name: _digested(value) for name, value in own.items()}
+        for rank, text in enumerate(self.exchange(json.dumps(own))):
+            other = json.loads(text)
+            name = next((name for name in own | other if own.get(name) != other.get(name)), None)
+            if name is not None:
+                raise UserError(
+                    f"ranks disagree on {name}: rank {self._placement.rank} has {own.get(name)!r}, rank {rank} has "
+                    f"{other.get(name)!r}; give the same to all, --transport and --dtype too where hosts differ"
+                )
+
+
+def _digested(value: Any) -> Any:
+    """A value as it is; of a long one, such as a prompt, its beginning and a SHA-256."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= LONG:
+        return value
+    return f"{text[:SHOWN]}... (SHA-256 {hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()})"
+
+
+def shared_settings(config: EngineConfig) -> dict[str, Any]:
+    """What must be the same on every rank: all but files and folders, what only rank 0 reads, and what it shows."""
+    rank_0 = {"prompt", "prompt_ids", "chat", "system", "color", "debug"}
+    names = {name for name, field in type(config).model_fields.items() if "Path" not in str(field.annotation)}
+    settings: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json", include=names - rank_0).items():
+        settings |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return settings
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a model folder's weights and tokenizer: equal for equal files, and for others only by bad luck.
+
+    Weights are read in some places, evenly spread, for all of them would take as long as loading.
+    """
+    digest = hashlib.sha256()
+    paths = [*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")]
+    for path in sorted(filter(Path.is_file, paths)):  # a link that is not followed may lead nowhere
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for sample in range(SAMPLES):
+                file.seek(max(size - SAMPLED_BYTES, 0) * sample // (SAMPLES - 1))
+                digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,217 @@
+"""Memory through which the kernels of ranks send each other words: of their GPUs, by peer pointers, or of the host.
+
+`symm` needs GPUs that reach each other's memory, `host` only that all are of one host. NVLink multicast is never used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from alspec.errors import DoesNotFitError, one_line
+from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.comm.ll_packets import LINE_WORDS
+from alspec.kernels.comm.mailbox import Handover, PairShape
+from alspec.kernels.linear.push import push_partial
+from alspec.kernels.norm.residual import new_residual, reduce_norm
+from alspec.runtime.distributed.host_memory import HostMemoryError, share_host_memory
+from alspec.runtime.distributed.placement import Placement, WordsIn, why_no_peers
+from alspec.runtime.distributed.transport import Transport
+
+__all__ = ["allocate_words", "exchanges", "first_working"]
+
+AnyExchange = TypeVar("AnyExchange", Exchange, LogitExchange)
+
+NAMES: dict[WordsIn, str] = {"symm": "symmetric memory", "host": "the host's memory"}
+
+# A group's first push must arrive within this time of the self-test.
+TEST_PATIENCE_NS = 20 * 10**9
+
+
+def exchanges(
+    transport: Transport,
+    words_in: WordsIn | None,
+    num_slots: int,
+    batch_size: int,
+    hidden_size: int,
+    vocab_size: int,
+    pair: PairShape | None = None,
+) -> tuple[Exchange, LogitExchange, Handover | None]:
+    """Buffers for the partial sums of a step with `num_slots` all-reduces, for its logits, and for a pair's handovers.
+
+    Every rank calls it with the same arguments. Partial sums and logits travel as words if there is a place for them;
+    otherwise they are left to collectives. A pair needs words.
+
+    Raises:
+        DoesNotFitError: the host's memory for words cannot be had; on every rank.
+    """
+    placement, device = transport.placement, transport.device
+    tp_size, world_size = placement.tp_size, placement.world_size
+    rows = -(-vocab_size // world_size)
+    exchange = Exchange(
+        partial=torch.zeros(batch_size, hidden_size, device=device),
+        epoch=torch.ones(1, dtype=torch.int32, device=device),
+        fault=torch.zeros(1, dtype=torch.int32, device=device),
+        tp_rank=placement.tp_rank,
+        tp_size=tp_size,
+        rank=placement.rank,
+    )
+    shard = torch.zeros(batch_size, rows, device=device)
+    logit_exchange = LogitExchange(shard, exchange.epoch, exchange.fault, placement.rank, world_size)
+    if words_in is None or world_size == 1:
+        assert pair is None
+        return exchange, logit_exchange, None
+    sizes = [
+        num_slots * batch_size * tp_size * hidden_size if tp_size > 1 else 0,
+        batch_size * world_size * rows,
+        sum(pair.field_words()) if pair else 0,
+        world_size if pair else 0,
+    ]
+    each = range(world_size)
+    homes = [[rank // tp_size for rank in each], [0] * world_size, each, each]
+    try:
+        partials, logits, mailboxes, meetings = allocate_words(words_in, sizes, homes, transport)
+    except HostMemoryError as error:
+        raise DoesNotFitError(f"transport: host: {error}; nccl needs none of the host's memory") from error
+    rank, group = placement.rank, range(placement.group * tp_size, (placement.group + 1) * tp_size)
+    if tp_size > 1:
+        exchange = _with_words(exchange, partials, group, (num_slots, batch_size, tp_size, hidden_size))
+    logit_exchange = _with_words(logit_exchange, logits, each, (batch_size, world_size, rows))
+    if pair is None:
+        return exchange, logit_exchange, None
+    handover = Handover.build(
+        pair, exchange, placement.group, placement.paired_rank, mailboxes[rank], mailboxes[placement.paired_rank],
+        _addresses(mailboxes, group), meetings[rank], _addresses(meetings, each),
+    )  # fmt: skip
+    return exchange, logit_exchange, handover
+
+
+def _addresses(memories: Sequence[Tensor], ranks: range) -> list[int]:
+    """Where words for these ranks go: of a memory that several of them read, its address once."""
+    return list(dict.fromkeys(memories[rank].data_ptr() for rank in ranks))
+
+
+def _with_words(exchange: AnyExchange, memories: Sequence[Tensor], ranks: range, shape: tuple[int, ...]) -> AnyExchange:
+    """The exchange with its words in these memories; `ranks` are its peers."""
+    words, addresses = memories[exchange.rank].view(shape), _addresses(memories, ranks)
+    own_words = None
+    if len(addresses) < len(ranks):
+        # They share them, behind PCIe: what a rank has pushed itself it keeps on its GPU as well.
+        own_words = torch.zeros_like(words)
+        addresses.append(own_words.data_ptr())
+    peers = torch.tensor(addresses, device=words.device)
+    return replace(exchange, words=words, own_words=own_words, peers=peers)
+
+
+def allocate_words(
+    words_in: WordsIn, sizes: Sequence[int], homes: Sequence[Sequence[int]], transport: Transport
+) -> list[list[Tensor]]:
+    """Zeroed words in several fields, which begin at lines: of each, [size] int64 for each rank, in rank order, which
+    this rank's kernels can write. A rank reads its own.
+
+    All ranks of the job call it together.
+
+    Args:
+        sizes: of each field.  homes: of each field and rank, a number. In the host's memory, which is as near to all,
+            ranks with the same one have the same words.
+    Raises:
+        HostMemoryError: the host's memory cannot be had; on every rank.
+        RuntimeError: symmetric memory cannot be had.
+    """
+    own, device = transport.placement.rank, transport.device
+    lines = [-(-size // LINE_WORDS) * LINE_WORDS for size in sizes]
+    if words_in == "host":
+        places = [(field, home) for field, of_ranks in enumerate(homes) for home in dict.fromkeys(of_ranks)]
+        aligned = [lines[field] for field, _ in places]
+        found = dict(zip(places, share_host_memory(sum(aligned), transport).split(aligned), strict=True))
+        return [[found[field, home][:size] for home in homes[field]] for field, size in enumerate(sizes)]
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    # `symm_mem.empty` would load SymPy for the strides of one dimension, which takes 2 s.
+    memory = _SymmetricMemory.empty_strided_p2p((sum(lines),), (1,), torch.int64, device)
+    assert dist.group.WORLD is not None
+    handle = symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
+    memory.zero_()
+    transport.barrier()
+    buffers = [handle.get_buffer(rank, (sum(lines),), torch.int64) for rank in range(handle.world_size)]
+    buffers[own] = memory
+    fields = zip(*(buffer.split(lines) for buffer in buffers), strict=True)
+    return [[words[:size] for words in field] for field, size in zip(fields, sizes, strict=True)]
+
+
+def first_working(ways: Sequence[WordsIn], transport: Transport) -> tuple[WordsIn | None, str]:
+    """The first of these that works, None if none does, and why those before it do not. The same on every rank."""
+    reasons: list[str] = []
+    for words_in in ways:
+        reason = _why_not(words_in, transport)
+        if not reason:
+            return words_in, "; ".join(reasons)
+        if reason not in reasons:
+            reasons.append(reason)
+    return None, "; ".join(reasons)
+
+
+def _why_not(words_in: WordsIn, transport: Transport) -> str:
+    """Why the kernels of this job cannot send each other words in this way; '' if they can. The same on every rank.
+
+    Looks at the hosts and links first, then compares an all-reduce over words with NCCL's, bit for bit, on values whose
+    sums are exact: -0.0, subnormal numbers, large ones, and integers.
+    """
+    reason = transport.first_reason(_out_of_reach(words_in, transport.placement))
+    if reason:
+        return reason
+    try:
+        wrong = _differs_from_nccl(words_in, transport)
+    except RuntimeError as error:
+        wrong = one_line(error)
+    reason = transport.first_reason(wrong)
+    return f"{NAMES[words_in]} failed: {reason}" if reason else ""
+
+
+def _out_of_reach(words_in: WordsIn, placement: Placement) -> str:
+    if placement.local_world_size != placement.world_size:
+        return "ranks on several hosts"
+    return why_no_peers(placement.world_size) if words_in == "symm" else ""
+
+
+def _differs_from_nccl(words_in: WordsIn, transport: Transport) -> str:
+    device, rank, world_size = transport.device, transport.placement.rank, transport.placement.world_size
+    hidden = 256
+    (memories,) = allocate_words(words_in, [world_size * hidden], [[0] * world_size], transport)
+    exchange = Exchange(
+        partial=torch.zeros(1, hidden, device=device),
+        epoch=torch.ones(1, dtype=torch.int32, device=device),
+        fault=torch.zeros(1, dtype=torch.int32, device=device),
+        tp_rank=rank,
+        tp_size=world_size,
+        rank=rank,
+    )
+    exchange = _with_words(exchange, memories, range(world_size), (1, 1, world_size, hidden))
+    values = torch.full((hidden,), -0.0, device=device)
+    values[:64] = 1e-41 * (rank + 1)
+    values[64 + rank : 128 : world_size] = 3e38 * (-1) ** rank
+    generator = torch.Generator(device).manual_seed(rank)
+    values[128:192] = torch.randint(-1000, 1000, (64,), generator=generator, device=device).float()
+    # One column of values, the others -0.0: the sum of a row is its value, sign of zero included.
+    weight = torch.full((hidden, 16), -0.0, device=device)
+    weight[:, 0] = values
+    x, x_norm, square_sums = new_residual(1, hidden, torch.float32, device)
+    x.fill_(-0.0)
+    push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
+    reduce_norm(exchange, 0, TEST_PATIENCE_NS, x, values, x_norm, square_sums)
+    dist.all_reduce(values)
+    transport.synchronize()
+    if int(exchange.fault):
+        return "a word did not arrive"
+    different = x[0].view(torch.int32) != values.view(torch.int32)
+    if bool(different.any()):
+        at = int(different.int().argmax())
+        return f"wrong sum: {float(x[0, at])!r} for {float(values[at])!r}"
+    return ""

@@ -1,0 +1,199 @@
+"""Where a rank stands: its group, its place in the group, its pair, its device."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from alspec.config import EngineConfig
+from alspec.errors import UserError
+from alspec.models.llama import Shard
+from alspec.models.llama_config import LlamaConfig
+
+__all__ = [
+    "Placement",
+    "WordsIn",
+    "choose_device",
+    "choose_graph",
+    "choose_mode",
+    "choose_words",
+    "pairs_without_access",
+    "why_no_peers",
+]
+
+WordsIn = Literal["symm", "host"]  # peers' memory, the host's
+# Of --transport, best first.
+WAYS: dict[str, tuple[WordsIn, ...]] = {"auto": ("symm", "host"), "symm": ("symm",), "host": ("host",)}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks `[g T, (g + 1) T)` form group `g`; rank `t` of one group is paired with rank `t` of the other.
+
+    torchrun numbers ranks node by node, so tensor parallelism stays inside a node where it fits, and pairing crosses
+    nodes.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    num_groups: int = 1
+
+    @classmethod
+    def from_environment(cls) -> Placement:
+        """Read torchrun's variables; without them, one rank alone.
+
+        Raises:
+            UserError: they are no numbers, or do not fit each other.
+        """
+
+        def number(name: str, default: int) -> int:
+            value = os.environ.get(name, str(default))
+            if not value.isdecimal() or len(value) > 9 or (name.endswith("SIZE") and int(value) == 0):
+                raise UserError(f"{name}: expected a number in the environment, found {value!r:.80}; use torchrun")
+            return int(value)
+
+        world_size = number("WORLD_SIZE", 1)
+        found = cls(
+            rank=number("RANK", 0),
+            world_size=world_size,
+            local_rank=number("LOCAL_RANK", 0),
+            local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+        )
+        for name, value, limit in (
+            ("RANK", found.rank, world_size - 1),
+            ("LOCAL_RANK", found.local_rank, found.local_world_size - 1),
+            ("LOCAL_WORLD_SIZE", found.local_world_size, world_size),
+        ):
+            if value > limit:
+                sizes = f"WORLD_SIZE {world_size} and LOCAL_WORLD_SIZE {found.local_world_size}"
+                raise UserError(f"{name}: expected at most {limit} with {sizes}, found {value}; use torchrun")
+        return found
+
+    @property
+    def tp_size(self) -> int:
+        """T: ranks of one group."""
+        return self.world_size // self.num_groups
+
+    @property
+    def group(self) -> int:
+        """0 or 1."""
+        return self.rank // self.tp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Place in the group."""
+        return self.rank % self.tp_size
+
+    @property
+    def paired_rank(self) -> int:
+        """The rank with the same slices in the other group."""
+        assert self.num_groups == 2
+        return (self.rank + self.tp_size) % self.world_size
+
+    @property
+    def shard(self) -> Shard:
+        """What this rank holds; the vocabulary is split over all ranks of the job."""
+        return Shard(self.tp_rank, self.tp_size, self.rank, self.world_size)
+
+
+def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[str, int]:
+    """Resolve `auto`, and check that the model divides over the ranks.
+
+    `auto` is tensor parallelism over all ranks wherever the model divides by them: pairing can only win what tensor
+    parallelism cannot reach. Where it does not divide (fewer KV heads than ranks), one half of the ranks pairs with the
+    other.
+
+    Returns:
+        The mode in force, and its number of groups.
+    Raises:
+        UserError: an odd world for `paired`, or a model that its groups do not divide.
+    """
+    if requested == "auto":
+        paired = (
+            world_size % 2 == 0 and world_size not in config.valid_tp_sizes and world_size // 2 in config.valid_tp_sizes
+        )
+        requested = "paired" if paired else "off"
+    if requested == "paired":
+        if world_size < 2 or world_size % 2:
+            raise UserError(
+                f"speculation: paired needs an even number of ranks, found {world_size}; "
+                "start it with torchrun --nproc-per-node 2 (or 4, ...), or use --speculation simulated"
+            )
+        config.check_tp_size(world_size // 2)
+        return "paired", 2
+    config.check_tp_size(world_size)
+    return requested, 1
+
+
+def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.device, str, str]:
+    """Pick device and backend: GPUs where every local rank gets one of its own, else the CPU.
+
+    Returns:
+        device, backend (`nccl` or `gloo`), and a sentence on a choice the user may not expect ('' if there is none).
+    Raises:
+        UserError: a transport of GPUs without one for each local rank.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.transport in ("nccl", "symm", "host") and gpus < placement.local_world_size:
+        raise UserError(
+            f"transport: {config.transport} needs one GPU for each rank, found {gpus} for "
+            f"{placement.local_world_size} ranks; start fewer ranks or use --transport gloo (CPU)"
+        )
+    if config.transport == "gloo" or gpus < placement.local_world_size:
+        notice = ""
+        if config.transport == "auto" and gpus:
+            notice = f"{gpus} GPU(s) for {placement.local_world_size} ranks: running on the CPU with gloo"
+        return torch.device("cpu"), "gloo", notice
+    return torch.device("cuda", placement.local_rank), "nccl", ""
+
+
+def choose_words(config: EngineConfig, mode: str, world_size: int, has_decoder: bool) -> tuple[WordsIn, ...]:
+    """Where the kernels of ranks may send each other words, best first; only the fused kernels of a whole step do.
+
+    Raises:
+        UserError: it is asked for where those do not decode.
+    """
+    asked = config.transport
+    ways = WAYS.get(asked, ())
+    if asked != "auto" and ways and not has_decoder:
+        raise UserError(
+            f"transport: {asked} is not available with speculation {mode}; "
+            "use --speculation off or paired, or --transport nccl"
+        )
+    return ways if has_decoder and world_size > 1 else ()
+
+
+def pairs_without_access(num_gpus: int) -> list[tuple[int, int]]:
+    """Of this host's first GPUs, which cannot address the memory of which."""
+    pairs = itertools.permutations(range(num_gpus), 2)
+    return [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+
+
+def why_no_peers(num_gpus: int) -> str:
+    """Why the ranks of this host's first GPUs may not write into each other's memory; '' if they may."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1"
+    without = pairs_without_access(num_gpus)
+    return f"GPU {without[0][0]} cannot reach GPU {without[0][1]}" if without else ""
+
+
+def choose_graph(config: EngineConfig, mode: str, device: torch.device, has_decoder: bool, trace: bool) -> bool:
+    """Whether steps are captured, where the fused kernels decode at all.
+
+    Raises:
+        UserError: it is asked for where that is not so, or with a trace.
+    """
+    if config.cuda_graph == "on":
+        if device.type != "cuda":
+            raise UserError("cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off")
+        if not has_decoder:
+            raise UserError(f"cuda_graph: on is not available with speculation {mode}; use auto or off")
+        if trace:
+            raise UserError("cuda_graph: on excludes trace, which times operations launched one by one; use off")
+    return config.cuda_graph != "off" and not trace

@@ -1,0 +1,322 @@
+"""Collectives and pair messages of one rank over torch.distributed: NCCL between GPUs, Gloo between CPU processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alspec.errors import CannotConnectError, UserError, one_line
+from alspec.kernels.speculation.swap import SwapCalls
+from alspec.runtime.distributed.placement import Placement
+
+__all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store", "connect_store"]
+
+# Longer than any healthy wait; the heartbeat ends a job with a dead rank long before.
+TIMEOUT = timedelta(seconds=600)
+NOTICE_S = 10.0  # until ranks that wait for others to start say so
+
+# The server goes with the last store of this process; other ranks may already be at their next engine's.
+_hosted: list[dist.Store] = []
+_GROUPS = itertools.count()  # connected by this process so far: the same number on every rank
+
+# Renamed in PyTorch 2.13.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+REASON_BYTES = 200  # of a text that ranks tell each other
+
+MOST_GATHERED = 4  # ranks whose partial sums of 16 bits are gathered
+# Tokens of a prompt, and ranks, from which on the residual stream is spread over the ranks: two collectives take longer
+# than one for fewer tokens, and two ranks receive the same bytes either way. With T (T - 1) tokens every rank has some.
+LEAST_SPREAD, FEWEST_SPREADING = 1024, 3
+
+
+def agent_hosts_store() -> bool:
+    """torchrun's agent has the job's key-value store; otherwise rank 0 has it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def connect_store(placement: Placement) -> dist.Store:
+    """Connect to the job's key-value store, which torchrun's agent hosts (rank 0 does where it does not).
+
+    The agent's store outlives a failed attempt (torchrun --max-restarts), so each attempt has keys of its own.
+    """
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise UserError(
+            f"WORLD_SIZE is {placement.world_size}, but MASTER_ADDR and MASTER_PORT are missing; use torchrun"
+        )
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16):
+        raise UserError(f"MASTER_PORT: expected a number from 1 to 65535, found {port!r:.80}")
+    where = f"{placement.world_size - 1} other rank(s) at {address}:{port}"
+    notice = threading.Timer(NOTICE_S, lambda: print(f"alspec: waiting for {where}", file=sys.stderr, flush=True))
+    notice.daemon = True
+    notice.start()
+    try:
+        is_host = placement.rank == 0 and not agent_hosts_store()
+        store = dist.TCPStore(
+            address,
+            int(port),
+            world_size=placement.world_size,
+            is_master=is_host,
+            timeout=TIMEOUT,
+            multi_tenant=True,
+        )
+        if is_host and not _hosted:
+            _hosted.append(store)
+        return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    except dist.DistError as error:
+        why = str(error).splitlines()[0]
+        raise UserError(f"cannot meet {where}: {why}; start them all, or choose another MASTER_PORT") from None
+    finally:
+        notice.cancel()
+
+
+class PairMessage:
+    """A message from the paired rank on its way; `wait` returns it once the current stream may read it."""
+
+    def __init__(self, buffer: Tensor, work: dist.Work | None) -> None:
+        self._buffer = buffer
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """The received tensor. On GPUs the current stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+        return self._buffer
+
+
+class Transport:
+    """The process groups of one rank: its tensor-parallel group, its pair, and the whole job.
+
+    With one rank nothing is initialised and every collective is the identity.
+
+    Raises:
+        CannotConnectError: the ranks do not reach each other.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device, backend: str, store: dist.Store | None) -> None:
+        self.placement = placement
+        self.device = device
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._swap_calls: SwapCalls | None = None
+        if placement.world_size == 1:
+            return
+        assert store is not None
+        # NVLink multicast stays off: a program that breaks while using it can take the host's GPUs with it.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        # The messages of a pair are meant to keep their order; NCCL warns that they do.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        try:
+            self._connect(backend, store)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CannotConnectError(
+                f"transport: {backend} cannot connect the ranks: {one_line(error)}; see that host names resolve; "
+                f"{backend.upper()}_SOCKET_IFNAME names the network interface"
+            ) from error
+
+    def _connect(self, backend: str, store: dist.Store) -> None:
+        placement, device = self.placement, self.device
+        dist.init_process_group(
+            backend,
+            # Of its own: those of one that did not work still hold addresses.
+            store=dist.PrefixStore(f"groups-{next(_GROUPS)}", store),
+            rank=placement.rank,
+            world_size=placement.world_size,
+            timeout=TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+        tp_size = placement.tp_size
+        # Every rank takes part in creating every group, in the same order.
+        tp_groups = [
+            dist.new_group(list(range(group * tp_size, (group + 1) * tp_size))) for group in range(placement.num_groups)
+        ]
+        self._tp_group = tp_groups[placement.group]
+        if placement.num_groups == 2:
+            pairs = [dist.new_group([tp_rank, tp_rank + tp_size]) for tp_rank in range(tp_size)]
+            self._pair = pairs[placement.tp_rank]
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Make every connection now, while nobody measures and both sides of a pair are known to be here."""
+        token = torch.ones(1, device=self.device)
+        self.all_gather_world(self.all_reduce(token))
+        if self.placement.num_groups == 2:
+            for sender in (0, 1):
+                if self.placement.group == sender:
+                    self.send(token)
+                else:
+                    self.receive(token.shape).wait()
+            self.flush()
+            self.gather_pair(token)
+        self.synchronize()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the tensor-parallel group, in place; the same bits on every rank of the group."""
+        if self.placement.tp_size > 1:
+            dist.all_reduce(tensor, group=self._tp_group)
+        return tensor
+
+    def gather_partials(self, partial: Tensor) -> Tensor:
+        """[...] on each rank -> [P, ...], the same on every rank, whose sum is that over the tensor-parallel group.
+
+        Up to four ranks, values of 16 bits are gathered: (T - 1) 2 bytes of each come to a rank, where an all-reduce in
+        fp32 takes 2 (T - 1) / T 4, so 2 instead of 4 of two ranks and 6 either way of four. One in 16 bits would round
+        the sums.
+        """
+        tp_size = self.placement.tp_size
+        if tp_size == 1 or (partial.itemsize == 2 and tp_size <= MOST_GATHERED):
+            return self.all_gather_group(partial)
+        return self.all_reduce(partial.float())[None]
+
+    def own_tokens(self, num_tokens: int) -> range:
+        """Of a prompt's tokens, those whose residual stream this rank keeps: equal parts, or of a short prompt all."""
+        placement = self.placement
+        if placement.tp_size < FEWEST_SPREADING or num_tokens < LEAST_SPREAD:
+            return range(num_tokens)
+        return range(num_tokens)[self._share_of(placement.tp_rank, num_tokens)]
+
+    def _share_of(self, tp_rank: int, num_tokens: int) -> slice:
+        size = -(-num_tokens // self.placement.tp_size)
+        return slice(tp_rank * size, (tp_rank + 1) * size)
+
+    def scatter_partials(self, partial: Tensor) -> Tensor:
+        """[n, hidden] on each rank -> [T, m, hidden] in rank order, of the `own_tokens` of each, if they are spread.
+
+        With `gather_tokens` in 16 bits, 2 (T - 1) / T 2 bytes of each value come to a rank: half of an all-reduce in
+        fp32, whose sum it is.
+        """
+        tp_size = self.placement.tp_size
+        sizes = [len(range(len(partial))[self._share_of(tp_rank, len(partial))]) for tp_rank in range(tp_size)]
+        own = sizes[self.placement.tp_rank]
+        out = partial.new_empty(tp_size, own, *partial.shape[1:])
+        dist.all_to_all_single(out.flatten(0, 1), partial, [own] * tp_size, sizes, group=self._tp_group)
+        return out
+
+    def gather_tokens(self, own: Tensor, num_tokens: int) -> Tensor:
+        """[m, hidden] of each rank's `own_tokens`, if they are spread -> [n, hidden]."""
+        size = -(-num_tokens // self.placement.tp_size)
+        if len(own) < size:  # the last ones have fewer
+            own = torch.nn.functional.pad(own, (0, 0, 0, size - len(own)))
+        return self.all_gather_group(own).flatten(0, 1)[:num_tokens]
+
+    def all_gather_group(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank -> [T, ...] in rank order, over the tensor-parallel group."""
+        if self.placement.tp_size == 1:
+            return tensor[None]
+        out = tensor.new_empty(self.placement.tp_size, *tensor.shape)
+        _gather(out.view(-1), tensor.contiguous().view(-1), group=self._tp_group)
+        return out
+
+    def all_gather_world(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank -> [world, ...] in rank order, over all ranks of the job."""
+        if self.placement.world_size == 1:
+            return tensor[None]
+        out = tensor.new_empty(self.placement.world_size, *tensor.shape)
+        dist.all_gather(list(out.unbind()), tensor.contiguous())
+        return out
+
+    def gather_pair(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank of a pair -> [2, ...] in the order of groups."""
+        out = tensor.new_empty(2, *tensor.shape)
+        _gather(out.view(-1), tensor.contiguous().view(-1), group=self._pair)
+        return out
+
+    def swap_calls(self, max_ctas: int) -> SwapCalls:
+        """What a pair talks with while its steps are captured, connected; every rank of the job calls it.
+
+        All of them run on the stream that is current: a collective that nobody waits for has none of its own.
+
+        Args:
+            max_ctas: thread blocks (each takes an SM) that a collective beside attention may have.
+        """
+        if self._swap_calls is None:
+            placement, tp_size = self.placement, self.placement.tp_size
+            # Every rank takes part in creating every group, in the same order.
+            pairs = [self._small_group([tp_rank, tp_rank + tp_size], max_ctas) for tp_rank in range(tp_size)]
+            firsts = (0, tp_size) if tp_size > 1 else ()
+            groups = [self._small_group(list(range(first, first + tp_size)), max_ctas) for first in firsts]
+            pair, group = pairs[placement.tp_rank], groups[placement.group] if groups else None
+
+            def swap_aside(box: Tensor) -> None:
+                _gather(box.view(-1), box[placement.group].view(-1), group=pair)
+
+            def all_reduce_aside(tensor: Tensor) -> Tensor:
+                if group is not None:
+                    dist.all_reduce(tensor, group=group)
+                return tensor
+
+            def gather_sums(sums: Tensor) -> None:
+                if tp_size > 1:
+                    _gather(sums.view(-1), sums[placement.tp_rank].view(-1), group=self._tp_group)
+
+            def gather_verdicts(verdicts: Tensor) -> None:
+                _gather(verdicts.view(-1), verdicts[placement.rank].view(-1))
+
+            self._swap_calls = SwapCalls(swap_aside, all_reduce_aside, gather_sums, gather_verdicts)
+            swap_aside(torch.zeros(2, 1, device=self.device))
+            all_reduce_aside(torch.zeros(1, device=self.device))
+            gather_sums(torch.zeros(tp_size, 1, device=self.device))
+            gather_verdicts(torch.zeros(placement.world_size, 1, device=self.device))
+            self.synchronize()
+        return self._swap_calls
+
+    def _small_group(self, ranks: list[int], max_ctas: int) -> dist.ProcessGroup:
+        """A group whose collectives take few thread blocks."""
+        options = None
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = max_ctas
+            # No clusters of thread blocks: those start only where one part of the GPU has SMs for all of them.
+            options.config.cga_cluster_size = 0
+        group: dist.ProcessGroup = dist.new_group(ranks, pg_options=options)
+        return group
+
+    def first_reason(self, reason: str) -> str:
+        """Why not, as the first rank that has a reason says it; '' if none has one. The same on every rank."""
+        own = torch.frombuffer(bytearray(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")), dtype=torch.uint8)
+        rows = self.all_gather_world(own.to(self.device)).tolist()
+        reasons = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+        return next((f"rank {rank}: {text}" if rank else text for rank, text in enumerate(reasons) if text), "")
+
+    def send(self, tensor: Tensor) -> None:
+        """Send to the paired rank without waiting for it; `flush` before the buffers are needed to be free."""
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self.placement.paired_rank, group=self._pair)
+        self._sent.append((work, tensor))
+
+    def receive(self, shape: torch.Size | tuple[int, ...]) -> PairMessage:
+        """Expect the paired rank's next message, fp32 of this shape."""
+        buffer = torch.empty(shape, device=self.device)
+        return PairMessage(buffer, dist.irecv(buffer, self.placement.paired_rank, group=self._pair))
+
+    def flush(self) -> None:
+        """Wait until everything sent has left its buffer."""
+        for work, _ in self._sent:
+            if work is not None:
+                work.wait()
+        self._sent.clear()
+
+    def synchronize(self) -> None:
+        """Wait on the host for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """All ranks of the job meet, with their devices idle."""
+        self.synchronize()
+        self.all_gather_world(torch.zeros(1, device=self.device))
+        self.synchronize()
+
+    def close(self) -> None:
+        """Leave the process groups; all ranks have met at a barrier before."""
+        if self.placement.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()

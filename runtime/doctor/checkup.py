@@ -1,0 +1,210 @@
+"""How checks are made: on every rank in the same order, each under a deadline, each outcome shared before the next.
+
+A check looks at a `Scope` and gives a `Check`; it fails or is skipped without stopping the others. Only a rank that
+does not come back ends the job, with exit code 5 and by name. The checks themselves are in diagnostics.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Literal, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from alspec.config import EngineConfig
+from alspec.errors import CannotConnectError, RankFailureError, UserError, one_line
+from alspec.runtime.distributed.placement import Placement, choose_device
+from alspec.runtime.distributed.transport import Transport, connect_store
+from alspec.runtime.faults.heartbeat import Heartbeat
+
+__all__ = ["CHECKS", "Check", "Scope", "check", "run_checks", "skip"]
+
+_ResultT = TypeVar("_ResultT")
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check on one rank."""
+
+    name: str
+    status: Literal["pass", "fail", "skip"]
+    found: str
+    advice: str = ""
+    exit_code: int = 0  # of a failure: 2 where the setup is at fault, 5 where this rank failed at its work
+
+
+@dataclass
+class Scope:
+    """What this rank looks at: its own GPU among other ranks, every GPU of the host when it is alone."""
+
+    placement: Placement
+    transport_name: str
+    debug: bool
+    store: dist.Store | None
+    num_gpus: int
+    devices: list[torch.device]
+    transport: Transport | None = None  # once the ranks are connected
+
+    @classmethod
+    def open(cls, placement: Placement, transport_name: str, debug: bool) -> Scope:
+        """Find the GPUs and the job's store."""
+        # NCCL and symmetric memory read these when they start: nothing here may use NVLink multicast.
+        os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        ours = range(num_gpus) if placement.world_size == 1 else [placement.local_rank]
+        devices = [torch.device("cuda", index) for index in ours if index < num_gpus and transport_name != "gloo"]
+        store = connect_store(placement) if placement.world_size > 1 else None
+        return cls(placement, transport_name, debug, store, num_gpus, devices)
+
+    def each_gpu(self, probe: Callable[[torch.device], _ResultT]) -> list[_ResultT]:
+        """The results of `probe` on each GPU, made the current one; an error names the GPU."""
+        self.need_gpu()
+        results = []
+        for device in self.devices:
+            try:
+                with torch.cuda.device(device):
+                    results.append(probe(device))
+            except _SkipError:
+                raise
+            except Exception as error:
+                raise RuntimeError(f"{device}: {one_line(error)}") from error
+        return results
+
+    def need_gpu(self) -> None:
+        """Skip a check that needs one."""
+        if not self.devices:
+            skip("--transport gloo" if self.num_gpus and self.transport_name == "gloo" else "no CUDA GPU here")
+
+    def need_ranks(self) -> dist.Store:
+        """The job's store; skips a check that needs several ranks."""
+        if self.store is None and self.num_gpus == 1:
+            skip("one GPU, nothing to connect")
+        if self.store is None:
+            skip(f"start with torchrun --standalone --nproc-per-node {self.num_gpus or 2} launch/doctor.py")
+        return self.store
+
+    def connect(self, backend: str) -> Transport:
+        """The process groups of all ranks, made as the engine makes them, where it would use this backend."""
+        if self.transport_name not in ("auto", backend):
+            skip(f"--transport {self.transport_name}")
+        config = EngineConfig.model_validate({"transport": self.transport_name})
+        device, chosen, _ = choose_device(config, self.placement)
+        if chosen != backend:
+            skip(f"ranks here use {chosen}")
+        store = self.need_ranks()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            self.transport = Transport(self.placement, device, backend, store)
+        except CannotConnectError as error:
+            raise error.__cause__ or error from None  # a check has advice of its own
+        return self.transport
+
+
+class _SkipError(Exception):
+    """A check that cannot be made here; says why."""
+
+
+def skip(reason: str) -> NoReturn:
+    """Leave a check that cannot be made here."""
+    raise _SkipError(reason)
+
+
+# In the order in which they are defined and made: those that need other ranks last, for a hang ends the job.
+CHECKS: dict[str, Callable[[Scope], Check]] = {}
+
+
+def check(name: str, advice: str) -> Callable[[Callable[[Scope], str]], Callable[[Scope], Check]]:
+    """Make a check of a function that returns what it found, or raises; `UserError` puts the setup at fault."""
+
+    def register(find: Callable[[Scope], str]) -> Callable[[Scope], Check]:
+        @functools.wraps(find)
+        def run(scope: Scope) -> Check:
+            try:
+                return Check(name, "pass", find(scope))
+            except _SkipError as reason:
+                return Check(name, "skip", str(reason))
+            except UserError as error:
+                found, _, remedy = str(error).partition("; ")
+                return Check(name, "fail", found, remedy or advice, UserError.exit_code)
+            except Exception as error:
+                if scope.debug:
+                    traceback.print_exc()
+                return Check(name, "fail", one_line(error), advice, RankFailureError.exit_code)
+
+        CHECKS[name] = run
+        return run
+
+    return register
+
+
+def run_checks(
+    placement: Placement, transport_name: str, deadline_s: float, heartbeat: Heartbeat, debug: bool
+) -> Iterator[list[Check]]:
+    """Make every check; yields the outcomes of each on all ranks, in rank order.
+
+    Raises:
+        RankFailureError: another rank did not come back from a check. A rank that itself hangs in one ends its process.
+    """
+    rank = placement.rank
+    with _deadline(heartbeat, f"rank {rank} stalled before the first check", deadline_s):
+        scope = Scope.open(placement, transport_name, debug)
+        heartbeat.start()
+    for name, run in CHECKS.items():
+        heartbeat.mark(0, f"check of {name}", -1, publish=True)
+        with _deadline(heartbeat, f"rank {rank} stalled in the check of {name}", deadline_s):
+            outcome = run(scope)
+        yield _share(scope, outcome, deadline_s)
+    with _deadline(heartbeat, f"rank {rank} stalled while the process groups ended", deadline_s):
+        heartbeat.stop()
+        # Checks have released their graphs, then the memory of words; the process groups go last.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _deadline(heartbeat: Heartbeat, what: str, seconds: float) -> Iterator[None]:
+    """End the process if the block takes longer; a thread does it, for the block may be inside a blocking call."""
+    error = RankFailureError(f"{what} for {seconds:g} s; set NCCL_DEBUG=INFO to see more, or a longer --deadline")
+    timer = threading.Timer(seconds, heartbeat.end_process, [error])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _share(scope: Scope, outcome: Check, deadline_s: float) -> list[Check]:
+    """This check's outcome on every rank.
+
+    A rank that failed alone may have left the others inside a collective, which only their deadline ends. It waits less
+    long than that, so that the story told is its own; a rank that did not fail waits longer, so that theirs is.
+    """
+    rank, store = scope.placement.rank, scope.store
+    if store is None:
+        return [outcome]
+    failed = outcome.status == "fail"
+    limit_s = deadline_s / 2 if failed else deadline_s + 10
+    ends = time.monotonic() + limit_s
+    store.set(f"alspec/check/{outcome.name}/{rank}", json.dumps(asdict(outcome)))
+    outcomes = []
+    for peer in range(scope.placement.world_size):
+        key = f"alspec/check/{outcome.name}/{peer}"
+        while not store.check([key]):
+            if time.monotonic() > ends:
+                late = f"rank {peer} stalled in the check of {outcome.name} for {limit_s:g} s"
+                own = f"rank {rank} failed in the check of {outcome.name}: {outcome.found}; then {late}"
+                raise RankFailureError(own if failed else late)
+            time.sleep(0.01)
+        outcomes.append(Check(**json.loads(store.get(key))))
+    return outcomes

@@ -1,0 +1,382 @@
+"""What the runtime builds on, tried out piece by piece: each function is one check (see checkup.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from alspec.errors import UserError
+from alspec.kernels.bench.probes import exchange_words, increment, send_word
+from alspec.models.checkpoint.checkpoint import Checkpoint, verify_checksums
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.distributed.host_memory import HostMemoryError
+from alspec.runtime.distributed.peer_memory import allocate_words
+from alspec.runtime.distributed.placement import WordsIn, pairs_without_access, why_no_peers
+from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.doctor.checkup import CHECKS, Scope, check, skip
+from alspec.runtime.engine.memory import GIB
+from alspec.runtime.profiling.provenance import versions as installed_versions
+from alspec.runtime.profiling.stats import stream_bandwidth
+
+__all__ = ["CHECKS"]
+
+MINIMUM = {"python": "3.11", "torch": "2.11", "triton": "3.6"}
+GPU_FILE = "/dev/nvidia0"  # there with the driver of a first GPU, whatever torch sees
+SIZE = 5000  # elements of a probe: several blocks, the last one not full
+LAUNCHES = 32
+COPY_BYTES = 2**28
+# Above PCIe of 16 lanes up to generation 5 (64 GB/s one way), below the NVLink of data-centre GPUs (A100: 300 GB/s).
+NVLINK_GB_PER_S = 100
+REDUCE_WORDS = 2048  # 8 KB, as an all-reduce in decode
+REDUCES = 16
+ROUNDS = 64
+WORD = 0x5EED
+KERNEL_DEADLINE_NS = 2_000_000_000
+
+
+def _span(values: list[float], unit: str) -> str:
+    """`4.2 TB/s`, or `4.1 to 4.2 TB/s`."""
+    texts = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in (min(values), max(values))]
+    return f"{' to '.join(dict.fromkeys(texts))} {unit}"
+
+
+def _expect(what: str, found: Tensor, expected: Tensor) -> None:
+    if not torch.equal(found, expected):
+        wrong = int((found != expected).sum())
+        raise RuntimeError(f"{what}: {wrong} of {found.numel()} values are wrong")
+
+
+def _best_us(run: Callable[[], object]) -> float:
+    """Microseconds of the fastest of five runs on the current GPU."""
+    times = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return float(min(times))
+
+
+@contextmanager
+def _captured(work: Callable[[], object]) -> Iterator[torch.cuda.CUDAGraph]:
+    """`work`, run before, as a graph of the current GPU."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # A stream of its own: the default one for captures belongs to the GPU that captured first.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            work()
+        yield graph
+    finally:
+        torch.cuda.synchronize()
+        graph.reset()
+
+
+@check("versions", "install the versions that pyproject.toml asks for")
+def versions(scope: Scope) -> str:
+    """Python, torch and Triton are new enough, and the driver runs the CUDA version that torch was built for."""
+    found = installed_versions()
+    wanted = {name: least for name, least in MINIMUM.items() if name != "triton" or sys.platform == "linux"}
+    old = [name for name, least in wanted.items() if _numbers(found[name]) < _numbers(least)]
+    if old:
+        text = ", ".join(f"{name} {found[name]} (needs {MINIMUM[name]})" for name in old)
+        raise UserError(f"{text}; pip install --upgrade 'torch>={MINIMUM['torch']}' brings its Triton along")
+    text = ", ".join(f"{name} {found[name]}" for name in MINIMUM)
+    driver = _driver_cuda()
+    if torch.version.cuda is None or driver is None:
+        return f"{text}, {'no NVIDIA driver' if driver is None else f'driver for CUDA {driver[0]}.{driver[1]}'}"
+    # Within one major version an older driver runs what a newer toolkit built.
+    if driver[0] < _numbers(torch.version.cuda)[0]:
+        raise UserError(
+            f"torch is built for CUDA {torch.version.cuda}, the driver runs up to {driver[0]}.{driver[1]}; "
+            f"update the NVIDIA driver, or install a torch for CUDA {driver[0]}"
+        )
+    return f"{text}, CUDA {torch.version.cuda}, driver for CUDA {driver[0]}.{driver[1]}"
+
+
+def _numbers(version: str) -> list[int]:
+    """Major and minor version; empty where nothing is installed."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def _driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA version that the installed driver runs."""
+    try:
+        number = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+@check("GPUs", "see nvidia-smi; another process may hold the GPU")
+def gpus(scope: Scope) -> str:
+    """One GPU for each rank, new enough; its memory, and how much of it others hold."""
+    count, ranks = scope.num_gpus, scope.placement.local_world_size
+    wanted = scope.transport_name != "gloo" and "CUDA_VISIBLE_DEVICES" not in os.environ
+    if wanted and not count and Path(GPU_FILE).exists():
+        build = f"torch {torch.__version__}" + ("" if torch.version.cuda else " is built for CPUs and")
+        raise UserError(f"{build} finds no GPU, but {GPU_FILE} is there; install a torch built for the driver's CUDA")
+    if 0 < count < ranks and scope.transport_name != "gloo":
+        raise UserError(
+            f"{count} GPU(s) for {ranks} ranks; start with --nproc-per-node {count}, or use --transport gloo (CPU)"
+        )
+    rows = scope.each_gpu(_describe_gpu)
+    names = sorted({(name, major, minor) for name, major, minor, *_ in rows})
+    for name, major, minor in names:
+        if major < 8:
+            raise UserError(f"{name} has compute capability {major}.{minor}; 8.0 (Ampere) or later is needed")
+    kinds = " and ".join(f"{name} (compute capability {major}.{minor})" for name, major, minor in names)
+    free, held = [row[3] for row in rows], [row[4] for row in rows]
+    where = f"{len(rows)} of {count}" if len(rows) < count else str(count)
+    return f"{where} x {kinds}, {_span(free, 'GiB')} free, {_span(held, 'GiB')} held by contexts and other processes"
+
+
+def _describe_gpu(device: torch.device) -> tuple[str, int, int, float, float]:
+    """Name, compute capability, GiB free, and GiB held by what is not this process's tensors."""
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    held = total - free - torch.cuda.memory_reserved(device)
+    return properties.name, properties.major, properties.minor, free / GIB, held / GIB
+
+
+@check("links", "see nvidia-smi topo -m; set NCCL_P2P_DISABLE=1 if copies between GPUs go wrong")
+def links(scope: Scope) -> str:
+    """Which GPUs of this host address each other's memory, and how fast copies from GPU 0 to the others are."""
+    scope.need_gpu()
+    if scope.num_gpus == 1:
+        skip("one GPU here")
+    if scope.placement.local_rank != 0:
+        skip("local rank 0 looks")
+    without = pairs_without_access(scope.num_gpus)
+    access = "no peer access " + " ".join(f"{a}-{b}" for a, b in without) if without else "peer access everywhere"
+    rates = []
+    with torch.cuda.device(0):
+        source = torch.arange(COPY_BYTES // 4, dtype=torch.int32, device="cuda:0")
+        for peer in range(1, scope.num_gpus):
+            target = torch.zeros_like(source, device=f"cuda:{peer}")
+            copy = functools.partial(target.copy_, source)
+            copy()
+            rates.append(COPY_BYTES / _best_us(copy) / 1e3)
+            _expect(f"copy to GPU {peer} and back", target.to(source.device), source)
+    kind = "NVLink" if min(rates) >= NVLINK_GB_PER_S else "PCIe" if max(rates) < NVLINK_GB_PER_S else "NVLink and PCIe"
+    return f"{scope.num_gpus} GPUs, {access}, copies from GPU 0 at {_span(rates, 'GB/s')}, rates as of {kind}"
+
+
+@check("memory rate", "another process may use the GPU; see nvidia-smi")
+def memory_rate(scope: Scope) -> str:
+    """Bytes that a copy inside a device's memory reads and writes in a second: the limit of decode."""
+    rates = scope.each_gpu(stream_bandwidth) if scope.devices else [stream_bandwidth(torch.device("cpu"))]
+    torch.cuda.empty_cache()
+    return f"{_span([rate / 1e9 for rate in rates], 'GB/s')} of a {'GPU' if scope.devices else 'CPU'}'s memory"
+
+
+@check("Triton", "Triton needs a C compiler (gcc, or CC set) and a writable TRITON_CACHE_DIR or ~/.triton")
+def triton_kernel(scope: Scope) -> str:
+    """A kernel is compiled, started, and right."""
+
+    def probe(device: torch.device) -> float:
+        x = torch.arange(SIZE, dtype=torch.float32, device=device)
+        out = torch.full_like(x, torch.nan)
+        started = time.perf_counter()
+        increment(x, out)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        _expect("kernel", out, x + 1)
+        return seconds
+
+    return f"a kernel equals torch, ready after {_span(scope.each_gpu(probe), 's')}"
+
+
+@check("CUDA graph", "unset CUDA_LAUNCH_BLOCKING; generate works with --cuda-graph off")
+def cuda_graph(scope: Scope) -> str:
+    """A captured Triton kernel and torch operation are replayed on new input."""
+
+    def probe(device: torch.device) -> float:
+        x = torch.arange(SIZE, dtype=torch.float32, device=device)
+        out = torch.empty_like(x)
+
+        def work() -> None:
+            increment(x, out)
+            out.mul_(2)
+
+        work()
+        with _captured(work) as graph:
+            x.add_(5)
+            out.fill_(torch.nan)
+            graph.replay()
+            _expect("replay", out, 2 * (x + 1))
+            return _best_us(graph.replay)
+
+    return f"capture and replay equal torch, {_span(scope.each_gpu(probe), 'us')} for 2 kernels"
+
+
+@check("dependent launch", "update the NVIDIA driver and Triton")
+def dependent_launch(scope: Scope) -> str:
+    """Kernels of a graph that start while the one ahead still runs, in the right order nevertheless."""
+
+    def chain(x: Tensor, pdl: bool) -> None:
+        for _ in range(LAUNCHES):
+            increment(x, x, pdl)
+
+    def probe(device: torch.device) -> list[float]:
+        if torch.cuda.get_device_capability(device) < (9, 0):
+            skip("compute capability below 9.0, kernels start one after another")
+        times = []
+        for pdl in (True, False):
+            x = torch.zeros(SIZE, device=device)
+            work = functools.partial(chain, x, pdl)
+            work()
+            with _captured(work) as graph:
+                times.append(_best_us(graph.replay) / LAUNCHES)
+                _expect("chain of launches", x, torch.full_like(x, 6 * LAUNCHES))
+        return times
+
+    times = scope.each_gpu(probe)
+    with_pdl, without = (_span([pair[index] for pair in times], "us") for index in (0, 1))
+    return f"{with_pdl} a kernel in a graph, {without} without"
+
+
+@check("pinned memory", "raise the limit of locked memory (ulimit -l); in a container, allow IPC_LOCK")
+def pinned_memory(scope: Scope) -> str:
+    """The host sees a word that a running kernel wrote, and the kernel its answer: finished tokens go this way."""
+
+    def probe(device: torch.device) -> float:
+        mail = torch.zeros(3, dtype=torch.int32, pin_memory=True)
+        mail[1] = WORD
+        send_word(mail, WORD, KERNEL_DEADLINE_NS)  # answered before it asks: compiled before anything is timed
+        torch.cuda.synchronize()
+        mail.zero_()
+        started = time.perf_counter()
+        send_word(mail, WORD, KERNEL_DEADLINE_NS)
+        while int(mail[0]) != WORD and time.perf_counter() - started < 2 * KERNEL_DEADLINE_NS / 1e9:
+            pass
+        seconds = time.perf_counter() - started
+        mail[1] = WORD
+        torch.cuda.synchronize()
+        if mail.tolist() != [WORD, WORD, WORD]:
+            raise RuntimeError("host and running kernel do not see each other's words in pinned memory")
+        return seconds * 1e6
+
+    return f"a running kernel's word is seen {_span(scope.each_gpu(probe), 'us')} after its launch, the answer too"
+
+
+@check("demo checkpoint", "install alspec again, with Git LFS content if it comes from git")
+def demo_checkpoint(scope: Scope) -> str:
+    """The bundled model's files are whole."""
+    verify_checksums(DEMO_CHECKPOINT)
+    checkpoint = Checkpoint.open(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
+    return f"{len(checkpoint.entries)} tensors, {checkpoint.total_bytes / 1e6:.1f} MB, checksums match"
+
+
+@check("NCCL", "set NCCL_DEBUG=INFO to see more; a container needs --ipc=host or a larger /dev/shm")
+def nccl(scope: Scope) -> str:
+    """All-reduces of all ranks are right, launched one by one and replayed from a graph."""
+    transport = scope.connect("nccl")
+    rank, world_size = scope.placement.rank, scope.placement.world_size
+    x = torch.full((REDUCE_WORDS,), rank + 1.0, device=transport.device)
+    total = torch.full_like(x, world_size * (world_size + 1) / 2)
+    out, idle = torch.empty_like(x), torch.zeros_like(x)
+
+    def work() -> None:
+        transport.all_reduce(out.copy_(x))
+        for _ in range(REDUCES - 1):
+            transport.all_reduce(idle)
+
+    eager_us = _best_us(work) / REDUCES
+    eager = out.clone()
+    with _captured(work) as graph:
+        x.mul_(2)
+        graph_us = _best_us(graph.replay) / REDUCES
+        replayed = out.clone()
+    # Only now, when no rank can be inside a collective any more.
+    _expect("all-reduce", eager, total)
+    _expect("replayed all-reduce", replayed, 2 * total)
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    times = f"{eager_us:.1f} us, {graph_us:.1f} us in a graph"
+    return f"{version}, all-reduce of 8 KB over {world_size} ranks right, {times}, NVLink multicast off"
+
+
+@check("symmetric memory", "look at the line on links; --transport host and nccl do without")
+def symmetric_memory(scope: Scope) -> str:
+    """A kernel of each rank writes into every other's memory and sees what they write into its own."""
+    transport = _of_one_host(scope)
+    reason = why_no_peers(scope.placement.world_size)
+    if reason:
+        skip(reason)
+    if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, transport.device.index):
+        skip("this torch uses NVLink multicast in spite of TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
+    return f"{_words_travel(transport, 'symm')}, NVLink multicast off"
+
+
+@check("host memory", "--transport nccl does without; a container may not let processes share memory")
+def host_memory(scope: Scope) -> str:
+    """As symmetric memory, through pages of the host that every rank has pinned."""
+    transport = _of_one_host(scope)
+    try:
+        return _words_travel(transport, "host")
+    except HostMemoryError as error:
+        if why_no_peers(scope.placement.world_size):
+            raise
+        skip(f"{error}; not needed, GPUs reach each other")
+
+
+def _of_one_host(scope: Scope) -> Transport:
+    """The connected GPUs of several ranks; skips a check where there are none, or on several hosts."""
+    scope.need_gpu()
+    scope.need_ranks()
+    if scope.transport is None or scope.transport.device.type != "cuda":
+        skip("NCCL does not run")
+    if scope.placement.local_world_size != scope.placement.world_size:
+        skip("ranks of several hosts; start it on each host alone")
+    return scope.transport
+
+
+def _words_travel(transport: Transport, words_in: WordsIn) -> str:
+    """Kernels of all ranks meet `ROUNDS` times over words; how long one takes."""
+    placement, device = transport.placement, transport.device
+    world_size = placement.world_size
+    (memories,) = allocate_words(
+        words_in, [-(-world_size // 2)], [range(world_size)], transport
+    )  # they meet over int32
+    addresses = torch.tensor([memory.data_ptr() for memory in memories], device=device)
+    result = torch.zeros(2, dtype=torch.int64, device=device)
+    for rounds in (0, ROUNDS):  # no round: compiled before the ranks meet
+        transport.barrier()
+        exchange_words(addresses, placement.rank, world_size, rounds, result, KERNEL_DEADLINE_NS)
+    done, elapsed_ns = result.tolist()
+    words = memories[placement.rank].view(torch.int32)[:world_size].tolist()
+    transport.barrier()  # no rank frees what another still writes to
+    if done != ROUNDS:
+        raise RuntimeError(f"{done} of {ROUNDS} exchanges within {KERNEL_DEADLINE_NS / 1e9:g} s, words seen: {words}")
+    us = elapsed_ns / 1e3 / (ROUNDS - 1)
+    return f"words to and from {world_size - 1} peer(s) in {us:.1f} us"
+
+
+@check("Gloo", "see that host names resolve; GLOO_SOCKET_IFNAME names the network interface")
+def gloo(scope: Scope) -> str:
+    """All-reduces between processes on the CPU are right."""
+    transport = scope.connect("gloo")
+    world_size = scope.placement.world_size
+    times = []
+    for _ in range(20):
+        x = torch.full((REDUCE_WORDS,), scope.placement.rank + 1.0)
+        started = time.perf_counter()
+        transport.all_reduce(x)
+        times.append((time.perf_counter() - started) * 1e6)
+    _expect("all-reduce", x, torch.full_like(x, world_size * (world_size + 1) / 2))
+    return f"all-reduce of 8 KB over {world_size} ranks right, {min(times):.0f} us"

@@ -1,0 +1,1 @@
+"""The public engine, requests, loading and memory."""

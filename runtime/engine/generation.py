@@ -1,0 +1,196 @@
+"""One batch of requests from prompt to last token: stopping, streaming text, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from alspec.config import EngineConfig, SamplingConfig
+from alspec.errors import UserError, show
+from alspec.kernels.linear.gemv_tile import MAX_BATCH
+from alspec.models.llama_config import LlamaConfig
+from alspec.predictor import shortest_guess
+
+__all__ = ["Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts", "most_tokens"]
+
+
+class TextDecoder(Protocol):
+    """Turns token ids into text as they come; only complete characters leave it."""
+
+    def push(self, token_id: int) -> str:
+        """Text that this token completes."""
+
+    def flush(self) -> str:
+        """What is left at the end."""
+
+
+class IdDecoder:
+    """For weights without a tokenizer: the ids themselves, separated by spaces."""
+
+    def push(self, token_id: int) -> str:
+        """`'17 '`."""
+        return f"{token_id} "
+
+    def flush(self) -> str:
+        """Nothing is held back."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token, as streamed."""
+
+    request: int
+    token_id: int
+    text: str  # what it adds to the printed text: '' while a character or a possible stop text is incomplete
+    # Share of the layers whose A~ this request accepts; None without speculation, or where A~ leaves out no token.
+    hit_rate: float | None
+    finish_reason: str | None  # 'eos', 'stop' or 'length' on the last token of a request
+
+
+class Request:
+    """One request: its prompt, what it has generated, and when it ends."""
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        decoder: TextDecoder,
+        sampling: SamplingConfig,
+        eos_token_ids: Iterable[int],
+        stop_token_ids: Iterable[int] = (),
+    ) -> None:
+        """`stop_token_ids`: of the stop texts that are special tokens."""
+        self.prompt_ids = prompt_ids
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self._decoder = decoder
+        self._sampling = sampling
+        self._eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        self._stop_ids = frozenset(stop_token_ids)
+        self._held = ""
+
+    @property
+    def live(self) -> bool:
+        """Still generating."""
+        return self.finish_reason is None
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; returns the text that may be printed now."""
+        self.token_ids.append(token_id)
+        if token_id in self._eos:
+            self.finish_reason = "eos"
+        elif token_id in self._stop_ids:
+            self.finish_reason = "stop"
+        else:
+            self._held += self._decoder.push(token_id)
+            if len(self.token_ids) == self._sampling.max_new_tokens:
+                self.finish_reason = "length"
+        if not self.live:
+            self._held += self._decoder.flush()
+        text = self._release()
+        self.text += text
+        return text
+
+    def _release(self) -> str:
+        """Cut at the earliest stop text; while running, hold back an end that may become one."""
+        found = [at for at in map(self._held.find, self._sampling.stop) if at >= 0]
+        if found:
+            self.finish_reason = "stop"
+            text, self._held = self._held[: min(found)], ""
+            return text
+        keep = 0
+        if self.live:
+            for stop in self._sampling.stop:
+                ends = (n for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n]))
+                keep = max(keep, next(ends, 0))
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+
+@dataclass
+class Generation:
+    """A batch and everything measured while it ran."""
+
+    requests: list[Request]
+    prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
+    # Every decode step: until its tokens are on the host, if it was launched by itself or is the first of a loop; the
+    # others of a loop from the end of the step before, by the device's clock.
+    step_us: list[float] = field(default_factory=list)
+    hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
+
+    @property
+    def live(self) -> list[bool]:
+        """Which requests are still generating."""
+        return [request.live for request in self.requests]
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each request's prompt and answer."""
+        return [request.seq_len for request in self.requests]
+
+    def push(self, token_ids: list[int], hits: Tensor | None, chunk_size: int) -> Iterator[Token]:
+        """Take each request's next token and the verdicts on its step's guesses, if any; yields those of live requests.
+
+        Args:
+            hits: [L, B] bool.  chunk_size: S of the guesses.
+        """
+        if hits is not None:
+            self.hits.append(hits)
+        shortest = shortest_guess(chunk_size)
+        for index, (request, token_id) in enumerate(zip(self.requests, token_ids, strict=True)):
+            if request.live:
+                hit_rate = None
+                if hits is not None and request.seq_len >= shortest:
+                    hit_rate = float(hits[:, index].float().mean())
+                text = request.push(token_id)
+                yield Token(index, token_id, text, hit_rate, request.finish_reason)
+
+
+def most_tokens(config: EngineConfig, model: LlamaConfig) -> int:
+    """Of a prompt and its answer: `max_context`, or what the model has positions for."""
+    return config.max_context or model.longest_context
+
+
+def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig) -> int:
+    """The tokens that the longest of these prompts and its answer need.
+
+    Raises:
+        UserError: more than the model or `max_context` has room for, more requests than what was asked for serves, or
+            ids that are none.
+    """
+    for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
+        if getattr(config, name) == value and len(prompts) > MAX_BATCH:
+            raise UserError(
+                f"{name}: {value} serves up to {MAX_BATCH} requests, found {len(prompts)}; use auto, or fewer prompts"
+            )
+    for index, ids in enumerate(prompts):
+        if not ids:
+            raise UserError(f"prompt {index}: expected at least one token, found none")
+        wrong = next((token for token in ids if not 0 <= token < model.vocab_size), None)
+        if wrong is not None:
+            raise UserError(
+                f"prompt {index}: token id {show(wrong)} is outside the vocabulary of {model.vocab_size}; "
+                f"give ids from 0 to {model.vocab_size - 1}"
+            )
+    needed = max(map(len, prompts)) + max_new_tokens
+    limit = most_tokens(config, model)
+    if needed > limit:
+        name = "max_context" if config.max_context else model.longest_context_name
+        advice = "shorten the prompt or lower --max-new-tokens"
+        if limit < model.longest_context:
+            advice += f", or raise --max-context (up to {model.longest_context})"
+        raise UserError(
+            f"prompt: {needed} tokens needed ({needed - max_new_tokens} of prompt, {max_new_tokens} new), "
+            f"{name} is {limit}; {advice}"
+        )
+    return needed

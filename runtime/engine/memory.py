@@ -1,0 +1,165 @@
+"""How many bytes a rank needs, and what fits."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from alspec.errors import DoesNotFitError, UserError
+from alspec.kernels.attention.torch_ref import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
+from alspec.models.llama import Shard
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import cache_bytes
+from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE
+from alspec.runtime.decode.prefill import CHUNK_TOKENS
+
+__all__ = ["DTYPES", "GIB", "MemoryPlan", "available_bytes", "check_fits", "check_max_context", "plan_memory"]
+
+GIB = 2**30
+# Of version 2 and 1, as a container sees its own: folder, limit, what is taken.
+CONTROL_GROUPS = [
+    ("sys/fs/cgroup", "memory.max", "memory.current"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank."""
+
+    weights_bytes: int
+    cache_bytes: int
+    buffer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything."""
+        return self.weights_bytes + self.cache_bytes + self.buffer_bytes
+
+
+def plan_memory(
+    config: LlamaConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    batch_size: int,
+    max_context: int,
+    kv_cache: str = "bf16",
+    device_type: str = "cpu",
+) -> MemoryPlan:
+    """Bytes of weights, cache and activations on one rank, on a CPU or a GPU (`cuda`).
+
+    Activations are those of the widest moment, beside the fp32 residual, and the logits: one prefill chunk in the MLP,
+    or in attention, or one layer of a quantised cache, for the longest prompt at INT8 and dequantised, beside attention
+    or what is in fp32 on the way, or for all requests in fp32, while they decode on the CPU.
+    """
+    hidden, tp_size = config.hidden_size, shard.tp_size
+    start, stop = shard.vocab_range(config.vocab_size)
+    qkv_rows = (config.num_qo_heads + 2 * config.num_kv_heads) * config.head_dim // tp_size
+    attn_width = config.num_qo_heads * config.head_dim // tp_size
+    intermediate = config.intermediate_size // tp_size
+    per_layer = hidden * (qkv_rows + attn_width + 3 * intermediate + 2)
+    lm_head = 0 if config.tie_word_embeddings else stop - start
+    weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
+    cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype)
+    tokens = min(CHUNK_TOKENS, max_context)
+    # On the CPU a prompt of several chunks also takes a mask.
+    mask = min(tokens * max_context, max(SCORES_AT_ONCE["cpu"], QUERIES_AT_ONCE * max_context))
+    mask_bytes = dtype.itemsize * mask if max_context > CHUNK_TOKENS else 0
+    attention = tokens * dtype.itemsize * 2 * attn_width + mask_bytes
+    if device_type == "cuda" and not (dtype.itemsize == 2 and config.head_dim % 8 == 0 and config.head_dim <= 256):
+        # No library fuses it: scores of all heads, and K and V once for each query head.
+        row = max_context * config.num_qo_heads // tp_size
+        scores = min(tokens * row, max(SCORES_AT_ONCE["cuda"], QUERIES_AT_ONCE * row))
+        attention += SCORE_BYTES * scores + 2 * dtype.itemsize * max_context * attn_width
+    widest = max(tokens * dtype.itemsize * 4 * intermediate, attention)
+    if kv_cache != "bf16":
+        channels = config.num_kv_heads // tp_size * config.head_dim
+        prompt = max_context * channels * 2 * (1 + dtype.itemsize) + max(max_context * channels * 8, attention)
+        widest = max(widest, prompt, max_context * channels * 8 * batch_size)
+    activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
+    # The first token, and those of steps that are launched one by one, may be drawn by sorting.
+    activations = max(activations, DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size)
+    logits = 3 * 4 * batch_size * config.vocab_size
+    # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits. `symm` has them
+    # on the GPU, `host` as many places for a rank's own; which transport it will be shows when ranks are connected.
+    words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0
+    words += config.vocab_size if shard.vocab_shards > 1 else 0
+    return MemoryPlan(weights, cache, activations + logits + 8 * batch_size * words)
+
+
+def available_bytes(device: torch.device, local_world_size: int) -> int:
+    """Free memory for one rank: of its GPU, or its share of what this host has available."""
+    if device.type == "cuda":
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # blocks that PyTorch keeps of what is gone are free, too
+        return int(torch.cuda.mem_get_info(device)[0])
+    return _host_bytes(Path("/")) // local_world_size
+
+
+def _host_bytes(root: Path) -> int:
+    """Memory that this host, or the container we are in, has available; of files under `root`."""
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        (available,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError):  # not Linux, or one that does not say: all there is
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for folder, limit, used in CONTROL_GROUPS:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or no limit ("max")
+            group = root / folder
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # Files read once are the first to go where memory is asked for.
+            taken = int((group / used).read_text()) - int(statistics.get("inactive_file", 0))
+            available = min(available, max(int((group / limit).read_text()) - taken, 0))
+    return available
+
+
+def check_max_context(max_context: int | None, config: LlamaConfig) -> None:
+    """Refuse a cache for more tokens than the model has positions.
+
+    Raises:
+        UserError: it is larger.
+    """
+    if max_context is not None and max_context > config.longest_context:
+        raise UserError(
+            f"max_context: expected up to {config.longest_context_name}, {config.longest_context}, found {max_context}"
+        )
+
+
+def check_fits(
+    config: LlamaConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    batch_size: int,
+    max_context: int,
+    available: int,
+    kv_cache: str = "bf16",
+    device_type: str = "cpu",
+) -> MemoryPlan:
+    """The plan, if it fits into `available` bytes.
+
+    Raises:
+        DoesNotFitError: says how much is needed, what there is, and the largest context that fits.
+    """
+
+    def at(context: int) -> MemoryPlan:
+        return plan_memory(config, shard, dtype, batch_size, context, kv_cache, device_type)
+
+    plan = at(max_context)
+    if plan.total_bytes <= available:
+        return plan
+    contexts = range(64, max_context, 64)
+    fitting = bisect.bisect_right(contexts, available, key=lambda context: at(context).total_bytes)
+    advice = f"the largest context that fits is {64 * fitting} tokens" if fitting else "no context fits; use more ranks"
+    if batch_size > 1:
+        advice += ", or fewer prompts"
+    raise DoesNotFitError(
+        f"does not fit: a rank needs {plan.total_bytes / GIB:.2f} GiB (weights {plan.weights_bytes / GIB:.2f}, cache "
+        f"{plan.cache_bytes / GIB:.2f} for {batch_size} x {max_context} tokens, buffers {plan.buffer_bytes / GIB:.2f}) "
+        f"and has {available / GIB:.2f} GiB; {advice}"
+    )

@@ -1,0 +1,1 @@
+"""Quality: bits per byte, recall, hit rates."""

@@ -1,0 +1,204 @@
+"""Attention of many positions of a text at once, each over the cache as it is when decoding has come to that position.
+
+The token at position i reads every complete block before its own as the codec stores it, and the tokens of its own
+block from the INT8 tail. Which tokens those are follows from i alone, so one pass gives what decoding token by token
+does.
+
+Shapes: n tokens, m positions (the last of the n), Hq and Hkv this rank's query and KV heads, D head_dim. Several texts
+of one length are taken as one with the heads of all of them, those of the first text first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from alspec.config import TURBO_CODECS
+from alspec.kernels.attention.torch_ref import SCORES_AT_ONCE, prefill_attention
+from alspec.kernels.kv_codec.flashq.quantize import (
+    BLOCK,
+    MIN_SCALE,
+    SELECTORS,
+    compress,
+    dequantize,
+    fake_quantize,
+    head_priority,
+    int8_scale,
+    quantize_int8,
+    reconstruct,
+    select_bits,
+    to_int8,
+)
+from alspec.predictor import predictor_ranges
+from alspec.runtime.decode.prefill import CHUNK_TOKENS
+from alspec.sas import Softmax, cutoffs, sas_softmax
+
+__all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", "decoded_attention", "prompt_attention"]
+
+CODECS = ("bf16", "int8", *TURBO_CODECS)
+SOFTMAXES: tuple[str, ...] = get_args(Softmax)
+
+
+@dataclass(frozen=True)
+class CacheSetting:
+    """How the cache holds keys and values, and how attention weighs them."""
+
+    codec: str = "bf16"  # one of `CODECS`; bf16 is the weights' dtype, int8 is stage 1 of FlashQ alone
+    softmax: Softmax = "exact"
+    block_size: int = BLOCK  # tokens of a block, and of the tail
+    selector: str = SELECTORS[0]  # of the heads that turbo-mixed holds at 2 bits
+    low_heads: int | None = None  # how many of this rank's heads those are; None: half
+
+    @property
+    def label(self) -> str:
+        """What differs from the default, such as `turbo4, sas, blocks of 32`."""
+        default = CacheSetting()
+        parts = [self.codec]
+        parts += [self.softmax] if self.softmax != default.softmax else []
+        parts += [f"blocks of {self.block_size}"] if self.block_size != default.block_size else []
+        parts += [self.selector] if self.selector != default.selector else []
+        parts += [f"{self.low_heads} heads low"] if self.low_heads != default.low_heads else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class CachedTensor:
+    """Keys or values of a text, [Hkv, n, D] fp32 each, as they are read."""
+
+    stored: Tensor  # by positions of later blocks
+    tail: Tensor  # by positions of a token's own block
+
+
+def cache_text(
+    k: Tensor, v: Tensor, prompt_tokens: int, setting: CacheSetting, num_texts: int = 1
+) -> tuple[CachedTensor, CachedTensor]:
+    """Keys and values of a text as decoding reads them, after a prompt of `prompt_tokens`.
+
+    Complete blocks of the prompt have stage-1 scales of their own; all later tokens have the universal scale, that of
+    the whole prompt. turbo-mixed chooses its 2-bit heads by the prompt's first chunk.
+
+    Args:
+        k, v: [num_texts Hkv, n, D] any float dtype.  prompt_tokens: 1 .. n.
+    """
+    keys, values = k.float(), v.float()
+    if setting.codec == "bf16":
+        return CachedTensor(keys, keys), CachedTensor(values, values)
+    is_low = None
+    if setting.codec == "turbo-mixed":
+        first_chunk = min(prompt_tokens, CHUNK_TOKENS)
+        priority = head_priority(k[:, :first_chunk], v[:, :first_chunk], setting.selector).view(num_texts, -1)
+        low_heads = priority.shape[1] // 2 if setting.low_heads is None else setting.low_heads
+        is_low = torch.cat([select_bits(of_text, low_heads) for of_text in priority]) == 2
+    return _cache_tensor(keys, prompt_tokens, is_low, setting), _cache_tensor(values, prompt_tokens, is_low, setting)
+
+
+def _cache_tensor(x: Tensor, prompt_tokens: int, is_low: Tensor | None, setting: CacheSetting) -> CachedTensor:
+    """Of [H, n, D]; is_low: [H] bool, the 2-bit heads of turbo-mixed. Nothing here waits for the device."""
+    block = setting.block_size
+    own, whole = prompt_tokens // block * block, x.shape[1] // block * block
+    universal = int8_scale(x[:, :prompt_tokens]).clamp(min=MIN_SCALE)
+    codes = to_int8(x, universal)
+    tail = codes * universal[:, None, None]
+    scales = universal[:, None].repeat(1, whole // block)
+    codes[:, :own], scales[:, : own // block] = quantize_int8(x[:, :own], block)
+    blocks = codes[:, :whole].unflatten(1, (-1, block))
+    if is_low is not None:
+        low, high = (reconstruct(*compress(blocks, bits)) for bits in (2, 4))
+        blocks = torch.where(is_low[:, None, None, None], low, high)
+    elif setting.codec != "int8":
+        blocks = reconstruct(*compress(blocks, {"turbo4": 4, "turbo2": 2}[setting.codec]))
+    stored = torch.cat([dequantize(blocks.flatten(1, 2), scales, block), tail[:, whole:]], dim=1)
+    return CachedTensor(stored, tail)
+
+
+def prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, cached: tuple[CachedTensor, CachedTensor], sm_scale: float, setting: CacheSetting
+) -> Tensor:
+    """Causal attention of a prompt as prefill reads it: a chunk at stage 1 of FlashQ, the chunks before it as stored.
+
+    Args:
+        q: [n, Hq, D].  k, v: [Hkv, n, D] in q's dtype.  cached: of `cache_text`, n tokens or more.
+    Returns:
+        [n, Hq, D] fp32.
+    """
+    if setting.codec == "bf16":
+        return prefill_attention(q, k, v, sm_scale, setting.softmax).float()
+    outs = []
+    for start in range(0, len(q), CHUNK_TOKENS):
+        stop = min(start + CHUNK_TOKENS, len(q))
+        keys, values = (
+            torch.cat([of.stored[:, :start].to(x.dtype), fake_quantize(x[:, start:stop], 8, setting.block_size)], dim=1)
+            for of, x in zip(cached, (k, v), strict=True)
+        )
+        outs.append(prefill_attention(q[start:stop], keys, values, sm_scale, setting.softmax))
+    return torch.cat(outs).float()
+
+
+def decoded_attention(
+    q: Tensor, k: CachedTensor, v: CachedTensor, chunk_size: int, sm_scale: float, setting: CacheSetting
+) -> tuple[Tensor, Tensor]:
+    """`A` and `A~` of the last m positions, each over the cache as it is when its token is the newest.
+
+    Both read the same cached values; the positions are taken some at a time, so that their scores fit in memory.
+
+    Args:
+        q: [m, Hq, D] any float dtype.  k, v: of `cache_text`, n >= m tokens.  chunk_size: S.
+    Returns:
+        full_out, spec_out: [m, Hq, D] fp32.
+    """
+    num_tokens = k.tail.shape[1]
+    rows = max(1, SCORES_AT_ONCE[q.device.type] // (q.shape[1] * num_tokens))
+    starts = range(num_tokens - q.shape[0], num_tokens, rows)
+    parts = [
+        _attend(part, start, k, v, chunk_size, sm_scale, setting)
+        for part, start in zip(q.split(rows), starts, strict=True)
+    ]
+    full_out, spec_out = zip(*parts, strict=True)
+    return torch.cat(full_out), torch.cat(spec_out)
+
+
+def _attend(
+    q: Tensor, start: int, k: CachedTensor, v: CachedTensor, chunk_size: int, sm_scale: float, setting: CacheSetting
+) -> tuple[Tensor, Tensor]:
+    """As `decoded_attention`, of the positions `[start, start + m)`."""
+    (num_rows, num_qo_heads, head_dim), num_kv_heads = q.shape, k.tail.shape[0]
+    block, stop = setting.block_size, start + num_rows
+    # Columns: stored tokens before the last position's block, then tail tokens from the first position's block on.
+    num_stored, first_in_tail = (stop - 1) // block * block, start // block * block
+    keys, values = (
+        torch.cat([x.stored[:, :num_stored], x.tail[:, first_in_tail:stop]], dim=1) for x in (k, v)
+    )  # [Hkv, columns, D]
+    device = q.device
+    token = torch.cat([torch.arange(num_stored, device=device), torch.arange(first_in_tail, stop, device=device)])
+    in_tail = torch.arange(len(token), device=device) >= num_stored
+    seq_len = torch.arange(start + 1, stop + 1, device=device)[:, None]
+    own_block = (seq_len - 1) // block * block
+    visible = torch.where(in_tail, (token >= own_block) & (token < seq_len), token < own_block)  # [m, columns]
+    sink_end, window_start = predictor_ranges(seq_len, chunk_size)
+    guessed = visible & ((token < sink_end) | (token >= window_start))
+    # The guess needs few of the columns: of the stored ones those of the sink, and from the first window on.
+    first_window = int(predictor_ranges(torch.tensor(start + 1), chunk_size)[1])
+    sink = min(chunk_size, num_stored)
+    window = max(sink, min(first_window, num_stored))
+    rows = (q.float() * sm_scale).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads of a group x m, D]
+    scores = (rows @ keys.transpose(1, 2)).unflatten(1, (-1, num_rows))
+    n_r = cutoffs(seq_len) if setting.softmax == "sas" else None
+
+    def near(x: Tensor, dim: int) -> Tensor:
+        parts = (x.narrow(dim, 0, sink), x.narrow(dim, window, x.shape[dim] - window))
+        return torch.cat(parts, dim)
+
+    def weigh(scores: Tensor, visible: Tensor, values: Tensor) -> Tensor:
+        out = _softmax(scores.masked_fill_(~visible, -torch.inf), n_r).flatten(1, 2) @ values
+        return out.view(num_qo_heads, num_rows, head_dim).transpose(0, 1)
+
+    spec_out = weigh(near(scores, -1), near(guessed, -1), near(values, 1))
+    return weigh(scores, visible, values), spec_out
+
+
+def _softmax(scores: Tensor, n_r: Tensor | None) -> Tensor:
+    """Exact, or SAS with a cutoff."""
+    return scores.softmax(-1) if n_r is None else sas_softmax(scores, n_r)[0]

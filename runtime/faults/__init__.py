@@ -1,0 +1,1 @@
+"""Dead ranks, signals, bad numbers: found, named, reported."""

@@ -1,0 +1,1 @@
+"""Timelines, kernel traces, statistics and where they come from."""

@@ -1,0 +1,131 @@
+"""What a generation measured, in the numbers people compare."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from alspec.models.llama import Shard
+from alspec.models.llama_config import LlamaConfig
+from alspec.predictor import shortest_guess
+from alspec.runtime.cache.codecs import bytes_per_token
+from alspec.runtime.engine.generation import Generation
+from alspec.runtime.engine.memory import plan_memory
+
+__all__ = [
+    "mean_lengths",
+    "percentile",
+    "seconds_in_a_row",
+    "spread",
+    "step_bytes",
+    "stream_bandwidth",
+    "summarize",
+]
+
+# An idle GPU needs some milliseconds of work before its clocks are those of a busy one.
+STREAM_WARMUP_S = 0.02
+STREAM_COPIES = 9
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which `share` of the values lie, interpolated; values must not be empty."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """p20, p50 and p80 of values, as rows of benches have them."""
+    return {f"p{percent}": percentile(values, percent / 100) for percent in (20, 50, 80)}
+
+
+def step_bytes(
+    config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: Sequence[float], kv_cache: str = "bf16"
+) -> int:
+    """Bytes that one rank must read for one decode step: its weights without the embedding table, and its cache."""
+    start, stop = shard.vocab_range(config.vocab_size)
+    table_rows = config.vocab_size - (stop - start if config.tie_word_embeddings else 0)
+    weights = plan_memory(config, shard, dtype, 1, 1).weights_bytes - table_rows * config.hidden_size * dtype.itemsize
+    return weights + round(sum(seq_lens) * bytes_per_token(kv_cache, config, shard.tp_size, dtype))
+
+
+def mean_lengths(generation: Generation, goes_on: bool) -> list[float]:
+    """Tokens of each request that a decode step reads, on average over the steps; the first reads one new token.
+
+    Args:
+        goes_on: the devices append to requests that have ended, too. Otherwise these keep their length.
+    """
+    steps = len(generation.step_us)
+    lengths = []
+    for request in generation.requests:
+        growing = steps if goes_on else min(len(request.token_ids), steps)
+        lengths.append(len(request.prompt_ids) + growing * (2 * steps - growing + 1) / 2 / steps)
+    return lengths
+
+
+def stream_bandwidth(device: torch.device) -> float:
+    """Bytes/s that a device-to-device copy moves, read and write counted: the ceiling that shares are given of."""
+    size = min(2**30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 2**26
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    warm_s = 0.0
+    while warm_s < STREAM_WARMUP_S:
+        warm_s += sum(seconds_in_a_row(copy, STREAM_COPIES, device))
+    return 2 * size / min(seconds_in_a_row(copy, STREAM_COPIES, device))
+
+
+def seconds_in_a_row(run: Callable[[], object], count: int, device: torch.device) -> list[float]:
+    """Time of each of `count` runs in a row, without a pause in which the device could slow down."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+            events[0].record()
+            for event in events[1:]:
+                run()
+                event.record()
+            torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
+    moments = [time.perf_counter()]
+    for _ in range(count):
+        run()
+        moments.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(moments)]
+
+
+def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
+    """Counts, times and hit rates of one generation; times are None where nothing was decoded.
+
+    Hit rates are those of guesses that left tokens out, with S = `chunk_size`; None where there was none of them.
+    """
+    new_tokens = [len(request.token_ids) for request in generation.requests]
+    steps_ms = [us / 1e3 for us in generation.step_us]
+    decoded = sum(new_tokens) - len(new_tokens)
+    hit_rate = per_layer = None
+    if generation.hits:
+        hits = torch.stack(generation.hits).float()  # [steps, L, B]
+        steps = torch.arange(hits.shape[0])
+        live = torch.stack([steps < count - 1 for count in new_tokens], dim=1)
+        # The first step reads the prompt and the first new token.
+        lengths = torch.tensor([len(request.prompt_ids) + 1 for request in generation.requests]) + steps[:, None]
+        counted = (live & (lengths >= shortest_guess(chunk_size)))[:, None, :]
+        if counted.any():
+            per_layer = ((hits * counted).sum((0, 2)) / counted.sum()).tolist()
+            hit_rate = sum(per_layer) / len(per_layer)
+    return {
+        "prompt_tokens": [len(request.prompt_ids) for request in generation.requests],
+        "new_tokens": new_tokens,
+        "ttft_ms": generation.prefill_us / 1e3,
+        "ms_per_token_p50": percentile(steps_ms, 0.5) if steps_ms else None,
+        "ms_per_token_p90": percentile(steps_ms, 0.9) if steps_ms else None,
+        "ms_per_token_p99": percentile(steps_ms, 0.99) if steps_ms else None,
+        "tokens_per_s": decoded / (sum(steps_ms) / 1e3) if steps_ms else None,
+        "hit_rate": hit_rate,
+        "hit_rate_per_layer": per_layer,
+    }

@@ -1,0 +1,148 @@
+"""Tiles, loads and parts of a guess that lean decode attention chooses for a GPU, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from alspec.kernels.attention import dispatch as decode_attention
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, _by_copies, _settings, guess_parts
+from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], torch.device]]:
+    """`gpu(major, shared memory)`: as if there were a GPU of that compute capability, of 132 SMs."""
+
+    def pretend(major: int, shared_memory: int) -> torch.device:
+        properties = SimpleNamespace(
+            major=major, multi_processor_count=132, shared_memory_per_block_optin=shared_memory
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+        _settings.cache_clear()
+        return torch.device("cuda")
+
+    yield pretend
+    _settings.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("major", "shared_memory"), [(7, 65536), (8, 101376), (8, 166912), (9, 232448), (10, 232448), (12, 101376)]
+)
+@pytest.mark.parametrize("row_bytes", [32, 128, 256, 512])
+def test_tiles_fit_into_shared_memory(
+    major: int, shared_memory: int, row_bytes: int, gpu: Callable[[int, int], torch.device]
+) -> None:
+    """K and V of every tile in flight, with 16 rows of q beside each, and 16 KiB for the rest."""
+    block_n, long_run, num_stages, pdl = _settings(gpu(major, shared_memory), row_bytes, False)
+    longest = 2 * block_n if long_run else block_n
+    assert num_stages * (2 * longest + 16) * row_bytes + 16384 <= shared_memory
+    assert block_n in (16, 32, 64, 128)
+    assert 1 <= num_stages <= 3
+    assert pdl == (major >= 9)
+
+
+@pytest.mark.parametrize(
+    ("major", "shared_memory", "head_dim", "expected"),
+    [
+        (9, 232448, 64, (128, 16, 3, True)),
+        (9, 232448, 128, (64, 3, 3, True)),
+        (9, 232448, 256, (64, 0, 2, True)),
+        (8, 166912, 64, (128, 0, 3, False)),
+        (8, 166912, 128, (128, 0, 2, False)),
+        (10, 232448, 128, (64, 0, 2, True)),
+    ],
+)
+def test_tiles_of_gpus(
+    major: int,
+    shared_memory: int,
+    head_dim: int,
+    expected: tuple[int, int, int, bool],
+    gpu: Callable[..., torch.device],
+) -> None:
+    """Two kinds of tiles on Hopper alone."""
+    assert _settings(gpu(major, shared_memory), 2 * head_dim, False) == expected
+
+
+@pytest.mark.parametrize(("head_dim", "expected"), [(64, (128, 16)), (128, (64, 3)), (256, (64, 0))])
+def test_tiles_that_are_copied(head_dim: int, expected: tuple[int, int], gpu: Callable[..., torch.device]) -> None:
+    """Two tiles of K and two of V on their way: 128 KB at most, and 32 KB or more."""
+    block_n, long_run, num_stages, pdl = _settings(gpu(9, 232448), 2 * head_dim, True)
+    assert (block_n, long_run) == expected
+    assert 2**15 <= 2 * num_stages * block_n * 2 * head_dim <= 2**17
+    assert pdl
+
+
+@pytest.mark.parametrize(
+    ("major", "batch_size", "heads_per_kv", "head_dim", "dtype", "expected"),
+    [
+        (9, 1, 4, 128, torch.bfloat16, True),
+        (9, 1, 16, 64, torch.float16, True),
+        (9, 1, 1, 256, torch.bfloat16, True),
+        (9, 2, 4, 128, torch.bfloat16, False),
+        (9, 1, 17, 128, torch.bfloat16, False),
+        (9, 1, 4, 32, torch.bfloat16, False),
+        (9, 1, 4, 100, torch.bfloat16, False),  # rows of 200 bytes
+        (9, 1, 4, 40, torch.bfloat16, True),
+        (9, 1, 4, 128, torch.float32, False),
+        (8, 1, 4, 128, torch.bfloat16, False),
+        (10, 1, 4, 128, torch.bfloat16, False),
+    ],
+)
+def test_what_is_streamed_by_copies(
+    major: int,
+    batch_size: int,
+    heads_per_kv: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    expected: bool,
+    gpu: Callable[..., torch.device],
+) -> None:
+    sizes = (batch_size, heads_per_kv, head_dim, dtype)
+    assert _by_copies(gpu(major, 232448), *sizes) == expected
+    assert not _by_copies(torch.device("cpu"), *sizes)
+
+
+def test_programs_are_on_all_sms_but_those_that_are_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives run on these while attention does; without a GPU there are four programs."""
+    monkeypatch.setattr(decode_attention, "num_sms", lambda _: 132)
+    monkeypatch.setattr(LeanWorkspace, "allocate", lambda *sizes: sizes)
+    layer = KVLayer(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
+    for device, spare_sms, programs in (("cuda", 0, 132), ("cuda", 20, 112), ("cpu", 20, 4)):
+        sizes: Any = attend_workspace(layer, 8, torch.device(device), spare_sms)
+        assert sizes == (1, 8, 2, 16, torch.device(device), programs)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "batch_size", "heads", "kv_heads", "major", "expected"),
+    [
+        (128, 1, 32, 8, 9, 3),  # a tile of 128 tokens each
+        (256, 1, 32, 8, 9, 5),
+        (512, 1, 32, 8, 9, 5),
+        (512, 1, 16, 4, 9, 5),
+        (512, 1, 20, 4, 9, 3),
+        (512, 1, 64, 8, 9, 3),
+        (512, 1, 72, 8, 9, 1),
+        (512, 1, 32, 32, 9, 1),  # 44 programs for the guess of 32 heads
+        (512, 2, 32, 8, 9, 1),
+        (512, 1, 32, 8, 8, 1),
+        (512, 1, 32, 8, 10, 1),
+    ],
+)
+def test_parts_of_a_guess(
+    chunk_size: int,
+    batch_size: int,
+    heads: int,
+    kv_heads: int,
+    major: int,
+    expected: int,
+    gpu: Callable[[int, int], torch.device],
+) -> None:
+    sizes = (chunk_size, batch_size, heads, kv_heads, 128, torch.bfloat16)
+    assert guess_parts(*sizes, gpu(major, 232448)) == expected
+    assert guess_parts(*sizes, torch.device("cpu")) == 1

@@ -1,0 +1,32 @@
+"""The installation check's kernels: one is run everywhere, all are compiled for Ampere, Hopper and Blackwell."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from paths import PTX
+
+from alspec.kernels.bench.probes import increment
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 5000])
+def test_increment(size: int, device: torch.device) -> None:
+    x = torch.randn(size, device=device)
+    out = torch.full((size + 8,), torch.nan, device=device)
+    expected = x + 1
+    increment(x, out[:size])
+    assert torch.equal(out[:size], expected)
+    assert out[size:].isnan().all()
+    increment(x, x)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", str(PTX / "compile_probes.py"), str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["_increment_kernel", "_send_word_kernel", "_exchange_words_kernel"]

@@ -1,0 +1,132 @@
+"""Kernels compiled side by side, before they are launched."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime._async_compile import active_mode
+
+from alspec.kernels.bench.probes import _increment_kernel
+from alspec.kernels.common import jit_launch as launch_module
+from alspec.kernels.common.jit_launch import compiling, declares_shared_memory, launch
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+class FakeKernel:
+    """What Triton's kernels do in `compiling`, without a GPU: compiling here is waiting for all others to begin."""
+
+    def __init__(self, together: threading.Barrier) -> None:
+        self.together = together
+        self.cache: dict[int, Any] = {}
+        self.launched: list[int] = []
+        self.loaded: list[int] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.launched.append
+
+    def warmup(self, size: int, grid: tuple[int, ...]) -> Any:
+        """Submit a variant that is not compiled yet, as `JITFunction.run` does."""
+        if size in self.cache:
+            return self.cache[size]
+        compiled = partial(self.cache.__setitem__, size)
+        return active_mode.get().submit(size, partial(self._compile, size), compiled)
+
+    def _compile(self, size: int) -> Any:
+        self.together.wait(timeout=30)
+        if size < 0:
+            raise ValueError("no such size")
+        kernel = self
+
+        class Compiled:
+            @property
+            def run(self) -> None:
+                kernel.loaded.append(size)
+
+        return Compiled()
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def test_variants_are_compiled_at_once_and_loaded_once(no_device: None) -> None:
+    kernel = FakeKernel(threading.Barrier(3))  # one after the other they would wait in vain
+    for _ in range(2):  # the second time all are there
+        with compiling():
+            for size in (1, 2, 2, 3, 1):
+                launch(kernel, (1,))(size)
+    assert sorted(kernel.loaded) == [1, 1, 2, 2, 3, 3]
+    assert not kernel.launched
+    launch(kernel, (1,))(2)
+    assert kernel.launched == [2]
+
+
+def test_an_error_is_told_and_leaves_no_mode_on(no_device: None) -> None:
+    kernel = FakeKernel(threading.Barrier(2))
+
+    def compile_both() -> None:
+        with compiling():
+            for size in (-1, 1):
+                launch(kernel, (1,))(size)
+
+    with pytest.raises(ValueError, match="no such size"):
+        compile_both()
+    assert active_mode.get() is None
+    launch(kernel, (1,))(5)
+    assert kernel.launched == [5]
+
+
+def test_a_kernel_with_shared_memory_of_its_own_asks_for_the_rest_when_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int | None, int, int]] = []
+
+    class Driver:
+        def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> None:  # noqa: N802 (CUDA's name)
+            asked.append((function.value, attribute, value))
+
+    monkeypatch.setattr(launch_module, "_driver", Driver)
+    monkeypatch.setattr(triton.knobs.runtime.kernel_load_end_hook, "calls", [])
+    declares_shared_memory(_increment_kernel)
+    for function, name in ((1, "other_kernel"), (2, "_increment_kernel")):
+        triton.knobs.runtime.kernel_load_end_hook(None, function, name, {}, "hash")
+    assert asked == [(2, 8, 48 * 1024)]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_kernels_are_compiled_once_and_launched_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
+    x = torch.ones(1000, device="cuda")
+    outs = [torch.zeros_like(x) for _ in range(3)]
+    sizes = [64, 128, 128]  # two variants
+
+    def run() -> None:
+        for out, size in zip(outs, sizes, strict=True):
+            launch(_increment_kernel, (triton.cdiv(1000, size),))(x, out, 1000, BLOCK=size, PDL=False)
+
+    with compiling():
+        run()
+    torch.cuda.synchronize()
+    assert all(bool((out == 0).all()) for out in outs)
+    assert len(compiled) == 2
+    run()
+    assert all(bool((out == 2).all()) for out in outs)
+    assert len(compiled) == 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_what_cannot_be_compiled_is_told() -> None:
+    with pytest.raises(Exception, match="BLOCK"), compiling():
+        launch(_increment_kernel, (1,))(torch.ones(4, device="cuda"), torch.ones(4, device="cuda"), 4, PDL=False)
+    x = torch.ones(4, device="cuda")
+    launch(_increment_kernel, (1,))(x, x, 4, BLOCK=16, PDL=False)
+    assert (x == 2).all()

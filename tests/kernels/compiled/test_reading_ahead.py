@@ -1,0 +1,126 @@
+"""Attention that reads ahead of the projection before it: captured in a chain of both, the same bits as one by one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, lean_decode_attention
+from alspec.kernels.attention.decode_flashq.flashq_decode import turbo_decode_attention, turbo_settings
+from alspec.kernels.bench.probes import increment
+from alspec.kernels.kv_codec.flashq.codec_kernels import turbo_compact
+from alspec.kernels.linear.projections import qkv_rope_append
+from alspec.launch.bench.bench_flashq import TurboCase
+
+HEADS, KV_HEADS, HIDDEN = 8, 2, 512
+LAYERS, STEPS = 4, 4
+CASES = [
+    ("bf16", 128, (1,)),
+    ("bf16", 128, (127,)),
+    ("bf16", 100, (77,)),  # rows of 200 bytes
+    ("bf16", 128, (5000,)),
+    ("bf16", 128, (20000,)),
+    ("bf16", 64, (30, 700, 3000, 10001)),
+    ("turbo4", 128, (1,)),
+    ("turbo4", 128, (62,)),
+    ("turbo4", 128, (8190,)),
+    ("turbo-mixed", 64, (62, 700, 3071, 10001)),
+    ("turbo-mixed", 128, (20000,)),
+]
+
+
+class Chain:
+    """`STEPS` tokens through `LAYERS` caches. Each step begins, as in decoding, with what only the one before knows.
+
+    A dependent launch lengthens the requests, the step's end makes records of full tails, and right behind it come
+    projection and attention. Whoever reads any of it too early sees other lengths, an old record or NaN.
+    """
+
+    def __init__(self, codec: str, head_dim: int, lengths: tuple[int, ...], device: torch.device) -> None:
+        batch = len(lengths)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+        self.dim = head_dim
+        self.first = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
+        self.seq_lens = self.first.clone()
+        self.x = normal(STEPS, LAYERS, batch, HIDDEN)
+        self.weight = normal((HEADS + 2 * KV_HEADS) * head_dim, HIDDEN) / 16
+        self.squares = torch.full((batch, 1), float(HIDDEN), device=device)
+        self.rope = torch.stack([torch.ones(head_dim // 2), torch.zeros(head_dim // 2)]).repeat(batch, 1, 1).to(device)
+        self.q = normal(batch, HEADS, head_dim)
+        self.out = torch.empty(STEPS, LAYERS, batch, HEADS, head_dim, device=device)
+        self.lse = torch.empty(batch, HEADS, device=device)
+        most = [length + STEPS for length in lengths]
+        self.turbo = TurboCase.draw(most, HEADS, KV_HEADS, head_dim, codec, 1).layers if codec != "bf16" else None
+        programs = 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+        programs *= 1 if self.turbo is None else turbo_settings(device).per_sm
+        self.workspace = LeanWorkspace.allocate(batch, HEADS, KV_HEADS, head_dim, device, programs)
+        capacity = max(most) if self.turbo is None else 1
+        self.k, self.v = normal(2, LAYERS, batch, KV_HEADS, capacity, head_dim).unbind(0)
+        kept = [] if self.turbo is None else [tensor for at in self.turbo[:LAYERS] for tensor in at.tensors.values()]
+        self.cache = [self.k, self.v, *kept]
+        self.before = [tensor.clone() for tensor in self.cache]
+
+    def run(self, newest_only: bool) -> None:
+        """All of it, from the first length on."""
+        self.seq_lens.copy_(self.first)
+        for step in range(STEPS):
+            increment(self.seq_lens, self.seq_lens, pdl=newest_only)
+            for layer in range(LAYERS):
+                self.launch(step, layer, newest_only)
+            for layer in range(LAYERS if self.turbo is not None else 0):
+                turbo_compact(self.turbo[layer], self.seq_lens)
+
+    def launch(self, step: int, layer: int, newest_only: bool) -> None:
+        """Projection and attention of one layer."""
+        cache = None if self.turbo is None else self.turbo[layer]
+        k, v = self.k[layer], self.v[layer]
+        qkv_rope_append(
+            self.x[step, layer], self.squares, self.weight, self.rope, self.seq_lens, self.q, k, v, 0.0, layer=cache
+        )
+        rest = (self.seq_lens, self.dim**-0.5, self.workspace, self.out[step, layer], self.lse)
+        if cache is None:
+            lean_decode_attention(self.q, k, v, *rest, newest_only=newest_only)
+        else:
+            turbo_decode_attention(self.q, cache, *rest, newest_only=newest_only)
+
+    def poison(self) -> None:
+        """The caches as they were, and NaN where new tokens and outputs go."""
+        for tensor, before in zip(self.cache, self.before, strict=True):
+            tensor.copy_(before)
+        self.q.fill_(math.nan)
+        self.out.fill_(math.nan)
+        for request, length in enumerate(self.first.tolist()):
+            at = slice(length, length + STEPS) if self.turbo is None else slice(0, 1)
+            self.k[:, request, :, at] = math.nan
+            self.v[:, request, :, at] = math.nan
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("codec", "head_dim", "lengths"), CASES, ids=str)
+def test_older_tokens_may_be_read_before_the_newest_is_there(
+    codec: str, head_dim: int, lengths: tuple[int, ...]
+) -> None:
+    torch.manual_seed(sum(lengths))
+    chain = Chain(codec, head_dim, lengths, torch.device("cuda"))
+    chain.poison()
+    chain.run(newest_only=False)
+    torch.cuda.synchronize()
+    expected = chain.out.clone()
+    assert bool(expected.isfinite().all())
+    chain.poison()
+    chain.run(newest_only=True)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain.run(newest_only=True)
+    for _ in range(5):
+        chain.poison()
+        graph.replay()
+        assert torch.equal(chain.out, expected)

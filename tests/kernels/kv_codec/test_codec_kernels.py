@@ -1,0 +1,364 @@
+"""Store, append, compaction and restore of the quantised cache against their oracles, bit for bit."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from flashq_layers import assert_same, noisy_layer, on_cpu
+from torch import Tensor
+
+from alspec.kernels.attention.reference import qkv_rope_append_ref
+from alspec.kernels.comm.ll_packets import unpack_words
+from alspec.kernels.kv_codec.flashq import codec_kernels as flashq_kernels
+from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_restore, flashq_store, turbo_append, turbo_compact
+from alspec.kernels.kv_codec.flashq.flashq_reference import (
+    flashq_dequantize,
+    flashq_restore_ref,
+    flashq_store_ref,
+    turbo_append_ref,
+    turbo_compact_ref,
+)
+from alspec.kernels.kv_codec.flashq.layout import TurboLayer, record_words
+from alspec.kernels.kv_codec.flashq.quantize import BLOCK, MIN_SCALE, fake_quantize
+from alspec.kernels.linear.projections import qkv_rope_append
+
+HAS_CUDA = torch.cuda.is_available()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+by_head_dim = pytest.mark.parametrize("head_dim", [64, 128])
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="interpreted only where there is no GPU")),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")]),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the kernels run: in the interpreter, or compiled."""
+    return torch.device(request.param)
+
+
+def draw(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """k as a view with other strides than v; channels of unlike size, one of them constant."""
+    sizes = torch.rand(heads, head_dim) * 4 + 0.1
+    x = torch.randn(num_tokens, 3 * heads, head_dim) * sizes.repeat(3, 1) + torch.randn(3 * heads, head_dim)
+    x[:, :, 3] = 0.5
+    x = x.to(dtype).to(device)
+    return x[:, heads : 2 * heads], x[:, 2 * heads :].clone()
+
+
+def buffers(heads: int, num_tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, ...]:
+    """k8, v8, k_scale, v_scale, as part of longer ones."""
+    blocks = -(-num_tokens // BLOCK)
+    q8 = torch.full((2, heads, num_tokens + 64, head_dim), 77, dtype=torch.int8, device=device)
+    scale = torch.full((2, heads, blocks + 1), torch.nan, device=device)
+    return *q8[:, :, 64:].unbind(0), *scale[:, :, 1:].unbind(0)
+
+
+def store_both(
+    k: Tensor, v: Tensor, layer: TurboLayer, expected: TurboLayer, request: int, start: int
+) -> tuple[Tensor, ...]:
+    num_tokens, heads, head_dim = k.shape
+    found_out = buffers(heads, num_tokens, head_dim, k.device)
+    expected_out = buffers(heads, num_tokens, head_dim, torch.device("cpu"))
+    flashq_store(k, v, layer, request, start, *found_out)
+    flashq_store_ref(k.cpu(), v.cpu(), expected, request, start, *expected_out)
+    assert_same(layer, expected)
+    for a, b in zip(found_out, expected_out, strict=True):
+        assert torch.equal(a.cpu(), b)
+    return found_out
+
+
+@by_dtype
+@by_head_dim
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 130])
+def test_store(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    layer = noisy_layer(2, [4, 2], head_dim, 3, device)
+    before = on_cpu(layer)
+    expected = on_cpu(layer)
+    k, v = draw(num_tokens, 2, head_dim, dtype, device)
+    store_both(k, v, layer, expected, 1, 0)
+    # Only what belongs to the request has changed.
+    assert torch.equal(layer.tail[0].cpu(), before.tail[0])
+    assert torch.equal(layer.tail[1, :, :, num_tokens % BLOCK :].cpu(), before.tail[1, :, :, num_tokens % BLOCK :])
+    assert bool(layer.scales[0].isnan().all())
+    end = int(layer.offset[1, 0])
+    assert torch.equal(layer.words[:end].cpu(), before.words[:end])
+    # And what is read back is what quantise-dequantise gives, but for the tail's own scale.
+    whole = num_tokens // BLOCK * BLOCK
+    read = flashq_dequantize(on_cpu(layer), torch.tensor([1, num_tokens + 1]))
+    for x, kept in zip((k, v), read, strict=True):
+        for head, bits in enumerate([2, 4]):
+            same = fake_quantize(x[:whole, head].float().cpu(), bits)
+            assert torch.equal(kept[1, head, :whole], same)
+
+
+@pytest.mark.parametrize("is_v", [0, 1])
+def test_store_keeps_nan_in_the_scales(is_v: int, device: torch.device) -> None:
+    """Of its block, and the universal one: so what is restored there, and everything in the tail, is NaN."""
+    layer = noisy_layer(1, [4, 4], 64, 3, device)
+    sides = draw(130, 2, 64, torch.bfloat16, device)
+    sides[is_v][70, 1, 5] = torch.nan
+    q8, scale = torch.empty(2, 2, 130, 64, dtype=torch.int8, device=device), torch.empty(2, 2, 3, device=device)
+    flashq_store(*sides, layer, 0, 0, *q8.unbind(0), *scale.unbind(0))
+    expected = torch.zeros_like(scale, dtype=torch.bool)
+    expected[is_v, 1, 1] = True
+    assert torch.equal(scale.isnan(), expected)
+    assert torch.equal(layer.scales[0, :, :2].isnan(), expected[:, :, :2].permute(1, 2, 0))
+    assert torch.equal(layer.tail_scale[0].isnan(), expected.any(2).T)
+
+
+@by_head_dim
+def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torch.device) -> None:
+    """Records and tail after every token, through two compactions, for requests of different lengths."""
+    batch_size, heads, prompts = 2, 2, (64, 130)
+    layer = noisy_layer(batch_size, [2, 4], head_dim, 4, device)
+    expected = on_cpu(layer)
+    for request, length in enumerate(prompts):
+        k, v = draw(length, heads, head_dim, torch.bfloat16, device)
+        for start in range(0, length, 64):
+            chunk = slice(start, start + 64)
+            store_both(k[chunk], v[chunk], layer, expected, request, start)
+        highest = torch.stack([x.float().abs().amax((0, 2)) for x in (k, v)], dim=-1)
+        assert torch.equal(layer.tail_scale[request].cpu(), highest.cpu() / 119)
+    steps = range(1, 128) if device.type == "cuda" else [1, *range(60, 66), 124, 125, 126, 127]
+    for step in steps:
+        new = torch.randn(batch_size, 3 * heads, head_dim).bfloat16().to(device) * 8
+        seq_lens = torch.tensor(prompts, dtype=torch.int32) + step
+        k, v = new[:, :heads], new[:, heads : 2 * heads]
+        turbo_append(k, v, layer, seq_lens.to(device))
+        turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+        assert_same(layer, expected)
+        turbo_compact(layer, seq_lens.to(device))
+        turbo_compact_ref(expected, seq_lens)
+        assert_same(layer, expected)
+    assert int(layer.tail.int().abs().max()) == 119, "no outlier was clamped"
+
+
+def stack(layers: list[TurboLayer]) -> TurboLayer:
+    return TurboLayer(**{name: torch.stack([layer.tensors[name] for layer in layers]) for name in layers[0].tensors})
+
+
+@by_head_dim
+@pytest.mark.parametrize("rows", [flashq_kernels.COMPACT_ROWS, 20, 1], ids="at most {} rows".format)
+def test_compact(rows: int, head_dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers in which the bits of heads differ; two requests of four have a full tail, in blocks of their own."""
+    monkeypatch.setattr(flashq_kernels, "COMPACT_ROWS", rows)
+    orders = [[4, 2, 2], [2, 2, 4], [4, 2, 2]]
+    layers = stack([noisy_layer(4, bits, head_dim, 3, device) for bits in orders])
+    before, expected = on_cpu(layers), on_cpu(layers)
+    seq_lens = torch.tensor([191, 64, 192, 65], dtype=torch.int32)
+    turbo_compact_ref(expected, seq_lens)
+    for _ in range(2):  # once more changes nothing
+        turbo_compact(layers, seq_lens.to(device))
+        assert_same(layers, expected)
+    # What the tail holds is what its record gives back, to the step of a channel; all else is as it was.
+    for index, bits in enumerate(orders):
+        layer, old = on_cpu(layers.select(index)), before.select(index)
+        untouched = torch.ones_like(layer.words, dtype=torch.bool)
+        for request, block in ((1, 0), (2, 2)):
+            assert torch.equal(layer.scales[request, :, block], layer.tail_scale[request])
+            q8, scales = (
+                torch.empty(2, 3, (block + 1) * BLOCK, head_dim, dtype=torch.int8),
+                torch.empty(2, 3, block + 1),
+            )
+            flashq_restore_ref(layer, request, block + 1, *q8, *scales)
+            for head, b in enumerate(bits if request % 2 == 0 else bits[::-1]):
+                error = (q8[:, head, block * BLOCK :].int() - layer.tail[request, head].int()).abs().max()
+                assert int(error) <= (238 // (2**b - 1) + 1) // 2 + 1
+                size = record_words(b, head_dim)
+                start = int(layer.offset[request, head]) + block * size
+                untouched[start : start + size] = False
+        assert torch.equal(layer.words[untouched], old.words[untouched])
+        assert int((~untouched).sum()) == sum(2 * record_words(b, head_dim) for b in bits)
+        assert int(layer.scales.isnan().sum()) == layer.scales.numel() - 2 * 3 * 2
+
+
+def test_outliers_of_a_full_tail_are_cut_off(device: torch.device) -> None:
+    layer = noisy_layer(1, [4, 2], 64, 1, device)
+    layer.tail.zero_()
+    expected = on_cpu(layer)
+    k, v = (torch.tensor([-1.0, 1.0], device=device)[:, None].expand(1, 2, 64) * size for size in (1e4, 1e30))
+    seq_lens = torch.tensor([64], dtype=torch.int32)
+    turbo_append(k, v, layer, seq_lens.to(device))
+    turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    turbo_compact(layer, seq_lens.to(device))
+    turbo_compact_ref(expected, seq_lens)
+    assert_same(layer, expected)
+    read = flashq_dequantize(on_cpu(layer), torch.tensor([65]))
+    for index, x in enumerate(read):
+        ends = torch.tensor([-119.0, 119.0])[:, None] * layer.tail_scale[0, :, index, None].cpu()
+        # Half a step of 2 bits.
+        assert (x[0, :, 63] - ends).abs().max() <= 20 * layer.tail_scale[0, :, index].max()
+
+
+class Projection:
+    """Inputs of `qkv_rope_append`, and what it leaves with and without a quantised layer."""
+
+    def __init__(
+        self, batch: int, hidden: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.shape = (batch, num_qo_heads, num_kv_heads, head_dim)
+        self.weight = torch.randn((num_qo_heads + 2 * num_kv_heads) * head_dim, hidden).to(dtype).to(device)
+        self.x_norm = torch.randn(batch, hidden).to(dtype).to(device)
+        self.squares = (torch.rand(batch, 5) * hidden / 2).to(device)
+        angle = torch.rand(batch, head_dim // 2) * 6
+        self.rope = torch.stack([angle.cos(), angle.sin()], dim=1).to(device)
+
+    def run(
+        self, seq_lens: Tensor, layer: TurboLayer | None, gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, Hq, D], k and v [B, Hkv, D], NaN where nothing was written."""
+        batch, num_qo_heads, num_kv_heads, head_dim = self.shape
+        q = torch.full((batch, num_qo_heads, head_dim), torch.nan).to(self.x_norm)
+        k, v = (torch.full((batch, num_kv_heads, 1, head_dim), torch.nan).to(self.x_norm) for _ in range(2))
+        inputs = (self.x_norm, self.squares, self.weight, self.rope, seq_lens.to(self.x_norm.device))
+        hidden, epoch = self.x_norm.shape[1], torch.tensor([9], dtype=torch.int32, device=q.device)
+        inbox = torch.full((batch, hidden + 2 * num_kv_heads * head_dim), -1, device=q.device)
+        qkv_rope_append(*inputs, q, k, v, 1e-5, gate, layer, inbox, epoch)
+        self.handed = unpack_words(inbox[:, hidden:], 9).view(batch, 2, num_kv_heads, head_dim)
+        return q, k[:, :, 0], v[:, :, 0]
+
+
+QKV_SHAPES = [(1, 200, 7, 1, 64), (3, 96, 6, 2, 64), (2, 72, 2, 2, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", QKV_SHAPES, ids=str)
+@pytest.mark.parametrize("gate", [None, 0, 2], ids="gate {}".format)
+def test_a_projection_quantises_what_it_leaves(
+    gate: int | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """The tail holds the bits of an append of the very k and v that a handover would pass on."""
+    torch.manual_seed(sum(shape))
+    batch, _, _, num_kv_heads, head_dim = shape
+    projection = Projection(*shape, dtype, device)
+    layer = noisy_layer(batch, [4] * num_kv_heads, head_dim, 2, device)
+    layer.tail_scale[..., 0] = 0.1  # so that many keys are cut off
+    expected = on_cpu(layer)
+    seq_lens = torch.tensor([64, 65, 130][:batch], dtype=torch.int32)
+    word = None if gate is None else torch.tensor([gate], dtype=torch.int32, device=device)
+    q, k, v = projection.run(seq_lens, layer, word)
+    if gate == 0:
+        assert all(bool(x.isnan().all()) for x in (q, k, v, projection.handed))
+        assert_same(layer, expected)
+        return
+    assert torch.equal(projection.handed, torch.stack([k, v], dim=1).float())
+    turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    assert_same(layer, expected)
+    for found, plain in zip((q, k, v), projection.run(torch.ones_like(seq_lens), None, word), strict=True):
+        assert torch.equal(found, plain)
+    # And by the equation in fp64: half a step off, and what the rounding of x makes.
+    inputs = (projection.x_norm, projection.squares, projection.weight, projection.rope)
+    _, *exact = qkv_rope_append_ref(*(x.cpu() for x in inputs), num_kv_heads, 1e-5)
+    slots = layer.tail.cpu()[torch.arange(batch), :, :, (seq_lens - 1) % BLOCK].double()
+    ratio = torch.stack(exact, dim=2) / layer.tail_scale.cpu().double()[..., None]
+    far = (slots - ratio.clamp(-119, 119)).abs().max()
+    assert float(far) < 0.5 + 119 * 2 * torch.finfo(dtype).eps
+    assert 0 < int((ratio.abs() > 120).sum()) < ratio.numel()
+
+
+def test_a_projection_fills_a_tail(device: torch.device) -> None:
+    """Every slot once, in an order that mixes them, by requests of unlike lengths."""
+    batch = 8
+    layer = noisy_layer(batch, [2, 4], 64, 9, device)
+    layer.tail.fill_(-128)  # never a code
+    order = torch.randperm(BLOCK)
+    slots = torch.stack([order.roll(-request) for request in range(batch)])
+    steps = range(BLOCK) if device.type == "cuda" else range(0, BLOCK, 4)
+    expected = on_cpu(layer)
+    for step in steps:
+        projection = Projection(batch, 32, 2, 2, 64, torch.bfloat16, device)
+        seq_lens = (slots[:, step] + 1 + BLOCK * torch.arange(batch)).int()
+        _, k, v = projection.run(seq_lens, layer)
+        turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    assert_same(layer, expected)
+    written = torch.zeros(batch, BLOCK, dtype=torch.bool).scatter_(1, slots[:, list(steps)], True)
+    assert torch.equal((layer.tail != -128).all(-1).all(2).all(1).cpu(), written)
+    assert written.any(0).all(), "a slot that no request wrote"
+
+
+@by_head_dim
+@pytest.mark.parametrize("num_blocks", [0, 1, 3])
+def test_restore(num_blocks: int, head_dim: int, device: torch.device) -> None:
+    layer = noisy_layer(2, [4, 2], head_dim, 4, device)
+    k, v = draw(200, 2, head_dim, torch.float32, device)
+    for request in range(2):
+        flashq_store(k, v, layer, request, 0, *buffers(2, 200, head_dim, device))
+    for request in range(2):
+        found = buffers(2, num_blocks * BLOCK, head_dim, device)
+        expected = buffers(2, num_blocks * BLOCK, head_dim, torch.device("cpu"))
+        flashq_restore(layer, request, num_blocks, *found)
+        flashq_restore_ref(on_cpu(layer), request, num_blocks, *expected)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("value", [0.0, 3e38, 1e-44])
+def test_extreme_values(value: float, device: torch.device) -> None:
+    layer = noisy_layer(1, [4, 2], 64, 2, device)
+    expected = on_cpu(layer)
+    k, v = draw(70, 2, 64, torch.float32, device)
+    k = k * min(value, 1.0)
+    k[::3, :, ::5] = value
+    store_both(k, v, layer, expected, 0, 0)
+    assert bool(layer.scales[0, :, 0].isfinite().all())
+    assert bool((layer.tail_scale >= MIN_SCALE).all())
+    seq_lens = torch.tensor([71], dtype=torch.int32)
+    turbo_append(k[0, None] * 2 + 1, v[0, None], layer, seq_lens.to(device))
+    turbo_append_ref(k[0, None].cpu() * 2 + 1, v[0, None].cpu(), expected, seq_lens)
+    assert_same(layer, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
+@by_head_dim
+def test_real_sizes_and_a_captured_append(head_dim: int) -> None:
+    """8 heads and 8192 + 1000 tokens in two chunks; then 130 appends as replays of one graph."""
+    device, heads, length = torch.device("cuda"), 8, 9192
+    layer = noisy_layer(1, [4, 2] * 4, head_dim, 150, device)
+    expected = on_cpu(layer)
+    k, v = draw(length, heads, head_dim, torch.bfloat16, device)
+    for start in (0, 8192):
+        chunk = slice(start, start + 8192)
+        store_both(k[chunk], v[chunk], layer, expected, 0, start)
+    seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
+    new = torch.randn(2, 1, heads, head_dim, device=device).bfloat16()
+    turbo_append(new[0], new[1], deepcopy(layer), seq_lens)
+    turbo_compact(deepcopy(layer), seq_lens)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        turbo_append(new[0], new[1], layer, seq_lens)
+        turbo_compact(layer, seq_lens)
+    for step in range(1, 131):
+        new.copy_(torch.randn(2, 1, heads, head_dim))
+        seq_lens.fill_(length + step)
+        graph.replay()
+        turbo_append_ref(new[0].cpu(), new[1].cpu(), expected, seq_lens.cpu())
+        turbo_compact_ref(expected, seq_lens.cpu())
+    assert_same(layer, expected)
+
+
+def test_launchers_refuse(device: torch.device) -> None:
+    layer = noisy_layer(1, [4, 2], 64, 2, device)
+    k, v = draw(64, 2, 64, torch.float32, device)
+    out = buffers(2, 64, 64, device)
+    with pytest.raises(ValueError, match=r"start: .* found 32"):
+        flashq_store(k, v, layer, 0, 32, *out)
+    with pytest.raises(ValueError, match=r"start: .* found 128"):
+        flashq_store(k, v, layer, 0, 128, *out)
+    with pytest.raises(ValueError, match=r"k, v: expected two \[n, 2, 64\]"):
+        flashq_store(k[:, :1], v[:, :1], layer, 0, 0, *out)
+    with pytest.raises(ValueError, match="k8: expected"):
+        flashq_store(k, v, layer, 0, 0, out[0][:, :32], *out[1:])
+    with pytest.raises(ValueError, match="contiguous channels"):
+        turbo_append(k[:1].transpose(1, 2), v[:1], layer, torch.tensor([1], dtype=torch.int32, device=device))
+    with pytest.raises(
+        ValueError, match=r"layer: expected a tail for k_cache \[2, 2, 1, 64\], found \[1, 2, 2, 64, 64\]"
+    ):
+        Projection(2, 32, 2, 2, 64, torch.float32, device).run(torch.tensor([1, 1], dtype=torch.int32), layer)

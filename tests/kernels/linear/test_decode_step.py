@@ -1,0 +1,467 @@
+"""The fused decode kernels against fp64, with the ranks of a group in one process, each with its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.kernels.attention.reference import (
+    collect_logits_ref,
+    embed_norm_ref,
+    gate_up_silu_ref,
+    lm_head_ref,
+    push_partial_ref,
+    qkv_rope_append_ref,
+    reduce_norm_ref,
+)
+from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_WORD, fault_code, split_fault, unpack_words
+from alspec.kernels.common.jit_launch import num_sms
+from alspec.kernels.linear.gemv_tile import inputs_at_once
+from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
+from alspec.kernels.linear.push import lm_head, push_partial
+from alspec.kernels.norm.residual import embed_norm, num_square_sums, reduce_norm
+from alspec.kernels.sampling.next_token import (
+    RING_HEADER,
+    RING_STEPS,
+    collect_logits,
+    finish_step,
+    num_candidates,
+)
+
+Check = Callable[[Tensor, Tensor, torch.dtype], None]
+DTYPES = [torch.float32, torch.bfloat16]
+EPS = 1e-5
+PATIENCE_NS = 10**8
+EPOCH = 9
+
+
+def normal(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float32).to(dtype).to(device)
+
+
+def stream(device: torch.device, dtype: torch.dtype, batch: int, hidden: int) -> tuple[Tensor, Tensor]:
+    """x_norm and square sums as a kernel ahead would leave them."""
+    squares = torch.rand(batch, num_square_sums(hidden), device=device) * hidden
+    return normal(device, dtype, batch, hidden), squares
+
+
+def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def exchanges(device: torch.device, batch: int, hidden: int, slots: int, tp_size: int, epoch: int) -> list[Exchange]:
+    """The exchange of every rank of a group; the words begin as those of another step."""
+    words = [torch.full((slots, batch, tp_size, hidden), (epoch - 1) << 32, device=device) for _ in range(tp_size)]
+    peers = torch.tensor([each.data_ptr() for each in words], device=device)
+    return [
+        Exchange(
+            partial=nan(device, torch.float32, batch, hidden),
+            epoch=torch.tensor([epoch], dtype=torch.int32, device=device),
+            fault=torch.zeros(1, dtype=torch.int32, device=device),
+            tp_rank=rank,
+            tp_size=tp_size,
+            rank=rank + 2,
+            words=words[rank],
+            peers=peers,
+        )
+        for rank in range(tp_size)
+    ]
+
+
+def inbox_of(device: torch.device, batch: int, words: int) -> tuple[Tensor, Tensor]:
+    """Where a paired rank is handed something, of no epoch yet; and the epoch."""
+    inbox = torch.full((batch, words), -1, dtype=torch.int64, device=device)
+    return inbox, torch.tensor([EPOCH], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "hidden", "head_dim"), [(1, 96, 16), (3, 256, 64), (2, 64, 80)])
+def test_embedding_leaves_stream_norm_and_angles(
+    device: torch.device, dtype: torch.dtype, batch: int, hidden: int, head_dim: int, check: Check
+) -> None:
+    table, gamma = normal(device, dtype, 50, hidden), normal(device, dtype, hidden)
+    inv_freq = torch.rand(head_dim // 2, device=device)
+    token_ids = torch.randint(50, (batch,), device=device)
+    seq_lens = torch.randint(1, 4000, (batch,), dtype=torch.int32, device=device)
+    x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
+    squares = nan(device, torch.float32, batch, num_square_sums(hidden))
+    rope = nan(device, torch.float32, batch, 2, head_dim // 2)
+    embed_norm(token_ids, seq_lens, table, gamma, inv_freq, x, x_norm, squares, rope)
+    expected = embed_norm_ref(token_ids, seq_lens, table, gamma, inv_freq)
+    check(x, expected[0], torch.float32)
+    check(x_norm, expected[1], dtype)
+    check(squares.sum(1), expected[2], torch.float32)
+    # An angle of 4000 has only 2^-12 left of its fraction in fp32.
+    assert (rope.double() - expected[3]).abs().max() < 4000 * 2**-22
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "hidden", "num_qo_heads", "num_kv_heads", "head_dim"),
+    [(1, 256, 4, 1, 32), (3, 96, 3, 3, 16), (8, 200, 8, 2, 48), (2, 4096, 4, 2, 64)],
+)
+def test_qkv_rope_append(
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    hidden: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    check: Check,
+) -> None:
+    capacity = 70
+    x_norm, squares = stream(device, dtype, batch, hidden)
+    weight = normal(device, dtype, (num_qo_heads + 2 * num_kv_heads) * head_dim, hidden)
+    angle = torch.rand(batch, head_dim // 2, device=device) * 6
+    rope = torch.stack([angle.cos(), angle.sin()], dim=1)
+    seq_lens = torch.randint(1, capacity + 1, (batch,), dtype=torch.int32, device=device)
+    q = nan(device, dtype, batch, num_qo_heads, head_dim)
+    caches = [nan(device, dtype, batch, num_kv_heads, capacity, head_dim) for _ in range(2)]
+    inbox, epoch = inbox_of(device, batch, hidden + 2 * num_kv_heads * head_dim)
+    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, inbox=inbox, epoch=epoch)
+    expected = qkv_rope_append_ref(x_norm, squares, weight, rope, num_kv_heads, EPS)
+    check(q, expected[0], dtype)
+    handed = unpack_words(inbox[:, hidden:], EPOCH).view(batch, 2, num_kv_heads, head_dim)
+    for cache, new, pushed in zip(caches, expected[1:], handed.unbind(1), strict=True):
+        written = torch.arange(capacity, device=device) == (seq_lens - 1)[:, None]
+        found = cache.transpose(1, 2)
+        check(found[written], new, dtype)
+        assert found[~written].isnan().all()
+        assert torch.equal(pushed, found[written].float())
+    assert (inbox[:, :hidden] == -1).all(), "x is not the projection's"
+
+
+def test_a_tail_of_another_cache_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a launch, which would write beyond it."""
+    monkeypatch.setattr("alspec.kernels.linear.projections.launch", None)
+    x_norm, squares = stream(device, torch.float32, 1, 64)
+    weight, rope = normal(device, torch.float32, 4 * 64, 64), nan(device, torch.float32, 1, 2, 32)
+    seq_lens, q = torch.ones(1, dtype=torch.int32, device=device), nan(device, torch.float32, 1, 2, 64)
+    cache = nan(device, torch.float32, 1, 1, 1, 64)
+    for shape in ((1, 2, 2, 64, 64), (1, 1, 2, 32, 64), (2, 1, 2, 64, 64)):
+        layer: Any = SimpleNamespace(tail=torch.zeros(shape, dtype=torch.int8, device=device))
+        with pytest.raises(ValueError, match=r"layer: expected a tail for k_cache \[1, 1, 1, 64\], found"):
+            qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, cache, cache, EPS, layer=layer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "hidden", "intermediate"), [(1, 256, 96), (8, 72, 40), (2, 4096, 6)])
+def test_gate_up_silu(
+    device: torch.device, dtype: torch.dtype, batch: int, hidden: int, intermediate: int, check: Check
+) -> None:
+    x_norm, squares = stream(device, dtype, batch, hidden)
+    weight = normal(device, dtype, 2 * intermediate, hidden)
+    # The interpreter cuts fp32 off where a GPU rounds it to bf16: too coarse for so few numbers.
+    out = nan(device, dtype if device.type == "cuda" else torch.float32, batch, intermediate)
+    gate_up_silu(x_norm, squares, weight, out, EPS)
+    check(out, gate_up_silu_ref(x_norm, squares, weight, EPS), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [8192, 16384])
+def test_long_rows_behind_a_gate_come_in_chunks(
+    device: torch.device, dtype: torch.dtype, hidden: int, check: Check
+) -> None:
+    """Several tiles to a program, of which the last one is some programs' first that does not exist."""
+    assert inputs_at_once(1, hidden, dtype.itemsize, closes=True) < hidden
+    assert inputs_at_once(1, hidden, dtype.itemsize, closes=False) == hidden
+    gates = [torch.full((1,), is_open, dtype=torch.int32, device=device) for is_open in (0, 1)]
+    x_norm, squares = stream(device, dtype, 1, hidden)
+    intermediate = 16 * num_sms(device) * 2 + 5 if device.type == "cuda" else 37
+    weight = normal(device, dtype, 2 * intermediate, hidden)
+    out = nan(device, dtype if device.type == "cuda" else torch.float32, 1, intermediate)
+    gate_up_silu(x_norm, squares, weight, out, EPS, gates[0])
+    assert out.isnan().all()
+    gate_up_silu(x_norm, squares, weight, out, EPS, gates[1])
+    check(out, gate_up_silu_ref(x_norm, squares, weight, EPS), dtype)
+
+    weight = normal(device, dtype, (2 + 2 * 1) * 32, hidden)
+    angle = torch.rand(1, 16, device=device) * 6
+    rope = torch.stack([angle.cos(), angle.sin()], dim=1)
+    seq_lens = torch.tensor([3], dtype=torch.int32, device=device)
+    q = nan(device, dtype, 1, 2, 32)
+    caches = [nan(device, dtype, 1, 1, 4, 32) for _ in range(2)]
+    inbox, epoch = inbox_of(device, 1, hidden + 2 * 32)
+    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, gates[1], inbox=inbox, epoch=epoch)
+    expected = qkv_rope_append_ref(x_norm, squares, weight, rope, 1, EPS)
+    check(q, expected[0], dtype)
+    handed = unpack_words(inbox[:, hidden:], EPOCH).view(2, 1, 1, 32)
+    for cache, new, pushed in zip(caches, expected[1:], handed, strict=True):
+        check(cache[:, :, 2], new, dtype)
+        assert torch.equal(pushed, cache[:, :, 2].float())
+        assert cache[:, :, [0, 1, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "hidden", "width"), [(1, 64, 33), (3, 96, 256), (8, 40, 3584)])
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+def test_all_reduce_over_words(
+    device: torch.device, dtype: torch.dtype, batch: int, hidden: int, width: int, tp_size: int, check: Check
+) -> None:
+    epoch, slot = 7, 1
+    ranks = exchanges(device, batch, hidden, 3, tp_size, epoch)
+    acts = [normal(device, dtype, batch, width) for _ in ranks]
+    weights = [normal(device, dtype, hidden, width) for _ in ranks]
+    for exchange, act, weight in zip(ranks, acts, weights, strict=True):
+        push_partial(act, weight, exchange, slot)
+    partials = torch.stack([push_partial_ref(act, weight) for act, weight in zip(acts, weights, strict=True)])
+    start, gamma = normal(device, torch.float32, batch, hidden), normal(device, dtype, hidden)
+    expected = reduce_norm_ref(partials, start, gamma)
+    outputs = []
+    for exchange in ranks:
+        x, x_norm = start.clone(), nan(device, dtype, batch, hidden)
+        squares = nan(device, torch.float32, batch, num_square_sums(hidden))
+        inbox, _ = inbox_of(device, batch, hidden + 5)
+        reduce_norm(exchange, slot, PATIENCE_NS, x, gamma, x_norm, squares, inbox=inbox)
+        assert torch.equal(unpack_words(inbox[:, :hidden], epoch), x)
+        assert (inbox[:, hidden:] == -1).all(), "keys and values are not the residual's"
+        check(x, expected[0], torch.float32)
+        check(x_norm, expected[1], dtype)
+        check(squares.sum(1), expected[2], torch.float32)
+        assert int(exchange.fault) == 0
+        outputs.append(x)
+    assert all(torch.equal(x, outputs[0]) for x in outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_partial_sums_without_words(device: torch.device, dtype: torch.dtype, check: Check) -> None:
+    batch, hidden, width = 2, 96, 128
+    exchange = replace(exchanges(device, batch, hidden, 1, 1, 3)[0], words=None, peers=None)
+    act, weight = normal(device, dtype, batch, width), normal(device, dtype, hidden, width)
+    push_partial(act, weight, exchange, 5)
+    expected = push_partial_ref(act, weight)
+    check(exchange.partial, expected, torch.float32)
+    x, gamma = normal(device, torch.float32, batch, hidden), normal(device, dtype, hidden)
+    total = reduce_norm_ref(expected[None], x, gamma)[0]
+    x_norm, squares = nan(device, dtype, batch, hidden), nan(device, torch.float32, batch, num_square_sums(hidden))
+    reduce_norm(exchange, 5, PATIENCE_NS, x, gamma, x_norm, squares)
+    check(x, total, torch.float32)
+
+
+def test_small_and_large_values_travel(device: torch.device) -> None:
+    hidden = 64
+    exchange = exchanges(device, 1, hidden, 1, 1, 1)[0]
+    values = torch.tensor([1e-40, 3e38, -1e-45, 0.0] * (hidden // 4), device=device)
+    weight = torch.zeros(hidden, 16, device=device)
+    weight[:, 0] = values
+    push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
+    x, gamma = torch.zeros(1, hidden, device=device), torch.ones(hidden, device=device)
+    squares = torch.empty(1, num_square_sums(hidden), device=device)
+    reduce_norm(exchange, 0, PATIENCE_NS, x, gamma, torch.empty_like(x), squares)
+    assert torch.equal(x[0], values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_of_zero_skips_everything(device: torch.device, dtype: torch.dtype) -> None:
+    batch, hidden = 2, 64
+    exchange = exchanges(device, batch, hidden, 1, 1, 3)[0]
+    before = exchange.words.clone()
+    closed = torch.zeros(1, dtype=torch.int32, device=device)
+    x_norm, squares = stream(device, dtype, batch, hidden)
+    weight = normal(device, dtype, hidden, hidden)
+    out = nan(device, dtype, batch, hidden // 2)
+    gate_up_silu(x_norm, squares, weight, out, EPS, closed)
+    assert out.isnan().all()
+    push_partial(x_norm, weight, exchange, 0, closed)
+    assert torch.equal(exchange.words, before)
+    x = normal(device, torch.float32, batch, hidden)
+    kept = x.clone()
+    inbox, epoch = inbox_of(device, batch, hidden + 32)
+    gamma = squares[0, :1].to(dtype).expand(hidden).contiguous()
+    reduce_norm(exchange, 0, 0, x, gamma, x_norm, squares, closed, inbox=inbox)
+    assert torch.equal(x, kept)
+    q = nan(device, dtype, batch, 2, 16)
+    cache = nan(device, dtype, batch, 1, 8, 16)
+    rope, seq_lens = torch.ones(batch, 2, 8, device=device), torch.ones(batch, dtype=torch.int32, device=device)
+    qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, cache, cache, EPS, closed, inbox=inbox, epoch=epoch)
+    assert q.isnan().all()
+    assert cache.isnan().all()
+    assert (inbox == -1).all()
+    opened = closed + 1
+    gate_up_silu(x_norm, squares, weight, out, EPS, opened)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gate", [1, 2])
+def test_an_open_gate_changes_no_bit(device: torch.device, gate: int, dtype: torch.dtype) -> None:
+    batch, hidden = 2, 96
+    opened = torch.tensor([gate], dtype=torch.int32, device=device)
+    x_norm, squares = stream(device, dtype, batch, hidden)
+    weight = normal(device, dtype, 96, hidden)
+    rope, seq_lens = torch.rand(batch, 2, 8, device=device), torch.ones(batch, dtype=torch.int32, device=device)
+    found = []
+    for pointer in (None, opened):
+        exchange = exchanges(device, batch, hidden, 1, 1, 3)[0]
+        out, q = nan(device, dtype, batch, hidden // 2), nan(device, dtype, batch, 2, 16)
+        k, v = (nan(device, dtype, batch, 2, 1, 16) for _ in range(2))
+        qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, k, v, EPS, pointer)
+        gate_up_silu(x_norm, squares, weight, out, EPS, pointer)
+        push_partial(x_norm, weight, exchange, 0, pointer)
+        found.append((q, k, v, out, exchange.words))
+    assert all(torch.equal(plain, gated) for plain, gated in zip(*found, strict=True))
+    assert not any(each.isnan().any() for each in found[1][:4])
+
+
+@pytest.mark.parametrize("hidden", [96, 1152])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_request_has_the_same_bits_among_two_and_among_eight(
+    device: torch.device, dtype: torch.dtype, hidden: int
+) -> None:
+    x, squares = stream(device, dtype, 8, hidden)
+    weight = normal(device, dtype, 80, hidden)
+    found = []
+    for batch in (2, 5, 8):
+        exchange = replace(exchanges(device, batch, 80, 1, 1, 3)[0], words=None, peers=None)
+        out = nan(device, torch.float32, batch, 40)
+        push_partial(x[:batch], weight, exchange, 0)
+        gate_up_silu(x[:batch], squares[:batch], weight, out, EPS)
+        found.append((exchange.partial[:2], out[:2]))
+    for each in found[1:]:
+        assert all(torch.equal(*both) for both in zip(each, found[0], strict=True))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_bad_numbers_name_slot_and_rank(device: torch.device, bad: float) -> None:
+    ranks = exchanges(device, 1, 64, 4, 2, 3)
+    act = torch.ones(1, 32, device=device)
+    weight = torch.ones(64, 32, device=device)
+    weight[17, 5] = bad
+    push_partial(act, weight, ranks[1], 2)
+    push_partial(act, weight, ranks[1], 3)  # the first one is kept
+    assert split_fault(int(ranks[1].fault)) == (BAD_NUMBERS, 2, 3)
+    assert int(ranks[0].fault) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_squares_that_overflow_make_a_request_nan(device: torch.device, batch: int) -> None:
+    """A norm of infinity would make its products 0, which no guard sees. Others stay as they are."""
+    x_norm, squares = stream(device, torch.bfloat16, batch, 256)
+    weight = normal(device, torch.bfloat16, 2 * 96, 256)
+    plain, found = (nan(device, torch.float32, batch, 96) for _ in range(2))
+    gate_up_silu(x_norm, squares, weight, plain, EPS)
+    squares[batch // 2, 0] = torch.inf
+    gate_up_silu(x_norm, squares, weight, found, EPS)
+    assert found[batch // 2].isnan().all()
+    others = torch.arange(batch) != batch // 2
+    assert torch.equal(found[others], plain[others])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_missing_rank_is_named_after_the_deadline() -> None:
+    device = torch.device("cuda")
+    ranks = exchanges(device, 1, 64, 2, 2, 3)
+    act, weight = torch.ones(1, 32, device=device), torch.ones(64, 32, device=device)
+    push_partial(act, weight, ranks[0], 1)
+    x, gamma = torch.zeros(1, 64, device=device), torch.ones(64, device=device)
+    squares = torch.empty(1, num_square_sums(64), device=device)
+    reduce_norm(ranks[0], 1, 10**7, x, gamma, torch.empty_like(x), squares)
+    assert split_fault(int(ranks[0].fault)) == (LATE_WORD, 1, 3)
+    # After a late word nothing is waited for, and the first fault stands.
+    first = fault_code(LATE_WORD, 0, 2)
+    ranks[0].fault.fill_(first)
+    reduce_norm(ranks[0], 1, 600 * 10**9, x, gamma, torch.empty_like(x), squares)
+    assert int(ranks[0].fault) == first
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("vocab_size", [1, 130, 2500])
+def test_logits_and_next_token(device: torch.device, world_size: int, vocab_size: int, check: Check) -> None:
+    batch, hidden, epoch = 3, 64, 21
+    rows = -(-vocab_size // world_size)
+    x_norm, squares = stream(device, torch.bfloat16, batch, hidden)
+    weight = normal(device, torch.bfloat16, vocab_size, hidden)
+    words = [torch.zeros(batch, world_size, rows, dtype=torch.int64, device=device) for _ in range(world_size)]
+    peers = torch.tensor([each.data_ptr() for each in words], device=device)
+    ranks = [
+        LogitExchange(
+            shard=nan(device, torch.float32, batch, rows),
+            epoch=torch.tensor([epoch], dtype=torch.int32, device=device),
+            fault=torch.zeros(1, dtype=torch.int32, device=device),
+            rank=rank,
+            world_size=world_size,
+            words=words[rank],
+            peers=peers,
+        )
+        for rank in range(world_size)
+    ]
+    for exchange in ranks:
+        shard = weight[exchange.rank * rows : (exchange.rank + 1) * rows]
+        lm_head(x_norm, squares, shard, exchange, EPS, 9)
+        plain = replace(exchange, words=None, peers=None)
+        lm_head(x_norm, squares, shard, plain, EPS, 9)
+    expected = lm_head_ref(x_norm, squares, weight, EPS)
+    gathered = torch.stack([exchange.shard for exchange in ranks])
+    for exchange in (ranks[-1], replace(ranks[-1], words=None, peers=None)):
+        logits = nan(device, torch.float32, batch, vocab_size)
+        best = nan(device, torch.float32, batch, num_candidates(vocab_size))
+        best_token = torch.full_like(best, -1, dtype=torch.int32)
+        collect_logits(exchange, gathered, PATIENCE_NS, 9, logits, best, best_token)
+        check(logits, expected, torch.float32)
+        tokens = collect_logits_ref(logits.double()[None], vocab_size)[1]
+        assert int(exchange.fault) == 0
+
+        token_ids = torch.full((batch,), -1, device=device)
+        seq_lens = torch.tensor([5, 8, 9], dtype=torch.int32, device=device)
+        ring = torch.full((RING_STEPS, RING_HEADER + batch), -1)
+        stamps = torch.full((RING_STEPS,), -1, dtype=torch.int32)
+        if device.type == "cuda":
+            ring, stamps = ring.pin_memory(), stamps.pin_memory()
+        finish_step(best, best_token, None, token_ids, seq_lens, 9, exchange, ring, stamps)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        place = epoch % RING_STEPS
+        assert stamps.tolist() == [epoch if at == place else -1 for at in range(RING_STEPS)]
+        assert torch.equal(token_ids, tokens)
+        assert ring[place, RING_HEADER:].tolist() == tokens.tolist()
+        assert ring[place, 1] == 0
+        assert (ring[:place] == -1).all()
+        assert seq_lens.tolist() == [6, 9, 9]
+        assert int(exchange.epoch) == epoch + 1
+        exchange.epoch.fill_(epoch)
+
+
+def test_the_first_of_equal_logits_wins_and_a_sampled_token_overrules(device: torch.device) -> None:
+    exchange = LogitExchange(
+        shard=torch.zeros(1, 3000, device=device),
+        epoch=torch.ones(1, dtype=torch.int32, device=device),
+        fault=torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    exchange.shard[0, [700, 1800, 2999]] = 4.0
+    best = nan(device, torch.float32, 1, num_candidates(3000))
+    best_token = torch.zeros_like(best, dtype=torch.int32)
+    logits = nan(device, torch.float32, 1, 3000)
+    collect_logits(exchange, exchange.shard, PATIENCE_NS, 9, logits, best, best_token)
+    ring, stamps = torch.zeros(RING_STEPS, RING_HEADER + 1, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
+    if device.type == "cuda":
+        ring, stamps = ring.pin_memory(), stamps.pin_memory()
+    token_ids, seq_lens = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device).int()
+    finish_step(best, best_token, None, token_ids, seq_lens, 9, exchange, ring, stamps)
+    assert token_ids.tolist() == [700]
+    finish_step(best, best_token, torch.tensor([42], device=device), token_ids, seq_lens, 9, exchange, ring, stamps)
+    assert token_ids.tolist() == [42]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_bad_logits_are_noted(device: torch.device, bad: float) -> None:
+    exchange = LogitExchange(
+        shard=torch.zeros(1, 1500, device=device),
+        epoch=torch.ones(1, dtype=torch.int32, device=device),
+        fault=torch.zeros(1, dtype=torch.int32, device=device),
+        world_size=2,
+    )
+    gathered = torch.zeros(2, 1, 1500, device=device)
+    gathered[1, 0, 700] = bad
+    best = nan(device, torch.float32, 1, num_candidates(3000))
+    logits = nan(device, torch.float32, 1, 3000)
+    collect_logits(exchange, gathered, PATIENCE_NS, 8, logits, best, torch.zeros_like(best, dtype=torch.int32))
+    assert split_fault(int(exchange.fault)) == (BAD_NUMBERS, 8, 1)

@@ -1,0 +1,382 @@
+"""What two groups hand over, with all ranks in one process, each kernel after those whose words it waits for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from flashq_layers import assert_same, noisy_layer, on_cpu
+from paired_ranks import PATIENCE_NS, nan, pairs, sums_for
+from torch import Tensor
+
+from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, lean_decode_attention
+from alspec.kernels.attention.dispatch import KVLayer
+from alspec.kernels.attention.reference import reduce_norm_ref, speculative_decode_attention_ref
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_WORD, fault_code, split_fault
+from alspec.kernels.comm.mailbox import Handover, Mailbox, PairShape
+from alspec.kernels.kv_codec.flashq.flashq_reference import turbo_append_ref
+from alspec.kernels.norm.residual import num_square_sums
+from alspec.kernels.speculation.handover import receive_handover, receive_residual
+from alspec.kernels.speculation.roles import decide, take_turn
+
+ACCEPTED = 0x3F800000  # 1.0, in the lower half of a word
+
+Check = Callable[[Tensor, Tensor, torch.dtype], None]
+
+
+def copied(mailbox: Mailbox) -> list[Tensor]:
+    return [getattr(mailbox, field.name).clone() for field in fields(mailbox)]
+
+
+@dataclass
+class State:
+    """What a rank's step works on."""
+
+    x: Tensor
+    k: Tensor
+    v: Tensor
+    attn_out: Tensor
+
+
+SHAPES = [
+    pytest.param(PairShape(3, 1, 1, 64, 4, 2, 16), 5, id="one request"),
+    pytest.param(PairShape(2, 2, 1, 200, 8, 1, 48), 9, id="odd head_dim"),
+    pytest.param(PairShape(2, 3, 1, 97, 9, 3, 20), 70, id="odd hidden size"),
+]
+
+
+def drawn(device: torch.device, shape: PairShape, capacity: int, dtype: torch.dtype) -> State:
+    cache = (shape.batch_size, shape.num_kv_heads, capacity, shape.head_dim)
+    k, v = (torch.randn(cache).to(dtype).to(device) for _ in range(2))
+    out = nan(device, dtype, shape.batch_size, shape.num_qo_heads, shape.head_dim)
+    return State(torch.randn(shape.batch_size, shape.hidden_size).to(device), k, v, out)
+
+
+def copy(state: State) -> State:
+    return State(*(getattr(state, field.name).clone() for field in fields(state)))
+
+
+def words_of(values: Tensor, epoch: int) -> Tensor:
+    """Values under an epoch, as a kernel packs them."""
+    return values.float().view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
+
+
+def push(source: Handover, layer: int, state: State, seq_lens: Tensor) -> None:
+    """x and the newest k and v, as the kernels that make them do (see test_decode_step.py)."""
+    newest = [cache[torch.arange(len(cache)), :, seq_lens.long() - 1].flatten(1) for cache in (state.k, state.v)]
+    values = torch.cat([state.x, *(each.float() for each in newest)], 1)
+    source.inbox(layer).copy_(words_of(values, int(source.exchange.epoch)))
+
+
+def push_residual(source: Handover, x: Tensor) -> None:
+    """x after the last layer, likewise."""
+    words = words_of(x, int(source.exchange.epoch))
+    source.inbox(source.shape.num_layers)[:, : x.shape[1]].copy_(words)
+
+
+def same(found: State, expected: State) -> bool:
+    return all(
+        torch.allclose(getattr(found, field.name), getattr(expected, field.name), rtol=0, atol=0, equal_nan=True)
+        for field in fields(found)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "capacity"), SHAPES)
+def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, shape: PairShape, capacity: int) -> None:
+    epoch, layer = 6, shape.num_layers - 1
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    seq_lens = torch.randint(1, capacity + 1, (shape.batch_size,), dtype=torch.int32, device=device)
+    mine, theirs = (drawn(device, shape, capacity, dtype) for _ in range(2))
+    mine.x[0, :4] = torch.tensor([torch.inf, -0.0, 1e-41, -torch.inf])
+    before, boxes = copy(theirs), copied(source.own)
+    target.receives.fill_(1)
+    push(source, layer, mine, seq_lens)
+    # A~ as the attention kernel leaves it; of a dtype's values, for the interpreter truncates where a GPU rounds.
+    speculation = source.speculation(layer, 64, nan(device, torch.float32, 1))
+    assert speculation.spec_out.data_ptr() == target.own.spec_out[layer].data_ptr()
+    assert speculation.spec_lse is None
+    guess = torch.randn(theirs.attn_out.shape, device=device).to(dtype)
+    speculation.spec_out.copy_(words_of(guess, epoch))
+    receive_handover(target, layer, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
+    assert torch.equal(theirs.x.view(torch.int32), mine.x.view(torch.int32))
+    written = torch.arange(capacity, device=device) == (seq_lens - 1)[:, None]
+    for found, sent, old in ((theirs.k, mine.k, before.k), (theirs.v, mine.v, before.v)):
+        expected = torch.where(written[:, None, :, None], sent, old)
+        assert torch.equal(found, expected)
+    assert torch.equal(theirs.attn_out, guess)
+    assert int(target.exchange.fault) == 0
+    # Nothing came to the sender, and only this layer's slot was written.
+    assert all(torch.equal(now, then) for now, then in zip(copied(source.own), boxes, strict=True))
+    assert not target.own.inbox[:layer].any()
+    assert not target.own.inbox[-1].any()
+    assert ((target.own.inbox[layer] >> 32) == epoch).all()
+
+
+def test_in_the_first_layer_both_groups_have_the_embedding(device: torch.device) -> None:
+    """No x is pushed there, and none is awaited or written."""
+    shape = PairShape(2, 2, 1, 97, 9, 3, 20)
+    ((source,), (target,)) = pairs(device, shape, 6)
+    seq_lens = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    mine, theirs = (drawn(device, shape, 5, torch.float32) for _ in range(2))
+    target.receives.fill_(1)
+    push(source, 0, mine, seq_lens)
+    target.own.inbox[0, :, : shape.hidden_size] = 5 << 32
+    source.speculation(0, 64, nan(device, torch.float32, 1)).spec_out.copy_(words_of(theirs.attn_out, 6))
+    before = copy(theirs)
+    receive_handover(target, 0, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
+    assert torch.equal(theirs.x, before.x)
+    requests = torch.arange(2)
+    assert torch.equal(theirs.k[requests, :, seq_lens.long() - 1], mine.k[requests, :, seq_lens.long() - 1])
+    assert torch.equal(theirs.v[requests, :, seq_lens.long() - 1], mine.v[requests, :, seq_lens.long() - 1])
+    assert int(target.exchange.fault) == 0
+
+
+@pytest.mark.parametrize("gate", [0, 1])
+def test_a_handover_goes_into_a_tail(device: torch.device, gate: int) -> None:
+    """Of a quantised cache; with outliers, which are cut off, and in slots on both sides of a full tail."""
+    shape = PairShape(2, 3, 1, 97, 6, 2, 64)
+    ((source,), (target,)) = pairs(device, shape, 6)
+    seq_lens = torch.tensor([64, 65, 130], dtype=torch.int32, device=device)
+    mine = drawn(device, shape, 130, torch.bfloat16)
+    layer = noisy_layer(3, [2, 4], 64, 2, device)
+    layer.tail_scale[1] = 0.01
+    expected = on_cpu(layer)
+    x, attn_out = nan(device, torch.float32, 3, 97), nan(device, torch.bfloat16, 3, 6, 64)
+    target.receives.fill_(gate)
+    push(source, 1, mine, seq_lens)
+    source.speculation(1, 64, nan(device, torch.float32, 1)).spec_out.fill_(6 << 32)
+    receive_handover(target, 1, x, layer, seq_lens, attn_out, PATIENCE_NS)
+    if gate:
+        assert torch.equal(x, mine.x)
+        newest = [cache[torch.arange(3), :, seq_lens.long() - 1].cpu() for cache in (mine.k, mine.v)]
+        turbo_append_ref(*newest, expected, seq_lens.cpu())
+        assert int(layer.tail[1, :, :, 0].abs().max()) == 119, "no outlier was cut off"
+    assert_same(layer, expected)
+    assert int(target.exchange.fault) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("parts", "absent"), [(2, 0), (2, 1), (3, 0), (4, 2), (5, 0), (5, 4)])
+def test_parts_of_a_guess_are_merged(device: torch.device, check: Check, parts: int, absent: int, batch: int) -> None:
+    shape, epoch, layer = PairShape(3, batch, 1, 97, 9, 3, 20, parts), 6, 1
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    target.receives.fill_(1)
+    speculation = source.speculation(layer, 64, nan(device, torch.float32, 1))
+    assert speculation.spec_lse is not None
+    assert speculation.spec_lse.data_ptr() == target.own.spec_lse[layer].data_ptr()
+    o, lse = torch.randn(parts, batch, 9, 20), 20 * torch.randn(parts, batch, 9)
+    o[parts - absent :] = 0
+    lse[parts - absent :] = -torch.inf
+    speculation.spec_out.copy_(words_of(o.to(device), epoch))
+    speculation.spec_lse.copy_(words_of(lse.to(device), epoch))
+    state = drawn(device, shape, 5, torch.float32)
+    target.own.inbox.fill_(epoch << 32)
+    seq_lens = torch.full((batch,), 3, dtype=torch.int32, device=device)
+    receive_handover(target, layer, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, PATIENCE_NS)
+    weight = (lse.double() * math.log(2)).softmax(0)
+    check(state.attn_out, (o.double() * weight[..., None]).sum(0).to(device), torch.float32)
+    assert int(target.exchange.fault) == 0
+
+
+@pytest.mark.parametrize("length", [1, 200, 256, 300, 400])
+def test_what_attention_sends_in_parts_arrives_as_one_guess(device: torch.device, check: Check, length: int) -> None:
+    shape, epoch, layer, chunk = PairShape(2, 1, 1, 64, 4, 2, 16, 3), 6, 1, 128
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    state, theirs = (drawn(device, shape, 400, torch.float32) for _ in range(2))
+    seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
+    q = torch.randn(1, 4, 16).to(device)
+    sums, lse = nan(device, torch.float32, 1, num_sums(4, 16), 2), nan(device, torch.float32, 1, 4)
+    workspace = LeanWorkspace.allocate(1, 4, 2, 16, device, 11)
+    lean_decode_attention(
+        q, state.k, state.v, seq_lens, 0.25, workspace, state.attn_out, lse, source.speculation(layer, chunk, sums)
+    )
+    target.receives.fill_(1)
+    target.own.inbox.fill_(epoch << 32)
+    receive_handover(target, layer, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
+    spec_out, full_out, expected = speculative_decode_attention_ref(q, state.k, state.v, seq_lens, chunk, 0.25)
+    check(theirs.attn_out, spec_out, torch.float32)
+    check(state.attn_out, full_out, torch.float32)
+    check(sums.sum(1), expected, torch.float32)
+
+
+@pytest.mark.parametrize(("shape", "capacity"), SHAPES)
+def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capacity: int) -> None:
+    ((source,), (target,)) = pairs(device, shape, 3)
+    state = drawn(device, shape, capacity, torch.float32)
+    before = copy(state)
+    seq_lens = torch.ones(shape.batch_size, dtype=torch.int32, device=device)
+    for rank in (source, target):
+        rank.own.inbox.fill_(3 << 32)
+        rank.own.spec_out.fill_(3 << 32)
+    boxes = copied(source.own), copied(target.own)
+    receive_handover(target, 0, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, 0)
+    x_norm, squares = state.x.clone(), nan(device, torch.float32, shape.batch_size, num_square_sums(shape.hidden_size))
+    receive_residual(target, state.x, state.x[0].clone(), x_norm, squares, 0)
+    hits = torch.full((shape.num_layers, shape.batch_size), -1, dtype=torch.int32, device=device)
+    sums = torch.ones(shape.batch_size, shape.num_qo_heads, 2, device=device)
+    decide(source, 0, sums, torch.ones_like(seq_lens), 0.1, hits, 0)
+    assert same(state, before)
+    assert torch.equal(x_norm, before.x)
+    assert squares.isnan().all()
+    assert (hits == -1).all()
+    assert (source.priority.tolist(), target.priority.tolist()) == ([2, 0], [0, 2])
+    for rank, box in zip((source, target), boxes, strict=True):
+        assert all(torch.equal(now, then) for now, then in zip(copied(rank.own), box, strict=True))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("stale", [5, 7, 0, -6])
+def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, stale: int, parts: int) -> None:
+    if device.type == "cuda":
+        pytest.skip("waits for its deadline there: see the test below")
+    shape, capacity, epoch = PairShape(2, 2, 1, 64, 4, 2, 16, parts), 5, 6
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    source.exchange.epoch.fill_(stale)
+    source.sends.fill_(1)
+    target.receives.fill_(1)
+    mine, theirs = (drawn(device, shape, capacity, torch.float32) for _ in range(2))
+    seq_lens = torch.full((2,), 3, dtype=torch.int32, device=device)
+    live = torch.ones_like(seq_lens)
+    hits = torch.full((2, 2), -1, dtype=torch.int32, device=device)
+    push(source, 1, mine, seq_lens)
+    push_residual(source, mine.x)
+    decide(source, 0, sums_for(device, [True, True], 4), live, 0.5, hits, 0)
+    # Of parts, those of the guess are here, and their lse is not.
+    target.own.spec_out.fill_((stale if parts == 1 else epoch) << 32)
+    target.own.spec_lse.fill_(stale << 32)
+    theirs.attn_out.zero_()
+    receive_handover(target, 1, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, 0)
+    assert theirs.x.isnan().all()
+    assert theirs.attn_out.isnan().all()
+    x, x_norm = theirs.x.clone().zero_(), theirs.x.clone()
+    receive_residual(target, x, theirs.x[0].clone(), x_norm, nan(device, torch.float32, 2, num_square_sums(64)), 0)
+    assert x.isnan().all()
+    target.priority.copy_(torch.tensor([1, 2]))
+    take_turn(target, 1, hits, 0)
+    assert target.priority.tolist() == [1, 2], "an accepted verdict of another step was taken"
+    assert int(target.receives) == 1
+    assert (hits[0] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
+    device = torch.device("cuda")
+    shape = PairShape(4, 1, 1, 64, 4, 2, 16)
+    seq_lens = torch.ones(1, dtype=torch.int32, device=device)
+    hits = torch.zeros(4, 1, dtype=torch.int32, device=device)
+    for missing in ("verdict", "words", "guess", "lse", "stream"):
+        _, (target,) = pairs(device, replace(shape, guess_parts=3) if missing == "lse" else shape, 6)
+        target.own.spec_lse.fill_((5 if missing == "lse" else 6) << 32)
+        state = drawn(device, shape, 5, torch.bfloat16)
+        target.receives.fill_(1)
+        target.own.spec_out.fill_((5 if missing == "guess" else 6) << 32)
+        target.own.inbox.fill_((5 if missing in ("words", "stream") else 6) << 32)
+        target.own.verdicts.fill_(5 << 32 | ACCEPTED)
+        if missing == "verdict":
+            target.priority.copy_(torch.tensor([1, 2]))
+            take_turn(target, 3, hits, 10**7)
+            assert (target.priority.tolist(), int(target.receives)) == ([1, 2], 1), "that of the step before counted"
+        elif missing == "stream":
+            squares = nan(device, torch.float32, 1, num_square_sums(64))
+            receive_residual(target, state.x, state.x[0].clone(), state.x.clone(), squares, 10**7)
+            assert state.x.isnan().all()
+        else:
+            receive_handover(target, 2, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, 10**7)
+        late_slot = 2 * (5 if missing == "stream" else 2)
+        assert split_fault(int(target.exchange.fault)) == (LATE_WORD, late_slot, 0), missing
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("fault", [0, BAD_NUMBERS, LATE_WORD])
+def test_waits_go_on_after_bad_numbers_and_not_after_a_late_word(fault: int) -> None:
+    device, beside = torch.device("cuda"), torch.cuda.Stream()
+    for late_by in (0, 10**8):  # cycles; the first time is for the compiler
+        ((source,), (target,)) = pairs(device, PairShape(2, 1, 1, 64, 4, 2, 16), 6)
+        target.receives.fill_(1)
+        target.exchange.fault.fill_(fault_code(fault, 1, 0) if fault else 0)
+        sent, x = torch.randn(1, 64, device=device), torch.zeros(1, 64, device=device)
+        torch.cuda.synchronize()
+        words = words_of(sent, 6)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(beside):
+            torch.cuda._sleep(late_by)
+            source.inbox(2)[:, :64].copy_(words)
+        squares = nan(device, torch.float32, 1, num_square_sums(64))
+        receive_residual(target, x, sent[0].clone(), x.clone(), squares, 5 * 10**9)
+        torch.cuda.synchronize()
+        if late_by and fault == LATE_WORD:
+            assert x.isnan().all()
+        else:
+            assert torch.equal(x, sent)
+        assert int(target.exchange.fault) == (fault_code(fault, 1, 0) if fault else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("batch", "hidden"), [(1, 64), (3, 97)])
+def test_the_residual_reaches_the_other_group(
+    device: torch.device, dtype: torch.dtype, batch: int, hidden: int, check: Check
+) -> None:
+    ((source,), (target,)) = pairs(device, PairShape(2, batch, 1, hidden, 3, 1, 20), 6)
+    target.receives.fill_(1)
+    sent, gamma = torch.randn(batch, hidden).to(device), torch.randn(hidden).to(dtype).to(device)
+    x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
+    squares = nan(device, torch.float32, batch, num_square_sums(hidden))
+    push_residual(source, sent)
+    receive_residual(target, x, gamma, x_norm, squares, PATIENCE_NS)
+    assert torch.equal(x, sent)
+    _, expected, square_sum = reduce_norm_ref(torch.zeros_like(sent)[None], sent, gamma)
+    check(x_norm, expected, dtype)
+    check(squares.sum(1), square_sum, torch.float32)
+
+
+def test_attention_puts_the_guess_into_the_paired_rank_unless_its_gate_is_closed(
+    device: torch.device, check: Check
+) -> None:
+    shape, capacity, epoch, chunk = PairShape(2, 2, 1, 64, 4, 2, 16), 400, 6, 64
+    ((source,), (target,)) = pairs(device, shape, epoch)
+    state = drawn(device, shape, capacity, torch.float32)
+    seq_lens = torch.tensor([400, 331], dtype=torch.int32, device=device)
+    q = torch.randn(2, 4, 16).to(device)
+    sums, lse = nan(device, torch.float32, 2, num_sums(4, 16), 2), nan(device, torch.float32, 2, 4)
+    workspace = LeanWorkspace.allocate(2, 4, 2, 16, device, 5)
+    speculation = source.speculation(1, chunk, sums)
+
+    def attend() -> None:
+        lean_decode_attention(
+            q, state.k, state.v, seq_lens, 0.25, workspace, state.attn_out, lse, speculation, gate=source.sends
+        )
+
+    boxes = copied(target.own)
+    attend()
+    assert all(torch.equal(now, then) for now, then in zip(copied(target.own), boxes, strict=True))
+    assert state.attn_out.isnan().all()
+    assert sums.isnan().all()
+    source.sends.fill_(1)
+    attend()
+    spec_out, full_out, expected = speculative_decode_attention_ref(q, state.k, state.v, seq_lens, chunk, 0.25)
+    check(state.attn_out, full_out, torch.float32)
+    check(sums.sum(1), expected, torch.float32)
+    target.receives.fill_(1)
+    push(source, 1, state, seq_lens)
+    theirs = drawn(device, shape, capacity, torch.float32)
+    receive_handover(target, 1, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
+    check(theirs.attn_out, spec_out, torch.float32)
+
+
+def test_mailboxes_keep_apart_and_aligned(device: torch.device) -> None:
+    shape = PairShape(3, 3, 2, 97, 9, 3, 20, 5)
+    memory = torch.zeros(sum(shape.field_words()), dtype=torch.int64, device=device)
+    mailbox = Mailbox.view(memory, shape)
+    for number, field in enumerate(fields(mailbox)):
+        part = getattr(mailbox, field.name)
+        assert (part.data_ptr() - memory.data_ptr()) % 16 == 0
+        assert not part.any(), f"{field.name} overlaps another part"
+        part.fill_(number + 1)
+    assert all(words.data_ptr() % 16 == 0 for words in mailbox.spec_out)

@@ -1,0 +1,61 @@
+"""What a person sees of a batch and at the end of a run, line by line."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from alspec.launch.terminal.display import Printer, print_panel
+from alspec.runtime.engine.generation import Token
+
+
+def test_requests_that_end_together_are_printed_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """In order, once those before them have ended; as they are, not in ASCII."""
+    requests = [SimpleNamespace(live=index == 0, text=text, finish_reason="eos") for index, text in enumerate("aäb")]
+    generation: Any = SimpleNamespace(requests=requests)
+    printer, token = Printer(generation, is_batch=True, color=False), Token(0, 1, "x", None, None)
+    printer.show(token)
+    assert capsys.readouterr().out == ""
+    requests[0].live = False
+    printer.show(token)
+    printer.close()
+    lines = [f'{{"request": {index}, "text": "{text}", "finish_reason": "eos"}}\n' for index, text in enumerate("aäb")]
+    assert capsys.readouterr().out == "".join(lines)
+
+
+def test_the_panel_has_the_numbers_of_the_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    print_panel(
+        {
+            "mode": "simulated",
+            "world_size": 2,
+            "device": "one",
+            "dtype": "bf16",
+            "transport": "nccl",
+            "cuda_graph": True,
+            "prompt_tokens": [7, 30],
+            "new_tokens": [3, 4],
+            "ttft_ms": 12.34,
+            "tokens_per_s": 56.78,
+            "ms_per_token_p50": 1.5,
+            "ms_per_token_p90": 2.25,
+            "ms_per_token_p99": 9.0,
+            "gb_per_s": 3210.0,
+            "share_of_limit": 0.75,
+            "hit_rate": 0.625,
+            "threshold": 0.1,
+            "memory": {"weights_bytes": 2**31, "cache_bytes": 2**30, "buffer_bytes": 2**29},
+        }
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "mode: simulated, 2 rank(s) on one, bf16, nccl, captured graph",
+        "prompt tokens: 7 30",
+        "new tokens: 3 4",
+        "TTFT: 12.3 ms",
+        "tokens/s: 56.8",
+        "ms/token: p50 1.50  p90 2.25  p99 9.00",
+        "read: 3210.0 GB/s a rank, 75 % of the copy limit",
+        "hit rate: 62.5 % at lambda 0.1",
+        "memory: weights 2.00 GiB, cache 1.00 GiB, buffers 0.50 GiB a rank",
+    ]

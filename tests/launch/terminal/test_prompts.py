@@ -1,0 +1,147 @@
+"""Where the prompts of generate.py come from: flags, files, standard input, and batches of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from generated import LONG_PROMPT, PROMPT, SMALL
+
+from alspec import Engine
+from alspec.models.tokenizer.tokenizer import Tokenizer
+
+Run = Callable[..., tuple[int, str, str]]
+GenerateText = Callable[..., str]
+
+
+def test_every_source_of_the_same_prompt(
+    generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate_text("--prompt", PROMPT, *SMALL)
+    # Editors and `echo` end the last line; more than that was meant.
+    for end in ("", "\n", "\r\n"):
+        (tmp_path / "prompt.txt").write_bytes((PROMPT + end).encode())
+        assert generate_text("--prompt-file", tmp_path / "prompt.txt", *SMALL) == expected
+        monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + end))
+        assert generate_text(*SMALL) == expected
+    ids = generate_json("--prompt", PROMPT, *SMALL)["requests"][0]["prompt_ids"]
+    assert generate_text("--prompt-ids", ",".join(map(str, ids)), *SMALL) == expected
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
+def test_lines_end_alike_wherever_they_come_from(
+    generate_json: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    def prompt_ids(*flags: object) -> list[int]:
+        return generate_json(*flags, *SMALL)["requests"][0]["prompt_ids"]
+
+    data = end.join(["ab", "", "cd", ""]).encode()
+    (tmp_path / "prompt.txt").write_bytes(data)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert prompt_ids() == prompt_ids("--prompt-file", tmp_path / "prompt.txt") == prompt_ids("--prompt", "ab\n\ncd")
+
+
+@pytest.mark.parametrize(("flags", "name"), [((), "encode"), (("--chat",), "encode_chat")], ids=["text", "chat"])
+def test_no_more_is_encoded_than_the_model_takes(
+    flags: tuple[str, ...], name: str, generate_json: Callable[..., Any]
+) -> None:
+    """A text of many megabytes is refused before it is cut into tokens."""
+    with mock.patch.object(Tokenizer, name, autospec=True, side_effect=getattr(Tokenizer, name)) as encode:
+        generate_json("--prompt", "hi", *flags, "--max-new-tokens", 1)
+    assert encode.call_args_list[0].kwargs == {"most_tokens": 1024}
+
+
+def test_prompt_flag_leaves_stdin_unread(generate_text: GenerateText, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin = io.StringIO("unread")
+    monkeypatch.setattr("sys.stdin", stdin)
+    generate_text("--prompt", PROMPT, *SMALL)
+    assert stdin.read() == "unread"
+
+
+def test_prompt_ids_are_used_as_they_are(generate_json: Callable[..., Any]) -> None:
+    """No begin token is added."""
+    assert generate_json("--prompt-ids", "5, 6,7", *SMALL)["requests"][0]["prompt_ids"] == [5, 6, 7]
+
+
+def test_chat_and_system(generate_json: Callable[..., Any], checkpoint: Path) -> None:
+    def prompt_text(*flags: str) -> str:
+        ids = generate_json(*flags, "--max-new-tokens", 1)["requests"][0]["prompt_ids"]
+        assert ids.count(96) == 1
+        special = {96: "<begin>", 97: "<end>", 98: "<user>", 99: "<assistant>"}
+        engine = Engine.from_pretrained(checkpoint, transport="gloo")
+        assert engine.tokenizer is not None
+        return "".join(special.get(id_) or engine.tokenizer.decode([id_]) for id_ in ids)
+
+    assert prompt_text("--prompt", "hi", "--chat") == "<begin><user>hi<end><assistant>"
+    expected = "<begin><system>be brief<end><user>hi<end><assistant>"
+    assert prompt_text("--prompt", "hi", "--chat", "--system", "be brief") == expected
+
+
+def test_batch_is_each_request_alone(
+    generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Ragged prompts, short and longer than 2 S + 64; one ends early at a stop text."""
+    prompts: list[dict[str, Any]] = [
+        {"prompt": "a"},
+        {"prompt": LONG_PROMPT},
+        {"prompt_ids": [1, 2, 3]},
+        {"prompt": PROMPT},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(prompt) for prompt in prompts) + "\n", encoding="utf-8")
+    alone = []
+    for prompt in prompts:
+        (name, value), *_ = prompt.items()
+        flag = (f"--{name.replace('_', '-')}", value if name == "prompt" else ",".join(map(str, value)))
+        alone.append(generate_json(*flag, *SMALL)["requests"][0])
+    lines = [json.loads(line) for line in generate_text("--prompt-file", path, *SMALL).splitlines()]
+    assert lines == [
+        {"request": index, "text": request["text"], "finish_reason": "length"} for index, request in enumerate(alone)
+    ]
+    found = generate_json("--prompt-file", path, *SMALL)
+    assert found["requests"] == alone
+    assert len(found["step_us"]) == 11
+
+    stop = alone[1]["text"][2:4]
+    early = generate_json("--prompt-file", path, *SMALL, "--stop", stop)["requests"]
+    assert early[1]["finish_reason"] == "stop"
+    assert len(early[1]["token_ids"]) < 12
+    for request, whole in zip(early, alone, strict=True):
+        assert request["text"] == whole["text"].split(stop)[0]
+
+
+def test_a_batch_may_hold_every_line_end(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """U+2028, U+2029 and U+0085 stand inside a JSON string as they are."""
+    path = tmp_path / "PROMPTS.JSONL"
+    path.write_text(json.dumps({"prompt": "a\u2028b\u2029c\x85d"}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    code, out, err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", path, *SMALL)
+    assert code == 0, err
+    assert len(out.split("\n")) == 2
+    assert json.loads(out)["request"] == 0, "a batch, whatever the case of its name"
+
+
+def test_a_byte_order_mark_is_no_text(
+    generate_json: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate_json("--prompt", "abc", *SMALL)["requests"]
+    (tmp_path / "prompt.txt").write_text("abc", encoding="utf-8-sig")
+    assert generate_json("--prompt-file", tmp_path / "prompt.txt", *SMALL)["requests"] == expected
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}', encoding="utf-8-sig")
+    assert generate_json("--prompt-file", tmp_path / "prompts.jsonl", *SMALL)["requests"] == expected
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfabc")))
+    assert generate_json(*SMALL)["requests"] == expected
+
+
+def test_batch_hit_map(generate_json: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "short"}}\n{json.dumps({"prompt": LONG_PROMPT})}\n', encoding="utf-8")
+    found = generate_json("--prompt-file", path, *SMALL, "--speculation", "simulated", "--threshold", "1e-6")
+    assert [[len(layer) for layer in step] for step in found["hit_map"]] == [[2, 2, 2]] * 11
+    # The short request's sink and window meet: it always hits; at this threshold the long one never does.
+    assert all(layer == [1, 0] for step in found["hit_map"] for layer in step)
+    assert found["summary"]["hit_rate"] == 0.0, "the short one has no guess that leaves a token out"

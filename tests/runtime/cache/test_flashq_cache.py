@@ -1,0 +1,376 @@
+"""The quantised cache of a rank: bytes, what prompts and tokens leave in it, attention over it, CPU and GPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+from paired_ranks import PATIENCE_NS, pairs
+from torch import Tensor
+
+from alspec.config import TURBO_CODECS, SamplingConfig
+from alspec.errors import UserError
+from alspec.kernels.attention.dispatch import DecodeAttention
+from alspec.kernels.attention.reference import (
+    decode_attention_ref,
+    prefill_attention_ref,
+    speculative_decode_attention_ref,
+)
+from alspec.kernels.comm.mailbox import PairShape
+from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_dequantize
+from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
+from alspec.kernels.kv_codec.flashq.quantize import BLOCK, fake_quantize, head_priority, select_bits
+from alspec.kernels.speculation.handover import receive_handover
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import bytes_per_token, cache_bytes, check_codec, check_head_dim, new_cache
+from alspec.runtime.cache.decode_cache import DecodeCache
+from alspec.runtime.cache.flashq_cache import TurboCache
+from alspec.runtime.cache.kv_cache import KVCache
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.profiling.profile import fill
+from alspec.sas import DROPPED_MASS, RELATIVE_ERROR, Softmax
+
+CPU = torch.device("cpu")
+L, B, H, D = 2, 2, 4, 64
+MODEL = LlamaConfig.from_shape("llama-3.1-8b")
+by_codec = pytest.mark.parametrize("codec", TURBO_CODECS)
+by_softmax = pytest.mark.parametrize("softmax", ["exact", "sas"])
+by_device = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted without a GPU")),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+        ),
+    ],
+)
+
+
+def new(codec: str, max_context: int = 500, softmax: Softmax = "exact") -> TurboCache:
+    return TurboCache(codec, L, B, H, max_context, D, CPU, softmax)
+
+
+def draw(num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Heads and channels of unlike size: [n, H, D] each."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(2, 1, H, D, generator=generator) * torch.tensor([3.0, 0.5, 2.0, 1.0])[:, None]
+    k, v = torch.randn(2, num_tokens, H, D, generator=generator) * sizes + sizes
+    return k, v
+
+
+def write(cache: TurboCache, layer: int, request: int, k: Tensor, v: Tensor, chunk: int = 128) -> None:
+    for start in range(0, len(k), chunk):
+        cache.write_prefill(layer, request, start, k[start : start + chunk], v[start : start + chunk])
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _requested() -> int:
+    """Bytes asked of the GPU's allocator, whose blocks may be larger."""
+    gc.collect()
+    return int(torch.cuda.memory_stats().get("requested_bytes.all.current", 0))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")],
+        ),
+    ],
+)
+@pytest.mark.parametrize(("codec", "ratio"), [("turbo4", 3.76), ("turbo2", 7.10), ("turbo-mixed", 4.92)])
+def test_bytes(codec: str, ratio: float, device: str) -> None:
+    """What is allocated for 16K tokens more, against the uncompressed cache, by the plan and by the allocator."""
+    config, sizes = MODEL.model_copy(update={"num_layers": 2}), []
+    for tokens in (16384, 32768):
+        before = _requested() if device == "cuda" else 0
+        cache = new_cache(codec, config, 1, 1, tokens, torch.bfloat16, torch.device(device))
+        assert isinstance(cache, TurboCache)
+        assert cache.num_bytes == cache_bytes(codec, config, 1, 1, tokens, torch.bfloat16)
+        if device == "cuda":
+            sizes.append(_requested() - before)
+            assert 0 <= sizes[-1] - cache.num_bytes < 8192
+        else:
+            storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in cache._all.tensors.values()}
+            sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in storages.values()))
+            assert sizes[-1] == cache.num_bytes
+        del cache
+    per_token = (sizes[1] - sizes[0]) / 16384
+    assert per_token == pytest.approx(bytes_per_token(codec, config, 1, torch.bfloat16), rel=1e-3)
+    assert KVCache.bytes_per_token(2, 8, 128, torch.bfloat16) / per_token == pytest.approx(ratio, abs=0.01)
+    # The tail, for each head, is there at any length.
+    assert sizes[0] - 16384 * per_token == pytest.approx(2 * 8 * (2 * BLOCK * 128 + 20), abs=8192)
+
+
+@by_codec
+@pytest.mark.parametrize("max_context", [1, 63, 64, 65, 1000])
+def test_planned_bytes(codec: str, max_context: int) -> None:
+    cache = TurboCache(codec, 3, 2, 4, max_context, 64, CPU)
+    assert cache.num_bytes == TurboCache.bytes_for(codec, 3, 2, 4, max_context, 64)
+    assert cache.num_bytes == sum(tensor.nbytes for tensor in cache._all.tensors.values())
+    assert all(len(tensor.flatten()) for tensor in cache._all.tensors.values()), "kernels get addresses"
+
+
+@by_codec
+@pytest.mark.parametrize("max_context", [64, 500, 8191])
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 8])
+def test_one_compiled_kernel_serves_all_layers(num_heads: int, max_context: int, codec: str) -> None:
+    """Triton compiles anew where a pointer is no multiple of 16 bytes: in no layer, or it is told not to."""
+    if codec == "turbo-mixed" and num_heads % 2:
+        pytest.skip("half of the heads have 2 bits")
+    cache = TurboCache(codec, 10, 1, num_heads, max_context, D, CPU)
+    for layer in range(10):
+        for name, tensor in cache.layer(layer).tensors.items():
+            begins = tensor.data_ptr() - cache.layers.tensors[name].data_ptr()
+            assert begins % 16 == 0 or f"{name}_ptr" in PER_HEAD, (layer, name)
+
+
+@by_codec
+def test_prompts_and_tokens_are_read_back(codec: str) -> None:
+    """Two requests in two layers, past two block edges, against quantise-dequantise of what went in."""
+    cache = new(codec)
+    lengths = (191, 64)
+    texts = {(layer, b): draw(lengths[b] + 70, 10 * layer + b) for layer in range(L) for b in range(B)}
+    for (layer, b), (k, v) in texts.items():
+        write(cache, layer, b, k[: lengths[b]], v[: lengths[b]])
+    for step in range(1, 71):
+        for layer in range(L):
+            rows = [[texts[layer, b][i][lengths[b] + step - 1] for b in range(B)] for i in range(2)]
+            seq_lens = torch.tensor(lengths, dtype=torch.int32) + step
+            cache.append(layer, torch.stack(rows[0]), torch.stack(rows[1]), seq_lens)
+    seq_lens = torch.tensor(lengths) + 70
+    for layer in range(L):
+        found = flashq_dequantize(cache.layer(layer), seq_lens)
+        for b, length in enumerate(lengths):
+            bits = cache.layer(layer).bits[b].tolist()
+            whole = length // BLOCK * BLOCK
+            for x, read in zip(texts[layer, b], found, strict=True):
+                for head in range(H):
+                    expected = fake_quantize(x[:whole, head], bits[head])
+                    assert torch.equal(read[b, head, :whole], expected)
+                    # What decoding appended has the prompt's scale, so outliers are cut off: close, not equal.
+                    assert error(read[b, head, whole : length + 70], x[whole:, head]) < (
+                        0.1 if bits[head] == 4 else 0.4
+                    )
+            assert not found[0][b, :, length + 70 :].any()
+
+
+def test_heads_are_selected_by_the_first_chunk_of_each_prompt() -> None:
+    cache = new("turbo-mixed")
+    layer = cache.layer(1)
+    k, v = draw(300, 1)
+    cache.write_prefill(1, 0, 0, k[:128], v[:128])
+    expected = select_bits(head_priority(k[:128].transpose(0, 1), v[:128].transpose(0, 1)), H // 2)
+    assert sorted(expected.tolist()) == [2, 2, 4, 4]
+    assert expected.tolist() != [2, 2, 4, 4], "the heads of a cache without a prompt"
+    assert torch.equal(layer.bits[0], expected)
+    other = k.flip(1) * 7
+    cache.write_prefill(1, 0, 128, other[128:256], v[128:256])
+    assert torch.equal(layer.bits[0], expected)
+    write(cache, 1, 1, other, v.flip(1))
+    assert torch.equal(layer.bits[1], expected.flip(0))
+    assert torch.equal(layer.bits[0], expected)
+    # A new prompt begins anew: scales, heads and records are those of an empty cache.
+    again = new("turbo-mixed")
+    write(again, 1, 0, other[:200], v.flip(1)[:200])
+    write(cache, 1, 0, other[:200], v.flip(1)[:200])
+    for a, b in zip(*(flashq_dequantize(c.layer(1), torch.tensor([200])) for c in (cache, again)), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(cache.layer(1).tail_scale[0], again.layer(1).tail_scale[0])
+
+
+@by_softmax
+@by_codec
+def test_prefill_attention(codec: str, softmax: Softmax) -> None:
+    """Causal attention of each chunk, or of part of one, over its own stage-1 values and the records before it."""
+    cache = new(codec, softmax=softmax)
+    k, v = draw(330, 2)
+    q = 4 * torch.randn(330, 2 * H, D, generator=torch.Generator().manual_seed(3))  # SAS drops weights
+    for start in (0, 128, 256):
+        part = slice(start, start + 128)
+        stop = min(start + 128, 330)
+        found = cache.prefill_attention(0, 1, start, q[part], k[part], v[part], D**-0.5, stop)
+        bits = cache.layer(0).bits[1].tolist()
+
+        def read(x: Tensor, part: slice = part, bits: list[int] = bits) -> Tensor:
+            heads = [fake_quantize(x[: part.start, head], bits[head]) for head in range(H)]
+            return torch.cat([torch.stack(heads), fake_quantize(x[part].transpose(0, 1), 8)], dim=1)
+
+        expected = prefill_attention_ref(q[part], read(k), read(v), D**-0.5, softmax)
+        assert error(found, expected) < 2e-6
+        for first, last in ((0, 64), (64, stop - start), (5, 7)):
+            own = q[start + first : start + last]
+            found = cache.prefill_attention(0, 1, start, own, k[part], v[part], D**-0.5, start + last)
+            assert error(found, expected[first:last]) < 2e-6
+
+
+@by_softmax
+@by_codec
+def test_decode_attention(codec: str, softmax: Softmax) -> None:
+    """On CPU tensors: `A`, `A~` and the sums, over what is read back in fp64."""
+    cache = new(codec, softmax=softmax)
+    lengths = torch.tensor([400, 129], dtype=torch.int32)
+    for b, n in enumerate(lengths.tolist()):
+        k, v = draw(n, 4 + b)
+        write(cache, 1, b, k[:-1], v[:-1])
+    new_k, new_v = (torch.randn(B, H, D, generator=torch.Generator().manual_seed(seed)) for seed in (6, 7))
+    cache.append(1, new_k, new_v, lengths)
+    q = torch.randn(B, 2 * H, D, generator=torch.Generator().manual_seed(8))
+    keys, values = flashq_dequantize(cache.layer(1), lengths, torch.float64)
+    attention = DecodeAttention(cache.layer(1), 2 * H, 128, D**-0.5, CPU)
+    expected, _ = decode_attention_ref(q, keys, values, lengths, D**-0.5, softmax)
+    assert error(attention.full(q, cache.layer(1), lengths), expected) < 2e-6
+    spec, full, sums = speculative_decode_attention_ref(q, keys, values, lengths, 128, D**-0.5, softmax)
+    assert error(attention.predict(q, cache.layer(1), lengths), spec) < 2e-6
+    found_full, found_sums = attention.verify(q, cache.layer(1), lengths)
+    # SAS weights of the rest are relative to a maximum of its own.
+    apart = 2 * RELATIVE_ERROR if softmax == "sas" else 0
+    assert error(found_full, full) < 2e-6 + apart
+    assert error(found_sums.sqrt(), sums.sqrt()) < 1e-5 + apart
+
+
+@by_codec
+def test_filled_cache(codec: str) -> None:
+    """`profile.fill`: what is read has the spread of normal numbers in every layer, request and head."""
+    cache = new(codec)
+    fill(cache, seed=0)
+    for layer in range(L):
+        for x in flashq_dequantize(cache.layer(layer), torch.tensor([500, 500])):
+            std = x.std((2, 3))
+            assert bool(((std > 0.95) & (std < 1.25)).all())  # two bits add a variance of a third
+            assert len(set(x[:, :, 7, 3].flatten().tolist())) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@by_codec
+def test_a_gpu_holds_the_same_bits(codec: str) -> None:
+    caches = [TurboCache(codec, L, B, H, 1000, D, torch.device(device)) for device in ("cpu", "cuda")]
+    lengths = (391, 640)
+    for layer, request in itertools.product(range(L), range(B)):
+        k, v = (x.bfloat16() for x in draw(lengths[request], layer + 2 * request))
+        for cache in caches:
+            write(cache, layer, request, k.to(cache.device), v.to(cache.device))
+    for step in range(1, 130):
+        new_k, new_v = torch.randn(2, B, H, D).bfloat16()
+        seq_lens = torch.tensor(lengths, dtype=torch.int32) + step
+        for layer, cache in itertools.product(range(L), caches):
+            cache.append(layer, new_k.to(cache.device), new_v.to(cache.device), seq_lens.to(cache.device))
+    for name, expected in caches[0]._all.tensors.items():
+        assert torch.equal(getattr(caches[1]._all, name).cpu(), expected), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@by_softmax
+@by_codec
+def test_captured_steps_give_the_tokens_of_simulated_ones(codec: str, softmax: Softmax) -> None:
+    """The demo checkpoint in fp32, past a block edge, at lambda 0."""
+    found = {}
+    for mode in ("off", "simulated"):
+        speculation = {"mode": mode, "threshold": 0.0}
+        engine = Engine.from_pretrained(dtype="fp32", kv_cache=codec, softmax=softmax, speculation=speculation)
+        tokens = engine.stream("The old man walked into the village and said " * 40, SamplingConfig(max_new_tokens=80))
+        found[mode] = [token.token_id for token in tokens]
+        assert engine.uses_graph == (mode == "off")
+        engine.close()
+    assert len(found["off"]) == 80
+    assert found["off"] == found["simulated"]
+
+
+@by_device
+@by_codec
+def test_fused_decoding_takes_over_and_attends_as_the_step_program_appends(codec: str, device: str) -> None:
+    """Over the token that fills a block, and the next one, which reads it from its record; both by a handover."""
+    place, head_dim, num_heads = torch.device(device), 64, 8
+    plain, fused = (TurboCache(codec, 1, 1, 2, 512, head_dim, place) for _ in range(2))
+    k, v = torch.randn(2, 127, 2, head_dim, generator=torch.Generator().manual_seed(4)).to(place)
+    for cache in (plain, fused):
+        cache.write_prefill(0, 0, 0, k, v)
+    seq_lens = torch.tensor([127], dtype=torch.int32, device=place)
+    decode = DecodeCache(fused.layers, seq_lens, num_heads, torch.float32)
+    _, (receiver,) = pairs(place, PairShape(1, 1, 1, 16, num_heads, 2, head_dim), 6)
+    receiver.receives.fill_(1)
+    receiver.own.spec_out.fill_(6 << 32)
+    x = torch.zeros(1, 16, device=place)
+    attention = DecodeAttention(plain.layer(0), num_heads, 128, head_dim**-0.5, place)
+    for seed in range(3):
+        seq_lens += 1
+        new_k, new_v = torch.randn(2, 1, 2, head_dim, generator=torch.Generator().manual_seed(seed)).to(place)
+        q = torch.randn(1, num_heads, head_dim, generator=torch.Generator().manual_seed(9 + seed)).to(place)
+        plain.append(0, new_k, new_v, seq_lens)
+        expected = attention.full(q, plain.layer(0), seq_lens)
+        words = torch.cat([new_k.flatten(), new_v.flatten()]).view(torch.int32).long() & 0xFFFFFFFF | 6 << 32
+        receiver.own.inbox[0, 0, 16:] = words
+        receive_handover(receiver, 0, x, decode.layers[0], seq_lens, torch.empty_like(q), PATIENCE_NS)
+        out, lse = torch.full_like(q, torch.nan), torch.empty(1, num_heads, device=place)
+        decode.attend(0, q, out, lse)
+        assert error(out, expected) < 2**-10
+        decode.compact()
+        for name, tensor in plain.layer(0).tensors.items():
+            assert torch.equal(tensor, getattr(fused.layer(0), name)), name
+
+
+@by_device
+def test_attention_weighs_by_the_softmax_of_the_cache(device: str) -> None:
+    """A prompt, the step program and the fused decoder: with SAS other bits than the exact ones, and close to them."""
+    place, num_heads = torch.device(device), 2 * H
+    k, v = (x.to(place) for x in draw(400, 5))
+    q = 3 * torch.randn(400, num_heads, D, generator=torch.Generator().manual_seed(6)).to(place)
+    seq_lens = torch.tensor([400], dtype=torch.int32, device=place)
+    outs: dict[Softmax, list[Tensor]] = {}
+    for softmax in get_args(Softmax):
+        cache = TurboCache("turbo4", 1, 1, H, 512, D, place, softmax)
+        outs[softmax] = [cache.prefill_attention(0, 0, 0, q, k, v, D**-0.5, 400)]
+        layer, newest = cache.layer(0), q[-1:].contiguous()
+        attention = DecodeAttention(layer, num_heads, 128, D**-0.5, place)
+        outs[softmax] += [attention.full(newest, layer, seq_lens).clone()]
+        outs[softmax] += [attention.predict(newest, layer, seq_lens).clone()]
+        outs[softmax] += [attention.verify(newest, layer, seq_lens)[0].clone()]
+        out, lse = torch.full_like(newest, torch.nan), torch.empty(1, num_heads, device=place)
+        DecodeCache(cache.layers, seq_lens, num_heads, torch.float32).attend(0, newest, out, lse)
+        outs[softmax] += [out]
+    most = 2 * (RELATIVE_ERROR + DROPPED_MASS) * float(v.abs().max())
+    for exact, sas in zip(outs["exact"], outs["sas"], strict=True):
+        assert 0 < float((exact - sas).abs().max()) < most
+
+
+def test_chunks_must_begin_at_a_block() -> None:
+    with pytest.raises(AssertionError, match="begins at 32"):
+        new("turbo4").write_prefill(0, 0, 32, *draw(4, 0))
+
+
+def test_what_a_codec_refuses() -> None:
+    for codec in ("bf16", *TURBO_CODECS):
+        check_codec(codec, MODEL, 4)
+    with pytest.raises(UserError, match=r"kv_cache: turbo-mixed needs two KV heads on a rank, found 1"):
+        check_codec("turbo-mixed", MODEL, 8)
+    check_codec("turbo4", MODEL, 8)
+    with pytest.raises(UserError, match=r"kv_cache: turbo2 needs a head_dim of 64 or 128, the model has 96"):
+        check_codec("turbo2", MODEL.model_copy(update={"head_dim": 96}), 1)
+    # 32 query heads: eight for each of 4 KV heads, nine of 36 query heads.
+    check_codec("turbo4", MODEL.model_copy(update={"num_kv_heads": 4}), 1)
+    with pytest.raises(
+        UserError, match=r"kv_cache: turbo4 takes up to 8 query heads for each KV head, the model has 9"
+    ):
+        check_codec("turbo4", MODEL.model_copy(update={"num_qo_heads": 36, "num_kv_heads": 4}), 1)
+    check_codec("bf16", MODEL.model_copy(update={"head_dim": 96}), 8)
+
+
+def test_small_heads_are_refused_on_gpus() -> None:
+    """Before anything is loaded: decode attention would not compile."""
+    for head_dim in (2, 14):
+        small = MODEL.model_copy(update={"head_dim": head_dim})
+        check_head_dim(small, torch.device("cpu"))
+        with pytest.raises(UserError, match=rf"head_dim: expected 16 or more on a GPU, the model has {head_dim}; use"):
+            check_head_dim(small, torch.device("cuda"))
+    check_head_dim(MODEL.model_copy(update={"head_dim": 16}), torch.device("cuda"))

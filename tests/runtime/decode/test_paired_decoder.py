@@ -1,0 +1,220 @@
+"""Steps of two paired groups over the fused kernels, both ranks in one process, against the simulated step program, and
+with forced verdicts against one rank: bit for bit.
+
+The interpreter cannot wait, so in each layer the rank that sends goes first; who that is, the devices' priorities say.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import Speculation
+from alspec.kernels.attention.dispatch import KVLayer
+from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.comm.mailbox import Handover, PairShape
+from alspec.models.checkpoint.checkpoint import Checkpoint
+from alspec.models.llama import Llama, load_weights
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import Cache, new_cache
+from alspec.runtime.cache.decode_cache import DecodeCache
+from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
+from alspec.runtime.decode.eager_step import DecodeState, StepProgram
+from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.paired_decoder import PairedDecoder, Pairing
+from alspec.runtime.decode.prefill import prefill
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.distributed.transport import Transport
+
+CPU = torch.device("cpu")
+S = 128
+# The second step fills a block, which the third reads.
+PROMPT = torch.randint(256, (382,), generator=torch.Generator().manual_seed(2)).tolist()
+STEPS = 3
+
+
+class Pair:
+    """Two ranks with the same model, each with its own cache and memory."""
+
+    def __init__(
+        self, model: Llama, threshold: float, codec: str, forced: Tensor | None = None, stops_early: bool = True
+    ) -> None:
+        config, self.model = model.config, model
+        transport = Transport(Placement(), CPU, "gloo", None)
+        shape = PairShape(
+            config.num_layers, 1, 1, config.hidden_size, config.num_qo_heads, config.num_kv_heads, config.head_dim
+        )
+        memories = [torch.zeros(sum(shape.field_words()), dtype=torch.int64) for _ in range(2)]
+        meetings = torch.zeros(2, 2, dtype=torch.int64)
+        self.epoch = torch.ones(1, dtype=torch.int32)
+        self.ranks = []
+        self.caches = [_cache(config, codec) for _ in range(2)]
+        for group, cache in enumerate(self.caches):
+            prefill(model, cache, transport, 0, PROMPT, no_operation)
+            exchange = Exchange(torch.zeros(1, config.hidden_size), self.epoch, torch.zeros(1, dtype=torch.int32))
+            own, paired = memories[group], memories[1 - group]
+            handover = Handover.build(
+                shape, exchange, group, 1 - group, own, paired, [own.data_ptr()],
+                meetings[group], [meeting.data_ptr() for meeting in meetings],
+            )  # fmt: skip
+            pairing = Pairing(
+                threshold=threshold,
+                chunk_size=S,
+                hits=torch.full((config.num_layers, 1), -1, dtype=torch.int32),
+                live=torch.ones(1, dtype=torch.int32),
+                forced=forced,
+            )
+            sums = torch.full((1, shape.num_sums, 2), torch.nan)
+            logit_exchange = LogitExchange(torch.zeros(1, config.vocab_size), self.epoch, exchange.fault)
+            buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
+            self.ranks.append(
+                PairedDecoder(
+                    config, model.weights, model.inv_freq, cache.layers, buffers, exchange, logit_exchange,
+                    transport.all_reduce, transport.all_gather_world, pairing, handover, sums, stops_early,
+                )
+            )  # fmt: skip
+
+    def in_order(self) -> list[PairedDecoder]:
+        """The rank that will send, then the other."""
+        return sorted(self.ranks, key=lambda rank: -self._rank_of(rank))
+
+    def _rank_of(self, rank: PairedDecoder) -> int:
+        own, other = rank.handover.priority.tolist()
+        # A receiver that waits for its verdict stands at (1, 2); the old sender's own priority says how it ended.
+        return {(2, 0): 3, (2, 1): 3, (1, 2): 2, (0, 1): 1, (0, 2): 0}[own, other]
+
+    def step(self, token_id: int, seq_len: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Logits [1, V] and hits [L, 1] on both ranks."""
+        for rank in self.ranks:
+            rank.buffers.token_ids.fill_(token_id)
+            rank.buffers.seq_lens.fill_(seq_len)
+            rank.embed()
+        for layer in range(self.model.num_layers):
+            for rank in self.ranks:
+                rank.pre_attention(layer)
+            for rank in self.in_order():
+                rank.attention(layer)
+            for rank in self.ranks:
+                rank.post_attention(layer)
+        for rank in self.in_order():
+            rank.finish_layers()
+        for rank in self.ranks:
+            rank.logits()
+        self.epoch += 1
+        return [rank.buffers.logits for rank in self.ranks], [rank.pairing.hits.bool() for rank in self.ranks]
+
+
+class OneRank:
+    """What two groups with these verdicts should compute, by the same kernels: `A~` or `A` goes on in each layer."""
+
+    def __init__(self, model: Llama, verdicts: tuple[int, ...]) -> None:
+        config, self.verdicts = model.config, verdicts
+        transport = Transport(Placement(), CPU, "gloo", None)
+        self.cache = _cache(config, "bf16")
+        prefill(model, self.cache, transport, 0, PROMPT, no_operation)
+        epoch, fault = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        self.buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
+        self.decoder = Decoder(
+            config, model.weights, model.inv_freq, self.cache.layers, self.buffers,
+            Exchange(torch.zeros(1, config.hidden_size), epoch, fault),
+            LogitExchange(torch.zeros(1, config.vocab_size), epoch, fault), transport.all_reduce,
+            transport.all_gather_world,
+        )  # fmt: skip
+        self.attention = DecodeCache(self.cache.layers, self.buffers.seq_lens, config.num_qo_heads, torch.float32)
+
+    def step(self, token_id: int, seq_len: int) -> Tensor:
+        """Logits [1, V]."""
+        at, decoder = self.buffers, self.decoder
+        at.token_ids.fill_(token_id)
+        at.seq_lens.fill_(seq_len)
+        sums = torch.empty(1, num_sums(*at.q.shape[1:]), 2)
+        speculation = Speculation(S, torch.empty_like(at.attn_out), sums)
+        decoder.embed()
+        for layer, accepted in enumerate(self.verdicts):
+            decoder.pre_attention(layer)
+            self.attention.attend(layer, at.q, at.attn_out, at.lse, speculation)
+            assert not torch.equal(at.attn_out, speculation.spec_out)
+            if accepted:
+                at.attn_out.copy_(speculation.spec_out)
+            decoder.post_attention(layer)
+        decoder.logits()
+        return at.logits
+
+
+def _cache(config: LlamaConfig, codec: str) -> Cache:
+    return new_cache(codec, config, 1, 1, len(PROMPT) + STEPS, torch.float32, CPU)
+
+
+def _tensors(cache: Cache) -> dict[str, Tensor]:
+    return cache.layers._asdict() if isinstance(cache.layers, KVLayer) else cache.layers.tensors
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.35, math.inf])
+@pytest.mark.parametrize("codec", ["bf16", "turbo-mixed"])
+def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue("small_folder" if codec == "bf16" else "turbo_folder")
+    config = LlamaConfig.from_folder(folder)
+    weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
+    transport = Transport(Placement(), CPU, "gloo", None)
+    model = Llama(config, weights, transport)
+    cache = _cache(config, codec)
+    prefill(model, cache, transport, 0, PROMPT, no_operation)
+    program = StepProgram(model, cache, transport, "simulated", threshold, S, no_operation)
+    pair = Pair(model, threshold, codec)
+    token_id, verdicts = 5, set()
+    for step in range(1, STEPS + 1):
+        seq_len = len(PROMPT) + step
+        state = DecodeState(
+            torch.tensor([token_id]), torch.tensor([seq_len], dtype=torch.int32), torch.ones(1, dtype=torch.bool)
+        )
+        expected = program.run(state)
+        assert expected.hits is not None
+        logits, hits = pair.step(token_id, seq_len)
+        for found, found_hits in zip(logits, hits, strict=True):
+            assert torch.equal(found_hits, expected.hits)
+            assert (found - expected.logits).norm() < (1e-4 if codec == "bf16" else 5e-3) * expected.logits.norm()
+        assert torch.equal(*logits)
+        for name, tensor in _tensors(pair.caches[0]).items():
+            assert torch.equal(tensor, _tensors(pair.caches[1])[name]), name
+        verdicts |= set(expected.hits.flatten().tolist())
+        token_id = int(expected.logits.argmax())
+    assert verdicts == {0.0: {False}, math.inf: {True}}.get(threshold, {False, True})
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "stops_early"),
+    [
+        *((verdicts, True) for verdicts in ((1, 1, 1, 1, 1), (0, 0, 0, 0, 0), (1, 0, 0, 1, 1), (0, 1, 0, 1, 0))),
+        *((verdicts, False) for verdicts in ((1, 0, 0, 1, 1), (0, 0, 1, 1, 0))),
+    ],
+    ids=str,
+)
+def test_forced_verdicts_leave_the_bits_of_one_group(
+    small_folder: Path, verdicts: tuple[int, ...], stops_early: bool
+) -> None:
+    """Each sequence of roles. The second step begins with the other group where an odd number of layers accepts."""
+    config = LlamaConfig.from_folder(small_folder)
+    weights = load_weights(Checkpoint.open(small_folder, config), config, Placement().shard, torch.float32, CPU)
+    layers = (weights.layers * 2)[: len(verdicts)]
+    model = Llama(
+        config.model_copy(update={"num_layers": len(layers)}),
+        replace(weights, layers=layers),
+        Transport(Placement(), CPU, "gloo", None),
+    )
+    pair = Pair(model, 0.1, "bf16", torch.tensor(verdicts, dtype=torch.int32), stops_early)
+    one = OneRank(model, verdicts)
+    for step, token_id in enumerate((5, 77), 1):
+        expected = one.step(token_id, len(PROMPT) + step)
+        logits, hits = pair.step(token_id, len(PROMPT) + step)
+        for rank, cache, found, found_hits in zip(pair.ranks, pair.caches, logits, hits, strict=True):
+            assert torch.equal(found, expected)
+            assert torch.equal(rank.buffers.x, one.buffers.x)
+            assert found_hits.flatten().tolist() == list(map(bool, verdicts))
+            for name, tensor in _tensors(one.cache).items():
+                assert torch.equal(_tensors(cache)[name], tensor), name

@@ -1,0 +1,138 @@
+"""Fused steps of two paired groups that talk by collectives, over Gloo, against the simulated step program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jobs
+import pytest
+import torch
+from paths import WORKERS
+
+from alspec.models.checkpoint.checkpoint import Checkpoint
+from alspec.models.llama import Llama, load_weights
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import new_cache
+from alspec.runtime.decode.decoder import Decoder
+from alspec.runtime.decode.eager_step import DecodeState, StepProgram
+from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.prefill import prefill
+from alspec.runtime.decode.swapped_decoder import SwappedDecoder
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.distributed.transport import Transport
+
+CPU = torch.device("cpu")
+S = 128
+GENERATOR = torch.Generator().manual_seed(2)
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(256, (length,), generator=GENERATOR).tolist()
+
+
+# A step has 3 layers, and the groups begin a threshold as they ended the one before. In the batch the requests end at
+# other steps, and one is too short to leave tokens out.
+CASES: dict[str, dict[str, Any]] = {
+    "one request": {
+        "kv_cache": "bf16",
+        "prompts": [prompt(341)],
+        "live_steps": [9],
+        "thresholds": [{"value": "0.2", "steps": 3}, {"value": "inf", "steps": 1}],
+    },
+    "ragged batch": {
+        "kv_cache": "bf16",
+        "prompts": [prompt(350), prompt(70), prompt(333)],
+        "live_steps": [1, 9, 2],
+        "thresholds": [{"value": "0.2", "steps": 3}],
+    },
+}
+# Over a quantised cache: the second step fills a block, which the third reads.
+QUANTISED: dict[str, Any] = {
+    "kv_cache": "turbo-mixed",
+    "prompts": [prompt(382)],
+    "live_steps": [9],
+    "thresholds": [{"value": "0.35", "steps": 3}],
+}
+
+
+def run_ranks(folder: Path, model: Path, world_size: int, cases: list[dict[str, Any]]) -> list[Any]:
+    """What each rank recorded."""
+    (folder / "spec.json").write_text(json.dumps({"model": str(model), "cases": cases}))
+    worker = WORKERS / "swap_worker.py"
+    jobs.run_ranks(worker, world_size, folder, timeout_s=600, TRITON_INTERPRET="1")
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
+    """The reference: each step's tokens and hits, in one process."""
+    config = LlamaConfig.from_folder(folder)
+    weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
+    transport = Transport(Placement(), CPU, "gloo", None)
+    model = Llama(config, weights, transport)
+    prompts = case["prompts"]
+    capacity = max(map(len, prompts)) + 9
+    cache = new_cache(case["kv_cache"], config, 1, len(prompts), capacity, torch.float32, CPU)
+    found = []
+    for threshold in case["thresholds"]:
+        program = StepProgram(model, cache, transport, "simulated", float(threshold["value"]), S, no_operation)
+        tokens = [
+            int(prefill(model, cache, transport, request, ids, no_operation)[0].argmax())
+            for request, ids in enumerate(prompts)
+        ]
+        for step in range(threshold["steps"]):
+            result = program.run(
+                DecodeState(
+                    torch.tensor(tokens),
+                    torch.tensor([len(ids) + 1 + step for ids in prompts], dtype=torch.int32),
+                    torch.tensor([step < limit for limit in case["live_steps"]]),
+                )
+            )
+            assert result.hits is not None
+            tokens = result.logits.argmax(1).tolist()
+            found.append({"tokens": tokens, "hits": result.hits.int().tolist(), "fault": 0})
+    return found
+
+
+def check(folder: Path, work: Path, world_size: int, cases: list[dict[str, Any]]) -> None:
+    """Every rank's steps are the simulated ones, and paired ranks end with the same cache."""
+    expected = [simulated(folder, case) for case in cases]
+    ranks = run_ranks(work, folder, world_size, cases)
+    for found in ranks:
+        assert [case["steps"] for case in found] == expected
+    for first, second in zip(ranks[: world_size // 2], ranks[world_size // 2 :], strict=True):
+        assert first == second
+    for steps in expected:
+        assert {hit for step in steps[:3] for layer in step["hits"] for hit in layer} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the interpreter is slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tokens_and_hits_are_those_of_one_group(small_folder: Path, tmp_path: Path, world_size: int) -> None:
+    check(small_folder, tmp_path, world_size, list(CASES.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_quantised_cache_past_the_end_of_a_block(turbo_folder: Path, tmp_path: Path) -> None:
+    check(turbo_folder, tmp_path, 2, [QUANTISED])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_forced_verdicts_do_not_look_at_the_sums(small_folder: Path, tmp_path: Path) -> None:
+    thresholds = [{"value": "0", "steps": 2, "forced": [1, 0, 1]}, {"value": "inf", "steps": 1, "forced": [0, 0, 0]}]
+    first, second = run_ranks(tmp_path, small_folder, 2, [CASES["one request"] | {"thresholds": thresholds}])
+    assert first == second
+    assert [step["hits"] for step in first[0]["steps"]] == [[[1], [0], [1]]] * 2 + [[[0]] * 3]
+
+
+@pytest.mark.parametrize(("tp_size", "priority"), [(1, 0), (2, -1), (4, -1)])
+def test_only_groups_of_several_ranks_are_captured_with_priority(tp_size: int, priority: int) -> None:
+    decoder = object.__new__(SwappedDecoder)
+    decoder.exchange = mock.Mock(tp_size=tp_size)
+    assert decoder.stream_priority == priority
+    assert object.__new__(Decoder).stream_priority == 0

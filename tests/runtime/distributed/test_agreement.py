@@ -1,0 +1,105 @@
+"""What ranks tell each other: every text arrives, however far one is ahead, and none stays for good."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from alspec.errors import UserError
+from alspec.runtime.distributed.agreement import Agreement
+from alspec.runtime.distributed.placement import Placement
+
+WORLD = 3
+
+
+def on_ranks(store: dist.Store, work: Callable[[Agreement, int], Any]) -> list[Any]:
+    """Run `work` on each rank, all of them threads of this process."""
+    store.set_timeout(timedelta(seconds=5))
+
+    def run(rank: int) -> Any:
+        return work(Agreement(Placement(rank, WORLD), dist.PrefixStore("job", store)), rank)
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        return list(threads.map(run, range(WORLD)))
+
+
+def test_texts_of_all_calls_arrive_and_old_ones_go() -> None:
+    """A rank that only reads, or is quick, may be calls ahead of one that is slow."""
+    store = dist.HashStore()
+    kinds = random.Random(0).choices(["exchange", "broadcast"], k=60)
+
+    def work(agreement: Agreement, rank: int) -> None:
+        pauses = random.Random(rank)
+        for call, kind in enumerate(kinds):
+            time.sleep(pauses.choice([0.0, 0.0, 0.003]))
+            if kind == "exchange":
+                assert agreement.exchange(f"{call} of {rank}") == [f"{call} of {other}" for other in range(WORLD)]
+            else:
+                assert agreement.broadcast(None if rank else f"{call} of all") == f"{call} of all"
+        agreement.exchange("the last one")
+
+    on_ranks(store, work)
+    assert store.num_keys() == WORLD
+
+
+def test_long_values_are_compared_and_not_told() -> None:
+    """They may be prompts of a hundred thousand tokens."""
+    store = dist.HashStore()
+
+    def work(agreement: Agreement, rank: int) -> str:
+        same = {"prompt": "long " * 10_000, "ids": repr([1] * 10_000), "seed": 3, "stop": ["a"] * 1000}
+        agreement.require_same(same)
+        stored = store.get(f"job/alspec/exchange/0/{rank}")
+        assert len(stored) < 1000
+        with pytest.raises(UserError) as error:
+            agreement.require_same(same | {"prompt": "long " * 10_000 + str(rank)})
+        return str(error.value)
+
+    for message in on_ranks(store, work):
+        beginning = ("long " * 8)[:40]
+        value = rf"'{beginning}\.\.\. \(SHA-256 [0-9a-f]{{64}}\)'"
+        assert re.match(f"ranks disagree on prompt: rank . has {value}, rank . has {value}; give the same", message)
+
+
+def test_short_values_are_told() -> None:
+    def work(agreement: Agreement, rank: int) -> None:
+        with pytest.raises(
+            UserError, match=r"ranks disagree on seed: rank . has ., rank . has .; give the same to all"
+        ):
+            agreement.require_same({"seed": rank})
+
+    on_ranks(dist.HashStore(), work)
+
+
+def test_those_who_come_in_time_are_gathered() -> None:
+    """One rank is late, and one never comes: whoever waits sees all that have come, in its own time."""
+
+    def work(agreement: Agreement, rank: int) -> tuple[list[str], float]:
+        if rank == 2:
+            return [], 0.0
+        time.sleep(0.2 * rank)
+        started = time.monotonic()
+        return agreement.gather_within("call/1", f"of {rank}", 1.0), time.monotonic() - started
+
+    (first, first_s), (second, second_s), _ = on_ranks(dist.HashStore(), work)
+    assert first == second == ["of 0", "of 1"]
+    assert min(first_s, second_s) >= 1.0
+    assert max(first_s, second_s) < 2.0
+
+
+def test_once_all_have_come_nobody_waits() -> None:
+    def work(agreement: Agreement, rank: int) -> list[list[str]]:
+        return [agreement.gather_within(f"call/{call}", f"{call} of {rank}", 20.0) for call in range(3)]
+
+    started = time.monotonic()
+    for found in on_ranks(dist.HashStore(), work):
+        assert found == [[f"{call} of {rank}" for rank in range(WORLD)] for call in range(3)]
+    assert time.monotonic() - started < 10.0

@@ -1,0 +1,414 @@
+"""Where a job's words can travel: what the self-test compares, what all ranks agree on, what a user is told."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from alspec.errors import DoesNotFitError, UserError, one_line
+from alspec.kernels.comm.ll_packets import unpack_words
+from alspec.kernels.comm.mailbox import PairShape
+from alspec.kernels.linear.push import lm_head, push_partial
+from alspec.kernels.norm.residual import new_residual, reduce_norm
+from alspec.kernels.sampling.next_token import collect_logits
+from alspec.runtime.distributed import peer_memory as module
+from alspec.runtime.distributed.host_memory import HostMemoryError
+from alspec.runtime.distributed.placement import Placement, WordsIn
+from alspec.runtime.engine.engine import Engine
+
+ZERO, LAST_BIT = 0, 1
+NEGATIVE_ZERO = torch.tensor(-0.0).view(torch.int32).item()
+
+# Squares of the large numbers, which nobody compares.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+
+
+@pytest.fixture(autouse=True)
+def _signed_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter sums begin with NumPy's +0.0, which a GPU does not add: there a sum of -0.0 would be 0.0."""
+
+    def total(reduction: Any, values: Any) -> Any:
+        data = values.handle.data
+        first = -0.0 if data.dtype.kind == "f" else 0
+        sums = np.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, initial=first)
+        return reduction.to_tensor(sums, values.dtype)
+
+    monkeypatch.setattr(interpreter.ReduceOps, "sum", total)
+
+
+class Job:
+    """The self-tests of all ranks in one process, one after the other: memory that all reach, and an all-reduce."""
+
+    def __init__(self, world_size: int, device: torch.device, words_in: WordsIn = "symm") -> None:
+        self.world_size, self.device, self._words_in = world_size, device, words_in
+        self.memories: list[Tensor] = []
+        self.given: dict[int, Tensor] = {}  # what each rank has put into the all-reduce
+        for rank in range(world_size):
+            self.self_test(rank)  # in vain: it sends its words, and those of later ranks are not there
+
+    def self_test(self, rank: int) -> str:
+        def allocate(_way: WordsIn, sizes: list[int], _homes: Any, _transport: Any) -> list[list[Tensor]]:
+            if not self.memories:
+                places = 1 if self._words_in == "host" else self.world_size
+                each = [torch.zeros(sizes[0], dtype=torch.int64, device=self.device) for _ in range(places)]
+                self.memories = each * (self.world_size // places)
+            return [self.memories]
+
+        def all_reduce(values: Tensor) -> None:
+            self.given[rank] = values.clone()
+            values.copy_(self.sums())
+
+        transport = SimpleNamespace(
+            placement=Placement(rank=rank, world_size=self.world_size), device=self.device, synchronize=lambda: None
+        )
+        with (
+            mock.patch.object(module, "allocate_words", allocate),
+            mock.patch.object(module.dist, "all_reduce", all_reduce),
+            mock.patch.object(module, "TEST_PATIENCE_NS", 10**7),
+        ):
+            return module._differs_from_nccl(self._words_in, transport)
+
+    def sums(self) -> Tensor:
+        """Of what has been given, in rank order; not by `torch.sum`, which begins with +0.0."""
+        first, *others = (values for _, values in sorted(self.given.items()))
+        for values in others:
+            first = first + values
+        return first
+
+    def words(self, reader: int, writer: int) -> Tensor:
+        """[channels, 2] int32, value and epoch: what one rank has sent to another."""
+        return self.memories[reader].view(self.world_size, -1)[writer].view(torch.int32).view(-1, 2)
+
+
+@pytest.mark.parametrize("words_in", ["symm", "host"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_right_sums_pass_on_every_rank(device: torch.device, world_size: int, words_in: WordsIn) -> None:
+    job = Job(world_size, device, words_in)
+    assert [job.self_test(rank) for rank in range(world_size)] == [""] * world_size
+    sums = job.sums()
+    is_zero = sums == 0
+    assert (is_zero & sums.signbit()).any(), "no -0.0 is compared"
+    assert ((sums.abs() < torch.finfo(torch.float32).tiny) & ~is_zero).any(), "no subnormal number is compared"
+    assert {-3e38, 3e38} <= {round(value, -37) for value in sums.tolist()}
+
+
+def places_of(kind: str, values: Tensor) -> Tensor:
+    """Channels in which a rank's own values are of this kind."""
+    is_subnormal = (values.abs() < torch.finfo(torch.float32).tiny) & (values != 0)
+    kinds = {
+        "negative zero": (values == 0) & values.signbit(),
+        "subnormal": is_subnormal,
+        "large": values.abs() > 2e38,
+        "integer": (values.abs() >= 1) & (values.abs() <= 1000),
+    }
+    return kinds[kind].nonzero().flatten()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "flipped"),
+    [
+        pytest.param("negative zero", NEGATIVE_ZERO, id="-0.0 became 0.0"),
+        pytest.param("subnormal", None, id="subnormal flushed to 0.0"),
+        pytest.param("large", LAST_BIT, id="large number off by its last bit"),
+        pytest.param("integer", LAST_BIT << 23, id="integer off by a factor of two"),
+    ],
+)
+def test_a_value_that_arrives_wrong_is_found(
+    device: torch.device, world_size: int, kind: str, flipped: int | None
+) -> None:
+    """One word, from one rank to one other: that rank says so, and nobody else. Bits are compared, not numbers."""
+    for reader, writer in ((0, world_size - 1), (world_size - 1, 0)):
+        job = Job(world_size, device)
+        place = int(places_of(kind, job.given[writer])[-1])
+        word = job.words(reader, writer)[place]
+        right = job.sums()[place].item()
+        word[0] = ZERO if flipped is None else word[0] ^ flipped
+        values = [job.given[rank][place].clone() for rank in range(world_size)]
+        values[writer] = word[0].view(torch.float32)
+        wrong = sum(values[1:], values[0]).item()
+        assert job.self_test(reader) == f"wrong sum: {wrong!r} for {right!r}", (reader, writer)
+        assert not any(job.self_test(rank) for rank in range(world_size) if rank != reader), (reader, writer)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_word_that_is_wrong_in_the_hosts_memory_is_found_by_all_others(device: torch.device, world_size: int) -> None:
+    job, writer = Job(world_size, device, "host"), 1
+    job.words(0, writer)[int(places_of("integer", job.given[writer])[0])][0] ^= LAST_BIT << 23
+    found = [job.self_test(rank) for rank in range(world_size) if rank != writer]
+    assert all(told.startswith("wrong sum") for told in found), found
+    assert job.self_test(writer) == "", "it has its own, and pushes it again"
+    assert [job.self_test(rank) for rank in range(world_size)] == [""] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_word_that_does_not_arrive_is_found(device: torch.device, world_size: int) -> None:
+    job = Job(world_size, device)
+    job.words(0, 1)[200] = 0  # as the memory was
+    found = [job.self_test(rank) for rank in range(world_size)]
+    # The interpreter does not wait, and notes no fault: there the missing value is NaN.
+    assert found[0] == ("a word did not arrive" if device.type == "cuda" else "wrong sum: nan for -0.0")
+    assert found[1:] == [""] * (world_size - 1)
+
+
+class Ranks:
+    """The exchanges of all ranks of a job in one process."""
+
+    def __init__(self, device: torch.device, words_in: WordsIn, tp_size: int, num_groups: int, **shape: int) -> None:
+        world_size = tp_size * num_groups
+        self._memories: list[Tensor] = []  # what ranks share, or each has
+        self._device, self._world_size = device, world_size
+        pair = PairShape(2, shape["batch_size"], tp_size, shape["hidden_size"], 2, 1, 16) if num_groups == 2 else None
+        self.exchanges, self.logit_exchanges, self.handovers = [], [], []
+        for rank in range(world_size):
+            placement = Placement(rank, world_size, rank, world_size, num_groups)
+            transport: Any = SimpleNamespace(placement=placement, device=device, barrier=lambda: None)
+            with (
+                mock.patch.object(module, "share_host_memory", self._shared),
+                mock.patch.object(module._SymmetricMemory, "empty_strided_p2p", partial(self._own, rank)),
+                mock.patch.object(module.symm_mem, "rendezvous", self._rendezvous),
+                mock.patch.object(module.dist, "group", mock.Mock()),
+            ):
+                found = module.exchanges(transport, words_in, 4, **shape, pair=pair)
+            self.exchanges.append(found[0])
+            self.logit_exchanges.append(found[1])
+            self.handovers.append(found[2])
+
+    def _shared(self, num_words: int, _: Any) -> Tensor:
+        if not self._memories:
+            self._memories = [torch.zeros(num_words, dtype=torch.int64, device=self._device)]
+        return self._memories[0]
+
+    def _own(self, rank: int, size: tuple[int], *_: Any) -> Tensor:
+        if not self._memories:
+            self._memories = [
+                torch.zeros(size, dtype=torch.int64, device=self._device) for _ in range(self._world_size)
+            ]
+        return self._memories[rank]
+
+    def _rendezvous(self, *_: Any) -> SimpleNamespace:
+        return SimpleNamespace(world_size=self._world_size, get_buffer=lambda rank, *_: self._memories[rank])
+
+    @property
+    def num_words(self) -> int:
+        """Of what ranks share, or of the symmetric memory of all."""
+        return sum(memory.numel() for memory in self._memories)
+
+
+@pytest.mark.parametrize("words_in", ["symm", "host"])
+@pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
+def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups: int, words_in: WordsIn) -> None:
+    """Partial sums of a group's ranks and logits of all, of odd sizes, over several steps."""
+    batch, hidden, inputs, vocab, slot = 2, 80, 32, 37, 1
+    world_size = tp_size * num_groups
+    ranks = Ranks(device, words_in, tp_size, num_groups, batch_size=batch, hidden_size=hidden, vocab_size=vocab)
+    generator = torch.Generator().manual_seed(tp_size)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(device)
+
+    shards, weights = random(world_size, -(-vocab // world_size), inputs), random(world_size, hidden, inputs)
+    gamma, ones = random(hidden), torch.ones(batch, 1, device=device) * inputs  # of inputs that are normal already
+    for _ in range(2):
+        x, begin = random(world_size, batch, inputs), random(batch, hidden)
+        for rank in range(world_size):
+            push_partial(x[rank], weights[rank], ranks.exchanges[rank], slot)
+            lm_head(x[0], ones, shards[rank], ranks.logit_exchanges[rank], 0.0, slot)
+        for exchange, logit_exchange in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+            first = exchange.rank - exchange.tp_rank
+            out, x_norm, square_sums = new_residual(batch, hidden, torch.float32, device)
+            out.copy_(begin)
+            reduce_norm(exchange, slot, 10**9, out, gamma, x_norm, square_sums)
+            partials = [x[rank].double() @ weights[rank].double().T for rank in range(first, first + tp_size)]
+            torch.testing.assert_close(out.double(), begin.double() + sum(partials), rtol=1e-5, atol=1e-5)
+            assert logit_exchange.words is not None
+            logits = unpack_words(logit_exchange.words, int(exchange.epoch))
+            expected = torch.einsum("bk,wrk->bwr", x[0].double(), shards.double())
+            torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+        for exchange in ranks.exchanges:
+            exchange.epoch.add_(1)
+
+
+@pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_size: int, num_groups: int) -> None:
+    """Sums once for each group and logits once; mailboxes are each rank's own, and overlap with nothing."""
+    shape = {"batch_size": 3, "hidden_size": 80, "vocab_size": 37}
+    ranks, apart = (Ranks(device, way, tp_size, num_groups, **shape) for way in ("host", "symm"))
+    world_size = tp_size * num_groups
+    first = {exchange.rank - exchange.tp_rank: exchange.words for exchange in ranks.exchanges}
+    ranges = []
+    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+        assert logits.words is not None
+        assert logits.peers is not None
+        assert logits.own_words is not None
+        assert logits.words.data_ptr() == ranks.logit_exchanges[0].words.data_ptr()
+        assert logits.peers.tolist() == [logits.words.data_ptr(), logits.own_words.data_ptr()]
+        if tp_size > 1:
+            assert exchange.words is not None
+            assert exchange.peers is not None
+            assert exchange.own_words is not None
+            assert exchange.words.data_ptr() == first[exchange.rank - exchange.tp_rank].data_ptr()
+            assert exchange.peers.tolist() == [exchange.words.data_ptr(), exchange.own_words.data_ptr()]
+    boxes = [handover.own.inbox for handover in ranks.handovers if handover is not None]
+    assert len({box.data_ptr() for box in boxes}) == len(boxes) == (world_size if num_groups == 2 else 0)
+    own = [handover for handover in ranks.handovers if handover is not None]
+    fields = [logits.words, *(words for words in first.values() if words is not None)]
+    fields += [each.own_words for each in (*ranks.exchanges, *ranks.logit_exchanges) if each.own_words is not None]
+    fields += [each for handover in own for each in (*vars(handover.own).values(), handover.meeting)]
+    ranges = sorted((field.data_ptr(), field.data_ptr() + 8 * field.numel()) for field in fields if field.numel())
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
+    assert ranks.num_words < apart.num_words
+
+
+@pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
+    device: torch.device, tp_size: int, num_groups: int
+) -> None:
+    batch, hidden, vocab, slot = 2, 80, 37, 3
+    shape = {"batch_size": batch, "hidden_size": hidden, "vocab_size": vocab}
+    ranks, world_size = Ranks(device, "host", tp_size, num_groups, **shape), tp_size * num_groups
+    generator = torch.Generator().manual_seed(tp_size)
+    rows = -(-vocab // world_size)
+    partials = torch.randn(world_size, batch, hidden, generator=generator).to(device)
+    shards = torch.randn(world_size, batch, rows, generator=generator).to(device)
+    sums_weight, rows_weight = torch.eye(hidden, device=device), torch.eye(rows, device=device)
+    ones = torch.full((batch, 1), float(rows), device=device)  # of inputs that are normal already
+    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+        push_partial(partials[exchange.rank], sums_weight, exchange, slot)
+        lm_head(shards[exchange.rank], ones, rows_weight, logits, 0.0, slot)
+    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+        first = exchange.rank - exchange.tp_rank
+        shared = [logits.words[:, exchange.rank]]
+        if tp_size > 1:
+            shared.append(exchange.words[:, :, exchange.tp_rank])
+        before = [words.clone() for words in shared]
+        for words in shared:
+            words.zero_()
+        x, *norm = new_residual(batch, hidden, torch.float32, device)
+        reduce_norm(exchange, slot, 10**7, x, torch.ones(hidden, device=device), *norm)
+        torch.testing.assert_close(x, partials[first : first + tp_size].sum(0))
+        found = torch.zeros(batch, vocab, device=device)
+        best, best_token = torch.zeros(batch, 1, device=device), torch.zeros(batch, 1, dtype=torch.int32, device=device)
+        collect_logits(logits, logits.shard, 10**7, slot, found, best, best_token)
+        torch.testing.assert_close(found, shards.transpose(0, 1).flatten(1)[:, :vocab])
+        assert int(exchange.fault) == 0
+        for words, old in zip(shared, before, strict=True):
+            words.copy_(old)
+
+
+@pytest.mark.parametrize(
+    ("reach", "wrong", "expected"),
+    [
+        pytest.param(["", ""], ["", ""], "", id="all well"),
+        pytest.param(["no way to GPU 1", "no way to GPU 1"], None, "no way to GPU 1", id="out of reach"),
+        pytest.param(["", "no way to GPU 0"], None, "rank 1: no way to GPU 0", id="one out of reach"),
+        pytest.param(["", ""], ["wrong sum", ""], "symmetric memory failed: wrong sum", id="wrong sum"),
+        pytest.param(["", ""], ["", "wrong sum"], "symmetric memory failed: rank 1: wrong sum", id="others' wrong sum"),
+        pytest.param(
+            ["", ""],
+            [RuntimeError("no fabric handle\nat line 3"), ""],
+            "symmetric memory failed: no fabric handle",
+            id="allocation fails",
+        ),
+        pytest.param(
+            ["", ""], ["", RuntimeError()], "symmetric memory failed: rank 1: RuntimeError", id="says nothing"
+        ),
+    ],
+)
+def test_every_rank_decides_alike(reach: list[str], wrong: list[str | RuntimeError] | None, expected: str) -> None:
+    """What one finds all are told, after as many questions to each other."""
+    for rank in (0, 1):
+        told = [reach, [one_line(each) if isinstance(each, Exception) else each for each in wrong or ()]]
+
+        def first_reason(own: str, told: list[list[str]] = told, rank: int = rank) -> str:
+            reasons = told.pop(0)
+            assert own == reasons[rank]
+            return next((f"rank {of}: {why}" if of else why for of, why in enumerate(reasons) if why), "")
+
+        transport: Any = SimpleNamespace(placement=Placement(rank, 2, rank, 2), first_reason=first_reason)
+        differs = mock.Mock(side_effect=[wrong[rank]] if wrong else None)
+        with (
+            mock.patch.object(module, "why_no_peers", return_value=reach[rank]),
+            mock.patch.object(module, "_differs_from_nccl", differs),
+        ):
+            assert module._why_not("symm", transport) == expected
+        assert differs.called == (wrong is not None)
+        assert not any(told)
+
+
+def test_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`symm` needs access between every two GPUs, whichever asks; `host` only one host."""
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    here = Placement(rank=1, world_size=4, local_rank=1, local_world_size=4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: {own, peer} != {2, 3})
+    assert module._out_of_reach("symm", here) == "GPU 2 cannot reach GPU 3"
+    assert module._out_of_reach("host", here) == ""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: own != peer)
+    assert module._out_of_reach("symm", here) == ""
+    spread = Placement(rank=1, world_size=4, local_rank=1, local_world_size=2)
+    for way in ("symm", "host"):
+        assert module._out_of_reach(way, spread) == "ranks on several hosts"
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert module._out_of_reach("symm", here) == "NCCL_P2P_DISABLE=1"
+    assert module._out_of_reach("host", here) == ""
+
+
+def test_pages_that_do_not_fit_are_told_so(device: torch.device) -> None:
+    transport: Any = SimpleNamespace(placement=Placement(0, 2, 0, 2), device=device)
+    with (
+        mock.patch.object(module, "share_host_memory", side_effect=HostMemoryError("rank 1: no room for 9.0 MB")),
+        pytest.raises(DoesNotFitError, match=r"^transport: host: rank 1: no room for 9\.0 MB; nccl needs none"),
+    ):
+        module.exchanges(transport, "host", 4, 1, 64, 100)
+
+
+TOLD = "transport: %s, because symm does not work here"
+FAR, PINNED = "GPU 0 cannot reach GPU 1", "the host's memory failed: no room for 1.0 MB"
+
+
+@pytest.mark.parametrize(
+    ("asked", "faults", "words_in", "told"),
+    [
+        ("auto", {"symm": "", "host": ""}, "symm", []),
+        ("auto", {"symm": FAR, "host": ""}, "host", [f"{TOLD % 'host'} ({FAR})"]),
+        ("auto", {"symm": FAR, "host": PINNED}, None, [f"{TOLD % 'gloo'} ({FAR}; {PINNED})"]),
+        ("auto", {"symm": FAR, "host": FAR}, None, [f"{TOLD % 'gloo'} ({FAR})"]),
+        ("host", {"host": ""}, "host", []),
+    ],
+)
+def test_a_job_without_it_takes_the_next_way_and_says_so_once(
+    asked: str, faults: dict[WordsIn, str], words_in: WordsIn | None, told: list[str]
+) -> None:
+    engine = engine_that_tries(asked, tuple(faults))
+    with mock.patch.object(module, "_why_not", lambda way, _: faults[way]):
+        engine.load(1, 16)
+        engine.load(1, 32)
+    assert (engine._words_in, engine.notices) == (words_in, told)
+    engine.close()
+
+
+@pytest.mark.parametrize("asked", ["symm", "host"])
+def test_a_way_that_is_asked_for_and_does_not_work_is_an_error(asked: WordsIn) -> None:
+    engine = engine_that_tries(asked, (asked,))
+    with (
+        mock.patch.object(module, "_why_not", return_value=FAR),
+        pytest.raises(UserError, match=f"transport: {asked} does not work here: {FAR}; use auto or nccl"),
+    ):
+        engine.load(1, 16)
+
+
+def engine_that_tries(asked: str, ways: tuple[WordsIn, ...]) -> Engine:
+    """On a CPU, as on GPUs: which ways are tried there, test_placement.py has."""
+    engine = Engine.from_pretrained(transport="gloo")
+    engine._ways = ways
+    engine.config = engine.config.model_copy(update={"transport": asked})
+    return engine

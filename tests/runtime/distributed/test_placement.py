@@ -1,0 +1,237 @@
+"""Groups, pairs and shards of ranks; the mode and the device that are chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from alspec.config import EngineConfig, SpeculationConfig, refuse_unavailable
+from alspec.errors import UserError
+from alspec.models.llama import Shard
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.distributed.placement import Placement, choose_device, choose_graph, choose_mode, choose_words
+from alspec.runtime.engine.loading import take_device
+
+
+def model(num_qo_heads: int = 8, num_kv_heads: int = 4) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        vocab_size=301,
+    )
+
+
+def ranks(world_size: int, num_groups: int) -> list[Placement]:
+    return [Placement(rank, world_size, rank, world_size, num_groups) for rank in range(world_size)]
+
+
+def test_two_groups_of_two() -> None:
+    placements = ranks(4, 2)
+    assert [placement.tp_size for placement in placements] == [2, 2, 2, 2]
+    assert [placement.group for placement in placements] == [0, 0, 1, 1]
+    assert [placement.tp_rank for placement in placements] == [0, 1, 0, 1]
+    assert [placement.paired_rank for placement in placements] == [2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16])
+def test_pairs(world_size: int) -> None:
+    """Pairing is mutual, crosses the groups, and joins ranks with the same slices of the layers."""
+    placements = ranks(world_size, 2)
+    for placement in placements:
+        other = placements[placement.paired_rank]
+        assert other.paired_rank == placement.rank
+        assert other.group == 1 - placement.group
+        assert (other.shard.tp_rank, other.shard.tp_size) == (placement.shard.tp_rank, placement.shard.tp_size)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_vocabulary_is_split_over_all_ranks(num_groups: int) -> None:
+    shards = [placement.shard for placement in ranks(4, num_groups)]
+    assert [(shard.vocab_rank, shard.vocab_shards) for shard in shards] == [(rank, 4) for rank in range(4)]
+    assert shards[3] == (Shard(3, 4, 3, 4) if num_groups == 1 else Shard(1, 2, 3, 4))
+
+
+def test_one_rank() -> None:
+    assert Placement() == Placement(0, 1, 0, 1, 1)
+    assert Placement().shard == Shard()
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Placement.from_environment() == Placement()
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert Placement.from_environment() == Placement(5, 8, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ("RANK=2 WORLD_SIZE=2", "RANK: expected at most 1 with WORLD_SIZE 2"),
+        ("RANK=1", "RANK: expected at most 0 with WORLD_SIZE 1"),
+        ("RANK=1 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK: expected at most 1"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3", "LOCAL_WORLD_SIZE: expected at most 2"),
+        ("WORLD_SIZE=0", "WORLD_SIZE: expected a number in the environment, found '0'"),
+        ("WORLD_SIZE=-1", "WORLD_SIZE: expected a number in the environment, found '-1'"),
+        ("RANK=" + 5000 * "9", "RANK: expected a number in the environment, found '999"),
+    ],
+)
+def test_variables_that_do_not_fit(variables: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a rank would wait for one that never comes."""
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(UserError, match=named) as error:
+        Placement.from_environment()
+    assert len(str(error.value)) < 200
+
+
+# (query heads, KV heads, world size) -> mode and groups that `auto` takes.
+AUTO = [
+    (8, 4, 1, ("off", 1)),
+    (8, 4, 2, ("off", 1)),
+    (8, 4, 4, ("off", 1)),
+    (8, 4, 8, ("paired", 2)),  # 4 KV heads do not divide by 8 ranks, but by each half of them
+    (8, 1, 2, ("paired", 2)),
+    (6, 3, 3, ("off", 1)),
+    (6, 3, 6, ("paired", 2)),
+]
+
+
+@pytest.mark.parametrize(("num_qo_heads", "num_kv_heads", "world_size", "expected"), AUTO)
+def test_auto(num_qo_heads: int, num_kv_heads: int, world_size: int, expected: tuple[str, int]) -> None:
+    assert choose_mode("auto", model(num_qo_heads, num_kv_heads), world_size) == expected
+
+
+@pytest.mark.parametrize(("world_size", "num_kv_heads"), [(3, 4), (16, 4), (4, 1)])
+def test_auto_where_nothing_divides(world_size: int, num_kv_heads: int) -> None:
+    with pytest.raises(UserError):
+        choose_mode("auto", model(8, num_kv_heads), world_size)
+
+
+def test_requested_modes() -> None:
+    assert choose_mode("off", model(), 4) == ("off", 1)
+    assert choose_mode("simulated", model(), 2) == ("simulated", 1)
+    assert choose_mode("paired", model(), 2) == ("paired", 2)
+    assert choose_mode("paired", model(), 8) == ("paired", 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_paired_needs_an_even_number_of_ranks(world_size: int) -> None:
+    with pytest.raises(UserError, match=f"paired needs an even number of ranks, found {world_size}"):
+        choose_mode("paired", model(), world_size)
+
+
+@pytest.mark.parametrize(("mode", "world_size"), [("off", 8), ("simulated", 3), ("paired", 6), ("paired", 16)])
+def test_model_must_divide(mode: str, world_size: int) -> None:
+    """The message lists the sizes that would do."""
+    with pytest.raises(UserError, match="1, 2, 4"):
+        choose_mode(mode, model(), world_size)
+
+
+def test_colocated_is_not_available() -> None:
+    with pytest.raises(UserError, match="colocated is not available yet"):
+        refuse_unavailable(EngineConfig(speculation=SpeculationConfig(mode="colocated")))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    """As if the machine had so many GPUs."""
+    count: int = request.param
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    return count
+
+
+def chosen(transport: str, local_world_size: int) -> tuple[str, str, str]:
+    """Device, backend and notice of the last local rank."""
+    local_rank = local_world_size - 1
+    placement = Placement(local_rank, local_world_size, local_rank, local_world_size)
+    device, backend, notice = choose_device(EngineConfig.model_validate({"transport": transport}), placement)
+    return str(device), backend, notice
+
+
+@pytest.mark.parametrize("gpus", [0], indirect=True)
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_without_gpus(gpus: int, transport: str) -> None:
+    assert chosen(transport, 4) == ("cpu", "gloo", "")
+
+
+@pytest.mark.parametrize("gpus", [4], indirect=True)
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_a_gpu_for_each_local_rank(gpus: int, transport: str) -> None:
+    assert chosen(transport, 4) == ("cuda:3", "nccl", "")
+    assert chosen(transport, 1) == ("cuda:0", "nccl", "")
+
+
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+def test_too_few_gpus(gpus: int) -> None:
+    """`auto` says that it falls back to the CPU; `nccl` refuses; `gloo` was asked for."""
+    device, backend, notice = chosen("auto", 4)
+    assert (device, backend) == ("cpu", "gloo")
+    assert "2 GPU(s) for 4 ranks" in notice
+    with pytest.raises(UserError, match="nccl needs one GPU for each rank, found 2 for 4 ranks"):
+        chosen("nccl", 4)
+    assert chosen("gloo", 4) == ("cpu", "gloo", "")
+
+
+@pytest.mark.parametrize("transport", ["symm", "host"])
+@pytest.mark.parametrize("gpus", [0, 4], indirect=True)
+def test_words_are_for_gpus(gpus: int, transport: str) -> None:
+    """They take what NCCL takes; whether the GPUs reach each other shows when they are connected."""
+    if gpus:
+        assert chosen(transport, 4) == ("cuda:3", "nccl", "")
+    else:
+        with pytest.raises(UserError, match=f"{transport} needs one GPU for each rank, found 0 for 1 ranks"):
+            chosen(transport, 1)
+
+
+@pytest.mark.parametrize(
+    ("cuda_graph", "trace", "expected"),
+    [("auto", False, True), ("auto", True, False), ("on", False, True), ("off", False, False), ("off", True, False)],
+)
+def test_steps_are_captured_unless_they_are_traced(cuda_graph: str, trace: bool, expected: bool) -> None:
+    config = EngineConfig.model_validate({"cuda_graph": cuda_graph})
+    assert choose_graph(config, "off", torch.device("cuda", 0), True, trace) == expected
+
+
+@pytest.mark.parametrize(
+    ("transport", "world_size", "has_decoder", "expected"),
+    [
+        ("auto", 2, True, ("symm", "host")),
+        ("symm", 2, True, ("symm",)),
+        ("host", 2, True, ("host",)),
+        ("nccl", 2, True, ()),
+        ("auto", 1, True, ()),
+        ("symm", 1, True, ()),
+        ("host", 1, True, ()),
+        ("auto", 2, False, ()),
+    ],
+)
+def test_words_are_for_several_ranks(
+    transport: str, world_size: int, has_decoder: bool, expected: tuple[str, ...]
+) -> None:
+    config = EngineConfig.model_validate({"transport": transport})
+    assert choose_words(config, "off", world_size, has_decoder) == expected
+
+
+@pytest.mark.parametrize("transport", ["symm", "host"])
+def test_words_need_the_fused_kernels(transport: str) -> None:
+    config = EngineConfig.model_validate({"transport": transport})
+    with pytest.raises(UserError, match=f"transport: {transport} is not available with speculation simulated; use "):
+        choose_words(config, "simulated", 2, False)
+
+
+def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    threads = torch.get_num_threads()
+    try:
+        for placement, expected in ((Placement(0, 2, 0, 2), 3), (Placement(0, 8, 0, 8), 1), (Placement(), 1)):
+            take_device(torch.device("cpu"), placement)  # one rank alone leaves the number as it is
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(threads)

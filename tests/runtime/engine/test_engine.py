@@ -1,0 +1,555 @@
+"""The engine as a library: one model, several prompts, and a process that stays its owner's."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from alspec.config import EngineConfig, GenerateConfig, LatencyConfig, SamplingConfig
+from alspec.errors import DoesNotFitError, UserError
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.models.llama import Shard
+from alspec.runtime.distributed import transport as transport_module
+from alspec.runtime.distributed.agreement import fingerprint, shared_settings
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.engine import engine as engine_module
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.generation import Generation
+from alspec.runtime.engine.memory import plan_memory
+from alspec.runtime.faults.heartbeat import Heartbeat, run_guarded
+
+MakePrompt = Callable[[int, int], list[int]]
+SAMPLING = SamplingConfig(max_new_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    torch.set_num_threads(1)
+    return Engine.from_pretrained(transport="gloo", dtype="fp32")
+
+
+@pytest.mark.parametrize(("kv_cache", "softmax"), [("bf16", "exact"), ("turbo-mixed", "sas")])
+def test_a_longer_prompt_replaces_the_cache(kv_cache: str, softmax: str) -> None:
+    """And a shorter one after it finds nothing of it."""
+    torch.set_num_threads(1)
+    engine = Engine.from_pretrained(transport="gloo", dtype="fp32", kv_cache=kv_cache, softmax=softmax)
+    short = [token.token_id for token in engine.stream("The road", SAMPLING)]
+    first = engine.memory
+    long = [token.token_id for token in engine.stream("The road " * 90, SAMPLING)]
+    assert first is not None
+    assert engine.memory is not None
+    assert engine.memory.cache_bytes == engine.cache.num_bytes > first.cache_bytes
+    assert engine.cache.layers.softmax == softmax
+    assert [token.token_id for token in engine.stream("The road", SAMPLING)] == short
+    assert len(long) == 4
+    assert engine.notices == []
+
+
+def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    list(engine.stream("The road", SAMPLING))
+    monkeypatch.setattr(engine_module, "available_bytes", lambda *_: 10**6)
+    with pytest.raises(DoesNotFitError, match="does not fit"):
+        engine.load(1, 8192)
+    monkeypatch.undo()
+    assert len(list(engine.stream("The road", SAMPLING))) == 4, "the engine must stay usable"
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("read_weights", KeyboardInterrupt),
+        ("new_cache", torch.OutOfMemoryError),
+        ("StepProgram", torch.OutOfMemoryError),
+    ],
+)
+def test_an_engine_that_failed_to_load_loads_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    new_cache = engine_module.new_cache
+
+    def new_cache_alone(*args: object) -> object:
+        assert "cache" not in vars(engine), "there may be no room for both"
+        return new_cache(*args)
+
+    monkeypatch.setattr(engine_module, "new_cache", new_cache_alone)
+    for prompt in ("The road", "The road " * 90):  # the second one needs another cache
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, name, fail)
+            if name != "read_weights" or engine.memory is None:
+                with pytest.raises(error):
+                    list(engine.stream(prompt, SAMPLING))
+        assert len(list(engine.stream(prompt, SAMPLING))) == 4
+
+
+def test_a_cache_beyond_the_models_positions_is_refused() -> None:
+    with pytest.raises(UserError, match=r"max_context: expected up to .* 8192, found 8193"):
+        Engine.from_pretrained(transport="gloo", max_context=8193)
+    engine = Engine.from_pretrained(transport="gloo", max_context=100)
+    with pytest.raises(UserError, match=r"max_context is 100; .* or raise --max-context \(up to 8192\)"):
+        engine.check_prompts([[1] * 90], 11)
+
+
+def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    expected = [token.token_id for token in engine.stream("The road", SAMPLING)]
+    assert [token.token_id for token in engine.stream("The road", max_new_tokens=4, ignore_eos=True)] == expected
+    ids = engine.tokenizer.encode("The road")
+    assert [token.token_id for token in engine.stream(ids, SAMPLING)] == expected
+    assert [token.token_id for token in engine.stream(list(np.array(ids)), SAMPLING)] == expected
+    for prompt in (
+        5,
+        ["a", 1],
+        None,
+        "",
+        [1, True],
+        [np.True_],
+        [1.0],
+        [np.float32(1)],
+        {1: 2},
+        b"hi",
+        bytearray(b"hi"),
+        memoryview(b"hi"),
+        torch.tensor([0, 1]).to_sparse(),
+        torch.zeros(2, dtype=torch.int64, device="meta"),
+        np.array([[1, 2], [3, 4]]),
+    ):
+        with pytest.raises(UserError, match=r"^prompt: expected a text[^\n]+$"):
+            next(engine.stream(prompt, SAMPLING))  # type: ignore[arg-type]
+    # Python does not write an integer of so many digits.
+    with pytest.raises(UserError, match="prompt 0: token id an integer too long to show is outside the vocabulary"):
+        next(engine.stream([1, 10**5000], SAMPLING))
+    with pytest.raises(UserError, match="prompt: expected a text or token ids, found an integer too long to show"):
+        next(engine.stream(10**5000, SAMPLING))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"max_new_token.*max_new_tokens"):
+        next(engine.stream("The road", max_new_token=4))
+    for sampling in ({"max_new_tokens": 2}, 3):
+        with pytest.raises(UserError, match="either a SamplingConfig or its fields"):
+            next(engine.stream("The road", sampling))  # type: ignore[arg-type]
+
+
+def test_stream_takes_several_prompts(engine: Engine) -> None:
+    """Of any kinds and lengths, each with the answer that it has alone; and after them one again."""
+    prompts = ["The road", list(range(3, 90)), np.array([5, 300, 7])]
+    alone = [[(token.token_id, token.text) for token in engine.stream(prompt, SAMPLING)] for prompt in prompts]
+    tokens = list(engine.stream(prompts, SAMPLING))
+    for index, expected in enumerate(alone):
+        assert [(token.token_id, token.text) for token in tokens if token.request == index] == expected
+    assert len(tokens) == 3 * 4
+    assert len(list(engine.stream(tuple(prompts[:1]), SAMPLING))) == 4
+    assert engine.cache.batch_size == 1
+    with pytest.raises(UserError, match="prompt 1: expected a text, found an empty one"):
+        next(engine.stream(["The road", ""], SAMPLING))
+    with pytest.raises(UserError, match="prompt 1: expected a text or token ids, found"):
+        next(engine.stream(["The road", [1.5]], SAMPLING))  # type: ignore[list-item]
+
+
+def test_what_a_user_may_not_expect_is_said_once(engine: Engine) -> None:
+    engine.notices.append("running somewhere else")
+    with pytest.warns(UserWarning, match="running somewhere else"):
+        list(engine.stream("The road", SAMPLING))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(engine.stream("The road", SAMPLING))
+
+
+def test_random_weights_take_ids(tmp_path: Path) -> None:
+    """In the shape of a folder that has no weights."""
+    torch.set_num_threads(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 301}
+    (tmp_path / "config.json").write_text(json.dumps(names | sizes), encoding="utf-8")
+    engine = Engine(EngineConfig(random_weights=str(tmp_path), transport="gloo"))
+    assert engine.model_config.vocab_size == 301
+    with pytest.raises(UserError, match="random weights have no tokenizer; give token ids"):
+        next(engine.stream("The road"))
+    assert len(list(engine.stream([1, 2, 3], SAMPLING))) == 4
+
+
+def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        shutil.copytree(DEMO_CHECKPOINT, folder)
+    assert fingerprint(one) == fingerprint(two) == fingerprint(DEMO_CHECKPOINT)
+    shard = next(two.glob("*.safetensors"))
+    tensors = load_file(shard)
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, shard)
+    assert fingerprint(two) != fingerprint(one)
+    (one / "left-over.safetensors").symlink_to("../blobs/1")
+    assert fingerprint(one) == fingerprint(DEMO_CHECKPOINT)
+
+
+def test_out_of_memory_is_exit_3() -> None:
+    def work() -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nmore")
+
+    with pytest.raises(DoesNotFitError) as error:
+        run_guarded(Heartbeat(Placement()), work, "Lower --contexts")
+    assert str(error.value) == "out of memory: CUDA out of memory. Tried to allocate 1 GiB. Lower --contexts"
+
+
+def test_one_rank_leaves_signals_alone(engine: Engine) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    list(engine.stream("The road", SAMPLING))
+    engine.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_generation_that_another_one_has_overtaken_ends(engine: Engine) -> None:
+    """Both would write into one cache."""
+    expected = [token.text for token in engine.stream("It was a", SAMPLING)]
+    first = engine.stream("The road", SAMPLING)
+    next(first)
+    assert [token.text for token in engine.stream("It was a", SAMPLING)] == expected
+    with pytest.raises(UserError, match="another generation of this engine has begun"):
+        next(first)
+
+
+def test_a_generation_that_begins_in_another_thread_waits_for_the_step_under_way(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would write into one cache: the prompt of the first one while the second decodes."""
+    expected = [token.text for token in engine.stream("It was a", SAMPLING)]
+    prefill, has_begun = engine_module.prefill, threading.Event()
+    found: list[str] = []
+    second = threading.Thread(target=lambda: found.extend(token.text for token in engine.stream("It was a", SAMPLING)))
+
+    def slow_prefill(*args: Any, **options: Any) -> object:
+        if not has_begun.is_set():
+            has_begun.set()
+            second.start()
+            second.join(timeout=0.5)
+        return prefill(*args, **options)
+
+    monkeypatch.setattr(engine_module, "prefill", slow_prefill)
+    first = engine.stream("The road", SAMPLING)
+    next(first)
+    second.join(timeout=30)
+    assert found == expected
+    with pytest.raises(UserError, match="another generation of this engine has begun"):
+        next(first)
+
+
+def test_a_cache_loaded_by_another_thread_is_not_taken_for_ones_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as many requests, or as many tokens, as the other generation has."""
+    expected = [token.text for token in engine.stream("It was a", SAMPLING)]
+    start_generation, found = engine.start_generation, list[str]()
+    second = threading.Thread(target=lambda: found.extend(token.text for token in engine.stream("It was a", SAMPLING)))
+
+    def overtaken(prompts: list[list[int]], sampling: SamplingConfig) -> Generation:
+        if len(prompts) == 2:
+            second.start()
+            second.join(timeout=30)
+        return start_generation(prompts, sampling)
+
+    monkeypatch.setattr(engine, "start_generation", overtaken)
+    with pytest.raises(UserError, match="another generation of this engine has begun"):
+        next(engine.stream(["The road", "It was a"], SAMPLING))
+    assert found == expected
+
+
+def test_what_fits_is_what_fits_every_rank(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.agreement, "exchange", lambda own: [own, str(10**6), own])
+    with pytest.raises(DoesNotFitError, match=r"a rank needs .* and has 0.00 GiB; .*, or fewer prompts$"):
+        engine.load(3, 100)
+
+
+def test_steps_of_other_ranks_are_caught_up_with(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a generation, a new cache and the end; a rank whose loop is gone takes part, and launches nothing."""
+    told: list[str] = []
+    found: list[int] = []
+
+    def exchange(own: str) -> list[str]:
+        told.append(own)
+        return [own, "7", "5"]
+
+    loop = SimpleNamespace(launched=5, catch_up=found.append)
+    monkeypatch.setattr(engine, "loop", loop)
+    engine._catch_up(exchange)
+    monkeypatch.setattr(engine, "loop", None)
+    engine._catch_up(exchange)
+    assert (told, found) == (["5", "0"], [7])
+    calls = []
+    monkeypatch.setattr(engine, "_catch_up", lambda exchange: calls.append(exchange("3")))
+    for _ in engine.stream("The old man", SAMPLING):
+        pass
+    assert calls == [["3"]] * 2  # of the generation, and of its cache
+    for _ in engine.stream("The old man", SAMPLING):
+        pass
+    assert calls == [["3"]] * 3
+    engine.close()
+    assert calls == [["3"]] * 4
+
+
+def test_token_ids_need_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
+    ids = [3, 1, 2]
+    with Engine.from_pretrained(tiny_folder, transport="gloo") as engine:
+        answer = [token.token_id for token in engine.stream(ids, max_new_tokens=5)]
+    folder = shutil.copytree(tiny_folder, tmp_path / "ids")
+    (folder / "tokenizer.json").unlink()
+    with Engine.from_pretrained(folder, transport="gloo") as engine:
+        assert [token.token_id for token in engine.stream(ids, max_new_tokens=5)] == answer
+        with pytest.raises(UserError, match=r"tokenizer.json: expected a tokenizer, found none"):
+            next(engine.stream("a"))
+    (folder / "tokenizer.json").symlink_to("../blobs/1")
+    with pytest.raises(UserError, match=r"tokenizer.json: expected a tokenizer, found a link that leads nowhere"):
+        Engine.from_pretrained(folder, transport="gloo")
+
+
+@pytest.mark.parametrize(("mode", "kv_heads"), [("auto", 1), ("auto", 2), ("paired", 1)])
+def test_a_pair_that_nobody_asked_for_is_told(
+    mode: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_key_value_heads": kv_heads}), encoding="utf-8")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(engine_module, "connect_store", lambda placement: dist.HashStore())
+    engine = Engine.from_pretrained(random_weights=str(tmp_path), transport="gloo", speculation=mode)
+    assert engine.mode == ("off" if (mode, kv_heads) == ("auto", 2) else "paired")
+    line = "a pair, because heads do not divide over 2 ranks; guesses within lambda 0.1 are accepted"
+    assert any(line in notice for notice in engine.notices) == ((mode, kv_heads) == ("auto", 1))
+
+
+def test_a_cache_that_is_loaded_ends_the_generation(engine: Engine) -> None:
+    first = engine.stream("The road", SAMPLING)
+    next(first)
+    engine.load(1, 100)
+    with pytest.raises(UserError, match="another generation of this engine has begun"):
+        next(first)
+
+
+def test_a_block_closes_the_engine_after_an_error_only_where_nobody_else_is_met() -> None:
+    with Engine.from_pretrained(transport="gloo", dtype="fp32") as engine:
+        assert len(list(engine.stream("The road", SAMPLING))) == 4
+    with pytest.raises(UserError, match="engine: it is closed"):
+        next(engine.stream("The road", SAMPLING))
+    engine.close()  # again: nothing happens
+    engine = Engine.from_pretrained(transport="gloo", dtype="fp32")
+    engine.placement = Placement(0, 2, 0, 2)
+    with pytest.raises(KeyError), engine:
+        raise KeyError
+    assert not engine._is_closed
+    engine.placement = Placement()
+    engine.load(1, 64)
+    with pytest.raises(KeyError), engine:
+        raise KeyError
+    assert engine._is_closed
+    assert "model" not in vars(engine)
+
+
+@pytest.mark.parametrize("has_decoder", [False, True], ids=["program", "loop"])
+def test_a_closed_engine_gives_its_memory_back(has_decoder: bool, tiny_folder: Path) -> None:
+    """At once, for the next engine of this process needs the room: garbage may be collected much later."""
+    left: list[weakref.ref[object]] = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            with Engine.from_pretrained(tiny_folder, transport="gloo") as engine:
+                engine._has_decoder = has_decoder
+                engine.load(1, 64)
+                assert (engine.loop is not None) == has_decoder
+                left += [weakref.ref(engine.model.weights), weakref.ref(engine.cache)]
+            assert (engine.mode, engine.transport_name, engine.uses_graph) == ("off", "gloo", False)
+        assert all(found() is None for found in left)
+    finally:
+        gc.enable()
+
+
+def test_hit_rates_are_those_of_guesses_that_leave_tokens_out(tiny_folder: Path, make_prompt: MakePrompt) -> None:
+    """With S = 128 from 320 tokens on; the first decode step reads the prompt and one token."""
+    engine = Engine.from_pretrained(tiny_folder, transport="gloo", speculation="simulated")
+    tokens = list(engine.stream(make_prompt(317, 1), max_new_tokens=5, ignore_eos=True))
+    assert [token.hit_rate is None for token in tokens] == [True, True, True, False, False]
+
+
+def test_batches_beyond_the_fused_kernels_are_told_or_refused(tiny_folder: Path) -> None:
+    engine = Engine.from_pretrained(tiny_folder, transport="gloo")
+    engine._has_decoder = True
+    for batch_size in (8, 9, 9):
+        engine.load(batch_size, 16)
+    assert engine.notices == ["9 requests: operations are launched one by one; captured steps serve up to 8"]
+    for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
+        engine.config = EngineConfig.model_validate({name: value})
+        assert engine.check_prompts([[1]] * 8, 4) == 5
+        with pytest.raises(UserError, match=f"{name}: {value} serves up to 8 requests, found 9; use auto, or fewer"):
+            engine.check_prompts([[1]] * 9, 4)
+
+
+@pytest.mark.parametrize("mode", ["off", "simulated"])
+def test_simulated_steps_of_a_gpu_are_told(mode: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "choose_device", lambda *_: (torch.device("cuda", 0), "nccl", ""))
+    told = ["simulated: operations are launched one by one; captured steps serve off and paired"]
+    assert Engine.from_pretrained(tiny_folder, speculation=mode).notices == (told if mode == "simulated" else [])
+
+
+def test_a_generation_ends_with_its_engine(engine: Engine) -> None:
+    text = engine.stream("The road", SAMPLING)
+    next(text)
+    engine.close()
+    with pytest.raises(UserError, match="engine: it is closed"):
+        next(text)
+
+
+def test_ranks_share_all_settings_but_files_and_what_the_first_one_reads() -> None:
+    given = {"prompt": "The", "json": "out.json", "trace": "t.json", "speculation": {"threshold": float("inf")}}
+    settings = shared_settings(GenerateConfig.model_validate(given))
+    assert settings["speculation.threshold"] == "inf"
+    assert {"seed", "max_new_tokens", "dtype", "kv_cache", "max_context", "stop"} <= set(settings)
+    assert not {"prompt", "model", "json_file", "trace", "prompt_file", "color"} & set(settings)
+    settings = shared_settings(LatencyConfig.model_validate({"modes": "off,paired", "rows": "rows.jsonl"}))
+    assert settings["modes"] == ["off", "paired"]
+    assert not {"rows", "plot"} & set(settings)
+
+
+def test_an_interrupt_is_one_line() -> None:
+    program = """
+from alspec.runtime.faults.heartbeat import Heartbeat, run_guarded
+from alspec.runtime.distributed.placement import Placement
+def work():
+    print("half a", end="")
+    raise KeyboardInterrupt
+run_guarded(Heartbeat(Placement()), work)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "half a", "\nalspec: exit 130: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE: expected a number in the environment, found 'x'"),
+        *(
+            (
+                {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                "MASTER_PORT: expected a",
+            )
+            for port in ("y", "-1", "0", "65536", "9" * 5000)
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"},
+            "cannot meet 1 other rank(s) at 127.0.0.1:",
+        ),
+    ],
+    ids=["world", "letter", "negative", "zero", "large", "huge", "taken"],
+)
+def test_a_wrong_environment_is_one_line(variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(other.getsockname()[1]) if value == "taken" else value)
+        with pytest.raises(UserError) as error:
+            Engine.from_pretrained(transport="gloo", dtype="fp32")
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_who_waits_for_ranks_that_do_not_start_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transport_module, "NOTICE_S", 0.1)
+    monkeypatch.setattr(transport_module, "TIMEOUT", timedelta(seconds=1))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"cannot meet 1 other rank\(s\) at 127.0.0.1:.*; start them all, or choose"):
+        Engine.from_pretrained(transport="gloo", dtype="fp32")
+    assert f"alspec: waiting for 1 other rank(s) at 127.0.0.1:{port}\n" in capfd.readouterr().err
+
+
+def test_a_prompt_and_its_answer_may_fill_all_there_is_room_for() -> None:
+    torch.set_num_threads(1)
+    assert Engine.from_pretrained(transport="gloo").check_prompts([[1] * 8190], 2) == 8192
+    engine = Engine.from_pretrained(transport="gloo", max_context=40)
+    assert engine.check_prompts([[1] * 37, [1]], 3) == 40
+    assert len(list(engine.stream([1] * 37, max_new_tokens=3, ignore_eos=True))) == 3
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "tokenizer.json"])
+def test_fingerprints_see_the_last_byte(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_CHECKPOINT, tmp_path / "other")
+    data = bytearray((folder / name).read_bytes())
+    data[-1] ^= 1
+    (folder / name).write_bytes(data)
+    assert fingerprint(folder) != fingerprint(DEMO_CHECKPOINT)
+
+
+def test_what_the_engine_holds_is_room_for_what_replaces_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.load(1, 1024)
+    assert engine.memory is not None
+    held = engine.memory.weights_bytes + engine.cache.num_bytes
+    needed = plan_memory(engine.model_config, Shard(), torch.float32, 1, 2048).total_bytes
+    for free, fits in ((needed - held - 1, False), (needed - held, True)):
+        monkeypatch.setattr(engine_module, "available_bytes", lambda *_, free=free: free)
+        with nullcontext() if fits else pytest.raises(DoesNotFitError):
+            engine.load(1, 2048)
+    assert engine.cache.max_context == 2048
+
+
+def test_progress_counts_the_prompts_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None))
+    engine.load(2, 200)
+    done: list[int] = []
+    next(engine.run(engine.start_generation([[1] * 100, [2] * 150], SAMPLING), SAMPLING, done.append))
+    assert done == [0, 64, 100, 164, 228]
+
+
+def test_times_are_those_that_have_passed(engine: Engine) -> None:
+    engine.load(1, 400)
+    generation = engine.start_generation([[1] * 300], SAMPLING)
+    moments = [time.perf_counter()]
+    tokens = engine.run(generation, SAMPLING)
+    next(tokens)
+    moments.append(time.perf_counter())
+    assert len(list(tokens)) == len(generation.step_us) == 3
+    moments.append(time.perf_counter())
+    for us, (begun, ended) in zip((generation.prefill_us, sum(generation.step_us)), pairwise(moments), strict=True):
+        assert 0.1 * (ended - begun) < us / 1e6 <= ended - begun
+
+
+def test_only_the_first_rank_warns(engine: Engine) -> None:
+    engine.notices.append("running somewhere else")
+    engine.load(1, 64)
+    engine.placement = Placement(1, 2, 1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(engine.stream("The road", SAMPLING))
+
+
+def test_ranks_compare_what_each_has_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one has a GPU and another has none, `auto` and the default dtype are not the same."""
+    compared: dict[str, Any] = {}
+    monkeypatch.setattr(engine.agreement, "require_same", compared.update)
+    engine.load(1, 64)
+    chosen = [compared[f"resolved {name}"] for name in ("transport", "mode", "dtype")]
+    assert chosen == ["gloo", "off", "fp32"]
+    assert compared["the model's num_layers"] == engine.model_config.num_layers

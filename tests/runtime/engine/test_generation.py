@@ -1,0 +1,223 @@
+"""When a request ends, and what of its text is printed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alspec.config import SamplingConfig
+from alspec.runtime.engine.generation import Generation, IdDecoder, Request
+
+EOS = 0
+
+
+class Pieces:
+    """Token `i` is the i-th piece; the last `held` characters stay inside until more text comes."""
+
+    def __init__(self, pieces: list[str], held: int = 0) -> None:
+        self._pieces = pieces
+        self._held = held
+        self._waiting = ""
+
+    def push(self, token_id: int) -> str:
+        self._waiting += self._pieces[token_id]
+        cut = max(0, len(self._waiting) - self._held)
+        text, self._waiting = self._waiting[:cut], self._waiting[cut:]
+        return text
+
+    def flush(self) -> str:
+        text, self._waiting = self._waiting, ""
+        return text
+
+
+def run(
+    pieces: list[str],
+    stop: tuple[str, ...] = (),
+    token_ids: list[int] | None = None,
+    held: int = 0,
+    max_new_tokens: int = 10**6,
+    ignore_eos: bool = False,
+) -> tuple[Request, list[str]]:
+    """Push tokens (default: every piece, and then EOS) until the request ends; returns what each push printed.
+
+    Piece 0 is that of EOS.
+    """
+    sampling = SamplingConfig(stop=stop, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+    request = Request([5, 6, 7], Pieces(["", *pieces], held), sampling, [EOS])
+    printed = []
+    for token_id in token_ids or [*range(1, len(pieces) + 1), EOS]:
+        if request.live:
+            printed.append(request.push(token_id))
+    return request, printed
+
+
+def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
+    return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
+
+
+# Few letters, so that stop texts occur, overlap and begin without completing.
+TEXT = st.text("ab", max_size=5)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(TEXT, max_size=12), STOPS, st.integers(0, 3))
+def test_text_is_cut_at_the_earliest_stop(pieces: list[str], stop: tuple[str, ...], held: int) -> None:
+    """Whatever the tokens, the stop texts and what the decoder holds back.
+
+    "Earliest" is where the stop text begins, of those complete when the first one is.
+    """
+    request, printed = run(pieces, stop, held=held)
+    text = "".join(pieces)
+    assert not request.live
+    assert "".join(printed) == request.text
+    assert not any(one in request.text for one in stop)
+    assert text.startswith(request.text)
+    if request.finish_reason == "stop":
+        assert any(text.startswith(one, len(request.text)) for one in stop)
+    else:
+        assert request.finish_reason == "eos"
+        assert request.text == text
+
+
+@settings(max_examples=500, deadline=None)
+@given(TEXT, STOPS)
+def test_one_character_a_token(text: str, stop: tuple[str, ...]) -> None:
+    """With one character a token there is only one first complete stop text: the one that ends first."""
+    request, _ = run(list(text), stop)
+    ends = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
+    first_end = min((end for end, _ in ends), default=None)
+    if first_end is None:
+        assert (request.text, request.finish_reason) == (text, "eos")
+    else:
+        assert request.text == cut_at_stop(text[:first_end], stop)
+        assert len(request.token_ids) == first_end
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(TEXT, max_size=12), st.text("ab", min_size=1, max_size=4))
+def test_one_stop_text(pieces: list[str], stop: str) -> None:
+    """With one stop text there is no choice: the text up to its first place."""
+    request, printed = run(pieces, (stop,))
+    assert request.text == "".join(printed) == cut_at_stop("".join(pieces), (stop,))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(TEXT, min_size=1, max_size=8), STOPS)
+def test_only_what_may_become_a_stop_text_is_held_back(pieces: list[str], stop: tuple[str, ...]) -> None:
+    sampling = SamplingConfig(stop=stop)
+    request = Request([1], Pieces(pieces), sampling, [])
+    for token_id in range(len(pieces)):
+        request.push(token_id)
+        if not request.live:
+            return
+        seen = "".join(pieces[: token_id + 1])
+        waiting = seen[len(request.text) :]
+        assert seen == request.text + waiting
+        assert waiting == "" or any(one.startswith(waiting) for one in stop)
+
+
+def test_text_comes_at_once_without_stop() -> None:
+    request, printed = run(["Once", " upon", " a time"])
+    assert printed == ["Once", " upon", " a time", ""]
+    assert request.text == "Once upon a time"
+    assert request.finish_reason == "eos"
+    assert request.seq_len == 3 + 4
+
+
+def test_stop_across_tokens() -> None:
+    request, printed = run(["one", " E", "N", "D", " two"], stop=(" END",))
+    assert printed == ["one", "", "", ""]
+    assert (request.text, request.finish_reason) == ("one", "stop")
+    assert request.token_ids == [1, 2, 3, 4]
+
+
+def test_broken_off_stop_is_printed() -> None:
+    request, printed = run(["a E", "N", "d"], stop=(" END",))
+    assert printed == ["a", "", " ENd", ""]
+    assert request.text == "a ENd"
+
+
+def test_stop_within_a_token_cuts_it() -> None:
+    request, printed = run(["go STOP on", "more"], stop=("STOP", "on"))
+    assert printed == ["go "]
+    assert request.finish_reason == "stop"
+
+
+def test_several_stops() -> None:
+    assert run(["xyz"], stop=("z", "y"))[0].text == "x"
+    assert run(["x", "y", "z"], stop=("yz", "xyz"))[0].text == ""
+    assert run(["x", "y"], stop=("yz", "xyz"))[0].text == "xy"
+
+
+def test_eos() -> None:
+    request, printed = run(["a", "b"], token_ids=[1, EOS, 2])
+    assert printed == ["a", ""]
+    assert (request.text, request.finish_reason, request.token_ids) == ("a", "eos", [1, EOS])
+
+
+def test_ignored_eos() -> None:
+    request, printed = run(["a", "b"], token_ids=[1, EOS, 2], ignore_eos=True)
+    assert printed == ["a", "", "b"]
+    assert request.live
+
+
+def test_eos_releases_what_was_held_back() -> None:
+    request, printed = run(["ab"], stop=("bc",), token_ids=[1, EOS])
+    assert printed == ["a", "b"]
+    assert request.finish_reason == "eos"
+    assert run(["ab"], token_ids=[1, EOS], held=1)[1] == ["a", "b"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_length(limit: int) -> None:
+    request, printed = run(["a", "b", "c", "d"], stop=("bx", "cx"), max_new_tokens=limit)
+    assert "".join(printed) == request.text == "abc"[:limit]
+    assert (request.finish_reason, len(request.token_ids)) == ("length", limit)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_ends_a_request_whose_text_it_is_not(ignore_eos: bool) -> None:
+    """What was held back comes out; an end token that is a stop token, too, is an end token first."""
+    sampling = SamplingConfig(stop=("bc",), ignore_eos=ignore_eos)
+    request = Request([5], Pieces(["", "ab", "x"]), sampling, [EOS], [EOS, 2])
+    assert [request.push(1), request.push(2)] == ["a", "b"]
+    assert (request.text, request.finish_reason, request.token_ids) == ("ab", "stop", [1, 2])
+    request = Request([5], Pieces(["", "ab"]), sampling, [EOS], [EOS])
+    request.push(EOS)
+    assert request.finish_reason == ("stop" if ignore_eos else "eos")
+
+
+def test_length_releases_an_incomplete_character() -> None:
+    assert run(["ab"], max_new_tokens=1, held=2)[0].text == "ab"
+
+
+def test_eos_and_stop_win_over_length_in_the_last_token() -> None:
+    assert run(["a"], token_ids=[1, EOS], max_new_tokens=2)[0].finish_reason == "eos"
+    assert run(["a", "b"], stop=("ab",), max_new_tokens=2)[0].finish_reason == "stop"
+
+
+def test_stop_completed_by_what_the_decoder_held() -> None:
+    """The end of the answer completes a stop text: it is still not printed."""
+    request, _ = run(["one", " END"], stop=("END",), max_new_tokens=2, held=2)
+    assert (request.text, request.finish_reason) == ("one ", "stop")
+
+
+def test_ids_as_text() -> None:
+    request = Request([1], IdDecoder(), SamplingConfig(max_new_tokens=2), [])
+    assert [request.push(17), request.push(4)] == ["17 ", "4 "]
+    assert request.text == "17 4 "
+
+
+def test_hit_rates_of_a_batch_are_each_requests_own() -> None:
+    """With S = 128; the guesses of the last request leave no token out."""
+    requests = [Request([1] * length, IdDecoder(), SamplingConfig(), []) for length in (320, 400, 319)]
+    hits = torch.tensor([[True, False, True], [True, False, False], [True, True, True], [False, False, True]])
+    tokens = Generation(requests).push([5, 6, 7], hits, 128)
+    assert [(token.request, token.token_id, token.hit_rate) for token in tokens] == [
+        (0, 5, 0.75),
+        (1, 6, 0.25),
+        (2, 7, None),
+    ]

@@ -1,0 +1,145 @@
+"""Scoring a text in one pass gives what decoding it step by step with `simulated` speculation gives."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.config import SamplingConfig, SpeculationConfig
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.eval import quality
+from alspec.runtime.eval.quality import score_text, score_under
+from alspec.runtime.eval.teacher_forced import CacheSetting
+
+NEW_TOKENS = 24
+
+
+def new_engine(kv_cache: str, softmax: str = "exact") -> Engine:
+    torch.set_num_threads(1)
+    speculation = SpeculationConfig(mode="simulated")
+    engine = Engine.from_pretrained(
+        DEMO_CHECKPOINT, dtype="fp32", transport="gloo", kv_cache=kv_cache, softmax=softmax, speculation=speculation
+    )
+    engine.load(1, 1024)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return new_engine("bf16")
+
+
+def decode(engine: Engine, prompt_len: int, threshold: float, new_tokens: int) -> tuple[list[int], list[int], Tensor]:
+    """A prompt of random words, the tokens that `simulated` decoding says, and its hits [L, new_tokens - 1]."""
+    assert engine.tokenizer is not None
+    words = ["lantern", "river", "the", "of", "captain", "was", "and", "is", "48213", "stood", "old", "harbour", "."]
+    text = " ".join(random.Random(prompt_len).choices(words, k=prompt_len))
+    prompt = engine.tokenizer.encode(text)[:prompt_len]
+    sampling = SamplingConfig(max_new_tokens=new_tokens, ignore_eos=True)
+    engine.program.threshold = threshold
+    generation = engine.start_generation([prompt], sampling)
+    tokens = [token.token_id for token in engine.run(generation, sampling)]
+    return prompt, tokens, torch.stack(generation.hits)[:, :, 0].T
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.1, 0.2, math.inf])
+@pytest.mark.parametrize("prompt_len", [5, 300, 337, 700])
+def test_one_pass_equals_decoding_step_by_step(engine: Engine, prompt_len: int, threshold: float) -> None:
+    assert engine.transport is not None
+    prompt, tokens, decoded = decode(engine, prompt_len, threshold, NEW_TOKENS)
+
+    score = score_text(engine.model, engine.transport, prompt + tokens, threshold, 128, prompt_tokens=prompt_len)
+
+    assert torch.equal(score.hits[:, prompt_len : prompt_len + NEW_TOKENS - 1], decoded)
+    assert not score.hits[:, :prompt_len].any()
+    assert score.predicted[prompt_len - 1 :].tolist() == tokens
+    assert score.nll.shape == (prompt_len + NEW_TOKENS - 1,)
+    if prompt_len == 700 and threshold == 0.1:
+        assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
+
+
+@pytest.mark.parametrize(
+    ("codec", "softmax"), [("turbo4", "exact"), ("turbo2", "exact"), ("turbo-mixed", "exact"), ("turbo4", "sas")]
+)
+@pytest.mark.parametrize("prompt_len", [5, 640, 700])
+def test_one_pass_equals_decoding_from_a_quantised_cache(codec: str, softmax: str, prompt_len: int) -> None:
+    engine = new_engine(codec, softmax)
+    assert engine.transport is not None
+    prompt, tokens, decoded = decode(engine, prompt_len, 0.05, 70)
+    setting = CacheSetting(codec, softmax)
+    score = score_text(engine.model, engine.transport, prompt + tokens, 0.05, 128, prompt_len, setting)
+    # Rounding in fp32 differs between one position and many: a code on the edge may fall to either side.
+    same = score.hits[:, prompt_len : prompt_len + 69] == decoded
+    assert same.float().mean() > 0.99
+    assert (score.predicted[prompt_len - 1 :] == torch.tensor(tokens)).float().mean() > 0.95
+    if prompt_len > 300:
+        assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
+
+
+@pytest.mark.parametrize(("codec", "prompt_len"), [("bf16", 0), ("bf16", 403), ("turbo-mixed", 403)])
+def test_several_lambdas_share_the_prompt(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, codec: str, prompt_len: int
+) -> None:
+    """Each text is scored as it is alone; here two fit at once, then one."""
+    assert engine.transport is not None
+    prompt, tokens, _ = decode(engine, 403, 0.0, 40)
+    ids, cache = prompt + tokens, CacheSetting(codec)
+    monkeypatch.setattr(quality, "KEYS_AT_ONCE", 2 * len(ids) * 4 * 64)
+    thresholds = [[0.0] * 10, [0.05] * 10, [math.inf, 0.0] * 5]
+    scores = score_under(engine.model, engine.transport, ids, thresholds, 128, prompt_len, cache)
+    assert len(scores) == 3
+    for score, under in zip(scores, thresholds, strict=True):
+        alone = score_text(engine.model, engine.transport, ids, under, 128, prompt_len, cache)
+        # Rounding depends on the size of a product, and a code on the edge may fall to either side.
+        assert float((score.nll - alone.nll).abs().median()) < (1e-5 if codec == "bf16" else 0.01)
+        assert (score.hits == alone.hits).float().mean() > 0.99
+        assert (score.predicted == alone.predicted).float().mean() > 0.98
+    assert 0 < scores[1].hits[:, prompt_len:].float().mean() < 1, "both verdicts must occur"
+    assert scores[2].hits[:, prompt_len:].float().mean(1).tolist() == [1.0, 0.0] * 5
+    assert not scores[0].hits.any()
+
+
+def test_likelihood_is_that_of_transformers(engine: Engine) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert engine.transport is not None
+    ids = torch.randint(6, 4096, (200,), generator=torch.Generator().manual_seed(1))
+    oracle = transformers.LlamaForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32)
+    with torch.no_grad():
+        logits = oracle(ids[None]).logits[0]
+    expected = torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="none")
+    score = score_text(engine.model, engine.transport, ids.tolist(), 0.0, 128)
+    torch.testing.assert_close(score.nll, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_too_large_for_the_room_is_scored_under_one_lambda_at_a_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.transport is not None
+    monkeypatch.setattr(quality, "KEYS_AT_ONCE", 1)
+    thresholds = [[0.0] * 10, [math.inf] * 10]
+    scores = score_under(engine.model, engine.transport, list(range(6, 46)), thresholds, 128, 10, CacheSetting())
+    assert [float(score.hits[:, 10:].float().mean()) for score in scores] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("num_tokens", "prompt_tokens", "expected"), [(80, 0, 64), (40, 0, 40), (80, 70, 70)])
+def test_scales_are_those_of_the_prompt_or_the_first_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_tokens: int, prompt_tokens: int, expected: int
+) -> None:
+    assert engine.transport is not None
+    cache_text, found = quality.cache_text, []
+
+    def recording(k: Tensor, v: Tensor, of_tokens: int, *rest: Any) -> Any:
+        found.append(of_tokens)
+        return cache_text(k, v, of_tokens, *rest)
+
+    monkeypatch.setattr(quality, "CALIBRATION_TOKENS", 64)
+    monkeypatch.setattr(quality, "cache_text", recording)
+    ids = list(range(6, 6 + num_tokens))
+    score_text(engine.model, engine.transport, ids, 0.1, 128, prompt_tokens, CacheSetting("turbo4"))
+    assert found == [expected] * engine.model.num_layers

@@ -1,0 +1,318 @@
+"""One pass over a text reads what decoding token by token reads of a quantised cache."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.config import TURBO_CODECS, SpeculationConfig
+from alspec.kernels.attention.reference import decode_attention_ref, speculative_decode_attention_ref
+from alspec.kernels.attention.torch_ref import prefill_attention
+from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime.cache.flashq_cache import TurboCache
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.eval import teacher_forced as module
+from alspec.runtime.eval.quality import score_text
+from alspec.runtime.eval.teacher_forced import (
+    CODECS,
+    SOFTMAXES,
+    CacheSetting,
+    cache_text,
+    decoded_attention,
+    prompt_attention,
+)
+from alspec.sas import DROPPED_MASS, RELATIVE_ERROR, Softmax
+
+SM_SCALE = 0.3
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+Array = np.ndarray
+
+
+class SlowCache:
+    """Keys or values of one layer, [H, n, D], stored as decoding goes on; written from the equations, in fp64."""
+
+    def __init__(self, prompt: Tensor, bits: list[int], block: int) -> None:
+        x = prompt.float().numpy()
+        self.bits, self.block = bits, block
+        whole = x.shape[1] // block * block
+        pieces = [x[:, i : i + block] for i in range(0, x.shape[1], block)]
+        scales = [np.abs(piece).max((1, 2)) / np.float32(119) for piece in pieces]
+        codes = [self._codes(piece, scale) for piece, scale in zip(pieces, scales, strict=True)]
+        self.universal = np.max(scales, axis=0)
+        # What the prompt's own attention reads.
+        self.prompt = np.concatenate([c * s[:, None, None] for c, s in zip(codes, scales, strict=True)], axis=1)
+        self.records = [self._compressed(c, s) for c, s in zip(codes, scales, strict=True)][: whole // block]
+        self.tail: list[Array] = []
+        for t in range(whole, x.shape[1]):
+            self.append(x[:, t])
+
+    def append(self, token: Array) -> None:
+        """Store one token [H, D]; a full tail becomes a record when the next token comes."""
+        if len(self.tail) == self.block:
+            self.records.append(self._compressed(np.stack(self.tail, 1), self.universal))
+            self.tail = []
+        self.tail.append(self._codes(token[:, None].astype(np.float32), self.universal)[:, 0])
+
+    def read(self) -> Tensor:
+        """Everything stored, [H, n, D] fp64."""
+        tail = np.stack(self.tail, 1) * self.universal[:, None, None].astype(np.float64)
+        return torch.from_numpy(np.concatenate([*self.records, tail], axis=1))
+
+    @staticmethod
+    def _codes(x: Array, scale: Array) -> Array:
+        return np.clip(np.rint(x / scale[:, None, None]), -119, 119)
+
+    def _compressed(self, codes: Array, scale: Array) -> Array:
+        out = codes.astype(np.float64)
+        for head, bits in enumerate(self.bits):
+            for channel in range(codes.shape[2]) if bits < 8 else ():
+                column = out[head, :, channel]
+                low, high = column.min(), column.max()
+                step = max(1.0, np.ceil((high - low) / (2**bits - 1)))
+                out[head, :, channel] = np.floor((2 * (column - low) + step) / (2 * step)) * step + low
+        return out * scale[:, None, None]
+
+
+def slow_attention(q: Tensor, k: Tensor, v: Tensor, tokens: list[int], sm_scale: float) -> Tensor:
+    """One position's attention over some tokens: q [Hq, D], k and v [H, n, D] fp64 -> [Hq, D] fp64."""
+    k, v = (x[:, tokens].repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
+    return torch.einsum("ht,htd->hd", torch.softmax(sm_scale * torch.einsum("hd,htd->ht", q.double(), k), -1), v)
+
+
+def guessed_tokens(n: int, chunk_size: int) -> list[int]:
+    return [t for t in range(n) if t < chunk_size or t >= max(n - chunk_size, 0) // 64 * 64]
+
+
+def bits_of(codec: str, k: Tensor, v: Tensor) -> list[int]:
+    """turbo-mixed: 2 bits for the half of the heads whose gap times std of channel gaps, over K and V, is least."""
+    if codec != "turbo-mixed":
+        return [{"int8": 8, "turbo4": 4, "turbo2": 2}[codec]] * len(k)
+    priority = torch.zeros(len(k), dtype=torch.float64)
+    for x in (k.double(), v.double()):
+        channel_gaps = x.amax(1) - x.amin(1)
+        priority += (x.amax((1, 2)) - x.amin((1, 2))) * channel_gaps.var(1, correction=0).sqrt()
+    low = priority.sort().indices[: len(k) // 2].tolist()
+    return [2 if head in low else 4 for head in range(len(k))]
+
+
+def random_text(n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [n, 4, 8], k and v [2, n, 8], bf16 values, with outliers in some channels of one head."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in ((n, 4, 8), (2, n, 8), (2, n, 8)))
+    k[1, :, 3] *= 6
+    v[1, :, 5] += 4
+    return q.bfloat16(), k.bfloat16(), v.bfloat16()
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "bf16"])
+@pytest.mark.parametrize(
+    ("n", "prompt", "block"), [(131, 1, 64), (130, 63, 64), (129, 64, 64), (203, 65, 32), (50, 20, 64)]
+)
+def test_every_position_reads_what_decoding_reads(codec: str, n: int, prompt: int, block: int) -> None:
+    q, k, v = random_text(n, seed=n)
+    bits = bits_of(codec, k[:, :prompt], v[:, :prompt])
+    slow = [SlowCache(x[:, :prompt], bits, block) for x in (k, v)]
+    setting = CacheSetting(codec, block_size=block)
+    full, spec = decoded_attention(q[prompt:], *cache_text(k, v, prompt, setting), 64, SM_SCALE, setting)
+    assert full.shape == spec.shape == (n - prompt, 4, 8)
+    for i in range(prompt, n):
+        for cache, x in zip(slow, (k, v), strict=True):
+            cache.append(x[:, i].float().numpy())
+        keys, values = (cache.read() for cache in slow)
+        for out, tokens in ((full, list(range(i + 1))), (spec, guessed_tokens(i + 1, 64))):
+            expected = slow_attention(q[i], keys, values, tokens, SM_SCALE)
+            torch.testing.assert_close(out[i - prompt].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = random_text(333, seed=2)
+    setting = CacheSetting("turbo4")
+    cached = cache_text(k, v, 100, setting)
+    expected = decoded_attention(q[7:], *cached, 64, SM_SCALE, setting)
+    monkeypatch.setitem(module.SCORES_AT_ONCE, "cpu", 37 * 4 * 333)
+    for found, whole in zip(decoded_attention(q[7:], *cached, 64, SM_SCALE, setting), expected, strict=True):
+        torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_several_texts_are_read_as_each_alone(codec: str) -> None:
+    """turbo-mixed: the third one's first head has the outliers, so another head has 2 bits than in the others."""
+    texts = [random_text(203, seed=seed) for seed in (6, 7, 8)]
+    texts[2] = tuple(x.flip(0 if len(x) == 2 else 1) for x in texts[2])
+    setting = CacheSetting(codec)
+    alone = [decoded_attention(q[65:], *cache_text(k, v, 65, setting), 64, SM_SCALE, setting) for q, k, v in texts]
+    q, k, v = (torch.cat(of, dim) for of, dim in zip(zip(*texts, strict=True), (1, 0, 0), strict=True))
+    together = decoded_attention(q[65:], *cache_text(k, v, 65, setting, 3), 64, SM_SCALE, setting)
+    for out, expected in zip(together, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(out, torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
+    assert bits_of("turbo-mixed", *texts[0][1:]) != bits_of("turbo-mixed", *texts[2][1:])
+
+
+@pytest.mark.parametrize("codec", ["bf16", "turbo4"])
+def test_sas_is_close_to_exact_and_not_the_same(codec: str) -> None:
+    q, k, v = random_text(400, seed=3)
+    exact, sas = (
+        decoded_attention(q, *cache_text(k, v, 64, setting), 64, 1.0, setting)
+        for setting in (CacheSetting(codec), CacheSetting(codec, softmax="sas"))
+    )
+    most = float(v.abs().max()) * 2 * (RELATIVE_ERROR + DROPPED_MASS)
+    for found, expected in zip(sas, exact, strict=True):
+        assert 0 < float((found - expected).abs().max()) < most
+
+
+def test_the_cutoff_of_sas_is_that_of_each_position() -> None:
+    """As decoding with each length; scores are large, so that some lie between the cutoffs of two lengths."""
+    q, k, v = random_text(200, seed=5)
+    setting = CacheSetting("bf16", softmax="sas")
+    full, guess = decoded_attention(q, *cache_text(k, v, 64, setting), 64, 2.0, setting)
+    cache = (k.float()[None], v.float()[None])
+    for length in (1, 2, 63, 64, 129, 200):
+        args = (q[length - 1 : length].float(), *cache, torch.tensor([length]))
+        expected, _, _ = speculative_decode_attention_ref(*args, 64, 2.0, "sas")
+        torch.testing.assert_close(full[length - 1].double(), decode_attention_ref(*args, 2.0, "sas")[0][0], **CLOSE)
+        torch.testing.assert_close(guess[length - 1].double(), expected[0], **CLOSE)
+
+
+def test_bf16_is_read_as_computed() -> None:
+    q, k, v = random_text(100, seed=4)
+    setting = CacheSetting("bf16")
+    full, _ = decoded_attention(q, *cache_text(k, v, 1, setting), 64, SM_SCALE, setting)
+    torch.testing.assert_close(full, prefill_attention(q.float(), k.float(), v.float(), SM_SCALE), rtol=1e-5, atol=1e-5)
+
+
+def test_labels() -> None:
+    assert CacheSetting().label == "bf16"
+    setting = CacheSetting("turbo-mixed", "sas", 32, "entropy", 1)
+    assert setting.label == "turbo-mixed, sas, blocks of 32, entropy, 1 heads low"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    torch.set_num_threads(1)
+    engine = Engine.from_pretrained(
+        DEMO_CHECKPOINT, dtype="fp32", transport="gloo", speculation=SpeculationConfig(mode="simulated")
+    )
+    engine.load(1, 1024)
+    return engine
+
+
+@torch.no_grad()
+def decode_slowly(
+    engine: Engine, ids: list[int], prompt: int, threshold: float, codec: str, chunk_size: int
+) -> tuple[list[float], Tensor]:
+    """Read the prompt, then decode the rest one token at a time: nats of each next token, hits [L, decoded]."""
+    model, token_ids = engine.model, torch.tensor(ids)
+    x, partial = model.embed(token_ids[:prompt]), None
+    caches: list[tuple[SlowCache, SlowCache]] = []
+    for layer in range(model.num_layers):
+        x, q, k, v = model.pre_attention(layer, x, partial, torch.arange(prompt))
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        bits = bits_of(codec, k, v)
+        caches.append((SlowCache(k, bits, 64), SlowCache(v, bits, 64)))
+        read = (torch.from_numpy(cache.prompt).float() for cache in caches[-1])
+        x, partial = model.post_attention(layer, x, prefill_attention(q, *read, model.sm_scale))
+    nats, hits = [], []
+    for i in range(prompt, len(ids) - 1):
+        x, partial = model.embed(token_ids[i : i + 1]), None
+        for layer, cache in enumerate(caches):
+            x, q, k, v = model.pre_attention(layer, x, partial, torch.tensor([i]))
+            for part, new in zip(cache, (k, v), strict=True):
+                part.append(new[0].numpy())
+            keys, values = (part.read() for part in cache)
+            full = slow_attention(q[0], keys, values, list(range(i + 1)), model.sm_scale)
+            spec = slow_attention(q[0], keys, values, guessed_tokens(i + 1, chunk_size), model.sm_scale)
+            hits.append(bool((spec - full).square().sum() < threshold**2 * full.square().sum()))
+            x, partial = model.post_attention(layer, x, (spec if hits[-1] else full)[None].float())
+        logits = model.lm_head(model.reduce_residual(x, partial))
+        nats.append(float(torch.nn.functional.cross_entropy(logits, token_ids[i + 1 : i + 2])))
+    return nats, torch.tensor(hits).view(-1, model.num_layers).T
+
+
+@pytest.mark.parametrize(("codec", "prompt"), [("turbo4", 607), ("turbo-mixed", 640)])
+def test_one_pass_equals_decoding_step_by_step(engine: Engine, codec: str, prompt: int) -> None:
+    assert engine.tokenizer is not None
+    assert engine.transport is not None
+    words = ["lantern", "river", "the", "of", "captain", "was", "and", "is", "48213", "stood", "old", "harbour", "."]
+    ids = engine.tokenizer.encode(" ".join(random.Random(prompt).choices(words, k=700)))[: prompt + 70]
+    nats, hits = decode_slowly(engine, ids, prompt, 0.05, codec, 128)
+    score = score_text(engine.model, engine.transport, ids, 0.05, 128, prompt, CacheSetting(codec))
+    assert 0 < hits.float().mean() < 1, "both verdicts must occur"
+    # Rounding in fp32 differs between one position and many: a code on the edge may fall to either side.
+    assert (score.hits[:, prompt:-1] == hits).float().mean() > 0.99
+    difference = (score.nll[prompt:] - torch.tensor(nats)).abs()
+    assert float(difference.median()) < 5e-4
+    assert float(difference.max()) < 0.05
+    exact = score_text(engine.model, engine.transport, ids, 0.05, 128, prompt)
+    assert float((score.nll[prompt:] - exact.nll[prompt:]).abs().median()) > 20 * float(difference.median())
+
+
+def test_a_text_without_a_prompt_is_scored_from_its_first_token(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    assert engine.transport is not None
+    ids = engine.tokenizer.encode("He stopped at the bridge and looked at the water for a long while. " * 12)[:150]
+    scores = [
+        score_text(engine.model, engine.transport, ids, 0.0, 128, cache=CacheSetting(codec))
+        for codec in ("bf16", "int8", "turbo4", "turbo2")
+    ]
+    errors = [float((score.nll - scores[0].nll).abs().mean()) for score in scores[1:]]
+    assert 0 < errors[0] < errors[1] < errors[2]
+
+
+def test_each_layer_may_have_a_lambda_of_its_own(engine: Engine) -> None:
+    assert engine.transport is not None
+    ids = torch.randint(6, 4096, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    thresholds = [0.0, torch.inf] * 5
+    score = score_text(engine.model, engine.transport, ids, thresholds, 128, prompt_tokens=10)
+    assert score.hits[:, 10:].float().mean(1).tolist() == [0.0, 1.0] * 5
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("codec", TURBO_CODECS)
+def test_prompts_of_several_chunks_are_read_as_the_cache_reads_them(
+    codec: str, softmax: Softmax, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk at stage 1, those before it from their records. Heads with outliers in the first chunk keep 4 bits."""
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 128)
+    generator, n = torch.Generator().manual_seed(9), 300
+    q, k, v = (torch.randn(shape, generator=generator) for shape in ((n, 8, 64), (4, n, 64), (4, n, 64)))
+    k[:2, :128, 3] *= 3
+    k[2:, 128:, 3] *= 6
+    assert bits_of("turbo-mixed", k[:, :128], v[:, :128]) != bits_of("turbo-mixed", k, v)
+    cache = TurboCache(codec, 1, 1, 4, n, 64, torch.device("cpu"), softmax)
+    expected = []
+    for start in range(0, n, 128):
+        stop = min(start + 128, n)
+        chunk = q[start:stop], *(x[:, start:stop].transpose(0, 1) for x in (k, v))
+        expected.append(cache.prefill_attention(0, 0, start, *chunk, SM_SCALE, stop))
+    setting = CacheSetting(codec, softmax)
+    found = prompt_attention(q, k, v, cache_text(k, v, n, setting), SM_SCALE, setting)
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_an_exact_cache_may_be_read_with_sas() -> None:
+    q, k, v = random_text(100, seed=10)
+    setting = CacheSetting("bf16", softmax="sas")
+    found = prompt_attention(q, k, v, cache_text(k, v, 100, setting), 1.0, setting)
+    assert torch.equal(found, prefill_attention(q, k, v, 1.0, "sas").float())
+    assert not torch.equal(found, prefill_attention(q, k, v, 1.0).float())
+
+
+@pytest.mark.parametrize(("selector", "kept"), [("gap_std", 1), ("min_max", 0)])
+def test_the_selector_chooses_the_heads_of_2_bits(selector: str, kept: int) -> None:
+    """Two of three: the first has the widest range, the second one wide channel among narrow ones."""
+    k, v = torch.randn(2, 3, 64, 8, generator=torch.Generator().manual_seed(11))
+    k[0] *= 8
+    k[1, :, 5] *= 7
+    mixed, low, high = (
+        cache_text(k, v, 64, setting)[0].stored
+        for setting in (
+            CacheSetting("turbo-mixed", selector=selector, low_heads=2), CacheSetting("turbo2"), CacheSetting("turbo4")
+        )
+    )  # fmt: skip
+    for head in range(3):
+        assert torch.equal(mixed[head], (high if head == kept else low)[head])
+        assert not torch.equal(low[head], high[head])

@@ -1,0 +1,130 @@
+"""From fault words to the error: of what several ranks find in one step, all name what came first."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alspec.errors import AlspecError, BadNumbersError, RankFailureError
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_WORD, fault_code
+from alspec.runtime.distributed.agreement import Agreement
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.faults.bad_steps import bad_logits_error, fault_error
+
+NUM_LAYERS = 4
+LM_HEAD, START, HANDED_OVER = 2 * NUM_LAYERS, 2 * NUM_LAYERS + 1, 2 * NUM_LAYERS + 2
+Fault = tuple[int, int]  # step, fault word
+
+
+def bad(step: int, slot: int, rank: int) -> Fault:
+    return step, fault_code(BAD_NUMBERS, slot, rank)
+
+
+def late(step: int, slot: int, rank: int) -> Fault:
+    return step, fault_code(LATE_WORD, slot, rank)
+
+
+def errors_of(*faults: Fault, late_s: float = 0.0) -> list[AlspecError]:
+    """What each of some ranks that found these says; rank 0 has found nothing.
+
+    late_s: how much later each one comes.
+    """
+    store, world = dist.HashStore(), len(faults) + 1
+
+    def run(rank: int) -> AlspecError:
+        time.sleep(late_s * rank)
+        step, code = faults[rank - 1]
+        return fault_error(code, step, NUM_LAYERS, Agreement(Placement(rank, world), store), 1)
+
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(run, range(1, world)))
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.3])
+def test_bad_numbers_that_spread_are_named_where_they_began(late_s: float) -> None:
+    """Rank 2 computes them; rank 1 and 3 take them over, rank 3 in its own next product."""
+    for error in errors_of(bad(7, 4, 1), bad(7, 3, 2), bad(7, LM_HEAD, 3), late_s=late_s):
+        assert isinstance(error, BadNumbersError)
+        assert str(error).startswith("NaN or Inf: first seen on rank 2, MLP output, layer 1, step 7;")
+
+
+def test_who_waits_for_one_that_waits_names_the_one_that_is_late() -> None:
+    """Rank 1 waits for layer 1 of rank 2, which waits for layer 2 of rank 1."""
+    for error in errors_of(late(5, 2, 2), late(5, 4, 1)):
+        assert isinstance(error, RankFailureError)
+        assert str(error) == "rank 2 stalled at step 5, operation attention output, layer 1: no data came"
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        # Bad numbers of a step come before a wait in the next.
+        ((late(6, 0, 2), bad(5, 7, 2)), "rank 2, MLP output, layer 3, step 5;"),
+        # The start of a step is the last slot, and comes first.
+        ((bad(6, 0, 1), late(6, START, 1)), "the start of a step"),
+        ((bad(6, LM_HEAD, 1), late(6, 7, 1)), "MLP output, layer 3: no data"),
+        # What the last layer left is handed over behind that layer, and ahead of the LM head.
+        ((late(6, LM_HEAD, 1), late(6, HANDED_OVER, 2)), "rank 2 stalled at step 6, operation the last layer's output"),
+        ((late(6, HANDED_OVER, 2), late(6, 7, 1)), "MLP output, layer 3: no data"),
+        # Both in one operation: without the bad numbers there would be no wait.
+        ((late(6, 5, 2), bad(6, 5, 2)), "first seen on rank 2, MLP output, layer 2"),
+    ],
+)
+def test_what_came_first(faults: tuple[Fault, ...], expected: str) -> None:
+    first, second = errors_of(*faults)
+    assert str(first) == str(second)
+    assert expected in str(first)
+
+
+def test_an_earlier_attempt_does_not_count() -> None:
+    store = dist.HashStore()
+    agreement = Agreement(Placement(0, 2), store)
+    fault_error(fault_code(BAD_NUMBERS, 0, 1), 1, NUM_LAYERS, agreement, 1)
+    error = fault_error(fault_code(BAD_NUMBERS, 5, 0), 9, NUM_LAYERS, agreement, 2)
+    assert "rank 0, MLP output, layer 2, step 9" in str(error)
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    started = time.monotonic()
+    error = fault_error(fault_code(BAD_NUMBERS, 1, 0), 3, NUM_LAYERS, Agreement(Placement(0, 1), None), 1)
+    assert "rank 0, MLP output, layer 0, step 3" in str(error)
+    assert time.monotonic() - started < 0.5
+
+
+def test_a_store_that_is_gone_takes_no_fault_with_it() -> None:
+    class Gone(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    error = fault_error(fault_code(BAD_NUMBERS, 5, 0), 9, NUM_LAYERS, Agreement(Placement(0, 2), Gone()), 1)
+    assert "rank 0, MLP output, layer 2, step 9" in str(error)
+
+
+class World:
+    """Four ranks, whose sums of layers are `sums`."""
+
+    def __init__(self, sums: Tensor) -> None:
+        self.placement = Placement(0, 4)
+        self._sums = sums
+
+    def all_gather_world(self, _: Tensor) -> Tensor:
+        return self._sums
+
+
+def test_bad_logits_are_named_where_they_began() -> None:
+    """In the first layer of any rank; with good layers in the LM head of the rank that has the token: 76 of 301."""
+    sums = torch.zeros(4, NUM_LAYERS)
+    logits = torch.zeros(2, 301)
+    for token, rank in ((75, 0), (76, 1), (227, 2), (228, 3), (300, 3)):
+        bad = logits.index_fill(1, torch.tensor([token]), torch.nan)
+        message = str(bad_logits_error(bad, sums[0], 5, World(sums)))  # type: ignore[arg-type]
+        assert message.startswith(f"NaN or Inf in the logits: first seen on rank {rank}, the LM head, step 5;")
+    sums[0, 2:] = torch.inf
+    sums[3, 1:] = torch.nan
+    message = str(bad_logits_error(bad, sums[0], 5, World(sums)))  # type: ignore[arg-type]
+    assert "first seen on rank 3, layer 1, step 5;" in message

@@ -1,0 +1,287 @@
+"""What the latency profiler makes of clocks and of the profiler's export, and the loop it drives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from alspec.config import EngineConfig, SamplingConfig
+from alspec.errors import BadNumbersError
+from alspec.models.llama import Shard
+from alspec.runtime.decode.graph_loop import DecodeLoop, StepRecord
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.generation import Generation
+from alspec.runtime.profiling.profile import (
+    WARMUP_STEPS,
+    Profile,
+    fill,
+    forced_verdicts,
+    measure,
+    prepare,
+    prompts_of,
+    room,
+    stream_limit,
+)
+from alspec.runtime.profiling.stats import step_bytes
+
+CPU = torch.device("cpu")
+
+
+class FakeTransport:
+    """The other rank takes what `other` says; barriers are counted."""
+
+    def __init__(self, other: list[float]) -> None:
+        self.other = other
+        self.barriers = 0
+
+    def barrier(self) -> None:
+        self.barriers += 1
+
+    def all_gather_world(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, torch.tensor(self.other, dtype=tensor.dtype).view_as(tensor)])
+
+
+class FakeEngine:
+    """Steps whose clock advances by `step_us`, each warm-up step by much more."""
+
+    def __init__(self, step_us: list[int], other: list[float], config: Any, batch_size: int) -> None:
+        self.loop = object()
+        self.hits: Tensor | None = None
+        self.config = EngineConfig()
+        self.transport = FakeTransport(other)
+        self.cache = SimpleNamespace(batch_size=batch_size)
+        self.model_config, self.dtype, self.device = config, torch.bfloat16, CPU
+        self.placement = Placement(0, 2, 0, 2)
+        self.started: list[tuple[list[int], list[int], int]] = []
+        self._step_us = [90_000] * WARMUP_STEPS + step_us
+
+    def connected(self) -> FakeTransport:
+        return self.transport
+
+    def decode(self, token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
+        assert self.transport.barriers == 1
+        self.started.append((token_ids, seq_lens, num_steps))
+        clock_ns = 7_000_000_000_000_000_000
+        for step_us in self._step_us[:num_steps]:
+            clock_ns += 1000 * step_us
+            yield StepRecord(token_ids, self.hits, clock_ns, 0)
+
+
+@pytest.fixture
+def engine(small_folder: Path) -> Engine:
+    return Engine.from_pretrained(small_folder, transport="gloo", speculation={"mode": "off"})
+
+
+def interpreted(engine: Engine, batch_size: int, capacity: int) -> None:
+    """Load, and give the engine the fused kernels' loop that GPUs have."""
+    engine.load(batch_size, capacity)
+    assert engine.transport is not None
+    operation = lambda name, layer: nullcontext()  # noqa: E731
+    engine.loop = DecodeLoop.build(engine.model, engine.cache, engine.transport, None, False, operation)
+
+
+def test_a_step_takes_as_long_as_on_its_slowest_rank(engine: Engine) -> None:
+    fake: Any = FakeEngine([10, 20, 30, 40], [15.0, 15.0, 15.0, 50.0], engine.model_config, batch_size=3)
+    profile = measure(fake, 100, 4)
+    assert profile.step_us == [[10, 20, 30, 40], [15, 15, 15, 50]]
+    assert profile.slowest_us == [15, 20, 30, 50]
+    assert profile.us == pytest.approx({"p20": 18, "p50": 25, "p80": 38, "p99": 49.4})
+    assert profile.tokens_per_s == pytest.approx(3 / 25e-6)
+    # Measured steps read 110 to 113 tokens of each request.
+    assert profile.read_bytes == step_bytes(engine.model_config, Shard(0, 2, 0, 2), torch.bfloat16, [112] * 3)
+    assert profile.bytes_per_s == pytest.approx(profile.read_bytes / 25e-6)
+    assert fake.started == [([1] * 3, [100] * 3, WARMUP_STEPS + 4)]
+
+
+@pytest.mark.parametrize(
+    ("context", "is_forced", "hit_rate"), [(310, False, 0.5), (306, False, None), (306, True, 0.5), (64, True, 0.5)]
+)
+def test_hit_rates_are_those_of_guesses_that_could_miss(
+    engine: Engine, context: int, is_forced: bool, hit_rate: float | None
+) -> None:
+    """With S = 128 those of 320 tokens and more, after ten steps of warm-up; forced verdicts may reject any."""
+    fake: Any = FakeEngine([10] * 4, [10.0] * 4, engine.model_config, batch_size=1)
+    fake.hits = torch.tensor([[True], [False]])
+    assert measure(fake, context, 4, is_forced=is_forced).hit_rate == hit_rate
+
+
+def test_one_step() -> None:
+    assert Profile(64, 1, [[8.0]], None, 1000).us == {"p20": 8, "p50": 8, "p80": 8, "p99": 8}
+
+
+def test_prompted_steps_are_those_of_the_same_lengths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the loop: the first warm-up step reads `context` tokens, and the last one fits."""
+    engine.load(2, room(24, 3))
+    prepare(engine)
+    lengths = []
+    run = engine.program.run
+    monkeypatch.setattr(engine.program, "run", lambda state: (lengths.append(state.seq_lens.tolist()), run(state))[1])
+    profile = measure(engine, 24, 3)
+    assert lengths == [[24 + step] * 2 for step in range(WARMUP_STEPS + 3)]
+    assert [len(times) for times in profile.step_us] == [3]
+    assert all(us > 0 for us in profile.slowest_us)
+
+
+def test_the_loop_is_prepared_and_its_lengths_end_inside_the_cache(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("alspec.runtime.profiling.profile.WARMUP_STEPS", 2)
+    interpreted(engine, 1, room(20, 2))
+    prepare(engine)
+    assert 0.9 < float(engine.cache.k.float().std()) < 1.1
+    profile = measure(engine, 20, 2)
+    assert [len(times) for times in profile.step_us] == [2]
+    assert engine.loop is not None
+    # The next step would read what is one token longer than the last measured one.
+    assert engine.loop._decoder.buffers.seq_lens.tolist() == [room(20, 2)]
+    assert engine.loop.next_step == 2 + 2 + 1, "no step is launched behind the last one"
+
+
+def test_bad_numbers_end_the_measurement(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alspec.runtime.profiling.profile.WARMUP_STEPS", 2)
+    interpreted(engine, 1, room(20, 2))
+    prepare(engine)
+    engine.cache.v[1] = torch.nan
+    with pytest.raises(BadNumbersError, match="rank 0, attention output, layer 1, step 1;"):
+        measure(engine, 20, 2)
+
+
+def test_generation_over_the_loop_is_that_without_it(engine: Engine) -> None:
+    """Token for token, and it ends where the request has ended, not where it could."""
+
+    def run(*stop: str) -> list[int]:
+        sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True, stop=stop)
+        generation = engine.start_generation([[7, 30, 200, 5, 5, 60]], sampling)
+        for _ in engine.run(generation, sampling):
+            pass
+        made = generation.requests[0].token_ids
+        assert len(generation.step_us) == len(made) - 1
+        return made
+
+    engine.load(1, 16)
+    expected = run()
+    assert len(expected) == 4
+    interpreted(engine, 1, 16)
+    assert run() == expected
+    assert engine.tokenizer is not None
+    assert run(engine.tokenizer.decode(expected[:2])) == expected[:2]
+    assert run(engine.tokenizer.decode(expected[:1])) == expected[:1]
+
+
+def test_filled_cache(engine: Engine) -> None:
+    engine.load(2, 64)
+    fill(engine.cache, seed=0)
+    k, v = engine.cache.k.clone(), engine.cache.v.clone()
+    assert abs(float(k.mean())) < 0.02
+    assert 0.98 < float(k.std()) < 1.02
+    assert len({float(layer.flatten()[0]) for layer in (*k, *v)}) == 2 * engine.model_config.num_layers
+    fill(engine.cache, seed=0)
+    assert torch.equal(engine.cache.k, k)
+    fill(engine.cache, seed=1)
+    assert not torch.equal(engine.cache.v, v)
+
+
+def test_limit_is_the_fastest_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alspec.runtime.profiling.profile.stream_bandwidth", lambda device: 3e9)
+    for other, fastest in ((2e9, 3e9), (4e9, 4e9)):
+        fake: Any = SimpleNamespace(device=CPU, connected=partial(FakeTransport, [other]))
+        assert stream_limit(fake) == fastest
+
+
+@pytest.mark.parametrize("num_layers", [1, 22, 32, 80])
+@pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.65, 0.875, 1.0])
+def test_forced_verdicts_have_the_rate_and_are_spread(num_layers: int, hit_rate: float) -> None:
+    verdicts = forced_verdicts(num_layers, hit_rate)
+    assert len(verdicts) == num_layers
+    assert set(verdicts) <= {0, 1}
+    for count in range(num_layers + 1):
+        assert abs(sum(verdicts[:count]) - count * hit_rate) < 1
+
+
+@pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 3), (1, 11), (2, 5), (3, 26)])
+def test_prompts_repeat_or_cut_a_text(batch_size: int, num_tokens: int) -> None:
+    """Each is a stretch of the text, over and over, from a place of its own."""
+    prompts = prompts_of([96, *range(10)], batch_size, num_tokens)
+    assert [len(ids) for ids in prompts] == [num_tokens] * batch_size
+    for request, (first, *rest) in enumerate(prompts):
+        assert first == 96
+        assert rest == [(10 * request // batch_size + at) % 10 for at in range(num_tokens - 1)]
+    assert prompts_of([7], 2, 3) == [[7, 7, 7]] * 2
+
+
+def test_steps_after_a_text_are_those_of_its_generation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loop: the text is read into the cache, and the timed steps give the tokens that generation gives."""
+    monkeypatch.setattr("alspec.runtime.profiling.profile.WARMUP_STEPS", 2)
+    text_ids = [5, 30, 200, 7, 7, 91]
+    interpreted(engine, 2, room(9, 2))
+    prepare(engine)
+    sampling = SamplingConfig(max_new_tokens=5, ignore_eos=True)
+    generation = engine.start_generation(prompts_of(text_ids, 2, 8), sampling)
+    for _ in engine.run(generation, sampling):
+        pass
+    assert len(set(map(tuple, (request.token_ids for request in generation.requests)))) == 2
+    fill(engine.cache, seed=3)
+    made = []
+    decode = engine.decode
+
+    def recording(token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
+        made.append(token_ids)
+        assert seq_lens == [9, 9]
+        for record in decode(token_ids, seq_lens, num_steps):
+            made.append(record.token_ids)
+            yield record
+
+    monkeypatch.setattr(engine, "decode", recording)
+    profile = measure(engine, 9, 2, text_ids)
+    assert [len(times) for times in profile.step_us] == [2]
+    assert list(map(list, zip(*made, strict=True))) == [request.token_ids for request in generation.requests]
+
+
+def test_sampled_tokens_are_those_of_request_and_position(engine: Engine) -> None:
+    """Two requests with one prompt have answers of their own, with the loop as without it; the first as it is alone."""
+    sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True, temperature=1.5, seed=3)
+
+    def run(batch_size: int) -> list[list[int]]:
+        generation = engine.start_generation([[7, 30, 200, 5, 5, 60]] * batch_size, sampling)
+        for _ in engine.run(generation, sampling):
+            pass
+        return [request.token_ids for request in generation.requests]
+
+    engine.load(1, 16)
+    (alone,) = run(1)
+    engine.load(2, 16)
+    expected = run(2)
+    assert expected[0] == alone != expected[1]
+    interpreted(engine, 2, 16)
+    assert run(2) == expected
+
+
+def test_launched_steps_of_the_warm_up_do_not_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = [torch.full((3, 1), step >= WARMUP_STEPS) for step in range(WARMUP_STEPS + 4)]
+    generation = Generation([], 1.0, [9e4] * WARMUP_STEPS + [10.0] * 4, verdicts)
+    monkeypatch.setattr("alspec.runtime.profiling.profile._generate", lambda *_: generation)
+    engine.load(1, 64)
+    profile = measure(engine, 400, 4)
+    assert (profile.hit_rate, profile.step_us) == (1.0, [[10.0] * 4])
+
+
+def test_a_step_of_the_loop_takes_what_the_devices_clock_says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the first one, before which no step has left it."""
+    clocks_ns = [7 * 10**18 + 1000 * us for us in (0, 250, 1000)]
+    interpreted(engine, 1, 16)
+    monkeypatch.setattr(engine, "decode", lambda *_: (StepRecord([5], None, ns, 0) for ns in clocks_ns))
+    sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True)
+    generation = engine.start_generation([[7, 30, 200]], sampling)
+    for _ in engine.run(generation, sampling):
+        pass
+    assert generation.step_us[1:] == [250.0, 750.0]
+    assert 0 < generation.step_us[0] < 60e6

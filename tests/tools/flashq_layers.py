@@ -1,0 +1,37 @@
+"""Layers of a quantised cache, for the tests of what writes into them."""
+
+from __future__ import annotations
+
+import torch
+
+from alspec.kernels.kv_codec.flashq.layout import BLOCK, TurboLayer, record_words
+
+__all__ = ["assert_same", "noisy_layer", "on_cpu"]
+
+
+def noisy_layer(batch_size: int, bits: list[int], head_dim: int, num_blocks: int, device: torch.device) -> TurboLayer:
+    """A layer of noise, with heads of `bits` in every request (the other way round in odd ones)."""
+    heads = len(bits)
+    rows = torch.tensor([bits if request % 2 == 0 else bits[::-1] for request in range(batch_size)])
+    sizes = torch.tensor([num_blocks * record_words(b, head_dim) for b in rows.flatten().tolist()])
+    ends = sizes.cumsum(0)
+    return TurboLayer(
+        words=torch.randint(-(2**31), 2**31, (int(ends[-1]),), dtype=torch.int32).to(device),
+        offset=(ends - sizes).view(batch_size, heads).to(device),
+        bits=rows.to(device, torch.int32),
+        scales=torch.full((batch_size, heads, num_blocks, 2), torch.nan, device=device),
+        tail=torch.randint(-119, 120, (batch_size, heads, 2, BLOCK, head_dim), dtype=torch.int8).to(device),
+        tail_scale=torch.rand(batch_size, heads, 2).to(device) + 0.01,
+    )
+
+
+def assert_same(found: TurboLayer, expected: TurboLayer) -> None:
+    for name in expected.tensors:
+        a, b = (layer.tensors[name].cpu() for layer in (found, expected))
+        if a.is_floating_point():
+            a, b = a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
+        assert torch.equal(a, b), f"{name}: {int((a != b).sum())} of {a.numel()} differ"
+
+
+def on_cpu(layer: TurboLayer) -> TurboLayer:
+    return TurboLayer(**{name: tensor.detach().cpu().clone() for name, tensor in layer.tensors.items()})

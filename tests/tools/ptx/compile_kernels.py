@@ -1,0 +1,559 @@
+"""Compile kernels of decoding and prompts for one GPU architecture without a GPU and print what is in each as JSON.
+
+Started by test_compile.py in a process of its own, because the tests import the kernels for the interpreter.
+"""
+
+import functools
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+from alspec.kernels.attention.decode import combine as merge
+from alspec.kernels.attention.decode import lean_decode as lean_attention
+from alspec.kernels.attention.decode import mainloop_sm80 as lean_kernel
+from alspec.kernels.attention.decode import mainloop_sm90 as lean_hopper
+from alspec.kernels.attention.decode_flashq import flashq_decode as turbo_attention
+from alspec.kernels.attention.decode_flashq import flashq_mainloop as turbo_kernel
+from alspec.kernels.attention.prefill import int8_prefill as turbo_prefill
+from alspec.kernels.attention.prefill import int8_prefill_sm90 as turbo_prefill_hopper
+from alspec.kernels.bench import measuring
+from alspec.kernels.kv_codec.flashq import codec_kernels as flashq_kernels
+from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
+from alspec.kernels.linear import gemv_tile, mma_tile, projections, push
+from alspec.kernels.norm import residual
+from alspec.kernels.prompt import prompt_kernels
+from alspec.kernels.sampling import next_token
+from alspec.kernels.sampling import sampler as sampling
+from alspec.kernels.speculation import handover, roles, swap
+from alspec.launch.bench import bench_reading
+
+HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
+INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
+INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
+INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr"}
+WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
+WIDE |= {"meeting_ptr", "offset_ptr", "own_words_ptr"}
+BOTH = list(itertools.product((1, 8), (False, True)))  # batch sizes, plain and speculative
+SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64", "threshold2": "fp32"}
+DIVISIBLE = {"capacity", "chunk_size"}
+
+
+def compile_for(
+    capability: int,
+    kernel: Any,
+    num_warps: int,
+    constants: dict[str, Any],
+    fuses: bool = True,
+    maxnreg: int | None = None,
+    **types: str,
+) -> Any:
+    """One variant, with pointers and sizes aligned as the launchers' are; `types` overrules what names say."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in types:
+            signature[name] = types[name]
+        elif name.endswith("_ptr"):
+            kind = "bf16" if name in HALF else "i32" if name in INTEGER else "i64" if name in WIDE else "fp32"
+            signature[name] = "*" + kind
+        else:
+            signature[name] = SCALARS.get(name, "i32")
+        parameter = kernel.params[index]
+        assert name not in PER_HEAD or parameter.do_not_specialize_on_alignment, "compiled anew for some layers"
+        is_free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if name not in constants and not is_free and (name.endswith("_ptr") or name in DIVISIBLE):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": num_warps, "enable_fp_fusion": fuses, "maxnreg": maxnreg}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def lean(
+    capability: int,
+    heads_per_kv: int,
+    head_dim: int,
+    batch_size: int,
+    spec: bool,
+    gate: bool = False,
+    phase: str = "all",
+    kv_heads: int = 8,
+    guess_parts: int = 1,
+) -> Any:
+    """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
+    copies = lean_by_copies(capability, heads_per_kv, head_dim, batch_size)
+    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, phase) | {
+        "ROWS": max(8 if copies else 16, triton.next_power_of_2(heads_per_kv)),
+        "STAGES": _lean_settings(capability, head_dim, copies)[2],
+        "EARLY": capability >= 90 and phase == "all",
+    }  # fmt: skip
+    if phase != "all":
+        constants |= dict.fromkeys(["epoch_ptr"])
+    if not gate:
+        constants["gate_ptr"] = None
+    if not spec:
+        constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
+    if guess_parts == 1:
+        constants["spec_lse_ptr"] = None
+    types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and phase == "all" else {}
+    if not copies:
+        return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants, **types)
+    short, width = constants["BLOCK_N"], constants["D"]
+    for name, block_n in (("desc", short), ("long", 2 * short if constants["LONG"] else short)):
+        types |= dict.fromkeys([f"k_{name}", f"v_{name}"], descriptor("bf16", gl.bfloat16, [1, block_n, width]))
+    return compile_for(capability, lean_hopper.lean_hopper_kernel, 4, constants, **types)
+
+
+def lean_by_copies(capability: int, heads_per_kv: int, head_dim: int, batch_size: int) -> bool:
+    """Whether `lean` is the kernel of mainloop_sm90.py, in bf16."""
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
+        return lean_attention._by_copies(torch.device("cuda"), batch_size, heads_per_kv, head_dim, torch.bfloat16)
+
+
+def descriptor(name: str, kind: Any, tile: list[int]) -> str:
+    """The type of a descriptor that copies of such a tile go by."""
+    return f"tensordesc<{name}{tile},{gl.NVMMASharedLayout.get_default_for(tile, kind)!r}>"
+
+
+def lean_merge(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int = 8,
+    guess_parts: int = 1,
+) -> Any:  # fmt: skip
+    """What merges the partials of `lean`."""
+    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, "all")
+    chunk, chunks, together = merge.merge_sizes(heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size))
+    constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
+    if not spec:
+        constants["sums_ptr"] = None
+    return compile_for(
+        capability, lean_kernel.lean_merge_kernel, 1, constants, False, merge.MERGE_REGISTERS, out_ptr="*bf16"
+    )
+
+
+@functools.cache
+def _lean_settings(capability: int, head_dim: int, copies: bool) -> tuple[int, int, int, bool]:
+    """Those of an A100, an H100 or H200, a B200, in 16 bits."""
+    memory = {80: 166912, 90: 232448, 100: 232448}[capability]
+    gpu = SimpleNamespace(major=capability // 10, shared_memory_per_block_optin=memory)
+    lean_attention._settings.cache_clear()
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu):
+        return lean_attention._settings(torch.device("cuda"), 2 * triton.next_power_of_2(head_dim), copies)
+
+
+def _lean_plan(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int, guess_parts: int,
+    phase: str,
+) -> dict[str, Any]:  # fmt: skip
+    copies = lean_by_copies(capability, heads_per_kv, head_dim, batch_size)
+    block_n, long_run, _, _ = _lean_settings(capability, head_dim, copies)
+    return {
+        "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": triton.next_power_of_2(head_dim), "HEAD_DIM": head_dim,
+        "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size), "BLOCK_N": block_n, "LONG": long_run,
+        "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": lean_attention.PHASES[phase], "PDL": capability >= 90,
+    }  # fmt: skip
+
+
+def turbo(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
+    guess_parts: int = 1,
+) -> Any:  # fmt: skip
+    """The attention kernel as `turbo_decode_attention` launches it."""
+    settings = turbo_attention.GPU_SETTINGS
+    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, guess_parts) | {
+        "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
+        "EARLY": capability >= 90, "BULK": capability >= 90,
+    }  # fmt: skip
+    if not spec:
+        constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
+    if guess_parts == 1:
+        constants["spec_lse_ptr"] = None
+    types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec else {}
+    return compile_for(
+        capability, turbo_kernel.turbo_decode_kernel, settings.num_warps, constants, maxnreg=turbo_attention.REGISTERS,
+        **types,
+    )  # fmt: skip
+
+
+def turbo_merge(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, guess_parts: int = 1
+) -> Any:
+    """What merges the partials of `turbo`."""
+    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, guess_parts)
+    programs = 132 * turbo_attention.GPU_SETTINGS.per_sm
+    chunk, chunks, together = merge.merge_sizes(8 * heads_per_kv, head_dim, programs // (8 * batch_size))
+    constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
+    if not spec:
+        constants["sums_ptr"] = None
+    return compile_for(
+        capability, turbo_kernel.turbo_merge_kernel, 1, constants, False, merge.MERGE_REGISTERS, out_ptr="*bf16"
+    )
+
+
+def _turbo_plan(
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, guess_parts: int
+) -> dict[str, Any]:
+    settings = turbo_attention.GPU_SETTINGS
+    return {
+        "HEADS_PER_KV": heads_per_kv, "D": head_dim,
+        **turbo_attention.schedule_sizes(batch_size, 8, 132 * settings.per_sm), "WARPS": settings.num_warps,
+        "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": 0, "PDL": capability >= 90,
+    }  # fmt: skip
+
+
+def prefill(head_dim: int) -> Any:
+    """The attention kernel of prompts as `turbo_prefill_attention` launches it on Hopper."""
+    constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "STAGES": turbo_prefill_hopper.STAGES}
+    tile = [turbo_prefill_hopper.TILE, head_dim]
+    types = {"k_desc": descriptor("i8", gl.int8, tile), "v_desc": descriptor("fp16", gl.float16, tile)}
+    kernel, registers = turbo_prefill_hopper.prefill_hopper_kernel, turbo_prefill_hopper.REGISTERS
+    return compile_for(90, kernel, 4, constants, maxnreg=registers, out_ptr="*bf16", **types)
+
+
+def prefill_elsewhere(capability: int, head_dim: int, sas: bool) -> Any:
+    """The same on other GPUs."""
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
+        turbo_prefill.num_warps.cache_clear()
+        num_warps = turbo_prefill.num_warps(torch.device("cuda"))
+    block = turbo_prefill.BLOCK
+    constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "BLOCK_M": block, "BLOCK_N": block, "SAS": sas}
+    constants["STAGES"] = turbo_prefill.NUM_STAGES
+    types = {"k_desc": f"tensordesc<i8[{block}, {head_dim}]>", "v_desc": f"tensordesc<fp16[{block}, {head_dim}]>"}
+    types |= {"cutoff": "fp32", "out_ptr": "*bf16"}
+    return compile_for(capability, turbo_prefill._prefill_kernel, num_warps, constants, **types)
+
+
+def reading_alone() -> Any:
+    """What `bench_kernels` measures beside attention."""
+    types = {"desc": descriptor("i8", gl.int8, [bench_reading.ROWS, bench_reading.ROW_BYTES])}
+    return compile_for(90, measuring._read_tiles_kernel, 1, {"STAGES": bench_reading.STAGES}, **types)
+
+
+def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
+    """The other kernels of a step, for the 8B shape on one rank of `tp_size`."""
+    # Kernels with a gate are those of a pair, which also push what the other group needs.
+    gates: dict[str, Any] = {} if gate else {"gate_ptr": None}
+    inbox: dict[str, Any] = {} if gate else {"inbox_ptr": None}
+    both = gates if gate else gates | inbox | {"next_gate_ptr": None, "verdict_ptr": None}
+    hidden, heads, kv_heads, mlp, vocab = 4096, 32 // tp_size, 8 // tp_size, 14336 // tp_size, 128256
+    pdl = {"PDL": capability >= 90}
+    squares = {"S": 128, "SP": 128}
+    stream = {"K": hidden, "KP": hidden, "B": batch_size} | gates | squares | pdl
+
+    def tile(num_rows: int, inputs: int, matrices: int) -> tuple[int, dict[str, int]]:
+        """Rows of each of `matrices` in a tile; steps and warps of a program."""
+        rows, steps, warps = mma_tile.tile_of(batch_size, inputs, 2, num_rows, matrices)
+        return rows, {"STEPS": steps, "WARPS": warps}
+
+    def loops(num_tiles: int, per_sm: int) -> dict[str, bool]:
+        """Whether a program takes several tiles on an H200."""
+        return {"LOOP": gemv_tile.programs_for(num_tiles, per_sm * 132) < num_tiles}
+
+    def project(kernel: Any, constants: dict[str, Any], **types: str) -> Any:
+        return compile_for(capability, kernel, constants["WARPS"], constants, **types)
+
+    def pushed(inputs: int, num_rows: int, per_sm: int, **more: Any) -> Any:
+        rows, how = tile(num_rows, inputs, 1)
+        constants = {
+            "K": inputs, "KP": triton.next_power_of_2(inputs), "B": batch_size, "ROWS": rows, "MASKED": False,
+            "PEERS": tp_size, "SOURCES": tp_size, "PUSH": True,
+        } | how | loops(num_rows // rows, per_sm) | gates | squares | pdl | more  # fmt: skip
+        return project(push._push_partial_kernel, constants)
+
+    def qkv(num_heads: int, num_kv_heads: int, head_dim: int, **more: Any) -> Any:
+        pairs, how = tile(head_dim // 2, hidden, 2)
+        shape = {"HQ": num_heads, "HKV": num_kv_heads, "D": head_dim, "PAIRS": pairs}
+        num_tiles = (num_heads + 2 * num_kv_heads) * head_dim // (2 * pairs)
+        constants = stream | inbox | shape | how | loops(num_tiles, per_sm) | more
+        return project(projections._qkv_rope_append_kernel, constants, tail_ptr="*i8")
+
+    def reduced(**more: Any) -> Any:
+        shape = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | both | pdl
+        return compile_for(capability, residual._reduce_norm_kernel, tp_size, shape | more, x_ptr="*fp32")
+
+    def collected(**more: Any) -> Any:
+        shape = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
+        return compile_for(capability, next_token._collect_logits_kernel, 8, shape | more)
+
+    per_sm = gemv_tile.PROGRAMS_PER_SM if gate else 0
+    no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
+    rows, how = tile(mlp, hidden, 2)
+    gate_up = stream | {"I": mlp, "ROWS": rows} | how | loops(mlp // rows, 4 * per_sm)
+    finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
+    finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
+    # Of a pair over collectives: with gates, but nothing to push, and no verdict to look for.
+    no_words = {"inbox_ptr": None, "next_gate_ptr": None, "verdict_ptr": None, "own_words_ptr": None, "WORDS": False}
+    of_collectives = {
+        "qkv, no inbox": qkv(heads, kv_heads, 128, **no_tail, inbox_ptr=None, epoch_ptr=None),
+        "reduce_norm, no inbox": reduced(**no_words),
+    }
+    return (of_collectives if gate else {}) | {
+        "qkv": qkv(heads, kv_heads, 128, **no_tail),
+        "qkv, quantised": qkv(heads, kv_heads, 128),
+        "qkv, quantised, head 64": qkv(2 * heads, 2 * kv_heads, 64),
+        "o": pushed(hidden // tp_size, hidden, gemv_tile.PROGRAMS_PER_SM, squares_ptr=None),
+        "gate_up": project(projections._gate_up_silu_kernel, gate_up, out_ptr="*bf16"),
+        "down": pushed(mlp, hidden, gemv_tile.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
+        "lm_head": pushed(hidden, vocab // tp_size, 0),
+        "reduce_norm": reduced(own_words_ptr=None),
+        "reduce_norm, own words": reduced(),
+        "collect_logits": collected(own_words_ptr=None),
+        "collect_logits, own words": collected(),
+        "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
+    }
+
+
+def long_rows(capability: int) -> dict[str, Any]:
+    """Projections behind gates of one of two ranks of the 70B shape, whose rows are read in chunks."""
+    hidden, heads, kv_heads, mlp = 8192, 32, 4, 14336
+    constants = {
+        "K": hidden, "KP": gemv_tile.inputs_at_once(1, hidden, 2, True), "B": 1, "S": 128, "SP": 128, "LOOP": True,
+        "PDL": capability >= 90,
+    }  # fmt: skip
+    pairs, _, _ = mma_tile.tile_of(1, hidden, 2, 64, 2, True)
+    rows, steps, warps = mma_tile.tile_of(1, hidden, 2, mlp, 2, True)
+    constants |= {"STEPS": steps, "WARPS": warps}
+    qkv = {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs} | dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
+    return {
+        "qkv, long rows": compile_for(capability, projections._qkv_rope_append_kernel, warps, constants | qkv),
+        "gate_up, long rows": compile_for(
+            capability, projections._gate_up_silu_kernel, warps, constants | {"I": mlp, "ROWS": rows}, out_ptr="*bf16"
+        ),
+    }  # fmt: skip
+
+
+def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
+    """The kernels that choose a token, with all cuts."""
+    blocks = -(-vocab_size // 1024)
+    scale = 2.0 ** (62 - (vocab_size - 1).bit_length())
+    shape = {"TABLES": 7, "SCALE": scale, "C": blocks, "C_PAD": triton.next_power_of_2(blocks), "BLOCK": 1024}
+    shape |= {"PDL": capability >= 90}
+    types = {"shares_ptr": "*fp64", "numbers_ptr": "*i64", "counts_ptr": "*i32", "weights_ptr": "*i64"}
+    types |= {"state_ptr": "*i64", "tokens_ptr": "*i64"}
+
+    def compiled(kernel: Any, **constants: Any) -> Any:
+        return compile_for(capability, kernel, 8, shape | constants, **types)
+
+    top_k, top_p, draw = (int(cut.value) for cut in (sampling.TOP_K, sampling.TOP_P, sampling.DRAW))
+    return {
+        "sampling, first digit": compiled(sampling._first_digit_kernel, BY_COUNT=True),
+        "sampling, second of top_k": compiled(sampling._next_digit_kernel, TABLE=1, CUT=top_k, CUT_BEFORE=None),
+        "sampling, second of top_p": compiled(sampling._next_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k),
+        "sampling, second drawn": compiled(sampling._next_digit_kernel, TABLE=5, CUT=draw, CUT_BEFORE=top_p),
+        "sampling, third of top_k": compiled(sampling._next_digit_kernel, TABLE=2, CUT=top_k, CUT_BEFORE=None),
+        "sampling, third drawn": compiled(sampling._next_digit_kernel, TABLE=6, CUT=draw, CUT_BEFORE=top_p),
+        "sampling, token": compiled(sampling._token_kernel),
+    }
+
+
+def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
+    """The kernels between paired ranks, for the same shape."""
+    pdl = {"PDL": capability >= 90}
+    hidden, heads, kv_heads = 4096, 32 // tp_size, 8 // tp_size
+    batch_pad = triton.next_power_of_2(batch_size)
+    turn = {"B": batch_size, "P": triton.next_power_of_2(batch_size + 1)} | pdl
+    message = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": handover.BLOCK} | pdl
+    no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
+    into_tail = dict.fromkeys(["k_ptr", "v_ptr"])
+    receive = message | {"OUT": heads * 128, "PARTS": 1, "VALUES": handover.BLOCK}
+    receive |= {"SPEC_BLOCKS": heads * 128 // handover.BLOCK}
+    words = {"attn_out_ptr": "*bf16", "spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"}
+    in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
+    only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
+    packed = message | {"BLOCK": swap.BLOCK}
+    sums = merge.num_sums(heads, 128)
+    judged = {
+        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
+    } | pdl  # fmt: skip
+    of_settle = {"B": batch_size, "B_PAD": batch_pad, "T": tp_size} | pdl
+    gates = dict.fromkeys(["redoes_ptr", "next_sends_ptr", "next_receives_ptr", "verdicts_ptr"], "*i32")
+    decide = judged | {"T_PAD": tp_size}
+
+    def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 1, **types: str) -> Any:
+        fuses = kernel is not handover._receive_handover_kernel
+        return compile_for(capability, kernel, num_warps, constants, fuses, x_ptr="*fp32", tail_ptr="*i8", **types)
+
+    def unpacked(cache: dict[str, Any]) -> Any:
+        constants = packed | {"OUT": heads * 128} | cache
+        return compiled(swap._unpack_handover_kernel, constants, attn_out_ptr="*bf16")
+
+    return {
+        "meet": compiled(roles._meet_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
+        "take_turn": compiled(roles._take_turn_kernel, turn),
+        "receive_handover": compiled(handover._receive_handover_kernel, receive | no_tail, **words),
+        "receive_handover, in parts, quantised": compiled(
+            handover._receive_handover_kernel, in_parts | into_tail, 4, **words
+        ),
+        "receive_residual": compiled(handover._receive_residual_kernel, only_channels),
+        "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
+        "decide, forced": compiled(roles._decide_kernel, decide),
+        "pack_handover": compiled(swap._pack_kernel, packed, out_ptr="*fp32"),
+        "pack_residual": compiled(
+            swap._pack_kernel,
+            packed | {"PDL": False} | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
+            out_ptr="*fp32",
+        ),
+        "unpack_handover": unpacked(no_tail),
+        "unpack_handover, quantised": unpacked(into_tail),
+        "unpack_residual": compiled(swap._unpack_residual_kernel, only_channels),
+        "decide, swapped": compiled(swap._decide_kernel, judged | {"forced_ptr": None}, **gates),
+        "decide, swapped and forced": compiled(swap._decide_kernel, judged, **gates),
+        "settle": compiled(swap._settle_kernel, of_settle, **gates),
+    }
+
+
+def quantised_cache(capability: int) -> dict[str, Any]:
+    """The kernels that write and restore the quantised cache, for 8 heads of 128."""
+    types = dict.fromkeys(["words_ptr", "bits_ptr"], "*i32") | {"offset_ptr": "*i64"}
+    types |= dict.fromkeys(["tail_ptr", "k8_ptr", "v8_ptr"], "*i8") | dict.fromkeys(
+        ["k_scale_ptr", "v_scale_ptr"], "*fp32"
+    )
+
+    def compiled(kernel: Any, num_warps: int, **constants: Any) -> Any:
+        return compile_for(capability, kernel, num_warps, {"H": 8, "D": 128} | constants, **types)
+
+    warps, pdl = flashq_kernels.NUM_WARPS, {"PDL": capability >= 90}
+    return {
+        "flashq_store": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS),
+        "flashq_store, head 64": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS, D=64),
+        "turbo_append, head 64": compiled(flashq_kernels._turbo_append_kernel, 1, D=64, **pdl),
+        "turbo_compact": compiled(flashq_kernels._turbo_compact_kernel, warps, **pdl),
+        "turbo_compact, head 64": compiled(flashq_kernels._turbo_compact_kernel, warps, D=64, **pdl),
+        "flashq_store, tail": compiled(flashq_kernels._store_tail_kernel, warps),
+        "turbo_append": compiled(flashq_kernels._turbo_append_kernel, 1, **pdl),
+        "flashq_restore": compiled(flashq_kernels._restore_kernel, warps),
+    }
+
+
+def between_products(capability: int) -> dict[str, Any]:
+    """The kernels between the matrix products of a prompt, for the 8B shape and two ranks' partial sums."""
+    norm = {"PARTS": 2, "HIDDEN": 4096, "BLOCK": 4096}
+    heads = {"HQ": 32, "HKV": 8, "D": 128, "HEADS_PAD": 64, "HALF_PAD": 64}
+    types = {"x_ptr": "*fp32", "parts_ptr": "*bf16", "weight_ptr": "*bf16", "y_ptr": "*bf16"}
+    types |= {"qkv_ptr": "*bf16", "gate_up_ptr": "*bf16"}
+    silu = {"WIDTH": 14336, "BLOCK": prompt_kernels.SILU_BLOCK}
+    return {
+        "add_rms_norm": compile_for(capability, prompt_kernels._add_rms_norm_kernel, 8, norm, **types),
+        "rotate_heads": compile_for(capability, prompt_kernels._rotate_heads_kernel, 8, heads, **types),
+        "silu_mul": compile_for(capability, prompt_kernels._silu_mul_kernel, 4, silu, **types, out_ptr="*bf16"),
+    }
+
+
+def lanes_elsewhere(ttgir: str) -> list[str]:
+    """Layouts of tensors [W, 32] in assembly where an element is not in the lane of its column, the warp of its row.
+
+    Instructions of whole warps (products, transpositions, copies by an elected lane) would then mean something else.
+    """
+    natural = (
+        r"#ttg\.blocked<\{sizePerThread = \[1, 1\], threadsPerWarp = \[1, 32\], warpsPerCTA = \[\d+, 1\], .*",
+        # A register more may hold the same once more.
+        r"#ttg\.linear<\{register = \[(?:\[0, 0\])?\], lane = \[\[0, 1\], \[0, 2\], \[0, 4\], \[0, 8\], \[0, 16\]\], "
+        r"warp = \[\[1, 0\], \[2, 0\]\], .*",
+    )
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", ttgir, re.MULTILINE))
+    used = {
+        name
+        for line in ttgir.splitlines()
+        if "tt.elementwise_inline_asm" in line
+        for name in re.findall(r"tensor<\d+x32x\w+, (#\w+)>", line[line.rindex("} ") :])
+    }
+    assert used, "no assembly over lanes"
+    return [layouts[name] for name in used if not any(re.fullmatch(kind, layouts[name]) for kind in natural)]
+
+
+def report(ptx: str) -> dict[str, int]:
+    """Assemble PTX once more: registers, spilled bytes, what else is counted below."""
+    arch = re.search(r"\.target (\w+)", ptx)[1]
+    # As Triton chooses: where it has two, the second is for compute capability 10.0 and up.
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tools = [folder / "ptxas", folder / "ptxas-blackwell"]
+    if int(re.search(r"\d+", arch)[0]) >= 100:
+        tools.reverse()
+    tool = next(path for path in tools if path.exists() and _knows(path, arch))
+    with tempfile.TemporaryDirectory() as work:
+        Path(work, "k.ptx").write_text(ptx)
+        command = [tool, "-v", f"--gpu-name={arch}", f"{work}/k.ptx", "-o", f"{work}/k.cubin"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", told)[1]),
+        "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", told)),
+        "async_copies": ptx.count("cp.async.cg.shared.global"),  # of 16 bytes
+        "tensor_copies": ptx.count("cp.async.bulk.tensor"),  # of tiles
+        "serialised": told.count("wgmma.mma_async instructions are serialized"),  # products in the foreground
+        "narrow_loads": len(re.findall(r"\bld\.global[\w.:]*\.b16\b", ptx)),  # of 16 bits
+    }
+
+
+@functools.cache
+def _knows(tool: Path, arch: str) -> bool:
+    return arch in subprocess.run([tool, "--help"], capture_output=True, text=True, check=False).stdout
+
+
+def main(capability: int) -> None:
+    """Compile everything and print the report."""
+    compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in BOTH}
+    compiled["lean, 2 KV heads"] = lean(capability, 4, 128, 1, False, kv_heads=2)
+    for merged in (lean_merge, turbo_merge):
+        compiled |= {
+            f"{merged.__name__}, {size}, {spec}": merged(capability, 4, 128, size, spec) for size, spec in BOTH
+        }
+    for phase in ("all", "predictor", "rest"):
+        compiled[f"lean, gated, {phase}"] = lean(capability, 4, 128, 1, True, True, phase)
+    compiled |= quantised_cache(capability) | sampled(capability) | between_products(capability)
+    if capability == 90:
+        compiled |= {f"lean, head 64, batch {size}, spec {spec}": lean(90, 4, 64, size, spec) for size, spec in BOTH}
+        for phase in ("all", "predictor", "rest"):
+            compiled[f"lean, batch 8, gated, {phase}"] = lean(90, 4, 128, 8, True, True, phase)
+        shapes = ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5), (16, 128, 1), (16, 256, 1), (4, 80, 2))
+        for heads_per_kv, head_dim, parts in shapes:
+            name = f"lean, {heads_per_kv} x {head_dim}, guess in {parts} parts"
+            compiled[name] = lean(90, heads_per_kv, head_dim, 1, True, True, guess_parts=parts)
+        compiled["turbo"] = turbo(capability, 4, 128, 1, False)
+        compiled["turbo, batch 8, spec True"] = turbo(capability, 4, 128, 8, True)
+        compiled["turbo, head 64"] = turbo(capability, 7, 64, 1, True)
+        compiled["turbo, guess in parts"] = turbo(capability, 4, 128, 1, True, guess_parts=2)
+        compiled["turbo, sas, guess in parts"] = turbo(capability, 4, 128, 1, True, sas=True, guess_parts=2)
+        compiled["turbo merge, guess in parts"] = turbo_merge(capability, 4, 128, 1, True, 2)
+        compiled["turbo, sas"] = turbo(capability, 4, 128, 1, False, sas=True)
+        compiled["turbo, sas, batch 8, spec True"] = turbo(capability, 4, 128, 8, True, sas=True)
+        compiled["turbo, sas, head 64"] = turbo(capability, 7, 64, 1, True, sas=True)
+        compiled |= {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
+        compiled["reading alone"] = reading_alone()
+    else:
+        for head_dim in (64, 80, 96, 256):
+            compiled |= {
+                f"lean, head {head_dim}, batch {size}, spec {spec}": lean(capability, 4, head_dim, size, spec)
+                for size, spec in BOTH
+            }
+        for head_dim, sas in itertools.product((64, 128), (False, True)):
+            compiled[f"prefill, head {head_dim}, sas {sas}"] = prefill_elsewhere(capability, head_dim, sas)
+    others = ("reduce_norm", "reduce_norm, no inbox", "qkv, no inbox")
+    projections = ("qkv", "qkv, quantised", "qkv, quantised, head 64", "o", "gate_up", "down")
+    sizes = [(1, 1), (4, 1), (4, 8)] + [(1, 8)] * (capability == 90)  # ranks of a group, requests
+    for tp_size, batch_size in sizes:
+        kernels = decode_step(capability, tp_size, batch_size)
+        gated = decode_step(capability, tp_size, batch_size, True)
+        kernels |= {f"{name}, gated": gated[name] for name in (*projections, *others)}
+        if (tp_size, batch_size) != (1, 8):
+            kernels |= pair(capability, tp_size, batch_size)
+        compiled |= {f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()}
+    compiled |= long_rows(capability)
+    print(json.dumps({name: report(kernel.asm["ptx"]) for name, kernel in compiled.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,351 @@
+"""Run compiled decode attention on the CPU, instruction by instruction, against the fp64 oracles.
+
+Started by test_compiled.py in a process of its own, because the tests import the kernels for the interpreter. By hand,
+all cases or those whose names contain an argument: `python tests/tools/ptx/compiled_cases.py turbo`. Prints a line for
+each: relative RMS error of o, instructions, conflicts; ends with 1 if one is not as it should be.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "attention"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "linear"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import compiled_lean_cases
+import test_decode_step
+import test_flashq_decode
+from comparison import check
+from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
+from paired_ranks import pairs
+
+from alspec.kernels.attention.decode_flashq import flashq_decode as turbo_attention
+from alspec.kernels.attention.dispatch import KVLayer
+from alspec.kernels.attention.reference import gate_up_silu_ref, push_partial_ref, reduce_norm_ref
+from alspec.kernels.comm.exchange import Exchange, LogitExchange
+from alspec.kernels.comm.ll_packets import LATE_WORD, fault_code, split_fault
+from alspec.kernels.comm.mailbox import PairShape
+from alspec.kernels.linear import projections, push
+from alspec.kernels.norm import residual
+from alspec.kernels.norm.residual import num_square_sums, reduce_norm
+from alspec.kernels.sampling import next_token
+from alspec.kernels.speculation import handover, roles
+
+
+def turbo(
+    lengths: tuple[int, ...],
+    heads_per_kv: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_programs: int,
+    chunk_size: int = 0,
+    softmax: str = "exact",
+    capability: int = 90,
+    dtype: torch.dtype = torch.float32,
+    num_warps: int = 4,
+    parts: int = 1,
+    **how: Any,
+) -> Found:
+    """Attention over the quantised cache as launched on Hopper, half of the heads with 2 bits."""
+    kernels = {
+        "turbo_decode_kernel": Emulated(turbo_attention.turbo_decode_kernel, capability, **how),
+        "turbo_merge_kernel": Emulated(turbo_attention.turbo_merge_kernel, capability),
+    }
+    launch = test_flashq_decode.draw(
+        lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype=dtype, parts=parts
+    )
+    launch.settings = replace(turbo_attention.GPU_SETTINGS, sm90=capability >= 90, num_warps=num_warps)
+    launch.softmax = softmax
+    with mock.patch.multiple(turbo_attention, **kernels):
+        launch.run()
+    launch.compare()
+    return error_of(launch) | counts_of(kernels)
+
+
+def late_verdict(stale: bool, **how: Any) -> Found:
+    """A receiver's turn to learn that its guess was accepted, in a word of this step, or of the one before."""
+    shape, epoch = PairShape(2, 1, 1, 64, 4, 2, 16), 6
+    (_, (target,)) = pairs(CPU, shape, epoch)
+    target.own.verdicts.copy_(pack(torch.ones_like(target.own.verdicts, dtype=torch.float32), epoch - stale))
+    target.priority.copy_(torch.tensor([1, 2]))
+    hits = torch.full((2, 1), -1, dtype=torch.int32)
+    kernel = Emulated(roles._take_turn_kernel, 90, **how)
+    with mock.patch.object(roles, "_take_turn_kernel", kernel):
+        roles.take_turn(target, 1, hits, 0)
+    assert hits[0].tolist() == [1 - stale]
+    assert target.sends.tolist() == [1 - stale]
+    return {"error": 0.0} | kernel.counts
+
+
+def all_reduce(late: bool, verdict: float | None = None, own: bool = False, **how: Any) -> Found:
+    """Words of two ranks summed into the residual, or those of the step before.
+
+    Args:
+        own: the second rank's are among others that it has itself, and stale where all find them.
+        verdict: of the step; one that rejects ends the wait for them, which then count as 0.
+    """
+    hidden, epoch = 96, 6
+    partials, start, gamma = torch.randn(2, 1, hidden), torch.randn(1, hidden), torch.randn(hidden)
+    words = pack(partials, epoch - late)
+    gate, next_gate, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+    words = words.transpose(0, 1)[None].contiguous()
+    own_words = words.clone() if own else None
+    if own_words is not None:
+        words[:, :, 1] -= 1 << 32
+        own_words[:, :, 0] = 0
+    exchange = Exchange(
+        torch.zeros(1, hidden), torch.tensor([epoch], dtype=torch.int32), zero.int(), tp_rank=1, tp_size=2, rank=1,
+        words=words, own_words=own_words,
+    )  # fmt: skip
+    gates = ()
+    if verdict is not None:
+        gates = (gate, next_gate, pack(torch.tensor([verdict]), epoch))
+    x, x_norm, square_sums = start.clone(), torch.zeros(1, hidden), torch.zeros(1, num_square_sums(hidden))
+    kernel = Emulated(residual._reduce_norm_kernel, 90, **how)
+    with mock.patch.object(residual, "_reduce_norm_kernel", kernel):
+        reduce_norm(exchange, 0, 0, x, gamma, x_norm, square_sums, *gates)
+    if late and verdict is None:
+        assert x.isnan().all()
+        return {"error": 0.0} | kernel.counts
+    expected, expected_norm, square_sum = reduce_norm_ref(partials * (not late), start, gamma)
+    check(x, expected, torch.float32)
+    check(x_norm, expected_norm, torch.float32)
+    check(square_sums.sum(1), square_sum, torch.float32)
+    assert int(next_gate) == (verdict == 1.0)
+    return {"error": float((x - expected).norm() / expected.norm())} | kernel.counts
+
+
+def logits_of_all(late: bool, own: bool = False, **how: Any) -> Found:
+    """The words of two ranks' vocabulary shards as logits and candidates; rank 1's may be of the step before.
+
+    Args:
+        own: as `all_reduce`, of the first rank.
+    """
+    rows, epoch = 750, 6
+    shards = torch.randn(1, 2, rows)
+    words = torch.stack([pack(shards[:, 0], epoch), pack(shards[:, 1], epoch - late)], 1)
+    before = fault_code(LATE_WORD, 1, 1) if late else 0  # waits are over
+    fault = torch.tensor([before], dtype=torch.int32)
+    own_words = words.clone() if own else None
+    if own_words is not None:
+        words[:, 0] -= 1 << 32
+        own_words[:, 1] = 0
+    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words, own_words)
+    logits, best, best_token = torch.zeros(1, 2 * rows), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)
+    kernel = Emulated(next_token._collect_logits_kernel, 90, **how)
+    with mock.patch.object(next_token, "_collect_logits_kernel", kernel):
+        next_token.collect_logits(exchange, shards, 0, 3, logits, best, best_token)
+    assert int(fault) == before
+    if late:
+        assert torch.equal(logits[:, :rows], shards[:, 0])
+        assert logits[:, rows:].isnan().all()
+        return {"error": 0.0} | kernel.counts
+    assert torch.equal(logits, shards.flatten(1))
+    for index, block in enumerate(logits[0].split(next_token.BLOCK)):
+        assert best[0, index] == block.max()
+        assert best_token[0, index] == index * next_token.BLOCK + int(block.argmax())
+    return {"error": 0.0} | kernel.counts
+
+
+def logits_past_a_deadline(missing: int, edit: Callable[[str], str] = str) -> Found:
+    """A word that a rank of two never sends, while there is time to wait: the fault word names it."""
+    rows, epoch, slot = 750, 6, 3
+    shards = torch.randn(1, 2, rows)
+    words = pack(shards, epoch)
+    words[0, missing, 500] -= 1 << 32
+    fault = torch.zeros(1, dtype=torch.int32)
+    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words)
+    logits, best, best_token = torch.zeros(1, 2 * rows), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)
+    # The emulator's timer stands still between barriers; its clock goes on as somebody looks.
+    ticking = Emulated(
+        next_token._collect_logits_kernel, 90, edit=lambda ptx: edit(ptx).replace("%globaltimer", "%clock64")
+    )
+    with mock.patch.object(next_token, "_collect_logits_kernel", ticking):
+        next_token.collect_logits(exchange, shards, 1000, slot, logits, best, best_token)
+    assert split_fault(int(fault)) == (LATE_WORD, slot, missing)
+    assert logits.isnan().nonzero().tolist() == [[0, missing * rows + 500]]
+    return {"error": 0.0, "instructions": ticking.counts["instructions"]}  # who reads the fault word early is not said
+
+
+def several(batch: int, hidden: int, rows: int, dtype: torch.dtype, gated: bool, **how: Any) -> Found:
+    """Projections of several requests, on tensor cores: gate and up, and partial sums.
+
+    Args:
+        rows: of gate, and of the partial sums.  gated: few programs, of several tiles each.
+    """
+    gate = torch.ones(1, dtype=torch.int32) if gated else None
+    x, squares = test_decode_step.stream(CPU, dtype, batch, hidden)
+    weight = test_decode_step.normal(CPU, dtype, 2 * rows, hidden)
+    kernel = Emulated(projections._gate_up_silu_kernel, 90, **how)
+    out = test_decode_step.nan(CPU, dtype, batch, rows)
+    with mock.patch.object(projections, "_gate_up_silu_kernel", kernel):
+        projections.gate_up_silu(x, squares, weight, out, test_decode_step.EPS, gate)
+    check(out, gate_up_silu_ref(x, squares, weight, test_decode_step.EPS), torch.bfloat16)
+
+    sums = Emulated(push._push_partial_kernel, 90, **how)
+    exchange = Exchange(
+        test_decode_step.nan(CPU, torch.float32, batch, 2 * rows), torch.tensor([6], dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+    with mock.patch.object(push, "_push_partial_kernel", sums):
+        push.push_partial(x, weight, exchange, 0, gate)
+    expected = push_partial_ref(x, weight)
+    check(exchange.partial, expected, torch.float32)
+    assert int(exchange.fault) == 0
+    counts = {name: kernel.counts[name] + sums.counts[name] for name in kernel.counts}
+    return {"error": float((exchange.partial - expected).norm() / expected.norm())} | counts
+
+
+def received(late: bool, parts: int, **how: Any) -> Found:
+    """A handover: x, the newest token and `A~`, merged of its parts; or words of the step before."""
+    shape, epoch, capacity = PairShape(2, 1, 1, 64, 2, 1, 16, parts), 6, 3
+    (_, (target,)) = pairs(CPU, shape, epoch)
+    target.receives.fill_(1)
+    o, lse = torch.randn(parts, 2, 16), 3 * torch.randn(parts, 2)
+    message = torch.randn(shape.message_words)
+    target.own.inbox[1, 0] = pack(message, epoch - late)
+    target.own.spec_out[1] = pack(o, epoch - late).view(target.own.spec_out[1].shape)
+    target.own.spec_lse[1] = pack(lse, epoch - late).view(target.own.spec_lse[1].shape)
+    x, attn_out = torch.zeros(1, 64), torch.zeros(1, 2, 16)
+    k, v = torch.zeros(2, 1, 1, capacity, 16)
+    seq_lens = torch.tensor([2], dtype=torch.int32)
+    kernel = Emulated(handover._receive_handover_kernel, 90, **how)
+    with mock.patch.object(handover, "_receive_handover_kernel", kernel):
+        handover.receive_handover(target, 1, x, KVLayer(k, v), seq_lens, attn_out, 0)
+    if late:
+        assert torch.cat([x[0], k[0, 0, 1], v[0, 0, 1], attn_out.flatten()]).isnan().all()
+        return {"error": 0.0} | kernel.counts
+    assert torch.equal(torch.cat([x[0], k[0, 0, 1], v[0, 0, 1]]), message)
+    weight = torch.exp2(lse.double() - lse.amax(0))
+    expected = (weight[..., None] * o).sum(0) / weight.sum(0)[:, None]
+    check(attn_out[0], expected, torch.float32)
+    return {"error": float((attn_out[0] - expected).norm() / expected.norm())} | kernel.counts
+
+
+def pack(values: Tensor, epoch: int) -> Tensor:
+    """Words of fp32 values, from the host."""
+    return values.view(torch.int32).long().bitwise_and(0xFFFFFFFF) | epoch << 32
+
+
+def _small_turbo(**how: Any) -> Found:
+    return turbo((300,), 4, 1, 128, 2, **how)
+
+
+def _turns(**how: Any) -> Found:
+    """One program for all heads: with blocks, without, and with warps that have none in the last step."""
+    return turbo((500, 40, 130), 4, 2, 128, 1, dtype=torch.bfloat16, **how)
+
+
+CASES: dict[str, Callable[[], Found]] = {
+    **compiled_lean_cases.CASES,
+    "turbo, 4 x 128": sound(lambda: turbo((700,), 4, 2, 128, 6)),
+    "turbo, 4 x 128, guess": sound(lambda: turbo((900,), 4, 2, 128, 6, S)),
+    "turbo, 8 x 128, guess": sound(lambda: turbo((900,), 8, 1, 128, 4, S)),
+    "turbo, 4 x 128, guess in 2 parts": sound(lambda: turbo((900,), 4, 2, 128, 20, S, dtype=torch.bfloat16, parts=2)),
+    "turbo, 4 x 64, guess in 2 parts, one without tokens": sound(lambda: turbo((64,), 4, 2, 64, 8, S, parts=2)),
+    "turbo, 4 x 128, guess in parts, long runs": sound(lambda: turbo((1800,), 4, 2, 128, 2, S, parts=2)),
+    "turbo, 2 x 64, ragged": sound(lambda: turbo((65, 700, 319), 2, 2, 64, 20)),
+    "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
+    "turbo, 4 x 128, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80)),
+    "turbo, 3 x 64, bf16": sound(lambda: turbo((200,), 3, 2, 64, 2, dtype=torch.bfloat16)),
+    "turbo, 5 x 128, fp16": sound(lambda: turbo((200,), 5, 2, 128, 2, dtype=torch.float16)),
+    "turbo, 4 x 128, bf16, turns": sound(lambda: _turns()),
+    "turbo, 6 x 64, fp16, turns, guess": sound(
+        lambda: turbo((65, 40, 500), 6, 2, 64, 2, S, dtype=torch.float16, num_warps=2)
+    ),
+    "turbo, 4 x 128, bf16, ahead of the wait": sound(lambda: _turns(EARLY=True)),
+    "turbo, 4 x 128, guess, lengths ahead of the wait": sound(lambda: turbo((900,), 4, 2, 128, 6, S, EARLY=True)),
+    "3 requests, a part of a chunk": sound(lambda: several(3, 200, 40, torch.bfloat16, False)),
+    "8 requests, one chunk, fp16": sound(lambda: several(8, 1024, 24, torch.float16, False)),
+    "2 requests, chunks of several tiles": sound(lambda: several(2, 1664, 88, torch.bfloat16, True)),
+    "all-reduce": sound(lambda: all_reduce(False)),
+    "all-reduce, words of the step before": sound(lambda: all_reduce(True)),
+    "all-reduce, own words apart": sound(lambda: all_reduce(False, own=True)),
+    "all-reduce, accepted": sound(lambda: all_reduce(False, 1.0)),
+    "all-reduce, rejected and not waited for": sound(lambda: all_reduce(True, 0.0)),
+    "broken all-reduce, old words": broken(partial(all_reduce, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
+    "verdict": sound(lambda: late_verdict(False)),
+    "verdict, of the step before": sound(lambda: late_verdict(True)),
+    "broken verdict, old words": broken(partial(late_verdict, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
+    "logits": sound(lambda: logits_of_all(False)),
+    "logits, rank 1's of the step before": sound(lambda: logits_of_all(True)),
+    "logits, own words apart": sound(lambda: logits_of_all(False, own=True)),
+    **{f"logits, a word of rank {rank} past its deadline": partial(logits_past_a_deadline, rank) for rank in (0, 1)},
+    "broken logits, nobody named": broken(
+        partial(logits_past_a_deadline, 1), r"@late\w* st\.volatile\.global\.u32[^;]*;", "", "error"
+    ),
+    **{f"handover, parts: {parts}": sound(partial(received, False, parts)) for parts in (1, 2, 3)},
+    **{f"handover of the step before, parts: {parts}": sound(partial(received, True, parts)) for parts in (1, 2)},
+    "broken turbo, barriers that copies do not see": broken(_small_turbo, r"fence\.proxy\.async[^;]*;", "", "shared"),
+    "broken turbo, records not waited for": broken(
+        _small_turbo, r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+),[^;]*;", r"setp.eq.u32 \1, 0, 0;", "error"
+    ),
+    "broken turbo, q not waited for": broken(
+        partial(turbo, (200,), 3, 2, 64, 2, dtype=torch.bfloat16),
+        r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+), \[%\w+\],[^;]*;",
+        r"setp.eq.u32 \1, 0, 0;",
+        "error",
+    ),
+    "broken turbo, q waited for by one warp": broken(
+        lambda **how: _turns(**how),
+        r"(mbarrier\.try_wait\.parity\.shared\.b64) (\w+), (\[%\w+\],[^;]*;)",
+        r".reg .pred w; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 w, t, 32; setp.eq.u32 \2, 0, 0; @w \1 \2, \3",
+        "shared",
+    ),
+    "broken turbo, warps that do not meet": broken(
+        _small_turbo, r"(st\.shared\.v2\.f32[^;]*;\s*)bar\.sync 0;", r"\1", "shared"
+    ),
+    "broken turbo, the next records over sums": broken(
+        lambda **how: _turns(**how), r"@(\w+) bar\.sync 0;", "", "shared"
+    ),
+    "broken turbo, only the last turn waits for sums": broken(
+        lambda **how: _turns(**how), r"@(\w+) bar\.sync 0;", r"@!\1 bar.sync 0;", "shared"
+    ),
+    "broken turbo, copies that do not see sums": broken(
+        lambda **how: _turns(**how), r"(@\w+ bar\.sync 0;)\s*fence\.proxy\.async[^;]*;", r"\1", "shared"
+    ),
+    "broken turbo, the same part twice": broken(
+        _small_turbo, r"mad\.lo\.u32 (\w+), \w+, 16,", r"mad.lo.u32 \1, 0, 16,", "error"
+    ),
+    "broken turbo, copies ahead of reads": broken(
+        partial(turbo, (900,), 4, 1, 128, 2), r"or\.b32 read, read, [^;]*;", "", "shared"
+    ),
+    "broken turbo, not transposed": broken(_small_turbo, r"(movmatrix[^;]*) (%\w+), u;", r"mov.b32 \2, u;", "error"),
+    "broken turbo, bytes not transposed": broken(
+        _small_turbo, r"movmatrix[^;]*\s(%\w+, %\w+);", r"mov.b32 \1;", "error"
+    ),
+}
+
+
+def main(patterns: list[str]) -> int:
+    """Run the cases chosen; how many have failed."""
+    torch.set_num_threads(1)
+    failures = 0
+    for name, case in CASES.items():
+        if patterns and not any(pattern in name for pattern in patterns):
+            continue
+        begin = time.monotonic()
+        try:
+            told = ", ".join(f"{key} {value:.3g}" for key, value in case().items())
+        except Exception:
+            failures += 1
+            told = "FAILED\n" + traceback.format_exc()
+        print(f"{name}: {time.monotonic() - begin:.1f} s; {told}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))

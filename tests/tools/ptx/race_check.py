@@ -1,0 +1,112 @@
+"""Launches for `compute-sanitizer --tool racecheck python tests/tools/ptx/race_check.py` (and memcheck, synccheck).
+
+With a number it is one of its cases alone: ten at a time, all take two minutes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import get_args
+
+import torch
+
+from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import (
+    LeanWorkspace,
+    Phase,
+    Speculation,
+    guess_parts,
+    lean_decode_attention,
+)
+from alspec.kernels.attention.prefill.int8_prefill import turbo_prefill_attention
+from alspec.kernels.attention.reference import decode_attention_ref, turbo_prefill_attention_ref
+from alspec.launch.bench.bench_common import pair_speculation
+from alspec.launch.bench.bench_flashq import TurboCase, turbo_run
+from alspec.runtime.cache.flashq_cache import TurboCache
+from alspec.sas import Softmax
+
+# Lengths, programs, query heads of a KV head, head_dim: one, two and many partials for an output.
+LEAN = (
+    ((700,), 7, 4, 128),
+    ((65, 1500, 319), 30, 4, 128),
+    ((9000,), 132, 4, 128),
+    ((9000,), 132, 1, 64),
+    ((9000,), 132, 8, 128),
+)
+TURBO = (((700,), 4, 128), ((65, 1500, 319), 4, 128), ((33000,), 4, 128), ((33000,), 8, 128), ((9000,), 1, 64))
+# Tokens already cached, tokens of the chunk, query heads of a KV head, head_dim: one tile, and more than are in flight.
+PROMPTS = ((0, 64, 4, 128), (0, 200, 4, 64), (128, 130, 4, 128), (640, 333, 1, 128), (640, 333, 4, 64))
+
+
+def main(case: int | None = None) -> None:
+    """Both decode kernels, plain, speculative and in two launches; prompts of a quantised cache."""
+    cases: list[Callable[[], None]] = [
+        *(partial(lean, *sizes) for sizes in LEAN),
+        *(partial(turbo, *sizes, chunk_size) for sizes in TURBO for chunk_size in (0, 128)),
+        *(partial(prompt, *sizes) for sizes in PROMPTS),
+    ]
+    for run in cases if case is None else [cases[case]]:
+        run()
+
+
+def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_dim: int) -> None:
+    """Decode over a bf16 cache of 2 KV heads."""
+    device, batch, heads = torch.device("cuda"), len(lengths), 2
+    q = torch.randn(batch, heads_per_kv * heads, head_dim, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(batch, heads, max(lengths), head_dim, dtype=q.dtype, device=device) for _ in range(2))
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    workspace = LeanWorkspace.allocate(batch, heads_per_kv * heads, heads, head_dim, device, num_programs)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    epoch = torch.ones(1, dtype=torch.int32, device=device)
+    sums = torch.empty(batch, num_sums(heads_per_kv * heads, head_dim), 2, device=device)
+    speculation = Speculation(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
+    # Of one request in parts, as a pair has it.
+    parts = guess_parts(128, batch, heads_per_kv * heads, heads, head_dim, q.dtype, device)
+    in_parts, _ = pair_speculation(128, q, parts, device)
+    launches: tuple[tuple[str, Speculation | None, tuple[Phase, ...]], ...] = (
+        ("plain", None, ("all",)),
+        ("guess", speculation, ("all",)),
+        (f"guess in {in_parts.parts}", in_parts, ("all",)),
+        ("two launches", speculation, ("predictor", "rest")),
+    )
+    for name, spec, phases in launches:
+        for phase in phases:
+            lean_decode_attention(q, k, v, seq_lens, head_dim**-0.5, workspace, out, lse, spec, phase)
+        expected = decode_attention_ref(q, k, v, seq_lens, head_dim**-0.5)[0]
+        report(f"{name}, {lengths}, {num_programs} programs, {heads_per_kv} x {head_dim}", out, expected)
+
+
+def turbo(lengths: tuple[int, ...], heads_per_kv: int, head_dim: int, chunk_size: int) -> None:
+    """Decode over a quantised cache of 2 KV heads, one of 2 bits."""
+    case = TurboCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
+    out = turbo_run(case, chunk_size)(len(case.q) - 1)[0]
+    expected = decode_attention_ref(*case.last(), head_dim**-0.5)[0]
+    report(f"turbo-mixed, S {chunk_size}, {lengths}, {heads_per_kv} x {head_dim}", out, expected)
+
+
+def prompt(cached: int, chunk: int, heads_per_kv: int, head_dim: int) -> None:
+    """Store of a prompt in one or two chunks and read of the first one, and attention of the last one: 1 to 2 % off."""
+    device, heads, num_tokens = torch.device("cuda"), 2, cached + chunk
+    cache = TurboCache("turbo-mixed", 1, 1, heads, num_tokens, head_dim, device)
+    q = torch.randn(chunk, heads_per_kv * heads, head_dim, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(num_tokens, heads, head_dim, dtype=q.dtype, device=device) for _ in range(2))
+    # Scores grow, so that some tiles have to be rescaled and others need not.
+    k *= torch.linspace(0.5, 8, num_tokens, device=device)[:, None, None]
+    for begin, end in ((0, cached), (cached, num_tokens)):
+        if end > begin:
+            prefix = cache.write_prefill(0, 0, begin, k[begin:end], v[begin:end])
+    expected = turbo_prefill_attention_ref(q, *prefix, head_dim**-0.5)[0]
+    for softmax in get_args(Softmax):
+        out = turbo_prefill_attention(q, *prefix, head_dim**-0.5, softmax)[0]
+        report(f"prompt, {softmax}, {chunk} of {num_tokens} tokens, {heads_per_kv} x {head_dim}", out, expected)
+
+
+def report(what: str, out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Print how far an output is from the oracle's."""
+    print(f"{what}: relative error {float((out.double() - expected).norm() / expected.norm()):.1e}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

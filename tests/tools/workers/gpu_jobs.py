@@ -1,0 +1,40 @@
+"""Jobs of several ranks on the GPUs of this machine, for the tests beside it.
+
+With `ALSPEC_SHARE_GPUS=1` ranks beyond the GPUs share them: then one is enough, and the tests here take ten minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from paths import WORKERS
+
+HERE = WORKERS
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+MAX_RANKS = 4 if NUM_GPUS and os.environ.get("ALSPEC_SHARE_GPUS") == "1" else NUM_GPUS
+
+
+def needs(num_ranks: int) -> pytest.MarkDecorator:
+    """Skip a test without GPUs for so many ranks."""
+    reason = f"needs {num_ranks} GPUs, or ALSPEC_SHARE_GPUS=1 and one; found {NUM_GPUS}"
+    return pytest.mark.skipif(num_ranks > MAX_RANKS, reason=reason)
+
+
+def gpus(first: int, count: int) -> str:
+    """`CUDA_VISIBLE_DEVICES` of `count` ranks from GPU `first` on; counted in turn where there are fewer."""
+    return ",".join(dict.fromkeys(str(index % NUM_GPUS) for index in range(first, first + count)))
+
+
+def torchrun(num_ranks: int, visible: str, program: list[str]) -> list[str]:
+    """The command of a job on the GPUs that it will see."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    shares = [str(HERE / "shared_gpu.py")] if num_ranks > len(visible.split(",")) else []
+    return [*command, *shares, *program]
+
+
+def environment(visible: str) -> dict[str, str]:
+    """Of that job."""
+    return os.environ | {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,97 @@
+"""Run many prompts and thresholds in several modes, one engine after the other, and write tokens and hit maps.
+
+torchrun starts one job for each number of ranks. Prompts of one batch size share a cache and a captured graph.
+"""
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from alspec.config import EngineConfig, SamplingConfig, validate
+from alspec.runtime.decode.graph_loop import DecodeLoop, StepRecord
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.faults.heartbeat import run_guarded
+
+WARM = SamplingConfig(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
+
+
+def watched_step(self: DecodeLoop, *args: object) -> StepRecord:
+    """`DecodeLoop.step`, in which it is an error that the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return step(self, *args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+step = DecodeLoop.step
+DecodeLoop.step = watched_step
+
+
+def main() -> int:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    found, start = {}, time.monotonic()
+    for run in cases["runs"]:
+        engine = Engine(validate(EngineConfig, run["engine"], "worker"))
+        found[run["name"]] = rows = []
+        code = run_guarded(engine.heartbeat, lambda engine=engine, run=run, rows=rows: work(engine, run, cases, rows))
+        assert code == 0
+        rank = engine.placement.rank
+        print(f"rank {rank}: {run['name']} after {time.monotonic() - start:.0f} s", flush=True)
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+    if rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(found))
+    return 0
+
+
+def work(engine: Engine, run: dict, cases: dict, rows: list[dict]) -> int:
+    greedy = SamplingConfig(max_new_tokens=cases["max_new_tokens"], ignore_eos=True)
+    for size in sorted({len(batch) for batch in cases["batches"]}):
+        batches = [batch for batch in cases["batches"] if len(batch) == size]
+        engine.load(size, max(len(ids) for batch in batches for ids in batch) + greedy.max_new_tokens)
+        for threshold in run["thresholds"]:
+            judge(engine, threshold)
+            for batch in batches:
+                rows.append(generate(engine, batch, greedy) | {"threshold": threshold})
+        if run["sampled"]:
+            for row, batch in zip(rows[-len(batches) :], batches, strict=True):
+                row["sampled"] = generate(engine, batch, WARM)["tokens"]
+    if run["long"]:
+        long = SamplingConfig(ignore_eos=True, **cases["long"]["sampling"])
+        engine.load(1, len(cases["long"]["prompt"]) + long.max_new_tokens)
+        judge(engine, cases["long"]["threshold"])
+        rows.append(generate(engine, [cases["long"]["prompt"]], long) | {"threshold": "long"})
+    return 0
+
+
+def judge(engine: Engine, threshold: str) -> None:
+    if engine.loop is None:
+        engine.program.threshold = float(threshold)
+    elif engine.mode == "paired":
+        engine.loop.speculate(float(threshold))
+
+
+def generate(engine: Engine, batch: list[list[int]], sampling: SamplingConfig) -> dict:
+    generation = engine.start_generation(batch, sampling)
+    for _ in engine.run(generation, sampling):
+        pass
+    return {
+        "prompt_lens": [len(ids) for ids in batch],
+        "tokens": [request.token_ids for request in generation.requests],
+        "hits": [hits.int().tolist() for hits in generation.hits],
+        "sampled": [],
+        "device": engine.device.type,
+        "transport": engine.transport_name,
+        "cuda_graph": engine.uses_graph,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""One job over captured steps, all well or with something wrong on a rank; torchrun starts it, the test reads it.
+
+`loop_worker.py MODE TRANSPORT CASE`
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from unittest import mock
+
+import torch
+
+from alspec.config import EngineConfig, SamplingConfig, validate
+from alspec.errors import AlspecError, report
+from alspec.kernels.linear import push
+from alspec.kernels.norm import residual
+from alspec.runtime.decode import decoder
+from alspec.runtime.decode.operation import OperationHook
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.faults.heartbeat import run_guarded
+
+LOST_LAYER = 2
+SPOILT_LAYERS = {"off": 3, "paired": 2}  # with all guesses accepted, rank 1 of a pair computes the even ones
+# Long enough for guesses to leave tokens out: layers accept and reject.
+_ids = random.Random(3)
+PROMPT = [_ids.randrange(6, 4000) for _ in range(500)]
+CAPACITY = 600
+GREEDY = SamplingConfig(max_new_tokens=20, ignore_eos=True)
+SAMPLED = SamplingConfig(max_new_tokens=20, ignore_eos=True, temperature=0.8, seed=1)
+PAUSE_CYCLES = 2 * 10**7  # 10 ms at 2 GHz
+PAUSED_RUNS = 8
+
+
+def main() -> int:
+    mode, transport, case = sys.argv[1:]
+    try:
+        config = {"speculation": {"mode": mode}, "dtype": "fp32", "transport": transport}
+        engine = Engine(validate(EngineConfig, config, "worker"))
+        return run_guarded(engine.heartbeat, lambda: WORK[case](engine))
+    except AlspecError as error:
+        return report(error)
+
+
+def delay(engine: Engine) -> int:
+    """The same generation with no slow host, then with each rank's in turn."""
+    engine.load(1, CAPACITY)
+    loop = engine.loop
+    assert loop is not None
+    step = loop.step
+    results: list[dict] = []
+    # The first one loads and compiles.
+    for slow in (None, None, *range(engine.placement.world_size)):
+        late = engine.placement.rank == slow
+        loop.step = _late(step, results[-1]["seconds"] / GREEDY.max_new_tokens) if late else step
+        results.append(_timed(engine))
+    _tell(engine, results[1:])
+    engine.close()
+    return 0
+
+
+def _timed(engine: Engine) -> dict:
+    engine.prepare(GREEDY)
+    generation = engine.start_generation([PROMPT], GREEDY)
+    started = time.monotonic()
+    for _ in engine.run(generation, GREEDY):
+        pass
+    seconds = time.monotonic() - started
+    hits = [step_hits.int().tolist() for step_hits in generation.hits]
+    return {"tokens": generation.requests[0].token_ids, "hits": hits, "seconds": seconds}
+
+
+def _tell(engine: Engine, results: list) -> None:
+    if engine.placement.rank == 0:
+        how = {"graph": engine.uses_graph, "transport": engine.transport_name}
+        print(json.dumps({"results": results} | how), flush=True)
+
+
+def _late(step, step_s):
+    """A rank whose host is slow at random, by up to 0.1 s and three times what a step takes."""
+    pauses = random.Random(1)
+
+    def late_step(*args):
+        time.sleep(pauses.choice([0.0, 0.03, 0.1]) + pauses.choice([0.0, 3 * step_s]))
+        return step(*args)
+
+    return late_step
+
+
+def pause(engine: Engine) -> int:
+    """The same generation undisturbed, then with each rank's device pausing inside its steps, launched or captured."""
+    engine.load(1, CAPACITY)
+    # Loads the kernel: in a step that could wait for what waits for this rank.
+    torch.cuda._sleep(1)
+    engine.transport.synchronize()
+    results = [_timed(engine)]
+    captures = engine._wants_graph
+    for run in range(PAUSED_RUNS):
+        rank, round_of_ranks = run % engine.placement.world_size, run // engine.placement.world_size
+        engine._wants_graph = captures and round_of_ranks % 2 == 0
+        engine.load(1, CAPACITY)  # a loop that has captured nothing
+        places: list[tuple[str, int]] = []
+        issue = _pausing(engine.loop._issue, random.Random(run), engine.placement.rank == rank, places)
+        with mock.patch.object(engine.loop, "_issue", issue):
+            results.append(_timed(engine) | {"rank": rank, "graph": engine.uses_graph, "places": places})
+    engine._wants_graph = captures
+    _tell(engine, results)
+    engine.close()
+    return 0
+
+
+def _pausing(
+    issue: Callable[[OperationHook], None], draws: random.Random, is_here: bool, places: list[tuple[str, int]]
+) -> Callable[[OperationHook], None]:
+    """Launches a step as `issue`, with a pause ahead of one operation, drawn anew for each step and noted in `places`.
+
+    A captured step keeps the last one. Every rank draws the same; only one pauses.
+    """
+    operations: list[tuple[str, int]] = []
+
+    def note(name: str, layer: int) -> AbstractContextManager[None]:
+        operations.append((name, layer))
+        return nullcontext()
+
+    def pausing_issue(operation: OperationHook) -> None:
+        if not operations:  # the first time only compiles
+            issue(note)
+            return
+        chosen, count = draws.randrange(len(operations)), 0
+        places.append(operations[chosen])
+
+        def pause_ahead(name: str, layer: int) -> AbstractContextManager[None]:
+            nonlocal count
+            if is_here and count == chosen:
+                torch.cuda._sleep(PAUSE_CYCLES)
+            count += 1
+            return operation(name, layer)
+
+        issue(pause_ahead)
+
+    return pausing_issue
+
+
+def lost(engine: Engine) -> int:
+    """Words that never come: of a group, one of rank 1's partial sums; of a pair, one of rank 0's handovers."""
+    if engine.mode == "off" and engine.placement.rank == 1:
+        decoder.push_partial = _lose_sums
+    if engine.mode == "paired" and engine.placement.rank == 0:
+        decoder.reduce_norm = _lose_handover
+    engine.load(1, CAPACITY)
+    return _generate(engine)
+
+
+def _lose_sums(act, weight, exchange, slot, *rest):
+    """Every push but one."""
+    if slot != 2 * LOST_LAYER + 1:
+        push.push_partial(act, weight, exchange, slot, *rest)
+
+
+def _lose_handover(exchange, slot, *rest):
+    """Every x but one layer's, which the layer before pushes."""
+    *rest, inbox = rest
+    residual.reduce_norm(exchange, slot, *rest, None if slot == 2 * LOST_LAYER - 1 else inbox)
+
+
+def nan(engine: Engine) -> int:
+    """A weight of rank 1 goes bad after prefill, which reads the same ones."""
+    engine.load(1, CAPACITY)
+    if engine.mode == "paired":
+        engine.loop.speculate(torch.inf)
+    return _generate(engine, spoils=engine.placement.rank == 1)
+
+
+def _generate(engine: Engine, spoils: bool = False) -> int:
+    sampling = SamplingConfig(max_new_tokens=40, ignore_eos=True)
+    for token in engine.run(engine.start_generation([PROMPT], sampling), sampling):
+        if engine.placement.rank == 0:
+            print(f"token {token.token_id}", flush=True)
+        if spoils:
+            engine.model.weights.layers[SPOILT_LAYERS[engine.mode]].down[17, 5] = torch.nan
+    engine.close()
+    return 0
+
+
+def endless(engine: Engine) -> int:
+    """Steps without end, at the cache's last position once it is full; each rank tells its process."""
+    engine.load(1, CAPACITY)
+    sampling = SamplingConfig(max_new_tokens=1, ignore_eos=True)
+    generation = engine.start_generation([PROMPT], sampling)
+    for _ in engine.run(generation, sampling):
+        pass
+    assert engine.uses_graph
+    assert engine.transport_name == engine.config.transport
+    for count, _ in enumerate(engine.decode(generation.requests[0].token_ids, [len(PROMPT) + 1], 10**9)):
+        if count == 50:
+            sys.stdout.write(f"{json.dumps({'rank': engine.placement.rank, 'pid': os.getpid()})}\n")
+            sys.stdout.flush()
+    return 0
+
+
+def broken(engine: Engine) -> int:
+    """A whole generation, then others that half of the ranks break off a token later, a whole one behind each."""
+    results = []
+    for sampling in (None, GREEDY, SAMPLED, GREEDY):  # another way of sampling takes another captured step
+        if sampling is not None:
+            for count, _ in enumerate(engine.stream(PROMPT, sampling)):
+                # With a step launched ahead. Two tokens later a rank would wait for a step that others never launch.
+                if count == 4 + engine.placement.rank % 2:
+                    break
+        results.append([token.token_id for token in engine.stream(PROMPT, GREEDY)])
+    _tell(engine, results)
+    for count, _ in enumerate(engine.stream(PROMPT, GREEDY)):  # the end has to do without one behind it
+        if count == 4 + engine.placement.rank % 2:
+            break
+    engine.close()
+    return 0
+
+
+WORK = {"broken": broken, "delay": delay, "pause": pause, "lost": lost, "nan": nan, "endless": endless}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""One rank of the several-process tests: runs every case of a spec and writes what it saw.
+
+Run as `worker.py FOLDER` under torchrun's variables except MASTER_PORT; reads FOLDER/spec.json, writes
+FOLDER/rank{RANK}.json. A case: name, threshold, prompts, max_new_tokens and eos per request, and `slow_us` by which
+full attention and post-attention are made slower.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from alspec.config import EngineConfig, SamplingConfig, SpeculationConfig
+from alspec.runtime.engine.engine import Engine
+from alspec.runtime.engine.generation import Generation, IdDecoder, Request
+from alspec.runtime.profiling.timeline import Timeline
+
+
+def slowed(seconds: float) -> Callable[..., AbstractContextManager[None]]:
+    """`Timeline.span`, with a pause inside full attention and post-attention."""
+    span = Timeline.span
+
+    @contextmanager
+    def slow_span(timeline: Timeline, operation: str, layer: int) -> Iterator[None]:
+        with span(timeline, operation, layer):
+            if operation in ("full_attention", "post_attention"):
+                time.sleep(seconds)
+            yield
+
+    return slow_span
+
+
+def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
+    """Generate one batch; every load starts the step program, its priorities included, from the beginning."""
+    prompts = case["prompts"]
+    engine.load(len(prompts), engine.check_prompts(prompts, max(case["max_new_tokens"])))
+    engine.program.threshold = case["threshold"]
+    samplings = [SamplingConfig(max_new_tokens=limit) for limit in case["max_new_tokens"]]
+    requests = [
+        Request(ids, IdDecoder(), sampling, case.get("eos", ()))
+        for ids, sampling in zip(prompts, samplings, strict=True)
+    ]
+    generation = Generation(requests)
+    with mock.patch.object(Timeline, "span", slowed(case.get("slow_us", 0) / 1e6)):
+        for _ in engine.run(generation, samplings[0]):
+            pass
+    return {
+        "tokens": [request.token_ids for request in requests],
+        "reasons": [request.finish_reason for request in requests],
+        "hits": [hits.tolist() for hits in generation.hits],
+        "step_us": generation.step_us,
+        "zero_us": engine.timeline._zero * 1e6,
+        "rows": engine.timeline.rows() if engine.mode == "paired" else [],
+    }
+
+
+def main(folder: Path) -> None:
+    spec = json.loads((folder / "spec.json").read_text())
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for port, (mode, cases) in zip(spec["ports"], spec["modes"].items(), strict=True):
+        # Engines of one process must not meet each other's keys: each gets a store of its own.
+        os.environ["MASTER_PORT"] = str(port)
+        speculation = SpeculationConfig(mode=mode)
+        config = EngineConfig(
+            model=Path(spec["model"]),
+            speculation=speculation,
+            dtype="fp32",
+            transport="gloo",
+            kv_cache=spec["kv_cache"],
+            softmax=spec["softmax"],
+        )
+        engine = Engine(config, trace=True)
+        for case in cases:
+            results[f"{mode} {case['name']}"] = run_case(engine, case)
+        engine.close()
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,87 @@
+"""One rank of two paired groups whose fused steps talk by collectives; started with torchrun's variables.
+
+Run as `swap_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json: the tokens and hits of each step
+of each case, and what the cache holds after each case, as a hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from paths import TOOLS
+
+from alspec.config import SamplingConfig, SpeculationConfig
+from alspec.models.checkpoint.checkpoint import Checkpoint
+from alspec.models.llama import Llama, load_weights
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import Cache, new_cache
+from alspec.runtime.cache.kv_cache import KVCache
+from alspec.runtime.decode.graph_loop import DecodeLoop
+from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.prefill import prefill
+from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.distributed.transport import Transport, connect_store
+
+CPU = torch.device("cpu")
+
+
+def digest(cache: Cache) -> str:
+    tensors = [cache.k, cache.v] if isinstance(cache, KVCache) else list(cache.layers.tensors.values())
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[str, Any]:
+    config, prompts = model.config, case["prompts"]
+    capacity = max(map(len, prompts)) + max(sum(threshold["steps"] for threshold in case["thresholds"]), 2)
+    tp_size = transport.placement.tp_size
+    cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
+    speculation = SpeculationConfig(mode="paired", chunk_size=128)
+    loop = DecodeLoop.build(model, cache, transport, None, False, no_operation, speculation)
+    found = []
+    for threshold in case["thresholds"]:
+        forced = torch.tensor(threshold["forced"], dtype=torch.int32) if "forced" in threshold else None
+        loop.speculate(float(threshold["value"]), forced)
+        fault = loop.prepare(SamplingConfig())
+        tokens = [
+            int(prefill(model, cache, transport, request, ids, no_operation)[0].argmax())
+            for request, ids in enumerate(prompts)
+        ]
+        loop.begin(tokens, [len(ids) + 1 for ids in prompts])
+        for step in range(threshold["steps"]):
+            live = [step < limit for limit in case["live_steps"]]
+            record = loop.step(threshold["steps"] - step, live)
+            assert record.hits is not None
+            gates = loop._decoder.swap.gate_words  # type: ignore[attr-defined]
+            assert torch.equal(gates[:, 0], gates[:, -1]), "a step begins as the one before has ended"
+            found.append(
+                {"tokens": record.token_ids, "hits": record.hits.int().tolist(), "fault": record.fault | fault}
+            )
+    return {"steps": found, "cache": digest(cache)}
+
+
+def main(folder: Path) -> None:
+    spec = json.loads((folder / "spec.json").read_text())
+    torch.set_num_threads(1)
+    environment = Placement.from_environment()
+    placement = Placement(environment.rank, environment.world_size, num_groups=2)
+    transport = Transport(placement, CPU, "gloo", connect_store(placement))
+    config = LlamaConfig.from_folder(Path(spec["model"]))
+    weights = load_weights(Checkpoint.open(Path(spec["model"]), config), config, placement.shard, torch.float32, CPU)
+    model = Llama(config, weights, transport)
+    results = [run_case(model, transport, case) for case in spec["cases"]]
+    (folder / f"rank{placement.rank}.json").write_text(json.dumps(results))
+    transport.barrier()
+    transport.close()
+
+
+if __name__ == "__main__":
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    runpy.run_path(str(TOOLS / "interpreter.py"))
+    main(Path(sys.argv[1]))
