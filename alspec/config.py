@@ -29,7 +29,7 @@ from alspec.sas import Softmax
 __all__ = [
     "PROMPTS",
     "SHORT_DTYPES",
-    "TURBO_CODECS",
+    "FLASHQ_CODECS",
     "UNAVAILABLE",
     "BenchConfig",
     "ChoiceConfig",
@@ -59,7 +59,7 @@ DType = Literal["bf16", "fp16", "fp32"]
 SHORT_DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # by PyTorch's names
 
 UNAVAILABLE = ("colocated", "turboquant3", "turboquant2")  # known values that the runtime does not have yet
-TURBO_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that the runtime has
+FLASHQ_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that the runtime has
 
 PROMPTS = ("prompt", "prompt_file", "prompt_ids")  # fields of which one is given
 _MAX_DIGITS = 15  # of a number of tokens
@@ -425,9 +425,9 @@ def refuse_unavailable(config: EngineConfig) -> None:
     """
     if config.speculation.mode == "colocated":
         raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
-    if config.kv_cache not in ("bf16", *TURBO_CODECS):
-        raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16, {', '.join(TURBO_CODECS)}")
-    if config.softmax == "sas" and config.kv_cache not in TURBO_CODECS:
+    if config.kv_cache not in ("bf16", *FLASHQ_CODECS):
+        raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16, {', '.join(FLASHQ_CODECS)}")
+    if config.softmax == "sas" and config.kv_cache not in FLASHQ_CODECS:
         raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed")
 
 

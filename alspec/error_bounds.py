@@ -1,6 +1,6 @@
 """How far accepted speculation can move the output of one step: bounds, each under the assumptions it states.
 
-Source: Attention-Level Speculation, section 3.2 and Appendix A. All three bound one forward pass with exact keys and
+Source: Attention-Level SpecOutput, section 3.2 and Appendix A. All three bound one forward pass with exact keys and
 values in the cache; errors that earlier tokens left in the cache are not covered.
 """
 

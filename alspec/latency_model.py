@@ -1,6 +1,6 @@
 """Decode latency of tensor parallelism and of attention-level speculation, from measured parts.
 
-All times are microseconds. Source: Attention-Level Speculation, Appendix F, with `floor` and `ceil` as printed; the
+All times are microseconds. Source: Attention-Level SpecOutput, Appendix F, with `floor` and `ceil` as printed; the
 term `skipped` is ours.
 """
 

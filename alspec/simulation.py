@@ -3,7 +3,7 @@
 Every layer computes the full output `A` and the speculative output `A~` by a softmax over an explicit list of tokens,
 takes each request's verdict, and lets `A~` through when every live request accepts. Errors so let through reach the
 later layers and their keys and values: that is the method. Slow on purpose; the oracle of every distributed mode.
-Source: Attention-Level Speculation, Algorithms 1 and 2 and section 5.1.
+Source: Attention-Level SpecOutput, Algorithms 1 and 2 and section 5.1.
 """
 
 from __future__ import annotations

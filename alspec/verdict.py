@@ -4,7 +4,7 @@
 
 over every query head of the layer, before the output projection. Under tensor parallelism each rank holds some heads:
 ranks exchange their two sums and add them in rank order, so that all of them reach the same bits and the same verdict.
-Source: Attention-Level Speculation, section 3.2 and Algorithm 1; the exchange of the sums is ours.
+Source: Attention-Level SpecOutput, section 3.2 and Algorithm 1; the exchange of the sums is ours.
 """
 
 from __future__ import annotations

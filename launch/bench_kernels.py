@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from alspec.config import TURBO_CODECS, BenchConfig
+from alspec.config import FLASHQ_CODECS, BenchConfig
 from alspec.errors import UserError
-from alspec.kernels.attention.decode.lean_decode import guess_parts, lean_decode_attention
+from alspec.kernels.attention.decode.lean_decode import lean_decode_attention, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
 from alspec.kernels.attention.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench.bench_allreduce import BATCHES, HIDDEN, connect, measure
-from alspec.launch.bench.bench_common import check_close, merged, pair_speculation, written
-from alspec.launch.bench.bench_flashq import TurboCase, turbo_run
+from alspec.launch.bench.bench_common import check_close, combined, new_spec_output, written
+from alspec.launch.bench.bench_flashq import FlashQCase, flashq_run
 from alspec.launch.bench.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.bench.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
 from alspec.launch.bench.bench_reading import can_read_alone, reading_alone
@@ -100,8 +100,8 @@ def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]
     out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
     speculation = None
     if chunk_size:
-        parts = guess_parts(chunk_size, batch, hq, hkv, dim, case.q.dtype, device)
-        speculation, words = pair_speculation(chunk_size, case.q[0], parts, device)
+        parts = spec_parts(chunk_size, batch, hq, hkv, dim, case.q.dtype, device)
+        speculation, words = new_spec_output(chunk_size, case.q[0], parts, device)
         words.fill_(-1)  # of another epoch
 
     def run(i: int) -> tuple[Tensor, ...]:
@@ -141,14 +141,16 @@ def flashinfer(case: Case) -> Callable[[int], tuple[Tensor, ...]] | None:
     return run
 
 
-def check(case: Case | TurboCase, run: Callable[[int], tuple[Tensor, ...]], chunk_size: int = 0) -> None:
+def check(case: Case | FlashQCase, run: Callable[[int], tuple[Tensor, ...]], chunk_size: int = 0) -> None:
     """Compare the last copy's result with the fp64 oracle."""
     args = case.last()
     scale = case.q.shape[-1] ** -0.5
     found = run(case.q.shape[0] - 1)
     if chunk_size:
         spec_out, full_out, sums = speculative_decode_attention_ref(*args, chunk_size, scale)
-        guess = found[1] if found[1].is_floating_point() else merged(found[1], found[3] if len(found) > 3 else None, 0)
+        guess = (
+            found[1] if found[1].is_floating_point() else combined(found[1], found[3] if len(found) > 3 else None, 0)
+        )
         found = (found[0], guess, found[2].sum(1))
         wanted: tuple[Tensor, ...] = (full_out, spec_out, sums)
     else:
@@ -281,7 +283,7 @@ def bench_decode(results: Results, contexts: list[int]) -> None:
 def add_runs(
     results: Results,
     label: dict[str, Any],
-    case: Case | TurboCase,
+    case: Case | FlashQCase,
     runs: Sequence[tuple[str, str, Callable[[int], tuple[Tensor, ...]] | None, int]],
     base: float | None = None,
 ) -> float:
@@ -329,9 +331,9 @@ def bench_ready(results: Results, contexts: list[int]) -> None:
 
 def bench_allreduce(results: Results, contexts: list[int]) -> None:
     """The step's all-reduce alone, on every rank of a torchrun job; a context does not matter."""
-    transport, words_in = connect()
+    transport, peer_memory = connect()
     for batch_size in BATCHES:
-        case, times = measure(transport, words_in, batch_size)
+        case, times = measure(transport, peer_memory, batch_size)
         for impl, us in times.items():
             base = times["nccl"]["p50"]
             results.add("allreduce_rmsnorm", impl, case, us, 4 * batch_size * HIDDEN, base, case["world"])
@@ -355,7 +357,7 @@ def bench_prefill(results: Results, _: list[int]) -> None:
         del case, runs, run
 
 
-def bench_turbo(results: Results, contexts: list[int]) -> None:
+def bench_flashq_decode(results: Results, contexts: list[int]) -> None:
     """Decode over the quantised cache, plain and speculative, with either softmax, against SDPA and ours over bf16."""
     for hq, hkv, dim in SHAPES[:2]:
         for context in contexts:
@@ -368,14 +370,14 @@ def bench_turbo(results: Results, contexts: list[int]) -> None:
             ]
             base = add_runs(results, {**label, "codec": "bf16"}, case, runs)
             del case, runs
-            for codec in TURBO_CODECS:
-                quantised = TurboCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
+            for codec in FLASHQ_CODECS:
+                quantised = FlashQCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
                 benches = (("decode_attention", 0), ("speculative_decode", CHUNK_SIZE))
                 runs = [
                     (
                         bench,
-                        "alspec.turbo_decode_attention" + (".sas" if softmax == "sas" else ""),
-                        turbo_run(quantised, chunk_size, softmax=softmax),
+                        "alspec.flashq_decode_attention" + (".sas" if softmax == "sas" else ""),
+                        flashq_run(quantised, chunk_size, softmax=softmax),
                         chunk_size,
                     )
                     for softmax, (bench, chunk_size) in itertools.product(get_args(Softmax), benches)
@@ -405,7 +407,7 @@ BENCHES = {
     "allreduce": bench_allreduce,
     "prefill": bench_prefill,
     "prompt": bench_prompt,
-    "turbo": bench_turbo,
+    "turbo": bench_flashq_decode,
 }
 
 

@@ -21,7 +21,7 @@ from alspec.models.checkpoint.files import parse_json
 from alspec.models.checkpoint.source import model_folder
 from alspec.models.demo.demo_tokenizer import SPECIAL_TOKENS
 from alspec.models.demo.training_data import RecallPrompt, recall_prompts
-from alspec.predictor import shortest_guess
+from alspec.predictor import first_lossy_length
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.eval.quality import TextScore, score_under
 from alspec.runtime.eval.teacher_forced import CacheSetting
@@ -122,7 +122,7 @@ def _is_text(value: object) -> TypeGuard[str]:
 
 def first_guess(chunk_size: int) -> int:
     """The first position whose guess leaves out a token; before it A~ = A, so every layer would count as a hit."""
-    return shortest_guess(chunk_size) - 1
+    return first_lossy_length(chunk_size) - 1
 
 
 def text_task(begin: list[int], ids: list[int], context: int) -> Task:

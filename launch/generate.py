@@ -18,7 +18,7 @@ import torch
 from alspec.config import PROMPTS, GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.terminal.display import Printer, StatusLine, print_panel, shows_color, use_utf8
-from alspec.launch.terminal.flags import Parser, cuts_without_effect, guesses_without_effect, notify, run_command
+from alspec.launch.terminal.flags import Parser, cuts_without_effect, notify, run_command, speculation_without_effect
 from alspec.launch.terminal.output import write_text
 from alspec.launch.terminal.plan import print_plan
 from alspec.launch.terminal.prompts import read_prompts
@@ -101,7 +101,7 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
         notices.append("--color shades nothing: standard output is no terminal; FORCE_COLOR=1 shades all the same")
     notices += cuts_without_effect(config)
     if mode == "off":
-        notices += guesses_without_effect(config, "use --speculation simulated, or paired on two ranks")
+        notices += speculation_without_effect(config, "use --speculation simulated, or paired on two ranks")
     return notices
 
 

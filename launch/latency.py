@@ -19,7 +19,7 @@ from rich.table import Table
 
 from alspec.config import HitRate, LatencyConfig, SamplingConfig, refuse_unavailable
 from alspec.errors import AlspecError, UserError
-from alspec.kernels.linear.gemv_tile import MAX_BATCH
+from alspec.kernels.common.limits import MAX_BATCH
 from alspec.launch.plots.plot_latency import draw
 from alspec.launch.terminal.display import StatusLine
 from alspec.launch.terminal.flags import (
@@ -28,9 +28,9 @@ from alspec.launch.terminal.flags import (
     check_positions,
     check_writable,
     cuts_without_effect,
-    guesses_without_effect,
     notify,
     run_command,
+    speculation_without_effect,
 )
 from alspec.launch.terminal.output import append_rows, write_text, writing
 from alspec.launch.terminal.prompts import read_text_ids
@@ -79,7 +79,7 @@ def _run(config: LatencyConfig, command: str) -> int:
     if Placement.from_environment().rank == 0:
         notices = cuts_without_effect(config)
         if "paired" not in _modes(config):
-            notices += guesses_without_effect(config, "add --modes paired")
+            notices += speculation_without_effect(config, "add --modes paired")
         notify(notices)
     found: list[Measured] = []
     with _shown_if_ended(found):
@@ -314,7 +314,7 @@ def _row(
             "softmax": config.softmax,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
             "forced": rate != "real",
-            **_guesses_of(config, engine.mode),
+            **_speculation_of(config, engine.mode),
             **_sampling_of(config.sampling),
         },
         "us": {name: round(profile.us[name], 3) for name in ("p20", "p50", "p80", "p99")},
@@ -327,7 +327,7 @@ def _row(
     }
 
 
-def _guesses_of(config: LatencyConfig, mode: str) -> dict[str, Any]:
+def _speculation_of(config: LatencyConfig, mode: str) -> dict[str, Any]:
     """lambda and S, where guesses are made; JSON has no infinity, so such a lambda is a text."""
     if mode == "off":
         return {}

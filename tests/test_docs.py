@@ -375,7 +375,7 @@ def test_prose_about_an_h100_says_what_the_rows_say() -> None:
     def speedups(codec: str, bench: str) -> list[str]:
         of = {"heads": "32/8", "bench": bench}
         bf16 = medians_of("turbo_attention_h100", **of, codec="bf16", impl=ours)
-        quantised = medians_of("turbo_attention_h100", **of, codec=codec, impl="alspec.turbo_decode_attention")
+        quantised = medians_of("turbo_attention_h100", **of, codec=codec, impl="alspec.flashq_decode_attention")
         return [f"{bf16[context] / quantised[context]:.2f}x" for context in (8192, 32768, 131072)]
 
     plain4, guess4, *mixed = (speedups(codec, bench) for codec in ("turbo4", "turbo-mixed") for bench in kinds)
@@ -392,7 +392,7 @@ def test_prose_about_an_h100_says_what_the_rows_say() -> None:
     )
     int8, sdpa = (
         [medians_of("prefill_attention_h100", impl=impl, tokens=tokens)[tokens] for tokens in (8192, 32768)]
-        for impl in ("alspec.turbo_prefill_attention", "torch.sdpa")
+        for impl in ("alspec.int8_prefill_attention", "torch.sdpa")
     )
     speed = [f"{theirs / us:.2f}x" for us, theirs in zip(int8, sdpa, strict=True)]
     assert f"Prefill attention runs at {speed[0]} and {speed[1]} of SDPA's speed on that H100." in readme
@@ -443,7 +443,7 @@ def test_prose_about_quantised_caches_says_what_the_rows_say() -> None:
     def speedups(heads: str, codec: str, bench: str = "decode_attention", of_bf16: str = "decode_attention") -> str:
         shape = {"heads": heads}
         bf16 = medians_of("turbo_attention", **shape, bench=of_bf16, codec="bf16", impl="alspec.lean_decode_attention")
-        ours = medians_of("turbo_attention", **shape, bench=bench, codec=codec, impl="alspec.turbo_decode_attention")
+        ours = medians_of("turbo_attention", **shape, bench=bench, codec=codec, impl="alspec.flashq_decode_attention")
         return " | ".join(f"{bf16[context] / us:.2f}x" for context, us in ours.items())
 
     assert f"| `turbo4` | 1.8x at 8K, 2.7x at 32K, 3.3x at 128K | {speedups('32/8', 'turbo4')} |" in prose
@@ -484,7 +484,7 @@ def test_prose_about_quality_of_quantised_caches_says_what_the_rows_say() -> Non
 def test_prose_about_prefill_says_what_the_rows_say() -> None:
     pages = ("README.md", "docs/turbo_attention.md", "docs/decode_step.md")
     readme, turbo, step = (" ".join((ROOT / page).read_text(encoding="utf-8").split()) for page in pages)
-    ours = "alspec.turbo_prefill_attention"
+    ours = "alspec.int8_prefill_attention"
     us = {
         (impl, tokens): medians_of("prefill_attention", impl=impl, tokens=tokens)
         for impl in ("torch.sdpa", "alspec.prefill_attention", ours, f"{ours}.sas")

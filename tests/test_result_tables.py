@@ -254,13 +254,13 @@ def test_tables_of_attention_over_quantised_caches(project: Path) -> None:
         row("decode_attention", "torch.sdpa", 15.0, codec="bf16", **at),
         row("decode_attention", "alspec.lean_decode_attention", 12.0, codec="bf16", **at),
         row("speculative_decode", "alspec.lean_decode_attention", 14.0, codec="bf16", **at),
-        row("decode_attention", "alspec.turbo_decode_attention", 8.0, codec="turbo4", **at),
-        row("decode_attention", "alspec.turbo_decode_attention.sas", 10.0, codec="turbo4", **at),
-        row("speculative_decode", "alspec.turbo_decode_attention", 7.0, codec="turbo4", **at),
+        row("decode_attention", "alspec.flashq_decode_attention", 8.0, codec="turbo4", **at),
+        row("decode_attention", "alspec.flashq_decode_attention.sas", 10.0, codec="turbo4", **at),
+        row("speculative_decode", "alspec.flashq_decode_attention", 7.0, codec="turbo4", **at),
     ]
     prompts = [
         row("prefill_attention", impl, us, tokens=4096, **at)
-        for impl, us in (("torch.sdpa", 900.0), ("alspec.turbo_prefill_attention", 600.0))
+        for impl, us in (("torch.sdpa", 900.0), ("alspec.int8_prefill_attention", 600.0))
     ]
     long = make_tables(project, turbo_attention=rows, prefill_attention=prompts)
     plain = long.index("### 32/8 heads of 128, plain")

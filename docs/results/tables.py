@@ -245,7 +245,7 @@ def allreduce(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         setups.setdefault((row["gpu"], row["case"].get("transport", "symm")), []).append(row)
     tables = []
-    for (_, words_in), of_setup in setups.items():
+    for (_, peer_memory), of_setup in setups.items():
         impls = list(dict.fromkeys(row["impl"] for row in of_setup))
         lines: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
         for row in of_setup:
@@ -255,7 +255,7 @@ def allreduce(rows: list[dict[str, Any]]) -> str:
             + [spread(found[impl]) if impl in found else "" for impl in impls]
             for (world, batch), found in sorted(lines.items())
         ]
-        tables += ["Without peer access, words through the host's memory:"] if words_in == "host" else []
+        tables += ["Without peer access, words through the host's memory:"] if peer_memory == "host" else []
         tables += [where(*of_setup), table(["GPUs", "batch", "KB", *impls], cells)]
     return "\n\n".join(
         [

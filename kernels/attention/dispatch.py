@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, Phase, Speculation, lean_decode_attention
-from alspec.kernels.attention.decode_flashq.flashq_decode import turbo_decode_attention, turbo_settings
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, Phase, SpecOutput, lean_decode_attention
+from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_decode_attention, flashq_settings
 from alspec.kernels.attention.torch_ref import decode_attention, predictor_attention, verify_attention
 from alspec.kernels.common.jit_launch import num_sms
 from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_dequantize
-from alspec.kernels.kv_codec.flashq.layout import TurboLayer
+from alspec.kernels.kv_codec.flashq.layout import FlashQLayer
 from alspec.sas import Softmax
 
 __all__ = ["CacheLayer", "DecodeAttention", "KVLayer", "attend", "attend_workspace"]
@@ -53,13 +53,13 @@ class KVLayer(NamedTuple):
         return KVLayer(self.k[layer], self.v[layer])
 
 
-CacheLayer = KVLayer | TurboLayer
+CacheLayer = KVLayer | FlashQLayer
 
 
 def attend_workspace(layer: CacheLayer, num_qo_heads: int, device: torch.device, spare_sms: int = 0) -> LeanWorkspace:
     """Scratch memory of `attend` over such a cache, on all SMs but `spare_sms`; 4 programs in the interpreter."""
     sms = num_sms(device) - spare_sms if device.type == "cuda" else 4
-    per_sm = turbo_settings(device).per_sm if isinstance(layer, TurboLayer) else 1
+    per_sm = flashq_settings(device).per_sm if isinstance(layer, FlashQLayer) else 1
     return LeanWorkspace.allocate(
         layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, per_sm * sms
     )
@@ -73,19 +73,39 @@ def attend(
     workspace: LeanWorkspace,
     out: Tensor,
     lse: Tensor,
-    speculation: Speculation | None = None,
+    speculation: SpecOutput | None = None,
     phase: Phase = "all",
     gate: Tensor | None = None,
-    newest_only: bool = False,
+    prefetch_before_wait: bool = False,
 ) -> None:
     """The kernel of the layer's codec; everything else as `lean_decode_attention`, errors and capture too."""
-    if isinstance(layer, TurboLayer):
-        turbo_decode_attention(
-            q, layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, newest_only=newest_only
+    if isinstance(layer, FlashQLayer):
+        flashq_decode_attention(
+            q,
+            layer,
+            seq_lens,
+            sm_scale,
+            workspace,
+            out,
+            lse,
+            speculation,
+            phase,
+            gate,
+            prefetch_before_wait=prefetch_before_wait,
         )
     else:
         lean_decode_attention(
-            q, *layer, seq_lens, sm_scale, workspace, out, lse, speculation, phase, gate, newest_only=newest_only
+            q,
+            *layer,
+            seq_lens,
+            sm_scale,
+            workspace,
+            out,
+            lse,
+            speculation,
+            phase,
+            gate,
+            prefetch_before_wait=prefetch_before_wait,
         )
 
 
@@ -112,7 +132,7 @@ class DecodeAttention:
         self._workspace = attend_workspace(layer, num_qo_heads, device)
         self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
         self._lse = torch.empty(shape[:2], device=device)
-        self._speculation = Speculation(
+        self._speculation = SpecOutput(
             chunk_size,
             self._spec_out,
             torch.empty(layer.batch_size, num_sums(num_qo_heads, layer.head_dim), 2, device=device),
@@ -155,7 +175,7 @@ class DecodeAttention:
         return self._out, self._speculation.sums.sum(1)
 
     def _launch(
-        self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: Speculation | None, phase: Phase = "all"
+        self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase = "all"
     ) -> None:
         attend(q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, phase)
 

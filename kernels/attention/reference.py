@@ -22,7 +22,7 @@ __all__ = [
     "embed_norm_ref",
     "gate_up_silu_ref",
     "lm_head_ref",
-    "merge_partials_ref",
+    "combine_partials_ref",
     "prefill_attention_ref",
     "push_partial_ref",
     "qkv_rope_append_ref",
@@ -30,7 +30,7 @@ __all__ = [
     "rms_norm_ref",
     "silu_mul_ref",
     "speculative_decode_attention_ref",
-    "turbo_prefill_attention_ref",
+    "int8_prefill_attention_ref",
 ]
 
 LOG2E = math.log2(math.e)
@@ -108,7 +108,7 @@ def decode_attention_ref(
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
-def merge_partials_ref(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+def combine_partials_ref(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
     """`o = sum_s 2^(lse_s - lse) o_s` over [num_splits, B, Hq, D] and [num_splits, B, Hq]; fp64."""
     lse = torch.logsumexp(lse_partial.double() / LOG2E, dim=0) * LOG2E
     weight = torch.exp2(lse_partial.double() - lse)
@@ -159,7 +159,7 @@ def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, soft
     return torch.stack([_attend(q[i], k[:, :n], v[:, :n], sm_scale, n_r)[0] for i, n in enumerate(seen)])
 
 
-def turbo_prefill_attention_ref(
+def int8_prefill_attention_ref(
     q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, sm_scale: float
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the newest tokens over K and V as their INT8 stage stands for them; q as it is.

@@ -28,7 +28,7 @@ __all__ = [
     "SCORE_BYTES",
     "decode_attention",
     "dequantized_prefill_attention",
-    "merge_partials",
+    "combine_partials",
     "newest_causal_mask",
     "predictor_attention",
     "predictor_attention_all",
@@ -87,12 +87,12 @@ def decode_attention(
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
-def merge_partials(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
+def combine_partials(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
     """Merge partial attention outputs into one.
 
         o = sum_s 2^(lse_s - lse) o_s,   lse = log2 sum_s 2^lse_s
 
-    Source: Lean Attention, section 4 (associativity of softmax rescaling). Oracle: `merge_partials_ref`.
+    Source: Lean Attention, section 4 (associativity of softmax rescaling). Oracle: `combine_partials_ref`.
 
     Args:
         o_partial: [num_splits, B, Hq, D] fp32.  lse_partial: [num_splits, B, Hq] fp32, base 2; an empty split has -inf.
@@ -152,7 +152,7 @@ def verify_attention(
         for b, (start, stop, n) in enumerate(zip(sink_end, window_start, seq_lens.tolist(), strict=True))
     ]
     rest_out, rest_lse = torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts])
-    full_out, _ = merge_partials(torch.stack([spec_out, rest_out]), torch.stack([spec_lse, rest_lse]))
+    full_out, _ = combine_partials(torch.stack([spec_out, rest_out]), torch.stack([spec_lse, rest_lse]))
     return full_out, distance_sums(spec_out, full_out)
 
 
@@ -219,7 +219,7 @@ def _attention_by_flash(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: 
 
 
 def _attention_by_cudnn(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: float) -> Tensor:
-    """Causal attention of the tokens behind a prefix: among themselves, and over it, merged as `merge_partials` does.
+    """Causal attention of the tokens behind a prefix: among themselves, and over it, merged as `combine_partials` does.
 
     cuDNN has no causal mask that begins behind a prefix, and FlashAttention, which has one, takes 1.7 times as long as
     these two (H200). Shapes as `_fused_prefill`, the tokens of q being the last of k and v.

@@ -13,12 +13,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from alspec.kernels.comm.exchange import Exchange
-from alspec.kernels.comm.ll_packets import store_words
-from alspec.kernels.common.jit_launch import RESERVED_BYTES, launch_options, prefer_l1
+from alspec.kernels.comm.ll_packets import store_packets
+from alspec.kernels.common.jit_launch import RESERVED_BYTES, pdl_options, set_l1_carveout
 
-__all__ = ["NEVER", "POLLED", "compare_clocks", "nothing", "push_words", "read_tiles", "stamp_time", "watch_words"]
+__all__ = ["NEVER", "POLLED", "compare_clocks", "nothing", "push_packets", "read_tiles", "stamp_time", "watch_packets"]
 
-PUSHED = 128  # words of one program of `push_words`, two of each thread: with one, 0.2 us longer (four H100s)
+PUSHED = 128  # words of one program of `push_packets`, two of each thread: with one, 0.2 us longer (four H100s)
 # Words of a program that waits, one for each lane. A poll takes as long as the slowest of its loads, which go through
 # what memory is busy with: with 256 words, up to 22 us.
 POLLED = 32
@@ -26,7 +26,7 @@ NEVER = torch.iinfo(torch.int64).max  # a time
 
 
 @triton.jit(do_not_specialize=["slot", "rank"])
-def _push_words_kernel(
+def _push_packets_kernel(
     partial_ptr,  # [B, hidden] fp32
     peers_ptr,  # [PEERS] int64: addresses of all words [slots, B, T, hidden] to store into
     epoch_ptr,  # [1] int32
@@ -53,10 +53,10 @@ def _push_words_kernel(
     if PDL:
         gdc_wait()
     for peer in tl.static_range(PEERS):
-        store_words(bases[peer] + at, partial, epoch, inside)
+        store_packets(bases[peer] + at, partial, epoch, inside)
 
 
-def push_words(partial: Tensor, exchange: Exchange, slot: int) -> None:
+def push_packets(partial: Tensor, exchange: Exchange, slot: int) -> None:
     """Send partial sums to every rank as words: the end of `push_partial`, without its product.
 
     Args:
@@ -65,11 +65,11 @@ def push_words(partial: Tensor, exchange: Exchange, slot: int) -> None:
     """
     batch_size, hidden = partial.shape
     assert exchange.peers is not None
-    compiled = _push_words_kernel[(triton.cdiv(hidden, PUSHED), batch_size)](
+    compiled = _push_packets_kernel[(triton.cdiv(hidden, PUSHED), batch_size)](
         partial, exchange.peers, exchange.epoch, slot, exchange.tp_rank, HIDDEN=hidden, T=exchange.tp_size,
-        PEERS=exchange.peers.shape[0], BLOCK=PUSHED, num_warps=2, **launch_options(partial.device),
+        PEERS=exchange.peers.shape[0], BLOCK=PUSHED, num_warps=2, **pdl_options(partial.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _nothing_kernel(PDL: tl.constexpr):
 
 def nothing(grid: tuple[int, ...], num_warps: int, device: torch.device) -> None:
     """A launch of such a size that does nothing, dependent where the device has that."""
-    _nothing_kernel[grid](num_warps=num_warps, **launch_options(device))
+    _nothing_kernel[grid](num_warps=num_warps, **pdl_options(device))
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def stamp_time(time: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["epoch", "size"])
-def _watch_words_kernel(
-    words_ptr,  # [size] int64: values under an epoch
+def _watch_packets_kernel(
+    packets_ptr,  # [size] int64: values under an epoch
     epoch,
     copy_ptr,  # [size] fp32
     size,
@@ -115,16 +115,16 @@ def _watch_words_kernel(
     block = tl.program_id(0) // WATCHERS
     at = block * PAD + tl.arange(0, PAD)
     late = 1
-    words = tl.full([PAD], 0, tl.int64)
+    packets = tl.full([PAD], 0, tl.int64)
     while (late > 0) & (globaltimer() - start < deadline_ns):
-        words = tl.load(words_ptr + at, mask=at < size, other=0, volatile=True)
-        late = tl.sum(((words >> 32 != epoch) & (at < size)).to(tl.int32))
+        packets = tl.load(packets_ptr + at, mask=at < size, other=0, volatile=True)
+        late = tl.sum(((packets >> 32 != epoch) & (at < size)).to(tl.int32))
     if late == 0:
         if tl.atomic_min(times_ptr + block, globaltimer()) == never:
-            tl.store(copy_ptr + at, words.to(tl.int32).to(tl.float32, bitcast=True), mask=at < size)
+            tl.store(copy_ptr + at, packets.to(tl.int32).to(tl.float32, bitcast=True), mask=at < size)
 
 
-def watch_words(words: Tensor, epoch: int, copy: Tensor, times: Tensor, watchers: int, deadline_ns: int) -> None:
+def watch_packets(packets: Tensor, epoch: int, copy: Tensor, times: Tensor, watchers: int, deadline_ns: int) -> None:
     """Wait for words under an epoch, note when they were seen, and copy their values.
 
     Args:
@@ -132,12 +132,12 @@ def watch_words(words: Tensor, epoch: int, copy: Tensor, times: Tensor, watchers
         watchers: programs that wait for the same words: what one asks for too early, another one sees.
     """
     # Many small programs: one that polls many words takes much of its SM's share of memory bandwidth.
-    compiled = _watch_words_kernel[(watchers * len(times),)](
-        words, epoch, copy, words.numel(), times, NEVER, deadline_ns, POLLED, watchers, num_warps=1
+    compiled = _watch_packets_kernel[(watchers * len(times),)](
+        packets, epoch, copy, packets.numel(), times, NEVER, deadline_ns, POLLED, watchers, num_warps=1
     )
     # All of an SM's memory as shared memory, as attention needs: an SM cannot change that while a program runs.
-    room = torch.cuda.get_device_properties(words.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    prefer_l1(compiled, (room + RESERVED_BYTES) // (compiled.metadata.shared + RESERVED_BYTES))
+    room = torch.cuda.get_device_properties(packets.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    set_l1_carveout(compiled, (room + RESERVED_BYTES) // (compiled.metadata.shared + RESERVED_BYTES))
 
 
 @triton.jit(do_not_specialize=["first"])

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-__all__ = ["exchange_words", "increment", "send_word"]
+__all__ = ["exchange_packets", "increment", "send_word"]
 
 BLOCK = 256
 
@@ -61,7 +61,7 @@ def send_word(mail: Tensor, word: int, deadline_ns: int) -> None:
 
 
 @triton.jit(do_not_specialize=["rank", "rounds"])
-def _exchange_words_kernel(
+def _exchange_packets_kernel(
     buffers_ptr,  # [WORLD] int64: the address of each rank's [WORLD] int32
     rank,
     rounds,
@@ -92,7 +92,9 @@ def _exchange_words_kernel(
     tl.store(result_ptr + 1, globaltimer() - first_ns)
 
 
-def exchange_words(buffers: Tensor, rank: int, world_size: int, rounds: int, result: Tensor, deadline_ns: int) -> None:
+def exchange_packets(
+    buffers: Tensor, rank: int, world_size: int, rounds: int, result: Tensor, deadline_ns: int
+) -> None:
     """Meet the other ranks `rounds` times: write a word into every rank's buffer, then wait for a word from every rank.
 
     Args:
@@ -100,4 +102,4 @@ def exchange_words(buffers: Tensor, rank: int, world_size: int, rounds: int, res
         result: [2] int64: completed rounds, and nanoseconds of all but the first, in which ranks wait for each other.
     """
     pad = triton.next_power_of_2(world_size)
-    _exchange_words_kernel[(1,)](buffers, rank, rounds, result, deadline_ns, WORLD=world_size, PAD=pad, num_warps=1)
+    _exchange_packets_kernel[(1,)](buffers, rank, rounds, result, deadline_ns, WORLD=world_size, PAD=pad, num_warps=1)

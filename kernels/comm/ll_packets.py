@@ -8,35 +8,31 @@ time.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from alspec.kernels.common.device import INTERPRETED
+
 __all__ = [
     "BAD_NUMBERS",
-    "INTERPRETED",
-    "LATE_WORD",
-    "LINE_WORDS",
-    "await_words",
+    "LATE_PACKET",
+    "PACKETS_PER_LINE",
     "fault_code",
-    "pack_words",
+    "pack_packets",
     "split_fault",
-    "store_words",
-    "unpack_words",
+    "store_packets",
+    "unpack_packets",
+    "wait_packets",
 ]
 
-# Triton's interpreter knows no inline assembly. There, words have to be written before they are awaited.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-LINE_WORDS = 16  # words of a line of memory, 128 bytes: a field that begins at one shares it with no other
+PACKETS_PER_LINE = 16  # words of a line of memory, 128 bytes: a field that begins at one shares it with no other
 
 # Kinds of fault: kind << 28 | slot << 8 | rank, the first of a step.
 BAD_NUMBERS = 1
-LATE_WORD = 2
-LATE = tl.constexpr(LATE_WORD)
+LATE_PACKET = 2
+LATE = tl.constexpr(LATE_PACKET)
 
 
 def fault_code(kind: int, slot: int, rank: int) -> int:
@@ -51,21 +47,21 @@ def split_fault(code: int) -> tuple[int, int, int]:
     return code >> 28, code >> 8 & 0xFFFFF, code & 0xFF
 
 
-def unpack_words(words: Tensor, epoch: int) -> Tensor:
+def unpack_packets(packets: Tensor, epoch: int) -> Tensor:
     """What kernels read out of words, from the host: fp32, NaN where a word is of another epoch."""
-    return torch.where(words >> 32 == epoch, words.view(torch.float32)[..., ::2], torch.nan)
+    return torch.where(packets >> 32 == epoch, packets.view(torch.float32)[..., ::2], torch.nan)
 
 
 @triton.jit
-def pack_words(value, epoch):
+def pack_packets(value, epoch):
     """fp32 values under the epoch, as int64."""
     return (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
 
 
 @triton.jit
-def store_words(ptr, value, epoch, mask=None):
+def store_packets(ptr, value, epoch, mask=None):
     """Store fp32 values under the epoch for readers on other GPUs: written through, strong at system scope (SASS)."""
-    tl.store(ptr, pack_words(value, epoch), mask=mask, cache_modifier=".wt")
+    tl.store(ptr, pack_packets(value, epoch), mask=mask, cache_modifier=".wt")
 
 
 # $0: the value.  $1, $2: a word read before, lower and upper half.  $3: its address.  $4: epoch.  $5: nanoseconds to
@@ -107,8 +103,8 @@ _AWAIT_OR_END = tl.constexpr(
 
 
 @triton.jit
-def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code, end_ptr=None, end=None):
-    """Values of the words at `ptr` once they carry `epoch`; after `patience_ns` the fault word gets `code`.
+def wait_packets(ptr, mask, epoch, timeout_ns, fault_ptr, code, end_ptr=None, end=None):
+    """Values of the words at `ptr` once they carry `epoch`; after `timeout_ns` the fault word gets `code`.
 
     Args:
         ptr: tensor of pointers to int64.  mask: whose words exist; the others count as -0.0, which adds nothing.
@@ -129,7 +125,7 @@ def await_words(ptr, mask, epoch, patience_ns, fault_ptr, code, end_ptr=None, en
         # Somebody was late in this step: its waits are over. After bad numbers they are not: everything still comes,
         # and a rank that runs ahead would write over words that another one has not read.
         fault = tl.load(fault_ptr, volatile=True)
-        patience = tl.where(fault >> 28 == LATE, 0, patience_ns).to(tl.int64)
+        patience = tl.where(fault >> 28 == LATE, 0, timeout_ns).to(tl.int64)
         if end_ptr is None:
             value = tl.inline_asm_elementwise(
                 _AWAIT, "=&r,r,r,l,r,l,l,r",

@@ -17,12 +17,12 @@ import triton
 __all__ = [
     "RESERVED_BYTES",
     "compiling",
-    "declares_shared_memory",
+    "raise_smem_limit",
     "is_hopper",
-    "launch",
-    "launch_options",
+    "jit_launch",
+    "pdl_options",
     "num_sms",
-    "prefer_l1",
+    "set_l1_carveout",
 ]
 
 _to_compile: ContextVar[list[Any] | None] = ContextVar("_to_compile", default=None)
@@ -36,7 +36,7 @@ RESERVED_BYTES = 1024  # of shared memory, which the driver takes for each progr
 UNASKED_BYTES = 49152  # of shared memory, which a program may have by default
 
 
-def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+def jit_launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """`kernel[grid]`, but in a `compiling` block: there it is compiled for the arguments and not launched."""
     kernels = _to_compile.get()
     if kernels is None:
@@ -75,7 +75,7 @@ def _load(kernel: Any) -> None:
 
 
 @functools.cache
-def launch_options(device: torch.device) -> dict[str, Any]:
+def pdl_options(device: torch.device) -> dict[str, Any]:
     """Programmatic dependent launch, where the device has it (compute capability 9.0)."""
     if device.type != "cuda" or torch.cuda.get_device_properties(device).major < 9:
         return {"PDL": False}
@@ -92,16 +92,16 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def declares_shared_memory(kernel: Any) -> None:
+def raise_smem_limit(kernel: Any) -> None:
     """Let a kernel be launched that declares shared memory in its assembly.
 
     The driver counts that towards the 48 KB which a program has by default, and Triton asks for more only if its own
     allocation is larger.
     """
-    triton.knobs.runtime.kernel_load_end_hook.add(_AskForShared(kernel.__name__))
+    triton.knobs.runtime.kernel_load_end_hook.add(_RaiseSmemLimit(kernel.__name__))
 
 
-class _AskForShared:
+class _RaiseSmemLimit:
     """What Triton calls when a kernel has been loaded."""
 
     def __init__(self, name: str) -> None:
@@ -112,7 +112,7 @@ class _AskForShared:
             _driver().cuFuncSetAttribute(ctypes.c_void_p(function), MAX_DYNAMIC_SHARED, UNASKED_BYTES)
 
 
-def prefer_l1(compiled: Any, per_sm: int = 0) -> None:
+def set_l1_carveout(compiled: Any, per_sm: int = 0) -> None:
     """Ask for all of an SM's memory as L1 wherever this kernel runs, but what `per_sm` programs need as shared memory.
 
     What is loaded into registers, as weight tiles and quantised records are, lies in L1 on its way. The attention
@@ -125,11 +125,11 @@ def prefer_l1(compiled: Any, per_sm: int = 0) -> None:
         per_sm: programs that are to live on an SM side by side; 0: as many as do without being asked for.
     """
     if compiled is not None:
-        _prefer_l1(compiled.function, compiled.metadata.shared, per_sm)
+        _set_l1_carveout(compiled.function, compiled.metadata.shared, per_sm)
 
 
 @functools.cache
-def _prefer_l1(function: int, dynamic: int, per_sm: int) -> None:
+def _set_l1_carveout(function: int, dynamic: int, per_sm: int) -> None:
     # A preference: if the driver ignores it, kernels are slower, not wrong.
     declared = ctypes.c_int()
     _driver().cuFuncGetAttribute(ctypes.byref(declared), DECLARED_SHARED, ctypes.c_void_p(function))

@@ -1,17 +1,17 @@
-"""The wait for the kernel ahead, in kernels that have no use for shared memory."""
+"""Programmatic dependent launch: wait for the previous kernel, prefetch before that wait, delay."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from alspec.kernels.comm.ll_packets import INTERPRETED
+from alspec.kernels.common.device import INTERPRETED
 
-__all__ = ["wait_for_kernel_ahead"]
+__all__ = ["prefetch", "spin_cycles", "wait_for_previous_kernel"]
 
 
 @triton.jit
-def wait_for_kernel_ahead():
+def wait_for_previous_kernel():
     """`gdc_wait`, and a declaration of shared memory, which nobody uses.
 
     An SM changes how its memory is split only when it is idle, and seemingly programs without any shared memory are not
@@ -26,4 +26,33 @@ def wait_for_kernel_ahead():
             " mov.u32 depth, %nctaid.z; setp.eq.u32 never, depth, 0; mov.u32 place, unused;"
             " @never st.shared.b32 [place], depth; mov.u32 $0, depth; }",
             "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def prefetch(pointer, size):
+    """Fetch `size` bytes, a multiple of 16 (rounded down), into the L2, from `pointer` (rounded down likewise) on.
+
+    A hint, from compute capability 9.0 on: only when bytes move changes, and what is written there later is still seen.
+    One instruction of one thread; later loads do not queue up behind it.
+    """
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .u32 thread, bytes; .reg .u64 start;"
+            " mov.u32 thread, %tid.x; and.b32 bytes, $2, -16; and.b64 start, $1, -16;"
+            " setp.eq.u32 first, thread, 0; setp.ne.and.u32 first, bytes, 0, first;"
+            " @first cp.async.bulk.prefetch.L2.global [start], bytes; mov.u32 $0, 0; }",
+            "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def spin_cycles(cycles):
+    """Do nothing for so many cycles of the SM's clock, int32."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred early; .reg .u32 start, now; mov.u32 start, %clock;"
+            " AGAIN: mov.u32 now, %clock; sub.u32 now, now, start; setp.lt.u32 early, now, $1;"
+            " @early bra AGAIN; mov.u32 $0, 0; }",
+            "=r,r", [cycles], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip

@@ -25,23 +25,21 @@ from triton.language.extra.cuda import gdc_wait
 from alspec.kernels.common.jit_launch import num_sms
 
 __all__ = [
-    "MAX_BATCH",
     "PROGRAMS_PER_SM",
     "dot",
-    "dot_chunks",
+    "dot_slices",
     "dot_pairs",
     "inputs_at_once",
     "load_inputs",
     "load_weights",
     "num_programs_on",
     "num_warps_for",
-    "opens",
+    "gate_open",
     "programs_for",
     "rows_in_tile",
     "rstd_of",
 ]
 
-MAX_BATCH = 8  # requests: columns of a tensor core's product, and here passes over the tile in registers
 TILE_BYTES = 16384  # of weights in the registers of one program; a longer row is one tile, or comes in chunks (below)
 # Of programs that take several tiles, each loaded while the one before is in use. Where a gate can close, few programs
 # make a closed launch cheap: with one for each tile of gate and up, doing nothing takes 37 us (8B shape, one H200).
@@ -50,7 +48,7 @@ PROGRAMS_PER_SM = 4
 
 
 @triton.jit
-def opens(gate_ptr, PDL: tl.constexpr):
+def gate_open(gate_ptr, PDL: tl.constexpr):
     """Whether weights are worth reading. A gate that looks closed may be about to open: then wait for its value.
 
     Warps may see different values. They diverge only until each of them has waited, and use nothing shared until then.
@@ -98,7 +96,7 @@ def dot_pairs(w, x, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def dot_chunks(
+def dot_slices(
     w, x_ptr, w_ptr, rows, next_rows, goes_on, K: tl.constexpr, KP: tl.constexpr, PAIRS: tl.constexpr
 ):  # fmt: skip
     """`dot_pairs` of one request and rows that are read KP inputs at once, each chunk loaded while the last is in use.

@@ -18,8 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode_flashq.record_loads import stacked, unstacked
-from alspec.kernels.comm.ll_packets import INTERPRETED
+from alspec.kernels.common.device import INTERPRETED, stacked, unstacked
 from alspec.kernels.linear.gemv_tile import inputs_at_once, num_warps_for, rows_in_tile, rstd
 
 __all__ = ["load_rows", "products", "tile_of"]
@@ -27,7 +26,7 @@ __all__ = ["load_rows", "products", "tile_of"]
 NUM_WARPS = 4
 # Of 32 inputs, that a warp loads at once: 64 registers of a lane, and three programs to an SM. Fewer, or one program
 # with twice as many, were slower (H200).
-CHUNK_STEPS = 8
+SLICE_STEPS = 8
 ROWS = 16  # of a tile
 STEP = tl.constexpr(32)  # inputs
 LANE = tl.constexpr(8)  # inputs that a lane reads at once
@@ -44,17 +43,17 @@ def tile_of(
     """
     in_words = itemsize == 2 and num_inputs % int(LANE.value) == 0
     if batch_size > 1 and in_words and (matrices == 1 or num_rows % (ROWS // matrices) == 0):
-        return ROWS // matrices, _chunk_steps(num_inputs), NUM_WARPS
+        return ROWS // matrices, _slice_steps(num_inputs), NUM_WARPS
     width = inputs_at_once(batch_size, num_inputs, itemsize, closes)
     rows = rows_in_tile(num_rows, width, itemsize, matrices)
     return rows, 0, num_warps_for(matrices * rows, width, itemsize)
 
 
-def _chunk_steps(num_inputs: int) -> int:
+def _slice_steps(num_inputs: int) -> int:
     """Steps of a warp's part of a chunk: such that all chunks are whole ones, if that does not take small ones."""
     once = NUM_WARPS * int(STEP.value)
-    whole = [steps for steps in range(CHUNK_STEPS, CHUNK_STEPS // 2, -1) if num_inputs % (once * steps) == 0]
-    return whole[0] if whole else min(CHUNK_STEPS, triton.cdiv(num_inputs, once))
+    whole = [steps for steps in range(SLICE_STEPS, SLICE_STEPS // 2, -1) if num_inputs % (once * steps) == 0]
+    return whole[0] if whole else min(SLICE_STEPS, triton.cdiv(num_inputs, once))
 
 
 @triton.constexpr_function
@@ -73,7 +72,7 @@ def _loads(index, is_conditional, clears):
 
 
 @triton.constexpr_function
-def _num_chunks(num_inputs, warps, steps):
+def _num_slices(num_inputs, warps, steps):
     return -(-num_inputs // (warps * steps * STEP.value))
 
 
@@ -265,7 +264,7 @@ def _add_six(a, b, c, d, s, t, e, f, g, h, u, v):
 
 
 @triton.jit
-def _add_chunk(
+def _add_slice(
     even, odd, words, x_ptr, request, chunk, at, goes, LOADS: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -299,19 +298,19 @@ def products(
         Four of [32] fp32, by lanes `4 g + t`: of row `row + g` and requests 2 t and 2 t + 1, and of the row STRIDE
         further on; those of requests that there are none of are of no use. Then the next rows' first chunk.
     """
-    CHUNKS: tl.constexpr = _num_chunks(K, W, STEPS)
+    CHUNKS: tl.constexpr = _num_slices(K, W, STEPS)
     zero = tl.zeros([W, 32], tl.float32)
     even, odd = (zero, zero, zero, zero), (zero, zero, zero, zero)
     request = tl.minimum(tl.arange(0, 32)[None, :] // 4, B - 1)
     for chunk in range(CHUNKS - 1):
         at = _row_addresses(w_ptr, row, last_row, chunk + 1, STRIDE, K, W, STEPS)
-        even, odd, words = _add_chunk(even, odd, words, x_ptr, request, chunk, at, None, True, K, W, STEPS)
+        even, odd, words = _add_slice(even, odd, words, x_ptr, request, chunk, at, None, True, K, W, STEPS)
     if squares_ptr is not None:
         # Not ahead of the inputs, which would wait behind it: qkv took 16.5 us instead of 13.9.
         column = tl.arange(0, 32)[None, :] % 4 * 2
         squares = _load_squares(squares_ptr, column, B, S, W), _load_squares(squares_ptr, column + 1, B, S, W)
     at = _row_addresses(w_ptr, next_row, last_row, 0, STRIDE, K, W, STEPS)
-    even, odd, words = _add_chunk(even, odd, words, x_ptr, request, CHUNKS - 1, at, goes_on, LOOP, K, W, STEPS)
+    even, odd, words = _add_slice(even, odd, words, x_ptr, request, CHUNKS - 1, at, goes_on, LOOP, K, W, STEPS)
     # Of all warps, in one go: it takes barriers.
     sums = (even[0] + odd[0], even[1] + odd[1], even[2] + odd[2], even[3] + odd[3])
     if squares_ptr is None:

@@ -13,19 +13,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.kernels.comm.ll_packets import store_words
-from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
-from alspec.kernels.kv_codec.flashq.layout import BLOCK, PER_HEAD, TurboLayer
+from alspec.kernels.comm.ll_packets import store_packets
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
+from alspec.kernels.kv_codec.flashq.layout import BLOCK, PER_HEAD, FlashQLayer
 from alspec.kernels.kv_codec.flashq.record import TOKENS, to_int8
 from alspec.kernels.linear.gemv_tile import (
     PROGRAMS_PER_SM,
-    dot_chunks,
     dot_pairs,
+    dot_slices,
+    gate_open,
     inputs_at_once,
     load_inputs,
     load_weights,
     num_programs_on,
-    opens,
     rstd_of,
 )
 from alspec.kernels.linear.mma_tile import load_rows, products, tile_of
@@ -70,8 +70,8 @@ def _store_qkv(
         if inbox_ptr is not None:
             epoch = tl.load(epoch_ptr)  # only here: it would take a register that weights need
             word = inbox_ptr + request * (K + 2 * HKV * D) + K + (is_v * HKV + kv_head) * D + channels
-            store_words(word, low.to(tl.float32), epoch, exists)
-            store_words(word + HALF, high.to(tl.float32), epoch, exists)
+            store_packets(word, low.to(tl.float32), epoch, exists)
+            store_packets(word + HALF, high.to(tl.float32), epoch, exists)
         at = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
         if is_v == 0:
             tl.store(k_ptr + at, low, mask=exists)
@@ -149,7 +149,7 @@ def _qkv_rope_append_kernel(
     row = row // 2 + row % 2 * (D // 2)
     tile = tl.program_id(0)
     if gate_ptr is not None:
-        if not opens(gate_ptr, PDL):
+        if not gate_open(gate_ptr, PDL):
             return
     first_row = tile // TILES * D + tile % TILES * PAIRS
     if STEPS > 0:
@@ -189,7 +189,7 @@ def _qkv_rope_append_kernel(
             channels = tile % TILES * PAIRS + tl.arange(0, PAIRS)
             scale = _tail_scale(tail_scale_ptr, 0, tile, HQ, HKV, TILES)
             rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
-            first, second, w = dot_chunks(w, x_ptr, w_ptr, rows, next_rows, following < NUM_TILES, K, KP, PAIRS)
+            first, second, w = dot_slices(w, x_ptr, w_ptr, rows, next_rows, following < NUM_TILES, K, KP, PAIRS)
             _store_qkv(
                 first * rstd, second * rstd, 0, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
                 scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
@@ -224,7 +224,7 @@ def qkv_rope_append(
     v_cache: Tensor,
     eps: float,
     gate: Tensor | None = None,
-    layer: TurboLayer | None = None,
+    layer: FlashQLayer | None = None,
     inbox: Tensor | None = None,
     epoch: Tensor | None = None,
 ) -> None:
@@ -232,8 +232,8 @@ def qkv_rope_append(
 
         y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
 
-    With a quantised `layer` they also go into its tail, as `turbo_append` would put them there; k_cache and v_cache
-    then hold the newest token alone, as it is. Oracle of the tail: `turbo_append_ref`.
+    With a quantised `layer` they also go into its tail, as `flashq_append` would put them there; k_cache and v_cache
+    then hold the newest token alone, as it is. Oracle of the tail: `flashq_append_ref`.
 
     Args:
         x_norm: [B, K] in weight's dtype, `x * gamma`.  square_sums: [B, S] fp32.  weight: [(Hq + 2 Hkv) D, K].
@@ -255,7 +255,7 @@ def qkv_rope_append(
     pairs, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, head_dim // 2, 2, gate is not None)
     num_tiles = num_heads * head_dim // (2 * pairs)
     num_programs = num_programs_on(num_tiles, PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
-    compiled = launch(_qkv_rope_append_kernel, (num_programs,))(
+    compiled = jit_launch(_qkv_rope_append_kernel, (num_programs,))(
         x_norm,
         square_sums,
         weight,
@@ -284,9 +284,9 @@ def qkv_rope_append(
         STEPS=steps,
         WARPS=num_warps,
         num_warps=num_warps,
-        **launch_options(x_norm.device),
+        **pdl_options(x_norm.device),
     )
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit
@@ -338,7 +338,7 @@ def _gate_up_silu_kernel(
     row = row // 2 + row % 2 * I
     tile = tl.program_id(0)
     if gate_ptr is not None:
-        if not opens(gate_ptr, PDL):
+        if not gate_open(gate_ptr, PDL):
             return
     if STEPS > 0:
         w = load_rows(w_ptr, tile * ROWS, 2 * I - 1, I, K, WARPS, STEPS)
@@ -365,7 +365,7 @@ def _gate_up_silu_kernel(
         while tile * ROWS < I:
             following = tile + tl.num_programs(0)
             rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
-            gate, up, w = dot_chunks(
+            gate, up, w = dot_slices(
                 w, x_ptr, w_ptr, tile * ROWS + row, following * ROWS + row, following * ROWS < I, K, KP, ROWS
             )  # fmt: skip
             _store_silu(gate * rstd, up * rstd, out_ptr + tile * ROWS + tl.arange(0, ROWS))
@@ -401,7 +401,7 @@ def gate_up_silu(
     rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, out.shape[1], 2, gate is not None)
     num_tiles = out.shape[1] // rows
     num_programs = num_programs_on(num_tiles, 4 * PROGRAMS_PER_SM if gate is not None else 0, x_norm.device)
-    compiled = launch(_gate_up_silu_kernel, (num_programs,))(
+    compiled = jit_launch(_gate_up_silu_kernel, (num_programs,))(
         x_norm,
         square_sums,
         weight,
@@ -419,6 +419,6 @@ def gate_up_silu(
         STEPS=steps,
         WARPS=num_warps,
         num_warps=num_warps,
-        **launch_options(x_norm.device),
+        **pdl_options(x_norm.device),
     )
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)

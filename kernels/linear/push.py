@@ -14,15 +14,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.comm.ll_packets import BAD_NUMBERS, fault_code, store_words
-from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, fault_code, store_packets
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.linear.gemv_tile import (
     PROGRAMS_PER_SM,
     dot,
+    gate_open,
     load_inputs,
     load_weights,
     num_programs_on,
-    opens,
     rstd_of,
 )
 from alspec.kernels.linear.mma_tile import (
@@ -43,7 +43,7 @@ def _push_sums(
     if PUSH:
         at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
         for peer in tl.static_range(PEERS):
-            store_words(bases[peer] + at, y, epoch, exists)
+            store_packets(bases[peer] + at, y, epoch, exists)
     else:
         tl.store(out_ptr + request * out_width + rows, y, mask=exists)
     # NaN compares with nothing. Only the first fault of a step is kept.
@@ -104,7 +104,7 @@ def _push_partial_kernel(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if gate_ptr is not None:
-        if not opens(gate_ptr, PDL):
+        if not gate_open(gate_ptr, PDL):
             return
     if STEPS > 0:
         w = load_rows(w_ptr, tl.program_id(0) * ROWS, num_rows - 1, 8, K, WARPS, STEPS)
@@ -160,7 +160,7 @@ def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, slot: int, gate:
 
         partial = x W^T, fp32
 
-    With peers, the sums go into the words of `slot` that every rank reads, and into `own_words` where there are such;
+    With peers, the sums go into the words of `slot` that every rank reads, and into `own_packets` where there are such;
     without, into `exchange.partial`. Either way `reduce_norm` adds them up. A sum that is not finite is noted in the
     fault word.
 
@@ -215,7 +215,7 @@ def _push(
     num_tiles = triton.cdiv(num_rows, rows)
     loops = gate is not None or (square_sums is None and num_warps <= 4)
     num_programs = num_programs_on(num_tiles, PROGRAMS_PER_SM if loops else 0, x.device)
-    compiled = launch(_push_partial_kernel, (num_programs,))(
+    compiled = jit_launch(_push_partial_kernel, (num_programs,))(
         x,
         square_sums,
         weight,
@@ -244,6 +244,6 @@ def _push(
         STEPS=steps,
         WARPS=num_warps,
         num_warps=num_warps,
-        **launch_options(x.device),
+        **pdl_options(x.device),
     )
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)

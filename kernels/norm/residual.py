@@ -13,9 +13,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from alspec.kernels.comm.exchange import Exchange
-from alspec.kernels.comm.ll_packets import LATE_WORD, await_words, fault_code, store_words
-from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
-from alspec.kernels.common.pdl import wait_for_kernel_ahead
+from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, store_packets, wait_packets
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
+from alspec.kernels.common.pdl import wait_for_previous_kernel
 
 __all__ = ["BLOCK", "embed_norm", "new_residual", "num_square_sums", "reduce_norm", "write_residual"]
 
@@ -91,21 +91,21 @@ def embed_norm(
     """
     batch_size, hidden = x.shape
     half = inv_freq.shape[0]
-    compiled = launch(_embed_norm_kernel, (num_square_sums(hidden), batch_size))(
+    compiled = jit_launch(_embed_norm_kernel, (num_square_sums(hidden), batch_size))(
         token_ids, seq_lens, table, gamma, inv_freq, x, x_norm, square_sums, rope,
         HIDDEN=hidden, HALF=half, HALF_PAD=triton.next_power_of_2(half), BLOCK=BLOCK,
-        PDL=launch_options(x.device)["PDL"], num_warps=1,
+        PDL=pdl_options(x.device)["PDL"], num_warps=1,
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit(
-    do_not_specialize=["slot", "own_rank", "patience_ns", "code"],
+    do_not_specialize=["slot", "own_rank", "timeout_ns", "code"],
     do_not_specialize_on_alignment=["verdict_ptr", "inbox_ptr"],
 )
 def _reduce_norm_kernel(
-    words_ptr,  # [slots, B, T, hidden] int64
-    own_words_ptr,  # the same, or None: where this rank's are
+    packets_ptr,  # [slots, B, T, hidden] int64
+    own_packets_ptr,  # the same, or None: where this rank's are
     partial_ptr,  # [B, hidden] fp32, where there are no words
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
@@ -116,16 +116,16 @@ def _reduce_norm_kernel(
     gate_ptr,  # [1] int32 or None
     next_gate_ptr,  # [1] int32 or None
     verdict_ptr,  # [1] int64 or None
-    inbox_ptr,  # [B, message_words] int64, the paired rank's, or None
-    message_words,
+    inbox_ptr,  # [B, message_packets] int64, the paired rank's, or None
+    message_packets,
     slot,
     own_rank,
-    patience_ns,
+    timeout_ns,
     code,
     HIDDEN: tl.constexpr,
     T: tl.constexpr,
     T_PAD: tl.constexpr,
-    WORDS: tl.constexpr,
+    PACKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -138,7 +138,7 @@ def _reduce_norm_kernel(
     gamma = tl.load(gamma_ptr + channels, mask=inside, other=0.0).to(tl.float32)
     epoch = tl.load(epoch_ptr)
     if PDL:
-        wait_for_kernel_ahead()
+        wait_for_previous_kernel()
     rejected = epoch.to(tl.int64) << 32  # a verdict's word: 0.0 under the epoch
     if gate_ptr is not None:
         is_open = tl.load(gate_ptr) != 0
@@ -150,33 +150,33 @@ def _reduce_norm_kernel(
             return
     at = request * HIDDEN + channels
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    if WORDS:
+    if PACKETS:
         ranks = tl.arange(0, T_PAD)
         exist = (ranks < T)[:, None] & inside[None, :]
-        of_rank = words_ptr
-        if own_words_ptr is not None:
-            of_rank = tl.where(ranks == own_rank, own_words_ptr, words_ptr)
+        of_rank = packets_ptr
+        if own_packets_ptr is not None:
+            of_rank = tl.where(ranks == own_rank, own_packets_ptr, packets_ptr)
         first = (slot * tl.num_programs(1) + request).to(tl.int64) * (T * HIDDEN)
         ptr = (of_rank + first + ranks * HIDDEN)[:, None] + channels[None, :]
         codes = (code + ranks)[:, None] + tl.zeros([T_PAD, BLOCK], tl.int32)
         if verdict_ptr is None:
-            x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes), 0)
+            x += tl.sum(wait_packets(ptr, exist, epoch, timeout_ns, fault_ptr, codes), 0)
         else:
             # Ranks of a rejected group stop one by one, and one that waits for another's words stops as well.
             end_ptr = tl.zeros_like(codes).to(tl.int64) + verdict_ptr.to(tl.int64)
             end = tl.zeros_like(end_ptr) + rejected
-            x += tl.sum(await_words(ptr, exist, epoch, patience_ns, fault_ptr, codes, end_ptr, end), 0)
+            x += tl.sum(wait_packets(ptr, exist, epoch, timeout_ns, fault_ptr, codes, end_ptr, end), 0)
     else:
         x += tl.load(partial_ptr + at, mask=inside, other=0.0)
     if inbox_ptr is not None:
-        store_words(inbox_ptr + request * message_words + channels, x, epoch, inside)
+        store_packets(inbox_ptr + request * message_packets + channels, x, epoch, inside)
     write_residual(x, at, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
 def reduce_norm(
     exchange: Exchange,
     slot: int,
-    patience_ns: int,
+    timeout_ns: int,
     x: Tensor,
     gamma: Tensor,
     x_norm: Tensor,
@@ -190,7 +190,7 @@ def reduce_norm(
 
         x += sum over ranks of partial;  x_norm = x * gamma;  square_sums = partial sums of x^2
 
-    With words, the kernel waits for those of all ranks, at most `patience_ns`, and every rank adds them in the same
+    With words, the kernel waits for those of all ranks, at most `timeout_ns`, and every rank adds them in the same
     order: `x` has the same bits on all of them. Without, `exchange.partial` holds the sum already.
 
     Args:
@@ -203,14 +203,14 @@ def reduce_norm(
     """
     batch_size, hidden = x.shape
     tp_size = exchange.tp_size
-    compiled = launch(_reduce_norm_kernel, (num_square_sums(hidden), batch_size))(
-        exchange.words, exchange.own_words, exchange.partial, exchange.epoch, exchange.fault, x, gamma, x_norm,
+    compiled = jit_launch(_reduce_norm_kernel, (num_square_sums(hidden), batch_size))(
+        exchange.packets, exchange.own_packets, exchange.partial, exchange.epoch, exchange.fault, x, gamma, x_norm,
         square_sums, gate, next_gate, verdict, inbox, 0 if inbox is None else inbox.shape[1], slot, exchange.tp_rank,
-        patience_ns, fault_code(LATE_WORD, slot, exchange.rank - exchange.tp_rank),
-        HIDDEN=hidden, T=tp_size, T_PAD=triton.next_power_of_2(tp_size), WORDS=exchange.words is not None, BLOCK=BLOCK,
-        num_warps=max(1, min(4, triton.next_power_of_2(tp_size))), **launch_options(x.device),
+        timeout_ns, fault_code(LATE_PACKET, slot, exchange.rank - exchange.tp_rank),
+        HIDDEN=hidden, T=tp_size, T_PAD=triton.next_power_of_2(tp_size), PACKETS=exchange.packets is not None,
+        BLOCK=BLOCK, num_warps=max(1, min(4, triton.next_power_of_2(tp_size))), **pdl_options(x.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 def new_residual(batch_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

@@ -8,9 +8,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 from alspec.kernels.comm.exchange import LogitExchange
-from alspec.kernels.comm.ll_packets import BAD_NUMBERS, INTERPRETED, LATE_WORD, await_words, fault_code
-from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
-from alspec.kernels.common.pdl import wait_for_kernel_ahead
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, wait_packets
+from alspec.kernels.common.device import INTERPRETED
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
+from alspec.kernels.common.pdl import wait_for_previous_kernel
 
 __all__ = ["BLOCK", "RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
 
@@ -24,10 +25,10 @@ def num_candidates(vocab_size: int) -> int:
     return int(triton.cdiv(vocab_size, BLOCK))
 
 
-@triton.jit(do_not_specialize=["own_rank", "patience_ns", "late_code", "bad_code"])
+@triton.jit(do_not_specialize=["own_rank", "timeout_ns", "late_code", "bad_code"])
 def _collect_logits_kernel(
-    words_ptr,  # [B, world, rows] int64
-    own_words_ptr,  # the same, or None: where this rank's are
+    packets_ptr,  # [B, world, rows] int64
+    own_packets_ptr,  # the same, or None: where this rank's are
     gathered_ptr,  # [world, B, rows] fp32, where there are no words
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
@@ -35,13 +36,13 @@ def _collect_logits_kernel(
     best_ptr,  # [B, C] fp32
     best_token_ptr,  # [B, C] int32
     own_rank,
-    patience_ns,
+    timeout_ns,
     late_code,
     bad_code,
     rows,
     vocab_size,
     WORLD: tl.constexpr,
-    WORDS: tl.constexpr,
+    PACKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -55,12 +56,12 @@ def _collect_logits_kernel(
     epoch = tl.load(epoch_ptr)
     if PDL:
         gdc_wait()
-    if WORDS:
-        of_source = words_ptr
-        if own_words_ptr is not None:
-            of_source = tl.where(source == own_rank, own_words_ptr, words_ptr)
+    if PACKETS:
+        of_source = packets_ptr
+        if own_packets_ptr is not None:
+            of_source = tl.where(source == own_rank, own_packets_ptr, packets_ptr)
         at = of_source + request.to(tl.int64) * WORLD * rows + tokens
-        logits = await_words(at, inside, epoch, patience_ns, fault_ptr, late_code + source)
+        logits = wait_packets(at, inside, epoch, timeout_ns, fault_ptr, late_code + source)
     else:
         at = (source * num_requests + request).to(tl.int64) * rows + tokens - source * rows
         logits = tl.load(gathered_ptr + at, mask=inside, other=0.0)
@@ -77,7 +78,7 @@ def _collect_logits_kernel(
 def collect_logits(
     exchange: LogitExchange,
     gathered: Tensor,
-    patience_ns: int,
+    timeout_ns: int,
     slot: int,
     logits: Tensor,
     best: Tensor,
@@ -85,7 +86,7 @@ def collect_logits(
 ) -> None:
     """Logits of the whole vocabulary on this rank, and the most likely token of each block of 1024.
 
-    With words, waits for those of all ranks, at most `patience_ns`. Logits that are not finite go into the fault word.
+    With words, waits for those of all ranks, at most `timeout_ns`. Logits that are not finite go into the fault word.
     Oracle: `collect_logits_ref`.
 
     Args:
@@ -94,14 +95,14 @@ def collect_logits(
     Capture: graph-safe; allocates nothing.
     """
     batch_size, vocab_size = logits.shape
-    compiled = launch(_collect_logits_kernel, (num_candidates(vocab_size), batch_size))(
-        exchange.words, exchange.own_words, gathered, exchange.epoch, exchange.fault, logits, best, best_token,
-        exchange.rank, patience_ns,
-        fault_code(LATE_WORD, slot, 0), fault_code(BAD_NUMBERS, slot, 0), exchange.shard.shape[1], vocab_size,
-        WORLD=exchange.world_size, WORDS=exchange.words is not None, BLOCK=BLOCK, num_warps=8,
-        **launch_options(logits.device),
+    compiled = jit_launch(_collect_logits_kernel, (num_candidates(vocab_size), batch_size))(
+        exchange.packets, exchange.own_packets, gathered, exchange.epoch, exchange.fault, logits, best, best_token,
+        exchange.rank, timeout_ns,
+        fault_code(LATE_PACKET, slot, 0), fault_code(BAD_NUMBERS, slot, 0), exchange.shard.shape[1], vocab_size,
+        WORLD=exchange.world_size, PACKETS=exchange.packets is not None, BLOCK=BLOCK, num_warps=8,
+        **pdl_options(logits.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit
@@ -130,7 +131,7 @@ def _finish_step_kernel(
     """The next tokens, then the step's row in the ring and its stamp; grid [1]."""
     if PDL:
         gdc_launch_dependents()
-        wait_for_kernel_ahead()
+        wait_for_previous_kernel()
     epoch = tl.load(epoch_ptr)
     place = epoch & (RING_STEPS - 1)  # of an epoch beyond 2^31, too, which has become a negative one
     row = ring_ptr + place * (RING_HEADER + B)
@@ -193,10 +194,10 @@ def finish_step(
     """
     batch_size, candidates = best.shape
     num_hits = 1 if hits is None else hits.numel()
-    compiled = launch(_finish_step_kernel, (1,))(
+    compiled = jit_launch(_finish_step_kernel, (1,))(
         best, best_token, sampled, token_ids, seq_lens, exchange.epoch, exchange.fault, ring, stamps, hits,
         hits_ring, num_hits, candidates, capacity, C=triton.next_power_of_2(candidates), B=batch_size,
         RING_STEPS=RING_STEPS, RING_HEADER=RING_HEADER, HITS=triton.next_power_of_2(num_hits), num_warps=1,
-        **launch_options(best.device),
+        **pdl_options(best.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)

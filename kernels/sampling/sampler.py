@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.sampling.next_token import BLOCK, num_candidates
 
 __all__ = ["Sampler", "sample_tokens"]
@@ -402,19 +402,23 @@ def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tens
         "C_PAD": triton.next_power_of_2(blocks),
         "BLOCK": BLOCK,
         "num_warps": 8,
-        **launch_options(logits.device),
+        **pdl_options(logits.device),
     }
     by_count = int(TOP_K.value) in sampler.cuts
     sums = (sampler.shares, sampler.counts, sampler.weights)
     grid = (blocks, batch_size)
-    prefer_l1(launch(_first_digit_kernel, grid)(logits, best, *sums, vocab_size, BY_COUNT=by_count, **options))
+    set_l1_carveout(
+        jit_launch(_first_digit_kernel, grid)(logits, best, *sums, vocab_size, BY_COUNT=by_count, **options)
+    )
     for i, cut in enumerate(sampler.cuts):
         before = sampler.cuts[i - 1] if i else None
         for table in (1 + 2 * i, 2 + 2 * i):
-            compiled = launch(_next_digit_kernel, grid)(
+            compiled = jit_launch(_next_digit_kernel, grid)(
                 logits, best, seq_lens, sampler.shares, sampler.numbers, sampler.counts, sampler.weights, sampler.state,
                 vocab_size, TABLE=table, CUT=cut, CUT_BEFORE=before, **options,
             )  # fmt: skip
-            prefer_l1(compiled)
-    prefer_l1(launch(_token_kernel, grid)(logits, best, *sums, sampler.state, sampler.tokens, vocab_size, **options))
+            set_l1_carveout(compiled)
+    set_l1_carveout(
+        jit_launch(_token_kernel, grid)(logits, best, *sums, sampler.state, sampler.tokens, vocab_size, **options)
+    )
     return sampler.tokens

@@ -16,16 +16,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from alspec.kernels.attention.decode.lean_decode import SpecOutput
 from alspec.kernels.attention.dispatch import CacheLayer, KVLayer
-from alspec.kernels.comm.ll_packets import await_words
-from alspec.kernels.comm.mailbox import Handover
-from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.comm.ll_packets import wait_packets
+from alspec.kernels.comm.pair_state import PairState
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
 from alspec.kernels.kv_codec.flashq.record import TOKENS, to_int8
 from alspec.kernels.norm.residual import BLOCK as RESIDUAL_BLOCK
 from alspec.kernels.norm.residual import num_square_sums, write_residual
 
-__all__ = ["newest_place", "places_of", "receive_handover", "receive_residual", "store_message"]
+__all__ = ["pair_spec_output", "newest_place", "places_of", "receive_handover", "receive_residual", "store_message"]
 
 BLOCK = 32  # words of one program of a handover, one for each thread
 
@@ -61,6 +62,18 @@ def store_message(
         tl.store(tail_ptr + (row * TOKENS + position % TOKENS) * D + c % D, q1.to(tl.int8), mask=is_k | is_v)
 
 
+def pair_spec_output(pair: PairState, layer: int, chunk_size: int, sums: Tensor) -> SpecOutput:
+    """Where the sender's attention of a layer leaves `A~` (the paired rank's mailbox) and the sums of its verdict.
+
+    Args:
+        sums: [B, R, 2] fp32, written with dist2 and norm2 of parts of heads.
+    """
+    mailbox, in_parts = pair.paired, pair.shape.spec_parts > 1
+    return SpecOutput(
+        chunk_size, mailbox.spec_out[layer], sums, pair.exchange.epoch, mailbox.spec_lse[layer] if in_parts else None
+    )
+
+
 def places_of(cache: CacheLayer) -> tuple[Tensor | int | None, ...]:
     """k_ptr, v_ptr, tail_ptr, tail_scale_ptr and capacity of `store_message`."""
     if isinstance(cache, KVLayer):
@@ -69,7 +82,7 @@ def places_of(cache: CacheLayer) -> tuple[Tensor | int | None, ...]:
 
 
 @triton.jit
-def _receive_guess(
+def _receive_spec(
     spec_out_ptr,
     spec_lse_ptr,
     attn_out_ptr,
@@ -78,7 +91,7 @@ def _receive_guess(
     request,
     num_requests,
     epoch,
-    patience_ns,
+    timeout_ns,
     fault_ptr,
     code,
     OUT: tl.constexpr,
@@ -92,7 +105,7 @@ def _receive_guess(
     exist = place < OUT
     if PARTS == 1:
         at = spec_out_ptr + (layer * num_requests + request).to(tl.int64) * OUT + place
-        spec_out = await_words(at, exist, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
+        spec_out = wait_packets(at, exist, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(place))
     else:
         PAD: tl.constexpr = BLOCK // VALUES // 2
         word = tl.arange(0, 2 * PAD)[None, :]
@@ -101,7 +114,7 @@ def _receive_guess(
         lse_at = spec_lse_ptr + slot * (OUT // D) + (place // D)[:, None]
         at = tl.where(word < PAD, spec_out_ptr + slot * OUT + place[:, None], lse_at)
         codes = code + tl.zeros([VALUES, 2 * PAD], tl.int32)
-        words = await_words(at, exist[:, None] & (part < PARTS), epoch, patience_ns, fault_ptr, codes)
+        words = wait_packets(at, exist[:, None] & (part < PARTS), epoch, timeout_ns, fault_ptr, codes)
         o, lse = tl.split(tl.permute(tl.reshape(words, [VALUES, 2, PAD]), (0, 2, 1)))
         lse = tl.where((tl.arange(0, PAD) < PARTS)[None, :], lse, float("-inf"))
         weight = tl.exp2(lse - tl.max(lse, 1)[:, None])
@@ -109,7 +122,7 @@ def _receive_guess(
     tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=exist)
 
 
-@triton.jit(do_not_specialize=["layer", "patience_ns", "code"], do_not_specialize_on_alignment=PER_HEAD)
+@triton.jit(do_not_specialize=["layer", "timeout_ns", "code"], do_not_specialize_on_alignment=PER_HEAD)
 def _receive_handover_kernel(
     x_ptr,  # [B, HIDDEN] fp32
     k_ptr,  # [B, HKV, N, D], or None: into a tail
@@ -126,7 +139,7 @@ def _receive_handover_kernel(
     fault_ptr,  # [1] int32
     gate_ptr,  # [1] int32
     layer,
-    patience_ns,
+    timeout_ns,
     code,
     HIDDEN: tl.constexpr,
     OUT: tl.constexpr,
@@ -152,15 +165,15 @@ def _receive_handover_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     codes = code + tl.zeros_like(place)
     if tl.program_id(0) < SPEC_BLOCKS:
-        _receive_guess(
+        _receive_spec(
             spec_out_ptr, spec_lse_ptr, attn_out_ptr, tl.program_id(0), layer, request, tl.num_programs(1), epoch,
-            patience_ns, fault_ptr, code, OUT, PARTS, VALUES, D, BLOCK,
+            timeout_ns, fault_ptr, code, OUT, PARTS, VALUES, D, BLOCK,
         )  # fmt: skip
     else:
         place -= SPEC_BLOCKS * BLOCK
         has_x = layer > 0
         exist = (place < MESSAGE) & ((place >= HIDDEN) | has_x)
-        value = await_words(inbox_ptr + slot * MESSAGE + place, exist, epoch, patience_ns, fault_ptr, codes)
+        value = wait_packets(inbox_ptr + slot * MESSAGE + place, exist, epoch, timeout_ns, fault_ptr, codes)
         store_message(
             value, place, has_x, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN,
             HKV, D,
@@ -168,43 +181,43 @@ def _receive_handover_kernel(
 
 
 def receive_handover(
-    handover: Handover,
+    pair: PairState,
     layer: int,
     x: Tensor,
     cache: CacheLayer,
     seq_lens: Tensor,
     attn_out: Tensor,
-    patience_ns: int,
+    timeout_ns: int,
 ) -> None:
     """What the paired rank hands over: k, v and `A~`, and from the second layer on x. Gated by `receives`.
 
-    Waits for each word, at most `patience_ns`. Launched after the sender's kernels of the layer, which are closed on
+    Waits for each word, at most `timeout_ns`. Launched after the sender's kernels of the layer, which are closed on
     a rank that receives, so that nothing stands between `A~` and the post-attention.
 
     Args:
         x: [B, hidden] fp32, written.  cache: of the layer, the newest token written; of a quantised one into the tail,
-        as `turbo_append_ref` puts it there.  seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
+        as `flashq_append_ref` puts it there.  seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
     Capture: graph-safe; allocates nothing.
     """
-    shape, exchange, own = handover.shape, handover.exchange, handover.own
+    shape, exchange, own = pair.shape, pair.exchange, pair.own
     # One word for each thread: of two, it would wait for one after the other. With several parts each value has several
     # words, and programs are larger instead of more: on a rank that sends, each would start only to end.
-    block = BLOCK if shape.guess_parts == 1 else 4 * BLOCK
-    values = block if shape.guess_parts == 1 else block // (2 * triton.next_power_of_2(shape.guess_parts))
+    block = BLOCK if shape.spec_parts == 1 else 4 * BLOCK
+    values = block if shape.spec_parts == 1 else block // (2 * triton.next_power_of_2(shape.spec_parts))
     spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, values)
-    grid = (spec_blocks + triton.cdiv(shape.message_words, block), x.shape[0])
-    compiled = launch(_receive_handover_kernel, grid)(
+    grid = (spec_blocks + triton.cdiv(shape.message_packets, block), x.shape[0])
+    compiled = jit_launch(_receive_handover_kernel, grid)(
         x, *places_of(cache), seq_lens, attn_out, own.inbox, own.spec_out, own.spec_lse, exchange.epoch, exchange.fault,
-        handover.receives, layer, patience_ns, handover.late(layer),
-        HIDDEN=shape.hidden_size, OUT=shape.num_qo_heads * shape.head_dim, PARTS=shape.guess_parts, VALUES=values,
+        pair.is_receiver, layer, timeout_ns, pair.late(layer),
+        HIDDEN=shape.hidden_size, OUT=shape.num_qo_heads * shape.head_dim, PARTS=shape.spec_parts, VALUES=values,
         SPEC_BLOCKS=spec_blocks, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=block, num_warps=block // 32,
         # Lanes that merge the same parts in different orders must find the same bits: any of them may store its own.
-        enable_fp_fusion=False, **launch_options(x.device),
+        enable_fp_fusion=False, **pdl_options(x.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
-@triton.jit(do_not_specialize=["patience_ns", "code"])
+@triton.jit(do_not_specialize=["timeout_ns", "code"])
 def _receive_residual_kernel(
     inbox_ptr,  # [B, M] int64: slot L
     x_ptr,  # [B, HIDDEN] fp32
@@ -214,9 +227,9 @@ def _receive_residual_kernel(
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     gate_ptr,  # [1] int32
-    patience_ns,
+    timeout_ns,
     code,
-    message_words,
+    message_packets,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -233,24 +246,24 @@ def _receive_residual_kernel(
         gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
-    words = inbox_ptr + request.to(tl.int64) * message_words + channels
-    x = await_words(words, inside, epoch, patience_ns, fault_ptr, code + tl.zeros_like(channels))
+    words = inbox_ptr + request.to(tl.int64) * message_packets + channels
+    x = wait_packets(words, inside, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(channels))
     x = tl.where(inside, x, 0.0)
     write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
 def receive_residual(
-    handover: Handover, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor, patience_ns: int
+    pair: PairState, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor, timeout_ns: int
 ) -> None:
     """The sender's x after the last layer, and what the norm before the LM head needs. Gated by `receives`.
 
     Args: as `reduce_norm`; x is overwritten.
     Capture: graph-safe; allocates nothing.
     """
-    shape, exchange = handover.shape, handover.exchange
-    compiled = launch(_receive_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
-        handover.own.inbox[-1], x, gamma, x_norm, square_sums, exchange.epoch, exchange.fault, handover.receives,
-        patience_ns, handover.late(shape.num_layers + 1), shape.message_words, HIDDEN=shape.hidden_size,
-        BLOCK=RESIDUAL_BLOCK, num_warps=1, **launch_options(x.device),
+    shape, exchange = pair.shape, pair.exchange
+    compiled = jit_launch(_receive_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
+        pair.own.inbox[-1], x, gamma, x_norm, square_sums, exchange.epoch, exchange.fault, pair.is_receiver,
+        timeout_ns, pair.late(shape.num_layers + 1), shape.message_packets, HIDDEN=shape.hidden_size,
+        BLOCK=RESIDUAL_BLOCK, num_warps=1, **pdl_options(x.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)

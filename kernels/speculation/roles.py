@@ -10,12 +10,12 @@ group's first; before a layer they are
 
 and a layer is, with each kernel gated by the word in brackets,
 
-    pre-attention [GATE_PRE_ATTENTION], take_turn, lean_decode_attention [sends], decide [sends], receive_handover
+    pre-attention [GATE_PRE_ATTENTION], update_roles, lean_decode_attention [sends], decide [sends], receive_handover
     [receives], o and its all-reduce [GATE_O], MLP and its all-reduce [GATE_MLP]
 
 The gates of what is computed are open while the own priority is not 0, and may close early on a receiver that learns of
-its rejection. A rank's words go to the rank with the same `tp_rank` in the other group (see mailbox.py); what it hands
-over is in handover.py.
+its rejection. A rank's words go to the rank with the same `tp_rank` in the other group (see pair_state.py); what it
+hands over is in handover.py.
 
 Shapes: B requests, L layers, Hq this rank's query heads, T ranks of a group.
 """
@@ -30,25 +30,25 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.kernels.comm import mailbox
-from alspec.kernels.comm.ll_packets import LATE_WORD, await_words, fault_code, store_words
-from alspec.kernels.comm.mailbox import Handover
-from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.comm import pair_state
+from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, store_packets, wait_packets
+from alspec.kernels.comm.pair_state import PairState
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 
-__all__ = ["add_sums", "decide", "judge", "meet", "squared", "take_turn"]
+__all__ = ["add_sums", "decide", "request_verdicts", "step_barrier", "squared_threshold", "update_roles"]
 
-NUM_GATES, GATE_STRIDE = tl.constexpr(mailbox.NUM_GATES), tl.constexpr(mailbox.GATE_STRIDE)
+NUM_GATES, GATE_STRIDE = tl.constexpr(pair_state.NUM_GATES), tl.constexpr(pair_state.GATE_STRIDE)
 SUMS_LOADED = tl.constexpr(256)  # of each request together: of eight, more would not fit a warp's registers
 
 
-@triton.jit(do_not_specialize=["rank", "patience_ns", "code"])
-def _meet_kernel(
-    meeting_ptr,  # [WORLD] int64
+@triton.jit(do_not_specialize=["rank", "timeout_ns", "code"])
+def _step_barrier_kernel(
+    barrier_ptr,  # [WORLD] int64
     peers_ptr,  # [WORLD] int64: address of each rank's
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     rank,
-    patience_ns,
+    timeout_ns,
     code,
     WORLD: tl.constexpr,
     PAD: tl.constexpr,
@@ -61,24 +61,24 @@ def _meet_kernel(
     epoch = tl.load(epoch_ptr)
     ranks = tl.arange(0, PAD)
     address = tl.load(peers_ptr + ranks, mask=ranks < WORLD, other=0) + 8 * rank
-    store_words(address.to(tl.pointer_type(tl.int64)), tl.zeros([PAD], tl.float32), epoch, ranks < WORLD)
-    await_words(meeting_ptr + ranks, ranks < WORLD, epoch, patience_ns, fault_ptr, code + ranks)
+    store_packets(address.to(tl.pointer_type(tl.int64)), tl.zeros([PAD], tl.float32), epoch, ranks < WORLD)
+    wait_packets(barrier_ptr + ranks, ranks < WORLD, epoch, timeout_ns, fault_ptr, code + ranks)
 
 
-def meet(handover: Handover, patience_ns: int) -> None:
-    """All ranks of the job begin a step together, after at most `patience_ns`.
+def step_barrier(pair: PairState, timeout_ns: int) -> None:
+    """All ranks of the job begin a step together, after at most `timeout_ns`.
 
     A rank whose host is late is waited for here and nowhere else: from here on no device waits for a host.
 
     Capture: graph-safe; allocates nothing.
     """
-    exchange, world_size = handover.exchange, handover.meeting.shape[0]
-    compiled = launch(_meet_kernel, (1,))(
-        handover.meeting, handover.meeting_peers, exchange.epoch, exchange.fault, exchange.rank, patience_ns,
-        fault_code(LATE_WORD, 2 * handover.shape.num_layers + 1, 0), WORLD=world_size,
-        PAD=triton.next_power_of_2(world_size), num_warps=1, **launch_options(exchange.epoch.device),
+    exchange, world_size = pair.exchange, pair.barrier.shape[0]
+    compiled = jit_launch(_step_barrier_kernel, (1,))(
+        pair.barrier, pair.barrier_peers, exchange.epoch, exchange.fault, exchange.rank, timeout_ns,
+        fault_code(LATE_PACKET, 2 * pair.shape.num_layers + 1, 0), WORLD=world_size,
+        PAD=triton.next_power_of_2(world_size), num_warps=1, **pdl_options(exchange.epoch.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit
@@ -92,19 +92,19 @@ def _set_gates(gates_ptr, is_open):
         tl.store(gates_ptr + gate * GATE_STRIDE, is_open)
 
 
-@triton.jit(do_not_specialize=["layer", "num_layers", "patience_ns", "code"])
-def _take_turn_kernel(
+@triton.jit(do_not_specialize=["layer", "num_layers", "timeout_ns", "code"])
+def _update_roles_kernel(
     verdicts_ptr,  # [L, B + 1] int64
     priority_ptr,  # [2] int32
-    sends_ptr,  # [1] int32
-    receives_ptr,  # [1] int32
+    is_sender_ptr,  # [1] int32
+    is_receiver_ptr,  # [1] int32
     gates_ptr,  # [3, GATE_STRIDE] int32
     hits_ptr,  # [L, B] int32
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     layer,
     num_layers,
-    patience_ns,
+    timeout_ns,
     code,
     B: tl.constexpr,
     P: tl.constexpr,
@@ -120,25 +120,25 @@ def _take_turn_kernel(
         epoch = tl.load(epoch_ptr)
         place = tl.arange(0, P)
         at = verdicts_ptr + (layer - 1) * (B + 1) + place
-        words = await_words(at, place <= B, epoch, patience_ns, fault_ptr, code + tl.zeros_like(place))
+        words = wait_packets(at, place <= B, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(place))
         tl.store(hits_ptr + (layer - 1) * B + place, (words == 1.0).to(tl.int32), mask=place < B)
         accepted = tl.sum(((place == B) & (words == 1.0)).to(tl.int32), 0)
         other = tl.where(accepted == 1, 0, 2)
-    sends = own > other
-    tl.store(sends_ptr, sends.to(tl.int32))
-    tl.store(receives_ptr, 1 - sends.to(tl.int32))
+    is_sender = own > other
+    tl.store(is_sender_ptr, is_sender.to(tl.int32))
+    tl.store(is_receiver_ptr, 1 - is_sender.to(tl.int32))
     # A handover: sender 2, receiver 1. At the step's end, both then having the right x, the next one begins at (2, 0).
     receiver = tl.where(layer == num_layers, 0, 1)
-    mine = tl.where(sends, 2, receiver)
+    mine = tl.where(is_sender, 2, receiver)
     tl.store(priority_ptr, mine)
-    tl.store(priority_ptr + 1, tl.where(sends, receiver, 2))
+    tl.store(priority_ptr + 1, tl.where(is_sender, receiver, 2))
     _set_gates(gates_ptr, (mine != 0).to(tl.int32))
 
 
-def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) -> None:
+def update_roles(pair: PairState, layer: int, hits: Tensor, timeout_ns: int) -> None:
     """Whether this group sends or receives in a layer: sets `sends`, `receives`, gates and priorities of the handover.
 
-    The receiver of the layer before waits for its verdict, at most `patience_ns`; a late one counts as rejected. With
+    The receiver of the layer before waits for its verdict, at most `timeout_ns`; a late one counts as rejected. With
     `layer = L`, after the last layer, `sends` and `receives` are for the residual, and the priorities the next step's.
     Rules: `alspec.priority`.
 
@@ -146,14 +146,14 @@ def take_turn(handover: Handover, layer: int, hits: Tensor, patience_ns: int) ->
         hits: [L, B] int32; what the paired rank found in the layer before is written.
     Capture: graph-safe; allocates nothing.
     """
-    shape, exchange = handover.shape, handover.exchange
-    compiled = launch(_take_turn_kernel, (1,))(
-        handover.own.verdicts, handover.priority, handover.sends, handover.receives, handover.gates, hits,
-        exchange.epoch, exchange.fault, layer, shape.num_layers, patience_ns, handover.late(max(layer - 1, 0)),
+    shape, exchange = pair.shape, pair.exchange
+    compiled = jit_launch(_update_roles_kernel, (1,))(
+        pair.own.verdicts, pair.priority, pair.is_sender, pair.is_receiver, pair.gates, hits,
+        exchange.epoch, exchange.fault, layer, shape.num_layers, timeout_ns, pair.late(max(layer - 1, 0)),
         B=shape.batch_size, P=triton.next_power_of_2(shape.batch_size + 1), num_warps=1,
-        **launch_options(hits.device),
+        **pdl_options(hits.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit
@@ -170,7 +170,9 @@ def add_sums(sums_ptr, B: tl.constexpr, B_PAD: tl.constexpr, SUMS: tl.constexpr,
 
 
 @triton.jit
-def judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr):
+def request_verdicts(
+    total, live_ptr, forced_ptr, layer, threshold2, ALWAYS: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr
+):
     """Live requests that accept [B_PAD], and the layer's verdict; total: [2 B_PAD], each request's dist2 and norm2."""
     dist2, norm2 = tl.split(tl.reshape(total, [B_PAD, 2]))
     accepted = (dist2 < norm2 * threshold2) | ALWAYS
@@ -183,13 +185,13 @@ def judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS: tl.constexpr, 
     return accepted & is_live, tl.sum((is_live & ~accepted).to(tl.int32), 0) == 0
 
 
-@triton.jit(do_not_specialize=["layer", "rank", "patience_ns", "code"])
+@triton.jit(do_not_specialize=["layer", "rank", "timeout_ns", "code"])
 def _decide_kernel(
     sums_ptr,  # [B, SUMS, 2] fp32
     live_ptr,  # [B] int32
     forced_ptr,  # [L] int32, or None
     hits_ptr,  # [L, B] int32
-    words_ptr,  # [L, T, B, 2] int64: sums of the group's ranks
+    packets_ptr,  # [L, T, B, 2] int64: sums of the group's ranks
     peers_ptr,  # [T] int64: address of each rank's
     verdicts_ptr,  # [L, B + 1] int64, the paired rank's
     priority_ptr,  # [2] int32
@@ -199,7 +201,7 @@ def _decide_kernel(
     gate_ptr,  # [1] int32
     layer,
     rank,
-    patience_ns,
+    timeout_ns,
     code,
     threshold2,
     ALWAYS: tl.constexpr,
@@ -224,23 +226,23 @@ def _decide_kernel(
         exist = place < 2 * B
         for peer in tl.static_range(T):
             base = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
-            store_words(base + (layer * T + rank) * (2 * B) + place, total, epoch, exist)
+            store_packets(base + (layer * T + rank) * (2 * B) + place, total, epoch, exist)
         ranks = tl.arange(0, T_PAD)
         codes = (code + ranks)[:, None] + tl.zeros([T_PAD, 2 * B_PAD], tl.int32)
-        words = words_ptr + (layer * T + ranks)[:, None] * (2 * B) + place[None, :]
-        values = await_words(words, (ranks < T)[:, None] & exist[None, :], epoch, patience_ns, fault_ptr, codes)
+        words = packets_ptr + (layer * T + ranks)[:, None] * (2 * B) + place[None, :]
+        values = wait_packets(words, (ranks < T)[:, None] & exist[None, :], epoch, timeout_ns, fault_ptr, codes)
         # In rank order: all ranks reach the same bits, and the same verdict.
         total = tl.sum(tl.where((ranks == 0)[:, None], values, 0.0), 0)
         for source in tl.static_range(1, T):
             total += tl.sum(tl.where((ranks == source)[:, None], values, 0.0), 0)
-    accepted, verdict = judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
+    accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
     requests = tl.arange(0, B_PAD)
     # First to the paired rank, which waits for it.
     to = verdicts_ptr + layer * (B + 1)
-    store_words(to + B, tl.where(verdict, 1.0, 0.0), epoch)
+    store_packets(to + B, tl.where(verdict, 1.0, 0.0), epoch)
     # Floats are chosen, not integers: ptxas of CUDA 12.8 drops the conversion of integers chosen like this.
     told = tl.where(accepted, 1.0, 0.0)
-    store_words(to + requests, told, epoch, requests < B)
+    store_packets(to + requests, told, epoch, requests < B)
     tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
     tl.store(priority_ptr, tl.where(verdict, 0, 2))
     tl.store(priority_ptr + 1, 1)
@@ -248,13 +250,13 @@ def _decide_kernel(
 
 
 def decide(
-    handover: Handover,
+    pair: PairState,
     layer: int,
     sums: Tensor,
     live: Tensor,
     threshold: float,
     hits: Tensor,
-    patience_ns: int,
+    timeout_ns: int,
     forced: Tensor | None = None,
 ) -> None:
     """The sender's verdict on what it handed over, to the paired rank and into its own priority and gates.
@@ -270,20 +272,20 @@ def decide(
         ValueError: `threshold` is negative or NaN.
     Capture: graph-safe; allocates nothing.
     """
-    threshold2, always = squared(threshold)
-    shape, exchange = handover.shape, handover.exchange
-    compiled = launch(_decide_kernel, (1,))(
-        sums, live, forced, hits, handover.own.sums, handover.sums_peers, handover.paired.verdicts, handover.priority,
-        handover.gates, exchange.epoch, exchange.fault, handover.sends, layer, exchange.tp_rank, patience_ns,
-        fault_code(LATE_WORD, 2 * layer, exchange.rank - exchange.tp_rank), threshold2, ALWAYS=always,
+    threshold2, always = squared_threshold(threshold)
+    shape, exchange = pair.shape, pair.exchange
+    compiled = jit_launch(_decide_kernel, (1,))(
+        sums, live, forced, hits, pair.own.sums, pair.sums_peers, pair.paired.verdicts, pair.priority,
+        pair.gates, exchange.epoch, exchange.fault, pair.is_sender, layer, exchange.tp_rank, timeout_ns,
+        fault_code(LATE_PACKET, 2 * layer, exchange.rank - exchange.tp_rank), threshold2, ALWAYS=always,
         B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=sums.shape[1],
         SUMS_PAD=triton.next_power_of_2(sums.shape[1]), T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size),
-        num_warps=1, **launch_options(sums.device),
+        num_warps=1, **pdl_options(sums.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
-def squared(threshold: float) -> tuple[float, bool]:
+def squared_threshold(threshold: float) -> tuple[float, bool]:
     """threshold^2 as the kernels compare with it, and whether every guess is accepted.
 
     Raises:

@@ -35,16 +35,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.kernels.attention.decode.lean_decode import Speculation
+from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import SpecOutput
 from alspec.kernels.attention.dispatch import CacheLayer
 from alspec.kernels.comm.exchange import Exchange
-from alspec.kernels.comm.mailbox import GATE_STRIDE, PairShape
-from alspec.kernels.common.jit_launch import launch, launch_options, prefer_l1
+from alspec.kernels.comm.pair_state import GATE_STRIDE, PairShape
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
 from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
 from alspec.kernels.norm.residual import BLOCK as RESIDUAL_BLOCK
 from alspec.kernels.norm.residual import num_square_sums, write_residual
 from alspec.kernels.speculation.handover import newest_place, places_of, store_message
-from alspec.kernels.speculation.roles import add_sums, judge, squared
+from alspec.kernels.speculation.roles import add_sums, request_verdicts, squared_threshold
 
 __all__ = [
     "Gates",
@@ -53,7 +54,7 @@ __all__ = [
     "decide",
     "pack_handover",
     "pack_residual",
-    "settle",
+    "apply_verdict",
     "unpack_handover",
     "unpack_residual",
 ]
@@ -68,8 +69,8 @@ class SwapCalls:
     Those of each branch have communicators of their own.
     """
 
-    swap_aside: Callable[[Tensor], None]  # [2, ...]: each group's row, to the other group
-    all_reduce_aside: Callable[[Tensor], Tensor]  # sum over the group
+    swap_spec_branch: Callable[[Tensor], None]  # [2, ...]: each group's row, to the other group
+    all_reduce_spec_branch: Callable[[Tensor], Tensor]  # sum over the group
     gather_sums: Callable[[Tensor], None]  # [T, ...]: each rank's row, to its group
     gather_verdicts: Callable[[Tensor], None]  # [world, ...]: each rank's row, to all
 
@@ -78,9 +79,9 @@ class SwapCalls:
 class Gates:
     """Gates of a layer, each [1] int32: whether this rank's group sends, receives, computes the layer again."""
 
-    sends: Tensor
-    receives: Tensor
-    redoes: Tensor
+    is_sender: Tensor
+    is_receiver: Tensor
+    recompute: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class Swap:
     residuals: Tensor  # [2, B, hidden] fp32: x after the last layer
     sums: Tensor  # [T, B, R, 2] fp32: dist2 and norm2 of parts of heads, of the group's ranks
     verdicts: Tensor  # [2 T, B + 1] int32, of all ranks: whether each request accepted, and whether the layer did
-    gate_words: Tensor  # [3, L + 1, GATE_STRIDE] int32: sends, receives, redoes, the first word of each row
-    aside: Exchange  # partial sums of the branch beside the main one
+    gate_buffer: Tensor  # [3, L + 1, GATE_STRIDE] int32: sends, receives, redoes, the first word of each row
+    spec_branch: Exchange  # partial sums of the branch beside the main one
     calls: SwapCalls
     streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None  # of the branches aside and verdict, on GPUs
 
@@ -102,22 +103,22 @@ class Swap:
     def allocate(cls, shape: PairShape, exchange: Exchange, group: int, calls: SwapCalls) -> Swap:
         """Buffers beside those of `exchange`, the group's; group 0 is the first sender."""
         device, batch = exchange.partial.device, shape.batch_size
-        size = batch * (shape.num_qo_heads * shape.head_dim + shape.message_words)
+        size = batch * (shape.num_qo_heads * shape.head_dim + shape.message_packets)
 
         def new(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
-        gate_words = new(3, shape.num_layers + 1, GATE_STRIDE, dtype=torch.int32)
-        gate_words[group, 0, 0] = gate_words[group, -1, 0] = 1  # as after a step
+        gate_buffer = new(3, shape.num_layers + 1, GATE_STRIDE, dtype=torch.int32)
+        gate_buffer[group, 0, 0] = gate_buffer[group, -1, 0] = 1  # as after a step
         return cls(
             shape=shape,
             group=group,
             boxes=new(2, -(-size // 4) * 4),
             residuals=new(2, batch, shape.hidden_size),
-            sums=new(shape.tp_size, batch, shape.num_sums, 2),
+            sums=new(shape.tp_size, batch, num_sums(shape.num_qo_heads, shape.head_dim), 2),
             verdicts=new(2 * shape.tp_size, batch + 1, dtype=torch.int32),
-            gate_words=gate_words,
-            aside=Exchange(
+            gate_buffer=gate_buffer,
+            spec_branch=Exchange(
                 new(batch, shape.hidden_size), exchange.epoch, exchange.fault, exchange.tp_rank, exchange.tp_size,
                 exchange.rank,
             ),
@@ -127,29 +128,29 @@ class Swap:
 
     def gates(self, layer: int) -> Gates:
         """The gates of a layer, or with L of what follows the last one."""
-        return Gates(*(word[:1] for word in self.gate_words[:, layer]))
+        return Gates(*(word[:1] for word in self.gate_buffer[:, layer]))
 
     @property
     def own_sums(self) -> Tensor:
         """[B, R, 2] of `sums`: this rank's."""
-        return self.sums[self.aside.tp_rank]
+        return self.sums[self.spec_branch.tp_rank]
 
-    def speculation(self, chunk_size: int) -> Speculation:
+    def spec_output(self, chunk_size: int) -> SpecOutput:
         """For the attention of a layer: `A~` goes into this group's box, its sums into `own_sums`."""
         spec_out, shape = self.box_parts(self.group)[0], self.shape
-        return Speculation(
+        return SpecOutput(
             chunk_size, spec_out.view(shape.batch_size, shape.num_qo_heads, shape.head_dim), self.own_sums
         )
 
     def box_parts(self, group: int) -> tuple[Tensor, Tensor]:
         """A group's `A~` [B, Hq D], and x, k and v [B, M]."""
         shape = self.shape
-        sizes = [shape.batch_size * shape.num_qo_heads * shape.head_dim, shape.batch_size * shape.message_words]
+        sizes = [shape.batch_size * shape.num_qo_heads * shape.head_dim, shape.batch_size * shape.message_packets]
         spec_out, message = self.boxes[group, : sum(sizes)].split(sizes)
         return spec_out.view(shape.batch_size, -1), message.view(shape.batch_size, -1)
 
     @contextmanager
-    def beside(self, branch: Literal["aside", "verdict"]) -> Iterator[None]:
+    def fork(self, branch: Literal["spec", "verdict"]) -> Iterator[None]:
         """Launches inside run after those before this block, and at the same time as those after it, until `join`."""
         if self.streams is None:
             yield
@@ -169,7 +170,7 @@ class Swap:
 
     def next_step(self) -> None:
         """After the last layer: the next step begins as this one ends."""
-        self.gate_words[:, 0].copy_(self.gate_words[:, -1])
+        self.gate_buffer[:, 0].copy_(self.gate_buffer[:, -1])
 
 
 @triton.jit
@@ -226,7 +227,7 @@ def pack_handover(swap: Swap, layer: int, x: Tensor, k_cache: Tensor, v_cache: T
     Capture: graph-safe; allocates nothing.
     """
     message = swap.box_parts(swap.group)[1]
-    _pack(swap, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message, launch_options(x.device)["PDL"])
+    _pack(swap, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message, pdl_options(x.device)["PDL"])
 
 
 def pack_residual(swap: Swap, x: Tensor) -> None:
@@ -249,12 +250,12 @@ def _pack(
     is_dependent: bool,
 ) -> None:
     shape, num_values = swap.shape, out.shape[1]
-    compiled = launch(_pack_kernel, (triton.cdiv(num_values, BLOCK), shape.batch_size))(
-        x, k_cache, v_cache, seq_lens, out, swap.gates(layer).sends, capacity, num_values, HIDDEN=shape.hidden_size,
+    compiled = jit_launch(_pack_kernel, (triton.cdiv(num_values, BLOCK), shape.batch_size))(
+        x, k_cache, v_cache, seq_lens, out, swap.gates(layer).is_sender, capacity, num_values, HIDDEN=shape.hidden_size,
         HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK, num_warps=1,
-        **(launch_options(x.device) if is_dependent else {"PDL": False}),
+        **(pdl_options(x.device) if is_dependent else {"PDL": False}),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_HEAD)
@@ -316,12 +317,12 @@ def unpack_handover(
     shape = swap.shape
     spec_out, message = swap.box_parts(1 - swap.group)
     blocks = triton.cdiv(spec_out.shape[1], BLOCK) + triton.cdiv(message.shape[1], BLOCK)
-    compiled = launch(_unpack_handover_kernel, (blocks, shape.batch_size))(
-        spec_out, message, x, *places_of(cache), seq_lens, attn_out, swap.gates(layer).receives,
+    compiled = jit_launch(_unpack_handover_kernel, (blocks, shape.batch_size))(
+        spec_out, message, x, *places_of(cache), seq_lens, attn_out, swap.gates(layer).is_receiver,
         HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, OUT=spec_out.shape[1], BLOCK=BLOCK,
-        num_warps=1, **launch_options(x.device),
+        num_warps=1, **pdl_options(x.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit
@@ -359,11 +360,11 @@ def unpack_residual(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square
     Capture: graph-safe; allocates nothing.
     """
     shape = swap.shape
-    compiled = launch(_unpack_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
-        swap.residuals[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).receives,
-        HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK, num_warps=1, **launch_options(x.device),
+    compiled = jit_launch(_unpack_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
+        swap.residuals[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).is_receiver,
+        HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK, num_warps=1, **pdl_options(x.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit(do_not_specialize=["rank", "layer"])
@@ -372,8 +373,8 @@ def _decide_kernel(
     live_ptr,  # [B] int32
     forced_ptr,  # [L] int32, or None
     verdicts_ptr,  # [2 T, B + 1] int32
-    sends_ptr,  # [1] int32, of this layer
-    redoes_ptr,  # [1] int32, of this layer
+    is_sender_ptr,  # [1] int32, of this layer
+    recompute_ptr,  # [1] int32, of this layer
     rank,
     layer,
     threshold2,
@@ -393,9 +394,9 @@ def _decide_kernel(
     # In rank order: all ranks of the group reach the same bits, and the same verdict.
     for tp_rank in tl.static_range(T):
         total += add_sums(sums_ptr + tp_rank * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
-    accepted, verdict = judge(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
+    accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
     requests = tl.arange(0, B_PAD)
-    tl.store(redoes_ptr, tl.where(verdict, 0, tl.load(sends_ptr)))
+    tl.store(recompute_ptr, tl.where(verdict, 0, tl.load(is_sender_ptr)))
     verdict_ptr = verdicts_ptr + rank * (B + 1)
     tl.store(verdict_ptr + requests, accepted.to(tl.int32), mask=requests < B)
     tl.store(verdict_ptr + B, verdict.to(tl.int32))
@@ -414,23 +415,24 @@ def decide(swap: Swap, layer: int, live: Tensor, threshold: float, forced: Tenso
         ValueError: `threshold` is negative or NaN.
     Capture: graph-safe; allocates nothing.
     """
-    threshold2, always = squared(threshold)
+    threshold2, always = squared_threshold(threshold)
     shape, gates = swap.shape, swap.gates(layer)
-    compiled = launch(_decide_kernel, (1,))(
-        swap.sums, live, forced, swap.verdicts, gates.sends, gates.redoes, swap.aside.rank, layer, threshold2,
-        ALWAYS=always, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=shape.num_sums,
-        SUMS_PAD=triton.next_power_of_2(shape.num_sums), T=shape.tp_size, num_warps=1, **launch_options(live.device),
+    compiled = jit_launch(_decide_kernel, (1,))(
+        swap.sums, live, forced, swap.verdicts, gates.is_sender, gates.recompute, swap.spec_branch.rank, layer,
+        threshold2, ALWAYS=always, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
+        SUMS=swap.sums.shape[2], SUMS_PAD=triton.next_power_of_2(swap.sums.shape[2]), T=shape.tp_size,
+        num_warps=1, **pdl_options(live.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
 @triton.jit(do_not_specialize=["layer", "group"])
-def _settle_kernel(
+def _apply_verdict_kernel(
     verdicts_ptr,  # [2 T, B + 1] int32
     hits_ptr,  # [L, B] int32
-    sends_ptr,  # [1] int32, of this layer
-    next_sends_ptr,  # [1] int32, of the next
-    next_receives_ptr,  # [1] int32
+    is_sender_ptr,  # [1] int32, of this layer
+    next_is_sender_ptr,  # [1] int32, of the next
+    next_is_receiver_ptr,  # [1] int32
     layer,
     group,
     B: tl.constexpr,
@@ -442,17 +444,17 @@ def _settle_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    sends = tl.load(sends_ptr)
-    verdict_ptr = verdicts_ptr + tl.where(sends == 1, group, 1 - group) * T * (B + 1)
+    is_sender = tl.load(is_sender_ptr)
+    verdict_ptr = verdicts_ptr + tl.where(is_sender == 1, group, 1 - group) * T * (B + 1)
     requests = tl.arange(0, B_PAD)
     accepted = tl.load(verdict_ptr + requests, mask=requests < B, other=0)
     tl.store(hits_ptr + layer * B + requests, accepted, mask=requests < B)
-    next_sends = tl.where(tl.load(verdict_ptr + B) == 1, 1 - sends, sends)
-    tl.store(next_sends_ptr, next_sends)
-    tl.store(next_receives_ptr, 1 - next_sends)
+    next_sends = tl.where(tl.load(verdict_ptr + B) == 1, 1 - is_sender, is_sender)
+    tl.store(next_is_sender_ptr, next_sends)
+    tl.store(next_is_receiver_ptr, 1 - next_sends)
 
 
-def settle(swap: Swap, layer: int, hits: Tensor) -> None:
+def apply_verdict(swap: Swap, layer: int, hits: Tensor) -> None:
     """What the sending group decided, from `swap.verdicts` of all ranks: who sends and receives in the next layer.
     Ungated.
 
@@ -461,9 +463,9 @@ def settle(swap: Swap, layer: int, hits: Tensor) -> None:
     Capture: graph-safe; allocates nothing.
     """
     shape, following = swap.shape, swap.gates(layer + 1)
-    compiled = launch(_settle_kernel, (1,))(
-        swap.verdicts, hits, swap.gates(layer).sends, following.sends, following.receives, layer, swap.group,
+    compiled = jit_launch(_apply_verdict_kernel, (1,))(
+        swap.verdicts, hits, swap.gates(layer).is_sender, following.is_sender, following.is_receiver, layer, swap.group,
         B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), T=shape.tp_size, num_warps=1,
-        **launch_options(hits.device),
+        **pdl_options(hits.device),
     )  # fmt: skip
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)

@@ -16,12 +16,12 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from alspec.errors import BadNumbersError, RankFailureError, UserError
-from alspec.kernels.bench.measuring import PUSHED, nothing, push_words
+from alspec.kernels.bench.measuring import PUSHED, nothing, push_packets
 from alspec.kernels.norm.residual import BLOCK as STREAM_BLOCK
 from alspec.kernels.norm.residual import new_residual, num_square_sums, reduce_norm
 from alspec.launch.bench.bench_common import check_close
-from alspec.runtime.distributed.peer_memory import exchanges, first_working
-from alspec.runtime.distributed.placement import Placement, WordsIn
+from alspec.runtime.distributed.peer_memory import build_exchanges, probe_peer_memory
+from alspec.runtime.distributed.placement import PeerMemory, Placement
 from alspec.runtime.distributed.transport import Transport, connect_store
 from alspec.runtime.profiling.stats import spread
 
@@ -34,7 +34,7 @@ ROUNDS = 32  # epochs in one graph: beside them, what ranks start apart by does 
 RIVAL_CALLS = 32  # sums of sums stay finite
 REPLAYS = 25
 WARMUP_REPLAYS = 3
-PATIENCE_NS = 20 * 10**9  # the first call of a rank also compiles
+TIMEOUT_NS = 20 * 10**9  # the first call of a rank also compiles
 TOLERANCE = 1e-6  # relative RMS of fp32 sums against fp64
 NORM_TOLERANCE = 5e-3  # of bf16 values
 
@@ -42,11 +42,13 @@ NORM_TOLERANCE = 5e-3  # of bf16 values
 class AllReduce:
     """One batch size's buffers on this rank, and the ways to reduce them."""
 
-    def __init__(self, transport: Transport, words_in: WordsIn, batch_size: int) -> None:
+    def __init__(self, transport: Transport, peer_memory: PeerMemory, batch_size: int) -> None:
         self._transport, self.batch_size = transport, batch_size
         device = transport.device
         # The smallest vocabulary that every rank has a part of: logits are not exchanged here.
-        self.exchange, _, _ = exchanges(transport, words_in, SLOTS, batch_size, HIDDEN, transport.placement.world_size)
+        self.exchange, _, _ = build_exchanges(
+            transport, peer_memory, SLOTS, batch_size, HIDDEN, transport.placement.world_size
+        )
         generator = torch.Generator(device).manual_seed(transport.placement.rank)
         self.partial = torch.randn(batch_size, HIDDEN, generator=generator, device=device)
         self.gamma = torch.randn(HIDDEN, generator=generator.manual_seed(99), device=device).bfloat16()
@@ -55,7 +57,7 @@ class AllReduce:
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._group = dist.group.WORLD
         self._symmetric: Tensor | None = None
-        if words_in == "symm":
+        if peer_memory == "symm":
             assert self._group is not None
             self._symmetric = symm_mem.empty(batch_size * HIDDEN, dtype=torch.float32, device=device)
             symm_mem.rendezvous(self._symmetric, self._group.group_name)
@@ -65,8 +67,8 @@ class AllReduce:
     def ours(self) -> None:
         """`SLOTS` pushes and reductions over one epoch, which ends with two launches that nothing overlaps."""
         for slot in range(SLOTS):
-            push_words(self.partial, self.exchange, slot)
-            reduce_norm(self.exchange, slot, PATIENCE_NS, self.x, self.gamma, self.x_norm, self.square_sums)
+            push_packets(self.partial, self.exchange, slot)
+            reduce_norm(self.exchange, slot, TIMEOUT_NS, self.x, self.gamma, self.x_norm, self.square_sums)
         self._next_epoch()
 
     def nothing(self) -> None:
@@ -135,8 +137,8 @@ class AllReduce:
             check_close("one-shot sum", self._one_shot_sum().view_as(total), total, TOLERANCE)
         # One reduction onto -0.0: the sum alone.
         self.x.fill_(-0.0)
-        push_words(self.partial, self.exchange, 0)
-        reduce_norm(self.exchange, 0, PATIENCE_NS, self.x, self.gamma, self.x_norm, self.square_sums)
+        push_packets(self.partial, self.exchange, 0)
+        reduce_norm(self.exchange, 0, TIMEOUT_NS, self.x, self.gamma, self.x_norm, self.square_sums)
         self._next_epoch()
         self._transport.barrier()
         check_close("sum", self.x, total, TOLERANCE)
@@ -152,7 +154,7 @@ class AllReduce:
             raise RankFailureError(f"allreduce: a word did not come: fault {int(self.exchange.fault):#x}")
 
 
-def connect() -> tuple[Transport, WordsIn]:
+def connect() -> tuple[Transport, PeerMemory]:
     """This rank's GPU and the job's process groups, and where its ranks can send each other words.
 
     Raises:
@@ -164,10 +166,10 @@ def connect() -> tuple[Transport, WordsIn]:
     device = torch.device("cuda", placement.local_rank)
     torch.cuda.set_device(device)
     transport = Transport(placement, device, "nccl", connect_store(placement))
-    words_in, reason = first_working(("symm", "host"), transport)
-    if words_in is None:
+    peer_memory, reason = probe_peer_memory(("symm", "host"), transport)
+    if peer_memory is None:
         raise UserError(f"bench_kernels: --bench allreduce needs memory through which ranks send words: {reason}")
-    return transport, words_in
+    return transport, peer_memory
 
 
 def time_chains(
@@ -207,10 +209,10 @@ def time_chains(
 
 
 def measure(
-    transport: Transport, words_in: WordsIn, batch_size: int
+    transport: Transport, peer_memory: PeerMemory, batch_size: int
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The case, and the times of every implementation; correctness first."""
-    reduce = AllReduce(transport, words_in, batch_size)
+    reduce = AllReduce(transport, peer_memory, batch_size)
     reduce.check()
     times = time_chains(
         transport,
@@ -224,5 +226,5 @@ def measure(
     if not bool(reduce.x.isfinite().all()):
         raise BadNumbersError("allreduce: numbers that are not finite after the timed runs")
     case = {"world": transport.placement.world_size, "batch": batch_size, "hidden": HIDDEN, "dtype": "fp32"}
-    case["transport"] = words_in
+    case["transport"] = peer_memory
     return case, times

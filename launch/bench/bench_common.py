@@ -9,13 +9,13 @@ from torch import Tensor
 
 from alspec.errors import BadNumbersError
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import Speculation
-from alspec.kernels.comm.ll_packets import unpack_words
+from alspec.kernels.attention.decode.lean_decode import SpecOutput
+from alspec.kernels.comm.ll_packets import unpack_packets
 
-__all__ = ["check_close", "merged", "pair_speculation", "written"]
+__all__ = ["check_close", "combined", "new_spec_output", "written"]
 
 
-def pair_speculation(chunk_size: int, q: Tensor, parts: int, device: torch.device) -> tuple[Speculation, Tensor]:
+def new_spec_output(chunk_size: int, q: Tensor, parts: int, device: torch.device) -> tuple[SpecOutput, Tensor]:
     """What attention of q [B, Hq, D] writes for a pair, with the words of `A~` on `device`; and these words, zeroed.
 
     `A~` comes in so many parts. Their epoch is 0.
@@ -23,7 +23,7 @@ def pair_speculation(chunk_size: int, q: Tensor, parts: int, device: torch.devic
     batch, hq, dim = q.shape
     size = parts * q.numel()
     words = torch.zeros(size + (parts * batch * hq if parts > 1 else 0), dtype=torch.int64, device=device)
-    speculation = Speculation(
+    speculation = SpecOutput(
         chunk_size,
         words[:size].view(parts, *q.shape),
         torch.full((batch, num_sums(hq, dim), 2), torch.nan, device=q.device),
@@ -33,7 +33,7 @@ def pair_speculation(chunk_size: int, q: Tensor, parts: int, device: torch.devic
     return speculation, words
 
 
-def written(out: Tensor, speculation: Speculation | None) -> tuple[Tensor, ...]:
+def written(out: Tensor, speculation: SpecOutput | None) -> tuple[Tensor, ...]:
     """What attention writes: its output; with a guess `A~`, the verdict's sums and, of several parts, their lse."""
     if speculation is None:
         return (out,)
@@ -41,12 +41,12 @@ def written(out: Tensor, speculation: Speculation | None) -> tuple[Tensor, ...]:
     return (out, speculation.spec_out, speculation.sums, *lse)
 
 
-def merged(spec_out: Tensor, spec_lse: Tensor | None, epoch: int) -> Tensor:
-    """`A~` [B, Hq, D] fp32 of the words of a `Speculation` under an epoch; NaN where one is missing."""
-    o = unpack_words(spec_out, epoch)
+def combined(spec_out: Tensor, spec_lse: Tensor | None, epoch: int) -> Tensor:
+    """`A~` [B, Hq, D] fp32 of the words of a `SpecOutput` under an epoch; NaN where one is missing."""
+    o = unpack_packets(spec_out, epoch)
     if spec_lse is None:
         return o[0]
-    weight = (unpack_words(spec_lse, epoch) * math.log(2)).softmax(0)
+    weight = (unpack_packets(spec_lse, epoch) * math.log(2)).softmax(0)
     return (o * weight[..., None]).sum(0)
 
 

@@ -9,27 +9,27 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.decode_flashq.flashq_decode import turbo_decode_attention, turbo_guess_parts
+from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_decode_attention, flashq_spec_parts
 from alspec.kernels.attention.dispatch import attend_workspace
-from alspec.kernels.kv_codec.flashq.layout import BLOCK, TurboLayer, record_words, unpack_record
-from alspec.launch.bench.bench_common import pair_speculation, written
+from alspec.kernels.kv_codec.flashq.layout import BLOCK, FlashQLayer, record_words, unpack_record
+from alspec.launch.bench.bench_common import new_spec_output, written
 from alspec.sas import Softmax
 
-__all__ = ["TurboCase", "turbo_run"]
+__all__ = ["FlashQCase", "flashq_run"]
 
 
 @dataclass
-class TurboCase:
+class FlashQCase:
     """One shape with enough copies of its inputs to keep the L2 cold."""
 
     q: Tensor  # [copies, B, Hq, D] bf16
-    layers: list[TurboLayer]  # one for each copy
+    layers: list[FlashQLayer]  # one for each copy
     seq_lens: Tensor  # [B] int32
 
     @classmethod
     def draw(
         cls, seq_lens: list[int], num_qo_heads: int, num_kv_heads: int, head_dim: int, codec: str, cold_bytes: int
-    ) -> TurboCase:
+    ) -> FlashQCase:
         """Fresh random inputs: random codes, parameters and scales as a quantiser of normal values finds them."""
         device = torch.device("cuda")
         batch, num_blocks = len(seq_lens), max(seq_lens) // BLOCK + 1
@@ -52,7 +52,7 @@ class TurboCase:
                 records = words[begin : begin + num_blocks * size].view(num_blocks, 2, size // 2)
                 records[..., -head_dim // 2 :] = _parameters(num_blocks, head_dim, width, device)
             layers.append(
-                TurboLayer(
+                FlashQLayer(
                     words=words,
                     offset=offset.to(device),
                     bits=bits.to(device),
@@ -107,7 +107,7 @@ def _parameters(num_blocks: int, head_dim: int, bits: int, device: torch.device)
     return torch.cat([s_int, z], 2).to(torch.uint8).view(torch.int32)
 
 
-def turbo_run(case: TurboCase, chunk_size: int, softmax: Softmax = "exact") -> Callable[[int], tuple[Tensor, ...]]:
+def flashq_run(case: FlashQCase, chunk_size: int, softmax: Softmax = "exact") -> Callable[[int], tuple[Tensor, ...]]:
     """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.layers[0].num_kv_heads
@@ -116,12 +116,12 @@ def turbo_run(case: TurboCase, chunk_size: int, softmax: Softmax = "exact") -> C
     layers = [replace(layer, softmax=softmax) for layer in case.layers]
     speculation = None
     if chunk_size:
-        parts = turbo_guess_parts(batch, hq // hkv, device)
-        speculation, words = pair_speculation(chunk_size, case.q[0], parts, device)
+        parts = flashq_spec_parts(batch, hq // hkv, device)
+        speculation, words = new_spec_output(chunk_size, case.q[0], parts, device)
         words.fill_(-1)  # of another epoch
 
     def run(i: int) -> tuple[Tensor, ...]:
-        turbo_decode_attention(case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation)
+        flashq_decode_attention(case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation)
         return written(out, speculation)
 
     return run

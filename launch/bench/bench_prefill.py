@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alspec.kernels.attention.prefill.int8_prefill import turbo_prefill_attention
-from alspec.kernels.attention.reference import turbo_prefill_attention_ref
+from alspec.kernels.attention.prefill.int8_prefill import int8_prefill_attention
+from alspec.kernels.attention.reference import int8_prefill_attention_ref
 from alspec.kernels.attention.torch_ref import newest_causal_mask, prefill_attention
 from alspec.launch.bench.bench_common import check_close
 
@@ -22,7 +22,7 @@ HEADS, HEAD_DIM = (32, 8), 128
 # Relative RMS: q's rounding changes a score of these inputs by 0.006, SAS a weight by 0.001, bf16 an output by 0.002.
 TOLERANCE = 1.5e-2
 CHECKED_ROWS = 64
-OURS = "alspec.turbo_prefill_attention"
+OURS = "alspec.int8_prefill_attention"
 
 Run = Callable[[int], Tensor]
 
@@ -89,10 +89,10 @@ def prefill_runs(case: PrefillCase) -> dict[str, Run]:
         return prefill_attention(case.q, case.k, case.v, HEAD_DIM**-0.5)
 
     def exact(_: int) -> Tensor:
-        return turbo_prefill_attention(case.q, case.k8, case.v8, case.k_scale, case.v_scale, HEAD_DIM**-0.5)[0]
+        return int8_prefill_attention(case.q, case.k8, case.v8, case.k_scale, case.v_scale, HEAD_DIM**-0.5)[0]
 
     def sas(_: int) -> Tensor:
-        return turbo_prefill_attention(case.q, case.k8, case.v8, case.k_scale, case.v_scale, HEAD_DIM**-0.5, "sas")[0]
+        return int8_prefill_attention(case.q, case.k8, case.v8, case.k_scale, case.v_scale, HEAD_DIM**-0.5, "sas")[0]
 
     return {"torch.sdpa": sdpa, "alspec.prefill_attention": bf16, OURS: exact, f"{OURS}.sas": sas}
 
@@ -108,7 +108,7 @@ def check_prefill(case: PrefillCase, run: Run) -> None:
     for begin in (0, num_queries // 2 - 7, num_queries - CHECKED_ROWS):
         end = begin + CHECKED_ROWS
         seen = num_tokens - num_queries + end
-        expected, _ = turbo_prefill_attention_ref(
+        expected, _ = int8_prefill_attention_ref(
             case.q[begin:end], case.k8[:, :seen], case.v8[:, :seen], case.k_scale, case.v_scale, HEAD_DIM**-0.5
         )
         check_close(f"rows {begin} to {end} of {num_queries}", out[begin:end], expected, TOLERANCE)

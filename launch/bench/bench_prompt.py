@@ -20,7 +20,7 @@ from alspec.models.checkpoint.source import model_name
 from alspec.models.llama import LayerWeights, Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, new_cache
-from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.operation import no_hook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.memory import GIB
@@ -32,7 +32,7 @@ __all__ = ["PROMPT_CONTEXTS", "matrix_peak", "measure_prompts", "prompt_engines"
 PROMPT_CONTEXTS = (8192, 32768, 131072)
 
 # Prompts of one length: until they have taken long enough, and one at least.
-MOST_PROMPTS = 9
+MAX_PROMPTS = 9
 ENOUGH_US = 3e6
 # For each group, of the prompt before them, which is not counted: its second chunk has run all that further ones run.
 WARMUP_TOKENS = 2 * CHUNK_TOKENS
@@ -150,7 +150,7 @@ def _measure(engine: Engine, context: int, peak: float) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
     _first_token_us(engine, ids[: WARMUP_TOKENS * engine.placement.num_groups])
     samples: list[float] = []
-    while len(samples) < MOST_PROMPTS and sum(samples) < ENOUGH_US:
+    while len(samples) < MAX_PROMPTS and sum(samples) < ENOUGH_US:
         samples += _largest(engine, _first_token_us(engine, ids))
     assert engine.memory is not None
     taken = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -199,7 +199,7 @@ def _first_token_us(engine: Engine, ids: list[int]) -> float:
 
 def _logits(engine: Engine, model: Llama, cache: Cache, ids: list[int], chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
     """[1, V] fp32 after the prompt's last token."""
-    return prefill(model, cache, engine.connected(), 0, ids, no_operation, chunk_tokens)[0]
+    return prefill(model, cache, engine.connected(), 0, ids, no_hook, chunk_tokens)[0]
 
 
 def _random_ids(engine: Engine, num_tokens: int) -> list[int]:

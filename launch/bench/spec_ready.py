@@ -7,13 +7,13 @@ import triton
 from torch import Tensor
 
 from alspec.errors import RankFailureError
-from alspec.kernels.attention.decode.lean_decode import Speculation, guess_parts, lean_decode_attention
+from alspec.kernels.attention.decode.lean_decode import SpecOutput, lean_decode_attention, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
 from alspec.kernels.attention.reference import decode_attention_ref
-from alspec.kernels.bench.measuring import NEVER, POLLED, compare_clocks, stamp_time, watch_words
-from alspec.kernels.comm.ll_packets import unpack_words
+from alspec.kernels.bench.measuring import NEVER, POLLED, compare_clocks, stamp_time, watch_packets
+from alspec.kernels.comm.ll_packets import unpack_packets
 from alspec.kernels.common.jit_launch import num_sms
-from alspec.launch.bench.bench_common import check_close, merged, pair_speculation
+from alspec.launch.bench.bench_common import check_close, combined, new_spec_output
 from alspec.predictor import predictor_ranges
 from alspec.runtime.profiling.stats import spread
 
@@ -34,11 +34,11 @@ TOLERANCE = 1e-2
 class _Watch:
     """A kernel that waits for words, and when it saw them."""
 
-    def __init__(self, words: Tensor) -> None:
-        device = words.device
-        self.words = words
-        self.copy = torch.empty(words.shape, device=device)
-        self.times = torch.empty(triton.cdiv(words.numel(), POLLED), dtype=torch.int64, device=device)
+    def __init__(self, packets: Tensor) -> None:
+        device = packets.device
+        self.packets = packets
+        self.copy = torch.empty(packets.shape, device=device)
+        self.times = torch.empty(triton.cdiv(packets.numel(), POLLED), dtype=torch.int64, device=device)
         self.watchers = min(WATCHERS, WATCHERS_OF_SM * num_sms(device) // len(self.times))
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ class _Watch:
 
     def start(self, epoch: int) -> None:
         """Launch it, on the current stream of the GPU that has the words."""
-        watch_words(self.words, epoch, self.copy, self.times, self.watchers, DEADLINE_NS)
+        watch_packets(self.packets, epoch, self.copy, self.times, self.watchers, DEADLINE_NS)
 
     def seen_at(self) -> int:
         """When the last word was seen, in ns; `NEVER` if one was not."""
@@ -63,7 +63,7 @@ class _Clocks:
     """
 
     def __init__(self, here: torch.device, there: torch.device) -> None:
-        self.words = [torch.zeros(1, dtype=torch.int64, device=device) for device in (here, there)]
+        self.packets = [torch.zeros(1, dtype=torch.int64, device=device) for device in (here, there)]
         self.times = [torch.zeros(ROUNDS, 2, dtype=torch.int64, device=device) for device in (here, there)]
         self.streams = [torch.cuda.Stream(device) for device in (here, there)]
         self.first = 1
@@ -72,7 +72,7 @@ class _Clocks:
         """Launch the exchange on both GPUs, on streams of its own."""
         for side in (1, 0):
             with torch.cuda.device(self.streams[side].device), torch.cuda.stream(self.streams[side]):
-                mine, other = self.words[side], self.words[1 - side]
+                mine, other = self.packets[side], self.packets[1 - side]
                 compare_clocks(mine, other, self.times[side], self.first, side == 0, DEADLINE_NS)
         self.first += ROUNDS
 
@@ -111,11 +111,11 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     batch, hq, dim = q.shape
     workspace = attend_workspace(KVLayer(k, v), hq, here)
     out, lse = torch.empty_like(q), torch.empty(batch, hq, device=here)
-    parts = guess_parts(chunk_size, batch, hq, k.shape[1], dim, q.dtype, here)
-    speculation, words = pair_speculation(chunk_size, q, parts, there)
+    parts = spec_parts(chunk_size, batch, hq, k.shape[1], dim, q.dtype, here)
+    speculation, packets = new_spec_output(chunk_size, q, parts, there)
     assert speculation.epoch is not None
     started = torch.zeros(1, dtype=torch.int64, device=here)
-    guess, clocks = _Watch(words), _Clocks(here, there) if peer else None
+    guess, clocks = _Watch(packets), _Clocks(here, there) if peer else None
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=here)
     main, waiting = torch.cuda.Stream(here), torch.cuda.Stream(there)
 
@@ -151,21 +151,21 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
             attend()
         _synchronize(here, there)
         end = guess.seen_at()
-        if end == NEVER or not torch.equal(guess.copy, unpack_words(words, repetition)):
+        if end == NEVER or not torch.equal(guess.copy, unpack_packets(packets, repetition)):
             raise RankFailureError(f"spec_ready: repetition {repetition}: A~ did not come")
         samples.append((end - int(started) - (clocks.ahead_ns() if clocks else 0)) / 1e3)
-    _check_guess(speculation, q, k, v, seq_lens, WARMUP + REPETITIONS - 1)
+    _check_spec(speculation, q, k, v, seq_lens, WARMUP + REPETITIONS - 1)
     return spread(samples[WARMUP:])
 
 
-def _check_guess(speculation: Speculation, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, epoch: int) -> None:
+def _check_spec(speculation: SpecOutput, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, epoch: int) -> None:
     """Compare `A~` of one request with the fp64 oracle over its tokens."""
     n = int(seq_lens)
     sink_end, window_start = (int(end) for end in predictor_ranges(seq_lens, speculation.chunk_size))
     tokens = [*range(sink_end), *range(window_start, n)]
     near = torch.tensor([len(tokens)])
     wanted, _ = decode_attention_ref(q, k[:, :, tokens], v[:, :, tokens], near, q.shape[-1] ** -0.5)
-    found = merged(speculation.spec_out, speculation.spec_lse, epoch).to(wanted)
+    found = combined(speculation.spec_out, speculation.spec_lse, epoch).to(wanted)
     check_close(f"A~ of {n} tokens", found, wanted, TOLERANCE)
 
 

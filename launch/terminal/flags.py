@@ -42,7 +42,7 @@ __all__ = [
     "check_positions",
     "check_writable",
     "cuts_without_effect",
-    "guesses_without_effect",
+    "speculation_without_effect",
     "notify",
     "parse",
     "print_config",
@@ -260,7 +260,7 @@ def cuts_without_effect(config: ChoiceConfig) -> list[str]:
     return [f"{' and '.join(given)} without effect: temperature 0 takes the most likely token"]
 
 
-def guesses_without_effect(config: EngineConfig, advice: str) -> list[str]:
+def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:
     """A notice about flags that judge guesses, where there are none."""
     default, own = SpeculationConfig(), config.speculation
     changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))

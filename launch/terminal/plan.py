@@ -37,9 +37,9 @@ HANDOVER_US = 5.4  # decode_parts, layer: 109.9, less the time of its bytes and 
 VERDICT_US = 2.2  # decode_parts: sender 123.0, less attention 120.9
 # decode_parts of the same step over turbo4, receiver, where it varies least (over bf16 6.4, but 23 at p80). Where all
 # attention takes less, the guess comes no later than its end.
-GUESS_US = 9.7
+PREDICTOR_US = 9.7
 PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
-MOST_RANKS = 16
+MAX_RANKS = 16
 H200_GIB = 139  # less what a process takes for CUDA and NCCL: 1 to 2 are left of what PyTorch reports
 FAILURE_PROBABILITY = 0.01  # of the bound on what accepted guesses change
 
@@ -70,7 +70,7 @@ def step_costs(
         layer_us=layer_us,
         attention_us=attention_us,
         sender_us=attention_us + VERDICT_US,
-        receiver_us=min(GUESS_US, attention_us),
+        receiver_us=min(PREDICTOR_US, attention_us),
     )
 
 
@@ -90,12 +90,12 @@ def print_plan(config: GenerateConfig) -> None:
     table = Table(
         title=f"{context} tokens, {config.dtype or model.dtype}, cache {config.kv_cache}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}",
-        caption=_what_guesses_change(config.speculation.threshold, model.num_layers),
+        caption=_what_speculation_changes(config.speculation.threshold, model.num_layers),
     )
     for name in ("ranks", "mode", "T", "weights GiB", "cache GiB", "buffers GiB", "ms/token", "against off"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     worlds = {groups * tp_size for tp_size in model.valid_tp_sizes for groups in (1, 2)}
-    for world_size in sorted(world for world in worlds if world <= MOST_RANKS):
+    for world_size in sorted(world for world in worlds if world <= MAX_RANKS):
         off_us = None
         for mode, num_groups in (("off", 1), ("paired", 2)):
             tp_size = world_size // num_groups
@@ -121,7 +121,7 @@ def print_plan(config: GenerateConfig) -> None:
     Console(width=120).print(table)
 
 
-def _what_guesses_change(threshold: float, num_layers: int) -> str | None:
+def _what_speculation_changes(threshold: float, num_layers: int) -> str | None:
     """The scale of what a step's accepted guesses change, in norms of an attention output that is alike in every layer.
 
     By `high_probability_bound`, whose constant is not known: 1 is taken for it.

@@ -8,13 +8,13 @@ from alspec.errors import UserError
 from alspec.kernels.attention.decode_flashq.flashq_decode import MAX_HEADS_PER_KV
 from alspec.kernels.kv_codec.flashq.layout import HEAD_DIMS
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.cache.flashq_cache import TurboCache
+from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.sas import Softmax
 
 __all__ = ["Cache", "bytes_per_token", "cache_bytes", "check_codec", "check_head_dim", "new_cache"]
 
-Cache = KVCache | TurboCache
+Cache = KVCache | FlashQCache
 
 LEAST_HEAD_DIM = 16  # inputs of a product of matrices in Triton
 
@@ -70,7 +70,7 @@ def new_cache(
     heads = config.num_kv_heads // tp_size
     if codec == "bf16":
         return KVCache(config.num_layers, batch_size, heads, max_context, config.head_dim, dtype, device)
-    return TurboCache(codec, config.num_layers, batch_size, heads, max_context, config.head_dim, device, softmax)
+    return FlashQCache(codec, config.num_layers, batch_size, heads, max_context, config.head_dim, device, softmax)
 
 
 def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype) -> float:
@@ -78,7 +78,7 @@ def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.
     heads = config.num_kv_heads // tp_size
     if codec == "bf16":
         return KVCache.bytes_per_token(config.num_layers, heads, config.head_dim, dtype)
-    return TurboCache.bytes_per_token(codec, config.num_layers, heads, config.head_dim)
+    return FlashQCache.bytes_per_token(codec, config.num_layers, heads, config.head_dim)
 
 
 def cache_bytes(
@@ -89,4 +89,4 @@ def cache_bytes(
     if codec == "bf16":
         token = KVCache.bytes_per_token(config.num_layers, heads, config.head_dim, dtype)
         return token * batch_size * max_context
-    return TurboCache.bytes_for(codec, config.num_layers, batch_size, heads, max_context, config.head_dim)
+    return FlashQCache.bytes_for(codec, config.num_layers, batch_size, heads, max_context, config.head_dim)

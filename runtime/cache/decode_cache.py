@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.decode.lean_decode import Phase, Speculation
+from alspec.kernels.attention.decode.lean_decode import Phase, SpecOutput
 from alspec.kernels.attention.dispatch import CacheLayer, KVLayer, attend, attend_workspace
-from alspec.kernels.kv_codec.flashq.codec_kernels import turbo_compact
-from alspec.kernels.kv_codec.flashq.layout import TurboLayer
+from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_compact
+from alspec.kernels.kv_codec.flashq.layout import FlashQLayer
 
 __all__ = ["DecodeCache"]
 
@@ -36,7 +36,7 @@ class DecodeCache:
         num_layers = layers.k.shape[0] if isinstance(layers, KVLayer) else layers.tail.shape[0]
         self._all, self.layers = layers, [layers.select(layer) for layer in range(num_layers)]
         self._seq_lens, device = seq_lens, seq_lens.device
-        if isinstance(layers, TurboLayer):
+        if isinstance(layers, FlashQLayer):
             # A new token waits here, in a cache of one position.
             shape = (layers.batch_size, layers.num_kv_heads, 1, layers.head_dim)
             self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
@@ -51,15 +51,15 @@ class DecodeCache:
             return cache.k, cache.v, self._seq_lens
         return self._k, self._v, self._one
 
-    def quantised(self, layer: int) -> TurboLayer | None:
+    def quantised(self, layer: int) -> FlashQLayer | None:
         """The layer, where a projection has to quantise for it."""
         cache = self.layers[layer]
-        return cache if isinstance(cache, TurboLayer) else None
+        return cache if isinstance(cache, FlashQLayer) else None
 
     def compact(self) -> None:
         """Once every layer has the newest token: full tails become records, which the next step reads."""
-        if isinstance(self._all, TurboLayer):
-            turbo_compact(self._all, self._seq_lens)
+        if isinstance(self._all, FlashQLayer):
+            flashq_compact(self._all, self._seq_lens)
 
     def attend(
         self,
@@ -67,13 +67,13 @@ class DecodeCache:
         q: Tensor,
         out: Tensor,
         lse: Tensor,
-        speculation: Speculation | None = None,
+        speculation: SpecOutput | None = None,
         phase: Phase = "all",
         gate: Tensor | None = None,
-        newest_only: bool = False,
+        prefetch_before_wait: bool = False,
     ) -> None:
         """Decode attention, as `lean_decode_attention`."""
         attend(
             q, self.layers[layer], self._seq_lens, self._sm_scale, self._workspace, out, lse, speculation, phase, gate,
-            newest_only,
+            prefetch_before_wait,
         )  # fmt: skip

@@ -10,24 +10,24 @@ import math
 import torch
 from torch import Tensor
 
-from alspec.config import TURBO_CODECS
-from alspec.kernels.attention.prefill.int8_prefill import turbo_prefill_attention
+from alspec.config import FLASHQ_CODECS
+from alspec.kernels.attention.prefill.int8_prefill import int8_prefill_attention
 from alspec.kernels.attention.torch_ref import dequantized_prefill_attention
-from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_restore, flashq_store, turbo_append, turbo_compact
+from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_append, flashq_compact, flashq_restore, flashq_store
 from alspec.kernels.kv_codec.flashq.flashq_reference import (
+    flashq_append_ref,
+    flashq_compact_ref,
     flashq_restore_ref,
     flashq_store_ref,
-    turbo_append_ref,
-    turbo_compact_ref,
 )
-from alspec.kernels.kv_codec.flashq.layout import TurboLayer, record_words
+from alspec.kernels.kv_codec.flashq.layout import FlashQLayer, record_words
 from alspec.kernels.kv_codec.flashq.quantize import BLOCK, head_priority, select_bits
 from alspec.sas import Softmax
 
-__all__ = ["TurboCache"]
+__all__ = ["FlashQCache"]
 
 
-class TurboCache:
+class FlashQCache:
     """Quantised keys and values of every layer, with room for the longest context asked for.
 
     A prompt begins with its chunk at position 0, which sets everything that belongs to the request. With `turbo-mixed`
@@ -58,7 +58,7 @@ class TurboCache:
         self._words[2], self._words[4] = record_words(2, head_dim), record_words(4, head_dim)
         self._request_words = self._num_blocks * sum(record_words(b, head_dim) for b in _bits(codec, num_kv_heads))
         heads = (num_layers, batch_size, num_kv_heads)
-        self._all = TurboLayer(
+        self._all = FlashQLayer(
             words=torch.zeros(num_layers, batch_size * self._request_words, dtype=torch.int32, device=device),
             offset=torch.zeros(heads, dtype=torch.int64, device=device),
             bits=bits.repeat(num_layers, batch_size, 1),
@@ -85,7 +85,7 @@ class TurboCache:
         codec: str, num_layers: int, batch_size: int, num_kv_heads: int, max_context: int, head_dim: int
     ) -> int:
         """What `num_bytes` of such a cache would be."""
-        token = TurboCache.bytes_per_token(codec, num_layers, num_kv_heads, head_dim)
+        token = FlashQCache.bytes_per_token(codec, num_layers, num_kv_heads, head_dim)
         # Tail, universal scales, offset and bits of each head.
         head = 2 * BLOCK * head_dim + 2 * 4 + 8 + 4
         return batch_size * (round(token * BLOCK * _blocks(max_context)) + num_layers * num_kv_heads * head)
@@ -96,18 +96,18 @@ class TurboCache:
         return sum(tensor.nbytes for tensor in self._all.tensors.values())
 
     @property
-    def layers(self) -> TurboLayer:
+    def layers(self) -> FlashQLayer:
         """All layers, stacked."""
         return self._all
 
-    def layer(self, layer: int) -> TurboLayer:
+    def layer(self, layer: int) -> FlashQLayer:
         """What decode attention reads of one layer."""
         return self._layers[layer]
 
     def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
         """Store one new token for each request: k, v [B, H, D]; seq_lens [B] int32 with the new token."""
         is_cuda, at = self.device.type == "cuda", self._layers[layer]
-        write, compact = (turbo_append, turbo_compact) if is_cuda else (turbo_append_ref, turbo_compact_ref)
+        write, compact = (flashq_append, flashq_compact) if is_cuda else (flashq_append_ref, flashq_compact_ref)
         write(k, v, at, seq_lens)
         compact(at, seq_lens)
 
@@ -155,10 +155,10 @@ class TurboCache:
         k_scale, v_scale = (scale[:, :blocks].contiguous() for scale in scales)
         prefix = k8[:, :stop], v8[:, :stop], k_scale, v_scale
         if self.device.type == "cuda":
-            return turbo_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax, start + len(k))[0]
+            return int8_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax, start + len(k))[0]
         return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax, start + len(k))
 
-    def _set_bits(self, layer: TurboLayer, request: int, bits: Tensor) -> None:
+    def _set_bits(self, layer: FlashQLayer, request: int, bits: Tensor) -> None:
         """Lay out the records of one request, head after head: bits [H] int32. On the device throughout."""
         sizes = self._num_blocks * self._words[bits.long()]
         layer.bits[request] = bits
@@ -172,6 +172,6 @@ def _blocks(max_context: int) -> int:
 
 def _bits(codec: str, num_kv_heads: int) -> list[int]:
     """Bits of each head, in the order of a request that has selected none yet."""
-    assert codec in TURBO_CODECS, codec
+    assert codec in FLASHQ_CODECS, codec
     num_low = {"turbo4": 0, "turbo2": num_kv_heads, "turbo-mixed": num_kv_heads // 2}[codec]
     return [2] * num_low + [4] * (num_kv_heads - num_low)

@@ -31,12 +31,12 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.decode_cache import DecodeCache
 from alspec.runtime.decode.operation import OperationHook
 
-__all__ = ["PATIENCE_NS", "STEP_PATIENCE_NS", "Branch", "DecodeBuffers", "Decoder"]
+__all__ = ["TIMEOUT_NS", "STEP_TIMEOUT_NS", "Branch", "DecodeBuffers", "Decoder"]
 
 # Longest waits of a kernel for its peers. The first one of a step, a pair's meeting or the first all-reduce, also
 # covers a peer whose host is late (a full pipe, a debugger, ...), which the heartbeat judges.
-STEP_PATIENCE_NS = 600 * 10**9
-PATIENCE_NS = 5 * 10**9
+STEP_TIMEOUT_NS = 600 * 10**9
+TIMEOUT_NS = 5 * 10**9
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Decoder:
     all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` over the group where no words travel
     all_gather: Callable[[Tensor], Tensor]  # [B, rows] of each rank -> [world, B, rows], likewise
 
-    first_patience_ns: ClassVar[int] = STEP_PATIENCE_NS  # of the first all-reduce
+    first_timeout_ns: ClassVar[int] = STEP_TIMEOUT_NS  # of the first all-reduce
     spare_sms: ClassVar[int] = 0  # left free by attention
 
     @property
@@ -175,7 +175,7 @@ class Decoder:
     def attention(self, layer: int) -> None:
         """Attention over the cache."""
         # The projection ahead has written q and the newest token, and nothing else that attention reads.
-        self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse, newest_only=True)
+        self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse, prefetch_before_wait=True)
 
     def post_attention(self, layer: int, branch: Branch | None = None) -> None:
         """o, all-reduce, MLP, all-reduce."""
@@ -202,9 +202,9 @@ class Decoder:
         """Product of a layer's first (o) or second (down) row-parallel weight, summed over the group."""
         at, exchange, verdict = self.buffers, branch.exchange, branch.verdict
         push_partial(act, weight, exchange, slot, gate)
-        if exchange.words is None:
+        if exchange.packets is None:
             branch.all_reduce(exchange.partial)
-        patience = self.first_patience_ns if slot == 0 else PATIENCE_NS
+        patience = self.first_timeout_ns if slot == 0 else TIMEOUT_NS
         next_gate = None if verdict is None else next_gate
         reduce_norm(exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, gate, next_gate, verdict, inbox)
 
@@ -213,5 +213,5 @@ class Decoder:
         self._cache.compact()
         at, exchange, slot = self.buffers, self.logit_exchange, 2 * self.config.num_layers
         lm_head(at.x_norm, at.square_sums, self.weights.lm_head, exchange, self.config.rms_norm_eps, slot)
-        gathered = exchange.shard if exchange.words is not None else self.all_gather(exchange.shard)
-        collect_logits(exchange, gathered, PATIENCE_NS, slot, at.logits, at.best, at.best_token)
+        gathered = exchange.shard if exchange.packets is not None else self.all_gather(exchange.shard)
+        collect_logits(exchange, gathered, TIMEOUT_NS, slot, at.logits, at.best, at.best_token)

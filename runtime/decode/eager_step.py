@@ -22,7 +22,7 @@ from alspec.runtime.decode.operation import OperationHook
 from alspec.runtime.distributed.transport import PairMessage, Transport
 from alspec.verdict import accepts, combine_sums, layer_verdict
 
-__all__ = ["DecodeState", "StepProgram", "StepResult", "gather_logits"]
+__all__ = ["DecodeState", "EagerStep", "StepResult", "gather_logits"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def gather_logits(model: Llama, transport: Transport, x: Tensor) -> Tensor:
     return transport.all_gather_world(padded).movedim(0, 1).flatten(1)[:, :vocab_size]
 
 
-class StepProgram:
+class EagerStep:
     """Decode steps of one rank in one mode: `off`, `simulated` or `paired`."""
 
     def __init__(
@@ -81,7 +81,7 @@ class StepProgram:
         self._is_paired = mode == "paired"
         # Plain functions: a bound method would be a reference cycle, which keeps weights and cache until garbage is
         # collected.
-        ways = {"off": StepProgram._full, "simulated": StepProgram._simulated, "paired": StepProgram._paired}
+        ways = {"off": EagerStep._full, "simulated": EagerStep._simulated, "paired": EagerStep._paired}
         self._attend = ways[mode]
 
     def run(self, state: DecodeState) -> StepResult:
@@ -150,7 +150,7 @@ class StepProgram:
     def _paired(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Two groups: the sender guesses, hands over and verifies; the receiver goes on with the guess.
 
-        Source: Attention-Level Speculation, Algorithm 2 (priority gating).
+        Source: Attention-Level SpecOutput, Algorithm 2 (priority gating).
         """
         self._read_verdict()
         if self._group == sender(self._priority):

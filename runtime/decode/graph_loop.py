@@ -15,9 +15,10 @@ from torch import Tensor
 from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.errors import RankFailureError
 from alspec.interrupts import interrupts_wait
-from alspec.kernels.attention.decode.lean_decode import guess_parts
-from alspec.kernels.attention.decode_flashq.flashq_decode import turbo_guess_parts
-from alspec.kernels.comm.mailbox import PairShape
+from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import spec_parts
+from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_spec_parts
+from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.common.jit_launch import compiling
 from alspec.kernels.sampling.next_token import RING_HEADER, RING_STEPS, finish_step
 from alspec.kernels.sampling.sampler import Sampler, sample_tokens
@@ -25,15 +26,15 @@ from alspec.kernels.speculation.swap import Swap
 from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode.decoder import STEP_PATIENCE_NS, DecodeBuffers, Decoder
-from alspec.runtime.decode.operation import OperationHook, no_operation
-from alspec.runtime.decode.paired_decoder import PairedDecoder, Pairing
+from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, DecodeBuffers, Decoder
+from alspec.runtime.decode.operation import OperationHook, no_hook
+from alspec.runtime.decode.paired_decoder import PairedDecoder, SpeculationState
 from alspec.runtime.decode.swapped_decoder import SPARE_SMS, SwappedDecoder
-from alspec.runtime.distributed.peer_memory import exchanges
-from alspec.runtime.distributed.placement import WordsIn
+from alspec.runtime.distributed.peer_memory import build_exchanges
+from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import Transport
 
-__all__ = ["DecodeLoop", "StepRecord"]
+__all__ = ["CapturedStep", "StepRecord"]
 
 # Steps in flight: the next is on its way while the host reads the last one. Every rank launches the same number, for it
 # depends on the tokens alone.
@@ -41,7 +42,7 @@ DEPTH = 2
 POLL_S = 20e-6
 CHECK_S = 0.5  # how often a waiting host asks the driver whether the device still works
 # Until a step counts as hung: longer than kernels wait for words. Behind a collective no kernel of ours waits.
-STEP_S = STEP_PATIENCE_NS / 1e9 + 60
+STEP_S = STEP_TIMEOUT_NS / 1e9 + 60
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class StepRecord:
     fault: int  # 0, or see kernels/comm/ll_packets.py
 
 
-class DecodeLoop:
+class CapturedStep:
     """The steps of one batch on one rank, captured or launched one by one: the same kernels either way."""
 
     def __init__(
         self,
         decoder: Decoder,
-        pairing: Pairing | None,
+        pairing: SpeculationState | None,
         capacity: int,
         use_graph: bool,
         operation: OperationHook,
@@ -94,11 +95,11 @@ class DecodeLoop:
         model: Llama,
         cache: Cache,
         transport: Transport,
-        words_in: WordsIn | None,
+        peer_memory: PeerMemory | None,
         use_graph: bool,
         operation: OperationHook,
         speculation: SpeculationConfig | None = None,
-    ) -> DecodeLoop:
+    ) -> CapturedStep:
         """The loop of one model and cache, with its buffers; every rank calls it.
 
         Args:
@@ -108,19 +109,19 @@ class DecodeLoop:
         tp_size = transport.placement.tp_size
         num_heads = config.num_qo_heads // tp_size
         parts = 1  # through the host's memory too, where programs that read the same words wait for each other
-        if speculation is not None and words_in == "symm":
+        if speculation is not None and peer_memory == "symm":
             if isinstance(cache, KVCache):
                 heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
-                parts = guess_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)
+                parts = spec_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)
             else:
-                parts = turbo_guess_parts(batch_size, num_heads // cache.num_kv_heads, transport.device)
+                parts = flashq_spec_parts(batch_size, num_heads // cache.num_kv_heads, transport.device)
         shape = PairShape(
             config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim,
             parts,
         )  # fmt: skip
-        exchange, logit_exchange, words = exchanges(
-            transport, words_in, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
-            shape if speculation and words_in else None,
+        exchange, logit_exchange, words = build_exchanges(
+            transport, peer_memory, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
+            shape if speculation and peer_memory else None,
         )  # fmt: skip
         common = (
             config, model.weights, model.inv_freq, cache.layers,
@@ -132,22 +133,22 @@ class DecodeLoop:
         if speculation is None:
             decoder = Decoder(*common)
         else:
-            pairing = Pairing(
+            pairing = SpeculationState(
                 speculation.threshold,
                 speculation.chunk_size,
                 hits=torch.zeros(config.num_layers, batch_size, dtype=torch.int32, device=transport.device),
                 live=torch.ones(batch_size, dtype=torch.int32, device=transport.device),
             )
             if words is not None:
-                sums = torch.zeros(batch_size, shape.num_sums, 2, device=transport.device)
-                decoder = PairedDecoder(*common, pairing, words, sums, stops_early=words_in == "symm")
+                sums = torch.zeros(batch_size, num_sums(num_heads, config.head_dim), 2, device=transport.device)
+                decoder = PairedDecoder(*common, pairing, words, sums, stops_early=peer_memory == "symm")
             else:
                 swap = Swap.allocate(shape, exchange, transport.placement.group, transport.swap_calls(SPARE_SMS))
                 decoder = SwappedDecoder(*common, pairing, swap)
         return cls(decoder, pairing, cache.max_context, use_graph, operation)
 
     def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
-        """Change how a pair's guesses are judged; the next `prepare` captures again. See `Pairing`."""
+        """Change how a pair's guesses are judged; the next `prepare` captures again. See `SpeculationState`."""
         assert self._pairing is not None, "nothing is speculated"
         self._pairing.threshold, self._pairing.forced = threshold, forced
         self._prepared = False
@@ -177,9 +178,9 @@ class DecodeLoop:
         if self._is_cuda:
             # What else is in a step, collectives and copies, runs once more, between steps.
             with compiling():
-                self._issue(no_operation)
+                self._issue(no_hook)
         for _ in range(2):
-            self._issue(no_operation)
+            self._issue(no_hook)
             self._launched += 1
         self._taken = self._launched
         fault = int(self._decoder.exchange.fault)
@@ -190,7 +191,7 @@ class DecodeLoop:
             stream = torch.cuda.Stream(self._device, priority=self._decoder.stream_priority)
             # Other threads (the heartbeat, NCCL's watchdog) may call CUDA meanwhile.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._issue(no_operation)
+                self._issue(no_hook)
             self._graph = graph
         self._prepared = True
         return 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-__all__ = ["OperationHook", "no_operation"]
+__all__ = ["OperationHook", "no_hook"]
 
 OperationHook = Callable[[str, int], AbstractContextManager[None]]
 """(name, layer) -> a context to launch the operation in."""
 
 
-def no_operation(name: str, layer: int) -> AbstractContextManager[None]:
+def no_hook(name: str, layer: int) -> AbstractContextManager[None]:
     """Where nobody watches."""
     return nullcontext()

@@ -13,17 +13,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from alspec.kernels.comm.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handover
-from alspec.kernels.speculation.handover import receive_handover, receive_residual
-from alspec.kernels.speculation.roles import decide, meet, take_turn
-from alspec.runtime.decode.decoder import PATIENCE_NS, STEP_PATIENCE_NS, Branch, Decoder
+from alspec.kernels.comm.pair_state import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, PairState
+from alspec.kernels.speculation.handover import pair_spec_output, receive_handover, receive_residual
+from alspec.kernels.speculation.roles import decide, step_barrier, update_roles
+from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, TIMEOUT_NS, Branch, Decoder
 from alspec.runtime.decode.operation import OperationHook
 
-__all__ = ["PairedDecoder", "Pairing"]
+__all__ = ["PairedDecoder", "SpeculationState"]
 
 
 @dataclass
-class Pairing:
+class SpeculationState:
     """What is guessed and how guesses are judged, however the groups reach each other.
 
     Launches take `threshold` and `forced` as they are: when these change, a step is captured again.
@@ -40,24 +40,24 @@ class Pairing:
 class PairedDecoder(Decoder):
     """A `Decoder` with attention for a sender and a receiver, and gates for what is around it."""
 
-    pairing: Pairing
-    handover: Handover
+    pairing: SpeculationState
+    pair: PairState
     sums: Tensor  # [B, R, 2] fp32: what the sender's attention leaves for the verdict
     # Whether a receiver stops within a layer whose guess is rejected: every program of `reduce_norm` looks for the
     # verdict. In the host's memory, programs that ask for one line wait for each other, a microsecond each.
     stops_early: bool
 
-    first_patience_ns: ClassVar[int] = PATIENCE_NS  # `meet` has waited
+    first_timeout_ns: ClassVar[int] = TIMEOUT_NS  # `meet` has waited
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
         """Set the state, roles included: on every rank at the same place behind the steps in flight."""
         super().begin(token_ids, seq_lens)
-        self.handover.reset_roles()
+        self.pair.reset_roles()
 
     def embed(self) -> None:
         """Token embeddings into the residual stream; then all ranks meet."""
         super().embed()
-        meet(self.handover, STEP_PATIENCE_NS)
+        step_barrier(self.pair, STEP_TIMEOUT_NS)
 
     def run_layers(self, operation: OperationHook) -> None:
         """As `Decoder`, and the end on which both groups agree."""
@@ -66,8 +66,8 @@ class PairedDecoder(Decoder):
             self.finish_layers()
 
     def _branch(self, layer: int) -> Branch:
-        gate, inbox = self.handover.gate, self.handover.inbox
-        verdict = self.handover.verdict(layer) if self.stops_early else None
+        gate, inbox = self.pair.gate, self.pair.inbox
+        verdict = self.pair.verdict(layer) if self.stops_early else None
         return Branch(
             self.exchange, self.all_reduce, gate(GATE_O), gate(GATE_MLP), gate(GATE_PRE_ATTENTION), verdict,
             inbox(layer), inbox(layer + 1),
@@ -76,22 +76,22 @@ class PairedDecoder(Decoder):
     def attention(self, layer: int) -> None:
         """The sender attends, hands over its guess and decides; the receiver takes it and what was pushed before.
 
-        Source: Attention-Level Speculation, Algorithm 2.
+        Source: Attention-Level SpecOutput, Algorithm 2.
         """
-        at, cache, handover, pairing = self.buffers, self._cache, self.handover, self.pairing
+        at, cache, pair, pairing = self.buffers, self._cache, self.pair, self.pairing
         # Both: this layer's roles, from the verdict on the layer before.
-        take_turn(handover, layer, pairing.hits, PATIENCE_NS)
+        update_roles(pair, layer, pairing.hits, TIMEOUT_NS)
         # The sender: attention, which sends `A~` to its pair on its way to `A`; the verdict.
-        speculation = handover.speculation(layer, pairing.chunk_size, self.sums)
-        cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=handover.sends, newest_only=True)
+        speculation = pair_spec_output(pair, layer, pairing.chunk_size, self.sums)
+        cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=pair.is_sender, prefetch_before_wait=True)
         decide(
-            handover, layer, self.sums, pairing.live, pairing.threshold, pairing.hits, PATIENCE_NS, pairing.forced
+            pair, layer, self.sums, pairing.live, pairing.threshold, pairing.hits, TIMEOUT_NS, pairing.forced
         )  # fmt: skip
         # The receiver: waits for all of that but the verdict.
-        receive_handover(handover, layer, at.x, cache.layers[layer], at.seq_lens, at.attn_out, PATIENCE_NS)
+        receive_handover(pair, layer, at.x, cache.layers[layer], at.seq_lens, at.attn_out, TIMEOUT_NS)
 
     def finish_layers(self) -> None:
         """After the last layer: the right x in both groups."""
-        at, handover = self.buffers, self.handover
-        take_turn(handover, self.config.num_layers, self.pairing.hits, PATIENCE_NS)
-        receive_residual(handover, at.x, self.weights.final_norm, at.x_norm, at.square_sums, PATIENCE_NS)
+        at, pair = self.buffers, self.pair
+        update_roles(pair, self.config.num_layers, self.pairing.hits, TIMEOUT_NS)
+        receive_residual(pair, at.x, self.weights.final_norm, at.x_norm, at.square_sums, TIMEOUT_NS)

@@ -40,7 +40,7 @@ def share_host_memory(num_words: int, transport: Transport) -> Tensor:
         HostMemoryError: this rank, or another, cannot have them.
     """
     device, num_bytes = transport.device, 8 * num_words
-    file, words, reason = -1, None, ""
+    file, packets, reason = -1, None, ""
     try:
         if transport.placement.rank == 0:
             try:
@@ -50,7 +50,7 @@ def share_host_memory(num_words: int, transport: Transport) -> Tensor:
         place = transport.all_gather_world(torch.tensor(_place_of(file), device=device))[0].tolist()
         if place[1] >= 0:
             try:
-                words = _pin(_open(place, num_bytes), device)
+                packets = _pin(_open(place, num_bytes), device)
             except Exception as error:
                 reason = one_line(error)
         # Nobody closes the file before all have opened it.
@@ -60,8 +60,8 @@ def share_host_memory(num_words: int, transport: Transport) -> Tensor:
     finally:
         if file >= 0:
             os.close(file)
-    assert words is not None
-    return words
+    assert packets is not None
+    return packets
 
 
 class _Pinned:
@@ -96,10 +96,10 @@ def _pin(pages: mmap.mmap, device: torch.device) -> Tensor:
     """
     with torch.cuda.device(device):
         pinned = _Pinned(torch.frombuffer(pages, dtype=torch.int64), device)
-        words = torch.as_tensor(pinned, device=device)
-    if words.data_ptr() != pinned.address:
+        packets = torch.as_tensor(pinned, device=device)
+    if packets.data_ptr() != pinned.address:
         raise RuntimeError("PyTorch copies the host's memory instead of using it in place")
-    return words
+    return packets
 
 
 def _unpin(address: int, device: torch.device) -> None:

@@ -18,34 +18,34 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from alspec.errors import DoesNotFitError, one_line
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.comm.ll_packets import LINE_WORDS
-from alspec.kernels.comm.mailbox import Handover, PairShape
+from alspec.kernels.comm.ll_packets import PACKETS_PER_LINE
+from alspec.kernels.comm.pair_state import PairShape, PairState
 from alspec.kernels.linear.push import push_partial
 from alspec.kernels.norm.residual import new_residual, reduce_norm
 from alspec.runtime.distributed.host_memory import HostMemoryError, share_host_memory
-from alspec.runtime.distributed.placement import Placement, WordsIn, why_no_peers
+from alspec.runtime.distributed.placement import PeerMemory, Placement, why_no_peers
 from alspec.runtime.distributed.transport import Transport
 
-__all__ = ["allocate_words", "exchanges", "first_working"]
+__all__ = ["allocate_packets", "build_exchanges", "probe_peer_memory"]
 
 AnyExchange = TypeVar("AnyExchange", Exchange, LogitExchange)
 
-NAMES: dict[WordsIn, str] = {"symm": "symmetric memory", "host": "the host's memory"}
+NAMES: dict[PeerMemory, str] = {"symm": "symmetric memory", "host": "the host's memory"}
 
 # A group's first push must arrive within this time of the self-test.
-TEST_PATIENCE_NS = 20 * 10**9
+SELF_TEST_TIMEOUT_NS = 20 * 10**9
 
 
-def exchanges(
+def build_exchanges(
     transport: Transport,
-    words_in: WordsIn | None,
-    num_slots: int,
+    peer_memory: PeerMemory | None,
+    num_reduces: int,
     batch_size: int,
     hidden_size: int,
     vocab_size: int,
-    pair: PairShape | None = None,
-) -> tuple[Exchange, LogitExchange, Handover | None]:
-    """Buffers for the partial sums of a step with `num_slots` all-reduces, for its logits, and for a pair's handovers.
+    pair_shape: PairShape | None = None,
+) -> tuple[Exchange, LogitExchange, PairState | None]:
+    """Buffers for the `num_reduces` partial sums of a step, for its logits, and for a pair's handovers.
 
     Every rank calls it with the same arguments. Partial sums and logits travel as words if there is a place for them;
     otherwise they are left to collectives. A pair needs words.
@@ -66,32 +66,32 @@ def exchanges(
     )
     shard = torch.zeros(batch_size, rows, device=device)
     logit_exchange = LogitExchange(shard, exchange.epoch, exchange.fault, placement.rank, world_size)
-    if words_in is None or world_size == 1:
-        assert pair is None
+    if peer_memory is None or world_size == 1:
+        assert pair_shape is None
         return exchange, logit_exchange, None
     sizes = [
-        num_slots * batch_size * tp_size * hidden_size if tp_size > 1 else 0,
+        num_reduces * batch_size * tp_size * hidden_size if tp_size > 1 else 0,
         batch_size * world_size * rows,
-        sum(pair.field_words()) if pair else 0,
-        world_size if pair else 0,
+        sum(pair_shape.field_packets()) if pair_shape else 0,
+        world_size if pair_shape else 0,
     ]
     each = range(world_size)
     homes = [[rank // tp_size for rank in each], [0] * world_size, each, each]
     try:
-        partials, logits, mailboxes, meetings = allocate_words(words_in, sizes, homes, transport)
+        partials, logits, mailboxes, barriers = allocate_packets(peer_memory, sizes, homes, transport)
     except HostMemoryError as error:
         raise DoesNotFitError(f"transport: host: {error}; nccl needs none of the host's memory") from error
     rank, group = placement.rank, range(placement.group * tp_size, (placement.group + 1) * tp_size)
     if tp_size > 1:
-        exchange = _with_words(exchange, partials, group, (num_slots, batch_size, tp_size, hidden_size))
-    logit_exchange = _with_words(logit_exchange, logits, each, (batch_size, world_size, rows))
-    if pair is None:
+        exchange = _with_packets(exchange, partials, group, (num_reduces, batch_size, tp_size, hidden_size))
+    logit_exchange = _with_packets(logit_exchange, logits, each, (batch_size, world_size, rows))
+    if pair_shape is None:
         return exchange, logit_exchange, None
-    handover = Handover.build(
-        pair, exchange, placement.group, placement.paired_rank, mailboxes[rank], mailboxes[placement.paired_rank],
-        _addresses(mailboxes, group), meetings[rank], _addresses(meetings, each),
+    pair = PairState.build(
+        pair_shape, exchange, placement.group, placement.paired_rank, mailboxes[rank], mailboxes[placement.paired_rank],
+        _addresses(mailboxes, group), barriers[rank], _addresses(barriers, each),
     )  # fmt: skip
-    return exchange, logit_exchange, handover
+    return exchange, logit_exchange, pair
 
 
 def _addresses(memories: Sequence[Tensor], ranks: range) -> list[int]:
@@ -99,20 +99,22 @@ def _addresses(memories: Sequence[Tensor], ranks: range) -> list[int]:
     return list(dict.fromkeys(memories[rank].data_ptr() for rank in ranks))
 
 
-def _with_words(exchange: AnyExchange, memories: Sequence[Tensor], ranks: range, shape: tuple[int, ...]) -> AnyExchange:
+def _with_packets(
+    exchange: AnyExchange, memories: Sequence[Tensor], ranks: range, shape: tuple[int, ...]
+) -> AnyExchange:
     """The exchange with its words in these memories; `ranks` are its peers."""
-    words, addresses = memories[exchange.rank].view(shape), _addresses(memories, ranks)
-    own_words = None
+    packets, addresses = memories[exchange.rank].view(shape), _addresses(memories, ranks)
+    own_packets = None
     if len(addresses) < len(ranks):
         # They share them, behind PCIe: what a rank has pushed itself it keeps on its GPU as well.
-        own_words = torch.zeros_like(words)
-        addresses.append(own_words.data_ptr())
-    peers = torch.tensor(addresses, device=words.device)
-    return replace(exchange, words=words, own_words=own_words, peers=peers)
+        own_packets = torch.zeros_like(packets)
+        addresses.append(own_packets.data_ptr())
+    peers = torch.tensor(addresses, device=packets.device)
+    return replace(exchange, packets=packets, own_packets=own_packets, peers=peers)
 
 
-def allocate_words(
-    words_in: WordsIn, sizes: Sequence[int], homes: Sequence[Sequence[int]], transport: Transport
+def allocate_packets(
+    peer_memory: PeerMemory, sizes: Sequence[int], homes: Sequence[Sequence[int]], transport: Transport
 ) -> list[list[Tensor]]:
     """Zeroed words in several fields, which begin at lines: of each, [size] int64 for each rank, in rank order, which
     this rank's kernels can write. A rank reads its own.
@@ -127,8 +129,8 @@ def allocate_words(
         RuntimeError: symmetric memory cannot be had.
     """
     own, device = transport.placement.rank, transport.device
-    lines = [-(-size // LINE_WORDS) * LINE_WORDS for size in sizes]
-    if words_in == "host":
+    lines = [-(-size // PACKETS_PER_LINE) * PACKETS_PER_LINE for size in sizes]
+    if peer_memory == "host":
         places = [(field, home) for field, of_ranks in enumerate(homes) for home in dict.fromkeys(of_ranks)]
         aligned = [lines[field] for field, _ in places]
         found = dict(zip(places, share_host_memory(sum(aligned), transport).split(aligned), strict=True))
@@ -143,48 +145,48 @@ def allocate_words(
     buffers = [handle.get_buffer(rank, (sum(lines),), torch.int64) for rank in range(handle.world_size)]
     buffers[own] = memory
     fields = zip(*(buffer.split(lines) for buffer in buffers), strict=True)
-    return [[words[:size] for words in field] for field, size in zip(fields, sizes, strict=True)]
+    return [[packets[:size] for packets in field] for field, size in zip(fields, sizes, strict=True)]
 
 
-def first_working(ways: Sequence[WordsIn], transport: Transport) -> tuple[WordsIn | None, str]:
+def probe_peer_memory(candidates: Sequence[PeerMemory], transport: Transport) -> tuple[PeerMemory | None, str]:
     """The first of these that works, None if none does, and why those before it do not. The same on every rank."""
     reasons: list[str] = []
-    for words_in in ways:
-        reason = _why_not(words_in, transport)
+    for peer_memory in candidates:
+        reason = _why_not(peer_memory, transport)
         if not reason:
-            return words_in, "; ".join(reasons)
+            return peer_memory, "; ".join(reasons)
         if reason not in reasons:
             reasons.append(reason)
     return None, "; ".join(reasons)
 
 
-def _why_not(words_in: WordsIn, transport: Transport) -> str:
+def _why_not(peer_memory: PeerMemory, transport: Transport) -> str:
     """Why the kernels of this job cannot send each other words in this way; '' if they can. The same on every rank.
 
     Looks at the hosts and links first, then compares an all-reduce over words with NCCL's, bit for bit, on values whose
     sums are exact: -0.0, subnormal numbers, large ones, and integers.
     """
-    reason = transport.first_reason(_out_of_reach(words_in, transport.placement))
+    reason = transport.first_reason(_out_of_reach(peer_memory, transport.placement))
     if reason:
         return reason
     try:
-        wrong = _differs_from_nccl(words_in, transport)
+        wrong = _differs_from_nccl(peer_memory, transport)
     except RuntimeError as error:
         wrong = one_line(error)
     reason = transport.first_reason(wrong)
-    return f"{NAMES[words_in]} failed: {reason}" if reason else ""
+    return f"{NAMES[peer_memory]} failed: {reason}" if reason else ""
 
 
-def _out_of_reach(words_in: WordsIn, placement: Placement) -> str:
+def _out_of_reach(peer_memory: PeerMemory, placement: Placement) -> str:
     if placement.local_world_size != placement.world_size:
         return "ranks on several hosts"
-    return why_no_peers(placement.world_size) if words_in == "symm" else ""
+    return why_no_peers(placement.world_size) if peer_memory == "symm" else ""
 
 
-def _differs_from_nccl(words_in: WordsIn, transport: Transport) -> str:
+def _differs_from_nccl(peer_memory: PeerMemory, transport: Transport) -> str:
     device, rank, world_size = transport.device, transport.placement.rank, transport.placement.world_size
     hidden = 256
-    (memories,) = allocate_words(words_in, [world_size * hidden], [[0] * world_size], transport)
+    (memories,) = allocate_packets(peer_memory, [world_size * hidden], [[0] * world_size], transport)
     exchange = Exchange(
         partial=torch.zeros(1, hidden, device=device),
         epoch=torch.ones(1, dtype=torch.int32, device=device),
@@ -193,7 +195,7 @@ def _differs_from_nccl(words_in: WordsIn, transport: Transport) -> str:
         tp_size=world_size,
         rank=rank,
     )
-    exchange = _with_words(exchange, memories, range(world_size), (1, 1, world_size, hidden))
+    exchange = _with_packets(exchange, memories, range(world_size), (1, 1, world_size, hidden))
     values = torch.full((hidden,), -0.0, device=device)
     values[:64] = 1e-41 * (rank + 1)
     values[64 + rank : 128 : world_size] = 3e38 * (-1) ** rank
@@ -205,7 +207,7 @@ def _differs_from_nccl(words_in: WordsIn, transport: Transport) -> str:
     x, x_norm, square_sums = new_residual(1, hidden, torch.float32, device)
     x.fill_(-0.0)
     push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
-    reduce_norm(exchange, 0, TEST_PATIENCE_NS, x, values, x_norm, square_sums)
+    reduce_norm(exchange, 0, SELF_TEST_TIMEOUT_NS, x, values, x_norm, square_sums)
     dist.all_reduce(values)
     transport.synchronize()
     if int(exchange.fault):

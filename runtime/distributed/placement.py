@@ -16,18 +16,18 @@ from alspec.models.llama_config import LlamaConfig
 
 __all__ = [
     "Placement",
-    "WordsIn",
+    "PeerMemory",
     "choose_device",
     "choose_graph",
     "choose_mode",
-    "choose_words",
+    "peer_memory_candidates",
     "pairs_without_access",
     "why_no_peers",
 ]
 
-WordsIn = Literal["symm", "host"]  # peers' memory, the host's
+PeerMemory = Literal["symm", "host"]  # peers' memory, the host's
 # Of --transport, best first.
-WAYS: dict[str, tuple[WordsIn, ...]] = {"auto": ("symm", "host"), "symm": ("symm",), "host": ("host",)}
+WAYS: dict[str, tuple[PeerMemory, ...]] = {"auto": ("symm", "host"), "symm": ("symm",), "host": ("host",)}
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,9 @@ def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.dev
     return torch.device("cuda", placement.local_rank), "nccl", ""
 
 
-def choose_words(config: EngineConfig, mode: str, world_size: int, has_decoder: bool) -> tuple[WordsIn, ...]:
+def peer_memory_candidates(
+    config: EngineConfig, mode: str, world_size: int, has_decoder: bool
+) -> tuple[PeerMemory, ...]:
     """Where the kernels of ranks may send each other words, best first; only the fused kernels of a whole step do.
 
     Raises:

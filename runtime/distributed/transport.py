@@ -31,7 +31,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 REASON_BYTES = 200  # of a text that ranks tell each other
 
-MOST_GATHERED = 4  # ranks whose partial sums of 16 bits are gathered
+MAX_GATHERED = 4  # ranks whose partial sums of 16 bits are gathered
 # Tokens of a prompt, and ranks, from which on the residual stream is spread over the ranks: two collectives take longer
 # than one for fewer tokens, and two ranks receive the same bytes either way. With T (T - 1) tokens every rank has some.
 LEAST_SPREAD, FEWEST_SPREADING = 1024, 3
@@ -173,7 +173,7 @@ class Transport:
         the sums.
         """
         tp_size = self.placement.tp_size
-        if tp_size == 1 or (partial.itemsize == 2 and tp_size <= MOST_GATHERED):
+        if tp_size == 1 or (partial.itemsize == 2 and tp_size <= MAX_GATHERED):
             return self.all_gather_group(partial)
         return self.all_reduce(partial.float())[None]
 
@@ -246,10 +246,10 @@ class Transport:
             groups = [self._small_group(list(range(first, first + tp_size)), max_ctas) for first in firsts]
             pair, group = pairs[placement.tp_rank], groups[placement.group] if groups else None
 
-            def swap_aside(box: Tensor) -> None:
+            def swap_spec_branch(box: Tensor) -> None:
                 _gather(box.view(-1), box[placement.group].view(-1), group=pair)
 
-            def all_reduce_aside(tensor: Tensor) -> Tensor:
+            def all_reduce_spec_branch(tensor: Tensor) -> Tensor:
                 if group is not None:
                     dist.all_reduce(tensor, group=group)
                 return tensor
@@ -261,9 +261,9 @@ class Transport:
             def gather_verdicts(verdicts: Tensor) -> None:
                 _gather(verdicts.view(-1), verdicts[placement.rank].view(-1))
 
-            self._swap_calls = SwapCalls(swap_aside, all_reduce_aside, gather_sums, gather_verdicts)
-            swap_aside(torch.zeros(2, 1, device=self.device))
-            all_reduce_aside(torch.zeros(1, device=self.device))
+            self._swap_calls = SwapCalls(swap_spec_branch, all_reduce_spec_branch, gather_sums, gather_verdicts)
+            swap_spec_branch(torch.zeros(2, 1, device=self.device))
+            all_reduce_spec_branch(torch.zeros(1, device=self.device))
             gather_sums(torch.zeros(tp_size, 1, device=self.device))
             gather_verdicts(torch.zeros(placement.world_size, 1, device=self.device))
             self.synchronize()

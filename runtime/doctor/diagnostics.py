@@ -18,13 +18,13 @@ from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from alspec.errors import UserError
-from alspec.kernels.bench.probes import exchange_words, increment, send_word
+from alspec.kernels.bench.probes import exchange_packets, increment, send_word
 from alspec.models.checkpoint.checkpoint import Checkpoint, verify_checksums
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.distributed.host_memory import HostMemoryError
-from alspec.runtime.distributed.peer_memory import allocate_words
-from alspec.runtime.distributed.placement import WordsIn, pairs_without_access, why_no_peers
+from alspec.runtime.distributed.peer_memory import allocate_packets
+from alspec.runtime.distributed.placement import PeerMemory, pairs_without_access, why_no_peers
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.doctor.checkup import CHECKS, Scope, check, skip
 from alspec.runtime.engine.memory import GIB
@@ -320,7 +320,7 @@ def symmetric_memory(scope: Scope) -> str:
         skip(reason)
     if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, transport.device.index):
         skip("this torch uses NVLink multicast in spite of TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
-    return f"{_words_travel(transport, 'symm')}, NVLink multicast off"
+    return f"{_packets_arrive(transport, 'symm')}, NVLink multicast off"
 
 
 @check("host memory", "--transport nccl does without; a container may not let processes share memory")
@@ -328,7 +328,7 @@ def host_memory(scope: Scope) -> str:
     """As symmetric memory, through pages of the host that every rank has pinned."""
     transport = _of_one_host(scope)
     try:
-        return _words_travel(transport, "host")
+        return _packets_arrive(transport, "host")
     except HostMemoryError as error:
         if why_no_peers(scope.placement.world_size):
             raise
@@ -346,18 +346,18 @@ def _of_one_host(scope: Scope) -> Transport:
     return scope.transport
 
 
-def _words_travel(transport: Transport, words_in: WordsIn) -> str:
+def _packets_arrive(transport: Transport, peer_memory: PeerMemory) -> str:
     """Kernels of all ranks meet `ROUNDS` times over words; how long one takes."""
     placement, device = transport.placement, transport.device
     world_size = placement.world_size
-    (memories,) = allocate_words(
-        words_in, [-(-world_size // 2)], [range(world_size)], transport
+    (memories,) = allocate_packets(
+        peer_memory, [-(-world_size // 2)], [range(world_size)], transport
     )  # they meet over int32
     addresses = torch.tensor([memory.data_ptr() for memory in memories], device=device)
     result = torch.zeros(2, dtype=torch.int64, device=device)
     for rounds in (0, ROUNDS):  # no round: compiled before the ranks meet
         transport.barrier()
-        exchange_words(addresses, placement.rank, world_size, rounds, result, KERNEL_DEADLINE_NS)
+        exchange_packets(addresses, placement.rank, world_size, rounds, result, KERNEL_DEADLINE_NS)
     done, elapsed_ns = result.tolist()
     words = memories[placement.rank].view(torch.int32)[:world_size].tolist()
     transport.barrier()  # no rank frees what another still writes to

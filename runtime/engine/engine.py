@@ -20,25 +20,25 @@ from torch import Tensor
 
 from alspec.config import EngineConfig, SamplingConfig, refuse_unavailable, validate
 from alspec.errors import UserError
-from alspec.kernels.linear.gemv_tile import MAX_BATCH
+from alspec.kernels.common.limits import MAX_BATCH
 from alspec.models.checkpoint.source import model_config, model_folder
 from alspec.models.generation_config import notice_of_settings
 from alspec.models.llama import Llama
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, spelled
 from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
 from alspec.runtime.decode.eager_sampling import sample
-from alspec.runtime.decode.eager_step import DecodeState, StepProgram
-from alspec.runtime.decode.graph_loop import DecodeLoop, StepRecord
+from alspec.runtime.decode.eager_step import DecodeState, EagerStep
+from alspec.runtime.decode.graph_loop import CapturedStep, StepRecord
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.agreement import Agreement, fingerprint, shared_settings
-from alspec.runtime.distributed.peer_memory import first_working
+from alspec.runtime.distributed.peer_memory import probe_peer_memory
 from alspec.runtime.distributed.placement import (
+    PeerMemory,
     Placement,
-    WordsIn,
     choose_device,
     choose_graph,
     choose_mode,
-    choose_words,
+    peer_memory_candidates,
 )
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
 from alspec.runtime.engine.generation import Generation, IdDecoder, Request, Token, check_prompts, most_tokens
@@ -66,8 +66,8 @@ class Engine:
     model: Llama
     cache: Cache
     # One of these two decodes: the fused kernels, or operation by operation from the host.
-    loop: DecodeLoop | None = None
-    program: StepProgram | None = None
+    loop: CapturedStep | None = None
+    program: EagerStep | None = None
 
     def __init__(self, config: EngineConfig, trace: bool = False) -> None:
         self.config = config
@@ -93,8 +93,8 @@ class Engine:
         if self.device.type == "cuda" and not self._has_decoder:
             self.notices.append(f"{self.mode}: operations are launched one by one; captured steps serve off and paired")
         # Where words may travel; `_load_model` finds out where they do.
-        self._ways = choose_words(config, self.mode, self.placement.world_size, self._has_decoder)
-        self._words_in: WordsIn | None = None
+        self._candidates = peer_memory_candidates(config, self.mode, self.placement.world_size, self._has_decoder)
+        self._peer_memory: PeerMemory | None = None
         self._wants_graph = choose_graph(config, self.mode, self.device, self._has_decoder, trace)
         if trace and self._has_decoder:
             self.notices.append("operations are launched one by one, because --trace times each of them")
@@ -117,7 +117,7 @@ class Engine:
         self._attempts = 0  # to run the loop; a fault ends one
         self._generations = 0  # begun so far
         self._owner = 0  # the generation that may use the cache: the last one, if nothing was loaded since
-        self._turn = threading.RLock()  # of threads: one at a time loads, closes or takes a step
+        self._lock = threading.RLock()  # of threads: one at a time loads, closes or takes a step
         self._is_closed = False
         self._is_warm = self.device.type != "cuda"
 
@@ -137,7 +137,7 @@ class Engine:
     @property
     def transport_name(self) -> str:
         """How this rank's results reach the others while decoding."""
-        return self._words_in if self._words_in and self.loop is not None else self.backend
+        return self._peer_memory if self._peer_memory and self.loop is not None else self.backend
 
     @property
     def uses_graph(self) -> bool:
@@ -164,7 +164,7 @@ class Engine:
             DoesNotFitError: before anything is allocated; of the host's memory for words, after weights and cache.
             UserError: settings that ranks disagree on; a transport asked for that does not work; after `close`.
         """
-        with self._turn:
+        with self._lock:
             self._refuse_closed()
             self._load(batch_size, max_context)
 
@@ -198,11 +198,11 @@ class Engine:
         )
         is_paired = self.mode == "paired"
         if self._has_decoder and batch_size <= MAX_BATCH:
-            self.loop = DecodeLoop.build(
+            self.loop = CapturedStep.build(
                 self.model,
                 self.cache,
                 self.connected(),
-                self._words_in,
+                self._peer_memory,
                 self._wants_graph,
                 self._looped_operation,
                 self.config.speculation if is_paired else None,
@@ -214,7 +214,7 @@ class Engine:
             if self._has_decoder and notice not in self.notices:
                 self.notices.append(notice)
             speculation = self.config.speculation
-            self.program = StepProgram(
+            self.program = EagerStep(
                 self.model,
                 self.cache,
                 self.connected(),
@@ -235,7 +235,7 @@ class Engine:
             self.loop = None
 
     def _catch_up(self, exchange: Callable[[str], list[str]]) -> None:
-        """Before anything waits for the device: launch the steps that other ranks have launched, see `DecodeLoop`.
+        """Before anything waits for the device: launch the steps that other ranks have launched, see `CapturedStep`.
 
         Args:
             exchange: every rank's text, for this rank's.
@@ -256,20 +256,20 @@ class Engine:
         take_device(self.device, placement)
         weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)
         self.transport = Transport(placement, self.device, self.backend, self._store)
-        if self._ways:
-            self._words_in, reason = first_working(self._ways, self.transport)
-            if self._words_in is None and self.config.transport != "auto":
+        if self._candidates:
+            self._peer_memory, reason = probe_peer_memory(self._candidates, self.transport)
+            if self._peer_memory is None and self.config.transport != "auto":
                 self.transport.close()
                 self.transport = None
                 raise UserError(f"transport: {self.config.transport} does not work here: {reason}; use auto or nccl")
             if reason:
-                over = self._words_in or self.backend
+                over = self._peer_memory or self.backend
                 self.notices.append(f"transport: {over}, because symm does not work here ({reason})")
         self.model = Llama(config, weights, self.transport)
 
     def _check_agreement(self) -> None:
         """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""
-        chosen = {"resolved transport": self._ways[0] if self._ways else self.backend}
+        chosen = {"resolved transport": self._candidates[0] if self._candidates else self.backend}
         chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
         chosen |= {f"the model's {name}": value for name, value in self.model_config.model_dump(mode="json").items()}
         if self.checkpoint is not None and self._store is not None:
@@ -317,9 +317,9 @@ class Engine:
             BadNumbersError: NaN or Inf in the logits; no token of that step is yielded.
             UserError: another generation has begun since the last token, and has the cache; after `close`.
         """
-        with self._turn:
+        with self._lock:
             number = self._begin_generation()
-        yield from self._take_turns(number, self._run(generation, sampling, progress))
+        yield from self._locked_steps(number, self._run(generation, sampling, progress))
 
     def _begin_generation(self) -> int:
         """The number of a new generation, which has the cache from now on; within the lock that it was loaded under."""
@@ -327,9 +327,9 @@ class Engine:
         self._owner = self._generations
         return self._generations
 
-    def _take_turns(self, number: int, steps: Iterator[Token]) -> Iterator[Token]:
+    def _locked_steps(self, number: int, steps: Iterator[Token]) -> Iterator[Token]:
         while True:
-            with self._turn:
+            with self._lock:
                 self._refuse_closed()
                 if number != self._owner:
                     why = "another generation of this engine has begun, which ends this one"
@@ -457,7 +457,7 @@ class Engine:
         self._refuse_closed()
         sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
-        with self._turn:
+        with self._lock:
             self.heartbeat.start(self._release)
             with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
                 # Before anything of it is refused, for that has to happen on all ranks.
@@ -473,7 +473,7 @@ class Engine:
         self._told = True
         for notice in notices:
             warnings.warn(notice, stacklevel=2)
-        yield from self._take_turns(number, self._run(self.start_generation(prompts, sampling), sampling, None))
+        yield from self._locked_steps(number, self._run(self.start_generation(prompts, sampling), sampling, None))
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -526,7 +526,7 @@ class Engine:
         does not wait for the others. Called while an error is on its way, as in a `finally` block, it meets the others
         only where they close as well; those that wait for this rank in a step end, and name it.
         """
-        with self._turn:
+        with self._lock:
             self._close()
             self._is_closed = True
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from alspec.config import EngineConfig, SamplingConfig
 from alspec.errors import UserError, show
-from alspec.kernels.linear.gemv_tile import MAX_BATCH
+from alspec.kernels.common.limits import MAX_BATCH
 from alspec.models.llama_config import LlamaConfig
-from alspec.predictor import shortest_guess
+from alspec.predictor import first_lossy_length
 
 __all__ = ["Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts", "most_tokens"]
 
@@ -146,7 +146,7 @@ class Generation:
         """
         if hits is not None:
             self.hits.append(hits)
-        shortest = shortest_guess(chunk_size)
+        shortest = first_lossy_length(chunk_size)
         for index, (request, token_id) in enumerate(zip(self.requests, token_ids, strict=True)):
             if request.live:
                 hit_rate = None

@@ -14,7 +14,7 @@ from alspec.models.llama import Llama, LlamaWeights, load_weights, random_weight
 from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.cache.codecs import Cache
-from alspec.runtime.decode.eager_step import DecodeState, StepProgram
+from alspec.runtime.decode.eager_step import DecodeState, EagerStep
 from alspec.runtime.decode.operation import OperationHook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.distributed.placement import Placement
@@ -60,7 +60,7 @@ def read_weights(
 
 
 def warm_up(
-    model: Llama, cache: Cache, transport: Transport, operation: OperationHook, program: StepProgram | None
+    model: Llama, cache: Cache, transport: Transport, operation: OperationHook, program: EagerStep | None
 ) -> None:
     """Compile kernels and load libraries before anything is timed; the prompt overwrites what this caches.
 

@@ -22,8 +22,8 @@ from alspec.runtime.eval.teacher_forced import (
     CachedTensor,
     CacheSetting,
     cache_text,
-    decoded_attention,
     prompt_attention,
+    teacher_forced_attention,
 )
 from alspec.verdict import accepts, combine_sums, distance_sums
 
@@ -167,7 +167,7 @@ def _attention(
         outs = prefill_attention(q, k, v, sm_scale), predictor_attention_all(q, k, v, chunk_size, sm_scale)
     else:
         cached = cache_text(k, v, prompt_tokens or min(len(q), CALIBRATION_TOKENS), cache, texts)
-        outs = decoded_attention(q, *cached, chunk_size, sm_scale, cache)
+        outs = teacher_forced_attention(q, *cached, chunk_size, sm_scale, cache)
         prompt_out = q_prompt.float()
         if prompt_tokens:
             cached = _of_heads(cached[0], num_kv_heads), _of_heads(cached[1], num_kv_heads)

@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from alspec.config import TURBO_CODECS
+from alspec.config import FLASHQ_CODECS
 from alspec.kernels.attention.torch_ref import SCORES_AT_ONCE, prefill_attention
 from alspec.kernels.kv_codec.flashq.quantize import (
     BLOCK,
@@ -36,9 +36,17 @@ from alspec.predictor import predictor_ranges
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
 from alspec.sas import Softmax, cutoffs, sas_softmax
 
-__all__ = ["CODECS", "SOFTMAXES", "CachedTensor", "CacheSetting", "cache_text", "decoded_attention", "prompt_attention"]
+__all__ = [
+    "CODECS",
+    "SOFTMAXES",
+    "CachedTensor",
+    "CacheSetting",
+    "cache_text",
+    "teacher_forced_attention",
+    "prompt_attention",
+]
 
-CODECS = ("bf16", "int8", *TURBO_CODECS)
+CODECS = ("bf16", "int8", *FLASHQ_CODECS)
 SOFTMAXES: tuple[str, ...] = get_args(Softmax)
 
 
@@ -137,7 +145,7 @@ def prompt_attention(
     return torch.cat(outs).float()
 
 
-def decoded_attention(
+def teacher_forced_attention(
     q: Tensor, k: CachedTensor, v: CachedTensor, chunk_size: int, sm_scale: float, setting: CacheSetting
 ) -> tuple[Tensor, Tensor]:
     """`A` and `A~` of the last m positions, each over the cache as it is when its token is the newest.
@@ -163,7 +171,7 @@ def decoded_attention(
 def _attend(
     q: Tensor, start: int, k: CachedTensor, v: CachedTensor, chunk_size: int, sm_scale: float, setting: CacheSetting
 ) -> tuple[Tensor, Tensor]:
-    """As `decoded_attention`, of the positions `[start, start + m)`."""
+    """As `teacher_forced_attention`, of the positions `[start, start + m)`."""
     (num_rows, num_qo_heads, head_dim), num_kv_heads = q.shape, k.tail.shape[0]
     block, stop = setting.block_size, start + num_rows
     # Columns: stored tokens before the last position's block, then tail tokens from the first position's block on.

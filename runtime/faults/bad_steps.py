@@ -14,14 +14,14 @@ from alspec.runtime.distributed.transport import Transport
 
 __all__ = ["bad_logits_error", "fault_error"]
 
-TOLD_WITHIN_S = 1.0  # ranks read a step's fault at nearly the same time, if their hosts are not late
+FAULT_EXCHANGE_S = 1.0  # ranks read a step's fault at nearly the same time, if their hosts are not late
 
 
 def fault_error(code: int, step: int, num_layers: int, agreement: Agreement, attempt: int) -> AlspecError:
     """What a kernel noted in the fault word: bad numbers, or a rank that it waited for in vain.
 
     Either may follow from what another rank has found: it works with the bad numbers, or waits for one that waits. So
-    all that have found something within `TOLD_WITHIN_S` say what came first.
+    all that have found something within `FAULT_EXCHANGE_S` say what came first.
 
     Args:
         code: not 0; see kernels/comm/ll_packets.py.
@@ -29,7 +29,7 @@ def fault_error(code: int, step: int, num_layers: int, agreement: Agreement, att
     """
     own = json.dumps([step, code])
     try:
-        found = agreement.gather_within(f"fault/{attempt}", own, TOLD_WITHIN_S)
+        found = agreement.gather_within(f"fault/{attempt}", own, FAULT_EXCHANGE_S)
     except RuntimeError:  # the store is gone with a rank that has left, and this fault as true as before
         found = [own]
     step, code = min((json.loads(text) for text in found), key=lambda fault: _moment(fault, num_layers))

@@ -387,9 +387,9 @@ class Heartbeat:
             self._seen[rank] = (beat, since, cpu_then_s)
             if state == "dead":
                 beat = json.loads(self._store.get(self._key(rank)))  # its last one
-            lost = _gone(rank, beat, state, misses, self._is_closing)
+            lost = _dead_rank_error(rank, beat, state, misses, self._is_closing)
             if lost is None:
-                lost = _stalled(rank, beat, state, now - since, cpu_s - cpu_then_s, limit_s)
+                lost = _stalled_rank_error(rank, beat, state, now - since, cpu_s - cpu_then_s, limit_s)
                 if lost is not None:
                     kill_stalled(beat)
             if lost is not None:
@@ -411,7 +411,7 @@ class Heartbeat:
         return not agent_hosts_store() and bool(beat.get("ended"))
 
 
-def _gone(rank: int, beat: dict[str, Any], state: str, misses: bool, is_closing: bool) -> AlspecError | None:
+def _dead_rank_error(rank: int, beat: dict[str, Any], state: str, misses: bool, is_closing: bool) -> AlspecError | None:
     """That a rank died, was interrupted, tells of an error or has left, as its newest beat says and its process shows.
 
     Args:
@@ -440,10 +440,10 @@ def _gone(rank: int, beat: dict[str, Any], state: str, misses: bool, is_closing:
     return None
 
 
-def _stalled(
+def _stalled_rank_error(
     rank: int, beat: dict[str, Any], state: str, silent_s: float, cpu_s: float, limit_s: float
 ) -> RankFailureError | None:
-    """That a rank which is not `_gone` has not moved for `limit_s`, or for as long as it is to be borne with.
+    """That a rank which is not dead has not moved for `limit_s`, or for as long as it is to be borne with.
 
     Args:
         state: of its process, see `process_state`.

@@ -9,7 +9,7 @@ __all__ = [
     "MLP",
     "PACK",
     "PRE_ATTENTION",
-    "SETTLE",
+    "APPLY_VERDICT",
     "STEP_END",
     "UNPACK",
     "Row",
@@ -24,25 +24,25 @@ MLP = "gate_up_silu"  # its first kernel
 STEP_END = "finish_step"  # a step's last kernel
 # Over collectives: ahead of a layer's fork, and the first one after the last layer; of a receiver; the sender's
 # verdict, and what all ranks make of it.
-PACK, UNPACK, DECIDE, SETTLE = "pack_kernel", "unpack_handover", "decide_kernel", "settle_kernel"
+PACK, UNPACK, DECIDE, APPLY_VERDICT = "pack_kernel", "unpack_handover", "decide_kernel", "apply_verdict_kernel"
 # Part of a kernel's name -> the operation that it belongs to.
 _OPERATIONS = {
     "embed_norm": "embed",
-    "meet_kernel": "embed",
+    "step_barrier": "embed",
     PRE_ATTENTION: "pre_attention",
-    "take_turn": "handover",
+    "update_roles": "handover",
     "unpack_": "handover",
     PACK: "predictor",
     "lean_": "full_attention",
-    "turbo_decode": "full_attention",
-    "turbo_merge": "full_attention",
+    "flashq_decode": "full_attention",
+    "flashq_combine": "full_attention",
     DECIDE: "verdict",
-    SETTLE: "verdict",
+    APPLY_VERDICT: "verdict",
     "receive_": "handover",
     "push_partial": "post_attention",
     "reduce_norm": "post_attention",
     MLP: "post_attention",
-    "turbo_compact": "lm_head",
+    "flashq_compact": "lm_head",
     "collect_logits": "lm_head",
     STEP_END: "lm_head",
 }

@@ -240,7 +240,9 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
     for rank, rows in enumerate(labelled):
         for row in rows:
             step, layer = row["step"], row["layer"]
-            name = "turn" if "take_turn" in row["kernel"] else "receive" if "receive_" in row["kernel"] else row["op"]
+            name = (
+                "turn" if "update_roles" in row["kernel"] else "receive" if "receive_" in row["kernel"] else row["op"]
+            )
             ends[rank, step, layer, name] = max(row["end_us"], ends.get((rank, step, layer, name), 0.0))
             if row["op"] == "full_attention" and row["open"]:
                 attention_us[rank, step, layer] = attention_us.get((rank, step, layer), 0.0) + work_us(row)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from alspec.config import SamplingConfig
-from alspec.predictor import shortest_guess
+from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
 from alspec.runtime.engine.engine import Engine
@@ -130,7 +130,7 @@ def measure(
     seq_lens = [context + WARMUP_STEPS + num_steps // 2] * batch_size
     read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens, engine.config.kv_cache)
     # Of guesses that could miss, as in `summarize`.
-    shortest = 0 if is_forced else shortest_guess(engine.config.speculation.chunk_size)
+    shortest = 0 if is_forced else first_lossy_length(engine.config.speculation.chunk_size)
     counted = [of_step for length, of_step in enumerate(hits, context + WARMUP_STEPS) if length >= shortest]
     hit_rate = float(torch.stack(counted).float().mean()) if counted else None
     return Profile(context, batch_size, gathered.tolist(), hit_rate, read)

@@ -12,7 +12,7 @@ import torch
 
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.predictor import shortest_guess
+from alspec.predictor import first_lossy_length
 from alspec.runtime.cache.codecs import bytes_per_token
 from alspec.runtime.engine.generation import Generation
 from alspec.runtime.engine.memory import plan_memory
@@ -114,7 +114,7 @@ def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
         live = torch.stack([steps < count - 1 for count in new_tokens], dim=1)
         # The first step reads the prompt and the first new token.
         lengths = torch.tensor([len(request.prompt_ids) + 1 for request in generation.requests]) + steps[:, None]
-        counted = (live & (lengths >= shortest_guess(chunk_size)))[:, None, :]
+        counted = (live & (lengths >= first_lossy_length(chunk_size)))[:, None, :]
         if counted.any():
             per_layer = ((hits * counted).sum((0, 2)) / counted.sum()).tolist()
             hit_rate = sum(per_layer) / len(per_layer)

@@ -15,14 +15,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from alspec.errors import AlspecError
-from alspec.runtime.profiling.kernel_names import DECIDE, MLP, PACK, SETTLE, UNPACK, Row, operation_of, work_us
+from alspec.runtime.profiling.kernel_names import APPLY_VERDICT, DECIDE, MLP, PACK, UNPACK, Row, operation_of, work_us
 
 __all__ = ["is_open", "is_swapped", "place", "swap_parts"]
 
 
 def is_swapped(rows: list[Row]) -> bool:
     """Whether these kernels are of such a step."""
-    return any(SETTLE in row["kernel"] for row in rows)
+    return any(APPLY_VERDICT in row["kernel"] for row in rows)
 
 
 def place(steps: list[list[Row]]) -> list[Row]:
@@ -43,16 +43,16 @@ def _place_step(rows: list[Row], ready_us: float, streams: list[set[int]]) -> li
     """
     num_layers = len(streams)
     layer = -1
-    aside: set[int] = set()
-    ops = {"main": "embed", "aside": "", "verdict": "verdict"}
-    ready = {"main": ready_us, "aside": 0.0, "verdict": 0.0}
+    spec_branch: set[int] = set()
+    ops = {"main": "embed", "spec": "", "verdict": "verdict"}
+    ready = {"main": ready_us, "spec": 0.0, "verdict": 0.0}
     of_verdict = _verdict_rows(rows)
     placed = []
     for index, row in enumerate(rows):
         name = row["kernel"]
         if ops["main"] in ("pre_attention", "post_attention") and _is_first_of_layer(name):
-            ready["main"], aside = max(ready.values()), set()
-        branch = "verdict" if index in of_verdict else "aside" if row["stream"] in aside else "main"
+            ready["main"], spec_branch = max(ready.values()), set()
+        branch = "verdict" if index in of_verdict else "spec" if row["stream"] in spec_branch else "main"
         op = ops[branch] = _operation(name, ops[branch], layer + 1 == num_layers)
         at = layer + 1 if op in ("pre_attention", "predictor", "agree", "lm_head") else max(layer, 0)
         placed.append(row | {"op": op, "layer": at, "branch": branch, "ready_us": ready[branch], "open": True})
@@ -61,8 +61,8 @@ def _place_step(rows: list[Row], ready_us: float, streams: list[set[int]]) -> li
             ready["verdict"] = row["end_us"]
         if PACK in name and layer + 1 < num_layers:
             layer += 1
-            aside = streams[layer]
-            ops["aside"], ready["aside"] = "handover", row["end_us"]
+            spec_branch = streams[layer]
+            ops["spec"], ready["spec"] = "handover", row["end_us"]
     return placed
 
 
@@ -71,7 +71,7 @@ def _verdict_rows(rows: list[Row]) -> set[int]:
     found: set[int] = set()
     newest: dict[int, int] = {}  # of each stream
     for index, row in enumerate(rows):
-        if SETTLE in row["kernel"]:
+        if APPLY_VERDICT in row["kernel"]:
             found |= {newest.get(row["stream"], index), index}
         newest[row["stream"]] = index
     return found
@@ -120,15 +120,15 @@ def _aside_streams(steps: list[list[Row]]) -> list[set[int]]:
                 (aside_us - main_us) * (pair[one].start_us - pair[other].start_us)
                 for (aside_us, main_us), pair in zip(ends, pairs, strict=True)
             )
-            aside, main = (one, other) if lead > 0 else (other, one)
-            streams.add(aside)
-            ends = [[pair[aside].end_us, pair[main].end_us] for pair in pairs]
+            spec_branch, main = (one, other) if lead > 0 else (other, one)
+            streams.add(spec_branch)
+            ends = [[pair[spec_branch].end_us, pair[main].end_us] for pair in pairs]
     return found
 
 
 def _stretches(rows: list[Row]) -> list[list[_Stretch]]:
     """[L] those of all branches of one step."""
-    num_layers = sum(SETTLE in row["kernel"] for row in rows)
+    num_layers = sum(APPLY_VERDICT in row["kernel"] for row in rows)
     found: list[list[_Stretch]] = []
     current: dict[int, _Stretch] = {}
     for row in rows:
@@ -158,7 +158,7 @@ def _behind_all_reduces(layer: list[_Stretch], has_mlp: bool) -> dict[int, _Stre
     return {
         stretch.stream: stretch
         for stretch in layer
-        if not any(stretch.has(part) for part in (UNPACK, DECIDE, SETTLE)) and stretch.has(MLP) == has_mlp
+        if not any(stretch.has(part) for part in (UNPACK, DECIDE, APPLY_VERDICT)) and stretch.has(MLP) == has_mlp
     }
 
 
@@ -192,7 +192,7 @@ def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bo
         fork = layer - 1 if op == "pre_attention" else layer
         if fork < 0:
             return group == senders[0]
-        return group != senders[fork] if row["branch"] == "aside" else group == senders[fork] and not accepted[fork]
+        return group != senders[fork] if row["branch"] == "spec" else group == senders[fork] and not accepted[fork]
     if op == "handover" or "unpack_" in name:
         return group != senders[layer]
     if row["branch"] == "verdict":

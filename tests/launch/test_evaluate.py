@@ -373,7 +373,7 @@ def test_work_of_prefill_attention() -> None:
     case = PrefillCase(q, k, v, k.to(torch.int8), v.to(torch.int8), torch.ones(2, 1), torch.ones(2, 1))
     q_and_o = 2 * 2 * 4 * 4 * 8
     assert case.num_bytes("torch.sdpa") == q_and_o + 2 * 2 * 2 * 64 * 8 == case.num_bytes("alspec.prefill_attention")
-    assert case.num_bytes("alspec.turbo_prefill_attention") == q_and_o + 2 * (2 * 64 * 8 + 2 * 4)
+    assert case.num_bytes("alspec.int8_prefill_attention") == q_and_o + 2 * (2 * 64 * 8 + 2 * 4)
 
 
 def test_a_wrong_result_ends_a_bench_as_bad_numbers_do() -> None:

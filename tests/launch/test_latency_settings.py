@@ -14,7 +14,7 @@ import torch
 
 from alspec.config import LatencyConfig, validate
 from alspec.errors import UserError
-from alspec.kernels.linear.gemv_tile import MAX_BATCH
+from alspec.kernels.common.limits import MAX_BATCH
 from alspec.launch import latency
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.profiling.profile import Profile, room

@@ -17,8 +17,8 @@ from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random_weights
 from alspec.models.llama_config import LlamaConfig, RopeScaling
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode.eager_step import DecodeState, StepProgram
-from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.eager_step import DecodeState, EagerStep
+from alspec.runtime.decode.operation import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
@@ -77,11 +77,11 @@ class Runner:
         self.transport = transport
         kv_heads = config.num_kv_heads // transport.placement.tp_size
         self.cache = KVCache(config.num_layers, 1, kv_heads, 200, config.head_dim, torch.float32, CPU)
-        self._program = StepProgram(self.model, self.cache, transport, "off", 0.1, 128, no_operation)
+        self._program = EagerStep(self.model, self.cache, transport, "off", 0.1, 128, no_hook)
 
     def prefill(self, ids: list[int], chunk_tokens: int) -> Tensor:
         """[V] logits after the last of `ids`."""
-        return prefill(self.model, self.cache, self.transport, 0, ids, no_operation, chunk_tokens)[0][0]
+        return prefill(self.model, self.cache, self.transport, 0, ids, no_hook, chunk_tokens)[0][0]
 
     def decode(self, token_id: int, seq_len: int) -> Tensor:
         """[V] logits after one more token, the `seq_len`-th."""
@@ -189,7 +189,7 @@ def test_bf16_execution_stays_near_fp32(tmp_path: Path) -> None:
     model = Llama(config, weights, Transport(Placement(), CPU, "gloo", None))
     ids = prompt(TINY["vocab_size"], 20)
     cache = KVCache(config.num_layers, 1, config.num_kv_heads, 20, config.head_dim, torch.bfloat16, CPU)
-    logits, layer_sums = prefill(model, cache, Transport(Placement(), CPU, "gloo", None), 0, ids, no_operation)
+    logits, layer_sums = prefill(model, cache, Transport(Placement(), CPU, "gloo", None), 0, ids, no_hook)
     assert logits.dtype == layer_sums.dtype == torch.float32
     expected = reference(torch.tensor([ids])).logits[0, -1]
     assert (logits[0] - expected).norm() < 0.05 * expected.norm()

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, Speculation
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, SpecOutput
 from alspec.kernels.attention.reference import decode_attention_ref, speculative_decode_attention_ref
-from alspec.kernels.comm.ll_packets import unpack_words
+from alspec.kernels.comm.ll_packets import unpack_packets
 from alspec.sas import Softmax
 
 __all__ = ["EDGES", "EPOCH", "HAS_CUDA", "AttentionLaunch", "S"]
@@ -33,7 +33,7 @@ class AttentionLaunch:
     workspace: LeanWorkspace
     out: Tensor
     lse: Tensor
-    speculation: Speculation | None = None
+    speculation: SpecOutput | None = None
 
     @property
     def softmax(self) -> Softmax:
@@ -61,7 +61,7 @@ class AttentionLaunch:
         found = self.speculation.spec_out
         if found.is_floating_point():
             return found
-        o = unpack_words(found, EPOCH).view(-1, *self.q.shape)
+        o = unpack_packets(found, EPOCH).view(-1, *self.q.shape)
         if self.speculation.spec_lse is None:
             return o[0]
         # A partial of no tokens has no weight, but is there.
@@ -73,7 +73,7 @@ class AttentionLaunch:
         """Of each part of `A~`, -inf without tokens; NaN where a word did not come."""
         assert self.speculation is not None
         assert self.speculation.spec_lse is not None
-        return unpack_words(self.speculation.spec_lse, EPOCH)
+        return unpack_packets(self.speculation.spec_lse, EPOCH)
 
     def compare_each(self, close: Callable[[str, Tensor, Tensor], None]) -> None:
         """`close(name, found, expected)` of out, lse, guess and sums."""

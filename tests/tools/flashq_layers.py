@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from alspec.kernels.kv_codec.flashq.layout import BLOCK, TurboLayer, record_words
+from alspec.kernels.kv_codec.flashq.layout import BLOCK, FlashQLayer, record_words
 
 __all__ = ["assert_same", "noisy_layer", "on_cpu"]
 
 
-def noisy_layer(batch_size: int, bits: list[int], head_dim: int, num_blocks: int, device: torch.device) -> TurboLayer:
+def noisy_layer(batch_size: int, bits: list[int], head_dim: int, num_blocks: int, device: torch.device) -> FlashQLayer:
     """A layer of noise, with heads of `bits` in every request (the other way round in odd ones)."""
     heads = len(bits)
     rows = torch.tensor([bits if request % 2 == 0 else bits[::-1] for request in range(batch_size)])
     sizes = torch.tensor([num_blocks * record_words(b, head_dim) for b in rows.flatten().tolist()])
     ends = sizes.cumsum(0)
-    return TurboLayer(
+    return FlashQLayer(
         words=torch.randint(-(2**31), 2**31, (int(ends[-1]),), dtype=torch.int32).to(device),
         offset=(ends - sizes).view(batch_size, heads).to(device),
         bits=rows.to(device, torch.int32),
@@ -25,7 +25,7 @@ def noisy_layer(batch_size: int, bits: list[int], head_dim: int, num_blocks: int
     )
 
 
-def assert_same(found: TurboLayer, expected: TurboLayer) -> None:
+def assert_same(found: FlashQLayer, expected: FlashQLayer) -> None:
     for name in expected.tensors:
         a, b = (layer.tensors[name].cpu() for layer in (found, expected))
         if a.is_floating_point():
@@ -33,5 +33,5 @@ def assert_same(found: TurboLayer, expected: TurboLayer) -> None:
         assert torch.equal(a, b), f"{name}: {int((a != b).sum())} of {a.numel()} differ"
 
 
-def on_cpu(layer: TurboLayer) -> TurboLayer:
-    return TurboLayer(**{name: tensor.detach().cpu().clone() for name, tensor in layer.tensors.items()})
+def on_cpu(layer: FlashQLayer) -> FlashQLayer:
+    return FlashQLayer(**{name: tensor.detach().cpu().clone() for name, tensor in layer.tensors.items()})

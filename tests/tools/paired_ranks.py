@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.comm.exchange import Exchange
-from alspec.kernels.comm.mailbox import Handover, PairShape
+from alspec.kernels.comm.pair_state import PairShape, PairState
 from alspec.priority import INITIAL_PRIORITY, Priority, after_handover, after_verdict, sender
 
-__all__ = ["PATIENCE_NS", "LayerRoles", "nan", "pairs", "roles_by_the_rules", "sums_for"]
+__all__ = ["TIMEOUT_NS", "LayerRoles", "nan", "pairs", "roles_by_the_rules", "sums_for"]
 
-PATIENCE_NS = 10**8
+TIMEOUT_NS = 10**8
 
 
 def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
-def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[Handover]]:
+def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[PairState]]:
     """The handovers of every rank: [group][tp_rank]."""
-    size, tp_size = sum(shape.field_words()), shape.tp_size
+    size, tp_size = sum(shape.field_packets()), shape.tp_size
     memories = [[torch.zeros(size, dtype=torch.int64, device=device) for _ in range(tp_size)] for _ in range(2)]
     meetings = torch.zeros(2 * tp_size, 2 * tp_size, dtype=torch.int64, device=device)
     return [
         [
-            Handover.build(
+            PairState.build(
                 shape,
                 Exchange(
                     partial=nan(device, torch.float32, shape.batch_size, shape.hidden_size),
@@ -45,7 +45,7 @@ def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[Hando
                 memories[1 - group][tp_rank],
                 [memory.data_ptr() for memory in memories[group]],
                 meetings[group * tp_size + tp_rank],
-                [meeting.data_ptr() for meeting in meetings],
+                [barrier.data_ptr() for barrier in meetings],
             )
             for tp_rank in range(tp_size)
         ]

@@ -6,8 +6,8 @@ cache see warp_combine.py and flashq_mainloop.py.
 A partial is `(o, lse)` of some tokens of one output, that is of the query heads of one (request, KV head), normalised,
 fp32, `lse` in base 2. Partials of one output lie in consecutive slots. A launch of its own merges them: programs of
 one warp, each for some channels of a query head. They know from the schedule where partials lie, and are on their SMs
-before the attention has ended (but for a `rest`, see `launch_merge`); so a merge is the way from one kernel to the next
-and a round of loads.
+before the attention has ended (but for a `rest`, see `launch_combine`); so a merge is the way from one kernel to the
+next and a round of loads.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.comm.ll_packets import INTERPRETED, store_words
+from alspec.kernels.comm.ll_packets import store_packets
+from alspec.kernels.common.device import INTERPRETED, inverse_of_sum, log2_of_sum
 
 __all__ = [
-    "MERGE_REGISTERS",
+    "COMBINE_REGISTERS",
     "await_partials",
-    "inverse_of_sum",
-    "log2_of_sum",
-    "merge_output",
-    "merge_sizes",
+    "combine_output",
+    "combine_sizes",
     "num_sums",
-    "send_guess",
+    "send_spec",
     "store_partial",
 ]
 
@@ -33,50 +32,30 @@ LANE = tl.constexpr(4)  # channels that a lane loads at once
 # Channels of a program: few, for what one warp has to do takes longer than the loads (32 were 1 us slower, H200). Twice
 # as many where there are many programs even so: over a quantised cache, whose programs leave no registers to others
 # until they end, 512 of them took up to 0.9 us longer than 256, and 128 of 8 heads up to 0.5 us less than 64.
-CHUNK = 8
-WIDE_CHUNK = 16
+SLICE = 8
+WIDE_SLICE = 16
 FEW_PROGRAMS = 128
-MERGE_VALUES = 2048  # that a program loads at once: 64 registers
+COMBINE_VALUES = 2048  # that a program loads at once: 64 registers
 # By itself ptxas aims at 64 in all, and delays loads until others have come.
-MERGE_REGISTERS = 128
+COMBINE_REGISTERS = 128
 
 
-def _chunk(num_qo_heads: int, head_dim: int) -> int:
-    return WIDE_CHUNK if num_qo_heads * -(-head_dim // CHUNK) > FEW_PROGRAMS else CHUNK
+def _slice_width(num_qo_heads: int, head_dim: int) -> int:
+    return WIDE_SLICE if num_qo_heads * -(-head_dim // SLICE) > FEW_PROGRAMS else SLICE
 
 
 def num_sums(num_qo_heads: int, head_dim: int) -> int:
     """R: how many pairs of sums of a request its heads leave for the verdict."""
-    return num_qo_heads * -(-head_dim // _chunk(num_qo_heads, head_dim))
+    return num_qo_heads * -(-head_dim // _slice_width(num_qo_heads, head_dim))
 
 
-def merge_sizes(num_qo_heads: int, head_dim: int, programs_of_head: int) -> tuple[int, int, int]:
+def combine_sizes(num_qo_heads: int, head_dim: int, programs_of_head: int) -> tuple[int, int, int]:
     """Channels that a program merges, programs of a head, and how many partials they load at once: nearly always all
     that a head has of so many programs of the attention."""
-    chunk = _chunk(num_qo_heads, head_dim)
+    chunk = _slice_width(num_qo_heads, head_dim)
     slots = 32 * int(LANE.value) // chunk  # partials that a warp loads side by side
     most = -(-(programs_of_head + 2) // slots) * slots
-    return chunk, -(-head_dim // chunk), min(most, MERGE_VALUES // chunk)
-
-
-@triton.jit
-def log2_of_sum(x):
-    """log2 of a sum that is 1 or more: by the hardware; `tl.log2` is 25 instructions, each waiting for the last."""
-    if INTERPRETED:
-        y = tl.log2(x)
-    else:
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return y
-
-
-@triton.jit
-def inverse_of_sum(x):
-    """1 / x of a sum that is 1 or more: by the hardware, without the cases of very large and very small numbers."""
-    if INTERPRETED:
-        y = 1.0 / x
-    else:
-        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return y
+    return chunk, -(-head_dim // chunk), min(most, COMBINE_VALUES // chunk)
 
 
 @triton.jit
@@ -88,7 +67,7 @@ def store_partial(o, lse, o_ptr, lse_ptr, slot, rows, channels, HEADS_PER_KV: tl
 
 
 @triton.jit
-def send_guess(
+def send_spec(
     o,
     lse,
     output,
@@ -102,7 +81,7 @@ def send_guess(
     channels,  # [D]: the numbers of o's columns and rows, in the layouts of a kernel that chooses its own
     HEADS_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    GUESS_PARTS: tl.constexpr,
+    SPEC_PARTS: tl.constexpr,
 ):
     """Write a part of `A~` of an output, o [D, ROWS] and lse [ROWS].
 
@@ -113,21 +92,21 @@ def send_guess(
     exists = real[None, :] & (channels < HEAD_DIM)[:, None]
     at = (output * HEADS_PER_KV + rows)[None, :] * HEAD_DIM + channels[:, None]
     to = spec_out_ptr
-    if GUESS_PARTS > 1:
+    if SPEC_PARTS > 1:
         to += part * (num_heads * HEAD_DIM)
     if epoch is not None:
-        store_words(to + at, o, epoch, exists)
+        store_packets(to + at, o, epoch, exists)
     else:
         tl.store(to + at, o.to(spec_out_ptr.dtype.element_ty), mask=exists)
-    if GUESS_PARTS > 1:
+    if SPEC_PARTS > 1:
         lse_at = spec_lse_ptr + output * HEADS_PER_KV + rows
-        store_words(lse_at + part * num_heads, lse, epoch, real)
+        store_packets(lse_at + part * num_heads, lse, epoch, real)
         nothing = tl.where(rows >= 0, float("-inf"), lse)
         zeros = tl.where((channels >= 0)[:, None], 0.0, o)
-        for absent in tl.static_range(1, GUESS_PARTS):
+        for absent in tl.static_range(1, SPEC_PARTS):
             if (part == 0) & (absent >= parts):
-                store_words(lse_at + absent * num_heads, nothing, epoch, real)
-                store_words(spec_out_ptr + absent * (num_heads * HEAD_DIM) + at, zeros, epoch, exists)
+                store_packets(lse_at + absent * num_heads, nothing, epoch, real)
+                store_packets(spec_out_ptr + absent * (num_heads * HEAD_DIM) + at, zeros, epoch, exists)
 
 
 @triton.jit
@@ -148,7 +127,7 @@ def await_partials(slot, runs):
 
 @triton.jit
 def _load_partials(
-    o_ptr, lse_ptr, row, at, count, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    o_ptr, lse_ptr, row, at, count, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
     SPREAD: tl.constexpr,
 ):  # fmt: skip
     """A head's partials from number `at` on, one for each LANES lanes, or with SPREAD = 0 that number in all lanes.
@@ -160,11 +139,11 @@ def _load_partials(
     Returns:
         lse [SLOTS, LANES], -inf of those that there are none of, and o [SLOTS, LANES, LANE]; SLOTS LANES = 32.
     """
-    LANES: tl.constexpr = CHUNK // LANE
+    LANES: tl.constexpr = SLICE // LANE
     SLOTS: tl.constexpr = 32 // LANES
     # As one dimension, of which there is one way to lie in lanes; of two, Triton 3.6 and 3.7 choose different ones.
     place = tl.arange(0, 32) // LANES * SPREAD
-    slots, channels = tl.arange(0, SLOTS)[:, None] * SPREAD, tl.arange(0, CHUNK)[None, :]
+    slots, channels = tl.arange(0, SLOTS)[:, None] * SPREAD, tl.arange(0, SLICE)[None, :]
     # What is constant is added last, and so is part of the instruction: all loads have one address.
     lse_at = lse_ptr + row + place * HEADS_PER_KV + at * HEADS_PER_KV
     o_at = o_ptr + (row * D + first) + (slots * (HEADS_PER_KV * D) + channels) + at * (HEADS_PER_KV * D)
@@ -176,13 +155,13 @@ def _load_partials(
 
 @triton.jit
 def _load_all(
-    o_ptr, lse_ptr, row, count, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
+    o_ptr, lse_ptr, row, count, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
     N: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """A head's first N partials, those of each lane, by `_load_partials`."""
     loaded = ()
-    for at in tl.static_range(0, N, 32 * LANE // CHUNK if SPREAD else 1):
-        of_lanes = _load_partials(o_ptr, lse_ptr, row, at, count, first, HEADS_PER_KV, D, CHUNK, SPREAD)
+    for at in tl.static_range(0, N, 32 * LANE // SLICE if SPREAD else 1):
+        of_lanes = _load_partials(o_ptr, lse_ptr, row, at, count, first, HEADS_PER_KV, D, SLICE, SPREAD)
         loaded = loaded + (of_lanes,)  # noqa: RUF005 (Triton has no *)
     return loaded
 
@@ -209,7 +188,7 @@ def _add_scaled(weight, o, total):
 
 
 @triton.jit
-def _merge_lanes(loaded, row_max):
+def _combine_lanes(loaded, row_max):
     """sum 2^(lse - row_max) and sum 2^(lse - row_max) o of each lane's partials."""
     row_sum = tl.exp2(loaded[0][0] - row_max)
     total = _scaled(row_sum, loaded[0][1])
@@ -221,7 +200,7 @@ def _merge_lanes(loaded, row_max):
 
 
 @triton.jit
-def merge_output(
+def combine_output(
     o_ptr,  # partials
     lse_ptr,
     slot,  # the first of the output's runs
@@ -237,11 +216,11 @@ def merge_output(
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    SLICE: tl.constexpr,
+    SLICES: tl.constexpr,
     ROUND: tl.constexpr,
     SPEC: tl.constexpr,
-    GUESS_PARTS: tl.constexpr,
+    SPEC_PARTS: tl.constexpr,
 ):
     """Merge some channels of a head's partials and write them; with a guess, also sums for the verdict.
 
@@ -250,44 +229,44 @@ def merge_output(
     What crosses lanes is the largest `lse`, and sums of what each has merged. Every lane has loaded and merged all
     parts of the guess, which is one more partial of the first.
     """
-    LANES: tl.constexpr = CHUNK // LANE
+    LANES: tl.constexpr = SLICE // LANE
     SLOTS: tl.constexpr = 32 // LANES
     tl.static_assert(ROUND * LANES % 32 == 0)
-    at, first = slot * HEADS_PER_KV + head, chunk * CHUNK
-    loaded = _load_all(o_ptr, lse_ptr, at, runs, first, HEADS_PER_KV, D, CHUNK, ROUND, 1)
+    at, first = slot * HEADS_PER_KV + head, chunk * SLICE
+    loaded = _load_all(o_ptr, lse_ptr, at, runs, first, HEADS_PER_KV, D, SLICE, ROUND, 1)
     if SPEC:
         spec_at = spec_slot * HEADS_PER_KV + head
-        guess = _load_all(o_ptr, lse_ptr, spec_at, parts, first, HEADS_PER_KV, D, CHUNK, GUESS_PARTS, 0)
+        guess = _load_all(o_ptr, lse_ptr, spec_at, parts, first, HEADS_PER_KV, D, SLICE, SPEC_PARTS, 0)
     slots = tl.arange(0, SLOTS)[:, None]
     largest = _largest(loaded)
     if SPEC:
         spec_max = _largest(guess)
-        spec_sum, spec_o = _merge_lanes(guess, spec_max)
-        of_first = tl.where(slots == 0, spec_max, float("-inf"))
-        largest = tl.maximum(largest, of_first)
+        spec_sum, spec_o = _combine_lanes(guess, spec_max)
+        first_lse = tl.where(slots == 0, spec_max, float("-inf"))
+        largest = tl.maximum(largest, first_lse)
     row_max = tl.max(largest, 0)[None, :]
-    row_sum, o = _merge_lanes(loaded, row_max)
+    row_sum, o = _combine_lanes(loaded, row_max)
     if SPEC:
-        weight = tl.exp2(of_first - row_max)
+        weight = tl.exp2(first_lse - row_max)
         # Not 0 times the others' values, which may be infinite.
         row_sum = tl.fma(weight, spec_sum, row_sum)
         o = _add_scaled(weight, tl.where((slots == 0)[:, :, None], spec_o, 0.0), o)
         spec_o = _scaled(inverse_of_sum(spec_sum), spec_o)
     for done in tl.range(ROUND, runs, ROUND):
         more = _load_all(
-            o_ptr, lse_ptr, at + done * HEADS_PER_KV, runs - done, first, HEADS_PER_KV, D, CHUNK, ROUND, 1
+            o_ptr, lse_ptr, at + done * HEADS_PER_KV, runs - done, first, HEADS_PER_KV, D, SLICE, ROUND, 1
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(_largest(more), 0)[None, :])
         scale = tl.exp2(row_max - new_max)
-        more_sum, more_o = _merge_lanes(more, new_max)
+        more_sum, more_o = _combine_lanes(more, new_max)
         row_max, row_sum, o = new_max, row_sum * scale + more_sum, _add_scaled(scale, o, more_o)
     # All lanes get all sums, and lie over what is stored as over what was loaded: so nothing crosses them once more.
     row_sum = tl.sum(row_sum, 0)[None, :].broadcast_to([SLOTS, LANES])
     o = _scaled(inverse_of_sum(row_sum), tl.sum(o, 0)[None, :, :].broadcast_to([SLOTS, LANES, LANE]))
-    lanes, channels = tl.arange(0, 32), first + tl.arange(0, CHUNK)[None, :]
+    lanes, channels = tl.arange(0, 32), first + tl.arange(0, SLICE)[None, :]
     exists = (channels < HEAD_DIM) & (slots >= 0)
     out_at = out_ptr + row * HEAD_DIM + (channels + slots * 0)
-    tl.store(out_at, tl.reshape(o, [SLOTS, CHUNK]).to(out_ptr.dtype.element_ty), mask=exists & (slots == 0))
+    tl.store(out_at, tl.reshape(o, [SLOTS, SLICE]).to(out_ptr.dtype.element_ty), mask=exists & (slots == 0))
     lse = row_max.broadcast_to([SLOTS, LANES]) + log2_of_sum(row_sum)
     tl.store(out_lse_ptr + row + lanes, tl.reshape(lse, [32]), mask=lanes + chunk == 0)
     if SPEC:
@@ -295,4 +274,4 @@ def merge_output(
         delta, full = tl.where(exists, spec_o - o, 0.0), tl.where(exists, o, 0.0)
         distance, norm = tl.sum(tl.sum(delta * delta, 2), 1), tl.sum(tl.sum(full * full, 2), 1)
         both = tl.where(tl.arange(0, LANES)[None, :] == 0, distance[:, None], norm[:, None])
-        tl.store(sums_ptr + (row * CHUNKS + chunk) * 2 + lanes, tl.reshape(both, [32]), mask=lanes < 2)
+        tl.store(sums_ptr + (row * SLICES + chunk) * 2 + lanes, tl.reshape(both, [32]), mask=lanes < 2)

@@ -12,7 +12,7 @@ each. The result is `A~`, which leaves at once, and it is also one more partial 
 other tiles is that much shorter. The words of the schedule (output, run, rest, leader, ...) are in tile_schedule.py. On
 Hopper, tiles of one request come as mainloop_sm90.py says; otherwise the compiler arranges their loads.
 
-Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level Speculation (Cai et al., 2025), Algorithm 3.
+Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level SpecOutput (Cai et al., 2025), Algorithm 3.
 The merge by a dependent launch instead of a host block that waits, and the device-side schedule, are ours.
 **(corrected)**: the program that owns a tile comes from the inverse of the run formula, counts are ceilings, and the
 softmax scale is applied.
@@ -33,21 +33,21 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from alspec.kernels.attention.decode.combine import MERGE_REGISTERS, merge_sizes, num_sums
-from alspec.kernels.attention.decode.mainloop_sm80 import lean_decode_kernel, lean_merge_kernel
-from alspec.kernels.attention.decode.mainloop_sm90 import lean_hopper_kernel
-from alspec.kernels.attention.decode.tile_schedule import ALL, PREDICTOR, REST, guess_tile, more_tiles
-from alspec.kernels.common.jit_launch import is_hopper, launch, num_sms, prefer_l1
+from alspec.kernels.attention.decode.combine import COMBINE_REGISTERS, combine_sizes, num_sums
+from alspec.kernels.attention.decode.mainloop_sm80 import lean_combine_kernel, lean_decode_kernel
+from alspec.kernels.attention.decode.mainloop_sm90 import lean_sm90_kernel
+from alspec.kernels.attention.decode.tile_schedule import ALL, PREDICTOR, REST, more_tiles, spec_tile
+from alspec.kernels.common.jit_launch import is_hopper, jit_launch, num_sms, set_l1_carveout
 
 __all__ = [
     "PHASES",
     "LeanWorkspace",
     "Phase",
-    "Speculation",
+    "SpecOutput",
     "check_outputs",
-    "check_speculation",
-    "guess_parts",
-    "launch_merge",
+    "check_spec_output",
+    "spec_parts",
+    "launch_combine",
     "lean_decode_attention",
 ]
 
@@ -57,7 +57,7 @@ PHASES = {"all": ALL.value, "predictor": PREDICTOR.value, "rest": REST.value}
 TILE_BYTES = 32768  # of K, and of V, in one tile
 # With more tiles of so many tokens in each run, tiles are twice as long: runs differ by one, which then matters little.
 LONG_RUN = {64: 3, 128: 16}
-MAX_GUESS_PARTS = 5  # of each output
+MAX_SPEC_PARTS = 5  # of each output
 NUM_WARPS = 4  # one warp group: a product of 64 rows or more is one Hopper matrix instruction
 
 
@@ -66,7 +66,7 @@ class LeanWorkspace:
     """Scratch memory of `lean_decode_attention`, allocated once, for the launches of one CUDA stream."""
 
     num_programs: int  # G
-    # Partials: slots of runs, then of guesses, G + (1 + MAX_GUESS_PARTS) B Hkv in all; D rounded up to a power of two.
+    # Partials: slots of runs, then of guesses, G + (1 + MAX_SPEC_PARTS) B Hkv in all; D rounded up to a power of two.
     o: Tensor  # [slots, Hq / Hkv, D] fp32
     lse: Tensor  # [slots, Hq / Hkv] fp32
 
@@ -93,12 +93,12 @@ class LeanWorkspace:
         A run leaves a partial of each output that it meets: in all, one for each program and one more for each output
         at most. Each output also has those of its guess.
         """
-        slots = num_programs + (1 + MAX_GUESS_PARTS) * batch_size * num_kv_heads
+        slots = num_programs + (1 + MAX_SPEC_PARTS) * batch_size * num_kv_heads
         return slots, num_qo_heads // num_kv_heads, triton.next_power_of_2(head_dim)
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpecOutput:
     """Where the speculative output of a launch goes."""
 
     chunk_size: int  # S, a multiple of 64
@@ -125,11 +125,11 @@ def lean_decode_attention(
     workspace: LeanWorkspace,
     out: Tensor,
     lse: Tensor,
-    speculation: Speculation | None = None,
+    speculation: SpecOutput | None = None,
     phase: Phase = "all",
     gate: Tensor | None = None,
     *,
-    newest_only: bool = False,
+    prefetch_before_wait: bool = False,
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` cached tokens.
 
@@ -144,9 +144,9 @@ def lean_decode_attention(
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         phase: with speculation, `predictor` writes `A~` only; `rest`, launched next on the same workspace, `A`.
         gate: [1] int32; 0 skips everything.
-        newest_only: a promise that the kernel ahead, and others that have not ended as it lets this one start, write
-            nothing that this one reads but q, the newest token of each request and the gate. Then lengths are read
-            and, without speculation and gate, first tiles fetched, before the kernel ahead has ended.
+        prefetch_before_wait: a promise that the kernel ahead, and others that have not ended as it lets this one
+            start, write nothing that this one reads but q, the newest token of each request and the gate. Then lengths
+            are read and, without speculation and gate, first tiles fetched, before the kernel ahead has ended.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on its launches are, but for a `predictor` and
@@ -176,28 +176,28 @@ def lean_decode_attention(
         "BLOCK_N": block_n,
         "LONG": long_run,
         "SPEC": spec is not None,
-        "GUESS_PARTS": spec.parts if spec else 1,
+        "SPEC_PARTS": spec.parts if spec else 1,
         "PHASE": PHASES[phase],
         "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
     }
     numbers = (batch_size, spec.chunk_size if spec else 0)
     if copies:
-        kernel, caches = lean_hopper_kernel, _descriptors(k_cache, v_cache, width, block_n, long_run > 0)
+        kernel, caches = lean_sm90_kernel, _descriptors(k_cache, v_cache, width, block_n, long_run > 0)
     else:
         kernel, caches = lean_decode_kernel, (k_cache, v_cache, k_cache.shape[2])
-    launch(kernel, (workspace.num_programs,))(
+    jit_launch(kernel, (workspace.num_programs,))(
         q, *caches, seq_lens, spec.spec_out if spec else None, spec.spec_lse if spec else None,
         spec.epoch if spec else None, workspace.o, workspace.lse, gate, *numbers, sm_scale * math.log2(math.e),
         ROWS=max(8 if copies else 16, heads_pad), STAGES=num_stages,
-        EARLY=pdl and newest_only, num_warps=NUM_WARPS, **plan,
+        EARLY=pdl and prefetch_before_wait, num_warps=NUM_WARPS, **plan,
     )  # fmt: skip
     if phase != "predictor":
-        launch_merge(lean_merge_kernel, seq_lens, workspace, out, lse, spec, gate, numbers, head_dim, plan)
+        launch_combine(lean_combine_kernel, seq_lens, workspace, out, lse, spec, gate, numbers, head_dim, plan)
 
 
 def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, speculation: Speculation | None, phase: Phase
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase
 ) -> None:
     """Raise ValueError where `lean_decode_attention` has no kernel for its arguments."""
     (batch_size, num_qo_heads, head_dim), (num_kv_heads, capacity) = q.shape, k_cache.shape[1:3]
@@ -216,7 +216,7 @@ def _check(
         if cache.shape != expected or cache.dtype != q.dtype:
             found = f"{list(cache.shape)} {cache.dtype}"
             raise ValueError(f"{name}: expected {list(expected)} {q.dtype}, as q has, found {found}")
-    check_speculation(speculation, q, phase, MAX_GUESS_PARTS)
+    check_spec_output(speculation, q, phase, MAX_SPEC_PARTS)
 
 
 def check_outputs(q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: Tensor, lse: Tensor) -> None:
@@ -231,7 +231,7 @@ def check_outputs(q: Tensor, num_kv_heads: int, workspace: LeanWorkspace, out: T
         raise ValueError(f"workspace: expected partials {list(expected)}, found {list(workspace.o.shape)}")
 
 
-def check_speculation(speculation: Speculation | None, q: Tensor, phase: Phase, most_parts: int) -> None:
+def check_spec_output(speculation: SpecOutput | None, q: Tensor, phase: Phase, most_parts: int) -> None:
     """Raise ValueError if attention of q [B, Hq, D] cannot write all that it should where a speculation has place."""
     if speculation is None:
         return
@@ -246,13 +246,13 @@ def check_speculation(speculation: Speculation | None, q: Tensor, phase: Phase, 
             raise ValueError(f"spec_out: expected {[parts, *q.shape]}, found {list(speculation.spec_out.shape)}")
 
 
-def launch_merge(
+def launch_combine(
     kernel: Any,
     seq_lens: Tensor,
     workspace: LeanWorkspace,
     out: Tensor,
     lse: Tensor,
-    speculation: Speculation | None,
+    speculation: SpecOutput | None,
     gate: Tensor | None,
     numbers: tuple[int, ...],
     head_dim: int,
@@ -269,8 +269,8 @@ def launch_merge(
         # keep those away until attention has ended (a step of 1 + 1 GPUs at 128K tokens took 8.3 ms instead of 5.5).
         plan = {name: value for name, value in plan.items() if name != "launch_pdl"} | {"PDL": False}
     outputs = lse.numel() // plan["HEADS_PER_KV"]
-    chunk, chunks, together = merge_sizes(lse.shape[1], head_dim, workspace.num_programs // outputs)
-    compiled = launch(kernel, (lse.numel() * chunks,))(
+    chunk, chunks, together = combine_sizes(lse.shape[1], head_dim, workspace.num_programs // outputs)
+    compiled = jit_launch(kernel, (lse.numel() * chunks,))(
         seq_lens,
         workspace.o,
         workspace.lse,
@@ -279,19 +279,19 @@ def launch_merge(
         speculation.sums if speculation else None,
         gate,
         *numbers,
-        CHUNK=chunk,
-        CHUNKS=chunks,
+        SLICE=chunk,
+        SLICES=chunks,
         ROUND=together,
         num_warps=1,
-        maxnreg=MERGE_REGISTERS,
+        maxnreg=COMBINE_REGISTERS,
         # Lanes that hold the same sum may each store it: no product may be fused into one of their additions.
         enable_fp_fusion=False,
         **plan,
     )
-    prefer_l1(compiled)
+    set_l1_carveout(compiled)
 
 
-def guess_parts(
+def spec_parts(
     chunk_size: int,
     batch_size: int,
     num_qo_heads: int,
@@ -312,10 +312,10 @@ def guess_parts(
     width = triton.next_power_of_2(head_dim)
     copies = _by_copies(device, batch_size, heads_per_kv, head_dim, dtype)
     block_n, long_run, num_stages, _ = _settings(device, width * dtype.itemsize, copies)
-    tokens, programs = int(guess_tile(block_n, long_run)), num_sms(device)
+    tokens, programs = int(spec_tile(block_n, long_run)), num_sms(device)
     tiles = 2 * -(-chunk_size // tokens) + int(more_tiles(tokens))
     wanted = -(-tiles // max(1, num_stages - 1))
-    return max(1, min(wanted, MAX_GUESS_PARTS if heads_per_kv <= 4 else 3, programs // (3 * num_kv_heads)))
+    return max(1, min(wanted, MAX_SPEC_PARTS if heads_per_kv <= 4 else 3, programs // (3 * num_kv_heads)))
 
 
 def _padded(batch_size: int) -> int:

@@ -9,32 +9,26 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.kernels.attention.decode.combine import (
-    await_partials,
-    inverse_of_sum,
-    log2_of_sum,
-    merge_output,
-    send_guess,
-    store_partial,
-)
+from alspec.kernels.attention.decode.combine import await_partials, combine_output, send_spec, store_partial
 from alspec.kernels.attention.decode.tile_schedule import (
     REST,
+    build_schedule,
     deal,
     give_head_start,
-    guess_tile,
     head_of,
     lengths_of,
     locate,
-    plan,
     rest_of,
     run_of,
+    spec_tile,
     start_after,
     tiles_of,
-    tokens_of_guess,
+    tokens_of_spec_part,
 )
-from alspec.kernels.common.prefetch import prefetch
+from alspec.kernels.common.device import inverse_of_sum, log2_of_sum
+from alspec.kernels.common.pdl import prefetch
 
-__all__ = ["lean_decode_kernel", "lean_merge_kernel"]
+__all__ = ["lean_decode_kernel", "lean_combine_kernel"]
 
 
 @triton.jit
@@ -52,8 +46,8 @@ def _largest_of_tile(s, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
     hands the 4 warps' values to every thread. Not with tiles of 64 tokens: on Blackwell it spills registers.
     """
     if BLOCK_N % 128 == 0:
-        of_warps = tl.max(tl.max(tl.reshape(s, [BLOCK_N // 64, 4, 16, ROWS]), 0), 1)
-        a, b = tl.split(tl.reshape(tl.trans(of_warps), [ROWS, 2, 2]))
+        warp_max = tl.max(tl.max(tl.reshape(s, [BLOCK_N // 64, 4, 16, ROWS]), 0), 1)
+        a, b = tl.split(tl.reshape(tl.trans(warp_max), [ROWS, 2, 2]))
         a, b = tl.split(tl.maximum(a, b))
         largest = tl.maximum(a, b)
     else:
@@ -94,9 +88,9 @@ def _attend_run(
     output,  # of the first tile
     begin,  # first tokens [begin, end) of that output
     end,
-    begin2,  # then tokens [begin2, end2): of the same output if `is_guess`, else of each output that follows
+    begin2,  # then tokens [begin2, end2): of the same output if `is_spec`, else of each output that follows
     end2,
-    is_guess,
+    is_spec,
     tile,  # the first, in the row of all rests
     count,  # tiles
     seq_lens,
@@ -140,11 +134,11 @@ def _attend_run(
             crosses = token >= limit
             token = tl.where(crosses, begin2, token)
             limit = tl.where(crosses, end2, limit)
-            output += (crosses & (not is_guess)).to(tl.int32)
+            output += (crosses & (not is_spec)).to(tl.int32)
         else:
             if token >= limit:
                 token, limit = begin2 + 0, end2 + 0
-                if not is_guess:
+                if not is_spec:
                     request, before = locate(tile + i, rest_end)
                     token, limit, _, rest = rest_of(request, seq_lens, chunk_size, False, B_PAD, BLOCK_N, SPEC)
                     output = request * HKV + (tile + i - before) // tl.maximum(rest, 1)
@@ -192,13 +186,13 @@ def lean_decode_kernel(
     v_ptr,
     capacity,
     seq_lens_ptr,  # [B] int32
-    # [B, Hkv * HEADS_PER_KV, head_dim], or [GUESS_PARTS, ...] words; may be the paired rank's mailbox
+    # [B, Hkv * HEADS_PER_KV, head_dim], or [SPEC_PARTS, ...] words; may be the paired rank's mailbox
     spec_out_ptr,
-    spec_lse_ptr,  # [GUESS_PARTS, B, Hkv * HEADS_PER_KV] words, or None where there is one part
+    spec_lse_ptr,  # [SPEC_PARTS, B, Hkv * HEADS_PER_KV] words, or None where there is one part
     epoch_ptr,  # [1] int32, where A~ goes as words, or None
-    # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then of each head the parts of A~
+    # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then of each head the parts of A~
     o_partial_ptr,
-    lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV] fp32
+    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
     num_requests,
     chunk_size,
@@ -214,7 +208,7 @@ def lean_decode_kernel(
     LONG: tl.constexpr,  # where runs have more tiles, they have twice as many tokens; 0: nowhere
     STAGES: tl.constexpr,
     SPEC: tl.constexpr,
-    GUESS_PARTS: tl.constexpr,  # 1 with a batch
+    SPEC_PARTS: tl.constexpr,  # 1 with a batch
     PHASE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -236,37 +230,37 @@ def lean_decode_kernel(
     epoch = None
     if epoch_ptr is not None:
         epoch = tl.load(epoch_ptr)  # here, so that it arrives together with seq_lens
-    is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = plan(
-        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
+    is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = build_schedule(
+        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
     )
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    num_guesses = num_outputs * parts if SPEC and PHASE != REST else 0
+    num_spec = num_outputs * parts if SPEC and PHASE != REST else 0
     block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     rest_end = tl.cumsum(rest_tiles, 0)
     tile, last, guesses, turns = deal(
-        program, num_guesses, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
+        program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
     )
     # With two tile loops, what neither changes is not moved ahead of both: that would spill registers and delay the
     # first copy.
     for turn in tl.range(turns, disable_licm=LONG > 0):
         # 2. Which output and tokens this turn begins with.
-        give_head_start(program, turn, num_guesses, total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS, SPEC, PHASE, PDL)
-        is_guess = turn < guesses
+        give_head_start(program, turn, num_spec, total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS, SPEC, PHASE, PDL)
+        is_spec = turn < guesses
         guess = program + turn * PROGRAMS
         part = 0
-        if GUESS_PARTS > 1:
+        if SPEC_PARTS > 1:
             part = guess // HKV
         if B_PAD == 1:
             request, before = 0, 0
         else:
             request, before = locate(tile, rest_end)
             if SPEC:
-                request = tl.where(is_guess, guess // HKV, request)
+                request = tl.where(is_spec, guess // HKV, request)
                 before = tl.max(tl.where(requests < request, rest_end, 0), 0)
         sink_r, window_r, seq_len, rest_r = rest_of(request, seq_lens, chunk_size, is_long, B_PAD, BLOCK_N, SPEC)
         head = head_of(tile - before, rest_r, HKV) if HKV <= 32 else (tile - before) // tl.maximum(rest_r, 1)
         if SPEC:
-            head = tl.where(is_guess, guess % HKV, head)
+            head = tl.where(is_spec, guess % HKV, head)
         output = request * HKV + head
         head_tile = before + head * rest_r
         begin, end, begin2, end2 = sink_r + (tile - head_tile) * block_n, window_r, sink_r, window_r
@@ -281,19 +275,19 @@ def lean_decode_kernel(
             gdc_wait()
         has_long = is_long  # tiles in this turn
         if SPEC:
-            GUESS_N: tl.constexpr = guess_tile(BLOCK_N, LONG)
-            first, first_end, guess_tiles = tokens_of_guess(
-                part, sink_r, window_r, seq_len, chunk_size, GUESS_N, GUESS_PARTS
+            SPEC_N: tl.constexpr = spec_tile(BLOCK_N, LONG)
+            first, first_end, spec_tiles = tokens_of_spec_part(
+                part, sink_r, window_r, seq_len, chunk_size, SPEC_N, SPEC_PARTS
             )
             if LONG > 0:
-                has_long = (has_long | is_guess) if GUESS_N > BLOCK_N else (has_long & (turn >= guesses))
-            begin, end = tl.where(is_guess, first, begin), tl.where(is_guess, first_end, end)
-            begin2, end2 = tl.where(is_guess, window_r, begin2), tl.where(is_guess, seq_len, end2)
-            count = tl.where(is_guess, guess_tiles, count)
+                has_long = (has_long | is_spec) if SPEC_N > BLOCK_N else (has_long & (turn >= guesses))
+            begin, end = tl.where(is_spec, first, begin), tl.where(is_spec, first_end, end)
+            begin2, end2 = tl.where(is_spec, window_r, begin2), tl.where(is_spec, seq_len, end2)
+            count = tl.where(is_spec, spec_tiles, count)
 
         # 3. Stream the tiles. The partials of outputs that this run goes beyond are stored on the way.
         work = (
-            q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_guess, tile, count, seq_lens, rest_end,
+            q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_spec, tile, count, seq_lens, rest_end,
             o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
         )  # fmt: skip
         if LONG > 0 and has_long:
@@ -305,20 +299,20 @@ def lean_decode_kernel(
             # 4. Leave the partial of the last output; a guess also goes to its receiver.
             current, rows, channels = slot - program, tl.arange(0, o.shape[1]), tl.arange(0, D)
             if SPEC and PHASE != REST:
-                if is_guess:
-                    send_guess(
+                if is_spec:
+                    send_spec(
                         o, lse, current, part, parts, num_outputs * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch,
-                        rows, channels, HEADS_PER_KV, HEAD_DIM, GUESS_PARTS,
+                        rows, channels, HEADS_PER_KV, HEAD_DIM, SPEC_PARTS,
                     )  # fmt: skip
-                    slot = PROGRAMS + num_outputs + current * GUESS_PARTS + part
+                    slot = PROGRAMS + num_outputs + current * SPEC_PARTS + part
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, rows, channels, HEADS_PER_KV)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
-def lean_merge_kernel(
+def lean_combine_kernel(
     seq_lens_ptr,  # [B] int32
-    o_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV, D] fp32, as the attention has left them
-    lse_partial_ptr,  # [G + (1 + GUESS_PARTS) B Hkv, HEADS_PER_KV] fp32
+    o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, as the attention has left them
+    lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
     out_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
     lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
     sums_ptr,  # [B, Hkv * HEADS_PER_KV * CHUNKS, 2] fp32: dist2, norm2; or None
@@ -333,22 +327,22 @@ def lean_merge_kernel(
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LONG: tl.constexpr,
-    CHUNK: tl.constexpr,  # channels of a program, and
-    CHUNKS: tl.constexpr,  # programs of a head
+    SLICE: tl.constexpr,  # channels of a program, and
+    SLICES: tl.constexpr,  # programs of a head
     ROUND: tl.constexpr,  # partials loaded together
     SPEC: tl.constexpr,
-    GUESS_PARTS: tl.constexpr,
+    SPEC_PARTS: tl.constexpr,
     PHASE: tl.constexpr,  # of the attention before it
     PDL: tl.constexpr,
 ):
     """Merge what the attention has left; grid [B Hkv HEADS_PER_KV CHUNKS]."""
     if PDL:
         gdc_launch_dependents()
-    row, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
+    row, chunk = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
     output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
     seq_lens = lengths_of(seq_lens_ptr, num_requests, B_PAD)
-    _, rest_tiles, _, parts, leaders, lead_run, _, run, longer = plan(
-        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
+    _, rest_tiles, _, parts, leaders, lead_run, _, run, longer = build_schedule(
+        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
     )
     # The rest of an output is one range of tiles, and the runs that meet it use consecutive slots.
     first_tile, tiles = tiles_of(tl.arange(0, 1) + output, rest_tiles // HKV, HKV, B_PAD)
@@ -362,8 +356,8 @@ def lean_merge_kernel(
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
-    merge_output(
-        o_partial_ptr, lse_partial_ptr, slot, runs, PROGRAMS + num_outputs + output * GUESS_PARTS, parts,
-        row, head, chunk, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, CHUNK, CHUNKS, ROUND, SPEC,
-        GUESS_PARTS,
+    combine_output(
+        o_partial_ptr, lse_partial_ptr, slot, runs, PROGRAMS + num_outputs + output * SPEC_PARTS, parts,
+        row, head, chunk, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, SLICE, SLICES, ROUND, SPEC,
+        SPEC_PARTS,
     )  # fmt: skip

@@ -28,26 +28,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from alspec.kernels.attention.decode.combine import inverse_of_sum, log2_of_sum, send_guess, store_partial
+from alspec.kernels.attention.decode.combine import send_spec, store_partial
 from alspec.kernels.attention.decode.tile_schedule import (
     ALL,
     PAUSE,
     PREDICTOR,
     REST,
+    build_schedule,
     deal,
     give_head_start,
-    guess_tile,
     head_of,
-    parts_of_guess,
-    plan,
+    parts_of_spec,
+    spec_tile,
     start_after,
     tiles_in,
     token_ranges,
-    tokens_of_guess,
+    tokens_of_spec_part,
 )
-from alspec.kernels.common.prefetch import wait_cycles
+from alspec.kernels.common.device import inverse_of_sum, log2_of_sum
+from alspec.kernels.common.pdl import spin_cycles
 
-__all__ = ["lean_hopper_kernel"]
+__all__ = ["lean_sm90_kernel"]
 
 WARPS = gl.constexpr(4)
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
@@ -145,15 +146,15 @@ def _by_warps(s):
 
 
 @gluon.jit
-def _partial(row_max, row_sum, acc, of_warps, HEADS_PER_KV: gl.constexpr):
+def _partial(row_max, row_sum, acc, warp_max, HEADS_PER_KV: gl.constexpr):
     """The end of an online softmax: o [D, ROWS], normalised, and lse [ROWS], base 2, in the layout to store them in.
 
-    of_warps: shared memory [4, ROWS]. By it a sum crosses the warps behind one barrier; by `gl.sum` behind two.
+    warp_max: shared memory [4, ROWS]. By it a sum crosses the warps behind one barrier; by `gl.sum` behind two.
     """
     ROWS: gl.constexpr = acc.shape[1]
-    of_warps.store(gl.sum(gl.sum(_by_warps(row_sum), 0), 1))
+    warp_max.store(gl.sum(gl.sum(_by_warps(row_sum), 0), 1))
     _barrier()
-    row_sum = gl.sum(of_warps.load(_of_all_warps(ROWS)), 0)
+    row_sum = gl.sum(warp_max.load(_of_all_warps(ROWS)), 0)
     row_sum = gl.convert_layout(row_sum, row_max.type.layout, assert_trivial=True)
     layout: gl.constexpr = _stored(acc.shape[0], ROWS, HEADS_PER_KV)
     o, lse = acc * inverse_of_sum(row_sum)[None, :], row_max + log2_of_sum(row_sum)
@@ -191,7 +192,7 @@ def _send_first(streams, place, follow, count, done, pauses, AHEAD: gl.constexpr
     for i in gl.static_range(STAGES):
         if i == 1 and pauses is not None:
             if pauses:
-                wait_cycles(PAUSE)
+                spin_cycles(PAUSE)
         goes = i < count
         if AHEAD and i == 0:
             goes = goes & (sent == 0)
@@ -205,8 +206,8 @@ def _send_first(streams, place, follow, count, done, pauses, AHEAD: gl.constexpr
 
 @gluon.jit
 def _attend_run(
-    streams, q_ptr, q_tile, of_warps, place, follow, count, done, o_ptr, lse_ptr, qk_scale, program, pauses,
-    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, GUESS: gl.constexpr, AHEAD: gl.constexpr,
+    streams, q_ptr, q_tile, warp_max, place, follow, count, done, o_ptr, lse_ptr, qk_scale, program, pauses,
+    HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, IS_SPEC: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over `count` tiles, whose copies run ahead from one output into the next.
 
@@ -233,7 +234,7 @@ def _attend_run(
         before, ahead = _send_first(streams, place, follow, count, done, pauses, AHEAD)
     # Ahead of the tiles, if q is there already, and so is that of the next output: it is not waited for in a run.
     q = _load_query(q_ptr, output, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
-    if not GUESS:
+    if not IS_SPEC:
         next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
     if not AHEAD:
         before, ahead = _send_first(streams, place, follow, count, done, pauses, AHEAD)
@@ -244,8 +245,8 @@ def _attend_run(
     for i in range(count):
         if token >= end:
             token, end = follow[0], follow[1]
-            if not GUESS:
-                o, lse = _partial(row_max, row_sum, acc, of_warps, HEADS_PER_KV)
+            if not IS_SPEC:
+                o, lse = _partial(row_max, row_sum, acc, warp_max, HEADS_PER_KV)
                 store_partial(o, lse, o_ptr, lse_ptr, program + output, *_numbers_of(o), HEADS_PER_KV)
                 row_max, row_sum, acc = _no_tokens(BLOCK_N, ROWS, D)
                 output += 1
@@ -259,14 +260,14 @@ def _attend_run(
         # Tokens before the tile's own were in the tile before.
         own = offsets >= token - _begin_of((output, token, end), BLOCK_N)
         s = gl.where(own[:, None], s, float("-inf"))
-        of_warps.store(gl.max(gl.max(_by_warps(s), 0), 1))
+        warp_max.store(gl.max(gl.max(_by_warps(s), 0), 1))
         _barrier()
         # Every warp has read K of this tile, and V of the one before.
         last_stage, _ = _slot(stage + STAGES - 1, STAGES)
         _send(v_desc, v_bars, v_tiles, last_stage, before, (i > 0) & (i + STAGES <= count))
         _send(k_desc, k_bars, k_tiles, stage, ahead, i + STAGES < count)
         before, ahead = ahead, _after(ahead, follow, BLOCK_N)
-        largest = gl.max(of_warps.load(_of_all_warps(ROWS)), 0)
+        largest = gl.max(warp_max.load(_of_all_warps(ROWS)), 0)
         new_max = gl.maximum(row_max, gl.convert_layout(largest, row_max.type.layout, assert_trivial=True))
         p = gl.exp2(s - new_max[None, :])
         alpha = gl.exp2(row_max - new_max)
@@ -279,18 +280,18 @@ def _attend_run(
         acc = warpgroup_mma(v.permute((1, 0)), p_tile.permute((1, 0)), acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         token += BLOCK_N
-    o, lse = _partial(row_max, row_sum, acc, of_warps, HEADS_PER_KV)
+    o, lse = _partial(row_max, row_sum, acc, warp_max, HEADS_PER_KV)
     return o, lse, output
 
 
 # Specialised, a size of 1 would be a constant, which cannot be passed on.
 @gluon.jit(do_not_specialize=["num_requests", "chunk_size"])
-def lean_hopper_kernel(
+def lean_sm90_kernel(
     q_ptr, k_desc, v_desc, k_long, v_long, seq_lens_ptr, spec_out_ptr, spec_lse_ptr, epoch_ptr,
     o_partial_ptr, lse_partial_ptr, gate_ptr, num_requests, chunk_size, qk_scale, HKV: gl.constexpr,
     HEADS_PER_KV: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, PROGRAMS: gl.constexpr,
     B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr, STAGES: gl.constexpr, SPEC: gl.constexpr,
-    GUESS_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    SPEC_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Partials of one request, and with a guess `A~`; grid [PROGRAMS].
 
@@ -312,7 +313,7 @@ def lean_hopper_kernel(
     long_streams = (k_long, v_long, k_slots, v_slots, k_bars, v_bars)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
     q_tile = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], q_layout)
-    of_warps = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    warp_max = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     AHEAD: gl.constexpr = EARLY and not SPEC and gate_ptr is None
     if PDL and not EARLY:
         start_after(False)
@@ -330,53 +331,53 @@ def lean_hopper_kernel(
         epoch = gl.load(epoch_ptr)  # here, so that it arrives together with the length
     sink, window = token_ranges(seq_len, chunk_size, SPEC)
     lengths = gl.full([1], seq_len, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    num_guesses = 0
+    num_spec = 0
 
     done = program * 0
     if SPEC and PHASE != REST:
         # 2. Guesses: ahead of the schedule, of which they need nothing. Each is sent before the next one begins.
-        GUESS_N: gl.constexpr = guess_tile(BLOCK_N, LONG)
+        SPEC_N: gl.constexpr = spec_tile(BLOCK_N, LONG)
         sinks, windows = token_ranges(lengths, chunk_size, SPEC)
-        parts = parts_of_guess(sinks, lengths - windows, chunk_size, GUESS_N, GUESS_PARTS)
-        num_guesses = HKV * parts
+        parts = parts_of_spec(sinks, lengths - windows, chunk_size, SPEC_N, SPEC_PARTS)
+        num_spec = HKV * parts
         # What no guess changes is computed in each: ahead of them it would delay the first copy.
-        for guess in tl.range(program, num_guesses, PROGRAMS, disable_licm=True):
+        for guess in tl.range(program, num_spec, PROGRAMS, disable_licm=True):
             part = (guess.to(gl.uint32) // HKV).to(gl.int32)
             output = guess - part * HKV
-            first, end, count = tokens_of_guess(part, sink, window, seq_len, chunk_size, GUESS_N, GUESS_PARTS)
+            first, end, count = tokens_of_spec_part(part, sink, window, seq_len, chunk_size, SPEC_N, SPEC_PARTS)
             o, lse, _ = _attend_run(
-                long_streams if GUESS_N > BLOCK_N else streams, q_ptr, q_tile, of_warps, (output, first, end),
+                long_streams if SPEC_N > BLOCK_N else streams, q_ptr, q_tile, warp_max, (output, first, end),
                 (window, seq_len, 0), count, done, o_partial_ptr, lse_partial_ptr, qk_scale, program, None, HKV,
                 HEADS_PER_KV, HEAD_DIM, True, False,
             )  # fmt: skip
             done += count
             numbers = _numbers_of(o)
-            send_guess(
+            send_spec(
                 o, lse, output, part, parts, HKV * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch, *numbers,
-                HEADS_PER_KV, HEAD_DIM, GUESS_PARTS,
+                HEADS_PER_KV, HEAD_DIM, SPEC_PARTS,
             )  # fmt: skip
-            slot = PROGRAMS + HKV + output * GUESS_PARTS + part
+            slot = PROGRAMS + HKV + output * SPEC_PARTS + part
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, *numbers, HEADS_PER_KV)
 
     if PHASE != PREDICTOR:
         # 3. The run of this program. The partials of outputs that it goes beyond are stored on the way.
-        is_long, _, total_rest, _, leaders, lead_run, followers, run, longer = plan(
-            lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
+        is_long, _, total_rest, _, leaders, lead_run, followers, run, longer = build_schedule(
+            lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
         )
         tile, last, guesses, _ = deal(
-            program, num_guesses, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
+            program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
         )
         if SPEC and PHASE == ALL:
             if (guesses > 0) & (tile >= last):
                 return
         pauses = give_head_start(
-            program, 0, num_guesses, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL
+            program, 0, num_spec, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL
         )  # fmt: skip
         rest = tiles_in(window - sink, is_long, BLOCK_N)
         head = head_of(tile, rest, HKV)
         begin = sink + (tile - head * rest) * gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
         work = (
-            q_ptr, q_tile, of_warps, (head, begin, window), (sink, window, 1), last - tile, done, o_partial_ptr,
+            q_ptr, q_tile, warp_max, (head, begin, window), (sink, window, 1), last - tile, done, o_partial_ptr,
             lse_partial_ptr, qk_scale, program,
         )  # fmt: skip
         if LONG > 0 and is_long:

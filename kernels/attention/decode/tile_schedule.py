@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.kernels.common.prefetch import wait_cycles
+from alspec.kernels.common.pdl import spin_cycles
 from alspec.predictor import KV_TILE
 
 __all__ = [
@@ -28,21 +28,21 @@ __all__ = [
     "REST",
     "deal",
     "give_head_start",
-    "guess_tile",
+    "spec_tile",
     "head_of",
     "head_start",
     "lengths_of",
     "locate",
     "more_tiles",
-    "parts_of_guess",
-    "plan",
+    "parts_of_spec",
+    "build_schedule",
     "rest_of",
     "run_of",
     "start_after",
     "tiles_in",
     "tiles_of",
     "token_ranges",
-    "tokens_of_guess",
+    "tokens_of_spec_part",
 ]
 
 # The phase that a launch does. Of two launches the first leaves `A~` and its partial for the second; in between, `A~`
@@ -52,7 +52,7 @@ PREDICTOR = tl.constexpr(1)
 REST = tl.constexpr(2)
 
 WINDOW_ALIGN = tl.constexpr(KV_TILE)  # the window is widened to whole tiles of so many tokens, whatever BLOCK_N is
-GUESS_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
+SPEC_OVERHEAD = tl.constexpr(1)  # what waiting for a guess's tiles and sending it away costs, in streamed tiles
 # Cycles by which programs with a guess start ahead of the others, besides the 300 that those take for the schedule:
 # requests are served in the order in which they come, and the first tiles of all programs take 4 us. Only where runs
 # have so many KB (32K tokens of 2 heads have, 8K of 8 have not): of shorter launches it is more, and less is ahead.
@@ -113,46 +113,46 @@ def head_of(tile, tiles, HKV: tl.constexpr):
 
 
 @triton.constexpr_function
-def _others(num_guesses, programs):
+def _others(num_spec, programs):
     """Programs without a guess; all, where none are leaders."""
-    return programs - num_guesses if num_guesses < programs else programs
+    return programs - num_spec if num_spec < programs else programs
 
 
 @triton.jit
-def _schedule(
-    num_guesses, guess_tiles, total_rest, HKV: tl.constexpr, MOST_PARTS: tl.constexpr, PROGRAMS: tl.constexpr,
+def _divide_work(
+    num_spec, spec_tiles, total_rest, HKV: tl.constexpr, MAX_PARTS: tl.constexpr, PROGRAMS: tl.constexpr,
     EVEN: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """How the tiles of the rest are dealt: (leaders, lead_run, followers, run, longer), below called the schedule.
 
     `leaders` programs begin with a guess and take `lead_run` tiles after it. The other tiles go to `followers`
-    programs, `run` tiles each and the first `longer` of them one more. A guess counts as `guess_tiles` tiles; where
+    programs, `run` tiles each and the first `longer` of them one more. A guess counts as `spec_tiles` tiles; where
     that is more than a program's share, leaders get no tiles of the rest. No follower's run is empty, so that the runs
     that meet one output use consecutive slots.
 
-    MOST_PARTS: how many parts each of HKV guesses may come in, if all are of one request; else 0.
+    MAX_PARTS: how many parts each of HKV guesses may come in, if all are of one request; else 0.
 
     Without guesses, EVEN programs work instead of all if their longest run is no longer: lengths are often powers of
     two, and few runs then cross from one head into the next.
     """
     if SPEC:
-        leaders = tl.where(num_guesses < PROGRAMS, num_guesses, 0)
-        shares = total_rest + leaders * guess_tiles
-        lead_run = tl.maximum(_divide_by(shares, PROGRAMS) - guess_tiles, 0)
+        leaders = tl.where(num_spec < PROGRAMS, num_spec, 0)
+        shares = total_rest + leaders * spec_tiles
+        lead_run = tl.maximum(_divide_by(shares, PROGRAMS) - spec_tiles, 0)
         # Rounded up where runs are long, so that followers' are not: at 10000 tokens 4 to 5 % faster. Beside runs of a
         # tile or two, a guess takes longer than it counts. If nearly all are leaders, there are not so many tiles.
-        rounded = _divide_up(shares, PROGRAMS) - guess_tiles
+        rounded = _divide_up(shares, PROGRAMS) - spec_tiles
         lead_run = tl.where((lead_run > 1) & (leaders * rounded <= total_rest), rounded, lead_run)
         left = total_rest - leaders * lead_run
         others = PROGRAMS - leaders
-        if MOST_PARTS == 0:
+        if MAX_PARTS == 0:
             run = _divide(left, others)
         else:
             # By each of the numbers of followers that there may be: a division takes 100 cycles.
             run = left * 0
-            for parts in tl.static_range(1, MOST_PARTS + 1):
+            for parts in tl.static_range(1, MAX_PARTS + 1):
                 of_parts = _divide_by(left, _others(parts * HKV, PROGRAMS))
-                run = tl.where(num_guesses == parts * HKV, of_parts, run)
+                run = tl.where(num_spec == parts * HKV, of_parts, run)
     else:
         # By constants: the compiler makes such divisions multiplications.
         leaders, lead_run, left = 0, 0, total_rest
@@ -223,47 +223,47 @@ def more_tiles(block_n):
 
 
 @triton.constexpr_function
-def guess_tile(block_n, long_run):
+def spec_tile(block_n, long_run):
     """Tokens in a tile of a guess: 128, where there are such tiles, whatever tiles the rest has."""
     return 2 * block_n if long_run > 0 and block_n < 128 else block_n
 
 
 @triton.jit
-def _part_tiles(chunk_size, GUESS_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
+def _part_tiles(chunk_size, SPEC_N: tl.constexpr, SPEC_PARTS: tl.constexpr):
     """Tiles of one part of a guess."""
-    return _divide_up(2 * _divide_up(chunk_size, GUESS_N) + more_tiles(GUESS_N), GUESS_PARTS)
+    return _divide_up(2 * _divide_up(chunk_size, SPEC_N) + more_tiles(SPEC_N), SPEC_PARTS)
 
 
 @triton.jit
-def parts_of_guess(sink, window_tokens, chunk_size, GUESS_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
+def parts_of_spec(sink, window_tokens, chunk_size, SPEC_N: tl.constexpr, SPEC_PARTS: tl.constexpr):
     """How many parts of a guess have tiles; sink and the tokens of the window are [1] with parts."""
     parts = 1
-    if GUESS_PARTS > 1:
-        part_tiles = _part_tiles(chunk_size, GUESS_N, GUESS_PARTS)
-        tiles = tl.sum(_divide_up(sink, GUESS_N) + _divide_up(window_tokens, GUESS_N), 0)
-        for part in tl.static_range(1, GUESS_PARTS):
+    if SPEC_PARTS > 1:
+        part_tiles = _part_tiles(chunk_size, SPEC_N, SPEC_PARTS)
+        tiles = tl.sum(_divide_up(sink, SPEC_N) + _divide_up(window_tokens, SPEC_N), 0)
+        for part in tl.static_range(1, SPEC_PARTS):
             parts += (part * part_tiles < tiles).to(tl.int32)
     return parts
 
 
 @triton.jit
-def tokens_of_guess(part, sink, window, seq_len, chunk_size, GUESS_N: tl.constexpr, GUESS_PARTS: tl.constexpr):
+def tokens_of_spec_part(part, sink, window, seq_len, chunk_size, SPEC_N: tl.constexpr, SPEC_PARTS: tl.constexpr):
     """What a part of a guess begins with, tokens [first, end), and how many tiles it has; [window, seq_len) follow."""
-    sink_tiles = _divide_up(sink, GUESS_N)
-    tiles = sink_tiles + _divide_up(seq_len - window, GUESS_N)
+    sink_tiles = _divide_up(sink, SPEC_N)
+    tiles = sink_tiles + _divide_up(seq_len - window, SPEC_N)
     first, end = 0, sink
-    if GUESS_PARTS > 1:
-        part_tiles = _part_tiles(chunk_size, GUESS_N, GUESS_PARTS)
+    if SPEC_PARTS > 1:
+        part_tiles = _part_tiles(chunk_size, SPEC_N, SPEC_PARTS)
         first = part * part_tiles
         tiles = tl.minimum(tiles - first, part_tiles)
         end = tl.where(first < sink_tiles, sink, seq_len)
-        first = first * GUESS_N + tl.where(first < sink_tiles, 0, window - sink_tiles * GUESS_N)
+        first = first * SPEC_N + tl.where(first < sink_tiles, 0, window - sink_tiles * SPEC_N)
     return first, end, tiles
 
 
 @triton.jit
 def deal(
-    program, num_guesses, leaders, lead_run, followers, run, longer, PROGRAMS: tl.constexpr, SPEC: tl.constexpr,
+    program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS: tl.constexpr, SPEC: tl.constexpr,
     PHASE: tl.constexpr,
 ):  # fmt: skip
     """What a program does.
@@ -281,7 +281,7 @@ def deal(
     # its way.
     guesses, turns = 0, (program >= 0).to(tl.int32)
     if SPEC:
-        guesses = _divide_by(num_guesses + PROGRAMS - 1 - program, PROGRAMS)
+        guesses = _divide_by(num_spec + PROGRAMS - 1 - program, PROGRAMS)
         turns = tl.maximum(guesses + (tile < last).to(tl.int32), 1)
     return tile, last, guesses, turns
 
@@ -296,7 +296,7 @@ def head_start(total_rest, is_long, BLOCK_N: tl.constexpr, D: tl.constexpr, PROG
 
 @triton.jit
 def give_head_start(
-    program, turn, num_guesses, total_rest, is_long, BLOCK_N: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr,
+    program, turn, num_spec, total_rest, is_long, BLOCK_N: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr,
     SPEC: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Wait, in the first turn of a program without a guess, if others have one and memory will be busy.
@@ -310,9 +310,9 @@ def give_head_start(
     waits = None
     if SPEC and PHASE == ALL and PDL:
         cycles = head_start(total_rest, is_long, BLOCK_N, D, PROGRAMS)
-        waits = (program >= num_guesses) & (turn == 0) & (cycles > 0)
+        waits = (program >= num_spec) & (turn == 0) & (cycles > 0)
         if waits:
-            wait_cycles(cycles)
+            spin_cycles(cycles)
     return waits
 
 
@@ -343,9 +343,9 @@ def lengths_of(seq_lens_ptr, num_requests, B_PAD: tl.constexpr):
 
 
 @triton.jit
-def plan(
+def build_schedule(
     seq_lens, num_requests, chunk_size, HKV: tl.constexpr, PROGRAMS: tl.constexpr, B_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr, PHASE: tl.constexpr,
+    BLOCK_N: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """What follows from lengths [B_PAD] alone.
 
@@ -353,11 +353,11 @@ def plan(
         Whether tiles of the rest are long; those of each request's, over all its KV heads [B_PAD], and their sum; how
         many parts of a guess have tiles; the schedule.
     """
-    GUESS_N: tl.constexpr = guess_tile(BLOCK_N, LONG)
+    SPEC_N: tl.constexpr = spec_tile(BLOCK_N, LONG)
     sink, window = token_ranges(seq_lens, chunk_size, SPEC)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    parts = parts_of_guess(sink, seq_lens - window, chunk_size, GUESS_N, GUESS_PARTS)
-    part_tiles = tl.minimum(_part_tiles(chunk_size, GUESS_N, GUESS_PARTS), 2 * _divide_up(chunk_size, GUESS_N))
+    parts = parts_of_spec(sink, seq_lens - window, chunk_size, SPEC_N, SPEC_PARTS)
+    part_tiles = tl.minimum(_part_tiles(chunk_size, SPEC_N, SPEC_PARTS), 2 * _divide_up(chunk_size, SPEC_N))
     tiles = tl.sum(tiles_in(window - sink, False, BLOCK_N), 0) * HKV
     is_long = LONG > 0 and tiles > LONG * PROGRAMS
     if LONG > 0 and BLOCK_N < 128:
@@ -369,8 +369,8 @@ def plan(
     rest_tiles = tiles_in(window - sink, is_long, BLOCK_N) * HKV
     total_rest = tl.sum(rest_tiles, 0)
     EVEN: tl.constexpr = PROGRAMS // 8 * 8 if B_PAD == 1 and PROGRAMS > 8 else PROGRAMS
-    leaders, lead_run, followers, run, longer = _schedule(
-        num_outputs * parts, tiles_in(part_tiles * GUESS_N, is_long, BLOCK_N) + GUESS_OVERHEAD,
-        total_rest, HKV, GUESS_PARTS if B_PAD == 1 else 0, PROGRAMS, EVEN, SPEC and PHASE == ALL,
+    leaders, lead_run, followers, run, longer = _divide_work(
+        num_outputs * parts, tiles_in(part_tiles * SPEC_N, is_long, BLOCK_N) + SPEC_OVERHEAD,
+        total_rest, HKV, SPEC_PARTS if B_PAD == 1 else 0, PROGRAMS, EVEN, SPEC and PHASE == ALL,
     )  # fmt: skip
     return is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer

@@ -37,7 +37,7 @@ from alspec.kernels.attention.decode_flashq.record_loads import (
 )
 from alspec.kernels.attention.decode_flashq.values import add_values, first_values, for_heads, over_rows
 from alspec.kernels.attention.sas_exp2 import sas_exp2
-from alspec.kernels.comm.ll_packets import INTERPRETED
+from alspec.kernels.common.device import INTERPRETED
 from alspec.kernels.kv_codec.flashq.record import TOKENS
 
 __all__ = ["COLUMNS", "attend_blocks", "attend_tail", "no_tokens"]
@@ -181,7 +181,7 @@ def attend_blocks(
     scales_ptr,
     blocks,  # (first, split, second, count): [first, first + split), then those from `second` on; `count` > 0 of both
     cutoff,  # of SAS weights, below the maximum so far
-    slots,  # with BULK: the first step has been asked for
+    buffers,  # with BULK: the first step has been asked for
     parity,  # of it; each step has the other one
     HEADS: tl.constexpr,
     BITS: tl.constexpr,
@@ -199,16 +199,16 @@ def attend_blocks(
     steps = tl.cdiv(count, W)
     for i in tl.range(0, steps, num_stages=1):
         if BULK:
-            k_words, k_s, k_z, done = read_k(await_side(slots, parity, False, W, D), D, BITS)
-            send_side(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, False, W, D)
+            k_words, k_s, k_z, done = read_k(await_side(buffers, parity, False, W, D), D, BITS)
+            send_side(buffers, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, False, W, D)
         else:
             k_words, k_s, k_z, _ = read_k(side_of(records_ptr, i, blocks, False, W, D, BITS), D, BITS)
             v_words, v_s, v_z, _ = read_v(side_of(records_ptr, i, blocks, True, W, D, BITS), D, BITS)
         next_k_scale, next_v_scale = load_scales(scales_ptr, i + 1, blocks, W)
         s, second = scores(query, of_bits, k_words, k_s, k_z, D, BITS, C)
         if BULK:
-            v_words, v_s, v_z, done = read_v(await_side(slots, parity, True, W, D), D, BITS)
-            send_side(slots, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, True, W, D)
+            v_words, v_s, v_z, done = read_v(await_side(buffers, parity, True, W, D), D, BITS)
+            send_side(buffers, records_ptr, i + 1, blocks, BITS, i + 1 < steps, done, True, W, D)
 
         inside = (i * W + warps < count)[:, None]
         p, alphas, betas, new_maxima = (), (), (), ()

@@ -3,7 +3,7 @@
 Words as in tile_schedule.py (output, guess, rest, run, turn, slot), with *steps* instead of tiles. Outputs lie in one
 row of steps: before the rest of each is its *lead-in*, steps without work that stand for what its guess or its tail
 takes. So a run that holds an output's first lead-in step has the guess, and is that much shorter. In two parts, the
-guess's tail is of that run, and its blocks are of the one that holds the step GUESS_STEPS behind.
+guess's tail is of that run, and its blocks are of the one that holds the step SPEC_STEPS behind.
 
 All this is a *plan*. Outputs of one request are alike: there each has a plan of its own, an equal share of the programs
 and of the slots, and below stand one output and the programs of its share. Else there is one plan, of all.
@@ -14,14 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode.combine import inverse_of_sum
 from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST
+from alspec.kernels.common.device import inverse_of_sum
 from alspec.kernels.kv_codec.flashq.record import TOKENS
 
-__all__ = ["blocks_of_turn", "guesses_before", "pick", "plan", "run_of", "run_start"]
+__all__ = ["blocks_of_item", "spec_items_before", "pick", "build_schedule", "run_of", "run_start"]
 
 # In steps: what a guess takes beyond its blocks (its tail, and sending it away), and a tail without a guess.
-GUESS_STEPS = tl.constexpr(3)
+SPEC_STEPS = tl.constexpr(3)
 TAIL_STEPS = tl.constexpr(2)
 
 
@@ -74,9 +74,9 @@ def run_of(step, used, total):
 
 
 @triton.jit
-def plan(
+def build_schedule(
     seq_lens, exists, chunk_blocks, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
-    SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr, PHASE: tl.constexpr,
+    SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """What follows from the lengths of all outputs, [OUTPUTS_PAD], alone.
 
@@ -94,7 +94,7 @@ def plan(
     ends = tl.cumsum(lengths, 0)
     total = tl.sum(lengths, 0)
     if SPEC:
-        lead_in = tl.cdiv(2 * chunk_blocks, WARPS) + 1 + GUESS_STEPS
+        lead_in = tl.cdiv(2 * chunk_blocks, WARPS) + 1 + SPEC_STEPS
         if PHASE == REST:
             lead_in = 0
     else:
@@ -108,25 +108,25 @@ def plan(
     even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
     used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
     parts = 1
-    if GUESS_PARTS > 1:  # where both never lie in one run
-        parts += (longest <= GUESS_STEPS).to(tl.int32)
+    if SPEC_PARTS > 1:  # where both never lie in one run
+        parts += (longest <= SPEC_STEPS).to(tl.int32)
     return lengths, ends, rest_at, lead_in, parts, used, total
 
 
 @triton.jit
-def guesses_before(step, leads_at, parts, GUESS_PARTS: tl.constexpr):
+def spec_items_before(step, leads_at, parts, SPEC_PARTS: tl.constexpr):
     """How many guesses, or parts of one, begin before a step; leads_at: where the lead-in of each output begins."""
     before = leads_at < step
     guesses = before.to(tl.int32)
-    if GUESS_PARTS > 1:
+    if SPEC_PARTS > 1:
         # The tail first, then the blocks.
-        guesses += ((leads_at + GUESS_STEPS < step) & (parts > 1)).to(tl.int32)
+        guesses += ((leads_at + SPEC_STEPS < step) & (parts > 1)).to(tl.int32)
     return tl.sum(guesses, 0)
 
 
 @triton.jit
-def blocks_of_turn(
-    is_guess, part, parts, here, last, before, seq_len, chunk_blocks, SPEC: tl.constexpr, GUESS_PARTS: tl.constexpr,
+def blocks_of_item(
+    is_spec, part, parts, here, last, before, seq_len, chunk_blocks, SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """What a turn is about, a guess or steps of an output's rest.
@@ -144,10 +144,10 @@ def blocks_of_turn(
     split = tl.minimum(sink + (last - before - OWN_TAIL) * WARPS, window) - first
     count, second = split, first
     if SPEC:
-        has_tail = is_guess
-        first, split = tl.where(is_guess, 0, first), tl.where(is_guess, sink, split)
-        count = tl.where(is_guess, sink + full - window, split)
-        if GUESS_PARTS > 1:
+        has_tail = is_spec
+        first, split = tl.where(is_spec, 0, first), tl.where(is_spec, sink, split)
+        count = tl.where(is_spec, sink + full - window, split)
+        if SPEC_PARTS > 1:
             has_tail &= part == 0
             count = tl.where(has_tail & (parts > 1), 0, count)
         second = window

@@ -7,7 +7,7 @@ partials are merged by a second launch, and the guess over sink and window comes
   has an online softmax of its own; they are merged when the program leaves the head.
 - A step counts the same whether its records have 4 or 2 bits: measured, both take about as long, because with 2 bits
   the work on codes takes the time. A head's tail counts as one to three steps; with a guess it belongs to the guess.
-- A guess may come in two parts, tail and blocks, for `turbo_guess_parts` places: where runs are short enough to keep
+- A guess may come in two parts, tail and blocks, for `flashq_spec_parts` places: where runs are short enough to keep
   them apart, they are the work of two programs.
 - A program is four warps, two on an SM: one partial for all four, merged through shared memory.
 
@@ -30,16 +30,16 @@ from alspec.kernels.attention.decode.lean_decode import (
     PHASES,
     LeanWorkspace,
     Phase,
-    Speculation,
+    SpecOutput,
     check_outputs,
-    check_speculation,
-    launch_merge,
+    check_spec_output,
+    launch_combine,
 )
-from alspec.kernels.attention.decode_flashq.flashq_mainloop import turbo_decode_kernel, turbo_merge_kernel
-from alspec.kernels.common.jit_launch import declares_shared_memory, launch, prefer_l1
-from alspec.kernels.kv_codec.flashq.layout import BLOCK, HEAD_DIMS, TurboLayer
+from alspec.kernels.attention.decode_flashq.flashq_mainloop import flashq_combine_kernel, flashq_decode_kernel
+from alspec.kernels.common.jit_launch import jit_launch, raise_smem_limit, set_l1_carveout
+from alspec.kernels.kv_codec.flashq.layout import BLOCK, HEAD_DIMS, FlashQLayer
 
-__all__ = ["MAX_HEADS_PER_KV", "TurboSettings", "turbo_decode_attention", "turbo_guess_parts", "turbo_settings"]
+__all__ = ["MAX_HEADS_PER_KV", "FlashQSettings", "flashq_decode_attention", "flashq_spec_parts", "flashq_settings"]
 
 # Of a thread, for two programs on an SM. Without a limit the assembler takes 168, as for three, and spills.
 REGISTERS = 248
@@ -48,7 +48,7 @@ MAX_PARTS = 2  # of a guess: the tail and the blocks
 
 
 @dataclass(frozen=True)
-class TurboSettings:
+class FlashQSettings:
     """How the kernel is launched."""
 
     per_sm: int  # programs of one SM: the workspace says how many there are in all
@@ -56,20 +56,20 @@ class TurboSettings:
     sm90: bool  # compute capability 9.0 or later: dependent launches, records by bulk copies
 
 
-declares_shared_memory(turbo_decode_kernel)
+raise_smem_limit(flashq_decode_kernel)
 
-GPU_SETTINGS = TurboSettings(per_sm=2, num_warps=4, sm90=True)
+GPU_SETTINGS = FlashQSettings(per_sm=2, num_warps=4, sm90=True)
 
 
 @functools.cache
-def turbo_settings(device: torch.device) -> TurboSettings:
+def flashq_settings(device: torch.device) -> FlashQSettings:
     """Settings for a device."""
     if device.type != "cuda":
-        return TurboSettings(per_sm=4, num_warps=1, sm90=False)
+        return FlashQSettings(per_sm=4, num_warps=1, sm90=False)
     return replace(GPU_SETTINGS, sm90=torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def turbo_guess_parts(batch_size: int, heads_per_kv: int, device: torch.device) -> int:
+def flashq_spec_parts(batch_size: int, heads_per_kv: int, device: torch.device) -> int:
     """In how many parts `A~` should leave: with one request two, so that blocks do not wait for the tail.
 
     Where runs are long, the device makes it one: then both would lie in one program. With more than 4 query heads to a
@@ -88,26 +88,26 @@ def schedule_sizes(batch_size: int, num_kv_heads: int, num_programs: int) -> dic
     return {
         "HKV": num_kv_heads,
         "OUTPUTS": outputs,
-        "PLANS": outputs if apart else 1,
+        "SCHEDULES": outputs if apart else 1,
         "OUTPUTS_PAD": 1 if apart else max(32, triton.next_power_of_2(outputs)),
         "PROGRAMS": num_programs,
     }
 
 
-def turbo_decode_attention(
+def flashq_decode_attention(
     q: Tensor,
-    layer: TurboLayer,
+    layer: FlashQLayer,
     seq_lens: Tensor,
     sm_scale: float,
     workspace: LeanWorkspace,
     out: Tensor,
     lse: Tensor,
-    speculation: Speculation | None = None,
+    speculation: SpecOutput | None = None,
     phase: Phase = "all",
     gate: Tensor | None = None,
     *,
-    newest_only: bool = False,
-    settings: TurboSettings | None = None,
+    prefetch_before_wait: bool = False,
+    settings: FlashQSettings | None = None,
 ) -> None:
     """Attention of one new token for each request over its first `seq_lens` tokens in a quantised cache.
 
@@ -128,8 +128,8 @@ def turbo_decode_attention(
         seq_lens: [B] int32 on the device, 1 .. 64 NB + 63; read by the kernel, so a captured launch serves any.
         workspace: of this shape.  out: [B, Hq, D].  lse: [B, Hq] fp32, base 2.
         phase, gate: as for `lean_decode_attention`.
-        newest_only: as there; the newest token lies in the tail.
-        settings: other than `turbo_settings(device)`.
+        prefetch_before_wait: as there; the newest token lies in the tail.
+        settings: other than `flashq_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on programmatic dependent launches, but for a
@@ -140,7 +140,7 @@ def turbo_decode_attention(
     _check(q, layer, seq_lens, speculation, phase)
     check_outputs(q, num_kv_heads, workspace, out, lse)
     heads_per_kv = num_qo_heads // num_kv_heads
-    settings = settings or turbo_settings(q.device)
+    settings = settings or flashq_settings(q.device)
     warps, spec = settings.num_warps, speculation
     if warps not in (1, 2, 4):
         raise ValueError(f"settings: expected 1, 2 or 4 warps, found {warps}")
@@ -153,13 +153,13 @@ def turbo_decode_attention(
         **schedule_sizes(batch_size, num_kv_heads, num_programs),
         "WARPS": warps,
         "SPEC": spec is not None,
-        "GUESS_PARTS": spec.parts if spec else 1,
+        "SPEC_PARTS": spec.parts if spec else 1,
         "PHASE": PHASES[phase],
         "PDL": pdl,
         **({"launch_pdl": True} if pdl else {}),
     }
     chunk_blocks = spec.chunk_size // BLOCK if spec else 0
-    compiled = launch(turbo_decode_kernel, (num_programs,))(
+    compiled = jit_launch(flashq_decode_kernel, (num_programs,))(
         q,
         layer.words,
         layer.offset,
@@ -179,19 +179,19 @@ def turbo_decode_attention(
         chunk_blocks,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         SAS=layer.softmax == "sas",
-        EARLY=pdl and newest_only,
+        EARLY=pdl and prefetch_before_wait,
         BULK=settings.sm90,
         num_warps=warps,
         maxnreg=REGISTERS,
         **plan,
     )
-    prefer_l1(compiled, settings.per_sm)
+    set_l1_carveout(compiled, settings.per_sm)
     if phase == "predictor":
         return
-    launch_merge(turbo_merge_kernel, seq_lens, workspace, out, lse, spec, gate, (chunk_blocks,), head_dim, plan)
+    launch_combine(flashq_combine_kernel, seq_lens, workspace, out, lse, spec, gate, (chunk_blocks,), head_dim, plan)
 
 
-def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculation | None, phase: Phase) -> None:
+def _check(q: Tensor, layer: FlashQLayer, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase) -> None:
     batch_size, num_qo_heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS or head_dim != layer.head_dim:
         raise ValueError(f"head_dim: the quantised cache takes {HEAD_DIMS}, found {head_dim} and {layer.head_dim}")
@@ -211,4 +211,4 @@ def _check(q: Tensor, layer: TurboLayer, seq_lens: Tensor, speculation: Speculat
         raise ValueError(f"phase: {phase!r} needs speculation")
     if speculation is not None and speculation.chunk_size % BLOCK:
         raise ValueError(f"chunk_size: expected a multiple of {BLOCK}, found {speculation.chunk_size}")
-    check_speculation(speculation, q, phase, MAX_PARTS)
+    check_spec_output(speculation, q, phase, MAX_PARTS)

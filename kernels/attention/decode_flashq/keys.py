@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 from alspec.kernels.attention.decode_flashq.query import LARGEST_Z, MAGIC, START_UPPER, ULP, operands_of
-from alspec.kernels.attention.decode_flashq.values import picked, product
-from alspec.kernels.comm.ll_packets import INTERPRETED
+from alspec.kernels.attention.decode_flashq.values import mma_m16n8k32, picked
+from alspec.kernels.common.device import INTERPRETED
 
 __all__ = ["query_units", "scores"]
 
@@ -203,7 +203,7 @@ def _half(words, operands, BITS: tl.constexpr, UPPER: tl.constexpr, START: tl.co
             for field in tl.static_range(HALF):
                 for kh in tl.static_range(KH):
                     right = right + (operands[(KH * cw + kh) * FIELDS + HALF * UPPER + field][c],)  # noqa: RUF005
-        products = products + (product(left, right, len(left) // 4, True, START),)  # noqa: RUF005
+        products = products + (mma_m16n8k32(left, right, len(left) // 4, True, START),)  # noqa: RUF005
     return products
 
 
@@ -244,7 +244,7 @@ def _product_with_z(z, operands, c: tl.constexpr, ODD: tl.constexpr, D: tl.const
     right = ()
     for m in tl.static_range(D // 32):
         right = right + (operands[C * (2 * m + ODD) + c],)  # noqa: RUF005
-    return product(z, right, D // 64, True, START_UPPER)
+    return mma_m16n8k32(z, right, D // 64, True, START_UPPER)
 
 
 @triton.jit

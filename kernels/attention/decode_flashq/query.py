@@ -14,10 +14,9 @@ import struct
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode.combine import inverse_of_sum
 from alspec.kernels.attention.decode_flashq.record_loads import QUERY_BARRIER, head_stride, query_barrier
 from alspec.kernels.attention.decode_flashq.values import over_rows, picked, transposed
-from alspec.kernels.comm.ll_packets import INTERPRETED
+from alspec.kernels.common.device import INTERPRETED, inverse_of_sum
 
 __all__ = ["FLIP_SIGNS", "LARGEST_Z", "MAGIC", "START_UPPER", "ULP", "operands_of", "query_of_keys", "send_query"]
 
@@ -51,7 +50,7 @@ def _copy_assembly(rows, head_dim, stride):
 
 @triton.jit
 def send_query(
-    slots, q_ptr, output, goes, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr
+    buffers, q_ptr, output, goes, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr
 ):
     """Ask for the query heads of an output, 16-bit values; by one lane of the first warp.
 
@@ -62,15 +61,19 @@ def send_query(
     first = (q_ptr + output.to(tl.int64) * (HEADS_PER_KV * D)).to(tl.int64)
     tl.inline_asm_elementwise(
         _copy_assembly(HEADS_PER_KV, D, head_stride(D, HEADS)), "=r,r,l,r",
-        [query_barrier(slots, W, D) + everywhere, first + everywhere, (goes & (warps == 0)).to(tl.int32) + everywhere],
+        [
+            query_barrier(buffers, W, D) + everywhere,
+            first + everywhere,
+            (goes & (warps == 0)).to(tl.int32) + everywhere,
+        ],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _await_query(slots, parity, W: tl.constexpr, D: tl.constexpr):
+def _await_query(buffers, parity, W: tl.constexpr, D: tl.constexpr):
     """Where q is, once it is there. No deadline: a copy of this program's own always ends."""
-    barrier = query_barrier(slots, W, D)
+    barrier = query_barrier(buffers, W, D)
     barrier = tl.inline_asm_elementwise(
         "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared.b64 done, [$1], $2; @!done bra WAIT;"
         " mov.u32 $0, $1; }",
@@ -183,7 +186,7 @@ def operands_of(a, b, C: tl.constexpr):
 
 @triton.jit
 def query_of_keys(
-    q_ptr, output, slots, parity, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    q_ptr, output, buffers, parity, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
     SENT: tl.constexpr,
 ):  # fmt: skip
     """The query heads of an output, in lanes, relative to the largest of each. SENT: by `send_query`.
@@ -198,7 +201,7 @@ def query_of_keys(
     TILES: tl.constexpr = D // 16
     q = 0
     if SENT:
-        q = _await_query(slots, parity, W, D)
+        q = _await_query(buffers, parity, W, D)
     tops, values, even, odd, offsets = (), (), (), (), ()
     for c in tl.static_range(C):
         if SENT:

@@ -25,22 +25,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.comm.ll_packets import INTERPRETED
+from alspec.kernels.common.device import INTERPRETED, unstacked
 
 __all__ = [
     "QUERY_BARRIER",
     "await_side",
     "head_stride",
     "load_scales",
-    "open_slots",
+    "init_buffers",
     "query_barrier",
     "side_of",
     "read_k",
     "read_v",
     "send_side",
-    "slot_bytes",
-    "stacked",
-    "unstacked",
+    "buffer_bytes",
 ]
 
 LANE_WORDS = tl.constexpr(128)  # of a warp's load: four for each lane
@@ -55,7 +53,7 @@ def _side_bytes(bits, head_dim):
 
 
 @triton.constexpr_function
-def slot_bytes(head_dim, bulk):
+def buffer_bytes(head_dim, bulk):
     """A warp's slots: for K and V of 4 bits; without copies for sums, of up to two heads of a lane, alone."""
     return 2 * _side_bytes(4, head_dim) if bulk else 2 * 128 * (head_dim // 8 + 2)
 
@@ -70,7 +68,7 @@ def head_stride(head_dim, heads):
 def _shared_bytes(warps, head_dim, bulk):
     """Shared memory of a program: all slots, barriers, q's barrier and q. More than 48 KB cannot be declared."""
     of_query = QUERY_BARRIER.value + max([heads * head_stride(head_dim, heads) for heads in (4, 8)])
-    return warps * slot_bytes(head_dim, bulk) + (warps * BARRIERS.value + of_query if bulk else 0)
+    return warps * buffer_bytes(head_dim, bulk) + (warps * BARRIERS.value + of_query if bulk else 0)
 
 
 @triton.jit
@@ -106,13 +104,13 @@ def load_scales(scales_ptr, step, blocks, W: tl.constexpr):
 
 
 @triton.jit
-def open_slots(W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
+def init_buffers(W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
     """The address of this program's slots in shared memory; with BULK their barriers are ready. Once in a kernel."""
-    slots = 0
+    buffers = 0
     if not INTERPRETED:
         SIZE: tl.constexpr = _shared_bytes(W, D, BULK)
         # Not in braces: should the compiler ever write it twice, the assembler refuses the second declaration.
-        slots = tl.inline_asm_elementwise(
+        buffers = tl.inline_asm_elementwise(
             f".shared .align 128 .b8 record_slots[{SIZE}]; mov.u32 $0, record_slots;",
             "=r,r", [tl.full([], 0, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
@@ -124,10 +122,11 @@ def open_slots(W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
             " @first mbarrier.init.shared.b64 [$1], 1; @first mbarrier.init.shared.b64 [$1+8], 1;"
             " mov.u32 thread, %tid.x; setp.lt.and.u32 one, thread, 32, first; @one mbarrier.init.shared.b64 [$2], 1;"
             " fence.proxy.async.shared::cta; bar.sync 0; mov.u32 $0, 0; }",
-            "=r,r,r", [_barriers_of(slots, warps, W, D) + lanes * 0, query_barrier(slots, W, D) + (warps + lanes) * 0],
+            "=r,r,r",
+            [_barriers_of(buffers, warps, W, D) + lanes * 0, query_barrier(buffers, W, D) + (warps + lanes) * 0],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-    return slots
+    return buffers
 
 
 @triton.jit
@@ -136,21 +135,21 @@ def _warps_and_lanes(W: tl.constexpr):
 
 
 @triton.jit
-def _slot_of(slots, warps, IS_V: tl.constexpr, D: tl.constexpr):
+def _buffer_of(buffers, warps, IS_V: tl.constexpr, D: tl.constexpr):
     """A warp's slot for K, or behind it for V."""
-    return slots + warps * slot_bytes(D, True) + (_side_bytes(4, D) if IS_V else 0)
+    return buffers + warps * buffer_bytes(D, True) + (_side_bytes(4, D) if IS_V else 0)
 
 
 @triton.jit
-def _barriers_of(slots, warps, W: tl.constexpr, D: tl.constexpr):
+def _barriers_of(buffers, warps, W: tl.constexpr, D: tl.constexpr):
     """A warp's barriers: K's, and 8 bytes behind it V's."""
-    return slots + W * slot_bytes(D, True) + warps * BARRIERS
+    return buffers + W * buffer_bytes(D, True) + warps * BARRIERS
 
 
 @triton.jit
-def query_barrier(slots, W: tl.constexpr, D: tl.constexpr):
+def query_barrier(buffers, W: tl.constexpr, D: tl.constexpr):
     """The barrier of q, which lies behind it."""
-    return slots + W * (slot_bytes(D, True) + BARRIERS)
+    return buffers + W * (buffer_bytes(D, True) + BARRIERS)
 
 
 @triton.constexpr_function
@@ -180,7 +179,7 @@ def _copy_after(reads):
 
 @triton.jit
 def send_side(
-    slots, records_ptr, step, blocks, bits, goes, after, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr
+    buffers, records_ptr, step, blocks, bits, goes, after, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr
 ):
     """Ask for K, or V, of each warp's block in a step.
 
@@ -191,7 +190,7 @@ def send_side(
     warps, lanes = _warps_and_lanes(W)
     size = 8 * D * bits + 2 * D
     side = _records_of(records_ptr, step, blocks, size, W).to(tl.int64)
-    slot, barrier = _slot_of(slots, warps, IS_V, D), _barriers_of(slots, warps, W, D)
+    slot, barrier = _buffer_of(buffers, warps, IS_V, D), _barriers_of(buffers, warps, W, D)
     if IS_V:
         side, barrier = side + size, barrier + 8
     # By an elected thread: if a comparison chose it, the assembler would not know that it is one, and would loop.
@@ -203,48 +202,20 @@ def send_side(
 
 
 @triton.jit
-def await_side(slots, parity, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+def await_side(buffers, parity, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
     """The slots [W, 1] of a side, which is there once they are known; parity: of the step, 0 and 1 alternate.
 
     No deadline: a copy of this program's own always ends.
     """
     warps, _ = _warps_and_lanes(W)
-    FIRST: tl.constexpr = W * slot_bytes(D, True) + (8 if IS_V else 0)
-    slots = tl.inline_asm_elementwise(
+    FIRST: tl.constexpr = W * buffer_bytes(D, True) + (8 if IS_V else 0)
+    buffers = tl.inline_asm_elementwise(
         "{ .reg .pred done; .reg .u32 barrier; mov.u32 barrier, %tid.x; shr.u32 barrier, barrier, 5;"
         f" mad.lo.u32 barrier, barrier, {BARRIERS}, $1;"
         f" WAIT: mbarrier.try_wait.parity.shared.b64 done, [barrier+{FIRST}], $2; @!done bra WAIT; mov.u32 $0, $1; }}",
-        "=r,r,r", [slots, parity], dtype=tl.int32, is_pure=False, pack=1,
+        "=r,r,r", [buffers, parity], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    return _slot_of(slots, warps, IS_V, D)
-
-
-@triton.jit
-def unstacked(x, N: tl.constexpr):
-    """x [W, M, N] as a tuple of N."""
-    if N == 1:
-        y = (tl.reshape(x, [x.shape[0], x.shape[1]]),)
-    else:
-        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], N // 2, 2]))
-        evens, odds = unstacked(even, N // 2), unstacked(odd, N // 2)
-        y = ()
-        for i in tl.static_range(N // 2):
-            y = y + (evens[i], odds[i])  # noqa: RUF005 (Triton has no *)
-    return y
-
-
-@triton.jit
-def stacked(x, N: tl.constexpr):
-    """The inverse of `unstacked`."""
-    if N == 1:
-        y = tl.reshape(x[0], [x[0].shape[0], x[0].shape[1], 1])
-    else:
-        evens, odds = (), ()
-        for i in tl.static_range(N // 2):
-            evens, odds = evens + (x[2 * i],), odds + (x[2 * i + 1],)  # noqa: RUF005
-        both = tl.join(stacked(evens, N // 2), stacked(odds, N // 2))
-        y = tl.reshape(both, [x[0].shape[0], x[0].shape[1], N])
-    return y
+    return _buffer_of(buffers, warps, IS_V, D)
 
 
 @triton.jit

@@ -19,8 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode_flashq.record_loads import stacked, unstacked
-from alspec.kernels.comm.ll_packets import INTERPRETED
+from alspec.kernels.common.device import INTERPRETED, stacked, unstacked
 
 __all__ = [
     "add_values",
@@ -28,7 +27,7 @@ __all__ = [
     "for_heads",
     "over_rows",
     "picked",
-    "product",
+    "mma_m16n8k32",
     "transposed",
 ]
 
@@ -130,7 +129,7 @@ def _products(n, signed, start):
 
 
 @triton.jit
-def product(a, b, N: tl.constexpr, SIGNED: tl.constexpr, START: tl.constexpr):
+def mma_m16n8k32(a, b, N: tl.constexpr, SIGNED: tl.constexpr, START: tl.constexpr):
     """[16, 32 N] times [32 N, 8] of bytes, B's with a sign or without: a 4 N words of a lane, b 2 N.
 
     Of it, and START more, columns 2 t and 2 t + 1 of rows g and g + 8.
@@ -170,19 +169,24 @@ def over_rows(x, WHAT: tl.constexpr):
 
 
 @triton.jit
-def _sums(a, operands, C: tl.constexpr):
+def _pv_mma(a, operands, C: tl.constexpr):
     """UNIT V^T P^T SCALE of 16 channels: for each head and row of a lane, (c, rh) at 2 c + rh."""
     if C == 1:
-        x = product(a, operands[0], 2, False, 0)
-        y = (_joined(x[0], x[1]), _joined(x[2], x[3]))
+        x = mma_m16n8k32(a, operands[0], 2, False, 0)
+        y = (_combine_hi_lo(x[0], x[1]), _combine_hi_lo(x[2], x[3]))
     else:
-        x, z = product(a, operands[0], 2, False, 0), product(a, operands[1], 2, False, 0)
-        y = (_joined(x[0], z[0]), _joined(x[2], z[2]), _joined(x[1], z[1]), _joined(x[3], z[3]))
+        x, z = mma_m16n8k32(a, operands[0], 2, False, 0), mma_m16n8k32(a, operands[1], 2, False, 0)
+        y = (
+            _combine_hi_lo(x[0], z[0]),
+            _combine_hi_lo(x[2], z[2]),
+            _combine_hi_lo(x[1], z[1]),
+            _combine_hi_lo(x[3], z[3]),
+        )
     return y
 
 
 @triton.jit
-def _joined(high, low):
+def _combine_hi_lo(high, low):
     """UNIT (256 high + low), of integers below 2^23."""
     if INTERPRETED:
         x = (high * 256 + low).to(tl.float32) * UNIT
@@ -196,7 +200,7 @@ def _joined(high, low):
 
 
 @triton.jit
-def _spread(x, b):
+def _scale_mma(x, b):
     """[16, 8] times [8, 8] in fp16: of a lane's word, bytes 0 and 2 are row g of A in each two columns, 1 and 3 g + 8.
 
     Bytes are denormals, n ULP; b: the right operand's word. What a lane has of it is as of `product`.
@@ -225,7 +229,7 @@ def _fp16_bits(x):
 
 
 @triton.jit
-def _in_two(x):
+def _split_hi_lo(x):
     """x as the sum of two fp16: their bits, the larger one's first. 22 bits of x are kept."""
     high = x.to(tl.float16).to(tl.float32)
     return _fp16_bits(high), _fp16_bits(x - high)
@@ -235,14 +239,14 @@ def _in_two(x):
 def _operand_of_weights(sums, C: tl.constexpr):
     """Right operands of `_spread` with the sums of weights of `_sums`: for each of two channel tiles, or for both."""
     row = tl.arange(0, 32)[None, :] // 4
-    high, low = _in_two(sums[0] * (STEP / ULP))
+    high, low = _split_hi_lo(sums[0] * (STEP / ULP))
     if C == 1:
         # Rows 0 and 2 for the even columns, 1 and 3 for the odd ones.
         x = tl.where(row < 2, high, low)
         x = tl.where(row % 2 == 0, x, x << 16)
         operands = (transposed(tl.where(row < 4, x, 0)),)
     else:
-        odd_high, odd_low = _in_two(sums[2] * (STEP / ULP))
+        odd_high, odd_low = _split_hi_lo(sums[2] * (STEP / ULP))
         high |= odd_high << 16
         low |= odd_low << 16
         even = tl.where(row == 0, high, tl.where(row == 2, low, 0))
@@ -254,11 +258,11 @@ def _operand_of_weights(sums, C: tl.constexpr):
 @triton.jit
 def _of_sums(z, operands, C: tl.constexpr):
     """`z + 128` of a word times sums of weights, UNIT STEP: of each of two tiles as of `_sums`."""
-    x = _spread(z, operands[0])
+    x = _scale_mma(z, operands[0])
     if C == 1:
         y = ((x[0], x[2]), (x[1], x[3]))
     else:
-        u = _spread(z, operands[1])
+        u = _scale_mma(z, operands[1])
         y = ((x[0], x[2], x[1], x[3]), (u[0], u[2], u[1], u[3]))
     return y
 
@@ -291,9 +295,9 @@ def _pair(
     words, s_int, z, operands, of_weights, W: tl.constexpr, BITS: tl.constexpr, FIELD: tl.constexpr, C: tl.constexpr
 ):
     """What a block adds to the channel tiles of FIELD and the next one, UNIT STEP SCALE: (c, tile, rh)."""
-    low = _sums(_field(words, BITS, FIELD), operands, C)
-    high = _sums(_field(words, BITS, FIELD + 1), operands, C)
-    of_rows = _spread(s_int, _operand_of_powers(W, BITS, FIELD))
+    low = _pv_mma(_field(words, BITS, FIELD), operands, C)
+    high = _pv_mma(_field(words, BITS, FIELD + 1), operands, C)
+    of_rows = _scale_mma(s_int, _operand_of_powers(W, BITS, FIELD))
     of_sums = _of_sums(z, of_weights, C)
     x = ()
     for c in tl.static_range(C):
@@ -357,7 +361,7 @@ def add_values(
         integers = integers + ((p[n] * SCALE + ROUND).to(tl.int32, bitcast=True),)  # noqa: RUF005
     operands = _right_operands(integers, C)
     one = tl.full([W, 32], 0x01010101, tl.int32)
-    weights = _sums((one, one, one, one, one, one, one, one), operands, C)
+    weights = _pv_mma((one, one, one, one, one, one, one, one), operands, C)
     of_weights = _operand_of_weights(weights, C)
     pairs = ()
     for pair in tl.static_range(D // 32):

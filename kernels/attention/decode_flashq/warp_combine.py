@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode.combine import inverse_of_sum, log2_of_sum
-from alspec.kernels.attention.decode_flashq.record_loads import slot_bytes
-from alspec.kernels.comm.ll_packets import INTERPRETED, pack_words
+from alspec.kernels.attention.decode_flashq.record_loads import buffer_bytes
+from alspec.kernels.comm.ll_packets import pack_packets
+from alspec.kernels.common.device import INTERPRETED, inverse_of_sum, log2_of_sum
 
-__all__ = ["free_slots", "merge_warps", "write_heads"]
+__all__ = ["free_buffers", "combine_warps", "write_heads"]
 
 
 @triton.constexpr_function
@@ -46,7 +46,7 @@ def _exchange_assembly(warps, values, slot):
 
 
 @triton.jit
-def _exchange(slots, values, OFFSET: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
+def _exchange(buffers, values, OFFSET: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
     """N values [W, 32] of a lane, and two more -> of each warp those of a share: N / W, and the two.
 
     A warp's share are the N / W values from N / W times its number on. OFFSET: where in the slots.
@@ -68,10 +68,10 @@ def _exchange(slots, values, OFFSET: tl.constexpr, W: tl.constexpr, D: tl.conste
             for i in tl.static_range(N, N + 2):
                 taken = taken + (of_warp[i] + tl.zeros([W, 32], tl.float32),)  # noqa: RUF005
     else:
-        SLOT: tl.constexpr = slot_bytes(D, BULK)
+        SLOT: tl.constexpr = buffer_bytes(D, BULK)
         SIZE: tl.constexpr = 4 * min(SHARE, 4)
-        first = slots + OFFSET + lanes * SIZE
-        sums = slots + (OFFSET + N * 128) + lanes * 8
+        first = buffers + OFFSET + lanes * SIZE
+        sums = buffers + (OFFSET + N * 128) + lanes * 8
         places = (first + warps * SLOT, sums + warps * SLOT, first + warps * (SHARE * 128), sums + warps * 0)
         taken = tl.inline_asm_elementwise(
             _exchange_assembly(W, N, SLOT), "=&f" + ",=&f" * (W * (SHARE + 2) - 1) + ",r,r,r,r" + ",f" * (N + 2),
@@ -87,7 +87,7 @@ def _free_assembly(bulk):
 
 
 @triton.jit
-def free_slots(again, BULK: tl.constexpr):
+def free_buffers(again, BULK: tl.constexpr):
     """Before copies into the slots, if there will be any: all warps have read there, and what they wrote is done."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
@@ -97,7 +97,7 @@ def free_slots(again, BULK: tl.constexpr):
 
 
 @triton.jit
-def merge_warps(slots, maxima, state, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
+def combine_warps(buffers, maxima, state, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BULK: tl.constexpr):
     """One partial of the warps' online softmaxes, maxima and state of `add_values`.
 
     Returns:
@@ -111,7 +111,7 @@ def merge_warps(slots, maxima, state, HEADS: tl.constexpr, W: tl.constexpr, D: t
         row_sum, excess, values = state[c * (N + 2)], state[c * (N + 2) + 1], ()
         for n in tl.static_range(N):
             values = values + (state[c * (N + 2) + 2 + n] - excess,)  # noqa: RUF005 (Triton has no *)
-        taken = _exchange(slots, values + (maxima[c], row_sum), c * (N + 2) * 128, W, D, BULK)  # noqa: RUF005
+        taken = _exchange(buffers, values + (maxima[c], row_sum), c * (N + 2) * 128, W, D, BULK)  # noqa: RUF005
         top = taken[SHARE]
         for warp in tl.static_range(1, W):
             top = tl.maximum(top, taken[warp * (SHARE + 2) + SHARE])
@@ -139,7 +139,7 @@ def _write(pointers, x, where):
     else:
         BITS: tl.constexpr = x.dtype.primitive_bitwidth
         KIND: tl.constexpr = "l" if BITS == 64 else "r" if BITS == 32 else "h"
-        STORE: tl.constexpr = "st.relaxed.sys.global" if BITS == 64 else "st.global"  # 64: words, as `store_words`
+        STORE: tl.constexpr = "st.relaxed.sys.global" if BITS == 64 else "st.global"  # 64: words, as `store_packets`
         bits = x.to(tl.int64 if BITS == 64 else tl.int32 if BITS == 32 else tl.int16, bitcast=True)
         tl.inline_asm_elementwise(
             f"{{ .reg .pred here; setp.ne.u32 here, $3, 0; @here {STORE}.b{BITS} [$1], $2; mov.u32 $0, 0; }}",
@@ -150,7 +150,7 @@ def _write(pointers, x, where):
 
 @triton.jit
 def write_heads(
-    o,  # of `merge_warps`
+    o,  # of `combine_warps`
     lse,
     o_ptr,  # [..., D]
     lse_ptr,  # [...] fp32, with an epoch words, or None
@@ -172,10 +172,10 @@ def write_heads(
         for i in tl.static_range(SHARE):
             x = o[c * SHARE + i]
             if epoch is not None:
-                x = pack_words(x, epoch)
+                x = pack_packets(x, epoch)
             _write(o_ptr + at + 8 * i, x, exists)
         if lse_ptr is not None:
             x = lse[c]
             if epoch is not None:
-                x = pack_words(x, epoch)
+                x = pack_packets(x, epoch)
             _write(lse_ptr + first + head, x, exists & (lanes // 4 + warps == 0))

@@ -36,7 +36,7 @@ from alspec.kernels.kv_codec.flashq.layout import HEAD_DIMS
 from alspec.kernels.kv_codec.flashq.record import TOKENS, largest
 from alspec.sas import Softmax, cutoff
 
-__all__ = ["num_warps", "turbo_prefill_attention"]
+__all__ = ["num_warps", "int8_prefill_attention"]
 
 # Queries of a program, and tokens of a tile. With SAS on an H100, 128 of both took 13 % longer (8K and 32K tokens), and
 # 128 queries with tiles of 64 tokens 20 %; before Hopper, 128 would spill registers.
@@ -186,7 +186,7 @@ def _prefill_kernel(
     tl.store(lse_ptr + queries.to(tl.int64) * HQ + head, lse, mask=exists)
 
 
-def turbo_prefill_attention(
+def int8_prefill_attention(
     q: Tensor,
     k8: Tensor,
     v8: Tensor,
@@ -200,7 +200,7 @@ def turbo_prefill_attention(
 
     Queries lose up to 1/254 of their row's largest channel, P and V 2^-11 of themselves; with `softmax="sas"` weights
     change by 1.02e-4 and up to `DROPPED_MASS` of a row is dropped (`alspec/sas.py`).
-    Oracle: `turbo_prefill_attention_ref`.
+    Oracle: `int8_prefill_attention_ref`.
 
     Args:
         q: [n_q, Hq, D] bf16, fp16 or fp32, contiguous, the last `n_q` of `n` tokens; D 64 or 128.
@@ -234,7 +234,7 @@ def turbo_prefill_attention(
         tile = [hopper.TILE, head_dim]
         k_layout, v_layout = (gl.NVMMASharedLayout.get_default_for(tile, kind) for kind in (gl.int8, gl.float16))
         blocks = triton.cdiv(num_queries, 2 * hopper.HALF_ROWS) * num_qo_heads
-        hopper.prefill_hopper_kernel[(min(blocks, num_sms(q.device)),)](
+        hopper.prefill_sm90_kernel[(min(blocks, num_sms(q.device)),)](
             q,
             HopperDescriptor(k8, [rows, head_dim], [head_dim, 1], tile, k_layout),
             HopperDescriptor(v, [v_rows, head_dim], [head_dim, 1], tile, v_layout),

@@ -36,7 +36,7 @@ __all__ = [
     "STAGES",
     "TILE",
     "TINY",
-    "prefill_hopper_kernel",
+    "prefill_sm90_kernel",
 ]
 
 TILE = 128  # tokens, two blocks with a scale each
@@ -416,7 +416,7 @@ def _load_tiles(work, sizes, pointers, shared, descriptors):
 
 # Specialised, a size of 1 would be a constant, which cannot be passed to the functions of the halves.
 @gluon.jit(do_not_specialize=["num_queries", "num_tokens", "num_blocks", "k_stride"])
-def prefill_hopper_kernel(
+def prefill_sm90_kernel(
     q_ptr, k_desc, v_desc, unit_ptr, k_scale_ptr, out_ptr, lse_ptr, num_queries, num_tokens, num_blocks, k_stride,
     qk_scale, HQ: gl.constexpr, HEADS_PER_KV: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip

@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from alspec.kernels.common.jit_launch import launch, launch_options
-from alspec.kernels.common.pdl import wait_for_kernel_ahead
-from alspec.kernels.kv_codec.flashq.layout import PER_HEAD, TurboLayer, record_words
+from alspec.kernels.common.jit_launch import jit_launch, pdl_options
+from alspec.kernels.common.pdl import wait_for_previous_kernel
+from alspec.kernels.kv_codec.flashq.layout import PER_HEAD, FlashQLayer, record_words
 from alspec.kernels.kv_codec.flashq.quantize import BLOCK, MIN_SCALE
 from alspec.kernels.kv_codec.flashq.record import TOKENS, largest, record_at, restore_side, to_int8, write_side
 
-__all__ = ["flashq_restore", "flashq_store", "turbo_append", "turbo_compact"]
+__all__ = ["flashq_restore", "flashq_store", "flashq_append", "flashq_compact"]
 
 NUM_WARPS = 4
 STORE_WARPS = 8  # with fewer, a block of 128 channels spills
@@ -139,7 +139,7 @@ def _store_tail_kernel(
 def flashq_store(
     k: Tensor,
     v: Tensor,
-    layer: TurboLayer,
+    layer: FlashQLayer,
     request: int,
     start: int,
     k8: Tensor,
@@ -180,7 +180,7 @@ def flashq_store(
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_HEAD)
-def _turbo_append_kernel(
+def _flashq_append_kernel(
     k_ptr,  # [B, H, D]
     v_ptr,
     seq_lens_ptr,  # [B] int32, with the new token
@@ -197,7 +197,7 @@ def _turbo_append_kernel(
     """K or V of one request and head; grid [B H, 2]."""
     if PDL:
         gdc_launch_dependents()
-        wait_for_kernel_ahead()
+        wait_for_previous_kernel()
     request, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     row = tl.program_id(0).to(tl.int64) * 2 + tl.program_id(1)
     x_ptr = k_ptr + request * k_request_stride + head * k_head_stride
@@ -209,12 +209,12 @@ def _turbo_append_kernel(
     tl.store(tail_ptr + (row * TOKENS + slot) * D + c, q1.to(tl.int8))
 
 
-def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor) -> None:
+def flashq_append(k: Tensor, v: Tensor, layer: FlashQLayer, seq_lens: Tensor) -> None:
     """One new token of each request into the tail, where neither `qkv_rope_append` nor a handover has put it.
 
         tail[(n - 1) % 64] = clamp(rint(x / universal scale), -119, 119)
 
-    Source: TurboAttention, section 3.3. Oracle: `turbo_append_ref`.
+    Source: TurboAttention, section 3.3. Oracle: `flashq_append_ref`.
 
     Args:
         k, v: [B, H, D] bf16, fp16 or fp32, channels contiguous.  layer: its tail is written.
@@ -228,9 +228,9 @@ def turbo_append(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor) -> N
         if x.shape != (batch_size, num_heads, head_dim) or x.stride(2) != 1:
             expected = f"[{batch_size}, {num_heads}, {head_dim}] with contiguous channels"
             raise ValueError(f"{name}: expected {expected}, found {list(x.shape)}")
-    launch(_turbo_append_kernel, (batch_size * num_heads, 2))(
+    jit_launch(_flashq_append_kernel, (batch_size * num_heads, 2))(
         k, v, seq_lens, layer.tail, layer.tail_scale, *k.stride()[:2], *v.stride()[:2], H=num_heads, D=head_dim,
-        num_warps=1, **launch_options(k.device),
+        num_warps=1, **pdl_options(k.device),
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def _compact_tensor(tail_ptr, record_ptr, bits, D: tl.constexpr, IS_V: tl.conste
 
 
 @triton.jit(do_not_specialize=["num_layers", "num_rows", "num_blocks"], do_not_specialize_on_alignment=PER_HEAD)
-def _turbo_compact_kernel(
+def _flashq_compact_kernel(
     seq_lens_ptr,  # [B] int32, with the new token
     words_ptr,  # [L, W] int32
     offset_ptr,  # [L, B, H] int64
@@ -282,11 +282,11 @@ def _turbo_compact_kernel(
         layer += tl.num_programs(2)
 
 
-def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
+def flashq_compact(layers: FlashQLayer, seq_lens: Tensor) -> None:
     """Where n is a multiple of 64, a request's tail into record `n / 64 - 1`, in all layers; elsewhere nothing.
 
     Launched at the end of a step: attention of this step reads the tail, which stays, and that of the next the record.
-    A second launch changes nothing. Source: TurboAttention, section 3.3. Oracle: `turbo_compact_ref`.
+    A second launch changes nothing. Source: TurboAttention, section 3.3. Oracle: `flashq_compact_ref`.
 
     Args:
         layers: one or a stack; written.  seq_lens: [B] int32 with the new token (n), at most 64 NB + 63.
@@ -295,10 +295,10 @@ def turbo_compact(layers: TurboLayer, seq_lens: Tensor) -> None:
     num_layers, num_rows = layers.tail.shape[:-5].numel(), layers.batch_size * layers.num_kv_heads
     # Few programs, each for several layers: in 63 steps of 64 they have nothing to do.
     together = min(num_layers, triton.cdiv(COMPACT_ROWS, num_rows))
-    launch(_turbo_compact_kernel, (num_rows, 2, together))(
+    jit_launch(_flashq_compact_kernel, (num_rows, 2, together))(
         seq_lens, layers.words, layers.offset, layers.bits, layers.scales, layers.tail, layers.tail_scale,
         layers.words.shape[-1], num_layers, num_rows, layers.num_blocks, H=layers.num_kv_heads, D=layers.head_dim,
-        num_warps=NUM_WARPS, **launch_options(seq_lens.device),
+        num_warps=NUM_WARPS, **pdl_options(seq_lens.device),
     )  # fmt: skip
 
 
@@ -341,7 +341,7 @@ def _restore_kernel(
 
 
 def flashq_restore(
-    layer: TurboLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
+    layer: FlashQLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
 ) -> None:
     """Records `[0, num_blocks)` of one request back at INT8, `q2 s_int + z`. Oracle: `flashq_restore_ref`.
 
@@ -361,7 +361,7 @@ def flashq_restore(
     )  # fmt: skip
 
 
-def _check_chunk(k: Tensor, v: Tensor, layer: TurboLayer, start: int) -> None:
+def _check_chunk(k: Tensor, v: Tensor, layer: FlashQLayer, start: int) -> None:
     num_tokens, num_heads, head_dim = k.shape
     record_words(4, head_dim)  # refuses other sizes of heads
     if v.shape != k.shape or (num_heads, head_dim) != (layer.num_kv_heads, layer.head_dim):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from alspec.kernels.kv_codec.flashq.layout import BlockCodes, TurboLayer, pack_record, record_words, unpack_record
+from alspec.kernels.kv_codec.flashq.layout import BlockCodes, FlashQLayer, pack_record, record_words, unpack_record
 from alspec.kernels.kv_codec.flashq.quantize import (
     BLOCK,
     MIN_SCALE,
@@ -19,13 +19,13 @@ from alspec.kernels.kv_codec.flashq.quantize import (
     to_int8,
 )
 
-__all__ = ["flashq_dequantize", "flashq_restore_ref", "flashq_store_ref", "turbo_append_ref", "turbo_compact_ref"]
+__all__ = ["flashq_dequantize", "flashq_restore_ref", "flashq_store_ref", "flashq_append_ref", "flashq_compact_ref"]
 
 
 def flashq_store_ref(
     k: Tensor,
     v: Tensor,
-    layer: TurboLayer,
+    layer: FlashQLayer,
     request: int,
     start: int,
     k8: Tensor,
@@ -53,19 +53,19 @@ def flashq_store_ref(
         _write_records(layer, request, head, start // BLOCK, *blocks)
 
 
-def turbo_append_ref(k: Tensor, v: Tensor, layer: TurboLayer, seq_lens: Tensor) -> None:
-    """As `turbo_append`; reads lengths on the host."""
+def flashq_append_ref(k: Tensor, v: Tensor, layer: FlashQLayer, seq_lens: Tensor) -> None:
+    """As `flashq_append`; reads lengths on the host."""
     for request, n in enumerate(seq_lens.tolist()):
         for index, x in enumerate((k, v)):
             universal = layer.tail_scale[request, :, index]
             layer.tail[request, :, index, (n - 1) % BLOCK] = to_int8(x[request, :, None], universal)[:, 0]
 
 
-def turbo_compact_ref(layers: TurboLayer, seq_lens: Tensor) -> None:
-    """As `turbo_compact`; reads lengths on the host."""
+def flashq_compact_ref(layers: FlashQLayer, seq_lens: Tensor) -> None:
+    """As `flashq_compact`; reads lengths on the host."""
     if layers.tail.dim() == 6:
         for index in range(layers.tail.shape[0]):
-            turbo_compact_ref(layers.select(index), seq_lens)
+            flashq_compact_ref(layers.select(index), seq_lens)
         return
     for request, n in enumerate(seq_lens.tolist()):
         block, rest = divmod(n, BLOCK)
@@ -76,7 +76,7 @@ def turbo_compact_ref(layers: TurboLayer, seq_lens: Tensor) -> None:
 
 
 def flashq_restore_ref(
-    layer: TurboLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
+    layer: FlashQLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
 ) -> None:
     """As `flashq_restore`."""
     k_scale.copy_(layer.scales[request, :, :num_blocks, 0])
@@ -87,7 +87,9 @@ def flashq_restore_ref(
             q1[head] = reconstruct(*codes).flatten(0, 1)
 
 
-def flashq_dequantize(layer: TurboLayer, seq_lens: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def flashq_dequantize(
+    layer: FlashQLayer, seq_lens: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Keys and values that decode attention reads: K, V [B, H, max n, D] in `dtype`, zero past each request's length.
 
     Args:
@@ -109,14 +111,14 @@ def flashq_dequantize(layer: TurboLayer, seq_lens: Tensor, dtype: torch.dtype = 
     return found[0], found[1]
 
 
-def _write_records(layer: TurboLayer, request: int, head: int, first: int, k: Tensor, v: Tensor) -> None:
+def _write_records(layer: FlashQLayer, request: int, head: int, first: int, k: Tensor, v: Tensor) -> None:
     """Stage 2 of blocks k, v [m, 64, D] int8, from block `first` on."""
     words, bits = _records(layer, request, head, first, k.shape[0])
     k_codes, v_codes = (BlockCodes(q2, s_int, z.int()) for q2, s_int, z in (compress(k, bits), compress(v, bits)))
     words.copy_(pack_record(k_codes, v_codes, bits))
 
 
-def _records(layer: TurboLayer, request: int, head: int, first: int, count: int) -> tuple[Tensor, int]:
+def _records(layer: FlashQLayer, request: int, head: int, first: int, count: int) -> tuple[Tensor, int]:
     """The words of `count` records, [count, record_words] (a view), and their bits."""
     bits = int(layer.bits[request, head])
     size = record_words(bits, layer.head_dim)

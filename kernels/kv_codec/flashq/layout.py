@@ -37,7 +37,16 @@ from torch import Tensor
 
 from alspec.sas import Softmax
 
-__all__ = ["BLOCK", "HEAD_DIMS", "PER_HEAD", "BlockCodes", "TurboLayer", "pack_record", "record_words", "unpack_record"]
+__all__ = [
+    "BLOCK",
+    "HEAD_DIMS",
+    "PER_HEAD",
+    "BlockCodes",
+    "FlashQLayer",
+    "pack_record",
+    "record_words",
+    "unpack_record",
+]
 
 BLOCK = 64  # tokens of a record
 BITS = (4, 2)
@@ -48,7 +57,7 @@ PER_HEAD = ["offset_ptr", "bits_ptr", "scales_ptr", "tail_scale_ptr"]
 
 
 @dataclass(frozen=True)
-class TurboLayer:
+class FlashQLayer:
     """The quantised cache of one layer: B requests, H KV heads of this rank, NB blocks of capacity.
 
     With n = seq_len, the newest token included, blocks `j < (n - 1) // 64` are records; the 1 to 64 tokens after them
@@ -91,9 +100,9 @@ class TurboLayer:
         """Blocks of capacity NB, of each request and head."""
         return self.scales.shape[-2]
 
-    def select(self, layer: int) -> TurboLayer:
+    def select(self, layer: int) -> FlashQLayer:
         """One layer of a stack."""
-        return TurboLayer(**{name: tensor[layer] for name, tensor in self.tensors.items()}, softmax=self.softmax)
+        return FlashQLayer(**{name: tensor[layer] for name, tensor in self.tensors.items()}, softmax=self.softmax)
 
 
 class BlockCodes(NamedTuple):

@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 
 from alspec.kernels.attention.decode.lean_decode import PHASES
 from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST
-from alspec.kernels.attention.decode_flashq.block_schedule import plan
+from alspec.kernels.attention.decode_flashq.block_schedule import build_schedule
 from alspec.kernels.attention.decode_flashq.flashq_decode import schedule_sizes
-from alspec.kernels.attention.decode_flashq.flashq_mainloop import merged_slots, number_of_program, share_of_program
+from alspec.kernels.attention.decode_flashq.flashq_mainloop import (
+    number_of_program,
+    partials_to_combine,
+    share_of_program,
+)
 
 pytestmark = pytest.mark.skipif(HAS_CUDA, reason="interpreted only where there is no GPU")
 
@@ -31,25 +35,25 @@ def _deal_kernel(
     chunk_blocks,
     HKV: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    PLANS: tl.constexpr,
+    SCHEDULES: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PER_SM: tl.constexpr,
     WARPS: tl.constexpr,
     SPEC: tl.constexpr,
-    GUESS_PARTS: tl.constexpr,
+    SPEC_PARTS: tl.constexpr,
     PHASE: tl.constexpr,
 ):
     """What each program of the attention does; grid [PROGRAMS]."""
-    first_output, program = number_of_program(PROGRAMS, PER_SM, PLANS)
+    first_output, program = number_of_program(PROGRAMS, PER_SM, SCHEDULES)
     outputs = tl.arange(0, OUTPUTS_PAD)
-    exists = outputs < OUTPUTS // PLANS
+    exists = outputs < OUTPUTS // SCHEDULES
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
-    lengths, ends, rest_at, lead_in, parts, used, total = plan(
-        seq_lens, exists, chunk_blocks, OUTPUTS // PLANS, PROGRAMS // PLANS, WARPS, SPEC, GUESS_PARTS, PHASE
+    lengths, ends, rest_at, lead_in, parts, used, total = build_schedule(
+        seq_lens, exists, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS, PHASE
     )
     here, last, guess, guesses_end, turns = share_of_program(
-        program, lengths, ends, rest_at, lead_in, parts, used, total, SPEC, GUESS_PARTS, PHASE
+        program, lengths, ends, rest_at, lead_in, parts, used, total, SPEC, SPEC_PARTS, PHASE
     )
     at = dealt_ptr + tl.program_id(0) * 8
     tl.store(at, first_output)
@@ -69,18 +73,18 @@ def _merge_kernel(
     chunk_blocks,
     HKV: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    PLANS: tl.constexpr,
+    SCHEDULES: tl.constexpr,
     OUTPUTS_PAD: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
     SPEC: tl.constexpr,
-    GUESS_PARTS: tl.constexpr,
+    SPEC_PARTS: tl.constexpr,
     PHASE: tl.constexpr,
 ):
     """Which slots each output's merge takes; grid [B HKV]."""
-    slot, runs, _ = merged_slots(
-        seq_lens_ptr, tl.program_id(0), chunk_blocks, HKV, OUTPUTS, PLANS, OUTPUTS_PAD, PROGRAMS, WARPS, SPEC,
-        GUESS_PARTS, PHASE,
+    slot, runs, _ = partials_to_combine(
+        seq_lens_ptr, tl.program_id(0), chunk_blocks, HKV, OUTPUTS, SCHEDULES, OUTPUTS_PAD, PROGRAMS, WARPS, SPEC,
+        SPEC_PARTS, PHASE,
     )  # fmt: skip
     tl.store(merged_ptr + tl.program_id(0) * 2, slot)
     tl.store(merged_ptr + tl.program_id(0) * 2 + 1, runs)
@@ -104,7 +108,7 @@ class Work:
         seq_lens = torch.tensor(self.lengths, dtype=torch.int32)
         sizes = schedule_sizes(len(self.lengths), self.num_kv_heads, self.num_programs)
         common = sizes | {
-            "WARPS": self.warps, "SPEC": self.chunk_size > 0, "GUESS_PARTS": self.parts, "PHASE": PHASES[self.phase],
+            "WARPS": self.warps, "SPEC": self.chunk_size > 0, "SPEC_PARTS": self.parts, "PHASE": PHASES[self.phase],
         }  # fmt: skip
         dealt = torch.full((self.num_programs, 8), -1, dtype=torch.int32)
         per_sm = self.per_sm if self.num_programs % self.per_sm == 0 else 1

@@ -18,22 +18,22 @@ import pytest
 import torch
 from attention_launch import EDGES, EPOCH, HAS_CUDA, AttentionLaunch, S
 from comparison import close
-from paired_ranks import PATIENCE_NS, pairs
+from paired_ranks import TIMEOUT_NS, pairs
 from torch import Tensor
 
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, Speculation
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, SpecOutput
 from alspec.kernels.attention.decode_flashq.flashq_decode import (
-    TurboSettings,
-    turbo_decode_attention,
-    turbo_guess_parts,
-    turbo_settings,
+    FlashQSettings,
+    flashq_decode_attention,
+    flashq_settings,
+    flashq_spec_parts,
 )
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.attention.reference import decode_attention_ref, speculative_decode_attention_ref
-from alspec.kernels.comm.mailbox import PairShape
-from alspec.kernels.kv_codec.flashq.layout import BlockCodes, TurboLayer, pack_record, record_words
-from alspec.kernels.speculation.handover import receive_handover
+from alspec.kernels.comm.pair_state import PairShape
+from alspec.kernels.kv_codec.flashq.layout import BlockCodes, FlashQLayer, pack_record, record_words
+from alspec.kernels.speculation.handover import pair_spec_output, receive_handover
 from alspec.sas import Softmax, cutoff
 
 CODECS = ("turbo4", "turbo2", "turbo-mixed")
@@ -58,8 +58,8 @@ by_softmax = pytest.mark.parametrize("softmax", ["exact", "sas"])
 class Launch(AttentionLaunch):
     """Over a random quantised cache with noise in what no token uses; `k` and `v` are fp64, as dequantised."""
 
-    layer: TurboLayer
-    settings: TurboSettings
+    layer: FlashQLayer
+    settings: FlashQSettings
 
     @property
     def softmax(self) -> Softmax:
@@ -72,7 +72,7 @@ class Launch(AttentionLaunch):
     def run(self, *phases: str, gate: Tensor | None = None) -> None:
         self.clear()
         for phase in phases or ("all",):
-            turbo_decode_attention(
+            flashq_decode_attention(
                 self.q, self.layer, self.seq_lens, self.sm_scale, self.workspace, self.out, self.lse,
                 self.speculation, phase, gate, settings=self.settings,
             )  # type: ignore[arg-type]  # fmt: skip
@@ -153,7 +153,7 @@ def draw(
             records += [torch.randint(-(2**31), 2**31, (gap,), generator=generator).int(), words.flatten()]
             offset.append(at + gap)
             at += gap + num_blocks * record_words(width, head_dim)
-    layer = TurboLayer(
+    layer = FlashQLayer(
         words=torch.cat(records).to(device),
         offset=torch.tensor(offset).view(batch, num_kv_heads).to(device),
         bits=bits.to(device),
@@ -171,10 +171,10 @@ def draw(
         workspace=LeanWorkspace.allocate(batch, q.shape[1], num_kv_heads, head_dim, device, num_programs),
         out=torch.empty_like(q, dtype=torch.float32),
         lse=torch.empty(q.shape[:2], device=device),
-        settings=replace(turbo_settings(device), num_warps=num_warps),
+        settings=replace(flashq_settings(device), num_warps=num_warps),
     )
     if chunk_size:
-        launch.speculation = Speculation(
+        launch.speculation = SpecOutput(
             chunk_size,
             spec_out=torch.empty(parts, *q.shape, dtype=torch.int64, device=device),
             sums=torch.empty(batch, num_sums(q.shape[1], head_dim), 2, device=device),
@@ -244,14 +244,14 @@ def test_a_guess_in_two_parts_arrives_as_one(device: torch.device, length: int, 
     ((source,), (target,)) = pairs(device, shape, EPOCH)
     launch = draw((length,), 2, 2, 64, device, num_programs, S, parts=2)
     assert launch.speculation is not None
-    launch.speculation = source.speculation(layer, S, launch.speculation.sums)
+    launch.speculation = pair_spec_output(source, layer, S, launch.speculation.sums)
     launch.run()
     launch.compare()
     target.receives.fill_(1)
     target.own.inbox.fill_(EPOCH << 32)
     x, attn_out = torch.zeros(1, 64, device=device), torch.full((1, 4, 64), math.nan, device=device)
     k, v = torch.zeros(2, 1, 2, length, 64, device=device)
-    receive_handover(target, layer, x, KVLayer(k, v), launch.seq_lens, attn_out, PATIENCE_NS)
+    receive_handover(target, layer, x, KVLayer(k, v), launch.seq_lens, attn_out, TIMEOUT_NS)
     close(attn_out, launch.guess.cpu(), TOLERANCE)
 
 
@@ -467,7 +467,7 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
 
 def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a launch, which would write beyond its tensors."""
-    monkeypatch.setattr("alspec.kernels.attention.decode_flashq.flashq_decode.launch", None)
+    monkeypatch.setattr("alspec.kernels.attention.decode_flashq.flashq_decode.jit_launch", None)
     launch = draw((70,), 4, 1, 64, device, 1)
     args = (launch.seq_lens, 0.125, launch.workspace, launch.out, launch.lse)
     uneven = torch.cat([launch.q, launch.q], 1)[:, :7]
@@ -479,25 +479,25 @@ def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
         (launch.q.repeat(2, 1, 1), launch.layer, "q: expected 1 contiguous requests, found 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            turbo_decode_attention(q.contiguous(), layer, *args)
+            flashq_decode_attention(q.contiguous(), layer, *args)
     with pytest.raises(ValueError, match="contiguous"):
-        turbo_decode_attention(launch.q.repeat_interleave(2, -1)[..., ::2], launch.layer, *args)
+        flashq_decode_attention(launch.q.repeat_interleave(2, -1)[..., ::2], launch.layer, *args)
     odd = torch.empty(launch.q.numel() + 1, dtype=launch.q.dtype, device=device)[1:].view_as(launch.q)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        turbo_decode_attention(odd, launch.layer, *args)
+        flashq_decode_attention(odd, launch.layer, *args)
     words = torch.empty(launch.layer.words.numel() + 1, dtype=torch.int32, device=device)[1:]
     with pytest.raises(ValueError, match="words: expected to begin at a multiple of 16 bytes, found 4"):
-        turbo_decode_attention(launch.q, replace(launch.layer, words=words), *args)
+        flashq_decode_attention(launch.q, replace(launch.layer, words=words), *args)
     with pytest.raises(ValueError, match="chunk_size"):
-        turbo_decode_attention(launch.q, launch.layer, *args, Speculation(96, launch.out, launch.lse))
+        flashq_decode_attention(launch.q, launch.layer, *args, SpecOutput(96, launch.out, launch.lse))
     with pytest.raises(ValueError, match="phase"):
-        turbo_decode_attention(launch.q, launch.layer, *args, phase="rest")
+        flashq_decode_attention(launch.q, launch.layer, *args, phase="rest")
     with pytest.raises(ValueError, match="seq_lens"):
-        turbo_decode_attention(launch.q, launch.layer, launch.seq_lens.long(), *args[1:])
+        flashq_decode_attention(launch.q, launch.layer, launch.seq_lens.long(), *args[1:])
     sums = torch.empty(1, num_sums(4, 64), 2, device=device)
     epoch = torch.ones(1, dtype=torch.int32, device=device)
     words = torch.empty(3, 1, 4, 64, dtype=torch.int64, device=device)
-    good = Speculation(128, words[:2], sums, epoch, words[:2, ..., 0])
+    good = SpecOutput(128, words[:2], sums, epoch, words[:2, ..., 0])
     for in_parts, message in (
         (replace(good, spec_out=words, spec_lse=words[..., 0]), "spec_lse: expected 2 parts at most"),
         (replace(good, epoch=None), "spec_lse"),
@@ -505,15 +505,15 @@ def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
         (replace(good, sums=sums[:, 1:]), "sums"),
     ):
         with pytest.raises(ValueError, match=message):
-            turbo_decode_attention(launch.q, launch.layer, *args, in_parts)
+            flashq_decode_attention(launch.q, launch.layer, *args, in_parts)
     with pytest.raises(ValueError, match="spec_lse"):
-        turbo_decode_attention(launch.q, launch.layer, *args, good, "predictor")
+        flashq_decode_attention(launch.q, launch.layer, *args, good, "predictor")
 
 
 def test_parts_of_a_guess() -> None:
-    assert [turbo_guess_parts(batch, 4, torch.device("cuda")) for batch in (1, 2)] == [2, 1]
-    assert [turbo_guess_parts(1, ratio, torch.device("cuda")) for ratio in (1, 5, 8)] == [2, 1, 1]
-    assert turbo_guess_parts(1, 4, torch.device("cpu")) == 1
+    assert [flashq_spec_parts(batch, 4, torch.device("cuda")) for batch in (1, 2)] == [2, 1]
+    assert [flashq_spec_parts(1, ratio, torch.device("cuda")) for ratio in (1, 5, 8)] == [2, 1, 1]
+    assert flashq_spec_parts(1, 4, torch.device("cpu")) == 1
 
 
 @pytest.mark.gpu

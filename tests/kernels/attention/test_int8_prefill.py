@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.prefill.int8_prefill import turbo_prefill_attention
-from alspec.kernels.attention.reference import turbo_prefill_attention_ref
+from alspec.kernels.attention.prefill.int8_prefill import int8_prefill_attention
+from alspec.kernels.attention.reference import int8_prefill_attention_ref
 from alspec.sas import DROPPED_MASS, RELATIVE_ERROR, Softmax
 
 HAS_CUDA = torch.cuda.is_available()
@@ -102,7 +102,7 @@ class Case:
         return scale.double().repeat_interleave(64, 1)[:, None, : self.k8.shape[1]]
 
     def check(self, out: Tensor, lse: Tensor, tolerance: float) -> None:
-        expected, expected_lse = turbo_prefill_attention_ref(*self.args())
+        expected, expected_lse = int8_prefill_attention_ref(*self.args())
         assert out.dtype == self.q.dtype
         assert out.shape == self.q.shape
         assert lse.shape == self.q.shape[:2]
@@ -125,14 +125,14 @@ def test_turbo_prefill(
     num_queries: int, num_tokens: int, head_dim: int, heads: tuple[int, int], softmax: Softmax, device: torch.device
 ) -> None:
     case = Case.draw(num_queries, num_tokens, heads, head_dim, device)
-    out, lse = turbo_prefill_attention(*case.args(), softmax)
+    out, lse = int8_prefill_attention(*case.args(), softmax)
     case.check(out, lse, case.score_error() + P_AND_V + SAS[softmax])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_dtypes(dtype: torch.dtype, device: torch.device) -> None:
     case = Case.draw(70, 140, (4, 2), 128, device, dtype)
-    case.check(*turbo_prefill_attention(*case.args()), case.score_error() + P_AND_V)
+    case.check(*int8_prefill_attention(*case.args()), case.score_error() + P_AND_V)
 
 
 def representable(case: Case) -> None:
@@ -150,7 +150,7 @@ def test_only_p_and_v_round_where_queries_are_representable(softmax: Softmax, de
     representable(case)
     tolerance = P_AND_V + 2 * case.unit()
     assert tolerance < case.score_error() / 10, "else this test is none"
-    case.check(*turbo_prefill_attention(*case.args(), softmax), tolerance + SAS[softmax])
+    case.check(*int8_prefill_attention(*case.args(), softmax), tolerance + SAS[softmax])
 
 
 @by_softmax
@@ -165,7 +165,7 @@ def test_the_maximum_grows_from_tile_to_tile(
     blocks = torch.arange(case.k_scale.shape[1], device=device)
     case.k_scale *= growth ** (blocks - blocks[-1])
     case.sm_scale *= 4
-    case.check(*turbo_prefill_attention(*case.args(), softmax), P_AND_V + 2 * case.unit() + SAS[softmax])
+    case.check(*int8_prefill_attention(*case.args(), softmax), P_AND_V + 2 * case.unit() + SAS[softmax])
 
 
 @by_softmax
@@ -175,7 +175,7 @@ def test_zeros(softmax: Softmax, device: torch.device) -> None:
     case.q[::2] = 0
     case.k8[:, 64:128] = 0
     case.v8[0] = 0
-    out, lse = turbo_prefill_attention(*case.args(), softmax)
+    out, lse = int8_prefill_attention(*case.args(), softmax)
     case.check(out, lse, case.score_error() + P_AND_V + SAS[softmax])
     assert (out[:, :2] == 0).all()
     lengths = torch.arange(81, 151, device=device)[::2]
@@ -189,8 +189,8 @@ def test_outliers(num_tokens: int, block: int, device: torch.device) -> None:
     case.k_scale[:, block] *= 100
     case.v_scale[:, 2] *= 100
     case.q[..., 3] *= 100
-    out, lse = turbo_prefill_attention(*case.args())
-    _, expected_lse = turbo_prefill_attention_ref(*case.args())
+    out, lse = int8_prefill_attention(*case.args())
+    _, expected_lse = int8_prefill_attention_ref(*case.args())
     assert out.isfinite().all()
     # A score is wrong by half of s_Q in every channel at most.
     s_q = case.q.abs().amax(2) / 127
@@ -211,7 +211,7 @@ def test_sharp_rows_find_their_token(softmax: Softmax, device: torch.device) -> 
     (k8, k_scale), (v8, v_scale) = stage_one(keys), stage_one(values)
     target = (torch.rand(n, generator=generator, device=device) * torch.arange(1, n + 1, device=device)).long()
     q = 8 * keys[0, target][:, None]
-    out, _ = turbo_prefill_attention(q, k8, v8, k_scale, v_scale, dim**-0.5, softmax)
+    out, _ = int8_prefill_attention(q, k8, v8, k_scale, v_scale, dim**-0.5, softmax)
     wanted = (v8.float() * v_scale.repeat_interleave(64, 1)[:, :n, None])[0, target]
     torch.testing.assert_close(out[:, 0], wanted, rtol=2e-3, atol=2e-3)
 
@@ -224,7 +224,7 @@ def test_history_does_not_fade(device: torch.device) -> None:
     v8 = torch.full((1, n, dim), 119, dtype=torch.int8, device=device)
     v8[:, n // 2 :] = -119
     scale = torch.full((1, n // 64), 1 / 119, device=device)
-    out, lse = turbo_prefill_attention(q, k8, v8, scale, scale, 1.0, "sas")
+    out, lse = int8_prefill_attention(q, k8, v8, scale, scale, 1.0, "sas")
     assert out.abs().max() < 1e-5
     assert (lse - 13).abs().max() < 1e-5
 
@@ -232,12 +232,12 @@ def test_history_does_not_fade(device: torch.device) -> None:
 def test_chunks_are_the_whole(device: torch.device) -> None:
     """Row by row the same numbers, but for the order of sums."""
     case = Case.draw(200, 200, (4, 2), 64, device)
-    out, lse = turbo_prefill_attention(*case.args())
+    out, lse = int8_prefill_attention(*case.args())
     for begin, end in ((0, 70), (70, 71), (71, 200)):
         k8, v8 = case.k8[:, :end], case.v8[:, :end]
         blocks = -(-end // 64)
         k_scale, v_scale = case.k_scale[:, :blocks].contiguous(), case.v_scale[:, :blocks].contiguous()
-        part = turbo_prefill_attention(case.q[begin:end].contiguous(), k8, v8, k_scale, v_scale, case.sm_scale)
+        part = int8_prefill_attention(case.q[begin:end].contiguous(), k8, v8, k_scale, v_scale, case.sm_scale)
         torch.testing.assert_close(part[0], out[begin:end], rtol=2e-3, atol=2e-3)
         torch.testing.assert_close(part[1], lse[begin:end], rtol=0, atol=1e-4)
 
@@ -260,7 +260,7 @@ def test_wrong_arguments(change: dict[str, Tensor], name: str) -> None:
     scale = torch.ones(2, 1)
     good = {"q": torch.zeros(4, 4, 64), "k8": cache, "v8": cache, "k_scale": scale, "v_scale": scale, "sm_scale": 1.0}
     with pytest.raises(ValueError, match=name):
-        turbo_prefill_attention(**{**good, **change})  # type: ignore[arg-type]
+        int8_prefill_attention(**{**good, **change})  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
@@ -270,7 +270,7 @@ def test_wrong_arguments(change: dict[str, Tensor], name: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_real_shapes(num_queries: int, num_tokens: int, head_dim: int, softmax: Softmax) -> None:
     case = Case.draw(num_queries, num_tokens, (32, 8), head_dim, torch.device("cuda"), torch.bfloat16)
-    out, lse = turbo_prefill_attention(*case.args(), softmax)
+    out, lse = int8_prefill_attention(*case.args(), softmax)
     for begin in (0, num_queries // 2 - 17, num_queries - 60):
         end = begin + 60
         seen = num_tokens - num_queries + end
@@ -290,7 +290,7 @@ def test_nan_reaches_what_depends_on_it(
     And rows before it that meet it in a tile, where weights of 0 meet NaN.
     """
     case = Case.draw(num_queries, num_tokens, (4, 2), 64, device)
-    whole, _ = turbo_prefill_attention(*case.args(), softmax)
+    whole, _ = int8_prefill_attention(*case.args(), softmax)
     expected, allowed = torch.zeros(2, num_queries, 4, dtype=torch.bool, device=device)
     if what == "q":
         case.q[65, 1, 7] = torch.nan
@@ -300,7 +300,7 @@ def test_nan_reaches_what_depends_on_it(
         (case.k_scale if what == "k" else case.v_scale)[1, block] = torch.nan
         expected[max(64 * block - before, 0) :, 2:] = True
         allowed[max(64 * block // 128 * 128 - before, 0) :, 2:] = True
-    out, lse = turbo_prefill_attention(*case.args(), softmax)
+    out, lse = int8_prefill_attention(*case.args(), softmax)
     assert bool(out.isnan().all(2)[expected].all())
     assert not bool(out.isnan().any(2)[~allowed].any())
     assert torch.equal(out[~allowed], whole[~allowed])

@@ -15,19 +15,19 @@ import triton.language as tl
 from attention_launch import EDGES, EPOCH, HAS_CUDA, AttentionLaunch, S
 from torch import Tensor
 
-from alspec.kernels.attention.decode.combine import merge_sizes, num_sums
+from alspec.kernels.attention.decode.combine import combine_sizes, num_sums
 from alspec.kernels.attention.decode.lean_decode import (
     LONG_RUN,
     LeanWorkspace,
     Phase,
-    Speculation,
+    SpecOutput,
     _by_copies,
     _settings,
-    guess_parts,
     lean_decode_attention,
+    spec_parts,
 )
 from alspec.kernels.attention.decode.tile_schedule import MANY_TILES, head_start, plan
-from alspec.kernels.comm.ll_packets import unpack_words
+from alspec.kernels.comm.ll_packets import unpack_packets
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 
@@ -100,7 +100,7 @@ class Launch(AttentionLaunch):
             lse=torch.empty(q.shape[:2], device=device),
         )
         if chunk_size:
-            launch.speculation = Speculation(
+            launch.speculation = SpecOutput(
                 chunk_size,
                 spec_out=torch.empty(parts, *q.shape, dtype=torch.int64, device=device),
                 sums=torch.empty(batch, num_sums(q.shape[1], head_dim), 2, device=device),
@@ -269,7 +269,7 @@ def test_partials_are_merged_in_rounds(
     launch.run()
     launch.compare(check)
     head_slots = launch.workspace.lse[: launch.workspace.num_programs, 0]
-    assert head_slots.isfinite().sum() > merge_sizes(4, 128, num_programs // len(lengths))[2]
+    assert head_slots.isfinite().sum() > combine_sizes(4, 128, num_programs // len(lengths))[2]
 
 
 @pytest.mark.parametrize(("tiles", "programs"), [(1, 1), (40, 40), (41, 41), (42, 42), (43, 40), (80, 40), (81, 42)])
@@ -317,7 +317,7 @@ def test_a_guess_in_parts_of_short_tiles(device: torch.device, check: Check, len
 
 def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a launch, which would read beyond its tensors."""
-    monkeypatch.setattr("alspec.kernels.attention.decode.lean_decode.launch", None)
+    monkeypatch.setattr("alspec.kernels.attention.decode.lean_decode.jit_launch", None)
     launch = Launch.draw((70, 90), 2, 2, 16, device, 4, 0)
     workspace = launch.workspace
 
@@ -358,8 +358,8 @@ def test_what_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     module = "alspec.kernels.attention.decode.lean_decode."
     monkeypatch.setattr(module + "_settings", lambda *_: (64, 3, 3, True))
-    monkeypatch.setattr(module + "launch", lambda *_: record)
-    monkeypatch.setattr(module + "prefer_l1", lambda _: None)
+    monkeypatch.setattr(module + "jit_launch", lambda *_: record)
+    monkeypatch.setattr(module + "set_l1_carveout", lambda _: None)
     for phase in get_args(Phase):
         lean_decode_attention(
             launch.q, launch.k, launch.v, launch.seq_lens, launch.sm_scale, launch.workspace, launch.out, launch.lse,
@@ -398,7 +398,7 @@ def test_parts_without_tokens_say_so(device: torch.device, dtype: torch.dtype, l
     assert launch.speculation is not None
     assert launch.guess_lse[:expected].isfinite().all()
     assert (launch.guess_lse[expected:] == -math.inf).all()
-    assert not unpack_words(launch.speculation.spec_out, EPOCH)[expected:].any()
+    assert not unpack_packets(launch.speculation.spec_out, EPOCH)[expected:].any()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -470,14 +470,14 @@ def _plan_kernel(
     BLOCK_N: tl.constexpr,
     LONG: tl.constexpr,
     SPEC: tl.constexpr,
-    GUESS_PARTS: tl.constexpr,
+    SPEC_PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     """The schedule of one request with as many tokens as there are programs up to this one; grid [N]."""
     at = facts_ptr + tl.program_id(0) * 6
     seq_lens = tl.zeros([1], tl.int32) + (tl.program_id(0) + 1)
     is_long, _, total_rest, parts, _, lead_run, followers, _, _ = plan(
-        seq_lens, 1, chunk_size, HKV, PROGRAMS, 1, BLOCK_N, LONG, SPEC, GUESS_PARTS, 0
+        seq_lens, 1, chunk_size, HKV, PROGRAMS, 1, BLOCK_N, LONG, SPEC, SPEC_PARTS, 0
     )
     tl.store(at, tl.where(is_long, 1, 0))
     tl.store(at + 1, total_rest)
@@ -497,7 +497,7 @@ def lengths_at_switches(launch: Launch, capacity: int) -> list[int]:
     facts = torch.empty(capacity, 6, dtype=torch.int32, device=device)
     _plan_kernel[(capacity,)](
         facts, spec.chunk_size if spec else 0, HKV=num_kv_heads, PROGRAMS=programs, BLOCK_N=block_n, LONG=long_run,
-        SPEC=spec is not None, GUESS_PARTS=spec.parts if spec else 1, HEAD_DIM=head_dim,
+        SPEC=spec is not None, SPEC_PARTS=spec.parts if spec else 1, HEAD_DIM=head_dim,
     )  # fmt: skip
     is_long, total_rest, parts, lead_run, followers, cycles = facts.cpu().unbind(1)
     even = programs // 8 * 8
@@ -531,7 +531,7 @@ def test_one_captured_graph_serves_every_schedule(
     """The grid that decoding has, `A~` as words in as many parts as a pair sends, and NaN behind each length."""
     device, dtype, capacity = torch.device("cuda"), torch.bfloat16, 140_000
     programs = torch.cuda.get_device_properties(device).multi_processor_count
-    parts = guess_parts(chunk_size, 1, num_qo_heads, num_kv_heads, head_dim, dtype, device) if chunk_size else 1
+    parts = spec_parts(chunk_size, 1, num_qo_heads, num_kv_heads, head_dim, dtype, device) if chunk_size else 1
     launch = Launch.draw(
         (64,), num_qo_heads // num_kv_heads, num_kv_heads, head_dim, device, programs, chunk_size, dtype, parts
     )

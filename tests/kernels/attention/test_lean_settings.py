@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from alspec.kernels.attention import dispatch as decode_attention
-from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, _by_copies, _settings, guess_parts
+from alspec.kernels.attention import dispatch
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, _by_copies, _settings, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
 
 
@@ -110,7 +110,7 @@ def test_what_is_streamed_by_copies(
 
 def test_programs_are_on_all_sms_but_those_that_are_spared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives run on these while attention does; without a GPU there are four programs."""
-    monkeypatch.setattr(decode_attention, "num_sms", lambda _: 132)
+    monkeypatch.setattr(dispatch, "num_sms", lambda _: 132)
     monkeypatch.setattr(LeanWorkspace, "allocate", lambda *sizes: sizes)
     layer = KVLayer(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
     for device, spare_sms, programs in (("cuda", 0, 132), ("cuda", 20, 112), ("cpu", 20, 4)):
@@ -144,5 +144,5 @@ def test_parts_of_a_guess(
     gpu: Callable[[int, int], torch.device],
 ) -> None:
     sizes = (chunk_size, batch_size, heads, kv_heads, 128, torch.bfloat16)
-    assert guess_parts(*sizes, gpu(major, 232448)) == expected
-    assert guess_parts(*sizes, torch.device("cpu")) == 1
+    assert spec_parts(*sizes, gpu(major, 232448)) == expected
+    assert spec_parts(*sizes, torch.device("cpu")) == 1

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from alspec.kernels.attention.reference import (
     apply_rope_ref,
+    combine_partials_ref,
     decode_attention_ref,
-    merge_partials_ref,
     prefill_attention_ref,
     rms_norm_ref,
     silu_mul_ref,
@@ -79,7 +79,7 @@ def test_merge_partials_ref_is_attention_over_both_parts() -> None:
     first = decode_attention_ref(q, k, v, cut, 0.4)
     second = decode_attention_ref(q, k[:, :, 20:], v[:, :, 20:], rest, 0.4)
     empty = decode_attention_ref(q, k, v, torch.tensor([0]), 0.4)
-    out, lse = merge_partials_ref(*(torch.stack(tensors) for tensors in zip(first, empty, second, strict=True)))
+    out, lse = combine_partials_ref(*(torch.stack(tensors) for tensors in zip(first, empty, second, strict=True)))
     close(out, sdpa(q, k[0], v[0], None, 0.4))
     close(lse, decode_attention_ref(q, k, v, torch.tensor([50]), 0.4)[1])
 

@@ -14,16 +14,16 @@ from attention_launch import HAS_CUDA
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from alspec.kernels.attention.decode.lean_decode import LONG_RUN, MAX_GUESS_PARTS, PHASES, _padded
+from alspec.kernels.attention.decode.lean_decode import LONG_RUN, MAX_SPEC_PARTS, PHASES, _padded
 from alspec.kernels.attention.decode.tile_schedule import (
-    GUESS_OVERHEAD,
     HEAD_START,
     PREDICTOR,
     REST,
+    SPEC_OVERHEAD,
+    build_schedule,
     deal,
     head_start,
     lengths_of,
-    plan,
     run_of,
     tiles_of,
 )
@@ -47,16 +47,16 @@ def _schedule_kernel(
     BLOCK_N: tl.constexpr,
     LONG: tl.constexpr,
     SPEC: tl.constexpr,
-    GUESS_PARTS: tl.constexpr,
+    SPEC_PARTS: tl.constexpr,
     PHASE: tl.constexpr,
 ):
     """What the attention kernel asks for in each program, and the merge for each output."""
     seq_lens = lengths_of(seq_lens_ptr, num_requests, B_PAD)
-    is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = plan(
-        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, GUESS_PARTS, PHASE
+    is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = build_schedule(
+        seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
     )
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
-    num_guesses = num_outputs * parts if SPEC and PHASE != REST else 0
+    num_spec = num_outputs * parts if SPEC and PHASE != REST else 0
     tl.store(facts_ptr, is_long.to(tl.int32))
     tl.store(facts_ptr + 1, total_rest)
     tl.store(facts_ptr + 2, parts)
@@ -65,7 +65,7 @@ def _schedule_kernel(
 
     program = tl.arange(0, PROGRAMS_PAD)
     tile, last, guesses, turns = deal(
-        program, num_guesses, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
+        program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
     )
     exists, at = program < PROGRAMS, dealt_ptr + program
     tl.store(at, tile, mask=exists)
@@ -118,7 +118,7 @@ class Dealt:
             torch.tensor(work.lengths, dtype=torch.int32), facts, dealt, merged, batch, work.chunk_size,
             HKV=work.num_kv_heads, PROGRAMS=work.num_programs, PROGRAMS_PAD=triton.next_power_of_2(work.num_programs),
             OUTPUTS_PAD=triton.next_power_of_2(num_outputs), B_PAD=_padded(batch), BLOCK_N=work.block_n,
-            LONG=work.long_run, SPEC=work.chunk_size > 0, GUESS_PARTS=work.parts, PHASE=PHASES[work.phase],
+            LONG=work.long_run, SPEC=work.chunk_size > 0, SPEC_PARTS=work.parts, PHASE=PHASES[work.phase],
         )  # fmt: skip
         is_long, *numbers = facts.tolist()
         return cls(bool(is_long), *numbers, dealt.T.tolist(), merged.T.tolist())
@@ -130,7 +130,7 @@ def works(draw: st.DrawFn) -> Work:
     lengths = draw(st.one_of(st.tuples(length), st.lists(length, min_size=2, max_size=20).map(tuple)))
     chunk_size = draw(st.sampled_from((0, 128, 512)))
     block_n, long_run = draw(st.sampled_from((*LONG_RUN.items(), (16, 0))))
-    parts = draw(st.integers(1, MAX_GUESS_PARTS)) if chunk_size and len(lengths) == 1 else 1
+    parts = draw(st.integers(1, MAX_SPEC_PARTS)) if chunk_size and len(lengths) == 1 else 1
     phase = draw(st.sampled_from(tuple(PHASES))) if chunk_size and parts == 1 else "all"
     num_kv_heads = draw(st.sampled_from((1, 2, 3, 8)))
     # Often a few more than there may be guesses: then few programs have none.
@@ -198,8 +198,8 @@ def test_everything_is_dealt_once(work: Work) -> None:
     ]
 
     # Guesses.
-    num_guesses = num_outputs * dealt.parts if chunk and PHASES[work.phase] != REST.value else 0
-    own = [len(range(program, num_guesses, work.num_programs)) for program in range(work.num_programs)]
+    num_spec = num_outputs * dealt.parts if chunk and PHASES[work.phase] != REST.value else 0
+    own = [len(range(program, num_spec, work.num_programs)) for program in range(work.num_programs)]
     assert [guesses for _, _, guesses, _ in dealt.programs] == own
 
     # Runs, one behind the other.
@@ -232,12 +232,12 @@ def test_everything_is_dealt_once(work: Work) -> None:
     assert not working or working[0] - working[-1] <= 1
 
     # Where leaders' runs are rounded up, a follower does no more than a leader with its guess.
-    guess_tiles = -(-part_tiles * guess_n // block_n) + GUESS_OVERHEAD.value
-    share = (dealt.total_rest + dealt.leaders * guess_tiles) / work.num_programs
-    rounded = math.ceil(share) - guess_tiles
-    if dealt.leaders and math.floor(share) - guess_tiles > 1 and dealt.leaders * rounded <= dealt.total_rest:
+    spec_tiles = -(-part_tiles * guess_n // block_n) + SPEC_OVERHEAD.value
+    share = (dealt.total_rest + dealt.leaders * spec_tiles) / work.num_programs
+    rounded = math.ceil(share) - spec_tiles
+    if dealt.leaders and math.floor(share) - spec_tiles > 1 and dealt.leaders * rounded <= dealt.total_rest:
         assert dealt.lead_run == rounded
-        assert follow[0] <= rounded + guess_tiles
+        assert follow[0] <= rounded + spec_tiles
 
 
 @pytest.mark.parametrize("work", [ONE, LONGER, RAGGED, FEW])

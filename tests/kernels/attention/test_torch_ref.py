@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention import torch_ref as attention
-from alspec.kernels.attention.reference import (
+from alspec.kernels.torch_ref import torch_ref
+from alspec.kernels.torch_ref.reference import (
+    combine_partials_ref,
     decode_attention_ref,
-    merge_partials_ref,
     prefill_attention_ref,
     speculative_decode_attention_ref,
 )
-from alspec.kernels.attention.torch_ref import (
+from alspec.kernels.torch_ref.torch_ref import (
     SCORES_AT_ONCE,
+    combine_partials,
     decode_attention,
-    merge_partials,
     predictor_attention,
     predictor_attention_all,
     prefill_attention,
@@ -188,11 +188,11 @@ def test_merged_splits_are_the_whole(cuts: tuple[int, ...], device: torch.device
         lens = torch.full((2,), stop - start)
         parts.append(decode_attention(q, k[:, :, start:stop], v[:, :, start:stop], lens, sm_scale))
     o_partial, lse_partial = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
-    out, lse = merge_partials(o_partial, lse_partial)
+    out, lse = combine_partials(o_partial, lse_partial)
     expected_out, expected_lse = decode_attention_ref(q, k, v, seq_lens, sm_scale)
     check(out, expected_out, torch.float32)
     check(lse, expected_lse, torch.float32)
-    merged_ref = merge_partials_ref(o_partial, lse_partial)
+    merged_ref = combine_partials_ref(o_partial, lse_partial)
     check(merged_ref[0], expected_out, torch.float32)
     check(merged_ref[1], expected_lse, torch.float32)
 
@@ -203,10 +203,10 @@ def test_merge_partials_is_associative(device: torch.device, check: Check) -> No
     lse[1, 0, :3] = -math.inf
 
     def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return merge_partials(torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts]))
+        return combine_partials(torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts]))
 
     a, b, c = ((o[i], lse[i]) for i in range(3))
-    expected = merge_partials_ref(o, lse)
+    expected = combine_partials_ref(o, lse)
     for found in (merge(a, b, c), merge(merge(a, b), c), merge(a, merge(b, c)), merge(c, b, a)):
         check(found[0], expected[0], torch.float32)
         check(found[1], expected[1], torch.float32)
@@ -216,7 +216,7 @@ def test_merge_with_an_empty_split_changes_no_bit(device: torch.device) -> None:
     o, lse = draw((2, 8, 64), 0, device, torch.float32), draw((2, 8), 1, device, torch.float32)
     empty = (torch.zeros_like(o), torch.full_like(lse, -math.inf))
     for order in (((o, lse), empty), (empty, (o, lse))):
-        merged_out, merged_lse = merge_partials(*(torch.stack(tensors) for tensors in zip(*order, strict=True)))
+        merged_out, merged_lse = combine_partials(*(torch.stack(tensors) for tensors in zip(*order, strict=True)))
         assert torch.equal(merged_out, o)
         assert torch.equal(merged_lse, lse)
 
@@ -225,7 +225,7 @@ def test_merge_partials_survives_large_lse(device: torch.device, check: Check) -
     """2^lse overflows fp32 beyond 128: only differences may be raised to powers."""
     o = draw((2, 1, 4, 16), 0, device, torch.float32)
     lse = torch.tensor([[[3000.0, -3000.0, 500.0, 0.0]], [[2999.0, -3001.0, -500.0, 0.0]]], device=device)
-    for found, expected in zip(merge_partials(o, lse), merge_partials_ref(o, lse), strict=True):
+    for found, expected in zip(combine_partials(o, lse), combine_partials_ref(o, lse), strict=True):
         check(found, expected, torch.float32)
 
 
@@ -256,17 +256,17 @@ def test_whole_chunks_by_cudnn(
     ratio: int, head_dim: int, prefix: int, dtype: torch.dtype, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over views of a longer cache, whose further tokens do not matter."""
-    monkeypatch.setattr(attention, "WHOLE_CHUNK", 128)
+    monkeypatch.setattr(torch_ref, "WHOLE_CHUNK", 128)
     device, num_queries = torch.device("cuda"), 256
     q = draw((num_queries, 2 * ratio, head_dim), 0, device, dtype)
     cache = torch.full((2, 2, 1000, head_dim), math.nan, device=device, dtype=dtype)
     cache[:, :, : num_queries + prefix] = draw((2, 2, num_queries + prefix, head_dim), 1, device, dtype)
     k, v = cache[:, :, : num_queries + prefix]
     expected = prefill_attention_ref(q, k, v, head_dim**-0.5)
-    with mock.patch.object(attention, "_partial_by_cudnn", wraps=attention._partial_by_cudnn) as partial:
+    with mock.patch.object(torch_ref, "_partial_by_cudnn", wraps=torch_ref._partial_by_cudnn) as partial:
         check(prefill_attention(q, k, v, head_dim**-0.5), expected, dtype)
     assert partial.call_count == (2 if prefix else 1)
-    with mock.patch.object(attention, "_partial_by_cudnn") as partial:
+    with mock.patch.object(torch_ref, "_partial_by_cudnn") as partial:
         check(prefill_attention(q[1:], k, v, head_dim**-0.5), expected[1:], dtype)
         if prefix:
             shorter = k[:, 1:], v[:, 1:]
@@ -285,8 +285,8 @@ def test_chunk_and_prefix_merge(num_queries: int, prefix: int, check: Check, mon
             scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1) > 0, -math.inf)
         return (scores.softmax(-1) @ v).to(q.dtype)[None], scores.logsumexp(-1).float()[None]
 
-    monkeypatch.setattr(attention, "_fused_prefill", lambda *qkv: attention._attention_by_cudnn)
-    monkeypatch.setattr(attention, "_partial_by_cudnn", partial)
+    monkeypatch.setattr(torch_ref, "_fused_prefill", lambda *qkv: torch_ref._attention_by_cudnn)
+    monkeypatch.setattr(torch_ref, "_partial_by_cudnn", partial)
     q = draw((num_queries, 6, 64), 0, torch.device("cpu"), torch.float32)
     k, v = (draw((2, num_queries + prefix, 64), seed, q.device, q.dtype) for seed in (1, 2))
     check(prefill_attention(q, k, v, 2.0), prefill_attention_ref(q, k, v, 2.0), q.dtype)
@@ -338,9 +338,9 @@ def test_prefill_attention_behind_a_prefix_in_pieces(
 def test_pieces_behind_a_prefix_are_not_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the prefix is."""
     monkeypatch.setitem(SCORES_AT_ONCE, "cpu", 1)
-    monkeypatch.setattr(attention, "QUERIES_AT_ONCE", 16)
+    monkeypatch.setattr(torch_ref, "QUERIES_AT_ONCE", 16)
     q, k, v = torch.randn(40, 2, 16), torch.randn(2, 53, 16), torch.randn(2, 53, 16)
-    with mock.patch.object(attention, "_masked_attention", wraps=attention._masked_attention) as masked:
+    with mock.patch.object(torch_ref, "_masked_attention", wraps=torch_ref._masked_attention) as masked:
         prefill_attention(q, k, v, 0.3)
     assert [len(call.args[0]) for call in masked.call_args_list] == [16, 16, 8]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from alspec.kernels.bench.measuring import push_words
+from alspec.kernels.bench.measuring import push_packets
 from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.norm.residual import BLOCK, new_residual, num_square_sums, reduce_norm
 
@@ -12,7 +12,7 @@ from alspec.kernels.norm.residual import BLOCK, new_residual, num_square_sums, r
 def test_push_and_reduce(num_ranks: int, batch_size: int, hidden: int, device: torch.device) -> None:
     """Two slots and two epochs of ranks that share one process; other slots stay as they are."""
     torch.manual_seed(num_ranks)
-    words = [torch.full((3, batch_size, num_ranks, hidden), -1, device=device) for _ in range(num_ranks)]
+    packets = [torch.full((3, batch_size, num_ranks, hidden), -1, device=device) for _ in range(num_ranks)]
     ranks = [
         Exchange(
             partial=torch.full((batch_size, hidden), torch.nan, device=device),
@@ -21,8 +21,8 @@ def test_push_and_reduce(num_ranks: int, batch_size: int, hidden: int, device: t
             tp_rank=rank,
             tp_size=num_ranks,
             rank=rank,
-            words=words[rank],
-            peers=torch.tensor([one.data_ptr() for one in words], device=device),
+            packets=packets[rank],
+            peers=torch.tensor([one.data_ptr() for one in packets], device=device),
         )
         for rank in range(num_ranks)
     ]
@@ -31,7 +31,7 @@ def test_push_and_reduce(num_ranks: int, batch_size: int, hidden: int, device: t
         partials = [torch.randn(batch_size, hidden, device=device) for _ in ranks]
         before = torch.randn(batch_size, hidden, device=device)
         for exchange, partial in zip(ranks, partials, strict=True):
-            push_words(partial, exchange, slot)
+            push_packets(partial, exchange, slot)
         expected = before.double() + sum(partial.double() for partial in partials)
         streams = []
         for exchange in ranks:
@@ -49,4 +49,4 @@ def test_push_and_reduce(num_ranks: int, batch_size: int, hidden: int, device: t
             assert int(exchange.fault) == 0
             exchange.epoch.add_(1)
         assert all(torch.equal(x.view(torch.int32), streams[0].view(torch.int32)) for x in streams)
-    assert all(bool((one[0] == -1).all()) for one in words)
+    assert all(bool((one[0] == -1).all()) for one in packets)

@@ -29,4 +29,4 @@ def test_kernels_compile(capability: int) -> None:
     command = [sys.executable, "-P", str(PTX / "compile_probes.py"), str(capability)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["_increment_kernel", "_send_word_kernel", "_exchange_words_kernel"]
+    assert done.stdout.split() == ["_increment_kernel", "_send_word_kernel", "_exchange_packets_kernel"]

@@ -11,21 +11,21 @@ from paired_ranks import nan, pairs, sums_for
 from torch import Tensor
 
 from alspec.kernels.comm.exchange import LogitExchange
-from alspec.kernels.comm.ll_packets import LATE_WORD, fault_code, split_fault, unpack_words
-from alspec.kernels.comm.mailbox import Handover, PairShape
+from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, split_fault, unpack_packets
+from alspec.kernels.comm.pair_state import PairShape, PairState
 from alspec.kernels.sampling.next_token import collect_logits, num_candidates
-from alspec.kernels.speculation.roles import decide, meet
+from alspec.kernels.speculation.roles import decide, step_barrier
 
 # The interpreter knows no waiting.
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-EPOCH, PATIENCE_NS = 6, 10**7
-OVER = fault_code(LATE_WORD, 0, 0)  # after it, waits of this step are over at once
+EPOCH, TIMEOUT_NS = 6, 10**7
+OVER = fault_code(LATE_PACKET, 0, 0)  # after it, waits of this step are over at once
 
 
-def lose(words: Tensor) -> None:
+def lose(packets: Tensor) -> None:
     """One word, as the step before left it."""
-    words.sub_(1 << 32)
+    packets.sub_(1 << 32)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
@@ -34,28 +34,28 @@ def test_a_rank_that_does_not_begin_the_step_is_named(tp_size: int) -> None:
     ranks = [rank for group in pairs(torch.device("cuda"), shape, EPOCH) for rank in group]
     for rank in ranks:
         rank.exchange.fault.fill_(OVER)
-        meet(rank, PATIENCE_NS)
+        step_barrier(rank, TIMEOUT_NS)
     for index, rank in enumerate(ranks):
         for missing in (None, *range(len(ranks))):
             if missing == index:  # it has its own word
                 continue
             if missing is not None:
-                lose(rank.meeting[missing])
+                lose(rank.barrier[missing])
             rank.exchange.fault.zero_()
-            meet(rank, PATIENCE_NS)
-            expected = (LATE_WORD, 2 * shape.num_layers + 1, missing) if missing is not None else (0, 0, 0)
+            step_barrier(rank, TIMEOUT_NS)
+            expected = (LATE_PACKET, 2 * shape.num_layers + 1, missing) if missing is not None else (0, 0, 0)
             assert split_fault(int(rank.exchange.fault)) == expected
             if missing is not None:
-                rank.meeting[missing] += 1 << 32
+                rank.barrier[missing] += 1 << 32
 
 
-def sources_of(shape: PairShape, layer: int, sums: Tensor, live: Tensor, group: int) -> list[Handover]:
+def sources_of(shape: PairShape, layer: int, sums: Tensor, live: Tensor, group: int) -> list[PairState]:
     """The ranks of the group that sends, each with the sums of all of them."""
     sources = pairs(torch.device("cuda"), shape, EPOCH)[group]
     for rank in sources:
-        rank.sends.fill_(1)
+        rank.is_sender.fill_(1)
         rank.exchange.fault.fill_(OVER)
-        decide(rank, layer, sums, live, 0.5, torch.zeros_like(live).repeat(shape.num_layers, 1), PATIENCE_NS)
+        decide(rank, layer, sums, live, 0.5, torch.zeros_like(live).repeat(shape.num_layers, 1), TIMEOUT_NS)
         rank.exchange.fault.zero_()
     return sources
 
@@ -72,17 +72,17 @@ def test_a_rank_whose_sums_do_not_come_is_named_and_nothing_is_accepted(tp_size:
             hits = torch.full((4, 2), -1, dtype=torch.int32, device="cuda")
             if missing is not None:
                 lose(rank.own.sums[layer, missing, request, part])
-            decide(rank, layer, sums, live, 0.5, hits, PATIENCE_NS)
+            decide(rank, layer, sums, live, 0.5, hits, TIMEOUT_NS)
             accepted = [1, 1]
             expected = (0, 0, 0)
             if missing is not None:
                 accepted[request] = 0
-                expected = (LATE_WORD, 2 * layer, group * tp_size + missing)
+                expected = (LATE_PACKET, 2 * layer, group * tp_size + missing)
             assert split_fault(int(rank.exchange.fault)) == expected
             verdict = int(missing is None)
             assert hits[layer].tolist() == accepted
             assert rank.priority.tolist() == [0 if verdict else 2, 1]
-            assert unpack_words(rank.paired.verdicts[layer], EPOCH).tolist() == [*accepted, verdict]
+            assert unpack_packets(rank.paired.verdicts[layer], EPOCH).tolist() == [*accepted, verdict]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -92,23 +92,23 @@ def test_a_rank_whose_logits_do_not_come_is_named(world_size: int, batch: int) -
     rows, slot, vocab_size = 900, 20, 900 * world_size - 7
     device = torch.device("cuda")
     shards = torch.randn(world_size, batch, rows, device=device)
-    words = shards.view(torch.int32).long() & 0xFFFFFFFF | EPOCH << 32
+    packets = shards.view(torch.int32).long() & 0xFFFFFFFF | EPOCH << 32
     for missing in (None, *range(world_size)):
         exchange = LogitExchange(
             shard=shards[0],
             epoch=torch.tensor([EPOCH], dtype=torch.int32, device=device),
             fault=torch.zeros(1, dtype=torch.int32, device=device),
             world_size=world_size,
-            words=torch.stack(words.unbind(), 1),
+            packets=torch.stack(packets.unbind(), 1),
         )
         expected = shards.transpose(0, 1).flatten(1)[:, :vocab_size].clone()
         if missing is not None:
-            lose(exchange.words[-1, missing, 500])
+            lose(exchange.packets[-1, missing, 500])
             expected[-1, missing * rows + 500] = torch.nan
         logits = torch.zeros(batch, vocab_size, device=device)
         best = nan(device, torch.float32, batch, num_candidates(vocab_size))
         best_token = torch.zeros_like(best, dtype=torch.int32)
-        collect_logits(exchange, shards, PATIENCE_NS, slot, logits, best, best_token)
+        collect_logits(exchange, shards, TIMEOUT_NS, slot, logits, best, best_token)
         found = split_fault(int(exchange.fault))
-        assert found == ((LATE_WORD, slot, missing) if missing is not None else (0, 0, 0))
+        assert found == ((LATE_PACKET, slot, missing) if missing is not None else (0, 0, 0))
         assert torch.allclose(logits, expected, rtol=0, atol=0, equal_nan=True)

@@ -11,7 +11,7 @@ from triton.runtime._async_compile import active_mode
 
 from alspec.kernels.bench.probes import _increment_kernel
 from alspec.kernels.common import jit_launch as launch_module
-from alspec.kernels.common.jit_launch import compiling, declares_shared_memory, launch
+from alspec.kernels.common.jit_launch import compiling, jit_launch, raise_smem_limit
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -60,10 +60,10 @@ def test_variants_are_compiled_at_once_and_loaded_once(no_device: None) -> None:
     for _ in range(2):  # the second time all are there
         with compiling():
             for size in (1, 2, 2, 3, 1):
-                launch(kernel, (1,))(size)
+                jit_launch(kernel, (1,))(size)
     assert sorted(kernel.loaded) == [1, 1, 2, 2, 3, 3]
     assert not kernel.launched
-    launch(kernel, (1,))(2)
+    jit_launch(kernel, (1,))(2)
     assert kernel.launched == [2]
 
 
@@ -73,12 +73,12 @@ def test_an_error_is_told_and_leaves_no_mode_on(no_device: None) -> None:
     def compile_both() -> None:
         with compiling():
             for size in (-1, 1):
-                launch(kernel, (1,))(size)
+                jit_launch(kernel, (1,))(size)
 
     with pytest.raises(ValueError, match="no such size"):
         compile_both()
     assert active_mode.get() is None
-    launch(kernel, (1,))(5)
+    jit_launch(kernel, (1,))(5)
     assert kernel.launched == [5]
 
 
@@ -93,7 +93,7 @@ def test_a_kernel_with_shared_memory_of_its_own_asks_for_the_rest_when_it_is_loa
 
     monkeypatch.setattr(launch_module, "_driver", Driver)
     monkeypatch.setattr(triton.knobs.runtime.kernel_load_end_hook, "calls", [])
-    declares_shared_memory(_increment_kernel)
+    raise_smem_limit(_increment_kernel)
     for function, name in ((1, "other_kernel"), (2, "_increment_kernel")):
         triton.knobs.runtime.kernel_load_end_hook(None, function, name, {}, "hash")
     assert asked == [(2, 8, 48 * 1024)]
@@ -110,7 +110,7 @@ def test_kernels_are_compiled_once_and_launched_later(monkeypatch: pytest.Monkey
 
     def run() -> None:
         for out, size in zip(outs, sizes, strict=True):
-            launch(_increment_kernel, (triton.cdiv(1000, size),))(x, out, 1000, BLOCK=size, PDL=False)
+            jit_launch(_increment_kernel, (triton.cdiv(1000, size),))(x, out, 1000, BLOCK=size, PDL=False)
 
     with compiling():
         run()
@@ -126,7 +126,7 @@ def test_kernels_are_compiled_once_and_launched_later(monkeypatch: pytest.Monkey
 @needs_gpu
 def test_what_cannot_be_compiled_is_told() -> None:
     with pytest.raises(Exception, match="BLOCK"), compiling():
-        launch(_increment_kernel, (1,))(torch.ones(4, device="cuda"), torch.ones(4, device="cuda"), 4, PDL=False)
+        jit_launch(_increment_kernel, (1,))(torch.ones(4, device="cuda"), torch.ones(4, device="cuda"), 4, PDL=False)
     x = torch.ones(4, device="cuda")
-    launch(_increment_kernel, (1,))(x, x, 4, BLOCK=16, PDL=False)
+    jit_launch(_increment_kernel, (1,))(x, x, 4, BLOCK=16, PDL=False)
     assert (x == 2).all()

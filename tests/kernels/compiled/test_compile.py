@@ -56,7 +56,7 @@ def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int
     "form",
     [
         *("4, 128, 1, False", "4, 128, 8, True", "8, 128, 1, False", "2, 64, 1, True, sas=True", "7, 64, 1, True"),
-        "4, 128, 1, True, guess_parts=2",
+        "4, 128, 1, True, spec_parts=2",
     ],
 )
 def test_warps_go_over_records_by_themselves(form: str) -> None:
@@ -102,7 +102,7 @@ def test_assembly_has_its_lanes(capability: int) -> None:
     ("form", "most_shuffles"),
     [
         ("lean_merge(90, 4, 128, 1, False)", 28),
-        ("lean_merge(90, 4, 128, 1, True, guess_parts=3)", 25),
+        ("lean_merge(90, 4, 128, 1, True, spec_parts=3)", 25),
         ("turbo_merge(90, 4, 128, 1, True, 2)", 25),
     ],
 )

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, lean_decode_attention
-from alspec.kernels.attention.decode_flashq.flashq_decode import turbo_decode_attention, turbo_settings
+from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_decode_attention, flashq_settings
 from alspec.kernels.bench.probes import increment
-from alspec.kernels.kv_codec.flashq.codec_kernels import turbo_compact
+from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_compact
 from alspec.kernels.linear.projections import qkv_rope_append
-from alspec.launch.bench.bench_flashq import TurboCase
+from alspec.launch.bench.bench_flashq import FlashQCase
 
 HEADS, KV_HEADS, HIDDEN = 8, 2, 512
 LAYERS, STEPS = 4, 4
@@ -56,9 +56,9 @@ class Chain:
         self.out = torch.empty(STEPS, LAYERS, batch, HEADS, head_dim, device=device)
         self.lse = torch.empty(batch, HEADS, device=device)
         most = [length + STEPS for length in lengths]
-        self.turbo = TurboCase.draw(most, HEADS, KV_HEADS, head_dim, codec, 1).layers if codec != "bf16" else None
+        self.turbo = FlashQCase.draw(most, HEADS, KV_HEADS, head_dim, codec, 1).layers if codec != "bf16" else None
         programs = 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-        programs *= 1 if self.turbo is None else turbo_settings(device).per_sm
+        programs *= 1 if self.turbo is None else flashq_settings(device).per_sm
         self.workspace = LeanWorkspace.allocate(batch, HEADS, KV_HEADS, head_dim, device, programs)
         capacity = max(most) if self.turbo is None else 1
         self.k, self.v = normal(2, LAYERS, batch, KV_HEADS, capacity, head_dim).unbind(0)
@@ -66,17 +66,17 @@ class Chain:
         self.cache = [self.k, self.v, *kept]
         self.before = [tensor.clone() for tensor in self.cache]
 
-    def run(self, newest_only: bool) -> None:
+    def run(self, prefetch_before_wait: bool) -> None:
         """All of it, from the first length on."""
         self.seq_lens.copy_(self.first)
         for step in range(STEPS):
-            increment(self.seq_lens, self.seq_lens, pdl=newest_only)
+            increment(self.seq_lens, self.seq_lens, pdl=prefetch_before_wait)
             for layer in range(LAYERS):
-                self.launch(step, layer, newest_only)
+                self.launch(step, layer, prefetch_before_wait)
             for layer in range(LAYERS if self.turbo is not None else 0):
-                turbo_compact(self.turbo[layer], self.seq_lens)
+                flashq_compact(self.turbo[layer], self.seq_lens)
 
-    def launch(self, step: int, layer: int, newest_only: bool) -> None:
+    def launch(self, step: int, layer: int, prefetch_before_wait: bool) -> None:
         """Projection and attention of one layer."""
         cache = None if self.turbo is None else self.turbo[layer]
         k, v = self.k[layer], self.v[layer]
@@ -85,9 +85,9 @@ class Chain:
         )
         rest = (self.seq_lens, self.dim**-0.5, self.workspace, self.out[step, layer], self.lse)
         if cache is None:
-            lean_decode_attention(self.q, k, v, *rest, newest_only=newest_only)
+            lean_decode_attention(self.q, k, v, *rest, prefetch_before_wait=prefetch_before_wait)
         else:
-            turbo_decode_attention(self.q, cache, *rest, newest_only=newest_only)
+            flashq_decode_attention(self.q, cache, *rest, prefetch_before_wait=prefetch_before_wait)
 
     def poison(self) -> None:
         """The caches as they were, and NaN where new tokens and outputs go."""
@@ -110,16 +110,16 @@ def test_older_tokens_may_be_read_before_the_newest_is_there(
     torch.manual_seed(sum(lengths))
     chain = Chain(codec, head_dim, lengths, torch.device("cuda"))
     chain.poison()
-    chain.run(newest_only=False)
+    chain.run(prefetch_before_wait=False)
     torch.cuda.synchronize()
     expected = chain.out.clone()
     assert bool(expected.isfinite().all())
     chain.poison()
-    chain.run(newest_only=True)  # compiles
+    chain.run(prefetch_before_wait=True)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain.run(newest_only=True)
+        chain.run(prefetch_before_wait=True)
     for _ in range(5):
         chain.poison()
         graph.replay()

@@ -10,17 +10,17 @@ from flashq_layers import assert_same, noisy_layer, on_cpu
 from torch import Tensor
 
 from alspec.kernels.attention.reference import qkv_rope_append_ref
-from alspec.kernels.comm.ll_packets import unpack_words
-from alspec.kernels.kv_codec.flashq import codec_kernels as flashq_kernels
-from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_restore, flashq_store, turbo_append, turbo_compact
+from alspec.kernels.comm.ll_packets import unpack_packets
+from alspec.kernels.kv_codec.flashq import codec_kernels
+from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_append, flashq_compact, flashq_restore, flashq_store
 from alspec.kernels.kv_codec.flashq.flashq_reference import (
+    flashq_append_ref,
+    flashq_compact_ref,
     flashq_dequantize,
     flashq_restore_ref,
     flashq_store_ref,
-    turbo_append_ref,
-    turbo_compact_ref,
 )
-from alspec.kernels.kv_codec.flashq.layout import TurboLayer, record_words
+from alspec.kernels.kv_codec.flashq.layout import FlashQLayer, record_words
 from alspec.kernels.kv_codec.flashq.quantize import BLOCK, MIN_SCALE, fake_quantize
 from alspec.kernels.linear.projections import qkv_rope_append
 
@@ -59,7 +59,7 @@ def buffers(heads: int, num_tokens: int, head_dim: int, device: torch.device) ->
 
 
 def store_both(
-    k: Tensor, v: Tensor, layer: TurboLayer, expected: TurboLayer, request: int, start: int
+    k: Tensor, v: Tensor, layer: FlashQLayer, expected: FlashQLayer, request: int, start: int
 ) -> tuple[Tensor, ...]:
     num_tokens, heads, head_dim = k.shape
     found_out = buffers(heads, num_tokens, head_dim, k.device)
@@ -129,31 +129,31 @@ def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torc
         new = torch.randn(batch_size, 3 * heads, head_dim).bfloat16().to(device) * 8
         seq_lens = torch.tensor(prompts, dtype=torch.int32) + step
         k, v = new[:, :heads], new[:, heads : 2 * heads]
-        turbo_append(k, v, layer, seq_lens.to(device))
-        turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+        flashq_append(k, v, layer, seq_lens.to(device))
+        flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
         assert_same(layer, expected)
-        turbo_compact(layer, seq_lens.to(device))
-        turbo_compact_ref(expected, seq_lens)
+        flashq_compact(layer, seq_lens.to(device))
+        flashq_compact_ref(expected, seq_lens)
         assert_same(layer, expected)
     assert int(layer.tail.int().abs().max()) == 119, "no outlier was clamped"
 
 
-def stack(layers: list[TurboLayer]) -> TurboLayer:
-    return TurboLayer(**{name: torch.stack([layer.tensors[name] for layer in layers]) for name in layers[0].tensors})
+def stack(layers: list[FlashQLayer]) -> FlashQLayer:
+    return FlashQLayer(**{name: torch.stack([layer.tensors[name] for layer in layers]) for name in layers[0].tensors})
 
 
 @by_head_dim
-@pytest.mark.parametrize("rows", [flashq_kernels.COMPACT_ROWS, 20, 1], ids="at most {} rows".format)
+@pytest.mark.parametrize("rows", [codec_kernels.COMPACT_ROWS, 20, 1], ids="at most {} rows".format)
 def test_compact(rows: int, head_dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three layers in which the bits of heads differ; two requests of four have a full tail, in blocks of their own."""
-    monkeypatch.setattr(flashq_kernels, "COMPACT_ROWS", rows)
+    monkeypatch.setattr(codec_kernels, "COMPACT_ROWS", rows)
     orders = [[4, 2, 2], [2, 2, 4], [4, 2, 2]]
     layers = stack([noisy_layer(4, bits, head_dim, 3, device) for bits in orders])
     before, expected = on_cpu(layers), on_cpu(layers)
     seq_lens = torch.tensor([191, 64, 192, 65], dtype=torch.int32)
-    turbo_compact_ref(expected, seq_lens)
+    flashq_compact_ref(expected, seq_lens)
     for _ in range(2):  # once more changes nothing
-        turbo_compact(layers, seq_lens.to(device))
+        flashq_compact(layers, seq_lens.to(device))
         assert_same(layers, expected)
     # What the tail holds is what its record gives back, to the step of a channel; all else is as it was.
     for index, bits in enumerate(orders):
@@ -183,10 +183,10 @@ def test_outliers_of_a_full_tail_are_cut_off(device: torch.device) -> None:
     expected = on_cpu(layer)
     k, v = (torch.tensor([-1.0, 1.0], device=device)[:, None].expand(1, 2, 64) * size for size in (1e4, 1e30))
     seq_lens = torch.tensor([64], dtype=torch.int32)
-    turbo_append(k, v, layer, seq_lens.to(device))
-    turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
-    turbo_compact(layer, seq_lens.to(device))
-    turbo_compact_ref(expected, seq_lens)
+    flashq_append(k, v, layer, seq_lens.to(device))
+    flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    flashq_compact(layer, seq_lens.to(device))
+    flashq_compact_ref(expected, seq_lens)
     assert_same(layer, expected)
     read = flashq_dequantize(on_cpu(layer), torch.tensor([65]))
     for index, x in enumerate(read):
@@ -210,7 +210,7 @@ class Projection:
         self.rope = torch.stack([angle.cos(), angle.sin()], dim=1).to(device)
 
     def run(
-        self, seq_lens: Tensor, layer: TurboLayer | None, gate: Tensor | None = None
+        self, seq_lens: Tensor, layer: FlashQLayer | None, gate: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, Hq, D], k and v [B, Hkv, D], NaN where nothing was written."""
         batch, num_qo_heads, num_kv_heads, head_dim = self.shape
@@ -220,7 +220,7 @@ class Projection:
         hidden, epoch = self.x_norm.shape[1], torch.tensor([9], dtype=torch.int32, device=q.device)
         inbox = torch.full((batch, hidden + 2 * num_kv_heads * head_dim), -1, device=q.device)
         qkv_rope_append(*inputs, q, k, v, 1e-5, gate, layer, inbox, epoch)
-        self.handed = unpack_words(inbox[:, hidden:], 9).view(batch, 2, num_kv_heads, head_dim)
+        self.handed = unpack_packets(inbox[:, hidden:], 9).view(batch, 2, num_kv_heads, head_dim)
         return q, k[:, :, 0], v[:, :, 0]
 
 
@@ -248,7 +248,7 @@ def test_a_projection_quantises_what_it_leaves(
         assert_same(layer, expected)
         return
     assert torch.equal(projection.handed, torch.stack([k, v], dim=1).float())
-    turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
     assert_same(layer, expected)
     for found, plain in zip((q, k, v), projection.run(torch.ones_like(seq_lens), None, word), strict=True):
         assert torch.equal(found, plain)
@@ -275,7 +275,7 @@ def test_a_projection_fills_a_tail(device: torch.device) -> None:
         projection = Projection(batch, 32, 2, 2, 64, torch.bfloat16, device)
         seq_lens = (slots[:, step] + 1 + BLOCK * torch.arange(batch)).int()
         _, k, v = projection.run(seq_lens, layer)
-        turbo_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+        flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
     assert_same(layer, expected)
     written = torch.zeros(batch, BLOCK, dtype=torch.bool).scatter_(1, slots[:, list(steps)], True)
     assert torch.equal((layer.tail != -128).all(-1).all(2).all(1).cpu(), written)
@@ -309,8 +309,8 @@ def test_extreme_values(value: float, device: torch.device) -> None:
     assert bool(layer.scales[0, :, 0].isfinite().all())
     assert bool((layer.tail_scale >= MIN_SCALE).all())
     seq_lens = torch.tensor([71], dtype=torch.int32)
-    turbo_append(k[0, None] * 2 + 1, v[0, None], layer, seq_lens.to(device))
-    turbo_append_ref(k[0, None].cpu() * 2 + 1, v[0, None].cpu(), expected, seq_lens)
+    flashq_append(k[0, None] * 2 + 1, v[0, None], layer, seq_lens.to(device))
+    flashq_append_ref(k[0, None].cpu() * 2 + 1, v[0, None].cpu(), expected, seq_lens)
     assert_same(layer, expected)
 
 
@@ -328,19 +328,19 @@ def test_real_sizes_and_a_captured_append(head_dim: int) -> None:
         store_both(k[chunk], v[chunk], layer, expected, 0, start)
     seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
     new = torch.randn(2, 1, heads, head_dim, device=device).bfloat16()
-    turbo_append(new[0], new[1], deepcopy(layer), seq_lens)
-    turbo_compact(deepcopy(layer), seq_lens)
+    flashq_append(new[0], new[1], deepcopy(layer), seq_lens)
+    flashq_compact(deepcopy(layer), seq_lens)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        turbo_append(new[0], new[1], layer, seq_lens)
-        turbo_compact(layer, seq_lens)
+        flashq_append(new[0], new[1], layer, seq_lens)
+        flashq_compact(layer, seq_lens)
     for step in range(1, 131):
         new.copy_(torch.randn(2, 1, heads, head_dim))
         seq_lens.fill_(length + step)
         graph.replay()
-        turbo_append_ref(new[0].cpu(), new[1].cpu(), expected, seq_lens.cpu())
-        turbo_compact_ref(expected, seq_lens.cpu())
+        flashq_append_ref(new[0].cpu(), new[1].cpu(), expected, seq_lens.cpu())
+        flashq_compact_ref(expected, seq_lens.cpu())
     assert_same(layer, expected)
 
 
@@ -357,7 +357,7 @@ def test_launchers_refuse(device: torch.device) -> None:
     with pytest.raises(ValueError, match="k8: expected"):
         flashq_store(k, v, layer, 0, 0, out[0][:, :32], *out[1:])
     with pytest.raises(ValueError, match="contiguous channels"):
-        turbo_append(k[:1].transpose(1, 2), v[:1], layer, torch.tensor([1], dtype=torch.int32, device=device))
+        flashq_append(k[:1].transpose(1, 2), v[:1], layer, torch.tensor([1], dtype=torch.int32, device=device))
     with pytest.raises(
         ValueError, match=r"layer: expected a tail for k_cache \[2, 2, 1, 64\], found \[1, 2, 2, 64, 64\]"
     ):

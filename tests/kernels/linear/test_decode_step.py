@@ -21,7 +21,7 @@ from alspec.kernels.attention.reference import (
     reduce_norm_ref,
 )
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_WORD, fault_code, split_fault, unpack_words
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, split_fault, unpack_packets
 from alspec.kernels.common.jit_launch import num_sms
 from alspec.kernels.linear.gemv_tile import inputs_at_once
 from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
@@ -38,7 +38,7 @@ from alspec.kernels.sampling.next_token import (
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
-PATIENCE_NS = 10**8
+TIMEOUT_NS = 10**8
 EPOCH = 9
 
 
@@ -56,10 +56,12 @@ def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
-def exchanges(device: torch.device, batch: int, hidden: int, slots: int, tp_size: int, epoch: int) -> list[Exchange]:
+def build_exchanges(
+    device: torch.device, batch: int, hidden: int, slots: int, tp_size: int, epoch: int
+) -> list[Exchange]:
     """The exchange of every rank of a group; the words begin as those of another step."""
-    words = [torch.full((slots, batch, tp_size, hidden), (epoch - 1) << 32, device=device) for _ in range(tp_size)]
-    peers = torch.tensor([each.data_ptr() for each in words], device=device)
+    packets = [torch.full((slots, batch, tp_size, hidden), (epoch - 1) << 32, device=device) for _ in range(tp_size)]
+    peers = torch.tensor([each.data_ptr() for each in packets], device=device)
     return [
         Exchange(
             partial=nan(device, torch.float32, batch, hidden),
@@ -68,16 +70,16 @@ def exchanges(device: torch.device, batch: int, hidden: int, slots: int, tp_size
             tp_rank=rank,
             tp_size=tp_size,
             rank=rank + 2,
-            words=words[rank],
+            packets=packets[rank],
             peers=peers,
         )
         for rank in range(tp_size)
     ]
 
 
-def inbox_of(device: torch.device, batch: int, words: int) -> tuple[Tensor, Tensor]:
+def inbox_of(device: torch.device, batch: int, packets: int) -> tuple[Tensor, Tensor]:
     """Where a paired rank is handed something, of no epoch yet; and the epoch."""
-    inbox = torch.full((batch, words), -1, dtype=torch.int64, device=device)
+    inbox = torch.full((batch, packets), -1, dtype=torch.int64, device=device)
     return inbox, torch.tensor([EPOCH], dtype=torch.int32, device=device)
 
 
@@ -129,7 +131,7 @@ def test_qkv_rope_append(
     qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, inbox=inbox, epoch=epoch)
     expected = qkv_rope_append_ref(x_norm, squares, weight, rope, num_kv_heads, EPS)
     check(q, expected[0], dtype)
-    handed = unpack_words(inbox[:, hidden:], EPOCH).view(batch, 2, num_kv_heads, head_dim)
+    handed = unpack_packets(inbox[:, hidden:], EPOCH).view(batch, 2, num_kv_heads, head_dim)
     for cache, new, pushed in zip(caches, expected[1:], handed.unbind(1), strict=True):
         written = torch.arange(capacity, device=device) == (seq_lens - 1)[:, None]
         found = cache.transpose(1, 2)
@@ -141,7 +143,7 @@ def test_qkv_rope_append(
 
 def test_a_tail_of_another_cache_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a launch, which would write beyond it."""
-    monkeypatch.setattr("alspec.kernels.linear.projections.launch", None)
+    monkeypatch.setattr("alspec.kernels.linear.projections.jit_launch", None)
     x_norm, squares = stream(device, torch.float32, 1, 64)
     weight, rope = normal(device, torch.float32, 4 * 64, 64), nan(device, torch.float32, 1, 2, 32)
     seq_lens, q = torch.ones(1, dtype=torch.int32, device=device), nan(device, torch.float32, 1, 2, 64)
@@ -193,7 +195,7 @@ def test_long_rows_behind_a_gate_come_in_chunks(
     qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, gates[1], inbox=inbox, epoch=epoch)
     expected = qkv_rope_append_ref(x_norm, squares, weight, rope, 1, EPS)
     check(q, expected[0], dtype)
-    handed = unpack_words(inbox[:, hidden:], EPOCH).view(2, 1, 1, 32)
+    handed = unpack_packets(inbox[:, hidden:], EPOCH).view(2, 1, 1, 32)
     for cache, new, pushed in zip(caches, expected[1:], handed, strict=True):
         check(cache[:, :, 2], new, dtype)
         assert torch.equal(pushed, cache[:, :, 2].float())
@@ -207,7 +209,7 @@ def test_all_reduce_over_words(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, width: int, tp_size: int, check: Check
 ) -> None:
     epoch, slot = 7, 1
-    ranks = exchanges(device, batch, hidden, 3, tp_size, epoch)
+    ranks = build_exchanges(device, batch, hidden, 3, tp_size, epoch)
     acts = [normal(device, dtype, batch, width) for _ in ranks]
     weights = [normal(device, dtype, hidden, width) for _ in ranks]
     for exchange, act, weight in zip(ranks, acts, weights, strict=True):
@@ -220,8 +222,8 @@ def test_all_reduce_over_words(
         x, x_norm = start.clone(), nan(device, dtype, batch, hidden)
         squares = nan(device, torch.float32, batch, num_square_sums(hidden))
         inbox, _ = inbox_of(device, batch, hidden + 5)
-        reduce_norm(exchange, slot, PATIENCE_NS, x, gamma, x_norm, squares, inbox=inbox)
-        assert torch.equal(unpack_words(inbox[:, :hidden], epoch), x)
+        reduce_norm(exchange, slot, TIMEOUT_NS, x, gamma, x_norm, squares, inbox=inbox)
+        assert torch.equal(unpack_packets(inbox[:, :hidden], epoch), x)
         assert (inbox[:, hidden:] == -1).all(), "keys and values are not the residual's"
         check(x, expected[0], torch.float32)
         check(x_norm, expected[1], dtype)
@@ -234,7 +236,7 @@ def test_all_reduce_over_words(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_partial_sums_without_words(device: torch.device, dtype: torch.dtype, check: Check) -> None:
     batch, hidden, width = 2, 96, 128
-    exchange = replace(exchanges(device, batch, hidden, 1, 1, 3)[0], words=None, peers=None)
+    exchange = replace(build_exchanges(device, batch, hidden, 1, 1, 3)[0], packets=None, peers=None)
     act, weight = normal(device, dtype, batch, width), normal(device, dtype, hidden, width)
     push_partial(act, weight, exchange, 5)
     expected = push_partial_ref(act, weight)
@@ -242,28 +244,28 @@ def test_partial_sums_without_words(device: torch.device, dtype: torch.dtype, ch
     x, gamma = normal(device, torch.float32, batch, hidden), normal(device, dtype, hidden)
     total = reduce_norm_ref(expected[None], x, gamma)[0]
     x_norm, squares = nan(device, dtype, batch, hidden), nan(device, torch.float32, batch, num_square_sums(hidden))
-    reduce_norm(exchange, 5, PATIENCE_NS, x, gamma, x_norm, squares)
+    reduce_norm(exchange, 5, TIMEOUT_NS, x, gamma, x_norm, squares)
     check(x, total, torch.float32)
 
 
 def test_small_and_large_values_travel(device: torch.device) -> None:
     hidden = 64
-    exchange = exchanges(device, 1, hidden, 1, 1, 1)[0]
+    exchange = build_exchanges(device, 1, hidden, 1, 1, 1)[0]
     values = torch.tensor([1e-40, 3e38, -1e-45, 0.0] * (hidden // 4), device=device)
     weight = torch.zeros(hidden, 16, device=device)
     weight[:, 0] = values
     push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
     x, gamma = torch.zeros(1, hidden, device=device), torch.ones(hidden, device=device)
     squares = torch.empty(1, num_square_sums(hidden), device=device)
-    reduce_norm(exchange, 0, PATIENCE_NS, x, gamma, torch.empty_like(x), squares)
+    reduce_norm(exchange, 0, TIMEOUT_NS, x, gamma, torch.empty_like(x), squares)
     assert torch.equal(x[0], values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gate_of_zero_skips_everything(device: torch.device, dtype: torch.dtype) -> None:
     batch, hidden = 2, 64
-    exchange = exchanges(device, batch, hidden, 1, 1, 3)[0]
-    before = exchange.words.clone()
+    exchange = build_exchanges(device, batch, hidden, 1, 1, 3)[0]
+    before = exchange.packets.clone()
     closed = torch.zeros(1, dtype=torch.int32, device=device)
     x_norm, squares = stream(device, dtype, batch, hidden)
     weight = normal(device, dtype, hidden, hidden)
@@ -271,7 +273,7 @@ def test_gate_of_zero_skips_everything(device: torch.device, dtype: torch.dtype)
     gate_up_silu(x_norm, squares, weight, out, EPS, closed)
     assert out.isnan().all()
     push_partial(x_norm, weight, exchange, 0, closed)
-    assert torch.equal(exchange.words, before)
+    assert torch.equal(exchange.packets, before)
     x = normal(device, torch.float32, batch, hidden)
     kept = x.clone()
     inbox, epoch = inbox_of(device, batch, hidden + 32)
@@ -300,13 +302,13 @@ def test_an_open_gate_changes_no_bit(device: torch.device, gate: int, dtype: tor
     rope, seq_lens = torch.rand(batch, 2, 8, device=device), torch.ones(batch, dtype=torch.int32, device=device)
     found = []
     for pointer in (None, opened):
-        exchange = exchanges(device, batch, hidden, 1, 1, 3)[0]
+        exchange = build_exchanges(device, batch, hidden, 1, 1, 3)[0]
         out, q = nan(device, dtype, batch, hidden // 2), nan(device, dtype, batch, 2, 16)
         k, v = (nan(device, dtype, batch, 2, 1, 16) for _ in range(2))
         qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, k, v, EPS, pointer)
         gate_up_silu(x_norm, squares, weight, out, EPS, pointer)
         push_partial(x_norm, weight, exchange, 0, pointer)
-        found.append((q, k, v, out, exchange.words))
+        found.append((q, k, v, out, exchange.packets))
     assert all(torch.equal(plain, gated) for plain, gated in zip(*found, strict=True))
     assert not any(each.isnan().any() for each in found[1][:4])
 
@@ -320,7 +322,7 @@ def test_a_request_has_the_same_bits_among_two_and_among_eight(
     weight = normal(device, dtype, 80, hidden)
     found = []
     for batch in (2, 5, 8):
-        exchange = replace(exchanges(device, batch, 80, 1, 1, 3)[0], words=None, peers=None)
+        exchange = replace(build_exchanges(device, batch, 80, 1, 1, 3)[0], packets=None, peers=None)
         out = nan(device, torch.float32, batch, 40)
         push_partial(x[:batch], weight, exchange, 0)
         gate_up_silu(x[:batch], squares[:batch], weight, out, EPS)
@@ -331,7 +333,7 @@ def test_a_request_has_the_same_bits_among_two_and_among_eight(
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_bad_numbers_name_slot_and_rank(device: torch.device, bad: float) -> None:
-    ranks = exchanges(device, 1, 64, 4, 2, 3)
+    ranks = build_exchanges(device, 1, 64, 4, 2, 3)
     act = torch.ones(1, 32, device=device)
     weight = torch.ones(64, 32, device=device)
     weight[17, 5] = bad
@@ -359,15 +361,15 @@ def test_squares_that_overflow_make_a_request_nan(device: torch.device, batch: i
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_missing_rank_is_named_after_the_deadline() -> None:
     device = torch.device("cuda")
-    ranks = exchanges(device, 1, 64, 2, 2, 3)
+    ranks = build_exchanges(device, 1, 64, 2, 2, 3)
     act, weight = torch.ones(1, 32, device=device), torch.ones(64, 32, device=device)
     push_partial(act, weight, ranks[0], 1)
     x, gamma = torch.zeros(1, 64, device=device), torch.ones(64, device=device)
     squares = torch.empty(1, num_square_sums(64), device=device)
     reduce_norm(ranks[0], 1, 10**7, x, gamma, torch.empty_like(x), squares)
-    assert split_fault(int(ranks[0].fault)) == (LATE_WORD, 1, 3)
+    assert split_fault(int(ranks[0].fault)) == (LATE_PACKET, 1, 3)
     # After a late word nothing is waited for, and the first fault stands.
-    first = fault_code(LATE_WORD, 0, 2)
+    first = fault_code(LATE_PACKET, 0, 2)
     ranks[0].fault.fill_(first)
     reduce_norm(ranks[0], 1, 600 * 10**9, x, gamma, torch.empty_like(x), squares)
     assert int(ranks[0].fault) == first
@@ -380,8 +382,8 @@ def test_logits_and_next_token(device: torch.device, world_size: int, vocab_size
     rows = -(-vocab_size // world_size)
     x_norm, squares = stream(device, torch.bfloat16, batch, hidden)
     weight = normal(device, torch.bfloat16, vocab_size, hidden)
-    words = [torch.zeros(batch, world_size, rows, dtype=torch.int64, device=device) for _ in range(world_size)]
-    peers = torch.tensor([each.data_ptr() for each in words], device=device)
+    packets = [torch.zeros(batch, world_size, rows, dtype=torch.int64, device=device) for _ in range(world_size)]
+    peers = torch.tensor([each.data_ptr() for each in packets], device=device)
     ranks = [
         LogitExchange(
             shard=nan(device, torch.float32, batch, rows),
@@ -389,7 +391,7 @@ def test_logits_and_next_token(device: torch.device, world_size: int, vocab_size
             fault=torch.zeros(1, dtype=torch.int32, device=device),
             rank=rank,
             world_size=world_size,
-            words=words[rank],
+            packets=packets[rank],
             peers=peers,
         )
         for rank in range(world_size)
@@ -397,15 +399,15 @@ def test_logits_and_next_token(device: torch.device, world_size: int, vocab_size
     for exchange in ranks:
         shard = weight[exchange.rank * rows : (exchange.rank + 1) * rows]
         lm_head(x_norm, squares, shard, exchange, EPS, 9)
-        plain = replace(exchange, words=None, peers=None)
+        plain = replace(exchange, packets=None, peers=None)
         lm_head(x_norm, squares, shard, plain, EPS, 9)
     expected = lm_head_ref(x_norm, squares, weight, EPS)
     gathered = torch.stack([exchange.shard for exchange in ranks])
-    for exchange in (ranks[-1], replace(ranks[-1], words=None, peers=None)):
+    for exchange in (ranks[-1], replace(ranks[-1], packets=None, peers=None)):
         logits = nan(device, torch.float32, batch, vocab_size)
         best = nan(device, torch.float32, batch, num_candidates(vocab_size))
         best_token = torch.full_like(best, -1, dtype=torch.int32)
-        collect_logits(exchange, gathered, PATIENCE_NS, 9, logits, best, best_token)
+        collect_logits(exchange, gathered, TIMEOUT_NS, 9, logits, best, best_token)
         check(logits, expected, torch.float32)
         tokens = collect_logits_ref(logits.double()[None], vocab_size)[1]
         assert int(exchange.fault) == 0
@@ -440,7 +442,7 @@ def test_the_first_of_equal_logits_wins_and_a_sampled_token_overrules(device: to
     best = nan(device, torch.float32, 1, num_candidates(3000))
     best_token = torch.zeros_like(best, dtype=torch.int32)
     logits = nan(device, torch.float32, 1, 3000)
-    collect_logits(exchange, exchange.shard, PATIENCE_NS, 9, logits, best, best_token)
+    collect_logits(exchange, exchange.shard, TIMEOUT_NS, 9, logits, best, best_token)
     ring, stamps = torch.zeros(RING_STEPS, RING_HEADER + 1, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
     if device.type == "cuda":
         ring, stamps = ring.pin_memory(), stamps.pin_memory()
@@ -463,5 +465,5 @@ def test_bad_logits_are_noted(device: torch.device, bad: float) -> None:
     gathered[1, 0, 700] = bad
     best = nan(device, torch.float32, 1, num_candidates(3000))
     logits = nan(device, torch.float32, 1, 3000)
-    collect_logits(exchange, gathered, PATIENCE_NS, 8, logits, best, torch.zeros_like(best, dtype=torch.int32))
+    collect_logits(exchange, gathered, TIMEOUT_NS, 8, logits, best, torch.zeros_like(best, dtype=torch.int32))
     assert split_fault(int(exchange.fault)) == (BAD_NUMBERS, 8, 1)

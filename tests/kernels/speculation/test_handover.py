@@ -9,19 +9,19 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 from flashq_layers import assert_same, noisy_layer, on_cpu
-from paired_ranks import PATIENCE_NS, nan, pairs, sums_for
+from paired_ranks import TIMEOUT_NS, nan, pairs, sums_for
 from torch import Tensor
 
 from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, lean_decode_attention
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.attention.reference import reduce_norm_ref, speculative_decode_attention_ref
-from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_WORD, fault_code, split_fault
-from alspec.kernels.comm.mailbox import Handover, Mailbox, PairShape
-from alspec.kernels.kv_codec.flashq.flashq_reference import turbo_append_ref
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, split_fault
+from alspec.kernels.comm.pair_state import Mailbox, PairShape, PairState
+from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_append_ref
 from alspec.kernels.norm.residual import num_square_sums
-from alspec.kernels.speculation.handover import receive_handover, receive_residual
-from alspec.kernels.speculation.roles import decide, take_turn
+from alspec.kernels.speculation.handover import pair_spec_output, receive_handover, receive_residual
+from alspec.kernels.speculation.roles import decide, update_roles
 
 ACCEPTED = 0x3F800000  # 1.0, in the lower half of a word
 
@@ -65,14 +65,14 @@ def words_of(values: Tensor, epoch: int) -> Tensor:
     return values.float().view(torch.int32).long() & 0xFFFFFFFF | epoch << 32
 
 
-def push(source: Handover, layer: int, state: State, seq_lens: Tensor) -> None:
+def push(source: PairState, layer: int, state: State, seq_lens: Tensor) -> None:
     """x and the newest k and v, as the kernels that make them do (see test_decode_step.py)."""
     newest = [cache[torch.arange(len(cache)), :, seq_lens.long() - 1].flatten(1) for cache in (state.k, state.v)]
     values = torch.cat([state.x, *(each.float() for each in newest)], 1)
     source.inbox(layer).copy_(words_of(values, int(source.exchange.epoch)))
 
 
-def push_residual(source: Handover, x: Tensor) -> None:
+def push_residual(source: PairState, x: Tensor) -> None:
     """x after the last layer, likewise."""
     words = words_of(x, int(source.exchange.epoch))
     source.inbox(source.shape.num_layers)[:, : x.shape[1]].copy_(words)
@@ -94,15 +94,15 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     mine, theirs = (drawn(device, shape, capacity, dtype) for _ in range(2))
     mine.x[0, :4] = torch.tensor([torch.inf, -0.0, 1e-41, -torch.inf])
     before, boxes = copy(theirs), copied(source.own)
-    target.receives.fill_(1)
+    target.is_receiver.fill_(1)
     push(source, layer, mine, seq_lens)
     # A~ as the attention kernel leaves it; of a dtype's values, for the interpreter truncates where a GPU rounds.
-    speculation = source.speculation(layer, 64, nan(device, torch.float32, 1))
+    speculation = pair_spec_output(source, layer, 64, nan(device, torch.float32, 1))
     assert speculation.spec_out.data_ptr() == target.own.spec_out[layer].data_ptr()
     assert speculation.spec_lse is None
     guess = torch.randn(theirs.attn_out.shape, device=device).to(dtype)
     speculation.spec_out.copy_(words_of(guess, epoch))
-    receive_handover(target, layer, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
+    receive_handover(target, layer, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, TIMEOUT_NS)
     assert torch.equal(theirs.x.view(torch.int32), mine.x.view(torch.int32))
     written = torch.arange(capacity, device=device) == (seq_lens - 1)[:, None]
     for found, sent, old in ((theirs.k, mine.k, before.k), (theirs.v, mine.v, before.v)):
@@ -123,12 +123,12 @@ def test_in_the_first_layer_both_groups_have_the_embedding(device: torch.device)
     ((source,), (target,)) = pairs(device, shape, 6)
     seq_lens = torch.tensor([3, 5], dtype=torch.int32, device=device)
     mine, theirs = (drawn(device, shape, 5, torch.float32) for _ in range(2))
-    target.receives.fill_(1)
+    target.is_receiver.fill_(1)
     push(source, 0, mine, seq_lens)
     target.own.inbox[0, :, : shape.hidden_size] = 5 << 32
-    source.speculation(0, 64, nan(device, torch.float32, 1)).spec_out.copy_(words_of(theirs.attn_out, 6))
+    pair_spec_output(source, 0, 64, nan(device, torch.float32, 1)).spec_out.copy_(words_of(theirs.attn_out, 6))
     before = copy(theirs)
-    receive_handover(target, 0, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
+    receive_handover(target, 0, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, TIMEOUT_NS)
     assert torch.equal(theirs.x, before.x)
     requests = torch.arange(2)
     assert torch.equal(theirs.k[requests, :, seq_lens.long() - 1], mine.k[requests, :, seq_lens.long() - 1])
@@ -147,14 +147,14 @@ def test_a_handover_goes_into_a_tail(device: torch.device, gate: int) -> None:
     layer.tail_scale[1] = 0.01
     expected = on_cpu(layer)
     x, attn_out = nan(device, torch.float32, 3, 97), nan(device, torch.bfloat16, 3, 6, 64)
-    target.receives.fill_(gate)
+    target.is_receiver.fill_(gate)
     push(source, 1, mine, seq_lens)
-    source.speculation(1, 64, nan(device, torch.float32, 1)).spec_out.fill_(6 << 32)
-    receive_handover(target, 1, x, layer, seq_lens, attn_out, PATIENCE_NS)
+    pair_spec_output(source, 1, 64, nan(device, torch.float32, 1)).spec_out.fill_(6 << 32)
+    receive_handover(target, 1, x, layer, seq_lens, attn_out, TIMEOUT_NS)
     if gate:
         assert torch.equal(x, mine.x)
         newest = [cache[torch.arange(3), :, seq_lens.long() - 1].cpu() for cache in (mine.k, mine.v)]
-        turbo_append_ref(*newest, expected, seq_lens.cpu())
+        flashq_append_ref(*newest, expected, seq_lens.cpu())
         assert int(layer.tail[1, :, :, 0].abs().max()) == 119, "no outlier was cut off"
     assert_same(layer, expected)
     assert int(target.exchange.fault) == 0
@@ -165,8 +165,8 @@ def test_a_handover_goes_into_a_tail(device: torch.device, gate: int) -> None:
 def test_parts_of_a_guess_are_merged(device: torch.device, check: Check, parts: int, absent: int, batch: int) -> None:
     shape, epoch, layer = PairShape(3, batch, 1, 97, 9, 3, 20, parts), 6, 1
     ((source,), (target,)) = pairs(device, shape, epoch)
-    target.receives.fill_(1)
-    speculation = source.speculation(layer, 64, nan(device, torch.float32, 1))
+    target.is_receiver.fill_(1)
+    speculation = pair_spec_output(source, layer, 64, nan(device, torch.float32, 1))
     assert speculation.spec_lse is not None
     assert speculation.spec_lse.data_ptr() == target.own.spec_lse[layer].data_ptr()
     o, lse = torch.randn(parts, batch, 9, 20), 20 * torch.randn(parts, batch, 9)
@@ -177,7 +177,7 @@ def test_parts_of_a_guess_are_merged(device: torch.device, check: Check, parts: 
     state = drawn(device, shape, 5, torch.float32)
     target.own.inbox.fill_(epoch << 32)
     seq_lens = torch.full((batch,), 3, dtype=torch.int32, device=device)
-    receive_handover(target, layer, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, PATIENCE_NS)
+    receive_handover(target, layer, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, TIMEOUT_NS)
     weight = (lse.double() * math.log(2)).softmax(0)
     check(state.attn_out, (o.double() * weight[..., None]).sum(0).to(device), torch.float32)
     assert int(target.exchange.fault) == 0
@@ -193,11 +193,19 @@ def test_what_attention_sends_in_parts_arrives_as_one_guess(device: torch.device
     sums, lse = nan(device, torch.float32, 1, num_sums(4, 16), 2), nan(device, torch.float32, 1, 4)
     workspace = LeanWorkspace.allocate(1, 4, 2, 16, device, 11)
     lean_decode_attention(
-        q, state.k, state.v, seq_lens, 0.25, workspace, state.attn_out, lse, source.speculation(layer, chunk, sums)
+        q,
+        state.k,
+        state.v,
+        seq_lens,
+        0.25,
+        workspace,
+        state.attn_out,
+        lse,
+        pair_spec_output(source, layer, chunk, sums),
     )
-    target.receives.fill_(1)
+    target.is_receiver.fill_(1)
     target.own.inbox.fill_(epoch << 32)
-    receive_handover(target, layer, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
+    receive_handover(target, layer, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, TIMEOUT_NS)
     spec_out, full_out, expected = speculative_decode_attention_ref(q, state.k, state.v, seq_lens, chunk, 0.25)
     check(theirs.attn_out, spec_out, torch.float32)
     check(state.attn_out, full_out, torch.float32)
@@ -237,8 +245,8 @@ def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, st
     shape, capacity, epoch = PairShape(2, 2, 1, 64, 4, 2, 16, parts), 5, 6
     ((source,), (target,)) = pairs(device, shape, epoch)
     source.exchange.epoch.fill_(stale)
-    source.sends.fill_(1)
-    target.receives.fill_(1)
+    source.is_sender.fill_(1)
+    target.is_receiver.fill_(1)
     mine, theirs = (drawn(device, shape, capacity, torch.float32) for _ in range(2))
     seq_lens = torch.full((2,), 3, dtype=torch.int32, device=device)
     live = torch.ones_like(seq_lens)
@@ -257,9 +265,9 @@ def test_words_and_verdicts_of_another_step_do_not_pass(device: torch.device, st
     receive_residual(target, x, theirs.x[0].clone(), x_norm, nan(device, torch.float32, 2, num_square_sums(64)), 0)
     assert x.isnan().all()
     target.priority.copy_(torch.tensor([1, 2]))
-    take_turn(target, 1, hits, 0)
+    update_roles(target, 1, hits, 0)
     assert target.priority.tolist() == [1, 2], "an accepted verdict of another step was taken"
-    assert int(target.receives) == 1
+    assert int(target.is_receiver) == 1
     assert (hits[0] == 0).all()
 
 
@@ -271,17 +279,17 @@ def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
     seq_lens = torch.ones(1, dtype=torch.int32, device=device)
     hits = torch.zeros(4, 1, dtype=torch.int32, device=device)
     for missing in ("verdict", "words", "guess", "lse", "stream"):
-        _, (target,) = pairs(device, replace(shape, guess_parts=3) if missing == "lse" else shape, 6)
+        _, (target,) = pairs(device, replace(shape, spec_parts=3) if missing == "lse" else shape, 6)
         target.own.spec_lse.fill_((5 if missing == "lse" else 6) << 32)
         state = drawn(device, shape, 5, torch.bfloat16)
-        target.receives.fill_(1)
+        target.is_receiver.fill_(1)
         target.own.spec_out.fill_((5 if missing == "guess" else 6) << 32)
         target.own.inbox.fill_((5 if missing in ("words", "stream") else 6) << 32)
         target.own.verdicts.fill_(5 << 32 | ACCEPTED)
         if missing == "verdict":
             target.priority.copy_(torch.tensor([1, 2]))
-            take_turn(target, 3, hits, 10**7)
-            assert (target.priority.tolist(), int(target.receives)) == ([1, 2], 1), "that of the step before counted"
+            update_roles(target, 3, hits, 10**7)
+            assert (target.priority.tolist(), int(target.is_receiver)) == ([1, 2], 1), "that of the step before counted"
         elif missing == "stream":
             squares = nan(device, torch.float32, 1, num_square_sums(64))
             receive_residual(target, state.x, state.x[0].clone(), state.x.clone(), squares, 10**7)
@@ -289,17 +297,17 @@ def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
         else:
             receive_handover(target, 2, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, 10**7)
         late_slot = 2 * (5 if missing == "stream" else 2)
-        assert split_fault(int(target.exchange.fault)) == (LATE_WORD, late_slot, 0), missing
+        assert split_fault(int(target.exchange.fault)) == (LATE_PACKET, late_slot, 0), missing
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("fault", [0, BAD_NUMBERS, LATE_WORD])
+@pytest.mark.parametrize("fault", [0, BAD_NUMBERS, LATE_PACKET])
 def test_waits_go_on_after_bad_numbers_and_not_after_a_late_word(fault: int) -> None:
     device, beside = torch.device("cuda"), torch.cuda.Stream()
     for late_by in (0, 10**8):  # cycles; the first time is for the compiler
         ((source,), (target,)) = pairs(device, PairShape(2, 1, 1, 64, 4, 2, 16), 6)
-        target.receives.fill_(1)
+        target.is_receiver.fill_(1)
         target.exchange.fault.fill_(fault_code(fault, 1, 0) if fault else 0)
         sent, x = torch.randn(1, 64, device=device), torch.zeros(1, 64, device=device)
         torch.cuda.synchronize()
@@ -311,7 +319,7 @@ def test_waits_go_on_after_bad_numbers_and_not_after_a_late_word(fault: int) -> 
         squares = nan(device, torch.float32, 1, num_square_sums(64))
         receive_residual(target, x, sent[0].clone(), x.clone(), squares, 5 * 10**9)
         torch.cuda.synchronize()
-        if late_by and fault == LATE_WORD:
+        if late_by and fault == LATE_PACKET:
             assert x.isnan().all()
         else:
             assert torch.equal(x, sent)
@@ -324,12 +332,12 @@ def test_the_residual_reaches_the_other_group(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, check: Check
 ) -> None:
     ((source,), (target,)) = pairs(device, PairShape(2, batch, 1, hidden, 3, 1, 20), 6)
-    target.receives.fill_(1)
+    target.is_receiver.fill_(1)
     sent, gamma = torch.randn(batch, hidden).to(device), torch.randn(hidden).to(dtype).to(device)
     x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
     squares = nan(device, torch.float32, batch, num_square_sums(hidden))
     push_residual(source, sent)
-    receive_residual(target, x, gamma, x_norm, squares, PATIENCE_NS)
+    receive_residual(target, x, gamma, x_norm, squares, TIMEOUT_NS)
     assert torch.equal(x, sent)
     _, expected, square_sum = reduce_norm_ref(torch.zeros_like(sent)[None], sent, gamma)
     check(x_norm, expected, dtype)
@@ -346,11 +354,11 @@ def test_attention_puts_the_guess_into_the_paired_rank_unless_its_gate_is_closed
     q = torch.randn(2, 4, 16).to(device)
     sums, lse = nan(device, torch.float32, 2, num_sums(4, 16), 2), nan(device, torch.float32, 2, 4)
     workspace = LeanWorkspace.allocate(2, 4, 2, 16, device, 5)
-    speculation = source.speculation(1, chunk, sums)
+    speculation = pair_spec_output(source, 1, chunk, sums)
 
     def attend() -> None:
         lean_decode_attention(
-            q, state.k, state.v, seq_lens, 0.25, workspace, state.attn_out, lse, speculation, gate=source.sends
+            q, state.k, state.v, seq_lens, 0.25, workspace, state.attn_out, lse, speculation, gate=source.is_sender
         )
 
     boxes = copied(target.own)
@@ -358,21 +366,21 @@ def test_attention_puts_the_guess_into_the_paired_rank_unless_its_gate_is_closed
     assert all(torch.equal(now, then) for now, then in zip(copied(target.own), boxes, strict=True))
     assert state.attn_out.isnan().all()
     assert sums.isnan().all()
-    source.sends.fill_(1)
+    source.is_sender.fill_(1)
     attend()
     spec_out, full_out, expected = speculative_decode_attention_ref(q, state.k, state.v, seq_lens, chunk, 0.25)
     check(state.attn_out, full_out, torch.float32)
     check(sums.sum(1), expected, torch.float32)
-    target.receives.fill_(1)
+    target.is_receiver.fill_(1)
     push(source, 1, state, seq_lens)
     theirs = drawn(device, shape, capacity, torch.float32)
-    receive_handover(target, 1, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, PATIENCE_NS)
+    receive_handover(target, 1, theirs.x, KVLayer(theirs.k, theirs.v), seq_lens, theirs.attn_out, TIMEOUT_NS)
     check(theirs.attn_out, spec_out, torch.float32)
 
 
 def test_mailboxes_keep_apart_and_aligned(device: torch.device) -> None:
     shape = PairShape(3, 3, 2, 97, 9, 3, 20, 5)
-    memory = torch.zeros(sum(shape.field_words()), dtype=torch.int64, device=device)
+    memory = torch.zeros(sum(shape.field_packets()), dtype=torch.int64, device=device)
     mailbox = Mailbox.view(memory, shape)
     for number, field in enumerate(fields(mailbox)):
         part = getattr(mailbox, field.name)

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paired_ranks import PATIENCE_NS, nan, pairs, roles_by_the_rules, sums_for
+from paired_ranks import TIMEOUT_NS, nan, pairs, roles_by_the_rules, sums_for
 
 from alspec.kernels.attention.reference import decide_ref
-from alspec.kernels.comm.ll_packets import LATE_WORD, fault_code
-from alspec.kernels.comm.mailbox import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, Handover, PairShape
+from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code
+from alspec.kernels.comm.pair_state import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, PairShape, PairState
 from alspec.kernels.norm.residual import num_square_sums, reduce_norm
-from alspec.kernels.speculation.roles import decide, meet, take_turn
+from alspec.kernels.speculation.roles import decide, step_barrier, update_roles
 from alspec.priority import Priority, sender, skips_compute
 
 
-def assert_knows(handover: Handover, group: int, priority: Priority) -> None:
+def assert_knows(handover: PairState, group: int, priority: Priority) -> None:
     assert handover.priority.tolist() == [priority[group], priority[1 - group]]
 
 
@@ -37,21 +37,21 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
                 assert (int(rank.priority[0]) == 0) == skips_compute(at.before, group)
                 if at.layer == 0:
                     assert int(rank.gate(GATE_PRE_ATTENTION)) == (not skips_compute(at.before, group))
-                take_turn(rank, at.layer, hits[group], PATIENCE_NS)
+                update_roles(rank, at.layer, hits[group], TIMEOUT_NS)
             for group, rank in enumerate(ranks):
                 assert_knows(rank, group, at.handed)
-                assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == at.source else (0, 1))
+                assert (int(rank.is_sender), int(rank.is_receiver)) == ((1, 0) if group == at.source else (0, 1))
                 assert rank.gates[:, 0].tolist() == [1, 1, 1]
             for group, rank in enumerate(ranks):
-                decide(rank, at.layer, sums_for(device, at.accept, 2), live, 0.5, hits[group], PATIENCE_NS)
+                decide(rank, at.layer, sums_for(device, at.accept, 2), live, 0.5, hits[group], TIMEOUT_NS)
             for group, rank in enumerate(ranks):
                 assert_knows(rank, group, at.after if group == at.source else at.handed)
                 # Of the MLP and of what follows, as far as is known yet.
                 assert rank.gates[:, 0].tolist() == [group != at.source or not all(at.accept)] * 3
         source = sender(roles[-1].after)
         for group, rank in enumerate(ranks):
-            take_turn(rank, num_layers, hits[group], PATIENCE_NS)
-            assert (int(rank.sends), int(rank.receives)) == ((1, 0) if group == source else (0, 1))
+            update_roles(rank, num_layers, hits[group], TIMEOUT_NS)
+            assert (int(rank.is_sender), int(rank.is_receiver)) == ((1, 0) if group == source else (0, 1))
             assert_knows(rank, group, (2, 0) if source == 0 else (0, 2))
             assert rank.gates[:, 0].tolist() == [group == source] * 3
             assert hits[group].bool().tolist() == [at.accept for at in roles]
@@ -65,12 +65,12 @@ def test_all_ranks_meet(device: torch.device, tp_size: int) -> None:
     ranks = [rank for group in pairs(device, shape, epoch) for rank in group]
     for rank in ranks:
         # Nobody waits here: in one process, one after the other, the first ones would wait in vain.
-        rank.exchange.fault.fill_(fault_code(LATE_WORD, 0, 0))
-        meet(rank, PATIENCE_NS)
+        rank.exchange.fault.fill_(fault_code(LATE_PACKET, 0, 0))
+        step_barrier(rank, TIMEOUT_NS)
     for rank in ranks:
-        assert (rank.meeting >> 32).tolist() == [epoch] * len(ranks)
+        assert (rank.barrier >> 32).tolist() == [epoch] * len(ranks)
         rank.exchange.fault.zero_()
-        meet(rank, PATIENCE_NS)
+        step_barrier(rank, TIMEOUT_NS)
         assert int(rank.exchange.fault) == 0
 
 
@@ -97,7 +97,7 @@ def test_a_rejection_closes_what_follows(
     x_norm, gamma = nan(device, torch.float32, 2, 96), torch.ones(96, device=device)
     rank.exchange.partial.fill_(1.0)
     reduce_norm(
-        rank.exchange, 2 * layer, PATIENCE_NS, x, gamma, x_norm, squares, rank.gate(GATE_O), rank.gate(GATE_MLP),
+        rank.exchange, 2 * layer, TIMEOUT_NS, x, gamma, x_norm, squares, rank.gate(GATE_O), rank.gate(GATE_MLP),
         rank.verdict(layer),
     )  # fmt: skip
     assert rank.gates[:, 0].tolist() == [gate, goes_on, 7]
@@ -157,23 +157,23 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
         told = [each.clone() for each in found]
         for rank in sources:
             rank.priority.copy_(torch.tensor([2, 1]))
-            rank.sends.fill_(1)
+            rank.is_sender.fill_(1)
         # The interpreter cannot wait: the first round only pushes the sums of all ranks.
         for _ in range(1 if tp_size == 1 else 2):
             for rank, sums, at in zip(sources, rank_sums, found, strict=True):
                 # Waits are over at once.
-                rank.exchange.fault.fill_(fault_code(LATE_WORD, 0, 0) if device.type == "cuda" else 0)
-                decide(rank, layer, sums.contiguous(), live, threshold, at, PATIENCE_NS)
+                rank.exchange.fault.fill_(fault_code(LATE_PACKET, 0, 0) if device.type == "cuda" else 0)
+                decide(rank, layer, sums.contiguous(), live, threshold, at, TIMEOUT_NS)
         for rank, at in zip(sources, found, strict=True):
             assert torch.equal(at[layer].bool(), hits)
             assert (at[torch.arange(num_layers) != layer] == -1).all()
             assert rank.priority.tolist() == [0 if verdict else 2, 1]
         for rank, at in zip(targets, told, strict=True):
             rank.priority.copy_(torch.tensor([1, 2]))
-            take_turn(rank, layer + 1, at, PATIENCE_NS)
+            update_roles(rank, layer + 1, at, TIMEOUT_NS)
             assert torch.equal(at[layer].bool(), hits)
-            assert int(rank.sends) == int(verdict)
-            assert int(rank.receives) == int(not verdict)
+            assert int(rank.is_sender) == int(verdict)
+            assert int(rank.is_receiver) == int(not verdict)
             assert int(rank.exchange.fault) == 0
     if threshold == 0.1:
         assert verdicts == {True, False}
@@ -184,12 +184,12 @@ def test_forced_verdicts(device: torch.device) -> None:
     forced = torch.tensor([1, 0, -1, -1], dtype=torch.int32, device=device)
     live = torch.tensor([1, 0], dtype=torch.int32, device=device)
     hits = torch.full((4, 2), -1, dtype=torch.int32, device=device)
-    rank.sends.fill_(1)
+    rank.is_sender.fill_(1)
     own = []
     for layer, accept in enumerate((False, True, True, False)):
-        decide(rank, layer, sums_for(device, [accept, False], 2), live, 0.5, hits, PATIENCE_NS, forced)
+        decide(rank, layer, sums_for(device, [accept, False], 2), live, 0.5, hits, TIMEOUT_NS, forced)
         own.append(int(rank.priority[0]))
     assert own == [0, 2, 0, 2]
     assert hits.tolist() == [[1, 0], [0, 0], [1, 0], [0, 0]]
     with pytest.raises(ValueError, match="threshold"):
-        decide(rank, 0, sums_for(device, [True, True], 2), live, -0.1, hits, PATIENCE_NS)
+        decide(rank, 0, sums_for(device, [True, True], 2), live, -0.1, hits, TIMEOUT_NS)

@@ -10,19 +10,20 @@ from flashq_layers import assert_same, noisy_layer, on_cpu
 from paired_ranks import nan, roles_by_the_rules
 from torch import Tensor
 
+from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.attention.reference import decide_ref, reduce_norm_ref
 from alspec.kernels.comm.exchange import Exchange
-from alspec.kernels.comm.mailbox import PairShape
-from alspec.kernels.kv_codec.flashq.flashq_reference import turbo_append_ref
+from alspec.kernels.comm.pair_state import PairShape
+from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_append_ref
 from alspec.kernels.norm.residual import num_square_sums
 from alspec.kernels.speculation.swap import (
     Swap,
     SwapCalls,
+    apply_verdict,
     decide,
     pack_handover,
     pack_residual,
-    settle,
     unpack_handover,
     unpack_residual,
 )
@@ -68,9 +69,9 @@ def swaps(device: torch.device, shape: PairShape) -> list[list[Swap]]:
 
 def open_gates(source: Swap, target: Swap, layer: int) -> None:
     for swap in (source, target):
-        swap.gate_words.zero_()
-    source.gates(layer).sends.fill_(1)
-    target.gates(layer).receives.fill_(1)
+        swap.gate_buffer.zero_()
+    source.gates(layer).is_sender.fill_(1)
+    target.gates(layer).is_receiver.fill_(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -85,7 +86,7 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     x[0, :4] = torch.tensor([torch.inf, -0.0, 1e-41, -torch.inf])
     k, v, old_k, old_v = (torch.randn(cache, device=device).to(dtype) for _ in range(4))
     # Of a dtype's values, for the interpreter truncates where a GPU rounds.
-    speculation = source.speculation(64)
+    speculation = source.spec_output(64)
     speculation.spec_out.copy_(torch.randn_like(speculation.spec_out).to(dtype))
     pack_handover(source, layer, x, k, v, seq_lens)
     target.boxes[source.group].copy_(source.boxes[source.group])
@@ -110,14 +111,14 @@ def test_a_handover_goes_into_a_tail(device: torch.device) -> None:
     seq_lens = torch.tensor([64, 65, 130], dtype=torch.int32, device=device)
     x = torch.randn(3, 97, device=device)
     k, v = torch.randn(2, 3, 2, 1, 64, device=device).bfloat16()
-    source.speculation(64).spec_out.zero_()
+    source.spec_output(64).spec_out.zero_()
     pack_handover(source, 1, x, k, v, torch.ones_like(seq_lens))
     target.boxes[source.group].copy_(source.boxes[source.group])
     layer = noisy_layer(3, [2, 4], 64, 2, device)
     expected = on_cpu(layer)
     new_x, attn_out = nan(device, torch.float32, *x.shape), nan(device, torch.bfloat16, 3, 6, 64)
     unpack_handover(target, 1, new_x, layer, seq_lens, attn_out)
-    turbo_append_ref(k[:, :, 0].cpu(), v[:, :, 0].cpu(), expected, seq_lens.cpu())
+    flashq_append_ref(k[:, :, 0].cpu(), v[:, :, 0].cpu(), expected, seq_lens.cpu())
     assert_same(layer, expected)
     assert torch.equal(new_x, x)
 
@@ -132,11 +133,11 @@ def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capa
     written.append(torch.randn(shape.batch_size, num_square_sums(shape.hidden_size), device=device))
     before = [tensor.clone() for tensor in written]
     for swap in (source, target):
-        swap.gate_words.zero_()
+        swap.gate_buffer.zero_()
         # Every other gate is open.
-        swap.gate_words[:, :, 1:] = 1
-        swap.gates(1).sends.fill_(1)
-        swap.gates(1).receives.fill_(1)
+        swap.gate_buffer[:, :, 1:] = 1
+        swap.gates(1).is_sender.fill_(1)
+        swap.gates(1).is_receiver.fill_(1)
     pack_handover(source, 0, x, k, v, seq_lens)
     pack_residual(source, x)
     unpack_handover(target, 0, x, KVLayer(k, v), seq_lens, written[3])
@@ -167,10 +168,10 @@ def test_the_residual_reaches_the_other_group(
 
 def settled(ranks: list[Swap], layer: int, hits: list[Tensor]) -> None:
     """What collectives do behind `decide`, and `settle` on all ranks."""
-    gathered = torch.stack([rank.verdicts[rank.aside.rank] for rank in ranks])
+    gathered = torch.stack([rank.verdicts[rank.spec_branch.rank] for rank in ranks])
     for rank, of_rank in zip(ranks, hits, strict=True):
         rank.verdicts.copy_(gathered)
-        settle(rank, layer, of_rank)
+        apply_verdict(rank, layer, of_rank)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
@@ -183,9 +184,11 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
     generator = torch.Generator().manual_seed(batch * tp_size)
     verdicts = set()
     for layer in range(shape.num_layers):
-        rank_sums = torch.rand(tp_size, batch, shape.num_sums, 2, generator=generator) + 0.5
+        rank_sums = (
+            torch.rand(tp_size, batch, num_sums(shape.num_qo_heads, shape.head_dim), 2, generator=generator) + 0.5
+        )
         low, high = [(-1, -0.5), (0.5, 1), (-0.5, 0.5)][layer % 3]
-        near = torch.rand(tp_size, batch, shape.num_sums, generator=generator) * (high - low) + low
+        near = torch.rand(tp_size, batch, parts, generator=generator) * (high - low) + low
         rank_sums[..., 0] = rank_sums[..., 1] * min(threshold, 1.0) ** 2 * (1 + near)
         live = (torch.rand(batch, generator=generator) < 0.7).int()
         rank_sums = rank_sums.to(device)
@@ -198,14 +201,14 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
         group = layer % 2
         hits = [torch.full((shape.num_layers, batch), -1, dtype=torch.int32, device=device) for _ in ranks]
         for rank in ranks:
-            rank.gate_words.zero_()
-            word = rank.gates(layer).sends if rank.group == group else rank.gates(layer).receives
+            rank.gate_buffer.zero_()
+            word = rank.gates(layer).is_sender if rank.group == group else rank.gates(layer).is_receiver
             word.fill_(1)
             rank.sums.copy_(rank_sums if rank.group == group else other)
             rank.verdicts.fill_(NOTHING)
             decide(rank, layer, live.to(device), threshold)
-            assert int(rank.gates(layer).redoes) == int(rank.group == group and not verdict)
-            others = [row for row in range(len(ranks)) if row != rank.aside.rank]
+            assert int(rank.gates(layer).recompute) == int(rank.group == group and not verdict)
+            others = [row for row in range(len(ranks)) if row != rank.spec_branch.rank]
             assert (rank.verdicts[others] == NOTHING).all(), "another rank's verdict was written"
         settled(ranks, layer, hits)
         for rank, found in zip(ranks, hits, strict=True):
@@ -213,8 +216,8 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
             assert (found[torch.arange(shape.num_layers) != layer] == -1).all()
             sends_next = (rank.group == group) != verdict
             gates = rank.gates(layer + 1)
-            assert (int(gates.sends), int(gates.receives)) == (int(sends_next), int(not sends_next))
-            assert int(rank.gates(layer).redoes) == int(rank.group == group and not verdict)
+            assert (int(gates.is_sender), int(gates.is_receiver)) == (int(sends_next), int(not sends_next))
+            assert int(rank.gates(layer).recompute) == int(rank.group == group and not verdict)
         verdicts.add(verdict)
     assert verdicts == {True} if threshold > 1 else False in verdicts
     assert True in verdicts or threshold == 0
@@ -242,12 +245,12 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
             for rank in ranks:
                 decide(rank, at.layer, live, 0.5, forced)
                 words = rank.gates(at.layer)
-                assert (int(words.sends), int(words.receives)) == ((1, 0) if rank.group == at.source else (0, 1))
-                assert int(words.redoes) == int(rank.group == at.source and not all(at.accept))
+                assert (int(words.is_sender), int(words.is_receiver)) == ((1, 0) if rank.group == at.source else (0, 1))
+                assert int(words.recompute) == int(rank.group == at.source and not all(at.accept))
             settled(ranks, at.layer, hits)
         assert all(torch.equal(found.flatten(), forced) for found in hits)
         source = sender(roles[-1].after)
         for rank in ranks:
-            assert int(rank.gates(num_layers).sends) == int(rank.group == source)
+            assert int(rank.gates(num_layers).is_sender) == int(rank.group == source)
             rank.next_step()
-            assert int(rank.gates(0).sends) == int(rank.group == source)
+            assert int(rank.gates(0).is_sender) == int(rank.group == source)

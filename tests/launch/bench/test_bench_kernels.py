@@ -15,13 +15,12 @@ from rich.table import Table
 from alspec.errors import BadNumbersError
 from alspec.kernels.attention.reference import (
     decode_attention_ref,
+    int8_prefill_attention_ref,
     speculative_decode_attention_ref,
-    turbo_prefill_attention_ref,
 )
 from alspec.kernels.kv_codec.flashq.layout import record_words
 from alspec.launch import bench_kernels
-from alspec.launch.bench import bench_common, bench_prefill
-from alspec.launch.bench import bench_flashq as bench_turbo
+from alspec.launch.bench import bench_common, bench_flashq, bench_prefill
 
 
 @dataclass
@@ -95,7 +94,7 @@ def test_bytes_of_decode_attention() -> None:
     """K and V of all tokens; over a quantised cache records and their scales, then the tail and its own."""
     assert drawn_case([3, 7]).num_bytes == (3 + 7) * 2 * 16 * 2 * 4
     layer: Any = SimpleNamespace(bits=torch.tensor([[4, 2], [4, 4], [2, 4]]), head_dim=64)
-    case = bench_turbo.TurboCase(torch.zeros(1), [layer], torch.tensor([64, 65, 1]))
+    case = bench_flashq.FlashQCase(torch.zeros(1), [layer], torch.tensor([64, 65, 1]))
     full = {bits: 4 * record_words(bits, 64) + 8 for bits in (4, 2)}
     tails = 2 * (64 + 1 + 1) * 2 * 64 + 6 * 8
     assert case.num_bytes == tails + 2 * full[4]
@@ -129,8 +128,8 @@ def test_parts_of_a_guess_are_merged_by_their_lse() -> None:
     words[..., 0] = torch.tensor([[10.0, 20.0], [0.0, -5.0], [7.0, 7.0]]).view(torch.int32)[:, None, None]
     lse = torch.full((3, 1, 1, 2), 5, dtype=torch.int32)
     lse[..., 0] = torch.tensor([3.0, 1.0, -torch.inf]).view(torch.int32)[:, None, None]
-    merged = bench_common.merged(words.view(torch.int64)[..., 0], lse.view(torch.int64)[..., 0], 5)
-    torch.testing.assert_close(merged, torch.tensor([[[8.0, 15.0]]]))
+    combined = bench_common.combined(words.view(torch.int64)[..., 0], lse.view(torch.int64)[..., 0], 5)
+    torch.testing.assert_close(combined, torch.tensor([[[8.0, 15.0]]]))
 
 
 def test_rows_of_a_bench(tmp_path: Path) -> None:
@@ -161,7 +160,7 @@ def drawn_prefill(num_queries: int, num_tokens: int) -> bench_prefill.PrefillCas
 def test_prefill_behind_a_prefix_is_checked_row_by_row() -> None:
     """Each query sees the prefix and those before it; the first, some middle and the last rows are looked at."""
     case = drawn_prefill(192, 320)
-    out, _ = turbo_prefill_attention_ref(case.q, case.k8, case.v8, case.k_scale, case.v_scale, 128**-0.5)
+    out, _ = int8_prefill_attention_ref(case.q, case.k8, case.v8, case.k_scale, case.v_scale, 128**-0.5)
     bench_prefill.check_prefill(case, lambda _: out)
     for row in (0, 100, 191):
         wrong = out.clone()

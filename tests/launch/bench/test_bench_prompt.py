@@ -15,12 +15,12 @@ import torch
 from paths import ROOT
 from rich.console import Console
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.torch_ref import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from alspec.config import BenchConfig, EngineConfig, SpeculationConfig
 from alspec.errors import AlspecError, UserError
-from alspec.kernels.attention import torch_ref as attention
+from alspec.kernels.torch_ref import torch_ref
 from alspec.launch import bench_kernels
 from alspec.launch.bench import bench_prompt
 from alspec.launch.bench.bench_prompt import matrix_peak, measure_prompts, prompt_engines, prompt_flops, prompt_table
@@ -28,7 +28,7 @@ from alspec.models.llama import Llama, Shard, random_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.operation import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
@@ -55,7 +55,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every shape is `TINY`, products are small, and of each length few prompts are timed."""
     monkeypatch.setattr(LlamaConfig, "from_shape", lambda name: TINY)
     monkeypatch.setattr(bench_prompt, "MATRIX_SIZE", 64)
-    monkeypatch.setattr(bench_prompt, "MOST_PROMPTS", 3)
+    monkeypatch.setattr(bench_prompt, "MAX_PROMPTS", 3)
 
 
 def engine_config(kv_cache: str = "bf16", transport: str = "gloo") -> EngineConfig:
@@ -77,14 +77,14 @@ def measured(contexts: list[int], kv_cache: str = "bf16") -> list[Row]:
 @pytest.mark.parametrize("num_tokens", [1, 2, 37])
 def test_operations_are_those_that_pytorch_counts(num_tokens: int, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, each of which sees all before it: PyTorch counts what a mask hides as well."""
-    monkeypatch.setattr(attention, "newest_causal_mask", lambda num_queries, num_tokens: None)
+    monkeypatch.setattr(torch_ref, "newest_causal_mask", lambda num_queries, num_tokens: None)
     config = TINY.model_copy(update={"tie_word_embeddings": tied})
     transport = Transport(Placement(), CPU, "gloo", None)
     model = Llama(config, random_weights(config, Shard(), torch.float32, CPU), transport)
     cache = new_cache("bf16", config, 1, 1, num_tokens, torch.float32, CPU)
     # Fused attention on the CPU is not counted at all.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        prefill(model, cache, transport, 0, list(range(num_tokens)), no_operation, chunk_tokens=1)
+        prefill(model, cache, transport, 0, list(range(num_tokens)), no_hook, chunk_tokens=1)
     assert prompt_flops(config, num_tokens) == counter.get_total_flops()
 
 
@@ -151,7 +151,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def own_chunk(
         self: KVCache, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:
-        return attention.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), sm_scale)
+        return torch_ref.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), sm_scale)
 
     monkeypatch.setattr(KVCache, "prefill_attention", own_chunk)
     with pytest.raises(AlspecError, match="wrong logits of a prompt over bf16: relative error"):

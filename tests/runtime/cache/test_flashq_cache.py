@@ -8,10 +8,10 @@ from typing import get_args
 
 import pytest
 import torch
-from paired_ranks import PATIENCE_NS, pairs
+from paired_ranks import TIMEOUT_NS, pairs
 from torch import Tensor
 
-from alspec.config import TURBO_CODECS, SamplingConfig
+from alspec.config import FLASHQ_CODECS, SamplingConfig
 from alspec.errors import UserError
 from alspec.kernels.attention.dispatch import DecodeAttention
 from alspec.kernels.attention.reference import (
@@ -19,7 +19,7 @@ from alspec.kernels.attention.reference import (
     prefill_attention_ref,
     speculative_decode_attention_ref,
 )
-from alspec.kernels.comm.mailbox import PairShape
+from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_dequantize
 from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
 from alspec.kernels.kv_codec.flashq.quantize import BLOCK, fake_quantize, head_priority, select_bits
@@ -27,7 +27,7 @@ from alspec.kernels.speculation.handover import receive_handover
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import bytes_per_token, cache_bytes, check_codec, check_head_dim, new_cache
 from alspec.runtime.cache.decode_cache import DecodeCache
-from alspec.runtime.cache.flashq_cache import TurboCache
+from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.profiling.profile import fill
@@ -36,7 +36,7 @@ from alspec.sas import DROPPED_MASS, RELATIVE_ERROR, Softmax
 CPU = torch.device("cpu")
 L, B, H, D = 2, 2, 4, 64
 MODEL = LlamaConfig.from_shape("llama-3.1-8b")
-by_codec = pytest.mark.parametrize("codec", TURBO_CODECS)
+by_codec = pytest.mark.parametrize("codec", FLASHQ_CODECS)
 by_softmax = pytest.mark.parametrize("softmax", ["exact", "sas"])
 by_device = pytest.mark.parametrize(
     "device",
@@ -50,8 +50,8 @@ by_device = pytest.mark.parametrize(
 )
 
 
-def new(codec: str, max_context: int = 500, softmax: Softmax = "exact") -> TurboCache:
-    return TurboCache(codec, L, B, H, max_context, D, CPU, softmax)
+def new(codec: str, max_context: int = 500, softmax: Softmax = "exact") -> FlashQCache:
+    return FlashQCache(codec, L, B, H, max_context, D, CPU, softmax)
 
 
 def draw(num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def draw(num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def write(cache: TurboCache, layer: int, request: int, k: Tensor, v: Tensor, chunk: int = 128) -> None:
+def write(cache: FlashQCache, layer: int, request: int, k: Tensor, v: Tensor, chunk: int = 128) -> None:
     for start in range(0, len(k), chunk):
         cache.write_prefill(layer, request, start, k[start : start + chunk], v[start : start + chunk])
 
@@ -94,7 +94,7 @@ def test_bytes(codec: str, ratio: float, device: str) -> None:
     for tokens in (16384, 32768):
         before = _requested() if device == "cuda" else 0
         cache = new_cache(codec, config, 1, 1, tokens, torch.bfloat16, torch.device(device))
-        assert isinstance(cache, TurboCache)
+        assert isinstance(cache, FlashQCache)
         assert cache.num_bytes == cache_bytes(codec, config, 1, 1, tokens, torch.bfloat16)
         if device == "cuda":
             sizes.append(_requested() - before)
@@ -114,8 +114,8 @@ def test_bytes(codec: str, ratio: float, device: str) -> None:
 @by_codec
 @pytest.mark.parametrize("max_context", [1, 63, 64, 65, 1000])
 def test_planned_bytes(codec: str, max_context: int) -> None:
-    cache = TurboCache(codec, 3, 2, 4, max_context, 64, CPU)
-    assert cache.num_bytes == TurboCache.bytes_for(codec, 3, 2, 4, max_context, 64)
+    cache = FlashQCache(codec, 3, 2, 4, max_context, 64, CPU)
+    assert cache.num_bytes == FlashQCache.bytes_for(codec, 3, 2, 4, max_context, 64)
     assert cache.num_bytes == sum(tensor.nbytes for tensor in cache._all.tensors.values())
     assert all(len(tensor.flatten()) for tensor in cache._all.tensors.values()), "kernels get addresses"
 
@@ -127,7 +127,7 @@ def test_one_compiled_kernel_serves_all_layers(num_heads: int, max_context: int,
     """Triton compiles anew where a pointer is no multiple of 16 bytes: in no layer, or it is told not to."""
     if codec == "turbo-mixed" and num_heads % 2:
         pytest.skip("half of the heads have 2 bits")
-    cache = TurboCache(codec, 10, 1, num_heads, max_context, D, CPU)
+    cache = FlashQCache(codec, 10, 1, num_heads, max_context, D, CPU)
     for layer in range(10):
         for name, tensor in cache.layer(layer).tensors.items():
             begins = tensor.data_ptr() - cache.layers.tensors[name].data_ptr()
@@ -254,7 +254,7 @@ def test_filled_cache(codec: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @by_codec
 def test_a_gpu_holds_the_same_bits(codec: str) -> None:
-    caches = [TurboCache(codec, L, B, H, 1000, D, torch.device(device)) for device in ("cpu", "cuda")]
+    caches = [FlashQCache(codec, L, B, H, 1000, D, torch.device(device)) for device in ("cpu", "cuda")]
     lengths = (391, 640)
     for layer, request in itertools.product(range(L), range(B)):
         k, v = (x.bfloat16() for x in draw(lengths[request], layer + 2 * request))
@@ -292,7 +292,7 @@ def test_captured_steps_give_the_tokens_of_simulated_ones(codec: str, softmax: S
 def test_fused_decoding_takes_over_and_attends_as_the_step_program_appends(codec: str, device: str) -> None:
     """Over the token that fills a block, and the next one, which reads it from its record; both by a handover."""
     place, head_dim, num_heads = torch.device(device), 64, 8
-    plain, fused = (TurboCache(codec, 1, 1, 2, 512, head_dim, place) for _ in range(2))
+    plain, fused = (FlashQCache(codec, 1, 1, 2, 512, head_dim, place) for _ in range(2))
     k, v = torch.randn(2, 127, 2, head_dim, generator=torch.Generator().manual_seed(4)).to(place)
     for cache in (plain, fused):
         cache.write_prefill(0, 0, 0, k, v)
@@ -311,7 +311,7 @@ def test_fused_decoding_takes_over_and_attends_as_the_step_program_appends(codec
         expected = attention.full(q, plain.layer(0), seq_lens)
         words = torch.cat([new_k.flatten(), new_v.flatten()]).view(torch.int32).long() & 0xFFFFFFFF | 6 << 32
         receiver.own.inbox[0, 0, 16:] = words
-        receive_handover(receiver, 0, x, decode.layers[0], seq_lens, torch.empty_like(q), PATIENCE_NS)
+        receive_handover(receiver, 0, x, decode.layers[0], seq_lens, torch.empty_like(q), TIMEOUT_NS)
         out, lse = torch.full_like(q, torch.nan), torch.empty(1, num_heads, device=place)
         decode.attend(0, q, out, lse)
         assert error(out, expected) < 2**-10
@@ -329,7 +329,7 @@ def test_attention_weighs_by_the_softmax_of_the_cache(device: str) -> None:
     seq_lens = torch.tensor([400], dtype=torch.int32, device=place)
     outs: dict[Softmax, list[Tensor]] = {}
     for softmax in get_args(Softmax):
-        cache = TurboCache("turbo4", 1, 1, H, 512, D, place, softmax)
+        cache = FlashQCache("turbo4", 1, 1, H, 512, D, place, softmax)
         outs[softmax] = [cache.prefill_attention(0, 0, 0, q, k, v, D**-0.5, 400)]
         layer, newest = cache.layer(0), q[-1:].contiguous()
         attention = DecodeAttention(layer, num_heads, 128, D**-0.5, place)
@@ -350,7 +350,7 @@ def test_chunks_must_begin_at_a_block() -> None:
 
 
 def test_what_a_codec_refuses() -> None:
-    for codec in ("bf16", *TURBO_CODECS):
+    for codec in ("bf16", *FLASHQ_CODECS):
         check_codec(codec, MODEL, 4)
     with pytest.raises(UserError, match=r"kv_cache: turbo-mixed needs two KV heads on a rank, found 1"):
         check_codec("turbo-mixed", MODEL, 8)

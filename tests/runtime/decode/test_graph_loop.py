@@ -17,21 +17,21 @@ from paired_ranks import pairs
 from alspec.config import SamplingConfig
 from alspec.errors import RankFailureError
 from alspec.kernels.comm.ll_packets import BAD_NUMBERS, split_fault
-from alspec.kernels.comm.mailbox import PairShape
+from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_dequantize
-from alspec.kernels.sampling import sampler as sampling_kernels
+from alspec.kernels.sampling import sampler
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
-from alspec.runtime.cache.flashq_cache import TurboCache
+from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode import graph_loop as replay
+from alspec.runtime.decode import graph_loop
 from alspec.runtime.decode.decoder import Decoder
 from alspec.runtime.decode.eager_sampling import sample
-from alspec.runtime.decode.eager_step import DecodeState, StepProgram
-from alspec.runtime.decode.graph_loop import DecodeLoop
-from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.eager_step import DecodeState, EagerStep
+from alspec.runtime.decode.graph_loop import CapturedStep
+from alspec.runtime.decode.operation import no_hook
 from alspec.runtime.decode.paired_decoder import PairedDecoder
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
@@ -61,18 +61,18 @@ class Setting:
     def prefill(self) -> list[int]:
         """Fill the cache; returns the first new token of each request."""
         logits = [
-            prefill(self.model, self.cache, self.transport, request, ids, no_operation)[0]
+            prefill(self.model, self.cache, self.transport, request, ids, no_hook)[0]
             for request, ids in enumerate(self.prompts)
         ]
         return torch.cat(logits).argmax(1).tolist()
 
-    def loop(self) -> DecodeLoop:
-        return DecodeLoop.build(self.model, self.cache, self.transport, None, False, no_operation)
+    def loop(self) -> CapturedStep:
+        return CapturedStep.build(self.model, self.cache, self.transport, None, False, no_hook)
 
     def tokens(self, sampling: SamplingConfig) -> list[list[int]]:
         """The reference: each step's tokens, by the step program and `sample`."""
         token_ids = self.prefill()
-        program = StepProgram(self.model, self.cache, self.transport, "off", 0.1, 128, no_operation)
+        program = EagerStep(self.model, self.cache, self.transport, "off", 0.1, 128, no_hook)
         steps = []
         for step in range(1, sampling.max_new_tokens):
             seq_lens = torch.tensor([len(ids) + step for ids in self.prompts], dtype=torch.int32)
@@ -91,7 +91,7 @@ def setting(small_folder: Path) -> Setting:
 
 
 def _run(
-    loop: DecodeLoop, first: list[int], sampling: SamplingConfig, prompts: list[list[int]] = PROMPTS
+    loop: CapturedStep, first: list[int], sampling: SamplingConfig, prompts: list[list[int]] = PROMPTS
 ) -> list[list[int]]:
     loop.begin(first, [len(ids) + 1 for ids in prompts])
     records = [loop.step(sampling.max_new_tokens - step) for step in range(1, sampling.max_new_tokens)]
@@ -128,12 +128,12 @@ def test_a_quantised_cache_fills_blocks_as_the_step_program_does(turbo_folder: P
     sampling = SamplingConfig(max_new_tokens=6)
     setting = Setting(turbo_folder, codec, LONG_PROMPTS)
     expected = setting.tokens(sampling)
-    assert isinstance(setting.cache, TurboCache)
+    assert isinstance(setting.cache, FlashQCache)
     lengths = torch.tensor([len(ids) + sampling.max_new_tokens for ids in LONG_PROMPTS])
     layers = range(setting.cache.num_layers)
     kept = [flashq_dequantize(setting.cache.layer(layer), lengths) for layer in layers]
     # Nothing of the reference is left to be read.
-    setting.cache.layers.words.fill_(-1)
+    setting.cache.layers.packets.fill_(-1)
     setting.cache.layers.scales.fill_(torch.nan)
     loop = setting.loop()
     loop.prepare(sampling)
@@ -155,15 +155,15 @@ def test_a_generation_left_early_leaves_nothing_behind(setting: Setting) -> None
 class Graph:
     """Stands for a captured one: Ctrl-C comes while the third step from now is being launched."""
 
-    def __init__(self, loop: DecodeLoop) -> None:
+    def __init__(self, loop: CapturedStep) -> None:
         self._loop = loop
         self._left = 3
 
-    def replay(self) -> None:
+    def graph_loop(self) -> None:
         self._left -= 1
         if self._left == 0:
             signal.raise_signal(signal.SIGINT)
-        self._loop._issue(no_operation)
+        self._loop._issue(no_hook)
 
     def reset(self) -> None:
         """Nothing to give back."""
@@ -214,7 +214,7 @@ def test_steps_go_on_beyond_the_last_epoch_of_32_bits(setting: Setting, left: in
 
 
 def test_a_step_that_never_ends_is_an_error(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "STEP_S", 0.2)
+    monkeypatch.setattr(graph_loop, "STEP_S", 0.2)
     loop = setting.loop()
     loop.prepare(GREEDY)
     loop.begin([1, 2], [9, 9])
@@ -230,14 +230,14 @@ def test_half_a_step_leaves_nothing_behind(setting: Setting) -> None:
     expected = setting.tokens(SAMPLED)
     loop = setting.loop()
     loop.prepare(SAMPLED)
-    launch = sampling_kernels.launch
+    launch = sampler.launch
 
     def interrupted(kernel: object, grid: tuple[int, ...]) -> object:
-        if kernel is sampling_kernels._token_kernel:
+        if kernel is sampler._token_kernel:
             raise KeyboardInterrupt
         return launch(kernel, grid)
 
-    with mock.patch.object(sampling_kernels, "launch", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(sampler, "jit_launch", interrupted), pytest.raises(KeyboardInterrupt):
         _run(loop, [1, 2], SAMPLED)
     for _ in range(2):
         loop.prepare(SAMPLED)
@@ -266,15 +266,15 @@ def test_a_generation_begins_with_the_first_roles(setting: Setting) -> None:
     loop = setting.loop()
     common = [getattr(loop._decoder, field.name) for field in fields(Decoder)]
     for group, ranks in enumerate(pairs(torch.device("cpu"), PairShape(2, 2, 1, 64, 4, 2, 16), 6)):
-        handover = ranks[0]
-        first = handover.priority.tolist(), handover.gates.tolist()
+        pair = ranks[0]
+        first = pair.priority.tolist(), pair.gates.tolist()
         assert first[0] == [2 - 2 * group, 2 * group]
-        handover.priority.copy_(torch.tensor([1, 2]))
-        handover.gates.copy_(torch.tensor([[1, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]]))
-        decoder = PairedDecoder(*common, mock.Mock(), handover, mock.Mock(), stops_early=True)
+        pair.priority.copy_(torch.tensor([1, 2]))
+        pair.gates.copy_(torch.tensor([[1, 0, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]]))
+        decoder = PairedDecoder(*common, mock.Mock(), pair, mock.Mock(), stops_early=True)
         with mock.patch.object(loop, "_decoder", decoder):
             loop.begin([1, 2], [9, 9])
-        assert (handover.priority.tolist(), handover.gates.tolist()) == first
+        assert (pair.priority.tolist(), pair.gates.tolist()) == first
 
 
 def test_steps_stop_at_the_end_of_the_cache(setting: Setting) -> None:
@@ -356,7 +356,7 @@ def test_logits_have_the_models_epsilon(small_folder: Path, tmp_path: Path) -> N
     loop.begin(first, lengths)
     loop.step(remaining=1)
     found = loop._decoder.buffers.logits.clone()
-    program = StepProgram(setting.model, setting.cache, setting.transport, "off", 0.1, 128, no_operation)
+    program = EagerStep(setting.model, setting.cache, setting.transport, "off", 0.1, 128, no_hook)
     live = torch.ones(2, dtype=torch.bool)
     state = DecodeState(torch.tensor(first), torch.tensor(lengths, dtype=torch.int32), live)
     torch.testing.assert_close(found, program.run(state).logits, rtol=1e-3, atol=1e-3)

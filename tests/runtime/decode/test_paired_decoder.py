@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import Speculation
+from alspec.kernels.attention.decode.lean_decode import SpecOutput
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.comm.mailbox import Handover, PairShape
+from alspec.kernels.comm.pair_state import PairShape, PairState
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, new_cache
 from alspec.runtime.cache.decode_cache import DecodeCache
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
-from alspec.runtime.decode.eager_step import DecodeState, StepProgram
-from alspec.runtime.decode.operation import no_operation
-from alspec.runtime.decode.paired_decoder import PairedDecoder, Pairing
+from alspec.runtime.decode.eager_step import DecodeState, EagerStep
+from alspec.runtime.decode.operation import no_hook
+from alspec.runtime.decode.paired_decoder import PairedDecoder, SpeculationState
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
@@ -50,33 +50,33 @@ class Pair:
         shape = PairShape(
             config.num_layers, 1, 1, config.hidden_size, config.num_qo_heads, config.num_kv_heads, config.head_dim
         )
-        memories = [torch.zeros(sum(shape.field_words()), dtype=torch.int64) for _ in range(2)]
+        memories = [torch.zeros(sum(shape.field_packets()), dtype=torch.int64) for _ in range(2)]
         meetings = torch.zeros(2, 2, dtype=torch.int64)
         self.epoch = torch.ones(1, dtype=torch.int32)
         self.ranks = []
         self.caches = [_cache(config, codec) for _ in range(2)]
         for group, cache in enumerate(self.caches):
-            prefill(model, cache, transport, 0, PROMPT, no_operation)
+            prefill(model, cache, transport, 0, PROMPT, no_hook)
             exchange = Exchange(torch.zeros(1, config.hidden_size), self.epoch, torch.zeros(1, dtype=torch.int32))
             own, paired = memories[group], memories[1 - group]
-            handover = Handover.build(
+            pair = PairState.build(
                 shape, exchange, group, 1 - group, own, paired, [own.data_ptr()],
                 meetings[group], [meeting.data_ptr() for meeting in meetings],
             )  # fmt: skip
-            pairing = Pairing(
+            pairing = SpeculationState(
                 threshold=threshold,
                 chunk_size=S,
                 hits=torch.full((config.num_layers, 1), -1, dtype=torch.int32),
                 live=torch.ones(1, dtype=torch.int32),
                 forced=forced,
             )
-            sums = torch.full((1, shape.num_sums, 2), torch.nan)
+            sums = torch.full((1, num_sums(shape.num_qo_heads, shape.head_dim), 2), torch.nan)
             logit_exchange = LogitExchange(torch.zeros(1, config.vocab_size), self.epoch, exchange.fault)
             buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
             self.ranks.append(
                 PairedDecoder(
                     config, model.weights, model.inv_freq, cache.layers, buffers, exchange, logit_exchange,
-                    transport.all_reduce, transport.all_gather_world, pairing, handover, sums, stops_early,
+                    transport.all_reduce, transport.all_gather_world, pairing, pair, sums, stops_early,
                 )
             )  # fmt: skip
 
@@ -85,7 +85,7 @@ class Pair:
         return sorted(self.ranks, key=lambda rank: -self._rank_of(rank))
 
     def _rank_of(self, rank: PairedDecoder) -> int:
-        own, other = rank.handover.priority.tolist()
+        own, other = rank.pair.priority.tolist()
         # A receiver that waits for its verdict stands at (1, 2); the old sender's own priority says how it ended.
         return {(2, 0): 3, (2, 1): 3, (1, 2): 2, (0, 1): 1, (0, 2): 0}[own, other]
 
@@ -117,7 +117,7 @@ class OneRank:
         config, self.verdicts = model.config, verdicts
         transport = Transport(Placement(), CPU, "gloo", None)
         self.cache = _cache(config, "bf16")
-        prefill(model, self.cache, transport, 0, PROMPT, no_operation)
+        prefill(model, self.cache, transport, 0, PROMPT, no_hook)
         epoch, fault = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         self.buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
         self.decoder = Decoder(
@@ -134,7 +134,7 @@ class OneRank:
         at.token_ids.fill_(token_id)
         at.seq_lens.fill_(seq_len)
         sums = torch.empty(1, num_sums(*at.q.shape[1:]), 2)
-        speculation = Speculation(S, torch.empty_like(at.attn_out), sums)
+        speculation = SpecOutput(S, torch.empty_like(at.attn_out), sums)
         decoder.embed()
         for layer, accepted in enumerate(self.verdicts):
             decoder.pre_attention(layer)
@@ -164,8 +164,8 @@ def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, req
     transport = Transport(Placement(), CPU, "gloo", None)
     model = Llama(config, weights, transport)
     cache = _cache(config, codec)
-    prefill(model, cache, transport, 0, PROMPT, no_operation)
-    program = StepProgram(model, cache, transport, "simulated", threshold, S, no_operation)
+    prefill(model, cache, transport, 0, PROMPT, no_hook)
+    program = EagerStep(model, cache, transport, "simulated", threshold, S, no_hook)
     pair = Pair(model, threshold, codec)
     token_id, verdicts = 5, set()
     for step in range(1, STEPS + 1):

@@ -17,7 +17,7 @@ from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode.eager_step import DecodeState, StepProgram
+from alspec.runtime.decode.eager_step import DecodeState, EagerStep
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
 from alspec.simulation import SimulatedStep, simulate_step
@@ -42,9 +42,9 @@ class Setting:
     v_cache: list[Tensor]
     token_ids: Tensor  # [STEPS, B]
 
-    def program(self, mode: str, threshold: float) -> StepProgram:
+    def program(self, mode: str, threshold: float) -> EagerStep:
         transport = Transport(Placement(), CPU, "gloo", None)
-        return StepProgram(self.model, self.cache, transport, mode, threshold, S, lambda *_: nullcontext())
+        return EagerStep(self.model, self.cache, transport, mode, threshold, S, lambda *_: nullcontext())
 
     def simulate(self, step: int, threshold: float, live: Tensor) -> SimulatedStep:
         """One step of the oracle; `self` keeps its caches."""

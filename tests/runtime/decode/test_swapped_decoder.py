@@ -17,8 +17,8 @@ from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.decode.decoder import Decoder
-from alspec.runtime.decode.eager_step import DecodeState, StepProgram
-from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.eager_step import DecodeState, EagerStep
+from alspec.runtime.decode.operation import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.decode.swapped_decoder import SwappedDecoder
 from alspec.runtime.distributed.placement import Placement
@@ -77,9 +77,9 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     cache = new_cache(case["kv_cache"], config, 1, len(prompts), capacity, torch.float32, CPU)
     found = []
     for threshold in case["thresholds"]:
-        program = StepProgram(model, cache, transport, "simulated", float(threshold["value"]), S, no_operation)
+        program = EagerStep(model, cache, transport, "simulated", float(threshold["value"]), S, no_hook)
         tokens = [
-            int(prefill(model, cache, transport, request, ids, no_operation)[0].argmax())
+            int(prefill(model, cache, transport, request, ids, no_hook)[0].argmax())
             for request, ids in enumerate(prompts)
         ]
         for step in range(threshold["steps"]):

@@ -10,7 +10,7 @@ from jobs import run_ranks
 from paths import WORKERS
 
 from alspec.runtime.distributed.placement import Placement
-from alspec.runtime.distributed.transport import MOST_GATHERED, Transport
+from alspec.runtime.distributed.transport import MAX_GATHERED, Transport
 
 WORKER = WORKERS / "sum_worker.py"
 GPUS = torch.cuda.device_count()
@@ -19,7 +19,7 @@ GPUS = torch.cuda.device_count()
 @pytest.mark.parametrize(
     ("device", "world_size"),
     [
-        *(("cpu", world_size) for world_size in (1, 2, 3, MOST_GATHERED, MOST_GATHERED + 1)),
+        *(("cpu", world_size) for world_size in (1, 2, 3, MAX_GATHERED, MAX_GATHERED + 1)),
         *(
             pytest.param(
                 "cuda", size, marks=[pytest.mark.gpu, pytest.mark.skipif(size > GPUS, reason=f"needs {size} GPUs")]
@@ -43,7 +43,7 @@ def test_sums_are_those_of_fp32_and_alike_everywhere(device: str, world_size: in
         bound = (world_size - 1) * 2.0**-24 * partials.abs().sum(0)
         assert bool(((total.double() - partials.sum(0)).abs() <= bound).all())
         assert all(torch.equal(rank[name]["parts"], parts) for rank in ranks)
-        is_gathered = world_size == 1 or (name != "torch.float32" and world_size <= MOST_GATHERED)
+        is_gathered = world_size == 1 or (name != "torch.float32" and world_size <= MAX_GATHERED)
         assert len(parts) == (world_size if is_gathered else 1)
         assert all(rank[name]["reduced"] == (0 if is_gathered else 1) for rank in ranks)
         # Every token is somebody's; of it come all ranks' partials there, and from there its row to all.

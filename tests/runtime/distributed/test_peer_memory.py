@@ -15,14 +15,14 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from alspec.errors import DoesNotFitError, UserError, one_line
-from alspec.kernels.comm.ll_packets import unpack_words
-from alspec.kernels.comm.mailbox import PairShape
+from alspec.kernels.comm.ll_packets import unpack_packets
+from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.linear.push import lm_head, push_partial
 from alspec.kernels.norm.residual import new_residual, reduce_norm
 from alspec.kernels.sampling.next_token import collect_logits
 from alspec.runtime.distributed import peer_memory as module
 from alspec.runtime.distributed.host_memory import HostMemoryError
-from alspec.runtime.distributed.placement import Placement, WordsIn
+from alspec.runtime.distributed.placement import PeerMemory, Placement
 from alspec.runtime.engine.engine import Engine
 
 ZERO, LAST_BIT = 0, 1
@@ -48,17 +48,17 @@ def _signed_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
 class Job:
     """The self-tests of all ranks in one process, one after the other: memory that all reach, and an all-reduce."""
 
-    def __init__(self, world_size: int, device: torch.device, words_in: WordsIn = "symm") -> None:
-        self.world_size, self.device, self._words_in = world_size, device, words_in
+    def __init__(self, world_size: int, device: torch.device, peer_memory: PeerMemory = "symm") -> None:
+        self.world_size, self.device, self._peer_memory = world_size, device, peer_memory
         self.memories: list[Tensor] = []
         self.given: dict[int, Tensor] = {}  # what each rank has put into the all-reduce
         for rank in range(world_size):
             self.self_test(rank)  # in vain: it sends its words, and those of later ranks are not there
 
     def self_test(self, rank: int) -> str:
-        def allocate(_way: WordsIn, sizes: list[int], _homes: Any, _transport: Any) -> list[list[Tensor]]:
+        def allocate(_way: PeerMemory, sizes: list[int], _homes: Any, _transport: Any) -> list[list[Tensor]]:
             if not self.memories:
-                places = 1 if self._words_in == "host" else self.world_size
+                places = 1 if self._peer_memory == "host" else self.world_size
                 each = [torch.zeros(sizes[0], dtype=torch.int64, device=self.device) for _ in range(places)]
                 self.memories = each * (self.world_size // places)
             return [self.memories]
@@ -71,11 +71,11 @@ class Job:
             placement=Placement(rank=rank, world_size=self.world_size), device=self.device, synchronize=lambda: None
         )
         with (
-            mock.patch.object(module, "allocate_words", allocate),
+            mock.patch.object(module, "allocate_packets", allocate),
             mock.patch.object(module.dist, "all_reduce", all_reduce),
-            mock.patch.object(module, "TEST_PATIENCE_NS", 10**7),
+            mock.patch.object(module, "SELF_TEST_TIMEOUT_NS", 10**7),
         ):
-            return module._differs_from_nccl(self._words_in, transport)
+            return module._differs_from_nccl(self._peer_memory, transport)
 
     def sums(self) -> Tensor:
         """Of what has been given, in rank order; not by `torch.sum`, which begins with +0.0."""
@@ -84,15 +84,15 @@ class Job:
             first = first + values
         return first
 
-    def words(self, reader: int, writer: int) -> Tensor:
+    def packets(self, reader: int, writer: int) -> Tensor:
         """[channels, 2] int32, value and epoch: what one rank has sent to another."""
         return self.memories[reader].view(self.world_size, -1)[writer].view(torch.int32).view(-1, 2)
 
 
-@pytest.mark.parametrize("words_in", ["symm", "host"])
+@pytest.mark.parametrize("peer_memory", ["symm", "host"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_right_sums_pass_on_every_rank(device: torch.device, world_size: int, words_in: WordsIn) -> None:
-    job = Job(world_size, device, words_in)
+def test_right_sums_pass_on_every_rank(device: torch.device, world_size: int, peer_memory: PeerMemory) -> None:
+    job = Job(world_size, device, peer_memory)
     assert [job.self_test(rank) for rank in range(world_size)] == [""] * world_size
     sums = job.sums()
     is_zero = sums == 0
@@ -130,7 +130,7 @@ def test_a_value_that_arrives_wrong_is_found(
     for reader, writer in ((0, world_size - 1), (world_size - 1, 0)):
         job = Job(world_size, device)
         place = int(places_of(kind, job.given[writer])[-1])
-        word = job.words(reader, writer)[place]
+        word = job.packets(reader, writer)[place]
         right = job.sums()[place].item()
         word[0] = ZERO if flipped is None else word[0] ^ flipped
         values = [job.given[rank][place].clone() for rank in range(world_size)]
@@ -143,7 +143,7 @@ def test_a_value_that_arrives_wrong_is_found(
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_word_that_is_wrong_in_the_hosts_memory_is_found_by_all_others(device: torch.device, world_size: int) -> None:
     job, writer = Job(world_size, device, "host"), 1
-    job.words(0, writer)[int(places_of("integer", job.given[writer])[0])][0] ^= LAST_BIT << 23
+    job.packets(0, writer)[int(places_of("integer", job.given[writer])[0])][0] ^= LAST_BIT << 23
     found = [job.self_test(rank) for rank in range(world_size) if rank != writer]
     assert all(told.startswith("wrong sum") for told in found), found
     assert job.self_test(writer) == "", "it has its own, and pushes it again"
@@ -153,7 +153,7 @@ def test_a_word_that_is_wrong_in_the_hosts_memory_is_found_by_all_others(device:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_word_that_does_not_arrive_is_found(device: torch.device, world_size: int) -> None:
     job = Job(world_size, device)
-    job.words(0, 1)[200] = 0  # as the memory was
+    job.packets(0, 1)[200] = 0  # as the memory was
     found = [job.self_test(rank) for rank in range(world_size)]
     # The interpreter does not wait, and notes no fault: there the missing value is NaN.
     assert found[0] == ("a word did not arrive" if device.type == "cuda" else "wrong sum: nan for -0.0")
@@ -163,12 +163,14 @@ def test_a_word_that_does_not_arrive_is_found(device: torch.device, world_size: 
 class Ranks:
     """The exchanges of all ranks of a job in one process."""
 
-    def __init__(self, device: torch.device, words_in: WordsIn, tp_size: int, num_groups: int, **shape: int) -> None:
+    def __init__(
+        self, device: torch.device, peer_memory: PeerMemory, tp_size: int, num_groups: int, **shape: int
+    ) -> None:
         world_size = tp_size * num_groups
         self._memories: list[Tensor] = []  # what ranks share, or each has
         self._device, self._world_size = device, world_size
         pair = PairShape(2, shape["batch_size"], tp_size, shape["hidden_size"], 2, 1, 16) if num_groups == 2 else None
-        self.exchanges, self.logit_exchanges, self.handovers = [], [], []
+        self.build_exchanges, self.logit_exchanges, self.handovers = [], [], []
         for rank in range(world_size):
             placement = Placement(rank, world_size, rank, world_size, num_groups)
             transport: Any = SimpleNamespace(placement=placement, device=device, barrier=lambda: None)
@@ -178,8 +180,8 @@ class Ranks:
                 mock.patch.object(module.symm_mem, "rendezvous", self._rendezvous),
                 mock.patch.object(module.dist, "group", mock.Mock()),
             ):
-                found = module.exchanges(transport, words_in, 4, **shape, pair=pair)
-            self.exchanges.append(found[0])
+                found = module.build_exchanges(transport, peer_memory, 4, **shape, pair=pair)
+            self.build_exchanges.append(found[0])
             self.logit_exchanges.append(found[1])
             self.handovers.append(found[2])
 
@@ -204,13 +206,13 @@ class Ranks:
         return sum(memory.numel() for memory in self._memories)
 
 
-@pytest.mark.parametrize("words_in", ["symm", "host"])
+@pytest.mark.parametrize("peer_memory", ["symm", "host"])
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
-def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups: int, words_in: WordsIn) -> None:
+def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups: int, peer_memory: PeerMemory) -> None:
     """Partial sums of a group's ranks and logits of all, of odd sizes, over several steps."""
     batch, hidden, inputs, vocab, slot = 2, 80, 32, 37, 1
     world_size = tp_size * num_groups
-    ranks = Ranks(device, words_in, tp_size, num_groups, batch_size=batch, hidden_size=hidden, vocab_size=vocab)
+    ranks = Ranks(device, peer_memory, tp_size, num_groups, batch_size=batch, hidden_size=hidden, vocab_size=vocab)
     generator = torch.Generator().manual_seed(tp_size)
 
     def random(*sizes: int) -> Tensor:
@@ -221,20 +223,20 @@ def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups:
     for _ in range(2):
         x, begin = random(world_size, batch, inputs), random(batch, hidden)
         for rank in range(world_size):
-            push_partial(x[rank], weights[rank], ranks.exchanges[rank], slot)
+            push_partial(x[rank], weights[rank], ranks.build_exchanges[rank], slot)
             lm_head(x[0], ones, shards[rank], ranks.logit_exchanges[rank], 0.0, slot)
-        for exchange, logit_exchange in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+        for exchange, logit_exchange in zip(ranks.build_exchanges, ranks.logit_exchanges, strict=True):
             first = exchange.rank - exchange.tp_rank
             out, x_norm, square_sums = new_residual(batch, hidden, torch.float32, device)
             out.copy_(begin)
             reduce_norm(exchange, slot, 10**9, out, gamma, x_norm, square_sums)
             partials = [x[rank].double() @ weights[rank].double().T for rank in range(first, first + tp_size)]
             torch.testing.assert_close(out.double(), begin.double() + sum(partials), rtol=1e-5, atol=1e-5)
-            assert logit_exchange.words is not None
-            logits = unpack_words(logit_exchange.words, int(exchange.epoch))
+            assert logit_exchange.packets is not None
+            logits = unpack_packets(logit_exchange.packets, int(exchange.epoch))
             expected = torch.einsum("bk,wrk->bwr", x[0].double(), shards.double())
             torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
-        for exchange in ranks.exchanges:
+        for exchange in ranks.build_exchanges:
             exchange.epoch.add_(1)
 
 
@@ -244,26 +246,28 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
     shape = {"batch_size": 3, "hidden_size": 80, "vocab_size": 37}
     ranks, apart = (Ranks(device, way, tp_size, num_groups, **shape) for way in ("host", "symm"))
     world_size = tp_size * num_groups
-    first = {exchange.rank - exchange.tp_rank: exchange.words for exchange in ranks.exchanges}
+    first = {exchange.rank - exchange.tp_rank: exchange.packets for exchange in ranks.build_exchanges}
     ranges = []
-    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
-        assert logits.words is not None
+    for exchange, logits in zip(ranks.build_exchanges, ranks.logit_exchanges, strict=True):
+        assert logits.packets is not None
         assert logits.peers is not None
-        assert logits.own_words is not None
-        assert logits.words.data_ptr() == ranks.logit_exchanges[0].words.data_ptr()
-        assert logits.peers.tolist() == [logits.words.data_ptr(), logits.own_words.data_ptr()]
+        assert logits.own_packets is not None
+        assert logits.packets.data_ptr() == ranks.logit_exchanges[0].packets.data_ptr()
+        assert logits.peers.tolist() == [logits.packets.data_ptr(), logits.own_packets.data_ptr()]
         if tp_size > 1:
-            assert exchange.words is not None
+            assert exchange.packets is not None
             assert exchange.peers is not None
-            assert exchange.own_words is not None
-            assert exchange.words.data_ptr() == first[exchange.rank - exchange.tp_rank].data_ptr()
-            assert exchange.peers.tolist() == [exchange.words.data_ptr(), exchange.own_words.data_ptr()]
-    boxes = [handover.own.inbox for handover in ranks.handovers if handover is not None]
+            assert exchange.own_packets is not None
+            assert exchange.packets.data_ptr() == first[exchange.rank - exchange.tp_rank].data_ptr()
+            assert exchange.peers.tolist() == [exchange.packets.data_ptr(), exchange.own_packets.data_ptr()]
+    boxes = [pair.own.inbox for pair in ranks.handovers if pair is not None]
     assert len({box.data_ptr() for box in boxes}) == len(boxes) == (world_size if num_groups == 2 else 0)
-    own = [handover for handover in ranks.handovers if handover is not None]
-    fields = [logits.words, *(words for words in first.values() if words is not None)]
-    fields += [each.own_words for each in (*ranks.exchanges, *ranks.logit_exchanges) if each.own_words is not None]
-    fields += [each for handover in own for each in (*vars(handover.own).values(), handover.meeting)]
+    own = [pair for pair in ranks.handovers if pair is not None]
+    fields = [logits.packets, *(packets for packets in first.values() if packets is not None)]
+    fields += [
+        each.own_packets for each in (*ranks.build_exchanges, *ranks.logit_exchanges) if each.own_packets is not None
+    ]
+    fields += [each for pair in own for each in (*vars(pair.own).values(), pair.barrier)]
     ranges = sorted((field.data_ptr(), field.data_ptr() + 8 * field.numel()) for field in fields if field.numel())
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
     assert ranks.num_words < apart.num_words
@@ -282,17 +286,17 @@ def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
     shards = torch.randn(world_size, batch, rows, generator=generator).to(device)
     sums_weight, rows_weight = torch.eye(hidden, device=device), torch.eye(rows, device=device)
     ones = torch.full((batch, 1), float(rows), device=device)  # of inputs that are normal already
-    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+    for exchange, logits in zip(ranks.build_exchanges, ranks.logit_exchanges, strict=True):
         push_partial(partials[exchange.rank], sums_weight, exchange, slot)
         lm_head(shards[exchange.rank], ones, rows_weight, logits, 0.0, slot)
-    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
+    for exchange, logits in zip(ranks.build_exchanges, ranks.logit_exchanges, strict=True):
         first = exchange.rank - exchange.tp_rank
-        shared = [logits.words[:, exchange.rank]]
+        shared = [logits.packets[:, exchange.rank]]
         if tp_size > 1:
-            shared.append(exchange.words[:, :, exchange.tp_rank])
-        before = [words.clone() for words in shared]
-        for words in shared:
-            words.zero_()
+            shared.append(exchange.packets[:, :, exchange.tp_rank])
+        before = [packets.clone() for packets in shared]
+        for packets in shared:
+            packets.zero_()
         x, *norm = new_residual(batch, hidden, torch.float32, device)
         reduce_norm(exchange, slot, 10**7, x, torch.ones(hidden, device=device), *norm)
         torch.testing.assert_close(x, partials[first : first + tp_size].sum(0))
@@ -301,8 +305,8 @@ def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
         collect_logits(logits, logits.shard, 10**7, slot, found, best, best_token)
         torch.testing.assert_close(found, shards.transpose(0, 1).flatten(1)[:, :vocab])
         assert int(exchange.fault) == 0
-        for words, old in zip(shared, before, strict=True):
-            words.copy_(old)
+        for packets, old in zip(shared, before, strict=True):
+            packets.copy_(old)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +372,7 @@ def test_pages_that_do_not_fit_are_told_so(device: torch.device) -> None:
         mock.patch.object(module, "share_host_memory", side_effect=HostMemoryError("rank 1: no room for 9.0 MB")),
         pytest.raises(DoesNotFitError, match=r"^transport: host: rank 1: no room for 9\.0 MB; nccl needs none"),
     ):
-        module.exchanges(transport, "host", 4, 1, 64, 100)
+        module.build_exchanges(transport, "host", 4, 1, 64, 100)
 
 
 TOLD = "transport: %s, because symm does not work here"
@@ -376,7 +380,7 @@ FAR, PINNED = "GPU 0 cannot reach GPU 1", "the host's memory failed: no room for
 
 
 @pytest.mark.parametrize(
-    ("asked", "faults", "words_in", "told"),
+    ("asked", "faults", "peer_memory", "told"),
     [
         ("auto", {"symm": "", "host": ""}, "symm", []),
         ("auto", {"symm": FAR, "host": ""}, "host", [f"{TOLD % 'host'} ({FAR})"]),
@@ -386,18 +390,18 @@ FAR, PINNED = "GPU 0 cannot reach GPU 1", "the host's memory failed: no room for
     ],
 )
 def test_a_job_without_it_takes_the_next_way_and_says_so_once(
-    asked: str, faults: dict[WordsIn, str], words_in: WordsIn | None, told: list[str]
+    asked: str, faults: dict[PeerMemory, str], peer_memory: PeerMemory | None, told: list[str]
 ) -> None:
     engine = engine_that_tries(asked, tuple(faults))
     with mock.patch.object(module, "_why_not", lambda way, _: faults[way]):
         engine.load(1, 16)
         engine.load(1, 32)
-    assert (engine._words_in, engine.notices) == (words_in, told)
+    assert (engine._peer_memory, engine.notices) == (peer_memory, told)
     engine.close()
 
 
 @pytest.mark.parametrize("asked", ["symm", "host"])
-def test_a_way_that_is_asked_for_and_does_not_work_is_an_error(asked: WordsIn) -> None:
+def test_a_way_that_is_asked_for_and_does_not_work_is_an_error(asked: PeerMemory) -> None:
     engine = engine_that_tries(asked, (asked,))
     with (
         mock.patch.object(module, "_why_not", return_value=FAR),
@@ -406,9 +410,9 @@ def test_a_way_that_is_asked_for_and_does_not_work_is_an_error(asked: WordsIn) -
         engine.load(1, 16)
 
 
-def engine_that_tries(asked: str, ways: tuple[WordsIn, ...]) -> Engine:
+def engine_that_tries(asked: str, candidates: tuple[PeerMemory, ...]) -> Engine:
     """On a CPU, as on GPUs: which ways are tried there, test_placement.py has."""
     engine = Engine.from_pretrained(transport="gloo")
-    engine._ways = ways
+    engine._candidates = candidates
     engine.config = engine.config.model_copy(update={"transport": asked})
     return engine

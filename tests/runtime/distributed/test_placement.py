@@ -9,7 +9,13 @@ from alspec.config import EngineConfig, SpeculationConfig, refuse_unavailable
 from alspec.errors import UserError
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.distributed.placement import Placement, choose_device, choose_graph, choose_mode, choose_words
+from alspec.runtime.distributed.placement import (
+    Placement,
+    choose_device,
+    choose_graph,
+    choose_mode,
+    peer_memory_candidates,
+)
 from alspec.runtime.engine.loading import take_device
 
 
@@ -39,7 +45,7 @@ def test_two_groups_of_two() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 16])
 def test_pairs(world_size: int) -> None:
-    """Pairing is mutual, crosses the groups, and joins ranks with the same slices of the layers."""
+    """SpeculationState is mutual, crosses the groups, and joins ranks with the same slices of the layers."""
     placements = ranks(world_size, 2)
     for placement in placements:
         other = placements[placement.paired_rank]
@@ -216,14 +222,14 @@ def test_words_are_for_several_ranks(
     transport: str, world_size: int, has_decoder: bool, expected: tuple[str, ...]
 ) -> None:
     config = EngineConfig.model_validate({"transport": transport})
-    assert choose_words(config, "off", world_size, has_decoder) == expected
+    assert peer_memory_candidates(config, "off", world_size, has_decoder) == expected
 
 
 @pytest.mark.parametrize("transport", ["symm", "host"])
 def test_words_need_the_fused_kernels(transport: str) -> None:
     config = EngineConfig.model_validate({"transport": transport})
     with pytest.raises(UserError, match=f"transport: {transport} is not available with speculation simulated; use "):
-        choose_words(config, "simulated", 2, False)
+        peer_memory_candidates(config, "simulated", 2, False)
 
 
 def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_close_after_an_error_of_all(tiny_folder: Path, tmp_path: Path) -> None:
     program = write_program(
         tmp_path,
         """
-from alspec.runtime.faults import heartbeat as faults
+from alspec.runtime.faults import heartbeat
 faults.NOTICE_S = 2
 for error in (ValueError, RuntimeError, SystemExit):
     try:
@@ -127,16 +127,16 @@ def test_a_transport_that_does_not_work_leaves_nothing_behind(tiny_folder: Path,
         tmp_path,
         """
 import alspec.runtime.engine.engine as module
-works = module.first_working
-module.first_working = lambda ways, transport: (None, "a word did not arrive")
-engine._ways = ("symm",)
+works = module.probe_peer_memory
+module.probe_peer_memory = lambda ways, transport: (None, "a word did not arrive")
+engine._candidates = ("symm",)
 lines = []
 for attempt in range(2):
     try:
         list(stream(engine))
     except module.UserError as error:
         lines.append(f"{error} {module.dist.is_initialized()}")
-module.first_working, engine._ways = works, ()
+module.probe_peer_memory, engine._candidates = works, ()
 lines.append(str([token.token_id for token in stream(engine)]))
 engine.close()
 with Engine.from_pretrained(sys.argv[1], transport="gloo") as another:

@@ -81,7 +81,7 @@ def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: p
     [
         ("read_weights", KeyboardInterrupt),
         ("new_cache", torch.OutOfMemoryError),
-        ("StepProgram", torch.OutOfMemoryError),
+        ("EagerStep", torch.OutOfMemoryError),
     ],
 )
 def test_an_engine_that_failed_to_load_loads_again(

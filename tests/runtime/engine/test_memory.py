@@ -23,10 +23,10 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE
-from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.operation import no_hook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.distributed import peer_memory as exchange
-from alspec.runtime.distributed.placement import Placement, WordsIn
+from alspec.runtime.distributed.placement import PeerMemory, Placement
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine import memory
 from alspec.runtime.engine.memory import _host_bytes, available_bytes, check_fits, plan_memory
@@ -152,35 +152,35 @@ def test_buffers_hold_the_draw_of_up_to_eight_requests() -> None:
         assert num_bytes == logits + DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size
 
 
-@pytest.mark.parametrize("words_in", ["symm", "host"])
+@pytest.mark.parametrize("peer_memory", ["symm", "host"])
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
 def test_buffers_hold_the_words_of_each_request(
-    tp_size: int, num_groups: int, words_in: WordsIn, monkeypatch: pytest.MonkeyPatch
+    tp_size: int, num_groups: int, peer_memory: PeerMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a second request adds: its logits, in fp32 three times, and the words that `exchanges` has on the GPU."""
     world_size = tp_size * num_groups
 
-    def allocate(way: WordsIn, sizes: list[int], homes: object, transport: Transport) -> list[list[Tensor]]:
+    def allocate(way: PeerMemory, sizes: list[int], homes: object, transport: Transport) -> list[list[Tensor]]:
         places = 1 if way == "host" else world_size
         return [
             [torch.zeros(size, dtype=torch.int64) for _ in range(places)] * (world_size // places) for size in sizes
         ]
 
-    monkeypatch.setattr(exchange, "allocate_words", allocate)
+    monkeypatch.setattr(exchange, "allocate_packets", allocate)
     transport = Transport(Placement(), CPU, "gloo", None)
     transport.placement = Placement(0, world_size, 0, world_size, num_groups)
     planned, held = [], []
     for batch_size in (1, 2):
         shape = (2 * MODEL.num_layers, batch_size, MODEL.hidden_size, MODEL.vocab_size)
-        sums, logits, _ = exchange.exchanges(transport, words_in, *shape)
-        fields = [each.words if words_in == "symm" else each.own_words for each in (sums, logits)]
-        held.append(sum(words.nbytes for words in fields if words is not None))
+        sums, logits, _ = exchange.build_exchanges(transport, peer_memory, *shape)
+        fields = [each.packets if peer_memory == "symm" else each.own_packets for each in (sums, logits)]
+        held.append(sum(packets.nbytes for packets in fields if packets is not None))
         plan = plan_memory(MODEL, transport.placement.shard, torch.bfloat16, batch_size, 100)
         planned.append(plan.buffer_bytes)
     assert (held[0] > 0) == (world_size > 1)
     # Rows of logits are dealt alike, so there may be a few more than tokens.
-    words = held[1] - held[0]
-    assert planned[1] - planned[0] == pytest.approx(12 * MODEL.vocab_size + words, abs=8 * (world_size + 2))
+    packets = held[1] - held[0]
+    assert planned[1] - planned[0] == pytest.approx(12 * MODEL.vocab_size + packets, abs=8 * (world_size + 2))
 
 
 @settings(deadline=None)
@@ -327,7 +327,7 @@ def test_a_long_prompt_stays_within_the_plan(kv_cache: str, dtype: torch.dtype, 
     token_ids = torch.randint(config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     held = torch.cuda.memory_allocated(device) - others
     torch.cuda.reset_peak_memory_stats(device)
-    logits, layer_sums = prefill(model, cache, transport, 0, token_ids, no_operation)
+    logits, layer_sums = prefill(model, cache, transport, 0, token_ids, no_hook)
     assert bool(logits.isfinite().all() & layer_sums.isfinite().all())
     peak = torch.cuda.max_memory_allocated(device) - others
     assert peak <= plan.total_bytes
@@ -358,5 +358,5 @@ def test_a_prompt_of_several_chunks_stays_within_the_plan(kv_cache: str, monkeyp
     cache = new_cache(kv_cache, config, 1, 1, tokens, torch.float32, CPU)
     plan = plan_memory(config, Shard(), torch.float32, 1, tokens, kv_cache)
     with torch.no_grad():
-        peak = peak_bytes(lambda: prefill(model, cache, transport, 0, [1] * tokens, no_operation, chunk_tokens))
+        peak = peak_bytes(lambda: prefill(model, cache, transport, 0, [1] * tokens, no_hook, chunk_tokens))
     assert 0.9 * plan.buffer_bytes < peak <= plan.buffer_bytes

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.config import TURBO_CODECS, SpeculationConfig
+from alspec.config import FLASHQ_CODECS, SpeculationConfig
 from alspec.kernels.attention.reference import decode_attention_ref, speculative_decode_attention_ref
 from alspec.kernels.attention.torch_ref import prefill_attention
 from alspec.models.demo import DEMO_CHECKPOINT
-from alspec.runtime.cache.flashq_cache import TurboCache
+from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.eval import teacher_forced as module
 from alspec.runtime.eval.quality import score_text
@@ -22,8 +22,8 @@ from alspec.runtime.eval.teacher_forced import (
     SOFTMAXES,
     CacheSetting,
     cache_text,
-    decoded_attention,
     prompt_attention,
+    teacher_forced_attention,
 )
 from alspec.sas import DROPPED_MASS, RELATIVE_ERROR, Softmax
 
@@ -117,7 +117,7 @@ def test_every_position_reads_what_decoding_reads(codec: str, n: int, prompt: in
     bits = bits_of(codec, k[:, :prompt], v[:, :prompt])
     slow = [SlowCache(x[:, :prompt], bits, block) for x in (k, v)]
     setting = CacheSetting(codec, block_size=block)
-    full, spec = decoded_attention(q[prompt:], *cache_text(k, v, prompt, setting), 64, SM_SCALE, setting)
+    full, spec = teacher_forced_attention(q[prompt:], *cache_text(k, v, prompt, setting), 64, SM_SCALE, setting)
     assert full.shape == spec.shape == (n - prompt, 4, 8)
     for i in range(prompt, n):
         for cache, x in zip(slow, (k, v), strict=True):
@@ -132,9 +132,9 @@ def test_positions_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     q, k, v = random_text(333, seed=2)
     setting = CacheSetting("turbo4")
     cached = cache_text(k, v, 100, setting)
-    expected = decoded_attention(q[7:], *cached, 64, SM_SCALE, setting)
+    expected = teacher_forced_attention(q[7:], *cached, 64, SM_SCALE, setting)
     monkeypatch.setitem(module.SCORES_AT_ONCE, "cpu", 37 * 4 * 333)
-    for found, whole in zip(decoded_attention(q[7:], *cached, 64, SM_SCALE, setting), expected, strict=True):
+    for found, whole in zip(teacher_forced_attention(q[7:], *cached, 64, SM_SCALE, setting), expected, strict=True):
         torch.testing.assert_close(found, whole)
 
 
@@ -144,9 +144,11 @@ def test_several_texts_are_read_as_each_alone(codec: str) -> None:
     texts = [random_text(203, seed=seed) for seed in (6, 7, 8)]
     texts[2] = tuple(x.flip(0 if len(x) == 2 else 1) for x in texts[2])
     setting = CacheSetting(codec)
-    alone = [decoded_attention(q[65:], *cache_text(k, v, 65, setting), 64, SM_SCALE, setting) for q, k, v in texts]
+    alone = [
+        teacher_forced_attention(q[65:], *cache_text(k, v, 65, setting), 64, SM_SCALE, setting) for q, k, v in texts
+    ]
     q, k, v = (torch.cat(of, dim) for of, dim in zip(zip(*texts, strict=True), (1, 0, 0), strict=True))
-    together = decoded_attention(q[65:], *cache_text(k, v, 65, setting, 3), 64, SM_SCALE, setting)
+    together = teacher_forced_attention(q[65:], *cache_text(k, v, 65, setting, 3), 64, SM_SCALE, setting)
     for out, expected in zip(together, zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(out, torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
     assert bits_of("turbo-mixed", *texts[0][1:]) != bits_of("turbo-mixed", *texts[2][1:])
@@ -156,7 +158,7 @@ def test_several_texts_are_read_as_each_alone(codec: str) -> None:
 def test_sas_is_close_to_exact_and_not_the_same(codec: str) -> None:
     q, k, v = random_text(400, seed=3)
     exact, sas = (
-        decoded_attention(q, *cache_text(k, v, 64, setting), 64, 1.0, setting)
+        teacher_forced_attention(q, *cache_text(k, v, 64, setting), 64, 1.0, setting)
         for setting in (CacheSetting(codec), CacheSetting(codec, softmax="sas"))
     )
     most = float(v.abs().max()) * 2 * (RELATIVE_ERROR + DROPPED_MASS)
@@ -168,7 +170,7 @@ def test_the_cutoff_of_sas_is_that_of_each_position() -> None:
     """As decoding with each length; scores are large, so that some lie between the cutoffs of two lengths."""
     q, k, v = random_text(200, seed=5)
     setting = CacheSetting("bf16", softmax="sas")
-    full, guess = decoded_attention(q, *cache_text(k, v, 64, setting), 64, 2.0, setting)
+    full, guess = teacher_forced_attention(q, *cache_text(k, v, 64, setting), 64, 2.0, setting)
     cache = (k.float()[None], v.float()[None])
     for length in (1, 2, 63, 64, 129, 200):
         args = (q[length - 1 : length].float(), *cache, torch.tensor([length]))
@@ -180,7 +182,7 @@ def test_the_cutoff_of_sas_is_that_of_each_position() -> None:
 def test_bf16_is_read_as_computed() -> None:
     q, k, v = random_text(100, seed=4)
     setting = CacheSetting("bf16")
-    full, _ = decoded_attention(q, *cache_text(k, v, 1, setting), 64, SM_SCALE, setting)
+    full, _ = teacher_forced_attention(q, *cache_text(k, v, 1, setting), 64, SM_SCALE, setting)
     torch.testing.assert_close(full, prefill_attention(q.float(), k.float(), v.float(), SM_SCALE), rtol=1e-5, atol=1e-5)
 
 
@@ -271,7 +273,7 @@ def test_each_layer_may_have_a_lambda_of_its_own(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)
-@pytest.mark.parametrize("codec", TURBO_CODECS)
+@pytest.mark.parametrize("codec", FLASHQ_CODECS)
 def test_prompts_of_several_chunks_are_read_as_the_cache_reads_them(
     codec: str, softmax: Softmax, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +284,7 @@ def test_prompts_of_several_chunks_are_read_as_the_cache_reads_them(
     k[:2, :128, 3] *= 3
     k[2:, 128:, 3] *= 6
     assert bits_of("turbo-mixed", k[:, :128], v[:, :128]) != bits_of("turbo-mixed", k, v)
-    cache = TurboCache(codec, 1, 1, 4, n, 64, torch.device("cpu"), softmax)
+    cache = FlashQCache(codec, 1, 1, 4, n, 64, torch.device("cpu"), softmax)
     expected = []
     for start in range(0, n, 128):
         stop = min(start + 128, n)

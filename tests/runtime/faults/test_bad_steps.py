@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alspec.errors import AlspecError, BadNumbersError, RankFailureError
-from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_WORD, fault_code
+from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code
 from alspec.runtime.distributed.agreement import Agreement
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.faults.bad_steps import bad_logits_error, fault_error
@@ -26,7 +26,7 @@ def bad(step: int, slot: int, rank: int) -> Fault:
 
 
 def late(step: int, slot: int, rank: int) -> Fault:
-    return step, fault_code(LATE_WORD, slot, rank)
+    return step, fault_code(LATE_PACKET, slot, rank)
 
 
 def errors_of(*faults: Fault, late_s: float = 0.0) -> list[AlspecError]:

@@ -505,7 +505,7 @@ SILENCES = {
 def test_how_long_a_rank_may_be_silent(said: dict[str, Any], state: str, silent_s: float, is_lost: bool) -> None:
     """On another host nothing but its beats tells of a process; some ranks say that they will be long."""
     beat = {"step": 7, "op": "decode", "ended": "", "has_started": True, "patience_s": 0.0} | said
-    lost = faults._stalled(1, beat, state, silent_s, cpu_s=0.0, limit_s=4.0)
+    lost = faults._stalled_rank_error(1, beat, state, silent_s, cpu_s=0.0, limit_s=4.0)
     line = f"rank 1 stalled at step 7, operation decode: {state}, no heartbeat for {silent_s:.1f} s"
     assert str(lost) == (line if is_lost else "None")
 

@@ -17,10 +17,10 @@ CLOSED_US = 0.25
 WORK_US = {
     "_embed_norm_kernel": 3.0,
     "_qkv_rope_append_kernel": 9.0,
-    "_take_turn_kernel": 1.0,
-    "_turbo_compact_kernel": 2.5,
+    "_update_roles_kernel": 1.0,
+    "_flashq_compact_kernel": 2.5,
     "lean_decode_kernel": 120.0,
-    "lean_merge_kernel": 1.75,
+    "lean_combine_kernel": 1.75,
     "_decide_kernel": 2.5,
     "_receive_handover_kernel": 1.25,
     "_gate_up_silu_kernel": 30.0,
@@ -30,7 +30,7 @@ WORK_US = {
     "_collect_logits_kernel": 4.0,
     "_finish_step_kernel": 2.0,
 }
-GUESS_US = 15.0  # from the attention kernel's begin until the paired rank may read A~
+PREDICTOR_US = 15.0  # from the attention kernel's begin until the paired rank may read A~
 POST = ("push_partial", "reduce_norm", "gate_up_silu", "push_partial", "reduce_norm")
 
 
@@ -69,13 +69,13 @@ class Job:
         for verdict in verdicts:
             for group in (0, 1):
                 self.launch(group, "qkv", not skips_compute(self.priority, group))
-                self.launch(group, "take_turn", not_before=verdict_at if group == waiting else 0.0)
+                self.launch(group, "update_roles", not_before=verdict_at if group == waiting else 0.0)
             sends = sender(self.priority)
             self.priority = after_handover(self.priority)
             guess_at = 0.0
             for group in (sends, 1 - sends):
                 begun_at = self.launch(group, "lean_decode", group == sends)
-                guess_at = begun_at + GUESS_US if group == sends else guess_at
+                guess_at = begun_at + PREDICTOR_US if group == sends else guess_at
                 self.launch(group, "lean_merge", group == sends)
                 self.launch(group, "decide", group == sends)
                 if group == sends:
@@ -92,11 +92,11 @@ class Job:
     def _end(self, waiting: int, verdict_at: float) -> None:
         sends = sender(self.priority)
         for group in (sends, 1 - sends):
-            self.launch(group, "take_turn", not_before=verdict_at if group == waiting else 0.0)
+            self.launch(group, "update_roles", not_before=verdict_at if group == waiting else 0.0)
             sent = self.now[-1 if sends else 0]
             self.launch(group, "receive_residual", group != sends, sent)
             if self.quantised:
-                self.launch(group, "turbo_compact")
+                self.launch(group, "flashq_compact")
             self.launch(group, "push_partial")
         for group in (0, 1):
             self.launch(group, "collect", not_before=max(self.now))
@@ -171,7 +171,7 @@ def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) 
 def test_labels_without_a_pair() -> None:
     """What has another name belongs to the kernel before it."""
     names = ["_embed_norm_kernel"]
-    layer = ["qkv_rope_append", "turbo_decode_kernel", "turbo_merge_kernel", "push_partial", "ncclAllReduce"]
+    layer = ["qkv_rope_append", "flashq_decode_kernel", "flashq_combine_kernel", "push_partial", "ncclAllReduce"]
     names += [*layer, "reduce_norm", "gate_up_silu", "push_partial", "ncclAllReduce", "reduce_norm"] * 2
     names += ["push_partial", "ncclAllGather", "collect_logits", "radixSort", "_finish_step_kernel"]
     rows = [{"kernel": name, "step": 1, "start_us": 2.0 * at, "end_us": 2.0 * at + 1} for at, name in enumerate(names)]
@@ -194,12 +194,12 @@ def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> Non
     job = Job(tp_size, 1, quantised)
     times = [job.run(verdicts) for verdicts in VERDICTS[name]]
     parts = layer_parts(label(job.rows, VERDICTS[name]), VERDICTS[name])
-    attention = WORK_US["lean_decode_kernel"] + WORK_US["lean_merge_kernel"]
+    attention = WORK_US["lean_decode_kernel"] + WORK_US["lean_combine_kernel"]
     assert parts["attention"] == pytest.approx([attention] * len(parts["attention"]))
     assert len(parts["attention"]) == len(parts["sender"]) == 3 * NUM_LAYERS * tp_size
-    section = WORK_US["_take_turn_kernel"]
+    section = WORK_US["_update_roles_kernel"]
     assert parts["sender"] == pytest.approx([section + attention + WORK_US["_decide_kernel"]] * len(parts["sender"]))
-    assert parts["receiver"] == pytest.approx([section + GUESS_US + 1.25] * len(parts["receiver"]), abs=3)
+    assert parts["receiver"] == pytest.approx([section + PREDICTOR_US + 1.25] * len(parts["receiver"]), abs=3)
     layer = WORK_US["_qkv_rope_append_kernel"] + 30 + 2 * (8 + 2)
     assert parts["layer"] == pytest.approx([layer] * len(parts["layer"]), abs=2 * CLOSED_US)
     assert parts["step"] == pytest.approx([time for time in times[1:] for _ in range(tp_size)])
@@ -211,7 +211,7 @@ def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> Non
 
 def test_a_kernel_is_ready_once_all_before_it_have_ended() -> None:
     """Also where one of them ends before another one that started earlier."""
-    spans = [("_embed_norm_kernel", 0.0, 10.0), ("qkv_rope_append", 2.0, 5.0), ("turbo_decode_kernel", 6.0, 12.0)]
+    spans = [("_embed_norm_kernel", 0.0, 10.0), ("qkv_rope_append", 2.0, 5.0), ("flashq_decode_kernel", 6.0, 12.0)]
     rows = [{"kernel": name, "step": 1, "start_us": start, "end_us": end} for name, start, end in spans]
     (labelled,) = label([rows], [])
     assert [row["ready_us"] for row in labelled] == [0.0, 10.0, 10.0]

@@ -16,7 +16,7 @@ from torch import Tensor
 from alspec.config import EngineConfig, SamplingConfig
 from alspec.errors import BadNumbersError
 from alspec.models.llama import Shard
-from alspec.runtime.decode.graph_loop import DecodeLoop, StepRecord
+from alspec.runtime.decode.graph_loop import CapturedStep, StepRecord
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation
@@ -86,7 +86,7 @@ def interpreted(engine: Engine, batch_size: int, capacity: int) -> None:
     engine.load(batch_size, capacity)
     assert engine.transport is not None
     operation = lambda name, layer: nullcontext()  # noqa: E731
-    engine.loop = DecodeLoop.build(engine.model, engine.cache, engine.transport, None, False, operation)
+    engine.loop = CapturedStep.build(engine.model, engine.cache, engine.transport, None, False, operation)
 
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank(engine: Engine) -> None:

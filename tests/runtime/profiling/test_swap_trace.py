@@ -20,7 +20,7 @@ MAIN, ASIDE, VERDICT = 0, 1, 2
 WORK_US = {
     "_embed_norm_kernel": 3.0,
     "_qkv_rope_append_kernel": 9.0,
-    "lean_hopper_kernel": 6.0,  # a guess
+    "lean_sm90_kernel": 6.0,  # a guess
     "_pack_kernel": 1.5,
     "ncclDevKernel_AllGather": 12.0,
     "ncclDevKernel_AllReduce": 4.0,  # within groups, two in a layer
@@ -28,9 +28,9 @@ WORK_US = {
     "_push_partial_kernel": 11.0,
     "_reduce_norm_kernel": 2.0,
     "_gate_up_silu_kernel": 30.0,
-    "lean_merge_kernel": 1.5,
+    "lean_combine_kernel": 1.5,
     "_decide_kernel": 1.5,
-    "_settle_kernel": 2.0,
+    "_apply_verdict_kernel": 2.0,
     "_unpack_residual_kernel": 1.0,
     "Memcpy DtoD": 1.0,
     "_collect_logits_kernel": 4.0,
@@ -72,7 +72,7 @@ class Job:
         return [each for each in range(len(self.now)) if not is_group or each // self.tp_size == group]
 
     def kernel(
-        self, part: str, op: str, layer: int, opens: tuple[int, ...] = (0, 1), branch: int = MAIN, us: float = 0.0
+        self, part: str, op: str, layer: int, gate_open: tuple[int, ...] = (0, 1), branch: int = MAIN, us: float = 0.0
     ) -> None:
         """A launch on all ranks, open in the groups `opens`; it starts a little before it is ready."""
         name = next(name for name in WORK_US if part in name)
@@ -88,7 +88,7 @@ class Job:
         starts = [each - early + late * self.random.random() for each in ready]
         for rank, clock in enumerate(self.now):
             group = rank // self.tp_size
-            is_open = group in opens
+            is_open = group in gate_open
             works = is_open or op == "verdict" or is_collective  # a verdict is every rank's
             closed_us = BUSY_US if branch == MAIN and group != self.sends and op != "agree" else CLOSED_US
             begins = max(starts[each] for each in self.meets(name, rank, op, branch)) if is_collective else ready[rank]
@@ -100,12 +100,12 @@ class Job:
             self.truth[rank].append((op, layer, is_open, ready[rank]))
             clock[branch] = end
 
-    def go_on(self, layer: int, opens: tuple[int, ...], branch: int) -> None:
+    def go_on(self, layer: int, gate_open: tuple[int, ...], branch: int) -> None:
         for part in POST:
             if part != "AllReduce" or self.tp_size > 1:
-                self.kernel(part, "post_attention", layer, opens, branch)
+                self.kernel(part, "post_attention", layer, gate_open, branch)
         if layer + 1 < NUM_LAYERS:
-            self.kernel("qkv", "pre_attention", layer + 1, opens, branch)
+            self.kernel("qkv", "pre_attention", layer + 1, gate_open, branch)
 
     def layer(self, layer: int, accepted: int) -> None:
         sends, receives = (self.sends,), (1 - self.sends,)

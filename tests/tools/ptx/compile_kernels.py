@@ -22,33 +22,28 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from alspec.kernels.attention.decode import combine as merge
-from alspec.kernels.attention.decode import lean_decode as lean_attention
-from alspec.kernels.attention.decode import mainloop_sm80 as lean_kernel
+from alspec.kernels.attention.decode import combine, lean_decode, mainloop_sm80
 from alspec.kernels.attention.decode import mainloop_sm90 as lean_hopper
-from alspec.kernels.attention.decode_flashq import flashq_decode as turbo_attention
-from alspec.kernels.attention.decode_flashq import flashq_mainloop as turbo_kernel
-from alspec.kernels.attention.prefill import int8_prefill as turbo_prefill
-from alspec.kernels.attention.prefill import int8_prefill_sm90 as turbo_prefill_hopper
+from alspec.kernels.attention.decode_flashq import flashq_decode, flashq_mainloop
+from alspec.kernels.attention.prefill import int8_prefill, int8_prefill_sm90
 from alspec.kernels.bench import measuring
-from alspec.kernels.kv_codec.flashq import codec_kernels as flashq_kernels
+from alspec.kernels.kv_codec.flashq import codec_kernels
 from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
 from alspec.kernels.linear import gemv_tile, mma_tile, projections, push
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
-from alspec.kernels.sampling import next_token
-from alspec.kernels.sampling import sampler as sampling
+from alspec.kernels.sampler import next_token, sampler
 from alspec.kernels.speculation import handover, roles, swap
 from alspec.launch.bench import bench_reading
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
-INTEGER |= {"priority_ptr", "sends_ptr", "receives_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
+INTEGER |= {"priority_ptr", "is_sender_ptr", "is_receiver_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
 INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr"}
-WIDE = {"peers_ptr", "words_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
-WIDE |= {"meeting_ptr", "offset_ptr", "own_words_ptr"}
+WIDE = {"peers_ptr", "packets_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
+WIDE |= {"barrier_ptr", "offset_ptr", "own_packets_ptr"}
 BOTH = list(itertools.product((1, 8), (False, True)))  # batch sizes, plain and speculative
-SCALARS = {"qk_scale": "fp32", "eps": "fp32", "patience_ns": "i64", "threshold2": "fp32"}
+SCALARS = {"qk_scale": "fp32", "eps": "fp32", "timeout_ns": "i64", "threshold2": "fp32"}
 DIVISIBLE = {"capacity", "chunk_size"}
 
 
@@ -93,11 +88,11 @@ def lean(
     gate: bool = False,
     phase: str = "all",
     kv_heads: int = 8,
-    guess_parts: int = 1,
+    spec_parts: int = 1,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
     copies = lean_by_copies(capability, heads_per_kv, head_dim, batch_size)
-    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, phase) | {
+    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase) | {
         "ROWS": max(8 if copies else 16, triton.next_power_of_2(heads_per_kv)),
         "STAGES": _lean_settings(capability, head_dim, copies)[2],
         "EARLY": capability >= 90 and phase == "all",
@@ -108,21 +103,21 @@ def lean(
         constants["gate_ptr"] = None
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
-    if guess_parts == 1:
+    if spec_parts == 1:
         constants["spec_lse_ptr"] = None
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and phase == "all" else {}
     if not copies:
-        return compile_for(capability, lean_kernel.lean_decode_kernel, 4, constants, **types)
+        return compile_for(capability, mainloop_sm80.lean_decode_kernel, 4, constants, **types)
     short, width = constants["BLOCK_N"], constants["D"]
     for name, block_n in (("desc", short), ("long", 2 * short if constants["LONG"] else short)):
         types |= dict.fromkeys([f"k_{name}", f"v_{name}"], descriptor("bf16", gl.bfloat16, [1, block_n, width]))
-    return compile_for(capability, lean_hopper.lean_hopper_kernel, 4, constants, **types)
+    return compile_for(capability, lean_hopper.lean_sm90_kernel, 4, constants, **types)
 
 
 def lean_by_copies(capability: int, heads_per_kv: int, head_dim: int, batch_size: int) -> bool:
     """Whether `lean` is the kernel of mainloop_sm90.py, in bf16."""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
-        return lean_attention._by_copies(torch.device("cuda"), batch_size, heads_per_kv, head_dim, torch.bfloat16)
+        return lean_decode._by_copies(torch.device("cuda"), batch_size, heads_per_kv, head_dim, torch.bfloat16)
 
 
 def descriptor(name: str, kind: Any, tile: list[int]) -> str:
@@ -132,16 +127,16 @@ def descriptor(name: str, kind: Any, tile: list[int]) -> str:
 
 def lean_merge(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int = 8,
-    guess_parts: int = 1,
+    spec_parts: int = 1,
 ) -> Any:  # fmt: skip
     """What merges the partials of `lean`."""
-    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, guess_parts, "all")
-    chunk, chunks, together = merge.merge_sizes(heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size))
-    constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
+    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, "all")
+    chunk, chunks, together = combine.combine_sizes(heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size))
+    constants |= {"SLICE": chunk, "SLICES": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
     return compile_for(
-        capability, lean_kernel.lean_merge_kernel, 1, constants, False, merge.MERGE_REGISTERS, out_ptr="*bf16"
+        capability, mainloop_sm80.lean_combine_kernel, 1, constants, False, combine.COMBINE_REGISTERS, out_ptr="*bf16"
     )
 
 
@@ -150,91 +145,97 @@ def _lean_settings(capability: int, head_dim: int, copies: bool) -> tuple[int, i
     """Those of an A100, an H100 or H200, a B200, in 16 bits."""
     memory = {80: 166912, 90: 232448, 100: 232448}[capability]
     gpu = SimpleNamespace(major=capability // 10, shared_memory_per_block_optin=memory)
-    lean_attention._settings.cache_clear()
+    lean_decode._settings.cache_clear()
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu):
-        return lean_attention._settings(torch.device("cuda"), 2 * triton.next_power_of_2(head_dim), copies)
+        return lean_decode._settings(torch.device("cuda"), 2 * triton.next_power_of_2(head_dim), copies)
 
 
 def _lean_plan(
-    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int, guess_parts: int,
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int, spec_parts: int,
     phase: str,
 ) -> dict[str, Any]:  # fmt: skip
     copies = lean_by_copies(capability, heads_per_kv, head_dim, batch_size)
     block_n, long_run, _, _ = _lean_settings(capability, head_dim, copies)
     return {
         "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": triton.next_power_of_2(head_dim), "HEAD_DIM": head_dim,
-        "PROGRAMS": 132, "B_PAD": lean_attention._padded(batch_size), "BLOCK_N": block_n, "LONG": long_run,
-        "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": lean_attention.PHASES[phase], "PDL": capability >= 90,
+        "PROGRAMS": 132, "B_PAD": lean_decode._padded(batch_size), "BLOCK_N": block_n, "LONG": long_run,
+        "SPEC": spec, "SPEC_PARTS": spec_parts, "PHASE": lean_decode.PHASES[phase], "PDL": capability >= 90,
     }  # fmt: skip
 
 
 def turbo(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
-    guess_parts: int = 1,
+    spec_parts: int = 1,
 ) -> Any:  # fmt: skip
-    """The attention kernel as `turbo_decode_attention` launches it."""
-    settings = turbo_attention.GPU_SETTINGS
-    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, guess_parts) | {
+    """The attention kernel as `flashq_decode_attention` launches it."""
+    settings = flashq_decode.GPU_SETTINGS
+    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts) | {
         "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
         "EARLY": capability >= 90, "BULK": capability >= 90,
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
-    if guess_parts == 1:
+    if spec_parts == 1:
         constants["spec_lse_ptr"] = None
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec else {}
     return compile_for(
-        capability, turbo_kernel.turbo_decode_kernel, settings.num_warps, constants, maxnreg=turbo_attention.REGISTERS,
-        **types,
+        capability, flashq_mainloop.flashq_decode_kernel, settings.num_warps, constants,
+        maxnreg=flashq_decode.REGISTERS, **types,
     )  # fmt: skip
 
 
 def turbo_merge(
-    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, guess_parts: int = 1
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int = 1
 ) -> Any:
     """What merges the partials of `turbo`."""
-    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, guess_parts)
-    programs = 132 * turbo_attention.GPU_SETTINGS.per_sm
-    chunk, chunks, together = merge.merge_sizes(8 * heads_per_kv, head_dim, programs // (8 * batch_size))
-    constants |= {"CHUNK": chunk, "CHUNKS": chunks, "ROUND": together, "gate_ptr": None}
+    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts)
+    programs = 132 * flashq_decode.GPU_SETTINGS.per_sm
+    chunk, chunks, together = combine.combine_sizes(8 * heads_per_kv, head_dim, programs // (8 * batch_size))
+    constants |= {"SLICE": chunk, "SLICES": chunks, "ROUND": together, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
     return compile_for(
-        capability, turbo_kernel.turbo_merge_kernel, 1, constants, False, merge.MERGE_REGISTERS, out_ptr="*bf16"
+        capability,
+        flashq_mainloop.flashq_combine_kernel,
+        1,
+        constants,
+        False,
+        combine.COMBINE_REGISTERS,
+        out_ptr="*bf16",
     )
 
 
 def _turbo_plan(
-    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, guess_parts: int
+    capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int
 ) -> dict[str, Any]:
-    settings = turbo_attention.GPU_SETTINGS
+    settings = flashq_decode.GPU_SETTINGS
     return {
         "HEADS_PER_KV": heads_per_kv, "D": head_dim,
-        **turbo_attention.schedule_sizes(batch_size, 8, 132 * settings.per_sm), "WARPS": settings.num_warps,
-        "SPEC": spec, "GUESS_PARTS": guess_parts, "PHASE": 0, "PDL": capability >= 90,
+        **flashq_decode.schedule_sizes(batch_size, 8, 132 * settings.per_sm), "WARPS": settings.num_warps,
+        "SPEC": spec, "SPEC_PARTS": spec_parts, "PHASE": 0, "PDL": capability >= 90,
     }  # fmt: skip
 
 
 def prefill(head_dim: int) -> Any:
-    """The attention kernel of prompts as `turbo_prefill_attention` launches it on Hopper."""
-    constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "STAGES": turbo_prefill_hopper.STAGES}
-    tile = [turbo_prefill_hopper.TILE, head_dim]
+    """The attention kernel of prompts as `int8_prefill_attention` launches it on Hopper."""
+    constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "STAGES": int8_prefill_sm90.STAGES}
+    tile = [int8_prefill_sm90.TILE, head_dim]
     types = {"k_desc": descriptor("i8", gl.int8, tile), "v_desc": descriptor("fp16", gl.float16, tile)}
-    kernel, registers = turbo_prefill_hopper.prefill_hopper_kernel, turbo_prefill_hopper.REGISTERS
+    kernel, registers = int8_prefill_sm90.prefill_sm90_kernel, int8_prefill_sm90.REGISTERS
     return compile_for(90, kernel, 4, constants, maxnreg=registers, out_ptr="*bf16", **types)
 
 
 def prefill_elsewhere(capability: int, head_dim: int, sas: bool) -> Any:
     """The same on other GPUs."""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
-        turbo_prefill.num_warps.cache_clear()
-        num_warps = turbo_prefill.num_warps(torch.device("cuda"))
-    block = turbo_prefill.BLOCK
+        int8_prefill.num_warps.cache_clear()
+        num_warps = int8_prefill.num_warps(torch.device("cuda"))
+    block = int8_prefill.BLOCK
     constants = {"HQ": 32, "HEADS_PER_KV": 4, "D": head_dim, "BLOCK_M": block, "BLOCK_N": block, "SAS": sas}
-    constants["STAGES"] = turbo_prefill.NUM_STAGES
+    constants["STAGES"] = int8_prefill.NUM_STAGES
     types = {"k_desc": f"tensordesc<i8[{block}, {head_dim}]>", "v_desc": f"tensordesc<fp16[{block}, {head_dim}]>"}
     types |= {"cutoff": "fp32", "out_ptr": "*bf16"}
-    return compile_for(capability, turbo_prefill._prefill_kernel, num_warps, constants, **types)
+    return compile_for(capability, int8_prefill._prefill_kernel, num_warps, constants, **types)
 
 
 def reading_alone() -> Any:
@@ -282,11 +283,11 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         return project(projections._qkv_rope_append_kernel, constants, tail_ptr="*i8")
 
     def reduced(**more: Any) -> Any:
-        shape = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "WORDS": True, "BLOCK": 32} | both | pdl
+        shape = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "PACKETS": True, "BLOCK": 32} | both | pdl
         return compile_for(capability, residual._reduce_norm_kernel, tp_size, shape | more, x_ptr="*fp32")
 
     def collected(**more: Any) -> Any:
-        shape = {"WORLD": tp_size, "WORDS": True, "BLOCK": 1024} | pdl
+        shape = {"WORLD": tp_size, "PACKETS": True, "BLOCK": 1024} | pdl
         return compile_for(capability, next_token._collect_logits_kernel, 8, shape | more)
 
     per_sm = gemv_tile.PROGRAMS_PER_SM if gate else 0
@@ -296,10 +297,16 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
     finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
     # Of a pair over collectives: with gates, but nothing to push, and no verdict to look for.
-    no_words = {"inbox_ptr": None, "next_gate_ptr": None, "verdict_ptr": None, "own_words_ptr": None, "WORDS": False}
+    no_packets = {
+        "inbox_ptr": None,
+        "next_gate_ptr": None,
+        "verdict_ptr": None,
+        "own_packets_ptr": None,
+        "PACKETS": False,
+    }
     of_collectives = {
         "qkv, no inbox": qkv(heads, kv_heads, 128, **no_tail, inbox_ptr=None, epoch_ptr=None),
-        "reduce_norm, no inbox": reduced(**no_words),
+        "reduce_norm, no inbox": reduced(**no_packets),
     }
     return (of_collectives if gate else {}) | {
         "qkv": qkv(heads, kv_heads, 128, **no_tail),
@@ -309,9 +316,9 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "gate_up": project(projections._gate_up_silu_kernel, gate_up, out_ptr="*bf16"),
         "down": pushed(mlp, hidden, gemv_tile.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
         "lm_head": pushed(hidden, vocab // tp_size, 0),
-        "reduce_norm": reduced(own_words_ptr=None),
+        "reduce_norm": reduced(own_packets_ptr=None),
         "reduce_norm, own words": reduced(),
-        "collect_logits": collected(own_words_ptr=None),
+        "collect_logits": collected(own_packets_ptr=None),
         "collect_logits, own words": collected(),
         "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
     }
@@ -348,15 +355,15 @@ def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
     def compiled(kernel: Any, **constants: Any) -> Any:
         return compile_for(capability, kernel, 8, shape | constants, **types)
 
-    top_k, top_p, draw = (int(cut.value) for cut in (sampling.TOP_K, sampling.TOP_P, sampling.DRAW))
+    top_k, top_p, draw = (int(cut.value) for cut in (sampler.TOP_K, sampler.TOP_P, sampler.DRAW))
     return {
-        "sampling, first digit": compiled(sampling._first_digit_kernel, BY_COUNT=True),
-        "sampling, second of top_k": compiled(sampling._next_digit_kernel, TABLE=1, CUT=top_k, CUT_BEFORE=None),
-        "sampling, second of top_p": compiled(sampling._next_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k),
-        "sampling, second drawn": compiled(sampling._next_digit_kernel, TABLE=5, CUT=draw, CUT_BEFORE=top_p),
-        "sampling, third of top_k": compiled(sampling._next_digit_kernel, TABLE=2, CUT=top_k, CUT_BEFORE=None),
-        "sampling, third drawn": compiled(sampling._next_digit_kernel, TABLE=6, CUT=draw, CUT_BEFORE=top_p),
-        "sampling, token": compiled(sampling._token_kernel),
+        "sampling, first digit": compiled(sampler._first_digit_kernel, BY_COUNT=True),
+        "sampling, second of top_k": compiled(sampler._next_digit_kernel, TABLE=1, CUT=top_k, CUT_BEFORE=None),
+        "sampling, second of top_p": compiled(sampler._next_digit_kernel, TABLE=3, CUT=top_p, CUT_BEFORE=top_k),
+        "sampling, second drawn": compiled(sampler._next_digit_kernel, TABLE=5, CUT=draw, CUT_BEFORE=top_p),
+        "sampling, third of top_k": compiled(sampler._next_digit_kernel, TABLE=2, CUT=top_k, CUT_BEFORE=None),
+        "sampling, third drawn": compiled(sampler._next_digit_kernel, TABLE=6, CUT=draw, CUT_BEFORE=top_p),
+        "sampling, token": compiled(sampler._token_kernel),
     }
 
 
@@ -375,12 +382,12 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
     only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
-    sums = merge.num_sums(heads, 128)
+    sums = combine.num_sums(heads, 128)
     judged = {
         "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
     } | pdl  # fmt: skip
     of_settle = {"B": batch_size, "B_PAD": batch_pad, "T": tp_size} | pdl
-    gates = dict.fromkeys(["redoes_ptr", "next_sends_ptr", "next_receives_ptr", "verdicts_ptr"], "*i32")
+    gates = dict.fromkeys(["recompute_ptr", "next_is_sender_ptr", "next_is_receiver_ptr", "verdicts_ptr"], "*i32")
     decide = judged | {"T_PAD": tp_size}
 
     def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 1, **types: str) -> Any:
@@ -392,8 +399,8 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         return compiled(swap._unpack_handover_kernel, constants, attn_out_ptr="*bf16")
 
     return {
-        "meet": compiled(roles._meet_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
-        "take_turn": compiled(roles._take_turn_kernel, turn),
+        "meet": compiled(roles._step_barrier_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
+        "update_roles": compiled(roles._update_roles_kernel, turn),
         "receive_handover": compiled(handover._receive_handover_kernel, receive | no_tail, **words),
         "receive_handover, in parts, quantised": compiled(
             handover._receive_handover_kernel, in_parts | into_tail, 4, **words
@@ -412,7 +419,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "unpack_residual": compiled(swap._unpack_residual_kernel, only_channels),
         "decide, swapped": compiled(swap._decide_kernel, judged | {"forced_ptr": None}, **gates),
         "decide, swapped and forced": compiled(swap._decide_kernel, judged, **gates),
-        "settle": compiled(swap._settle_kernel, of_settle, **gates),
+        "settle": compiled(swap._apply_verdict_kernel, of_settle, **gates),
     }
 
 
@@ -426,16 +433,16 @@ def quantised_cache(capability: int) -> dict[str, Any]:
     def compiled(kernel: Any, num_warps: int, **constants: Any) -> Any:
         return compile_for(capability, kernel, num_warps, {"H": 8, "D": 128} | constants, **types)
 
-    warps, pdl = flashq_kernels.NUM_WARPS, {"PDL": capability >= 90}
+    warps, pdl = codec_kernels.NUM_WARPS, {"PDL": capability >= 90}
     return {
-        "flashq_store": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS),
-        "flashq_store, head 64": compiled(flashq_kernels._store_kernel, flashq_kernels.STORE_WARPS, D=64),
-        "turbo_append, head 64": compiled(flashq_kernels._turbo_append_kernel, 1, D=64, **pdl),
-        "turbo_compact": compiled(flashq_kernels._turbo_compact_kernel, warps, **pdl),
-        "turbo_compact, head 64": compiled(flashq_kernels._turbo_compact_kernel, warps, D=64, **pdl),
-        "flashq_store, tail": compiled(flashq_kernels._store_tail_kernel, warps),
-        "turbo_append": compiled(flashq_kernels._turbo_append_kernel, 1, **pdl),
-        "flashq_restore": compiled(flashq_kernels._restore_kernel, warps),
+        "flashq_store": compiled(codec_kernels._store_kernel, codec_kernels.STORE_WARPS),
+        "flashq_store, head 64": compiled(codec_kernels._store_kernel, codec_kernels.STORE_WARPS, D=64),
+        "flashq_append, head 64": compiled(codec_kernels._flashq_append_kernel, 1, D=64, **pdl),
+        "flashq_compact": compiled(codec_kernels._flashq_compact_kernel, warps, **pdl),
+        "flashq_compact, head 64": compiled(codec_kernels._flashq_compact_kernel, warps, D=64, **pdl),
+        "flashq_store, tail": compiled(codec_kernels._store_tail_kernel, warps),
+        "flashq_append": compiled(codec_kernels._flashq_append_kernel, 1, **pdl),
+        "flashq_restore": compiled(codec_kernels._restore_kernel, warps),
     }
 
 
@@ -521,12 +528,12 @@ def main(capability: int) -> None:
         shapes = ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5), (16, 128, 1), (16, 256, 1), (4, 80, 2))
         for heads_per_kv, head_dim, parts in shapes:
             name = f"lean, {heads_per_kv} x {head_dim}, guess in {parts} parts"
-            compiled[name] = lean(90, heads_per_kv, head_dim, 1, True, True, guess_parts=parts)
+            compiled[name] = lean(90, heads_per_kv, head_dim, 1, True, True, spec_parts=parts)
         compiled["turbo"] = turbo(capability, 4, 128, 1, False)
         compiled["turbo, batch 8, spec True"] = turbo(capability, 4, 128, 8, True)
         compiled["turbo, head 64"] = turbo(capability, 7, 64, 1, True)
-        compiled["turbo, guess in parts"] = turbo(capability, 4, 128, 1, True, guess_parts=2)
-        compiled["turbo, sas, guess in parts"] = turbo(capability, 4, 128, 1, True, sas=True, guess_parts=2)
+        compiled["turbo, guess in parts"] = turbo(capability, 4, 128, 1, True, spec_parts=2)
+        compiled["turbo, sas, guess in parts"] = turbo(capability, 4, 128, 1, True, sas=True, spec_parts=2)
         compiled["turbo merge, guess in parts"] = turbo_merge(capability, 4, 128, 1, True, 2)
         compiled["turbo, sas"] = turbo(capability, 4, 128, 1, False, sas=True)
         compiled["turbo, sas, batch 8, spec True"] = turbo(capability, 4, 128, 8, True, sas=True)

@@ -16,7 +16,7 @@ def main(capability: int) -> None:
     kernels = [
         (probes._increment_kernel, {"BLOCK": 256, "PDL": capability >= 90}),
         (probes._send_word_kernel, {}),
-        (probes._exchange_words_kernel, {"WORLD": 3, "PAD": 4}),
+        (probes._exchange_packets_kernel, {"WORLD": 3, "PAD": 4}),
     ]
     types = {"x_ptr": "*fp32", "out_ptr": "*fp32", "mail_ptr": "*i32", "buffers_ptr": "*i64", "result_ptr": "*i64"}
     for kernel, constants in kernels:

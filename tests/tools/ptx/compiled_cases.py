@@ -32,12 +32,12 @@ from comparison import check
 from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
 from paired_ranks import pairs
 
-from alspec.kernels.attention.decode_flashq import flashq_decode as turbo_attention
+from alspec.kernels.attention.decode_flashq import flashq_decode
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.attention.reference import gate_up_silu_ref, push_partial_ref, reduce_norm_ref
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
-from alspec.kernels.comm.ll_packets import LATE_WORD, fault_code, split_fault
-from alspec.kernels.comm.mailbox import PairShape
+from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, split_fault
+from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.linear import projections, push
 from alspec.kernels.norm import residual
 from alspec.kernels.norm.residual import num_square_sums, reduce_norm
@@ -61,15 +61,15 @@ def turbo(
 ) -> Found:
     """Attention over the quantised cache as launched on Hopper, half of the heads with 2 bits."""
     kernels = {
-        "turbo_decode_kernel": Emulated(turbo_attention.turbo_decode_kernel, capability, **how),
-        "turbo_merge_kernel": Emulated(turbo_attention.turbo_merge_kernel, capability),
+        "flashq_decode_kernel": Emulated(flashq_decode.flashq_decode_kernel, capability, **how),
+        "flashq_combine_kernel": Emulated(flashq_decode.flashq_combine_kernel, capability),
     }
     launch = test_flashq_decode.draw(
         lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype=dtype, parts=parts
     )
-    launch.settings = replace(turbo_attention.GPU_SETTINGS, sm90=capability >= 90, num_warps=num_warps)
+    launch.settings = replace(flashq_decode.GPU_SETTINGS, sm90=capability >= 90, num_warps=num_warps)
     launch.softmax = softmax
-    with mock.patch.multiple(turbo_attention, **kernels):
+    with mock.patch.multiple(flashq_decode, **kernels):
         launch.run()
     launch.compare()
     return error_of(launch) | counts_of(kernels)
@@ -82,11 +82,11 @@ def late_verdict(stale: bool, **how: Any) -> Found:
     target.own.verdicts.copy_(pack(torch.ones_like(target.own.verdicts, dtype=torch.float32), epoch - stale))
     target.priority.copy_(torch.tensor([1, 2]))
     hits = torch.full((2, 1), -1, dtype=torch.int32)
-    kernel = Emulated(roles._take_turn_kernel, 90, **how)
-    with mock.patch.object(roles, "_take_turn_kernel", kernel):
-        roles.take_turn(target, 1, hits, 0)
+    kernel = Emulated(roles._update_roles_kernel, 90, **how)
+    with mock.patch.object(roles, "_update_roles_kernel", kernel):
+        roles.update_roles(target, 1, hits, 0)
     assert hits[0].tolist() == [1 - stale]
-    assert target.sends.tolist() == [1 - stale]
+    assert target.is_sender.tolist() == [1 - stale]
     return {"error": 0.0} | kernel.counts
 
 
@@ -102,13 +102,13 @@ def all_reduce(late: bool, verdict: float | None = None, own: bool = False, **ho
     words = pack(partials, epoch - late)
     gate, next_gate, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
     words = words.transpose(0, 1)[None].contiguous()
-    own_words = words.clone() if own else None
-    if own_words is not None:
+    own_packets = words.clone() if own else None
+    if own_packets is not None:
         words[:, :, 1] -= 1 << 32
-        own_words[:, :, 0] = 0
+        own_packets[:, :, 0] = 0
     exchange = Exchange(
         torch.zeros(1, hidden), torch.tensor([epoch], dtype=torch.int32), zero.int(), tp_rank=1, tp_size=2, rank=1,
-        words=words, own_words=own_words,
+        words=words, own_packets=own_packets,
     )  # fmt: skip
     gates = ()
     if verdict is not None:
@@ -137,13 +137,13 @@ def logits_of_all(late: bool, own: bool = False, **how: Any) -> Found:
     rows, epoch = 750, 6
     shards = torch.randn(1, 2, rows)
     words = torch.stack([pack(shards[:, 0], epoch), pack(shards[:, 1], epoch - late)], 1)
-    before = fault_code(LATE_WORD, 1, 1) if late else 0  # waits are over
+    before = fault_code(LATE_PACKET, 1, 1) if late else 0  # waits are over
     fault = torch.tensor([before], dtype=torch.int32)
-    own_words = words.clone() if own else None
-    if own_words is not None:
+    own_packets = words.clone() if own else None
+    if own_packets is not None:
         words[:, 0] -= 1 << 32
-        own_words[:, 1] = 0
-    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words, own_words)
+        own_packets[:, 1] = 0
+    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words, own_packets)
     logits, best, best_token = torch.zeros(1, 2 * rows), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)
     kernel = Emulated(next_token._collect_logits_kernel, 90, **how)
     with mock.patch.object(next_token, "_collect_logits_kernel", kernel):
@@ -175,7 +175,7 @@ def logits_past_a_deadline(missing: int, edit: Callable[[str], str] = str) -> Fo
     )
     with mock.patch.object(next_token, "_collect_logits_kernel", ticking):
         next_token.collect_logits(exchange, shards, 1000, slot, logits, best, best_token)
-    assert split_fault(int(fault)) == (LATE_WORD, slot, missing)
+    assert split_fault(int(fault)) == (LATE_PACKET, slot, missing)
     assert logits.isnan().nonzero().tolist() == [[0, missing * rows + 500]]
     return {"error": 0.0, "instructions": ticking.counts["instructions"]}  # who reads the fault word early is not said
 
@@ -213,9 +213,9 @@ def received(late: bool, parts: int, **how: Any) -> Found:
     """A handover: x, the newest token and `A~`, merged of its parts; or words of the step before."""
     shape, epoch, capacity = PairShape(2, 1, 1, 64, 2, 1, 16, parts), 6, 3
     (_, (target,)) = pairs(CPU, shape, epoch)
-    target.receives.fill_(1)
+    target.is_receiver.fill_(1)
     o, lse = torch.randn(parts, 2, 16), 3 * torch.randn(parts, 2)
-    message = torch.randn(shape.message_words)
+    message = torch.randn(shape.message_packets)
     target.own.inbox[1, 0] = pack(message, epoch - late)
     target.own.spec_out[1] = pack(o, epoch - late).view(target.own.spec_out[1].shape)
     target.own.spec_lse[1] = pack(lse, epoch - late).view(target.own.spec_lse[1].shape)

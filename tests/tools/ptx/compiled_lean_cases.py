@@ -13,7 +13,7 @@ import torch
 from comparison import check
 from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
 
-from alspec.kernels.attention.decode import lean_decode as lean_attention
+from alspec.kernels.attention.decode import lean_decode
 
 __all__ = ["CASES"]
 
@@ -37,15 +37,15 @@ def lean(
     """
     of_merge = how.pop("merge", {})
     kernels = {
-        "lean_decode_kernel": Emulated(lean_attention.lean_decode_kernel, 80, **how),
-        "lean_merge_kernel": Emulated(lean_attention.lean_merge_kernel, 80, **of_merge),
+        "lean_decode_kernel": Emulated(lean_decode.lean_decode_kernel, 80, **how),
+        "lean_combine_kernel": Emulated(lean_decode.lean_combine_kernel, 80, **of_merge),
     }
     launch = test_lean_decode.Launch.draw(
         lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16, parts
     )
     with (
-        mock.patch.multiple(lean_attention, **kernels),
-        mock.patch.object(lean_attention, "_settings", return_value=(64, long_run, 2, False)),
+        mock.patch.multiple(lean_decode, **kernels),
+        mock.patch.object(lean_decode, "_settings", return_value=(64, long_run, 2, False)),
     ):
         launch.run()
     launch.compare(check)
@@ -84,14 +84,14 @@ def hopper(
     gates = [] if gate is None else [torch.tensor([gate], dtype=torch.int32)]
     late = (launch.q, launch.k[:, :, length - 1], launch.v[:, :, length - 1], *gates)
     kernels = {
-        "lean_hopper_kernel": Emulated(lean_attention.lean_hopper_kernel, 90, late=late, **how),
-        "lean_merge_kernel": Emulated(lean_attention.lean_merge_kernel, 90),
+        "lean_sm90_kernel": Emulated(lean_decode.lean_sm90_kernel, 90, late=late, **how),
+        "lean_combine_kernel": Emulated(lean_decode.lean_combine_kernel, 90),
     }
-    attend = partial(lean_attention.lean_decode_attention, gate=gates[0] if gates else None, newest_only=early)
+    attend = partial(lean_decode.lean_decode_attention, gate=gates[0] if gates else None, prefetch_before_wait=early)
     with (
-        mock.patch.multiple(lean_attention, **kernels),
-        mock.patch.object(lean_attention, "_settings", return_value=(block_n, long_run, stages, True)),
-        mock.patch.object(lean_attention, "_by_copies", return_value=True),
+        mock.patch.multiple(lean_decode, **kernels),
+        mock.patch.object(lean_decode, "_settings", return_value=(block_n, long_run, stages, True)),
+        mock.patch.object(lean_decode, "_by_copies", return_value=True),
         mock.patch.object(test_lean_decode, "lean_decode_attention", attend),
     ):
         launch.run()

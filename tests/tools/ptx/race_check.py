@@ -16,15 +16,15 @@ from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import (
     LeanWorkspace,
     Phase,
-    Speculation,
-    guess_parts,
+    SpecOutput,
     lean_decode_attention,
+    spec_parts,
 )
-from alspec.kernels.attention.prefill.int8_prefill import turbo_prefill_attention
-from alspec.kernels.attention.reference import decode_attention_ref, turbo_prefill_attention_ref
-from alspec.launch.bench.bench_common import pair_speculation
-from alspec.launch.bench.bench_flashq import TurboCase, turbo_run
-from alspec.runtime.cache.flashq_cache import TurboCache
+from alspec.kernels.attention.prefill.int8_prefill import int8_prefill_attention
+from alspec.kernels.attention.reference import decode_attention_ref, int8_prefill_attention_ref
+from alspec.launch.bench.bench_common import new_spec_output
+from alspec.launch.bench.bench_flashq import FlashQCase, flashq_run
+from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.sas import Softmax
 
 # Lengths, programs, query heads of a KV head, head_dim: one, two and many partials for an output.
@@ -61,11 +61,11 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     epoch = torch.ones(1, dtype=torch.int32, device=device)
     sums = torch.empty(batch, num_sums(heads_per_kv * heads, head_dim), 2, device=device)
-    speculation = Speculation(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
+    speculation = SpecOutput(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
     # Of one request in parts, as a pair has it.
-    parts = guess_parts(128, batch, heads_per_kv * heads, heads, head_dim, q.dtype, device)
-    in_parts, _ = pair_speculation(128, q, parts, device)
-    launches: tuple[tuple[str, Speculation | None, tuple[Phase, ...]], ...] = (
+    parts = spec_parts(128, batch, heads_per_kv * heads, heads, head_dim, q.dtype, device)
+    in_parts, _ = new_spec_output(128, q, parts, device)
+    launches: tuple[tuple[str, SpecOutput | None, tuple[Phase, ...]], ...] = (
         ("plain", None, ("all",)),
         ("guess", speculation, ("all",)),
         (f"guess in {in_parts.parts}", in_parts, ("all",)),
@@ -80,8 +80,8 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
 
 def turbo(lengths: tuple[int, ...], heads_per_kv: int, head_dim: int, chunk_size: int) -> None:
     """Decode over a quantised cache of 2 KV heads, one of 2 bits."""
-    case = TurboCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
-    out = turbo_run(case, chunk_size)(len(case.q) - 1)[0]
+    case = FlashQCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
+    out = flashq_run(case, chunk_size)(len(case.q) - 1)[0]
     expected = decode_attention_ref(*case.last(), head_dim**-0.5)[0]
     report(f"turbo-mixed, S {chunk_size}, {lengths}, {heads_per_kv} x {head_dim}", out, expected)
 
@@ -89,7 +89,7 @@ def turbo(lengths: tuple[int, ...], heads_per_kv: int, head_dim: int, chunk_size
 def prompt(cached: int, chunk: int, heads_per_kv: int, head_dim: int) -> None:
     """Store of a prompt in one or two chunks and read of the first one, and attention of the last one: 1 to 2 % off."""
     device, heads, num_tokens = torch.device("cuda"), 2, cached + chunk
-    cache = TurboCache("turbo-mixed", 1, 1, heads, num_tokens, head_dim, device)
+    cache = FlashQCache("turbo-mixed", 1, 1, heads, num_tokens, head_dim, device)
     q = torch.randn(chunk, heads_per_kv * heads, head_dim, dtype=torch.bfloat16, device=device)
     k, v = (torch.randn(num_tokens, heads, head_dim, dtype=q.dtype, device=device) for _ in range(2))
     # Scores grow, so that some tiles have to be rescaled and others need not.
@@ -97,9 +97,9 @@ def prompt(cached: int, chunk: int, heads_per_kv: int, head_dim: int) -> None:
     for begin, end in ((0, cached), (cached, num_tokens)):
         if end > begin:
             prefix = cache.write_prefill(0, 0, begin, k[begin:end], v[begin:end])
-    expected = turbo_prefill_attention_ref(q, *prefix, head_dim**-0.5)[0]
+    expected = int8_prefill_attention_ref(q, *prefix, head_dim**-0.5)[0]
     for softmax in get_args(Softmax):
-        out = turbo_prefill_attention(q, *prefix, head_dim**-0.5, softmax)[0]
+        out = int8_prefill_attention(q, *prefix, head_dim**-0.5, softmax)[0]
         report(f"prompt, {softmax}, {chunk} of {num_tokens} tokens, {heads_per_kv} x {head_dim}", out, expected)
 
 

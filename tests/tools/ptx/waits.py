@@ -119,15 +119,15 @@ def main() -> None:
         "lean, gated": compile_kernels.lean(90, 4, 128, 1, False, True),
         "lean, gated, guess": compile_kernels.lean(90, 4, 128, 1, True, True),
         "lean, gated, guess, batch 8": compile_kernels.lean(90, 4, 128, 8, True, True),
-        "lean, guess in parts": compile_kernels.lean(90, 4, 128, 1, True, True, guess_parts=5),
+        "lean, guess in parts": compile_kernels.lean(90, 4, 128, 1, True, True, spec_parts=5),
         "lean merge": compile_kernels.lean_merge(90, 4, 128, 1, False),
         "lean merge, batch 8, guess": compile_kernels.lean_merge(90, 4, 128, 8, True),
         "turbo merge": compile_kernels.turbo_merge(90, 4, 128, 1, False),
         "turbo merge, batch 8, guess": compile_kernels.turbo_merge(90, 4, 128, 8, True),
         "turbo": compile_kernels.turbo(90, 4, 128, 1, False),
         "turbo, batch 8, guess": compile_kernels.turbo(90, 4, 128, 8, True),
-        "turbo, guess in parts": compile_kernels.turbo(90, 4, 128, 1, True, guess_parts=2),
-        "turbo merge, guess in parts": compile_kernels.turbo_merge(90, 4, 128, 1, True, guess_parts=2),
+        "turbo, guess in parts": compile_kernels.turbo(90, 4, 128, 1, True, spec_parts=2),
+        "turbo merge, guess in parts": compile_kernels.turbo_merge(90, 4, 128, 1, True, spec_parts=2),
         "turbo, head 64": compile_kernels.turbo(90, 7, 64, 1, False),
     }
     for gate in (False, True):

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 from alspec.config import EngineConfig, SamplingConfig, validate
-from alspec.runtime.decode.graph_loop import DecodeLoop, StepRecord
+from alspec.runtime.decode.graph_loop import CapturedStep, StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import run_guarded
 
 WARM = SamplingConfig(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
 
 
-def watched_step(self: DecodeLoop, *args: object) -> StepRecord:
-    """`DecodeLoop.step`, in which it is an error that the host waits for the device."""
+def watched_step(self: CapturedStep, *args: object) -> StepRecord:
+    """`CapturedStep.step`, in which it is an error that the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         return step(self, *args)
@@ -28,8 +28,8 @@ def watched_step(self: DecodeLoop, *args: object) -> StepRecord:
         torch.cuda.set_sync_debug_mode("default")
 
 
-step = DecodeLoop.step
-DecodeLoop.step = watched_step
+step = CapturedStep.step
+CapturedStep.step = watched_step
 
 
 def main() -> int:

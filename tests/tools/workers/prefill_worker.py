@@ -25,7 +25,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode import prefill as prefill_module
-from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.operation import no_hook
 from alspec.runtime.decode.prefill import Turn, prefill, turns_of
 from alspec.runtime.distributed import transport as transport_module
 from alspec.runtime.distributed.placement import Placement
@@ -74,7 +74,7 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spre
     ):
         for request, length in enumerate(lengths):
             ids = torch.randint(CONFIG.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-            logits, sums = prefill(model, cache, transport, request, ids, no_operation, CHUNK, done.append)
+            logits, sums = prefill(model, cache, transport, request, ids, no_hook, CHUNK, done.append)
             found["logits"].append(logits.cpu())
             found["sums"].append(sums.cpu())
     if isinstance(cache, KVCache):

@@ -23,8 +23,8 @@ from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, new_cache
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode.graph_loop import DecodeLoop
-from alspec.runtime.decode.operation import no_operation
+from alspec.runtime.decode.graph_loop import CapturedStep
+from alspec.runtime.decode.operation import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport, connect_store
@@ -43,14 +43,14 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
     tp_size = transport.placement.tp_size
     cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
     speculation = SpeculationConfig(mode="paired", chunk_size=128)
-    loop = DecodeLoop.build(model, cache, transport, None, False, no_operation, speculation)
+    loop = CapturedStep.build(model, cache, transport, None, False, no_hook, speculation)
     found = []
     for threshold in case["thresholds"]:
         forced = torch.tensor(threshold["forced"], dtype=torch.int32) if "forced" in threshold else None
         loop.speculate(float(threshold["value"]), forced)
         fault = loop.prepare(SamplingConfig())
         tokens = [
-            int(prefill(model, cache, transport, request, ids, no_operation)[0].argmax())
+            int(prefill(model, cache, transport, request, ids, no_hook)[0].argmax())
             for request, ids in enumerate(prompts)
         ]
         loop.begin(tokens, [len(ids) + 1 for ids in prompts])
@@ -58,7 +58,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
             live = [step < limit for limit in case["live_steps"]]
             record = loop.step(threshold["steps"] - step, live)
             assert record.hits is not None
-            gates = loop._decoder.swap.gate_words  # type: ignore[attr-defined]
+            gates = loop._decoder.swap.gate_buffer  # type: ignore[attr-defined]
             assert torch.equal(gates[:, 0], gates[:, -1]), "a step begins as the one before has ended"
             found.append(
                 {"tokens": record.token_ids, "hits": record.hits.int().tolist(), "fault": record.fault | fault}

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import Speculation
 from alspec.kernels.comm.exchange import Exchange
-from alspec.kernels.comm.ll_packets import LATE_WORD, LINE_WORDS, fault_code
+from alspec.kernels.comm.ll_packets import LATE_PACKET, PACKETS_PER_LINE, fault_code
 
-__all__ = ["GATE_MLP", "GATE_O", "GATE_PRE_ATTENTION", "GATE_STRIDE", "NUM_GATES", "Handover", "Mailbox", "PairShape"]
+__all__ = ["GATE_MLP", "GATE_O", "GATE_PRE_ATTENTION", "GATE_STRIDE", "NUM_GATES", "PairState", "Mailbox", "PairShape"]
 
 # Gates of a layer, by what they open: the o projection, the MLP, the next layer's pre-attention.
 NUM_GATES = 3
@@ -40,29 +38,24 @@ class PairShape:
     num_qo_heads: int  # of one rank
     num_kv_heads: int
     head_dim: int
-    guess_parts: int = 1  # P, in which `A~` comes
+    spec_parts: int = 1  # P, in which `A~` comes
 
     @property
-    def num_sums(self) -> int:
-        """R: pairs of sums of a request for its verdict, of one rank."""
-        return num_sums(self.num_qo_heads, self.head_dim)
-
-    @property
-    def message_words(self) -> int:
+    def message_packets(self) -> int:
         """M: words of a request's handover, x and the newest k and v."""
         return self.hidden_size + 2 * self.num_kv_heads * self.head_dim
 
-    def field_words(self) -> tuple[int, ...]:
+    def field_packets(self) -> tuple[int, ...]:
         """Words (8 bytes) of each field of a `Mailbox`, in its order: every field begins at a line of 128 bytes."""
         layers, batch = self.num_layers, self.batch_size
         sizes = (
-            (layers + 1) * batch * self.message_words,
+            (layers + 1) * batch * self.message_packets,
             layers * (batch + 1),
             layers * self.tp_size * batch * 2,
-            layers * self.guess_parts * batch * self.num_qo_heads * self.head_dim,
-            layers * self.guess_parts * batch * self.num_qo_heads,
+            layers * self.spec_parts * batch * self.num_qo_heads * self.head_dim,
+            layers * self.spec_parts * batch * self.num_qo_heads,
         )
-        return tuple(-(-size // LINE_WORDS) * LINE_WORDS for size in sizes)
+        return tuple(-(-size // PACKETS_PER_LINE) * PACKETS_PER_LINE for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -77,16 +70,16 @@ class Mailbox:
 
     @classmethod
     def view(cls, memory: Tensor, shape: PairShape) -> Mailbox:
-        """A mailbox in `sum(shape.field_words())` words: memory [words] int64."""
+        """A mailbox in `sum(shape.field_packets())` words: memory [words] int64."""
         layers, batch = shape.num_layers, shape.batch_size
-        parts, heads = shape.guess_parts, shape.num_qo_heads
-        inbox, verdicts, sums, spec_out, spec_lse = memory.split(shape.field_words())
+        parts, heads = shape.spec_parts, shape.num_qo_heads
+        inbox, verdicts, sums, spec_out, spec_lse = memory.split(shape.field_packets())
 
-        def cut(words: Tensor, *sizes: int) -> Tensor:
-            return words[: math.prod(sizes)].view(sizes)
+        def cut(packets: Tensor, *sizes: int) -> Tensor:
+            return packets[: math.prod(sizes)].view(sizes)
 
         return cls(
-            inbox=cut(inbox, layers + 1, batch, shape.message_words),
+            inbox=cut(inbox, layers + 1, batch, shape.message_packets),
             verdicts=cut(verdicts, layers, batch + 1),
             sums=cut(sums, layers, shape.tp_size, batch, 2),
             spec_out=cut(spec_out, layers, parts, batch, heads, shape.head_dim),
@@ -95,7 +88,7 @@ class Mailbox:
 
 
 @dataclass(frozen=True)
-class Handover:
+class PairState:
     """One rank's side of a pair. `exchange` is that of its group: its epoch, its fault word, its ranks."""
 
     shape: PairShape
@@ -106,13 +99,13 @@ class Handover:
     paired: Mailbox  # the paired rank's
     sums_peers: Tensor  # [T] int64: address of each rank's `sums`, on the device
     priority: Tensor  # [2] int32: own group's, the other's
-    sends: Tensor  # [1] int32
-    receives: Tensor  # [1] int32
+    is_sender: Tensor  # [1] int32
+    is_receiver: Tensor  # [1] int32
     # [3, GATE_STRIDE] int32, the first word of each row: whether this group computes what the gate opens. The later
     # gates may close where the verdict comes while a receiver computes on a rejected guess.
     gates: Tensor
-    meeting: Tensor  # [world] int64: written by each rank of the job as its step begins
-    meeting_peers: Tensor  # [world] int64: address of each rank's `meeting`
+    barrier: Tensor  # [world] int64: written by each rank of the job as its step begins
+    barrier_peers: Tensor  # [world] int64: address of each rank's `meeting`
 
     @classmethod
     def build(
@@ -124,18 +117,18 @@ class Handover:
         memory: Tensor,
         paired_memory: Tensor,
         group_addresses: Sequence[int],
-        meeting: Tensor,
-        meeting_addresses: Sequence[int],
-    ) -> Handover:
-        """Both mailboxes in storages of `sum(shape.field_words())` int64; group 0 is the first sender.
+        barrier: Tensor,
+        barrier_addresses: Sequence[int],
+    ) -> PairState:
+        """Both mailboxes in storages of `sum(shape.field_packets())` int64; group 0 is the first sender.
 
         Args:
             group_addresses: of the storage of each rank of the own group, in rank order.
-            meeting: [world] int64.  meeting_addresses: of every rank's, in rank order.
+            meeting: [world] int64.  barrier_addresses: of every rank's, in rank order.
         """
         device = memory.device
-        begin = 8 * sum(shape.field_words()[:2])
-        handover = cls(
+        begin = 8 * sum(shape.field_packets()[:2])
+        pair = cls(
             shape=shape,
             exchange=exchange,
             group=group,
@@ -144,27 +137,20 @@ class Handover:
             paired=Mailbox.view(paired_memory, shape),
             sums_peers=torch.tensor([address + begin for address in group_addresses], device=device),
             priority=torch.zeros(2, dtype=torch.int32, device=device),
-            sends=torch.zeros(1, dtype=torch.int32, device=device),
-            receives=torch.zeros(1, dtype=torch.int32, device=device),
+            is_sender=torch.zeros(1, dtype=torch.int32, device=device),
+            is_receiver=torch.zeros(1, dtype=torch.int32, device=device),
             gates=torch.zeros(NUM_GATES, GATE_STRIDE, dtype=torch.int32, device=device),
-            meeting=meeting,
-            meeting_peers=torch.tensor(list(meeting_addresses), device=device),
+            barrier=barrier,
+            barrier_peers=torch.tensor(list(barrier_addresses), device=device),
         )
-        handover.reset_roles()
-        return handover
+        pair.reset_roles()
+        return pair
 
     def reset_roles(self) -> None:
         """Group 0 is the next sender, and opens its gates. After a fault the two groups may have come to disagree."""
         self.priority[0].fill_(2 * (self.group == 0))
         self.priority[1].fill_(2 * (self.group == 1))
         self.gates.fill_(int(self.group == 0))
-
-    def speculation(self, layer: int, chunk_size: int, sums: Tensor) -> Speculation:
-        """For the attention of a layer: `A~` goes to the paired rank."""
-        box, in_parts = self.paired, self.shape.guess_parts > 1
-        return Speculation(
-            chunk_size, box.spec_out[layer], sums, self.exchange.epoch, box.spec_lse[layer] if in_parts else None
-        )
 
     def inbox(self, layer: int) -> Tensor:
         """[B, M] int64: where the paired rank finds x, k and v of a layer, or in layer L the step's last x."""
@@ -180,4 +166,4 @@ class Handover:
 
     def late(self, layer: int) -> int:
         """The fault of a paired rank that is late in this layer; in layer L + 1, with what the last one left."""
-        return fault_code(LATE_WORD, 2 * layer, self.paired_rank)
+        return fault_code(LATE_PACKET, 2 * layer, self.paired_rank)
