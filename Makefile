@@ -7,7 +7,7 @@ NPROC ?= 2
 SPECULATION := $(if $(filter 1,$(NPROC)),simulated,paired)
 SEED ?= 1
 
-.PHONY: generate test lint ci clean
+.PHONY: generate test test-full lint ci clean
 
 # The bundled prompt is long enough for guesses: all of a short one is sink and window. One of your own goes through the
 # environment, whatever quotes it has.
@@ -19,8 +19,11 @@ generate: $(VENV)/.installed
 		--speculation $(SPECULATION) --temperature 0.8 --top-p 0.9 --seed $(SEED) \
 		$(if $(PROMPT),--prompt "$$PROMPT",--prompt-file models/demo/prompt.txt)
 
-# Files side by side, for most of the time goes to one kernel at a time in Triton's interpreter; three, as tests also wait.
+# The fast tier, then everything. Files run side by side: three at a time on two cores, because some tests wait.
 test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not full"
+
+test-full: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev

@@ -183,10 +183,9 @@ def test_the_verdict_is_that_of_the_rules(device: torch.device, tp_size: int, th
     ranks = [swap for group in swaps(device, shape) for swap in group]
     generator = torch.Generator().manual_seed(batch * tp_size)
     verdicts = set()
+    parts = num_sums(shape.num_qo_heads, shape.head_dim)
     for layer in range(shape.num_layers):
-        rank_sums = (
-            torch.rand(tp_size, batch, num_sums(shape.num_qo_heads, shape.head_dim), 2, generator=generator) + 0.5
-        )
+        rank_sums = torch.rand(tp_size, batch, parts, 2, generator=generator) + 0.5
         low, high = [(-1, -0.5), (0.5, 1), (-0.5, 0.5)][layer % 3]
         near = torch.rand(tp_size, batch, parts, generator=generator) * (high - low) + low
         rank_sums[..., 0] = rank_sums[..., 1] * min(threshold, 1.0) ** 2 * (1 + near)

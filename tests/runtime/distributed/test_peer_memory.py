@@ -170,7 +170,7 @@ class Ranks:
         self._memories: list[Tensor] = []  # what ranks share, or each has
         self._device, self._world_size = device, world_size
         pair = PairShape(2, shape["batch_size"], tp_size, shape["hidden_size"], 2, 1, 16) if num_groups == 2 else None
-        self.build_exchanges, self.logit_exchanges, self.handovers = [], [], []
+        self.exchanges, self.logit_exchanges, self.handovers = [], [], []
         for rank in range(world_size):
             placement = Placement(rank, world_size, rank, world_size, num_groups)
             transport: Any = SimpleNamespace(placement=placement, device=device, barrier=lambda: None)
@@ -180,8 +180,8 @@ class Ranks:
                 mock.patch.object(module.symm_mem, "rendezvous", self._rendezvous),
                 mock.patch.object(module.dist, "group", mock.Mock()),
             ):
-                found = module.build_exchanges(transport, peer_memory, 4, **shape, pair=pair)
-            self.build_exchanges.append(found[0])
+                found = module.build_exchanges(transport, peer_memory, 4, **shape, pair_shape=pair)
+            self.exchanges.append(found[0])
             self.logit_exchanges.append(found[1])
             self.handovers.append(found[2])
 
@@ -223,7 +223,7 @@ def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups:
     for _ in range(2):
         x, begin = random(world_size, batch, inputs), random(batch, hidden)
         for rank in range(world_size):
-            push_partial(x[rank], weights[rank], ranks.build_exchanges[rank], slot)
+            push_partial(x[rank], weights[rank], ranks.exchanges[rank], slot)
             lm_head(x[0], ones, shards[rank], ranks.logit_exchanges[rank], 0.0, slot)
         for exchange, logit_exchange in zip(ranks.build_exchanges, ranks.logit_exchanges, strict=True):
             first = exchange.rank - exchange.tp_rank
