@@ -225,7 +225,7 @@ def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups:
         for rank in range(world_size):
             push_partial(x[rank], weights[rank], ranks.exchanges[rank], slot)
             lm_head(x[0], ones, shards[rank], ranks.logit_exchanges[rank], 0.0, slot)
-        for exchange, logit_exchange in zip(ranks.build_exchanges, ranks.logit_exchanges, strict=True):
+        for exchange, logit_exchange in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
             first = exchange.rank - exchange.tp_rank
             out, x_norm, square_sums = new_residual(batch, hidden, torch.float32, device)
             out.copy_(begin)
@@ -236,7 +236,7 @@ def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups:
             logits = unpack_packets(logit_exchange.packets, int(exchange.epoch))
             expected = torch.einsum("bk,wrk->bwr", x[0].double(), shards.double())
             torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
-        for exchange in ranks.build_exchanges:
+        for exchange in ranks.exchanges:
             exchange.epoch.add_(1)
 
 
@@ -246,9 +246,9 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
     shape = {"batch_size": 3, "hidden_size": 80, "vocab_size": 37}
     ranks, apart = (Ranks(device, way, tp_size, num_groups, **shape) for way in ("host", "symm"))
     world_size = tp_size * num_groups
-    first = {exchange.rank - exchange.tp_rank: exchange.packets for exchange in ranks.build_exchanges}
+    first = {exchange.rank - exchange.tp_rank: exchange.packets for exchange in ranks.exchanges}
     ranges = []
-    for exchange, logits in zip(ranks.build_exchanges, ranks.logit_exchanges, strict=True):
+    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
         assert logits.packets is not None
         assert logits.peers is not None
         assert logits.own_packets is not None
@@ -265,7 +265,7 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
     own = [pair for pair in ranks.handovers if pair is not None]
     fields = [logits.packets, *(packets for packets in first.values() if packets is not None)]
     fields += [
-        each.own_packets for each in (*ranks.build_exchanges, *ranks.logit_exchanges) if each.own_packets is not None
+        each.own_packets for each in (*ranks.exchanges, *ranks.logit_exchanges) if each.own_packets is not None
     ]
     fields += [each for pair in own for each in (*vars(pair.own).values(), pair.barrier)]
     ranges = sorted((field.data_ptr(), field.data_ptr() + 8 * field.numel()) for field in fields if field.numel())
@@ -286,10 +286,10 @@ def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
     shards = torch.randn(world_size, batch, rows, generator=generator).to(device)
     sums_weight, rows_weight = torch.eye(hidden, device=device), torch.eye(rows, device=device)
     ones = torch.full((batch, 1), float(rows), device=device)  # of inputs that are normal already
-    for exchange, logits in zip(ranks.build_exchanges, ranks.logit_exchanges, strict=True):
+    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
         push_partial(partials[exchange.rank], sums_weight, exchange, slot)
         lm_head(shards[exchange.rank], ones, rows_weight, logits, 0.0, slot)
-    for exchange, logits in zip(ranks.build_exchanges, ranks.logit_exchanges, strict=True):
+    for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
         first = exchange.rank - exchange.tp_rank
         shared = [logits.packets[:, exchange.rank]]
         if tp_size > 1:
