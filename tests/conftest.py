@@ -20,7 +20,7 @@ LONG_FILES = [
     "test_lean_decode",
     "test_compile",
     "test_compiled",
-    "test_graph_loop",
+    "test_captured_step",
     "test_flashq_equivalence",
     "test_quality",
     "test_close",

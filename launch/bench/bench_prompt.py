@@ -20,7 +20,7 @@ from alspec.models.checkpoint.source import model_name
 from alspec.models.llama import LayerWeights, Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, new_cache
-from alspec.runtime.decode.operation import no_hook
+from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.memory import GIB

@@ -29,7 +29,7 @@ from alspec.kernels.sampling.next_token import collect_logits, num_candidates
 from alspec.models.llama import LlamaWeights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.decode_cache import DecodeCache
-from alspec.runtime.decode.operation import OperationHook
+from alspec.runtime.decode.hooks import OperationHook
 
 __all__ = ["TIMEOUT_NS", "STEP_TIMEOUT_NS", "Branch", "DecodeBuffers", "Decoder"]
 

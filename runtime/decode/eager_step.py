@@ -18,7 +18,7 @@ from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention
 from alspec.models.llama import Llama
 from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from alspec.runtime.cache.codecs import Cache
-from alspec.runtime.decode.operation import OperationHook
+from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.distributed.transport import PairMessage, Transport
 from alspec.verdict import accepts, combine_sums, layer_verdict
 

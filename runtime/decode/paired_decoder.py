@@ -17,7 +17,7 @@ from alspec.kernels.comm.pair_state import GATE_MLP, GATE_O, GATE_PRE_ATTENTION,
 from alspec.kernels.speculation.handover import pair_spec_output, receive_handover, receive_residual
 from alspec.kernels.speculation.roles import decide, step_barrier, update_roles
 from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, TIMEOUT_NS, Branch, Decoder
-from alspec.runtime.decode.operation import OperationHook
+from alspec.runtime.decode.hooks import OperationHook
 
 __all__ = ["PairedDecoder", "SpeculationState"]
 

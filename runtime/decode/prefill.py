@@ -11,7 +11,7 @@ from torch import Tensor
 from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.eager_step import gather_logits
-from alspec.runtime.decode.operation import OperationHook
+from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.distributed.transport import Transport
 
 __all__ = ["CHUNK_TOKENS", "Turn", "prefill", "turns_of"]

@@ -16,7 +16,7 @@ from alspec.kernels.speculation.swap import (
     unpack_residual,
 )
 from alspec.runtime.decode.decoder import TIMEOUT_NS, Branch, Decoder
-from alspec.runtime.decode.operation import OperationHook
+from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.paired_decoder import SpeculationState
 
 __all__ = ["SPARE_SMS", "SwappedDecoder"]

@@ -28,7 +28,7 @@ from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts,
 from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
 from alspec.runtime.decode.eager_sampling import sample
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
-from alspec.runtime.decode.graph_loop import CapturedStep, StepRecord
+from alspec.runtime.decode.captured_step import CapturedStep, StepRecord
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.agreement import Agreement, fingerprint, shared_settings
 from alspec.runtime.distributed.peer_memory import probe_peer_memory

@@ -15,7 +15,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
-from alspec.runtime.decode.operation import OperationHook
+from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport

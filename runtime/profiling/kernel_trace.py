@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from alspec.errors import AlspecError
-from alspec.runtime.decode.graph_loop import StepRecord
+from alspec.runtime.decode.captured_step import StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import LOADING
 from alspec.runtime.profiling import swap_trace

@@ -18,7 +18,7 @@ from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random
 from alspec.models.llama_config import LlamaConfig, RopeScaling
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
-from alspec.runtime.decode.operation import no_hook
+from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport

@@ -26,7 +26,7 @@ from alspec.runtime.cache.codecs import Cache, new_cache
 from alspec.runtime.cache.decode_cache import DecodeCache
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
-from alspec.runtime.decode.operation import no_hook
+from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.paired_decoder import PairedDecoder, SpeculationState
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement

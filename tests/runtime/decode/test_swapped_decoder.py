@@ -18,7 +18,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.decode.decoder import Decoder
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
-from alspec.runtime.decode.operation import no_hook
+from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.decode.swapped_decoder import SwappedDecoder
 from alspec.runtime.distributed.placement import Placement

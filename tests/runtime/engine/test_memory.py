@@ -23,7 +23,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.eager_sampling import DRAW_BYTES, DRAWN_AT_ONCE
-from alspec.runtime.decode.operation import no_hook
+from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.distributed import peer_memory as exchange
 from alspec.runtime.distributed.placement import PeerMemory, Placement

@@ -16,7 +16,7 @@ from torch import Tensor
 from alspec.config import EngineConfig, SamplingConfig
 from alspec.errors import BadNumbersError
 from alspec.models.llama import Shard
-from alspec.runtime.decode.graph_loop import CapturedStep, StepRecord
+from alspec.runtime.decode.captured_step import CapturedStep, StepRecord
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation

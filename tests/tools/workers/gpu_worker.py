@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from alspec.config import EngineConfig, SamplingConfig, validate
-from alspec.runtime.decode.graph_loop import CapturedStep, StepRecord
+from alspec.runtime.decode.captured_step import CapturedStep, StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import run_guarded
 

@@ -19,7 +19,7 @@ from alspec.errors import AlspecError, report
 from alspec.kernels.linear import push
 from alspec.kernels.norm import residual
 from alspec.runtime.decode import decoder
-from alspec.runtime.decode.operation import OperationHook
+from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import run_guarded
 

@@ -25,7 +25,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode import prefill as prefill_module
-from alspec.runtime.decode.operation import no_hook
+from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import Turn, prefill, turns_of
 from alspec.runtime.distributed import transport as transport_module
 from alspec.runtime.distributed.placement import Placement

@@ -23,8 +23,8 @@ from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, new_cache
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode.graph_loop import CapturedStep
-from alspec.runtime.decode.operation import no_hook
+from alspec.runtime.decode.captured_step import CapturedStep
+from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport, connect_store

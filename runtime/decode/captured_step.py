@@ -27,7 +27,7 @@ from alspec.models.llama import Llama
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, DecodeBuffers, Decoder
-from alspec.runtime.decode.operation import OperationHook, no_hook
+from alspec.runtime.decode.hooks import OperationHook, no_hook
 from alspec.runtime.decode.paired_decoder import PairedDecoder, SpeculationState
 from alspec.runtime.decode.swapped_decoder import SPARE_SMS, SwappedDecoder
 from alspec.runtime.distributed.peer_memory import build_exchanges

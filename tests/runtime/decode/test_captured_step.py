@@ -26,12 +26,12 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode import graph_loop
+from alspec.runtime.decode import captured_step
 from alspec.runtime.decode.decoder import Decoder
 from alspec.runtime.decode.eager_sampling import sample
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
-from alspec.runtime.decode.graph_loop import CapturedStep
-from alspec.runtime.decode.operation import no_hook
+from alspec.runtime.decode.captured_step import CapturedStep
+from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.paired_decoder import PairedDecoder
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
@@ -214,7 +214,7 @@ def test_steps_go_on_beyond_the_last_epoch_of_32_bits(setting: Setting, left: in
 
 
 def test_a_step_that_never_ends_is_an_error(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_loop, "STEP_S", 0.2)
+    monkeypatch.setattr(captured_step, "STEP_S", 0.2)
     loop = setting.loop()
     loop.prepare(GREEDY)
     loop.begin([1, 2], [9, 9])
