@@ -1,6 +1,6 @@
 """alspec: multi-device speculative inference for Llama models.
 
-The names below are loaded when they are first used, so that importing a rule never imports the runtime.
+Public names are imported on first use, so that `import alspec.verdict` does not import the runtime.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""The configuration schema: one set of fields is the source of flags, configuration file and `--print-config`."""
+"""The configuration schema. One set of fields defines the flags, the configuration file and `--print-config`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ __all__ = [
     "PROMPTS",
     "SHORT_DTYPES",
     "FLASHQ_CODECS",
-    "UNAVAILABLE",
     "BenchConfig",
     "ChoiceConfig",
     "CommandConfig",
@@ -43,45 +42,44 @@ __all__ = [
     "LatencyConfig",
     "SamplingConfig",
     "SpeculationConfig",
+    "check_softmax",
     "fits",
     "nearest_name",
-    "refuse_unavailable",
     "validate",
 ]
 
-SpeculationMode = Literal["auto", "off", "paired", "colocated", "simulated"]
-KVCacheCodec = Literal["bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant3", "turboquant2"]
+SpeculationMode = Literal["auto", "off", "paired", "simulated"]
+KVCacheCodec = Literal["bf16", "turbo4", "turbo2", "turbo-mixed"]
 Transport = Literal["auto", "symm", "host", "nccl", "gloo"]
 EvaluatedCodec = Literal["bf16", "int8", "turbo4", "turbo2", "turbo-mixed"]
 Selector = Literal["gap_std", "entropy", "min_max", "variation"]
 DType = Literal["bf16", "fp16", "fp32"]
 
-SHORT_DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # by PyTorch's names
+SHORT_DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # PyTorch's name -> ours
 
-UNAVAILABLE = ("colocated", "turboquant3", "turboquant2")  # known values that the runtime does not have yet
-FLASHQ_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches that the runtime has
+FLASHQ_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches
 
-PROMPTS = ("prompt", "prompt_file", "prompt_ids")  # fields of which one is given
-_MAX_DIGITS = 15  # of a number of tokens
+PROMPTS = ("prompt", "prompt_file", "prompt_ids")  # at most one of these fields may be given
+_MAX_DIGITS = 15  # digits of the longest number of tokens that is parsed
 
 _SchemaT = TypeVar("_SchemaT", bound=BaseModel)
 
 
 def _one_of_chunk_sizes(value: Any) -> int:
-    if value not in (*CHUNK_SIZES, *map(str, CHUNK_SIZES)):  # not a set: a list or mapping has no hash
+    if value not in (*CHUNK_SIZES, *map(str, CHUNK_SIZES)):  # a tuple, not a set: lists and mappings have no hash
         raise ValueError(f"expected one of {', '.join(map(str, CHUNK_SIZES))}")
     return int(value)
 
 
 def _no_bool(value: Any) -> Any:
-    """Refuse true and false, which would be taken as 1 and 0."""
+    """Refuse true and false: pydantic would read them as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("expected a number")
     return value
 
 
 def _path(value: Any) -> Any:
-    """Refuse what no file can be called: NUL, and lone surrogates other than those that stand for foreign bytes."""
+    """Refuse names that no file can have: NUL, and lone surrogates that do not stand for foreign bytes."""
     try:
         is_name = not isinstance(value, str | os.PathLike) or b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
@@ -92,7 +90,7 @@ def _path(value: Any) -> Any:
 
 
 def _ids(value: Any) -> Any:
-    """Accept the flag's spelling `1,2,3` beside a list of integers."""
+    """Accept the flag's spelling `1,2,3` as well as a list of integers."""
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",")]
         if not all(part.isdecimal() for part in parts):
@@ -102,7 +100,7 @@ def _ids(value: Any) -> Any:
 
 
 def _not_empty(value: Any) -> Any:
-    """Refuse the empty text, which as a path would be the current directory."""
+    """Refuse an empty text: as a path it would be the current directory."""
     if value == "":
         raise ValueError("expected a folder")
     return value
@@ -115,26 +113,26 @@ def _measured_mode(value: Any) -> Any:
 
 
 def _dtype(value: Any) -> Any:
-    """Accept PyTorch's names, and its types themselves, beside the short ones."""
+    """Accept PyTorch's names and dtypes as well as the short names."""
     if isinstance(value, int):
-        return value  # it may be too long for a text
+        return value  # it may have too many digits for `str`
     name = str(value).removeprefix("torch.")
     return SHORT_DTYPES.get(name, value)
 
 
 def _items(value: Any) -> Any:
-    """Accept the flag's spelling `a,b`, and one value alone, beside a list."""
+    """Accept the flag's spelling `a,b` and a single value as well as a list."""
     return [item.strip() for item in str(value).split(",")] if isinstance(value, str | int | float) else value
 
 
 def _thousands(value: Any) -> Any:
-    """Accept the flag's spelling `128k` of 131072."""
+    """Accept the flag's spelling `128k` for 131072."""
     is_short = isinstance(value, str) and value[:-1].isdecimal() and len(value) <= _MAX_DIGITS + 1
     return int(value[:-1]) * 1024 if is_short and value[-1] in "kK" else value
 
 
 def _tokens(value: Any) -> int:
-    """A number of tokens such as 4096 or 4k; k is 1024."""
+    """Parse a number of tokens such as 4096 or 4k; k is 1024."""
     count = _thousands(str(value))
     if isinstance(count, str):
         count = int(count) if count.isdecimal() and len(count) <= _MAX_DIGITS else 0
@@ -144,7 +142,7 @@ def _tokens(value: Any) -> int:
 
 
 def _texts(value: Any) -> Any:
-    """Accept one text alone."""
+    """Accept a single text as well as a list."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -168,7 +166,7 @@ _Float = Annotated[float, BeforeValidator(_no_bool)]
 _Path = Annotated[Path, BeforeValidator(_path)]
 _Tokens = Annotated[int, BeforeValidator(_tokens)]
 _Share = Annotated[_Float, Field(ge=0.0, le=1.0)]
-# JSON has no infinity; the text is read back as one.
+# JSON has no infinity: it is written as "inf", which is read back as a float.
 _Threshold = Annotated[
     _Float,
     Field(ge=0.0),
@@ -182,45 +180,48 @@ class _Schema(BaseModel):
 
 
 class SpeculationConfig(_Schema):
-    """Attention-level speculation: who computes what, and which guesses are accepted."""
+    """Attention-level speculation: the mode, and which speculative outputs A~ are accepted."""
 
     mode: SpeculationMode = Field(
         default="auto",
-        description="off: tensor parallelism only; paired: two groups; simulated: the reference semantics in one group",
+        description="off: tensor parallelism only; paired: two groups; simulated: reference semantics in one group; "
+        "auto: off, or paired if the model divides over half of the ranks only",
         json_schema_extra={"flag": "speculation"},
     )
     threshold: _Threshold = Field(
-        default=0.10, description="lambda: accept if |A~ - A| < lambda |A|; 0 accepts never, inf always"
+        default=0.10, description="lambda: accept A~ if |A~ - A| < lambda |A|; 0 never accepts, inf always"
     )
     chunk_size: Annotated[int, BeforeValidator(_one_of_chunk_sizes)] = Field(
         default=128,
-        description="S: tokens of the sink and of the recent window, 128, 256 or 512",
+        description="S: tokens in the sink, and in the window of recent tokens; 128, 256 or 512",
         json_schema_extra={"flag": "chunk"},
     )
 
     @model_validator(mode="before")
     @classmethod
     def _mode_alone(cls, value: Any) -> Any:
-        """A text is the mode, the rest being as by default."""
+        """Accept the mode alone, as a text; the other fields keep their defaults."""
         return {"mode": value} if isinstance(value, str) else value
 
 
 class EngineConfig(_Schema):
-    """What is loaded and how it is executed."""
+    """Which model is loaded, and how it is executed."""
 
     model: Annotated[_Path | None, BeforeValidator(_not_empty)] = Field(
         default=None, description="Hugging Face folder; default: the bundled demo checkpoint"
     )
     random_weights: str | None = Field(
         default=None,
-        description="random weights, for profiling without a download, in a shape such as llama-3.1-8b or that of a "
-        "folder with a config.json",
+        description="profile with random weights, without a download; give a shape such as llama-3.1-8b, or a folder "
+        "with a config.json",
     )
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
-    kv_cache: KVCacheCodec = Field(default="bf16", description="cache codec; bf16: not quantised, stored as --dtype")
+    kv_cache: KVCacheCodec = Field(
+        default="bf16", description="codec of the KV cache; bf16: not quantised, stored in --dtype"
+    )
     softmax: Softmax = Field(
         default="exact",
-        description="of attention over a quantised cache; sas: a polynomial in place of exponentials, with a cutoff",
+        description="softmax over a quantised cache; sas: a polynomial with a cutoff instead of exponentials",
     )
     transport: Transport = Field(
         default="auto",
@@ -231,12 +232,14 @@ class EngineConfig(_Schema):
         default="auto", description="replay a captured decode step; auto: on GPUs, for up to 8 requests"
     )
     dtype: Annotated[DType | None, BeforeValidator(_dtype)] = Field(
-        default=None, description="weights and cache; default: the checkpoint's on GPUs, fp32 on CPU"
+        default=None, description="type of weights and cache; default: the checkpoint's type on GPUs, fp32 on CPU"
     )
     max_context: Annotated[_Int | None, BeforeValidator(_thousands)] = Field(
-        default=None, ge=1, description="tokens the cache has room for, such as 4096 or 128k; default: what is needed"
+        default=None,
+        ge=1,
+        description="tokens that the cache can hold, such as 4096 or 128k; default: as many as needed",
     )
-    verify_checksums: bool = Field(default=False, description="compare the model folder with its SHA256SUMS first")
+    verify_checksums: bool = Field(default=False, description="first compare the model folder with its SHA256SUMS")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -256,7 +259,9 @@ class ChoiceConfig(_Schema):
         default=1.0, gt=0.0, le=1.0, description="sample among the most likely tokens of this total probability"
     )
     seed: _Int = Field(
-        default=0, ge=0, description="of random numbers, with a request's place in the batch and the token's position"
+        default=0,
+        ge=0,
+        description="seed of the random numbers, together with a request's index in the batch and the token's position",
     )
 
 
@@ -265,24 +270,24 @@ class SamplingConfig(ChoiceConfig):
 
     max_new_tokens: _Int = Field(default=128, ge=1, description="tokens to generate for each prompt")
     stop: Annotated[tuple[Annotated[str, StringConstraints(min_length=1)], ...], BeforeValidator(_texts)] = Field(
-        default=(), description="end a request at this text, or special token (repeatable); it is not printed"
+        default=(), description="end a request at this text or special token (repeatable); it is not printed"
     )
     ignore_eos: bool = Field(default=False, description="do not stop at the end-of-sequence token")
 
 
 class CommandConfig(_Schema):
-    """What every command can be told."""
+    """Settings of every command."""
 
     debug: bool = Field(default=False, description="show the traceback of an error")
 
 
 class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
-    """Everything `launch/generate.py` can be told."""
+    """Settings of `launch/generate.py`."""
 
     prompt: str | None = Field(default=None, description="text to continue")
     prompt_file: _Path | None = Field(
         default=None,
-        description='file with a prompt, less its last line end; *.jsonl: a batch, {"prompt": "..."} or '
+        description='file with a prompt; its last line end is dropped. *.jsonl: a batch, with {"prompt": "..."} or '
         '{"prompt_ids": [1, 2]} in each line',
     )
     prompt_ids: Annotated[tuple[_AnyInt, ...] | None, BeforeValidator(_ids)] = Field(
@@ -290,7 +295,7 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
     )
     chat: bool = Field(default=False, description="apply the checkpoint's chat template to the prompt")
     system: str | None = Field(default=None, description="system message; needs --chat")
-    json_file: _Path | None = Field(default=None, alias="json", description="write everything measured to this file")
+    json_file: _Path | None = Field(default=None, alias="json", description="write all measurements to this file")
     trace: _Path | None = Field(
         default=None, description="write a Perfetto trace of all ranks' operations to this file"
     )
@@ -309,95 +314,103 @@ class GenerateConfig(CommandConfig, EngineConfig, SamplingConfig):
 
 
 class LatencyConfig(CommandConfig, EngineConfig, ChoiceConfig):
-    """Everything `launch/latency.py` can be told."""
+    """Settings of `launch/latency.py`."""
 
     contexts: _Several[_Tokens] | None = Field(
-        default=None, description="tokens in the cache; default: 1k,8k,32k,128k as far as the model's positions go"
+        default=None,
+        description="tokens in the cache; default: those of 1k,8k,32k,128k that the model has positions for",
     )
     modes: _Several[Annotated[Literal["off", "paired"], BeforeValidator(_measured_mode)]] = Field(
-        default=("off",), description="speculation modes to measure, such as off,paired; in place of --speculation"
+        default=("off",), description="speculation modes to measure, such as off,paired; replaces --speculation"
     )
     codecs: _Several[KVCacheCodec] | None = Field(
-        default=None, description="cache codecs to measure, such as bf16,turbo4, in place of --kv-cache"
+        default=None, description="cache codecs to measure, such as bf16,turbo4; replaces --kv-cache"
     )
     hit_rates: _Several[HitRate] = Field(
         default=("real",),
-        description="of paired: real verdicts, or forced ones for profiling, such as real,0.5,0.875,1",
+        description="verdicts of paired: real ones, or forced hit rates for profiling, such as real,0.5,0.875,1",
     )
     prompt_file: _Path | None = Field(
         default=None,
-        description="text to read into the cache, repeated or cut to each context; default: random numbers or tokens",
+        description="text that fills the cache, repeated or cut to each context; default: random numbers or tokens",
     )
     batch: _Int = Field(default=1, ge=1, description="requests, all of the same length")
     steps: _Int = Field(default=100, ge=1, description="decode steps to measure at each context")
     rows: _Path | None = Field(default=None, description="append one JSON line for each context to this file")
-    json_file: _Path | None = Field(default=None, alias="json", description="write every sample of every rank here")
-    plot: _Path | None = Field(default=None, description="picture of ms/token against context to write")
+    json_file: _Path | None = Field(
+        default=None, alias="json", description="write all samples of all ranks to this file"
+    )
+    plot: _Path | None = Field(default=None, description="write a picture of ms/token against context to this file")
     trace: _Path | None = Field(
         default=None, description="write a Perfetto trace of some steps of the last context, all ranks, to this file"
     )
 
     @property
     def sampling(self) -> SamplingConfig:
-        """How the measured steps choose."""
+        """Sampling settings of the measured steps."""
         return SamplingConfig(**{name: getattr(self, name) for name in ChoiceConfig.model_fields})
 
 
 class EvaluateConfig(CommandConfig, EngineConfig):
-    """Everything `launch/evaluate.py` can be told."""
+    """Settings of `launch/evaluate.py`."""
 
-    text: _Path | None = Field(default=None, description=".txt, or .jsonl / .jsonl.xz with a 'text' field; needed")
+    text: _Path | None = Field(default=None, description=".txt, or .jsonl / .jsonl.xz with a 'text' field; required")
     contexts: _Several[_Tokens] = Field(
-        default=(1024, 8192), description="lengths in tokens, of windows for bits per byte and of needle prompts"
+        default=(1024, 8192),
+        description="lengths in tokens of the windows for bits per byte, and of the needle prompts",
     )
     windows: _Int = Field(default=16, ge=0, description="windows of the longest context to score; 0: no bits per byte")
     recall: _Int = Field(
-        default=0, ge=0, description="recall prompts of the longest context, in the demo checkpoint's form"
+        default=0, ge=0, description="recall prompts of the longest context, in the demo checkpoint's format"
     )
     records: _Path | None = Field(
-        default=None, description="key-value retrieval cases (.jsonl.gz) to recall from as well"
+        default=None, description="file of key-value retrieval cases (.jsonl.gz), to measure recall from them as well"
     )
     needles: _Int = Field(
         default=0,
         ge=0,
-        description="prompts, in that form too, for each context and depth of a needle, and of a pair of --records",
+        description="prompts for each context and depth: with a needle in the demo checkpoint's format, and with a "
+        "pair of --records",
     )
     depths: _Several[_Share] = Field(
-        default=(0.0, 0.25, 0.5, 0.75, 1.0), description="where the needle stands in its prompt, 0 to 1"
+        default=(0.0, 0.25, 0.5, 0.75, 1.0),
+        description="positions of the needle in its prompt, from 0 (start) to 1 (end)",
     )
     thresholds: _Several[_Threshold] = Field(
         default=(0.0, 0.05, 0.1, 0.15, 0.2, 0.25, math.inf), description="lambda values"
     )
     baselines: bool = Field(
-        default=False, description="measure sink and window in all layers and in fixed layers as well"
+        default=False, description="also measure attention to sink and window alone: in all layers, and in fixed layers"
     )
     codecs: _Several[EvaluatedCodec] | None = Field(
-        default=None, description=f"what the cache holds: {', '.join(get_args(EvaluatedCodec))} (default: --kv-cache)"
+        default=None, description=f"cache codecs: {', '.join(get_args(EvaluatedCodec))} (default: --kv-cache)"
     )
     softmaxes: _Several[Softmax] | None = Field(
-        default=None, description=f"{', '.join(get_args(Softmax))} (default: --softmax)"
+        default=None, description=f"softmaxes: {', '.join(get_args(Softmax))} (default: --softmax)"
     )
-    block_sizes: _Several[_Tokens] = Field(default=(64,), description="tokens of a quantised block")
+    block_sizes: _Several[_Tokens] = Field(default=(64,), description="tokens in a quantised block")
     selectors: _Several[Selector] = Field(
-        default=("gap_std",), description=f"of turbo-mixed's 2-bit heads: {', '.join(get_args(Selector))}"
+        default=("gap_std",),
+        description=f"rules that select turbo-mixed's 2-bit heads: {', '.join(get_args(Selector))}",
     )
     low_heads: _Several[Annotated[_Int, Field(ge=0)]] | None = Field(
-        default=None, description="how many heads turbo-mixed holds at 2 bits, such as 0,1,2 (default: half)"
+        default=None, description="numbers of heads that turbo-mixed stores in 2 bits, such as 0,1,2 (default: half)"
     )
     rows: _Path | None = Field(default=None, description="append one JSON line for each value to this file")
     plot: _Path | None = Field(
-        default=None, description="picture to write: needles over context and depth, hit rates of layers over lambda"
+        default=None,
+        description="write a picture to this file: recall over context and depth, hit rates of layers over lambda",
     )
 
 
 class DoctorConfig(CommandConfig):
-    """Everything `launch/doctor.py` can be told."""
+    """Settings of `launch/doctor.py`."""
 
     transport: Literal["auto", "nccl", "gloo"] = Field(
-        default="auto", description="what process groups run on; auto: nccl on GPUs, gloo on CPU"
+        default="auto", description="backend of the process groups; auto: nccl on GPUs, gloo on CPU"
     )
-    deadline: _Float = Field(  # up to a day: Python's timers have a limit
-        default=60.0, gt=0.0, le=86400.0, allow_inf_nan=False, description="seconds for one check"
+    deadline: _Float = Field(  # at most a day: Python's timers have a limit
+        default=60.0, gt=0.0, le=86400.0, allow_inf_nan=False, description="time limit of one check, in seconds"
     )
     json_file: _Path | None = Field(
         default=None, alias="json", description="write the outcomes on all ranks to this file"
@@ -405,33 +418,29 @@ class DoctorConfig(CommandConfig):
 
 
 class BenchConfig(CommandConfig):
-    """Everything `launch/bench_kernels.py` can be told."""
+    """Settings of `launch/bench_kernels.py`."""
 
     bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "turbo"] | None = Field(
-        default=None, description="only this one; default: decode and ready"
+        default=None, description="run only this benchmark; default: decode and ready"
     )
     contexts: _Several[_Tokens] | None = Field(
         default=None,
-        description="tokens in the cache of decode, ready and turbo (default: 1k to 256k), or of prompts (8k,32k,128k)",
+        description="tokens in the cache of decode, ready and turbo (default: 1k to 256k), or in prompts (8k,32k,128k)",
     )
     rows: _Path | None = Field(default=None, description="append one JSON line for each measurement to this file")
 
 
-def refuse_unavailable(config: EngineConfig) -> None:
-    """Refuse what the schema accepts and the runtime does not have: not yet, or not in this combination.
+def check_softmax(config: EngineConfig) -> None:
+    """Refuse a softmax that the codec does not have.
 
     Raises:
-        UserError: codec or placement that is not available; a softmax that the codec does not have.
+        UserError: names `softmax`.
     """
-    if config.speculation.mode == "colocated":
-        raise UserError("speculation: colocated is not available yet; use off, paired or simulated")
-    if config.kv_cache not in ("bf16", *FLASHQ_CODECS):
-        raise UserError(f"kv_cache: {config.kv_cache} is not available yet; use bf16, {', '.join(FLASHQ_CODECS)}")
     if config.softmax == "sas" and config.kv_cache not in FLASHQ_CODECS:
         raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed")
 
 
-# In place of the words of pydantic, with its values.
+# pydantic's error type -> our text, with pydantic's values.
 _MESSAGES = {
     "bool_parsing": "expected true or false",
     "bool_type": "expected true or false",
@@ -457,7 +466,7 @@ _MESSAGES = {
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was meant: one that begins so, else one that is near enough."""
+    """The known name closest to `name`: one that begins with it, else a similar one; None if there is none."""
     known = list(known)
     longer = [other for other in known if other.startswith(name)]
     return next(iter(longer or difflib.get_close_matches(name, known, n=1)), None)
@@ -473,8 +482,9 @@ def validate(
     """Build `schema` from `values`, or raise one line that names the field.
 
     Args:
-        source: where the values come from; the line begins with it.  spell: how a field's path is written there.
-        all_sources: in its place, of fields that do not fit each other; default: the same.
+        source: where the values come from; the line begins with it.
+        spell: writes a field's path as the source does.
+        all_sources: replaces `source` when several fields contradict each other; default: `source`.
     Raises:
         UserError: unknown key (with the nearest valid name, if one is near), wrong type or value.
     """
@@ -498,10 +508,10 @@ def validate(
 
 
 def _message(error: ErrorDetails) -> str:
-    """What was expected; of several values, those that can be had."""
+    """What was expected."""
     values = error.get("ctx", {})
     if error["type"] == "literal_error":
-        *others, last = [name for name in re.findall("'(.*?)'", values["expected"]) if name not in UNAVAILABLE]
+        *others, last = re.findall("'(.*?)'", values["expected"])
         return f"expected {', '.join(others)} or {last}"
     if error["type"] in _MESSAGES:
         return _MESSAGES[error["type"]].format(**values)
@@ -509,7 +519,7 @@ def _message(error: ErrorDetails) -> str:
 
 
 def fits(schema: type[BaseModel], values: dict[str, Any]) -> bool:
-    """Whether fields that exclude or need each other do so rightly, as far as `values` go; wrong ones aside."""
+    """Whether `values` break no rule between several fields. A wrong value of a single field does not count."""
     try:
         schema.model_validate(values)
     except ValidationError as error:
@@ -518,7 +528,7 @@ def fits(schema: type[BaseModel], values: dict[str, Any]) -> bool:
 
 
 def _keys(schema: type[BaseModel], path: tuple[str, ...]) -> dict[str, str]:
-    """The valid keys of the schema that `path` leads to, and those nested in it; the values say where they are."""
+    """Valid keys of the schema at `path`, and of those nested in it: name -> its full key."""
     for part in path:
         schema = schema.model_fields[part].default.__class__
     nested: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""How far accepted speculation can move the output of one step: bounds, each under the assumptions it states.
+"""Bounds on how far accepted speculation can move the output of one step. Each bound states its assumptions.
 
-Source: Attention-Level SpecOutput, section 3.2 and Appendix A. All three bound one forward pass with exact keys and
+Source: Attention-Level Speculation, section 3.2 and Appendix A. All bounds are for one forward pass with exact keys and
 values in the cache; errors that earlier tokens left in the cache are not covered.
 """
 
@@ -17,12 +17,12 @@ def worst_case_bound(deltas: Sequence[float], alpha: float, beta: float, attenti
 
         eps <= sum_{i=1..N} (1 + alpha)^(N-i+1) (1 + f(R) beta)^(N-i) delta_i
 
-    The solution of `e_{i+1} = (1 + alpha) ((1 + f(R) beta) e_i + delta_i)`, `e_1 = 0`. **(corrected)** Equation 2 is
+    This solves `e_{i+1} = (1 + alpha) ((1 + f(R) beta) e_i + delta_i)`, `e_1 = 0`. **(corrected)** Equation 2 is
     printed with `e_i delta_i` in place of `e_i + delta_i`; equation 3 is right and is what this computes.
 
     Assumes layers `u = h + attention(norm(h))`, `h' = u + mlp(norm(u))` and constants that hold for every layer, in one
-    norm. Errors may all point the same way, so the bound grows exponentially in N: it shows stability, and is far too
-    wide to choose a threshold with.
+    norm. All errors may point in the same direction, so the bound grows exponentially in N. It shows stability, but is
+    far too loose to choose a threshold.
 
     Args:
         deltas: N bounds on the error of each layer's attention branch *as it is added to the residual*: a bound on
@@ -33,7 +33,7 @@ def worst_case_bound(deltas: Sequence[float], alpha: float, beta: float, attenti
             to R; see `self_attention_lipschitz`. May be inf.
 
     Returns:
-        eps >= 0; inf where it exceeds a double.
+        eps >= 0; inf if it exceeds the range of a double.
 
     Raises:
         ValueError: an argument is negative or NaN.
@@ -43,7 +43,7 @@ def worst_case_bound(deltas: Sequence[float], alpha: float, beta: float, attenti
     attention_growth = 1 + (attention_lipschitz * beta if beta > 0 else 0)
     total, weight = 0.0, 1 + alpha
     for delta in reversed(deltas):
-        total += weight * delta if delta > 0 else 0  # a weight of inf times no error is no error
+        total += weight * delta if delta > 0 else 0  # inf * 0 would be NaN
         weight *= (1 + alpha) * attention_growth
     return total
 
@@ -51,17 +51,17 @@ def worst_case_bound(deltas: Sequence[float], alpha: float, beta: float, attenti
 def high_probability_bound(
     hidden_norms: Sequence[float], threshold: float, failure_probability: float, azuma_constant: float
 ) -> float:
-    """Distance of the hidden state after N layers that is exceeded with probability at most q.
+    """Distance of the hidden state after N layers; the probability of a larger one is at most q.
 
         eps <= sqrt((4 - ln q) lambda^2 sum_i ||H_i||^2 / c)
 
     From `P(||error|| >= eps) <= e^4 exp(-c eps^2 / (lambda^2 sum_i ||H_i||^2))`. **(corrected)** The paper states the
-    bound "with probability delta"; delta there is the probability that it fails, q here.
+    bound "with probability delta"; delta is the probability that the bound fails, called q here.
 
     Assumes, as the paper does without proof, that the errors of the layers are a martingale (mean zero given the
     layers before, no common direction) and that each is at most `lambda ||H_i||` in the 2-norm. `c` is the constant
-    of the Azuma inequality for Banach-space martingales, which exists but is not known in value: read the result as a
-    scale, `lambda sqrt(N)`, and not as a number of its own.
+    of the Azuma inequality for Banach-space martingales. It exists, but its value is not known: use the result for its
+    scaling, `lambda sqrt(N)`, not for its value.
 
     Args:
         hidden_norms: ||H_i||_2 for each of the N layers.
@@ -92,11 +92,11 @@ def self_attention_lipschitz(radius: float, constant: float) -> float:
     paper cites it.
 
     Args:
-        radius: R, bound on the norm of every token the attention sees.
+        radius: R, bound on the norm of every token that the attention reads.
         constant: C, which depends on the layer's weights only.
 
     Returns:
-        f(R) >= 0; inf where it exceeds a double.
+        f(R) >= 0; inf if it exceeds the range of a double.
 
     Raises:
         ValueError: an argument is negative or NaN.

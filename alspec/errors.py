@@ -1,4 +1,4 @@
-"""The errors a user can meet, each with the exit code of its kind."""
+"""Errors that users see; each kind has its exit code."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class AlspecError(Exception):
 
 
 class UserError(AlspecError, ValueError):
-    """What the user gave is wrong: flags, configuration, checkpoint or prompt. Raised before device memory is taken."""
+    """Wrong flags, configuration, checkpoint or prompt. Raised before device memory is allocated."""
 
     exit_code = 2
 
 
 class DoesNotFitError(AlspecError):
-    """Weights, cache and buffers need more memory than there is."""
+    """Weights, cache and buffers need more memory than is available."""
 
     exit_code = 3
 
 
 class BadNumbersError(AlspecError):
-    """NaN or Inf reached the logits (names rank, layer and step), or a result that a bench checks is wrong."""
+    """NaN or Inf in the logits (names rank, layer and step), or a wrong result that a benchmark found."""
 
     exit_code = 4
 
@@ -55,45 +55,51 @@ class RankFailureError(AlspecError):
 
 
 class CannotConnectError(RankFailureError, RuntimeError):
-    """The ranks do not reach each other; a rank that is gone may be why."""
+    """The ranks cannot reach each other, perhaps because a rank has died."""
 
 
 class InterruptedJobError(AlspecError):
-    """Ctrl-C, on this rank or another one; the exit code is a shell's."""
+    """Ctrl-C on this rank or another one. The exit code is the one that shells use."""
 
     exit_code = 130
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, in up to 200 characters and never none: its kind, if it says nothing."""
+    """First line of an error's message, up to 200 characters; the error's type if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0][:200] if lines else type(error).__name__).rstrip(".;")
 
 
 def report(error: AlspecError) -> int:
-    """Print the one line of an error, after what stdout still holds; returns its exit code."""
+    """Flush stdout, then print the error in one line on stderr. Returns its exit code."""
     sys.stdout.flush()
     return print_error(error)
 
 
 def print_error(error: AlspecError) -> int:
-    """Print the one line of an error; returns its exit code. Every rank prints: torchrun flattens exit codes."""
+    """Print the error in one line on stderr. Returns its exit code.
+
+    Every rank prints, because torchrun exits with 1 whatever the exit code of a rank is.
+    """
     line = f"alspec: exit {error.exit_code}: {' '.join(str(error).split())}"
     tell_torchrun(line)
-    # One write with its newline: ranks share stderr, and print() may write the newline by itself.
+    # Write text and newline at once: ranks share stderr, and print() may write the newline separately.
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
     return error.exit_code
 
 
 def tell_torchrun(line: str) -> None:
-    """Have torchrun's last lines, which tell of the rank that failed first, show this one, if that can be done."""
+    """Write `line` to torchrun's error file, if possible.
+
+    torchrun's summary at the end then shows it for the rank that failed first.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     details = {"py_callstack": line, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):
-        # torchrun fails on half a file, and this process may be killed at any time.
+        # Write, then rename: torchrun fails on half a file, and this process may be killed at any time.
         part = f"{path}.{os.getpid()}"
         with open(part, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": line, "extraInfo": details}}, file)
@@ -101,9 +107,9 @@ def tell_torchrun(line: str) -> None:
 
 
 def show(value: object, limit: int = 100) -> str:
-    """`repr` of an untrusted value, in one line of up to `limit` characters."""
+    """`repr` of an untrusted value in one line of up to `limit` characters."""
     try:
         text = " ".join(line.strip() for line in repr(value).splitlines())
-    except ValueError:  # Python writes up to 4300 digits
+    except ValueError:  # Python refuses to print integers of more than 4300 digits
         return "an integer too long to show"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

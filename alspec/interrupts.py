@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of a call which cannot be interrupted."""
+"""Delay Ctrl-C until the end of a call that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["HeldInterrupt", "interrupts_wait"]
 
 
 class HeldInterrupt:
-    """The handler in force within `interrupts_wait`; at its end it is the turn of `handler`."""
+    """SIGINT handler inside `interrupts_wait`. It records the signals; `handler` runs at the end of the block."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
-        self.came: list[tuple[int, FrameType | None]] = []
+        self.received: list[tuple[int, FrameType | None]] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Keep it for later."""
-        self.came.append((number, frame))
+        """Record a signal."""
+        self.received.append((number, frame))
 
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C in this block, in the main thread, takes effect at its end.
+    """In the main thread, delay Ctrl-C in this block until its end.
 
-    For calls that turn what a handler raises into an error of their own, as PyTorch does where it looks into a storage.
+    For calls that replace an exception of the handler by their own error, as PyTorch does when it reads a storage.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -40,5 +40,5 @@ def interrupts_wait() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if held.came:
-            handler(*held.came[0])
+        if held.received:
+            handler(*held.received[0])

@@ -1,6 +1,6 @@
 """Decode latency of tensor parallelism and of attention-level speculation, from measured parts.
 
-All times are microseconds. Source: Attention-Level SpecOutput, Appendix F, with `floor` and `ceil` as printed; the
+All times are in microseconds. Source: Attention-Level Speculation, Appendix F, with `floor` and `ceil` as printed; the
 term `skipped` is ours.
 """
 
@@ -19,22 +19,22 @@ class StepCosts:
     num_layers: int
     """L, decoder layers."""
     fixed_us: float
-    """Everything outside the layers: embedding, final norm, LM head, sampling."""
+    """Work outside the layers: embedding, final norm, LM head, sampling."""
     layer_us: float
     """One layer without its attention: pre-attention + post-attention."""
     attention_us: float
-    """FD: plain attention of one layer, as tensor parallelism runs it."""
+    """FD: attention of one layer without speculation, as in tensor parallelism."""
     sender_us: float
-    """SFD_S: speculative attention on the sender, which computes all of A and verifies."""
+    """SFD_S: attention of one layer on the sender, which computes A~ and A and verifies."""
     receiver_us: float
-    """SFD_R: speculative attention on the receiver, until it holds A~."""
+    """SFD_R: attention of one layer on the receiver, until it has A~."""
     skipped_us: float = 0.0
-    """Over collectives: what follows the sender's verdict on an accepted guess before the receiver may send: the way of
-    the verdict to it, and beside that a branch whose gates are closed. The paper has no such term; over words closed
-    launches are left out."""
+    """Only over collectives: time from the sender's accepting verdict until the receiver may send. It covers the
+    transfer of the verdict and, in parallel, the receiver's main branch, whose gates are closed. The paper has no such
+    term. Over LL packets it is 0: the cost of launches with closed gates is not modelled."""
 
     def __post_init__(self) -> None:
-        """Reject numbers that cannot be measurements."""
+        """Refuse numbers that cannot be measurements."""
         if self.num_layers < 1:
             raise ValueError(f"num_layers: expected >= 1, found {self.num_layers}")
         for field in fields(self):
@@ -44,7 +44,7 @@ class StepCosts:
 
 
 def hit_layer_us(costs: StepCosts) -> float:
-    """One accepted layer: the receiver goes on with `A~` while the sender finishes the attention.
+    """One accepted layer: the receiver continues with `A~` while the sender finishes the attention.
 
         max(SFD_S + skipped, SFD_R + layer)
 
@@ -54,7 +54,7 @@ def hit_layer_us(costs: StepCosts) -> float:
 
 
 def miss_layer_us(costs: StepCosts) -> float:
-    """One rejected layer: `SFD_S + layer`, nothing overlaps."""
+    """One rejected layer, in which nothing overlaps: `SFD_S + layer`."""
     return costs.sender_us + costs.layer_us
 
 
@@ -63,12 +63,12 @@ def speculative_step_us(costs: StepCosts, hit_rate: float) -> float:
 
         t = fixed + floor(L r) max(SFD_S + skipped, SFD_R + layer) + ceil(L (1 - r)) (layer + SFD_S)
 
-    An upper bound for a rate that is no multiple of 1/L, since hits are rounded down. The last layer's attention
-    could also overlap the LM head; the model leaves that out.
+    For a rate that is not a multiple of 1/L this is an upper bound, because hits are rounded down. The last layer's
+    attention could also overlap the LM head; the model leaves that out.
 
     Args:
         costs: parts measured on one of the two groups.
-        hit_rate: r in [0, 1], the fraction of layers that accept.
+        hit_rate: r in [0, 1], the share of layers that accept.
 
     Raises:
         ValueError: `hit_rate` is outside [0, 1].
@@ -76,7 +76,7 @@ def speculative_step_us(costs: StepCosts, hit_rate: float) -> float:
     """
     if not 0 <= hit_rate <= 1:
         raise ValueError(f"hit_rate: expected 0 .. 1, found {hit_rate}")
-    # A rate is a ratio of counts: where L r is whole, its double can fall short by a few ulp (100 * 0.29 = 28.999...).
+    # A rate is a ratio of counts. If L r is an integer, its double can be a few ulp less (100 * 0.29 = 28.999...).
     hits = math.floor(costs.num_layers * hit_rate + 1e-9)
     misses = costs.num_layers - hits  # = ceil(L (1 - r))
     return costs.fixed_us + hits * hit_layer_us(costs) + misses * miss_layer_us(costs)

@@ -8,11 +8,13 @@ from torch import Tensor
 __all__ = ["CHUNK_SIZES", "KV_TILE", "predictor_ranges", "first_lossy_length"]
 
 KV_TILE = 64
+"""Tokens; the window starts on a multiple of it."""
 CHUNK_SIZES = (128, 256, 512)
+"""Supported values of S, tokens."""
 
 
 def first_lossy_length(chunk_size: int) -> int:
-    """Tokens in the cache from which on `A~` leaves some out: `2 S + 64`. Of fewer, `A~ = A`, and no guess can miss."""
+    """Smallest number of cached tokens at which `A~` leaves some out: `2 S + 64`. With fewer tokens `A~ = A`."""
     return 2 * chunk_size + KV_TILE
 
 
@@ -23,9 +25,9 @@ def predictor_ranges(seq_lens: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]
         window_start = max(sink_end, floor(max(n - S, 0) / 64) * 64)
 
     The window starts on a KV tile, so it holds S .. S + 63 tokens. The ranges never overlap: for `n < 2 S + 64` they
-    meet, cover every token once, and `A~ = A`. Where `n <= S` the window is empty and both results are `n`.
+    meet, cover every token once, and `A~ = A`. If `n <= S`, the window is empty and both results are `n`.
 
-    Source: Attention-Level SpecOutput, section 3.1 (first and last S tokens); the widening to whole tiles is ours.
+    Source: Attention-Level Speculation, section 3.1 (first and last S tokens); the widening to whole tiles is ours.
 
     Args:
         seq_lens: any shape, int32 or int64: tokens in the cache (n), the current one included.

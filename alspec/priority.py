@@ -14,12 +14,11 @@ One layer, with `sender(p)` the group with the larger p:
     verdict          the sender's p becomes 0 (accepted: the roles swap) or 2 (rejected: they stay)
     post-attention   each group, unless its p is 0
 
-Source: Attention-Level SpecOutput, section 4.2 and Algorithm 2. There the sender is found once per layer, before the
-receiver's p is written. A receiver whose guess was accepted becomes the sender with p = 1; once it has handed over, the
+Source: Attention-Level Speculation, section 4.2 and Algorithm 2. There the sender is found once per layer, before the
+receiver's p is written. A receiver whose A~ was accepted becomes the sender with p = 1. Once it has handed over, the
 new receiver has p = 1, too, so between handover and verdict `sender(p)` would find a tie. **(ours)** A handover
-therefore also sets the sender's p to 2, which is true (a sender's x is right) and changes nothing outside the layer:
-the verdict overwrites it and no gated operation runs in between. What each rank keeps of this on its device is in
-kernels/speculation/roles.py.
+therefore also sets the sender's p to 2. This is true (a sender's x is right) and changes nothing outside the layer:
+the verdict overwrites it and no gated operation runs in between. The device side is kernels/speculation/roles.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Reference semantics of attention-level speculation: one decode step in a single process.
 
 Every layer computes the full output `A` and the speculative output `A~` by a softmax over an explicit list of tokens,
-takes each request's verdict, and lets `A~` through when every live request accepts. Errors so let through reach the
-later layers and their keys and values: that is the method. Slow on purpose; the oracle of every distributed mode.
-Source: Attention-Level SpecOutput, Algorithms 1 and 2 and section 5.1.
+takes each request's verdict, and lets `A~` through when every live request accepts. Errors of an accepted `A~` reach
+later layers and their keys and values; this is part of the method. It is slow on purpose, and the oracle of every
+distributed mode.
+Source: Attention-Level Speculation, Algorithms 1 and 2 and section 5.1.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ PostAttention = Callable[[int, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What one simulated decode step of L layers and B requests leaves behind."""
+    """Result of one simulated decode step of L layers and B requests."""
 
     x: Tensor
     """[B, hidden], after the last layer."""
     k_cache: list[Tensor]
-    """L x [B, Hkv, capacity, D]: the caches given, with the new token's keys."""
+    """L x [B, Hkv, capacity, D]: the input caches with the new token's keys."""
     v_cache: list[Tensor]
-    """L x [B, Hkv, capacity, D]: the caches given, with the new token's values."""
+    """L x [B, Hkv, capacity, D]: the input caches with the new token's values."""
     hit_map: Tensor
     """[L, B] bool: each live request's own verdict; False for a request that is not live."""
     accepted: Tensor
-    """[L] bool: the layer let `A~` through."""
+    """[L] bool: the layer's verdict, True where `A~` was used."""
     senders: list[int]
     """L x group (0 or 1) that computes the layer's attention."""
     gated_ops: tuple[int, int]
-    """Pre- and post-attention operations that each group does not skip. A receiver runs those of a rejected layer."""
+    """Pre- and post-attention operations that each group runs. A receiver also runs those of a rejected layer."""
     priority: Priority
     """Priorities after the last layer: its sender holds `x`."""
 
@@ -74,14 +75,14 @@ def simulate_step(
         threshold: lambda; 0 is full attention, inf is sink and window attention in every layer.
         chunk_size: S, tokens.
         sm_scale: softmax scale, usually `D ** -0.5`.
-        live: [B] bool, requests that have a say in the layer's verdict; all where not given.
-        priority: priorities that the step starts with.
+        live: [B] bool, requests that count in the layer's verdict; all if not given.
+        priority: priorities at the start of the step.
 
     Returns:
         See `SimulatedStep`.
 
     Raises:
-        ValueError: dtype of `x`, cache lists of unequal length or none, a sequence length outside [1, capacity].
+        ValueError: dtype of `x`, cache lists of unequal length or empty, a sequence length outside [1, capacity].
 
     """
     if x.dtype not in (torch.float32, torch.float64):
@@ -153,7 +154,7 @@ def replay_priorities(
 
     Args:
         accepted: the verdict of each layer.
-        priority: priorities that the step starts with.
+        priority: priorities at the start of the step.
 
     Returns:
         senders, gated_ops, priority: as in `SimulatedStep`.
@@ -175,7 +176,7 @@ def replay_priorities(
 
 
 def _spec_tokens(seq_lens: Tensor, chunk_size: int) -> list[list[int]]:
-    """Positions of sink and window, per request."""
+    """Positions of sink and window, for each request."""
     sink_end, window_start = predictor_ranges(seq_lens, chunk_size)
     ranges = zip(sink_end.tolist(), window_start.tolist(), seq_lens.tolist(), strict=True)
     return [[*range(sink), *range(window, n)] for sink, window, n in ranges]

@@ -3,8 +3,8 @@
     accept  <=>  sum((A~ - A)^2) < lambda^2 sum(A^2)
 
 over every query head of the layer, before the output projection. Under tensor parallelism each rank holds some heads:
-ranks exchange their two sums and add them in rank order, so that all of them reach the same bits and the same verdict.
-Source: Attention-Level SpecOutput, section 3.2 and Algorithm 1; the exchange of the sums is ours.
+ranks exchange their two sums and add them in rank order, so that all of them get the same bits and the same verdict.
+Source: Attention-Level Speculation, section 3.2 and Algorithm 1; the exchange of the sums is ours.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def combine_sums(rank_sums: Tensor) -> Tensor:
     if rank_sums.dtype != torch.float32 or rank_sums.dim() != 3 or rank_sums.shape[0] < 1 or rank_sums.shape[2] != 2:
         raise ValueError(f"rank_sums: expected [T, B, 2] float32, found {list(rank_sums.shape)} {rank_sums.dtype}")
     total = rank_sums[0].clone()
-    # A reduction over dim 0 may add in any order; fp32 addition does not associate.
+    # A reduction over dim 0 may add in any order; fp32 addition is not associative.
     for rank in range(1, rank_sums.shape[0]):
         total += rank_sums[rank]
     return total
@@ -67,8 +67,8 @@ def combine_sums(rank_sums: Tensor) -> Tensor:
 def accepts(sums: Tensor, threshold: float) -> Tensor:
     """Each request's verdict: `dist2 < lambda^2 norm2`, strict, in fp32.
 
-    `lambda^2` is formed in double precision and rounded to fp32 once. `lambda = 0` never accepts; `lambda = inf` always
-    does, whatever the sums. NaN sums reject for any finite lambda.
+    `lambda^2` is computed in double precision and rounded to fp32 once. `lambda = 0` never accepts. `lambda = inf`
+    always accepts, whatever the sums. NaN sums reject for any finite lambda.
 
     Args:
         sums: [B, 2] fp32, (dist2, norm2) over all heads.

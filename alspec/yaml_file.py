@@ -1,4 +1,4 @@
-"""Configuration files: YAML, loaded safely, with the booleans and integers of YAML 1.2."""
+"""Configuration files: safe YAML with the booleans and integers of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from alspec.errors import UserError
 
 __all__ = ["dump_yaml", "load_yaml"]
 
-MAX_INT_CHARACTERS = 1000  # of an integer; Python shows up to 4300 digits
+MAX_INT_CHARACTERS = 1000  # Python refuses to print integers of more than 4300 digits
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loading with the booleans and integers of YAML 1.2: `off` and `on` are values of fields, and 010 is ten.
+    """Safe loader with the booleans and integers of YAML 1.2: `off` and `on` are strings, and 010 is ten.
 
-    A key that stands twice in a mapping is refused, and so is an integer too long for messages to show.
+    It refuses a key that appears twice in a mapping, and an integer too long to show in a message.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Before merge keys (`<<`) are replaced by what they add."""
+        """Refuse duplicate keys; runs before merge keys (`<<`) are expanded."""
         node = super().compose_mapping_node(anchor)
         names: set[str] = set()
         for key, _ in node.value:
@@ -34,8 +34,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Decimal, or octal and hexadecimal with their prefixes."""
-        if not _INT_PATTERN.match(node.value):  # of a tag
+        """Parse a decimal integer, or an octal or hexadecimal one with the prefix 0o or 0x."""
+        if not _INT_PATTERN.match(node.value):  # possible with an explicit tag !!int
             raise MarkedYAMLError(
                 problem=f"expected an integer, found {node.value!r:.80}", problem_mark=node.start_mark
             )
@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts texts in quotes that `_Loader`, or a reader of YAML 1.1, would take for something else."""
+    """Quotes strings that `_Loader`, or a YAML 1.1 reader, would read as another type."""
 
 
 _BOOL, _INT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:int"
@@ -55,16 +55,16 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-for _ours in (_Loader, _Dumper):
-    _ours.add_implicit_resolver(_INT, _INT_PATTERN, list("-+0123456789"))
+for _yaml_class in (_Loader, _Dumper):
+    _yaml_class.add_implicit_resolver(_INT, _INT_PATTERN, list("-+0123456789"))
 _Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Read a configuration file: a YAML mapping of field names, safe loading.
+    """Read a configuration file: a YAML mapping of field names.
 
     Raises:
-        UserError: unreadable file, broken YAML, a key given twice, or anything that is not a mapping.
+        UserError: unreadable file, broken YAML, a duplicate key, or anything that is not a mapping.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -72,7 +72,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"config: cannot read {path}: {error.strerror}; give an existing YAML file") from None
     except RecursionError:
         raise UserError(f"config: {path} is not YAML: nested too deeply") from None
-    # The last ones are of values, such as 2026-13-01.
+    # The constructors of values raise the built-in exceptions, for example for the date 2026-13-01.
     except (yaml.YAMLError, ValueError, AttributeError, LookupError, OverflowError) as error:
         raise UserError(f"config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if values is None:
@@ -83,5 +83,5 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """What `load_yaml` reads back, in this order."""
+    """Write YAML that `load_yaml` reads back; keeps the order of `values`."""
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False))

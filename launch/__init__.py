@@ -1,1 +1,1 @@
-"""The command lines, one module each, and what they share."""
+"""The commands, one module each, and their shared code."""

@@ -1,8 +1,8 @@
-"""Measure kernels against PyTorch, and prompts; correctness first: `launch/bench_kernels.py --rows out.jsonl`."""
+"""Check, then measure kernels against PyTorch, and whole prompts: `launch/bench_kernels.py --rows out.jsonl`."""
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports that take seconds
+if __name__ == "__main__":  # before the slow imports
     from alspec.launch.terminal.output import exit_on_interrupt
 
     exit_on_interrupt()
@@ -35,20 +35,20 @@ from alspec.launch.bench.bench_prefill import PREFILL_CASES, PrefillCase, check_
 from alspec.launch.bench.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
 from alspec.launch.bench.bench_reading import can_read_alone, reading_alone
 from alspec.launch.bench.spec_ready import spec_ready_us
-from alspec.launch.terminal.flags import Parser, check_writable, run_command
-from alspec.launch.terminal.output import append_rows
+from alspec.launch.terminal.flags import Parser, check_writable, parse_command
+from alspec.launch.terminal.output import append_rows, exit_code
 from alspec.runtime.distributed.placement import Placement
-from alspec.runtime.faults.heartbeat import out_of_memory_is_told
+from alspec.runtime.faults.guard import translate_out_of_memory
 from alspec.runtime.profiling.provenance import provenance
 from alspec.runtime.profiling.stats import spread, stream_bandwidth
 from alspec.sas import Softmax
 
 __all__ = ["main"]
 
-# Buffers of one measurement rotate through this much memory, 35 times the L2: nearly every launch reads nearly all from
-# DRAM, whatever leaves the L2 first. (Of fewer bytes that leave first, as those of quantised records do, some stay.)
+# Copies of the inputs rotate through this much memory, 35 times the L2, so that nearly all reads come from DRAM. With
+# less, data that is loaded as evict_first, such as quantised records, would partly stay in the L2.
 COLD_BYTES = 2 * 2**30
-WARMUP_MS = 20  # of replays, so that the clocks have settled
+WARMUP_MS = 20  # replays before the measurement, until the clock rates have settled
 REPLAYS = 25
 CHUNK_SIZE = 128
 CONTEXTS = tuple(2**power for power in range(10, 19))
@@ -58,7 +58,7 @@ TOLERANCE = 1e-2  # relative RMS of a bf16 output against fp64
 
 @dataclass
 class Case:
-    """One shape with enough copies of its inputs to keep the L2 cold."""
+    """One shape, with enough copies of its inputs to keep the L2 cold."""
 
     q: Tensor  # [copies, B, Hq, D] bf16
     k: Tensor  # [copies, B, Hkv, N, D] bf16
@@ -93,7 +93,7 @@ class Case:
 
 
 def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]:
-    """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
+    """Our kernel on copy `i`. With `chunk_size` it also writes `A~` and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.k.shape[2]
     workspace = attend_workspace(KVLayer(case.k[0], case.v[0]), hq, device)
@@ -101,8 +101,8 @@ def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]
     speculation = None
     if chunk_size:
         parts = spec_parts(chunk_size, batch, hq, hkv, dim, case.q.dtype, device)
-        speculation, words = new_spec_output(chunk_size, case.q[0], parts, device)
-        words.fill_(-1)  # of another epoch
+        speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device)
+        packets.fill_(-1)  # another epoch than that of the run
 
     def run(i: int) -> tuple[Tensor, ...]:
         lean_decode_attention(
@@ -114,7 +114,7 @@ def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]
 
 
 def sdpa(case: Case) -> Callable[[int], tuple[Tensor, ...]]:
-    """torch SDPA on copy `i`, every request padded to the longest."""
+    """torch SDPA on copy `i`, with every request padded to the longest one."""
     _, batch, hq, dim = case.q.shape
     capacity = case.k.shape[3]
     ragged = bool((case.seq_lens != capacity).any())
@@ -130,7 +130,7 @@ def sdpa(case: Case) -> Callable[[int], tuple[Tensor, ...]]:
 
 
 def flashinfer(case: Case) -> Callable[[int], tuple[Tensor, ...]] | None:
-    """FlashInfer's decode of one request on copy `i`, with tensor cores; None where it is not installed."""
+    """FlashInfer's decode of one request on copy `i`, with tensor cores; None if it is not installed."""
     if case.q.shape[1] != 1 or importlib.util.find_spec("flashinfer") is None:
         return None
     decode = importlib.import_module("flashinfer").single_decode_with_kv_cache
@@ -148,28 +148,26 @@ def check(case: Case | FlashQCase, run: Callable[[int], tuple[Tensor, ...]], chu
     found = run(case.q.shape[0] - 1)
     if chunk_size:
         spec_out, full_out, sums = speculative_decode_attention_ref(*args, chunk_size, scale)
-        guess = (
-            found[1] if found[1].is_floating_point() else combined(found[1], found[3] if len(found) > 3 else None, 0)
-        )
-        found = (found[0], guess, found[2].sum(1))
-        wanted: tuple[Tensor, ...] = (full_out, spec_out, sums)
+        spec = found[1] if found[1].is_floating_point() else combined(found[1], found[3] if len(found) > 3 else None, 0)
+        found = (found[0], spec, found[2].sum(1))
+        expected: tuple[Tensor, ...] = (full_out, spec_out, sums)
     else:
-        wanted = (decode_attention_ref(*args, scale)[0],)
-    for ours, reference in zip(found, wanted, strict=True):
+        expected = (decode_attention_ref(*args, scale)[0],)
+    for ours, reference in zip(found, expected, strict=True):
         check_close(f"result for seq_lens {case.seq_lens.tolist()[:4]}", ours, reference, TOLERANCE)
 
 
 def times_us(runs: Sequence[Callable[[int], Any]], copies: int) -> list[dict[str, float]]:
-    """Microseconds of one launch of each, inside a CUDA graph that runs every copy once: p20, p50, p80 over replays.
+    """Microseconds of one launch of each run: p20, p50, p80 over replays of a CUDA graph that runs every copy once.
 
-    The graphs are replayed in turn, so that whatever changes with time changes for all of them.
+    The graphs are replayed in turn, so that a change over time affects all of them.
     """
     graphs = [_captured(run, copies) for run in runs]
     for graph in graphs:
         for _ in range(2 + int(WARMUP_MS / max(_replay_us(graph) / 1e3, 0.05))):
             graph.replay()
     samples = [[_replay_us(graph) / copies for graph in graphs] for _ in range(REPLAYS)]
-    return [spread(list(of_run)) for of_run in zip(*samples, strict=True)]
+    return [spread(list(run_samples)) for run_samples in zip(*samples, strict=True)]
 
 
 def _captured(run: Callable[[int], Any], copies: int) -> torch.cuda.CUDAGraph:
@@ -193,10 +191,10 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 class Results:
-    """Rows on their way to the file, and the table."""
+    """Writes rows to the file, and collects the table."""
 
     def __init__(self, rows: Path | None, command: str) -> None:
-        # Ranks of a job measure together; the first one writes.
+        # All ranks of a job measure; rank 0 writes.
         self._is_first = Placement.from_environment().rank == 0
         self._rows = rows if self._is_first else None
         self._command = command
@@ -216,7 +214,7 @@ class Results:
         num_gpus: int = 1,
         flops: int = 0,
     ) -> None:
-        """One implementation on a case that must move `size` bytes; `base` is the first rival's median."""
+        """Add one implementation on a case that must move `size` bytes. `base` is the median to compare with."""
         rate = size / us["p50"] * 1e6
         tflop_s = flops / us["p50"] / 1e6
         label = " ".join(f"{key}={value}" for key, value in case.items())
@@ -240,7 +238,7 @@ class Results:
         self.write(row, num_gpus)
 
     def write(self, row: dict[str, Any], num_gpus: int) -> None:
-        """Add where a row is from, and append it to the file."""
+        """Add the provenance to a row, and append it to the file."""
         if self._rows is None:
             return
         row = row | provenance(num_gpus, self._command)
@@ -249,7 +247,7 @@ class Results:
         append_rows(self._rows, [row])
 
     def show(self) -> None:
-        """The table on stdout."""
+        """Print the table on stdout."""
         if self._is_first:
             Console(width=170).print(self.table)
 
@@ -257,7 +255,7 @@ class Results:
 def bench_decode(results: Results, contexts: list[int]) -> None:
     """Plain and speculative decode against SDPA and FlashInfer: batch 1 at every context, then a ragged batch.
 
-    And that batch with every request as long as the longest: what a kernel without ragged lengths would do for it.
+    The last case pads this batch to its longest request, as a kernel without ragged lengths has to.
     """
     generator = torch.Generator().manual_seed(11)
     ragged = torch.randint(1024, 65536, (8,), generator=generator).tolist()
@@ -287,10 +285,12 @@ def add_runs(
     runs: Sequence[tuple[str, str, Callable[[int], tuple[Tensor, ...]] | None, int]],
     base: float | None = None,
 ) -> float:
-    """Check, then time in turn, what there is of (bench, implementation, run, chunk size).
+    """Check all runs that are not None, then time them in turn.
 
+    Args:
+        runs: (bench, implementation, run, chunk size) of each.
     Returns:
-        The median to compare with: `base`, or that of the first one.
+        The median to compare with: `base`, or that of the first run.
     """
     found = [(bench, impl, run, chunk_size) for bench, impl, run, chunk_size in runs if run is not None]
     for _, _, run, chunk_size in found:
@@ -303,17 +303,17 @@ def add_runs(
 
 
 def add_reading(results: Results, case: dict[str, Any], num_bytes: int, copies: int, base: float | None) -> None:
-    """What it takes to read as many bytes as attention must, and no more."""
+    """Add the time to read as many bytes as attention must, and do nothing else."""
     if can_read_alone(torch.device("cuda")):
         (us,) = times_us([reading_alone(num_bytes, copies)], copies)
         results.add("reading", "reading alone", case, us, num_bytes, base)
 
 
 def bench_ready(results: Results, contexts: list[int]) -> None:
-    """Time until `A~` can be used, by the same GPU and, where there is one, by a second."""
+    """Time until `A~` can be used, by the same GPU and, if there is one, by a second GPU."""
     places = ["this GPU"]
     if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1):
-        # Copies both ways make PyTorch open each GPU's memory to the other.
+        # A copy in each direction makes PyTorch enable peer access.
         torch.zeros(1, device="cuda:0").to("cuda:1").to("cuda:0")
         places.append("second GPU")
     for hq, hkv, dim in SHAPES:
@@ -330,7 +330,7 @@ def bench_ready(results: Results, contexts: list[int]) -> None:
 
 
 def bench_allreduce(results: Results, contexts: list[int]) -> None:
-    """The step's all-reduce alone, on every rank of a torchrun job; a context does not matter."""
+    """The step's all-reduce alone, on every rank of a torchrun job. Contexts have no effect."""
     transport, peer_memory = connect()
     for batch_size in BATCHES:
         case, times = measure(transport, peer_memory, batch_size)
@@ -342,7 +342,7 @@ def bench_allreduce(results: Results, contexts: list[int]) -> None:
 
 
 def bench_prefill(results: Results, _: list[int]) -> None:
-    """INT8 prefill attention, with either softmax, and ours over bf16 against SDPA: its cases are its own."""
+    """INT8 prefill attention with either softmax, and ours over bf16, against SDPA. It has its own cases."""
     for num_queries, num_tokens in PREFILL_CASES:
         case = PrefillCase.draw(num_queries, num_tokens)
         heads, dim = f"{case.q.shape[1]}/{case.k.shape[0]}", case.q.shape[2]
@@ -389,7 +389,7 @@ def bench_flashq_decode(results: Results, contexts: list[int]) -> None:
 
 
 def bench_prompt(results: Results, contexts: list[int]) -> None:
-    """Whole prompts of the 8B shape over each cache and in each mode of a torchrun job; they have their own table."""
+    """Whole prompts of the 8B shape over each cache, in each mode of a torchrun job. They have their own table."""
     rows: list[dict[str, Any]] = []
 
     def found(row: dict[str, Any]) -> None:
@@ -414,7 +414,10 @@ BENCHES = {
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="bench_kernels", description="Kernels against PyTorch, and whole prompts.")
-    return run_command(parser, BenchConfig, argv, lambda config, args: _run(config, args.command))
+    with exit_code(argv) as outcome:
+        config, args = parse_command(parser, BenchConfig, argv, outcome)
+        outcome.code = _run(config, args.command)
+    return outcome.code
 
 
 def _run(config: BenchConfig, command: str) -> int:
@@ -430,7 +433,7 @@ def _run(config: BenchConfig, command: str) -> int:
         found = f"found {torch.cuda.device_count()} for {placement.local_world_size} ranks"
         raise UserError(f"bench_kernels: needs a CUDA GPU for each rank, {found}")
     torch.cuda.set_device(placement.local_rank)
-    with out_of_memory_is_told("Lower --contexts"):
+    with translate_out_of_memory("Lower --contexts"):
         results = Results(config.rows, command)
         for name in [config.bench] if config.bench else ["decode", "ready"]:
             default = PROMPT_CONTEXTS if name == "prompt" else CONTEXTS

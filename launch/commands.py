@@ -1,4 +1,4 @@
-"""The installed commands: before the imports that take seconds, Ctrl-C gets its line, as in the scripts."""
+"""The installed commands. Like the scripts, they handle Ctrl-C before the imports, which take seconds."""
 
 from __future__ import annotations
 

@@ -11,56 +11,61 @@ from typing import Any
 
 try:
     from alspec.errors import RankFailureError, UserError, report
-    from alspec.launch.terminal.output import exit_on_interrupt, is_special, write_text
-except ImportError as error:  # `report` is in what is missing
+    from alspec.launch.terminal.output import exit_code, exit_on_interrupt, is_special, write_text
+except ImportError as error:  # `report` itself could not be imported
     print(f"alspec: exit 2: doctor: cannot import alspec: {error}; pip install -e . in its folder", file=sys.stderr)
     sys.exit(2)
 
-if __name__ == "__main__":  # before the imports that take seconds
+if __name__ == "__main__":  # before the slow imports
     exit_on_interrupt()
 
-# That torch or Triton cannot be imported is a finding too: report it like any other.
+# A failed import of torch or Triton is a finding too: report it like any other.
 try:
     from rich.console import Console
     from rich.text import Text
 
     from alspec.config import DoctorConfig
-    from alspec.launch.terminal.flags import Parser, check_writable, run_command
+    from alspec.launch.terminal.flags import Parser, check_writable, parse_command
     from alspec.runtime.distributed.placement import Placement
     from alspec.runtime.doctor.checkup import Check, run_checks
     from alspec.runtime.doctor.diagnostics import CHECKS
-    from alspec.runtime.faults.heartbeat import Heartbeat, run_guarded
+    from alspec.runtime.faults.guard import guarded
+    from alspec.runtime.faults.heartbeat import Heartbeat
 except (ImportError, OSError) as error:
     sys.exit(report(UserError(f"doctor: cannot import what alspec needs: {error}; install alspec again with pip")))
 
 __all__ = ["main"]
 
 EPILOG = (
-    "Alone it looks at every GPU of this host; under torchrun, one rank for each GPU, also at what connects them. "
-    "exit code: 0 nothing failed, 2 the setup is at fault, 5 a rank failed or stalled."
+    "Without torchrun it checks every GPU of this host; under torchrun, with one rank for each GPU, also their links. "
+    "Exit code: 0 nothing failed, 2 the setup is wrong, 5 a rank failed or stalled."
 )
-# Of several ranks' outcomes the first in this order is shown.
+# If ranks have different outcomes, the first in this order is shown.
 COLORS = {"fail": "red", "pass": "green", "skip": "yellow"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="doctor", description="Check an installation.", epilog=EPILOG)
-    return run_command(parser, DoctorConfig, argv, lambda config, _: _examine(config))
+    with exit_code(argv) as outcome:
+        config, _ = parse_command(parser, DoctorConfig, argv, outcome)
+        outcome.code = _examine(config)
+    return outcome.code
 
 
 def _examine(config: DoctorConfig) -> int:
     check_writable("flags: --json", config.json_file)
     placement = Placement.from_environment()
-    # One call, such as CUDA's start, may keep a rank from beating for as long as a check may take.
-    heartbeat = Heartbeat(placement, patience_s=config.deadline)
+    # A single call, such as the start of CUDA, may block a rank's heartbeat for the time limit of a check.
+    heartbeat = Heartbeat(placement, grace_s=config.deadline)
     outcomes = run_checks(placement, config.transport, config.deadline, heartbeat, config.debug)
     width = max(map(len, CHECKS))
-    return run_guarded(heartbeat, lambda: _print(outcomes, config.json_file, placement.rank == 0, width))
+    with guarded(heartbeat):
+        return _print(outcomes, config.json_file, placement.rank == 0, width)
 
 
 def _print(outcomes: Iterable[list[Check]], json_file: Path | None, is_first: bool, width: int) -> int:
-    """A line for each check as it comes, from rank 0; every rank returns the same exit code."""
+    """Rank 0 prints a line after each check. Every rank returns the same exit code."""
     console = Console(highlight=False)
     checks: list[Check] = []
     rows = []
@@ -74,7 +79,7 @@ def _print(outcomes: Iterable[list[Check]], json_file: Path | None, is_first: bo
             Text.assemble(f"{by_rank[0].name:<{width}}  ", (status, COLORS[status]), f"  {text}"), soft_wrap=True
         )
         sys.stdout.flush()
-        # Written anew after each check: a stall in the next one ends the process.
+        # Write the file again after each check: a stall in the next one ends the process.
         if json_file is not None and not is_special(json_file):
             _write(json_file, rows)
     if json_file is not None and is_first and is_special(json_file):
@@ -92,7 +97,7 @@ def _write(json_file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _line(by_rank: list[Check]) -> tuple[str, str]:
-    """Status and text of a check: those of the first rank that failed, else passed."""
+    """Status and text of a check, from the rank whose status comes first in `COLORS`."""
     order = list(COLORS)
     rank, first = min(enumerate(by_rank), key=lambda item: order.index(item[1].status))
     found = first.found if len({check.found for check in by_rank}) == 1 else f"rank {rank}: {first.found}"

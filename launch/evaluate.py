@@ -1,8 +1,8 @@
-"""Quality over cache codecs, softmaxes and lambda: `python launch/evaluate.py --text books.jsonl.xz --recall 50`."""
+"""Measure quality over codecs, softmaxes and lambda: `python launch/evaluate.py --text books.jsonl.xz --recall 50`."""
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports that take seconds
+if __name__ == "__main__":  # before the slow imports
     from alspec.launch.terminal.output import exit_on_interrupt
 
     exit_on_interrupt()
@@ -16,12 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import EvaluateConfig, refuse_unavailable
+from alspec.config import EvaluateConfig
 from alspec.errors import UserError
 from alspec.launch.evaluate_tasks import (
     Quality,
     Task,
-    first_guess,
+    first_lossy_position,
     needle_tasks,
     read_text,
     recall_task,
@@ -31,25 +31,25 @@ from alspec.launch.evaluate_tasks import (
 )
 from alspec.launch.plots.plot_quality import draw, threshold_name
 from alspec.launch.terminal.display import StatusLine
-from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, run_command
-from alspec.launch.terminal.output import append_rows, writing
+from alspec.launch.terminal.flags import Parser, check_picture, check_positions, check_writable, parse_command
+from alspec.launch.terminal.output import append_rows, exit_code, writing
 from alspec.models.checkpoint.source import model_name
+from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.engine.loading import WARM_UP_TOKENS
 from alspec.runtime.eval.teacher_forced import CacheSetting
-from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.provenance import provenance
 
 __all__ = ["main"]
 
 EPILOG = (
-    "Every figure is of the reference semantics (simulated): each verdict from both outputs, accepted A~ let through, "
-    "keys and values as the cache holds them. The ablations of TurboAttention: Table 3 is --codecs bf16,turbo4 "
-    "--block-sizes 32,64,128; Table 4 is --codecs bf16,turbo4 --softmaxes exact,sas; Figure 7b is --codecs turbo-mixed "
-    "--selectors gap_std,entropy,min_max,variation --low-heads 0,1,2,3,4. --threshold is for "
-    "--baselines alone: the lambda whose hit rates say which layers are fixed."
+    "All values are measured with the reference semantics (simulated): each verdict compares A~ with A, an accepted A~ "
+    "replaces A, and keys and values are those of the cache. The ablations of TurboAttention: "
+    "Table 3 is --codecs bf16,turbo4 --block-sizes 32,64,128; Table 4 is --codecs bf16,turbo4 --softmaxes exact,sas; "
+    "Figure 7b is --codecs turbo-mixed --selectors gap_std,entropy,min_max,variation --low-heads 0,1,2,3,4. "
+    "Only --baselines uses --threshold: the hit rates at this lambda choose the fixed layers."
 )
-# Layers whose measured hit rate is above this always speculate in the baseline of fixed layers (ALSpec, Figure 2).
+# In the baseline of fixed layers, a layer always speculates if its measured hit rate is above this (ALSpec, Figure 2).
 FIXED_LAYER_HIT_RATE = 0.8
 
 
@@ -60,7 +60,10 @@ def main(argv: list[str] | None = None) -> int:
         description="Quality under speculation and quantisation.",
         epilog=EPILOG,
     )
-    return run_command(parser, EvaluateConfig, argv, lambda config, args: _run(config, args.command))
+    with exit_code(argv) as outcome:
+        config, args = parse_command(parser, EvaluateConfig, argv, outcome)
+        outcome.code = _run(config, args.command)
+    return outcome.code
 
 
 def _run(config: EvaluateConfig, command: str) -> int:
@@ -70,26 +73,22 @@ def _run(config: EvaluateConfig, command: str) -> int:
     caches = _caches(config)
     assert config.text is not None  # checked above
     text = read_text(config.text)
-    # The engine's own cache stays unused: what each codec would hold is computed from the keys and values of the text.
+    # The engine's own cache is unused: the content of each codec's cache is computed from keys and values of the text.
     speculation = config.speculation.model_copy(update={"mode": "simulated"})
     engine = Engine(config.model_copy(update={"speculation": speculation, "kv_cache": "bf16", "softmax": "exact"}))
 
-    def evaluate() -> int:
+    with guarded(engine.heartbeat, "Lower --contexts, or use more ranks"):
         return _evaluate(engine, config, _tasks(engine, config, contexts, text), caches, command)
-
-    return run_guarded(engine.heartbeat, evaluate, "Lower --contexts, or use more ranks")
 
 
 def _check(config: EvaluateConfig) -> None:
-    """Find the mistakes that can be found without the model."""
+    """Refuse mistakes that can be found without the model."""
     if config.text is None:
         raise UserError("flags: --text: none given; give a .txt, .jsonl or .jsonl.xz file")
     if config.speculation.mode not in ("auto", "simulated"):
         raise UserError("flags: --speculation: evaluate is always simulated; leave it out")
     if config.max_context is not None:
         raise UserError("flags: --max-context: lengths come from --contexts; leave it out")
-    # sas is measured over bf16 too, which the runtime itself does not offer.
-    refuse_unavailable(config.model_copy(update={"softmax": "exact"}))
     if not (config.windows or config.recall or config.needles or config.records):
         raise UserError("flags: nothing to measure; give one of --windows, --recall, --needles or --records")
     if config.baselines and not config.windows:
@@ -100,13 +99,13 @@ def _check(config: EvaluateConfig) -> None:
 
 
 def _check_effects(config: EvaluateConfig) -> None:
-    """Refuse what is not as by default and would change nothing."""
+    """Refuse settings that are not the default and would change nothing."""
     codecs = config.codecs or (config.kv_cache,)
     mixed = "turbo-mixed" in codecs, "only turbo-mixed has heads of 2 bits; add it to --codecs"
     effects = {
         "threshold": (config.baselines, "only --baselines needs one; give --thresholds"),
-        "kv_cache": (config.codecs is None, "--codecs says which caches are measured; add it there"),
-        "softmax": (config.softmaxes is None, "--softmaxes says which are measured; add it there"),
+        "kv_cache": (config.codecs is None, "--codecs names the caches to measure; add it there"),
+        "softmax": (config.softmaxes is None, "--softmaxes names those to measure; add it there"),
         "block_sizes": (set(codecs) != {"bf16"}, "a bf16 cache has no blocks; add another one to --codecs"),
         "selectors": mixed,
         "low_heads": mixed,
@@ -119,17 +118,17 @@ def _check_effects(config: EvaluateConfig) -> None:
 
 
 def _check_baselines(config: EvaluateConfig, longest: int) -> None:
-    """Refuse --baselines where no context is long enough for hit rates, which choose the fixed layers."""
+    """Refuse --baselines if no context is long enough for hit rates: they choose the fixed layers."""
     chunk_size = config.speculation.chunk_size
-    if config.baselines and longest <= first_guess(chunk_size):
+    if config.baselines and longest <= first_lossy_position(chunk_size):
         raise UserError(
-            f"flags: --baselines takes its fixed layers from hit rates; in {longest} tokens no guess leaves out one, "
-            f"give --contexts beyond {first_guess(chunk_size)}"
+            f"flags: --baselines takes its fixed layers from hit rates; in {longest} tokens A~ leaves out none; "
+            f"give --contexts beyond {first_lossy_position(chunk_size)}"
         )
 
 
 def _caches(config: EvaluateConfig) -> list[CacheSetting]:
-    """Every combination of the flags, each once: a codec ignores the settings that it does not depend on."""
+    """Every combination of the flags, each once. Settings that do not affect a codec stay at their defaults."""
     codecs = config.codecs or (config.kv_cache,)
     softmaxes = config.softmaxes or (config.softmax,)
     low_heads = config.low_heads or (None,)
@@ -162,7 +161,7 @@ def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: st
             raise UserError(
                 f"flags: --text: {config.windows} windows of {longest} tokens needed, {config.text} has {len(ids)}"
             )
-        begin = tokenizer.encode("")  # as a prompt does
+        begin = tokenizer.encode("")  # windows begin as a prompt does
         tasks += [text_task(begin, ids[:needed], context) for context in contexts]
     if config.recall:
         tasks.append(recall_task(engine, text, longest, config.recall))
@@ -186,7 +185,7 @@ def _evaluate(
     is_first = engine.placement.rank == 0
     with StatusLine(is_first) as status:
         status.show("loading weights")
-        engine.load(1, WARM_UP_TOKENS)  # texts are scored without its cache, however long they are
+        engine.load(1, WARM_UP_TOKENS)  # the scoring of texts does not use its cache
         rows = _measure(engine, config, tasks, caches, command, status)
     if is_first:
         Console(width=180).print(_table(engine, rows))
@@ -205,7 +204,7 @@ def _measure(
     command: str,
     status: StatusLine,
 ) -> list[dict[str, Any]]:
-    """A row for each task, cache and lambda, and for the fixed layers of `--baselines`."""
+    """Measure a row for each task, cache and lambda, and for the fixed layers of `--baselines`."""
     num_layers, base = engine.model_config.num_layers, engine.config.speculation.threshold
     thresholds = sorted({*config.thresholds, base, math.inf}) if config.baselines else config.thresholds
     rows: list[dict[str, Any]] = []
@@ -226,7 +225,7 @@ def _measure(
         under = {str(threshold): [threshold] * num_layers for threshold in thresholds}
         for task in texts:
             qualities = dict(zip(under, measure(task, cache, under), strict=True))
-        if config.baselines:  # fixed layers are those of the longest context, which comes last
+        if config.baselines:  # fixed layers come from the longest context, which is measured last
             hit_rates = qualities[str(base)].hit_rates
             assert hit_rates is not None  # `_check_baselines` refused contexts without hit rates
             fixed = {"fixed": [math.inf if rate > FIXED_LAYER_HIT_RATE else 0.0 for rate in hit_rates]}
@@ -266,7 +265,7 @@ def _row(
 
 
 def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
-    """A line for each cache and lambda, a column for each measure and context; needles are averaged over depths."""
+    """A row for each cache and lambda, a column for each measure and context. Needles are averaged over depths."""
     lines: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         case = row["case"]
@@ -275,7 +274,7 @@ def _table(engine: Engine, rows: list[dict[str, Any]]) -> Table:
     columns = list(dict.fromkeys(column for line in lines.values() for column in line))
     name = engine.config.model or "demo checkpoint"
     table = Table(title=f"{name}, S = {engine.config.speculation.chunk_size}, {engine.dtype_name}")
-    # The hit rate shown is that of the longest text, or of the first task where no text is scored.
+    # Show the hit rate of the longest text; if no text is scored, that of the first task.
     shown = max((column for column in columns if column.startswith("bits")), default=columns[0], key=columns.index)
     for column in ("cache", "lambda", *columns, f"hit rate, {shown}"):
         table.add_column(column)

@@ -1,4 +1,4 @@
-"""What `launch/evaluate.py` measures: windows of a text, and prompts that state the answer to their question."""
+"""The tasks of `launch/evaluate.py`: windows of a text, and prompts that contain the answer to their question."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from alspec.runtime.eval.teacher_forced import CacheSetting
 __all__ = [
     "Quality",
     "Task",
-    "first_guess",
+    "first_lossy_position",
     "needle_tasks",
     "read_text",
     "recall_task",
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 
-MAX_VOCAB = 2**16  # largest vocabulary that prompts in the demo checkpoint's form can be built with
-# What `recall_prompts` may refuse -> the flag that it comes from.
+MAX_VOCAB = 2**16  # largest vocabulary for prompts in the demo checkpoint's format
+# An argument that `recall_prompts` may refuse -> its flag.
 RECALL_FLAGS = {"corpus_text": "--text", "context_tokens": "--contexts"}
 
 
@@ -51,32 +51,32 @@ class Task:
     measure: str
     context: int  # tokens, of the longest text
     texts: list[list[int]]
-    answers: list[list[int]] | None = None  # what must come after each text; without them, the texts are predicted
-    depth: float | None = None  # where the answer stands in the text, 0 to 1
+    answers: list[list[int]] | None = None  # the right continuation of each text; None: predict the texts themselves
+    depth: float | None = None  # position of the answer in its text, 0 to 1
 
     def run(self, engine: Engine, thresholds: Sequence[Sequence[float]], cache: CacheSetting) -> list[Quality]:
-        """Measure it under several lambdas, each one for each layer."""
+        """Measure it under several settings of lambda, each with one value for each layer."""
         return (_bits_per_byte if self.answers is None else _recall)(engine, self, thresholds, cache)
 
 
 @dataclass(frozen=True)
 class Quality:
-    """One measured value, and each layer's hit rate over the positions whose guess leaves out tokens."""
+    """One measured value, and the hit rate of each layer over the positions whose A~ leaves out tokens."""
 
     value: float
-    hit_rates: list[float] | None  # None where no guess leaves out a token
+    hit_rates: list[float] | None  # None if no A~ leaves out a token
 
 
 @dataclass(frozen=True)
 class RecordCase:
-    """Pairs of keys and values, one of which is asked for."""
+    """Pairs of keys and values; the prompt asks for the value of `key`."""
 
     pairs: list[tuple[str, str]]
     key: str
     value: str
 
     def ordered(self, num_pairs: int, depth: float) -> list[tuple[str, str]]:
-        """So many of the pairs, at least one, and the one asked for at `depth`: 0 is the first place, 1 the last."""
+        """`num_pairs` pairs, at least one. The pair of `key` is at `depth`: 0 is the first place, 1 the last."""
         others = [pair for pair in self.pairs if pair[0] != self.key][: num_pairs - 1]
         place = round(depth * len(others))
         return [*others[:place], (self.key, self.value), *others[place:]]
@@ -86,7 +86,7 @@ def read_text(path: Path) -> str:
     """The text of a .txt file, or the texts of a .jsonl or .jsonl.xz file.
 
     Raises:
-        UserError: unreadable or broken.
+        UserError: the file is unreadable or broken.
     """
     try:
         data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
@@ -116,31 +116,31 @@ def _text_of(line: str, where: str) -> str:
 
 
 def _is_text(value: object) -> TypeGuard[str]:
-    """A text that can be written as UTF-8; JSON may hold halves of characters (lone surrogates)."""
+    """Whether the value is a text that UTF-8 can encode. JSON may contain half characters (lone surrogates)."""
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
-def first_guess(chunk_size: int) -> int:
-    """The first position whose guess leaves out a token; before it A~ = A, so every layer would count as a hit."""
+def first_lossy_position(chunk_size: int) -> int:
+    """The first position whose A~ leaves out a token. Before it A~ = A, so every layer would count as a hit."""
     return first_lossy_length(chunk_size) - 1
 
 
 def text_task(begin: list[int], ids: list[int], context: int) -> Task:
-    """Bits per byte over as many windows of `context` tokens as `ids` has; `begin`: what each of them begins with."""
-    step = context - len(begin)
-    starts = range(0, len(ids) - step + 1, step)
-    return Task("bits per byte", context, [begin + ids[start : start + step] for start in starts])
+    """Bits per byte over all whole windows of `context` tokens in `ids`. Each window begins with `begin`."""
+    stride = context - len(begin)
+    starts = range(0, len(ids) - stride + 1, stride)
+    return Task("bits per byte", context, [begin + ids[start : start + stride] for start in starts])
 
 
 def recall_task(engine: Engine, text: str, context: int, count: int) -> Task:
-    """Facts scattered over running text, one of them asked for, in the demo checkpoint's form."""
+    """Facts scattered over running text; the prompt asks for one. In the demo checkpoint's format."""
     return _answered("recall", context, _recall_prompts(count, context, _core(engine), text, seed=1))
 
 
 def needle_tasks(engine: Engine, text: str, contexts: list[int], depths: Sequence[float], count: int) -> list[Task]:
-    """As `recall_task`, with the fact asked for at given depths of texts of given lengths: a task for each pair."""
+    """As `recall_task`, with one task for each context and depth: the prompt asks for a fact at this depth."""
     core = _core(engine)
-    text = text[: 40 * max(contexts)]  # some ten of the longest contexts: enough to draw from, quick to tokenize
+    text = text[: 40 * max(contexts)]  # about ten of the longest contexts: enough to draw from, quick to tokenize
     return [
         _answered("needle", context, _recall_prompts(count, context, core, text, seed=2, depth=depth), depth)
         for context in contexts
@@ -152,7 +152,7 @@ def records_task(engine: Engine, path: Path, count: int) -> Task:
     """Key-value retrieval from a .jsonl.gz file with `ordered_kv_records`, `key` and `value` in each line.
 
     Raises:
-        UserError: unreadable, broken, or longer than the model's positions.
+        UserError: the file is unreadable or broken, or a prompt is longer than the model's positions.
     """
     prompts = [_record_prompt(engine, case, case.pairs) for case in _record_cases(path, count)]
     limit = engine.model_config.longest_context
@@ -165,25 +165,25 @@ def records_task(engine: Engine, path: Path, count: int) -> Task:
 def record_needle_tasks(
     engine: Engine, path: Path, contexts: list[int], depths: Sequence[float], count: int
 ) -> list[Task]:
-    """As `records_task`, with as many pairs as a context holds, the one asked for at given depths among them.
+    """As `records_task`, with as many pairs as fit into each context, and the pair of `key` at each depth.
 
-    Contexts stop at the first that holds all pairs of every case: longer ones would give the same prompts. Its tasks
-    are labelled with the length of these prompts.
+    Stops at the first context that holds all pairs of every case: longer contexts would give the same prompts. The
+    tasks of this context are labelled with the length of these prompts.
 
     Raises:
-        UserError: as `records_task`, or a context that holds no pair.
+        UserError: as `records_task`, or a context that cannot hold one pair.
     """
     cases, tasks = _record_cases(path, count), []
     for context in contexts:
         used = {depth: [_pairs_within(engine, case, context, depth) for case in cases] for depth in depths}
-        if not all(pairs for of_depth in used.values() for pairs in of_depth):
+        if not all(pairs for at_depth in used.values() for pairs in at_depth):
             raise UserError(f"flags: --contexts: {context} tokens do not hold one pair of {path}")
         prompts = {
             depth: [_record_prompt(engine, case, pairs) for case, pairs in zip(cases, used[depth], strict=True)]
             for depth in depths
         }
         is_all = all(len(pairs) == len(case.pairs) for case, pairs in zip(cases, used[depths[0]], strict=True))
-        length = max(_num_tokens(prompt) for of_depth in prompts.values() for prompt in of_depth) if is_all else context
+        length = max(_num_tokens(prompt) for at_depth in prompts.values() for prompt in at_depth) if is_all else context
         tasks += [_answered("record needle", length, prompts[depth], depth) for depth in depths]
         if is_all:
             break
@@ -218,7 +218,7 @@ def _record_prompt(engine: Engine, case: RecordCase, pairs: list[tuple[str, str]
 
 
 def _pairs_within(engine: Engine, case: RecordCase, context: int, depth: float) -> list[tuple[str, str]]:
-    """The most pairs, in the order of `ordered`, whose prompt and answer fit into `context` tokens."""
+    """As many pairs, ordered by `RecordCase.ordered`, as fit with prompt and answer into `context` tokens."""
     pairs = case.ordered(len(case.pairs), depth)
     while pairs and (length := _num_tokens(_record_prompt(engine, case, pairs))) > context:
         fewer = min(len(pairs) - 1, max(len(pairs) * context // length, 1))
@@ -236,7 +236,7 @@ def _recall_prompts(
     """As `recall_prompts`.
 
     Raises:
-        UserError: what that refuses, by its flag.
+        UserError: an argument that `recall_prompts` refuses; names its flag.
     """
     try:
         return recall_prompts(count, context, core, text, seed, depth)
@@ -253,7 +253,7 @@ def _core(engine: Engine) -> tokenizers.Tokenizer:
     if missing is not None or core.get_vocab_size() > MAX_VOCAB:
         lack = f"the token {missing}" if missing is not None else f"a vocabulary of {MAX_VOCAB} at most"
         raise UserError(
-            f"flags: --recall, --needles: their prompts have the form of the demo checkpoint, which needs {lack}; "
+            f"flags: --recall, --needles: their prompts have the format of the demo checkpoint, which needs {lack}; "
             "use --records with this tokenizer"
         )
     return core
@@ -267,41 +267,41 @@ def _answered(measure: str, context: int, prompts: list[RecallPrompt], depth: fl
 def _bits_per_byte(
     engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], cache: CacheSetting
 ) -> list[Quality]:
-    """Bits per UTF-8 byte; every token of a window counts, but for one that opens it without a BOS before it."""
+    """Bits per UTF-8 byte. All tokens of a window count except its first one, which nothing predicts."""
     assert engine.tokenizer is not None
-    meaningful = first_guess(engine.config.speculation.chunk_size)
-    # In one piece: a character can begin in one window and end in the next.
+    first_lossy = first_lossy_position(engine.config.speculation.chunk_size)
+    # Decode all windows together: a character can begin in one window and end in the next.
     num_bytes = len(engine.tokenizer.decode([token for window in task.texts for token in window[1:]]).encode("utf-8"))
     counted = 0
     nats, hits = [0.0] * len(thresholds), torch.zeros(len(thresholds), engine.model_config.num_layers)
     for window in task.texts:
-        counted += len(window[meaningful:])
+        counted += len(window[first_lossy:])
         for index, score in enumerate(_scores(engine, window, thresholds, 0, cache)):
             nats[index] += float(score.nll.double().sum())
-            hits[index] += score.hits[:, meaningful:].sum(1)
+            hits[index] += score.hits[:, first_lossy:].sum(1)
     rates = _shares(hits, counted)
-    return [Quality(of / math.log(2) / num_bytes, layers) for of, layers in zip(nats, rates, strict=True)]
+    return [Quality(total / math.log(2) / num_bytes, layers) for total, layers in zip(nats, rates, strict=True)]
 
 
 def _recall(engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], cache: CacheSetting) -> list[Quality]:
-    """Share of prompts whose whole answer greedy decoding states; the prompt is read with full attention."""
+    """Share of prompts whose whole answer greedy decoding gives. The prompt is read with full attention."""
     assert task.answers is not None
-    meaningful = first_guess(engine.config.speculation.chunk_size)
+    first_lossy = first_lossy_position(engine.config.speculation.chunk_size)
     counted = 0
     right, hits = [0] * len(thresholds), torch.zeros(len(thresholds), engine.model_config.num_layers)
     for prompt, answer in zip(task.texts, task.answers, strict=True):
-        first = max(len(prompt), meaningful)
+        first = max(len(prompt), first_lossy)
         counted += max(len(prompt + answer) - first, 0)
         for index, score in enumerate(_scores(engine, prompt + answer, thresholds, len(prompt), cache)):
-            # Greedy decoding states the answer if each of its tokens is the greedy one after those before it.
+            # Greedy decoding gives the answer if each of its tokens is the greedy choice after those before it.
             right[index] += score.predicted[len(prompt) - 1 :].tolist() == answer
             hits[index] += score.hits[:, first:].sum(1)
     rates = _shares(hits, counted)
-    return [Quality(of / len(task.texts), layers) for of, layers in zip(right, rates, strict=True)]
+    return [Quality(count / len(task.texts), layers) for count, layers in zip(right, rates, strict=True)]
 
 
 def _shares(hits: torch.Tensor, counted: int) -> list[list[float] | None]:
-    """Hits of each lambda and layer as shares of the positions counted; None for each lambda where there are none."""
+    """Hit rates of each lambda and layer over the counted positions; None for each lambda if there are none."""
     if not counted:
         return [None] * len(hits)
     rates: list[list[float] | None] = (hits / counted).tolist()

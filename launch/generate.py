@@ -9,7 +9,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import json
 import sys
-from argparse import Namespace
 from dataclasses import asdict
 from typing import Any
 
@@ -18,80 +17,85 @@ import torch
 from alspec.config import PROMPTS, GenerateConfig
 from alspec.errors import UserError
 from alspec.launch.terminal.display import Printer, StatusLine, print_panel, shows_color, use_utf8
-from alspec.launch.terminal.flags import Parser, cuts_without_effect, notify, run_command, speculation_without_effect
-from alspec.launch.terminal.output import write_text
+from alspec.launch.terminal.flags import Parser, cuts_without_effect, notify, parse_command, speculation_without_effect
+from alspec.launch.terminal.output import Finished, exit_code, write_text
 from alspec.launch.terminal.plan import print_plan
 from alspec.launch.terminal.prompts import read_prompts
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Generation
-from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.provenance import versions
 from alspec.runtime.profiling.stats import mean_lengths, step_bytes, stream_bandwidth, summarize
 from alspec.runtime.profiling.timeline import trace_json
 
 __all__ = ["main"]
 
+OUT_OF_MEMORY = "Use more ranks, fewer or shorter prompts, or a lower --max-context"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="generate", description="Generate text with a Llama model.")
     parser.add_argument("--plan", action="store_true", help="print memory and predicted latency; needs no GPU")
-    return run_command(parser, GenerateConfig, argv, _run)
+    with exit_code(argv) as outcome:
+        config, args = parse_command(parser, GenerateConfig, argv, outcome)
+        if args.plan:
+            _plan(config)
+            raise Finished
+        use_utf8()
+        engine = Engine(config, trace=config.trace is not None)
+        is_first = engine.placement.rank == 0
+        with guarded(engine.heartbeat, OUT_OF_MEMORY), StatusLine(is_first) as status:
+            prompts, is_batch = _load(config, engine, status)
+            printer = Printer(len(prompts), is_batch, config.color and shows_color()) if is_first else None
+            if printer is not None:
+                engine.heartbeat.end_output = printer.end_line
+            progress = status.show_prompt_progress(sum(map(len, prompts)))
+            for token in engine.stream(prompts, config, progress=progress):
+                status.clear()
+                if printer is not None:
+                    printer.show(token)
+            if printer is not None:
+                printer.close()
+            _finish(config, engine)
+            engine.close()
+    return outcome.code
 
 
-def _run(config: GenerateConfig, args: Namespace) -> int:
-    if args.plan:
-        for flag, path in (("--json", config.json_file), ("--trace", config.trace)):
-            if path is not None:
-                raise UserError(f"flags: {flag}: --plan generates nothing to write there; leave one of them out")
-        given = config.model_fields_set & {*PROMPTS, "max_new_tokens"}
-        if "mode" in config.speculation.model_fields_set:
-            given |= {"speculation"}
-        # Once, not by every rank of torchrun.
-        if Placement.from_environment().rank == 0:
-            print_plan(config)
-            if given:
-                flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
-                what = "shows every mode, for one request of --max-context tokens (default: all that the model takes)"
-                print(f"alspec: without effect: {flags}; --plan {what}", file=sys.stderr)
-        return 0
-    use_utf8()
-    engine = Engine(config, trace=config.trace is not None)
-    advice = "Use more ranks, fewer or shorter prompts, or a lower --max-context"
-    return run_guarded(engine.heartbeat, lambda: _generate(config, engine), advice)
+def _plan(config: GenerateConfig) -> None:
+    for flag, path in (("--json", config.json_file), ("--trace", config.trace)):
+        if path is not None:
+            raise UserError(f"flags: {flag}: --plan generates nothing to write there; leave one of them out")
+    given = config.model_fields_set & {*PROMPTS, "max_new_tokens"}
+    if "mode" in config.speculation.model_fields_set:
+        given |= {"speculation"}
+    if Placement.from_environment().rank != 0:  # once, not by every rank of torchrun
+        return
+    print_plan(config)
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+        what = "shows every mode, for one request of --max-context tokens (default: all that the model takes)"
+        notify([f"without effect: {flags}; --plan {what}"])
 
 
-def _generate(config: GenerateConfig, engine: Engine) -> int:
+def _load(config: GenerateConfig, engine: Engine, status: StatusLine) -> tuple[list[list[int]], bool]:
+    """Read the prompts and load the model; returns token ids, and whether they are a batch."""
     prompts, is_batch = read_prompts(config, engine)
-    is_first = engine.placement.rank == 0
     max_context = engine.check_prompts(prompts, config.max_new_tokens)
+    is_first = engine.placement.rank == 0
     if is_first:
         notify(_without_effect(config, is_batch, engine.mode))
-    with StatusLine(is_first) as status:
-        status.show("loading weights")
-        engine.load(len(prompts), max_context)
-        status.clear()
-        notify(engine.notices if is_first else [])
-        generation = engine.start_generation(prompts, config)
-        printer = Printer(generation, is_batch, config.color and shows_color()) if is_first else None
-        if printer is not None:
-            engine.heartbeat.end_output = printer.end_line
-        total = sum(map(len, prompts))
-        status.show("preparing")
-        for token in engine.run(generation, config, lambda done: status.show(f"prompt: {done} of {total} tokens")):
-            status.clear()
-            if printer is not None:
-                printer.show(token)
-    if printer is not None:
-        printer.close()
-    _finish(config, engine, generation)
-    engine.close()
-    return 0
+    status.show("loading weights")
+    engine.load(len(prompts), max_context)
+    status.clear()
+    notify(engine.take_notices() if is_first else [])
+    status.show("preparing")
+    return prompts, is_batch
 
 
 def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[str]:
-    """What was asked for and changes nothing."""
+    """Notices about flags that change nothing."""
     notices = []
     if config.color and is_batch:
         notices.append("--color shades nothing: a batch is printed as JSON")
@@ -105,29 +109,30 @@ def _without_effect(config: GenerateConfig, is_batch: bool, mode: str) -> list[s
     return notices
 
 
-def _finish(config: GenerateConfig, engine: Engine, generation: Generation) -> None:
-    """JSON, trace and panel, from rank 0; the panel also where a file cannot be written."""
-    summary = _summary(engine, generation)
+def _finish(config: GenerateConfig, engine: Engine) -> None:
+    """Write JSON and trace and print the panel, on rank 0; the panel also if a file cannot be written."""
+    summary = _summary(engine)
     rows_by_rank = engine.gather_rows(engine.timeline.rows()) if config.trace is not None else []
     if engine.placement.rank != 0:
         return
     try:
         if config.json_file is not None:
-            write_text(config.json_file, json.dumps(_everything(config, generation, summary)))
+            write_text(config.json_file, json.dumps(_everything(config, engine.generation, summary)))
         if config.trace is not None:
             write_text(config.trace, trace_json(rows_by_rank))
     finally:
         print_panel(summary)
 
 
-def _summary(engine: Engine, generation: Generation) -> dict[str, Any]:
+def _summary(engine: Engine) -> dict[str, Any]:
     assert engine.memory is not None
+    generation = engine.generation
     summary = summarize(generation, engine.config.speculation.chunk_size)
     limit = stream_bandwidth(engine.device)
     gb_per_s = share = None
-    # A rank of a pair skips what the other group does for it: how many bytes it reads depends on the verdicts.
+    # In a pair, the bytes that a rank reads depend on the verdicts: it skips the work of the other group.
     if generation.step_us and engine.mode != "paired":
-        seq_lens = mean_lengths(generation, goes_on=engine.loop is not None)
+        seq_lens = mean_lengths(generation, goes_on=engine.is_fused)
         read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens, engine.config.kv_cache)
         bytes_per_s = read / (summary["ms_per_token_p50"] / 1e3)
         gb_per_s, share = bytes_per_s / 1e9, bytes_per_s / limit

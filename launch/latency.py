@@ -1,8 +1,8 @@
-"""Profile latency per token: `python launch/latency.py --random-weights llama-3.1-8b --contexts 8k,128k`."""
+"""Measure latency per token: `python launch/latency.py --random-weights llama-3.1-8b --contexts 8k,128k`."""
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports that take seconds
+if __name__ == "__main__":  # before the slow imports
     from alspec.launch.terminal.output import exit_on_interrupt
 
     exit_on_interrupt()
@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import HitRate, LatencyConfig, SamplingConfig, refuse_unavailable
+from alspec.config import HitRate, LatencyConfig, SamplingConfig, check_softmax
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.launch.plots.plot_latency import draw
@@ -29,16 +29,16 @@ from alspec.launch.terminal.flags import (
     check_writable,
     cuts_without_effect,
     notify,
-    run_command,
+    parse_command,
     speculation_without_effect,
 )
-from alspec.launch.terminal.output import append_rows, write_text, writing
+from alspec.launch.terminal.output import append_rows, exit_code, write_text, writing
 from alspec.launch.terminal.prompts import read_text_ids
 from alspec.models.checkpoint.source import model_config, model_name
 from alspec.runtime.cache.codecs import check_codec
 from alspec.runtime.distributed.placement import Placement, choose_device, choose_mode, why_no_peers
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.kernel_trace import kernel_rows, label, layer_parts
 from alspec.runtime.profiling.profile import (
     Profile,
@@ -56,21 +56,27 @@ from alspec.runtime.profiling.timeline import trace_json
 __all__ = ["main"]
 
 CONTEXTS = (1024, 8192, 32768, 131072)
-Measured = tuple[dict[str, Any], Profile]  # a row, and the profile that it was made from
+Measured = tuple[dict[str, Any], Profile]  # a row, and the profile behind it
 EPILOG = (
-    "A step's time is that of the rank that takes longest for it: on GPUs by the device's clock, over a cache of random"
-    " numbers; on the CPU by the host's, after prompts of random tokens. Verdicts on random numbers mean nothing:"
-    " --prompt-file gives a text to make them on, after which steps stay within the model's positions. --trace profiles"
-    " some more captured steps after the measured ones,"
-    " which it slows down; for a pair it also writes rows of what a layer's parts take there (bench decode_parts). Of"
-    " steps that are launched one by one it records the measured ones, and what came before them."
+    "The time of a step is that of its slowest rank. On GPUs it comes from the device's clock, over a cache of random"
+    " numbers; on the CPU from the host's clock, after prompts of random tokens. Verdicts on random numbers mean"
+    " nothing: give a text with --prompt-file. Context and steps must then fit into the model's positions. --trace"
+    " profiles further captured steps after the measured ones, which slows them down; for a pair it also writes rows"
+    " with the time of each part of a layer (bench decode_parts). Without a CUDA graph it records the measured steps,"
+    " and what came before them."
 )
+
+
+OUT_OF_MEMORY = "Lower --contexts or --batch, or use more ranks"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = Parser(prog="latency", description="Latency per token.", epilog=EPILOG)
-    return run_command(parser, LatencyConfig, argv, lambda config, args: _run(config, args.command))
+    with exit_code(argv) as outcome:
+        config, args = parse_command(parser, LatencyConfig, argv, outcome)
+        outcome.code = _run(config, args.command)
+    return outcome.code
 
 
 def _run(config: LatencyConfig, command: str) -> int:
@@ -82,7 +88,7 @@ def _run(config: LatencyConfig, command: str) -> int:
             notices += speculation_without_effect(config, "add --modes paired")
         notify(notices)
     found: list[Measured] = []
-    with _shown_if_ended(found):
+    with _show_if_stopped(found):
         for one in _each(config):
             _measure(one, command, found)
     if Placement.from_environment().rank == 0:
@@ -91,8 +97,8 @@ def _run(config: LatencyConfig, command: str) -> int:
 
 
 @contextlib.contextmanager
-def _shown_if_ended(found: list[Measured]) -> Iterator[None]:
-    """After Ctrl-C or an error: the table of what was measured until then, once, from rank 0."""
+def _show_if_stopped(found: list[Measured]) -> Iterator[None]:
+    """After Ctrl-C or an error, rank 0 prints the table of the results so far, once."""
     try:
         yield
     except (KeyboardInterrupt, AlspecError):
@@ -111,7 +117,7 @@ def _codecs(config: LatencyConfig) -> list[str]:
 
 
 def _each(config: LatencyConfig) -> list[LatencyConfig]:
-    """One after the other: what an engine is made for, each mode over each cache."""
+    """One configuration for each mode over each cache; each gets its own engine."""
     return [
         config.model_copy(
             update={"kv_cache": codec, "speculation": config.speculation.model_copy(update={"mode": mode})}
@@ -122,15 +128,15 @@ def _each(config: LatencyConfig) -> list[LatencyConfig]:
 
 
 def _check(config: LatencyConfig) -> None:
-    """Find the mistakes that can be found without the model."""
+    """Refuse mistakes that can be found without the model."""
     if config.codecs is not None and config.kv_cache != "bf16":
-        raise UserError("flags: --kv-cache: --codecs says which caches are measured; leave --kv-cache out")
+        raise UserError("flags: --kv-cache: --codecs names the caches to measure; leave --kv-cache out")
     if config.codecs is not None and config.softmax == "sas" and "bf16" in config.codecs:
         raise UserError("flags: --softmax: sas needs quantised caches; leave bf16 out of --codecs")
     if config.trace is not None and len(_each(config)) > 1:
-        raise UserError("flags: --trace: one mode over one cache at a time; give one to --modes, and to --codecs")
+        raise UserError("flags: --trace: records one mode over one cache; give one value to --modes and to --codecs")
     for one in _each(config):
-        refuse_unavailable(one)
+        check_softmax(one)
     if config.speculation.mode not in ("auto", "off"):
         raise UserError("flags: --speculation: latency measures --modes; leave --speculation out")
     if "paired" not in _modes(config) and any(rate != "real" for rate in config.hit_rates):
@@ -161,7 +167,7 @@ def _check_modes(config: LatencyConfig) -> None:
 
 
 def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
-    # What is said after a text needs positions of the model's own; over random numbers their times alone count.
+    # After a text, the steps need positions that the model has. Over random numbers only their time counts.
     steps = 0 if config.prompt_file is None else room(0, config.steps)
     if config.contexts is None:
         limit = max(engine.model_config.longest_context - steps, 2)
@@ -179,18 +185,18 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
 
 
 def _measure(config: LatencyConfig, command: str, found: list[Measured]) -> None:
-    """Measure one mode over one cache, with an engine of its own, and append what is found as it comes."""
+    """Measure one mode over one cache with its own engine. Append each result to `found` at once."""
     engine = Engine(config)
     contexts = _contexts(config, engine)
     text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
     rates = config.hit_rates if config.speculation.mode == "paired" else ("real",)
 
-    def sweep() -> int:
-        with _shown_if_ended(found), StatusLine(engine.placement.rank == 0) as status:
-            _sweep(config, engine, contexts, rates, text_ids, command, found, status)
-        return 0
-
-    run_guarded(engine.heartbeat, sweep, "Lower --contexts or --batch, or use more ranks")
+    with (
+        guarded(engine.heartbeat, OUT_OF_MEMORY),
+        _show_if_stopped(found),
+        StatusLine(engine.placement.rank == 0) as status,
+    ):
+        _sweep(config, engine, contexts, rates, text_ids, command, found, status)
 
 
 def _sweep(
@@ -208,12 +214,12 @@ def _sweep(
     status.show(f"{name}: loading weights")
     engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
     status.clear()
-    notify(engine.notices if is_first else [])
-    # Steps launched one by one are recorded as they run; captured ones are profiled afterwards, by `_trace`.
-    engine.timeline.enabled = config.trace is not None and engine.loop is None
+    notify(engine.take_notices() if is_first else [])
+    # Eager steps are recorded while they run. Captured steps are profiled afterwards, by `_trace`.
+    engine.timeline.enabled = config.trace is not None and not engine.is_fused
     for rate in rates:
-        if engine.loop is not None and engine.mode == "paired":
-            engine.loop.speculate(config.speculation.threshold, _forced(engine, rate))
+        if engine.decode_step is not None and engine.is_fused and engine.mode == "paired":
+            engine.decode_step.speculate(config.speculation.threshold, _forced(engine, rate))
         status.show(f"{name}: preparing")
         prepare(engine, config.sampling)
         stream = stream_limit(engine)
@@ -234,17 +240,17 @@ def _sweep(
 def _trace(
     config: LatencyConfig, engine: Engine, context: int, text_ids: list[int] | None, row: dict[str, Any]
 ) -> None:
-    """Write a trace of some steps like those of `row` and, for a pair, the rows of their parts."""
+    """Write a trace of steps like those of `row`; for a pair, also the rows of their parts."""
     assert config.trace is not None
     verdicts: list[list[int]] = []
-    if engine.loop is None:
+    if not engine.is_fused:
         own = engine.timeline.rows()
     else:
         own, verdicts = kernel_rows(engine, context, first_tokens(engine, context, text_ids, config.sampling))
     rows_by_rank = engine.gather_rows(own)
     if engine.placement.rank != 0:
         return
-    if engine.loop is not None:
+    if engine.is_fused:
         rows_by_rank = label(rows_by_rank, verdicts)
     write_text(config.trace, trace_json(rows_by_rank, row))
     if verdicts:
@@ -253,7 +259,7 @@ def _trace(
 
 
 def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: int) -> list[dict[str, Any]]:
-    """Rows of bench `decode_parts`, one for each part of the traced steps; `row` is that of the untraced ones."""
+    """Rows of bench `decode_parts`, one for each part of the traced steps. `row` is the row of the untraced steps."""
     kept = {name: value for name, value in row.items() if name not in ("us", "bytes", "tokens_per_s", "share_of_limit")}
     return [
         kept
@@ -277,7 +283,7 @@ def _forced(engine: Engine, rate: HitRate) -> torch.Tensor | None:
 
 
 def _write(config: LatencyConfig, found: list[Measured]) -> None:
-    """Table, samples and picture, from rank 0."""
+    """Write table, samples and picture; rank 0 calls it."""
     rows = [row for row, _ in found]
     _show(found)
     if config.json_file is not None:
@@ -321,28 +327,28 @@ def _row(
         "bytes": profile.read_bytes,
         "stream_tb_s": round(stream / 1e12, 3),
         "tokens_per_s": round(profile.tokens_per_s, 2),
-        # A pair does not read all of `bytes`: closed launches skip their weights.
+        # A pair does not read all of `bytes`: skipped launches do not read their weights.
         "share_of_limit": round(profile.bytes_per_s / stream, 4) if engine.mode == "off" else None,
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }
 
 
 def _speculation_of(config: LatencyConfig, mode: str) -> dict[str, Any]:
-    """lambda and S, where guesses are made; JSON has no infinity, so such a lambda is a text."""
+    """lambda and S; empty in mode off. JSON has no infinity, so an infinite lambda is a text."""
     if mode == "off":
         return {}
     return config.speculation.model_dump(mode="json", include={"threshold", "chunk_size"})
 
 
 def _sampling_of(sampling: SamplingConfig) -> dict[str, Any]:
-    """How tokens were chosen, where not greedily."""
+    """Sampling settings; empty if greedy."""
     if sampling.temperature == 0.0:
         return {}
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
 def _reads_all(row: dict[str, Any]) -> bool:
-    """Every step of a row reads its `bytes`; those of a pair do not."""
+    """Whether every step of this row reads all of its `bytes`. The steps of a pair do not."""
     return row["share_of_limit"] is not None
 
 

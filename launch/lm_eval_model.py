@@ -1,8 +1,8 @@
-"""The tasks of lm-eval: `python launch/lm_eval_model.py --model alspec --model_args model=DIR --tasks hellaswag`.
+"""Run tasks of lm-eval: `python launch/lm_eval_model.py --model alspec --model_args model=DIR --tasks hellaswag`.
 
-What follows the script's name is lm-eval's own command line; `model_args` are fields of `EngineConfig` and
-`threshold`. Likelihoods are those of the reference semantics over the cache that `kv_cache` and `softmax` name: the
-context is a prompt, the continuation is decoded. Tasks that generate need a cache that the runtime decodes from.
+The arguments are lm-eval's own command line. `model_args` are fields of `EngineConfig` and `threshold`. Likelihoods
+come from the reference semantics over the cache that `kv_cache` and `softmax` name: the context is read as a prompt,
+the continuation is decoded. Tasks that generate text need kv_cache bf16 with softmax exact.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import torch
 
 from alspec.config import SamplingConfig, validate
 from alspec.errors import AlspecError, UserError, report
+from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.engine.loading import WARM_UP_TOKENS
 from alspec.runtime.eval.quality import TextScore, score_text
 from alspec.runtime.eval.teacher_forced import CODECS, SOFTMAXES, CacheSetting
 from alspec.sas import Softmax
 
 __all__ = ["cache_setting", "generate_until", "loglikelihood", "loglikelihood_rolling", "main", "open_engine"]
 
-CHOICE = ("temperature", "top_p", "top_k")  # as tasks and SamplingConfig call them
-# As in lm-eval's own models, for tasks that do not say how much to generate.
+CHOICE = ("temperature", "top_p", "top_k")  # names in tasks and in SamplingConfig
+# lm-eval's own default, for tasks that set no limit.
 DEFAULT_NEW_TOKENS = 256
 PLAIN = CacheSetting()
 
 
 def open_engine(threshold: float = 0.1, **options: Any) -> Engine:
-    """A loaded engine of one rank that simulates speculation; options are fields of `EngineConfig`."""
+    """Load an engine of one rank that simulates speculation. Options are fields of `EngineConfig`."""
     engine = Engine.from_pretrained(speculation={"mode": "simulated", "threshold": threshold}, **options)
-    # Likelihoods read no cache: `generate_until` takes what its texts need.
+    # Likelihoods read no cache. `generate_until` allocates what its texts need.
     engine.load(1, min(WARM_UP_TOKENS, engine.most_tokens))
     return engine
 
 
 def cache_setting(kv_cache: str, softmax: str) -> CacheSetting:
-    """The cache that likelihoods are computed over.
+    """The cache over which likelihoods are computed.
 
     Raises:
-        UserError: a name that is not known.
+        UserError: an unknown name.
     """
     if kv_cache not in CODECS or softmax not in SOFTMAXES:
         known = f"kv_cache {', '.join(CODECS)} and softmax {', '.join(SOFTMAXES)}"
@@ -50,10 +50,10 @@ def cache_setting(kv_cache: str, softmax: str) -> CacheSetting:
 
 
 def loglikelihood(engine: Engine, context: str, continuation: str, cache: CacheSetting = PLAIN) -> tuple[float, bool]:
-    """Nats of `continuation` after `context`, negative, and whether greedy decoding would say it.
+    """Log-likelihood of `continuation` after `context`, in nats, and whether greedy decoding gives it.
 
-    As in lm-eval's own models, whitespace between the two is a part of the continuation, a context that is too long
-    loses its beginning, and an empty one is the BOS token, or the EOS token of a tokenizer without BOS.
+    As in lm-eval's own models: whitespace between the two belongs to the continuation; a context that is too long loses
+    its beginning; an empty context becomes the BOS token, or EOS if the tokenizer has no BOS.
     """
     ids = _encode(engine, context + continuation)
     start = len(_encode(engine, context.rstrip()))
@@ -70,22 +70,22 @@ def loglikelihood(engine: Engine, context: str, continuation: str, cache: CacheS
 
 
 def loglikelihood_rolling(engine: Engine, text: str, cache: CacheSetting = PLAIN) -> float:
-    """Nats of a whole text, negative, in windows of the model's length that begin with what an empty context is.
+    """Log-likelihood of a whole text, in nats, over windows of the model's length.
 
-    Each token counts once.
+    Each window begins as an empty context. Each token counts once.
     """
     prefix = _prefix(engine)
     ids = _encode(engine, text)[len(_encode(engine, "")) :]
-    step = engine.most_tokens - 1
-    windows = [prefix + ids[start : start + step] for start in range(0, len(ids), step)]
+    stride = engine.most_tokens - 1
+    windows = [prefix + ids[start : start + stride] for start in range(0, len(ids), stride)]
     return -sum(float(_score(engine, ids, 0, cache).nll.double().sum()) for ids in windows)
 
 
 def generate_until(engine: Engine, context: str, settings: dict[str, Any], seed: int = 0) -> str:
-    """Text generated after `context`, up to one of the texts in `settings["until"]`.
+    """Generate text after `context`, up to one of the texts in `settings["until"]`.
 
     Raises:
-        UserError: a setting that has no such value.
+        UserError: a wrong value of a setting.
     """
     until = settings.get("until") or []
     values: dict[str, Any] = {
@@ -100,15 +100,11 @@ def generate_until(engine: Engine, context: str, settings: dict[str, Any], seed:
     if room < 1:
         raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {engine.most_tokens} tokens")
     prompts = [_encode(engine, context)[-room:] or _prefix(engine)]
-    needed = engine.check_prompts(prompts, sampling.max_new_tokens)
-    if engine.cache.max_context < needed:
-        engine.load(1, needed)
-    generation = engine.start_generation(prompts, sampling)
-    return "".join(token.text for token in engine.run(generation, sampling))
+    return "".join(token.text for token in engine.stream(prompts, sampling))
 
 
 def main() -> int:
-    """Run lm-eval's command line with the model `alspec` added; returns the exit code."""
+    """Run lm-eval's command line with the model `alspec` added. Returns the exit code."""
     try:
         _register()
         from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
@@ -128,7 +124,7 @@ def _register() -> None:
 
     @register_model("alspec")
     class AlspecLM(LM):  # type: ignore[misc]
-        """One request after another; lm-eval's own batch size and device do not apply."""
+        """Serves one request after another. lm-eval's batch size and device have no effect."""
 
         def __init__(
             self,
@@ -152,9 +148,9 @@ def _register() -> None:
         def generate_until(self, requests: list[Any]) -> list[str]:
             if self.cache != PLAIN:
                 raise UserError("lm-eval: tasks that generate decode from kv_cache bf16 with softmax exact only")
-            # The longest first, which takes the memory once.
+            # The longest first, so that memory is allocated once.
             order = sorted(range(len(requests)), key=lambda index: len(requests[index].args[0]), reverse=True)
-            times: Counter[str] = Counter()  # a request that is repeated is sampled anew
+            times: Counter[str] = Counter()  # a repeated request is sampled with another seed
             answers = {}
             for index in order:
                 context, settings = requests[index].args
@@ -168,11 +164,11 @@ def _encode(engine: Engine, text: str) -> list[int]:
 
 
 def _prefix(engine: Engine) -> list[int]:
-    """What an empty context is."""
+    """The tokens of an empty context."""
     assert engine.tokenizer is not None
     token_id = engine.tokenizer.prefix_token_id
     if token_id is None:
-        raise UserError("lm-eval: an empty context needs a BOS or EOS token, which this tokenizer has not")
+        raise UserError("lm-eval: an empty context needs a BOS or EOS token, which this tokenizer does not have")
     return [token_id]
 
 

@@ -1,11 +1,11 @@
-"""Draw some layers of a trace, a lane for each rank: `plot_trace.py trace.json out.png --step 3 --layers 4:8`.
+"""Draw layers of a trace, one lane for each rank: `plot_trace.py trace.json out.png --step 3 --layers 4:8`.
 
-Traces are of operations launched one by one (generate.py) or of the kernels inside replayed steps (latency.py).
+A trace holds the operations of eager steps (generate.py) or the kernels of captured steps (latency.py).
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports that take seconds
+if __name__ == "__main__":  # before the slow imports
     from alspec.launch.terminal.output import exit_on_interrupt
 
     exit_on_interrupt()
@@ -34,28 +34,30 @@ COLORS = {
     "handover": "#d9d9d9",
     "verdict": "#8f8f8f",
     "post_attention": "#4f8a5b",
-    "in_vain": "#bcd3c1",
+    "rejected": "#bcd3c1",
     "agree": "#b9a5d1",
     "lm_head": "#5b5b7a",
 }
 LABELS = {
     "pre_attention": "projections (q, k, v)",
-    "predictor": "guess",
+    "predictor": "predictor (A~)",
     "full_attention": "full attention",
     "handover": "handover and waits",
     "post_attention": "post-attention",
-    "in_vain": "on a rejected guess",
+    "rejected": "on a rejected A~",
     "lm_head": "LM head",
 }
-HATCHES = {"in_vain": "////"}
-# Shares of the picture's width: narrower bars get no entry in the legend, or no words.
-VISIBLE, ROOM_FOR_WORDS = 0.005, 0.12
-HALF = 0.28  # of a bar's height; lanes are 1 apart
+HATCHES = {"rejected": "////"}
+# Shares of the picture's width. Narrower bars get no entry in the legend (VISIBLE), or no text (ROOM_FOR_TEXT).
+VISIBLE, ROOM_FOR_TEXT = 0.005, 0.12
+HALF = 0.28  # half the height of a bar; lanes are 1 apart
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return exit_code(lambda: _run(argv))
+    with exit_code(argv) as outcome:
+        outcome.code = _run(argv)
+    return outcome.code
 
 
 def _run(argv: list[str] | None) -> int:
@@ -72,10 +74,10 @@ def _run(argv: list[str] | None) -> int:
     check_picture("picture", args.picture)
     first, last = _layers(args.layers)
     bars, run, forced = _read(args.trace)
-    found = guesses(bars)
+    found = spec_outputs(bars)
     if not found:
         raise UserError(
-            f"trace: {args.trace} has no pair, no rank that works on the guess of another; trace one with "
+            f"trace: {args.trace} has no pair: no rank computes on the A~ of another rank; trace one with "
             "generate.py --speculation paired or latency.py --modes paired"
         )
     chosen = [bar for bar in bars if bar["step"] == args.step and first <= bar["layer"] < last]
@@ -102,10 +104,10 @@ def _layers(text: str) -> tuple[int, int]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], str, str]:
-    """The operations of a trace, as bars; what was run, and that verdicts were forced, where the trace says so.
+    """The operations of a trace, as bars; what was run; and a note if verdicts were forced.
 
     Raises:
-        UserError: unreadable, or not a trace of this project.
+        UserError: the file is unreadable, or not a trace of this project.
     """
     try:
         data = path.read_bytes()
@@ -118,7 +120,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str, str]:
     if not isinstance(trace, dict) or "traceEvents" not in trace:
         raise UserError(f"trace: {path} is no trace: it has no traceEvents; give a file written by --trace")
     try:
-        bars = [bar for event in trace["traceEvents"] if event["ph"] == "X" for bar in work(event)]
+        bars = [bar for event in trace["traceEvents"] if event["ph"] == "X" for bar in active_bars(event)]
         return bars, *_what_was_run(trace.get("otherData"))
     except (LookupError, TypeError, AttributeError):
         raise UserError(
@@ -127,7 +129,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], str, str]:
 
 
 def _what_was_run(measured: dict[str, Any] | None) -> tuple[str, str]:
-    """Of the row in a trace: model, hardware and context, and how many verdicts were forced to accept."""
+    """Model, hardware and context from the row in a trace; and how many verdicts were forced to accept."""
     if measured is None:  # a trace of generate.py, or an older one
         return "", ""
     case, gpu = measured["case"], measured["gpu"]
@@ -136,11 +138,11 @@ def _what_was_run(measured: dict[str, Any] | None) -> tuple[str, str]:
     return run, f"verdicts forced: {100 * case['hit_rate']:.0f} %" if case["forced"] else ""
 
 
-def work(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """The bar of a slice of the trace while it really worked, in a list; none if it did nothing.
+def active_bars(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """The bar in which an operation of the trace did work; empty if it did none.
 
-    A kernel of a captured step whose gate was closed did nothing. One that was launched early waited until it was
-    ready, and only then began.
+    A kernel of a captured step did none if its gate was closed. A kernel that was launched early began its work only
+    when it was ready.
     """
     args = event["args"]
     if not args.get("open", True):
@@ -151,7 +153,7 @@ def work(event: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def overlap(bars: list[dict[str, Any]]) -> str:
-    """In how many layers of all steps the receiver began post-attention before the full attention had ended."""
+    """Count the layers of all steps in which post-attention on the receiver began before full attention ended."""
     ends: dict[tuple[int, int], float] = {}
     begins: dict[tuple[int, int], float] = {}
     for bar in bars:
@@ -166,7 +168,7 @@ def overlap(bars: list[dict[str, Any]]) -> str:
 
 
 def clock_skew_us(bars: list[dict[str, Any]]) -> float | None:
-    """Largest difference between the ranks in when a captured step ended: they truly end within a few microseconds."""
+    """Largest difference between the ends of a captured step on its ranks. The true one is a few microseconds."""
     ends: dict[int, list[float]] = {}
     for bar in bars:
         if "finish_step" in bar["kernel"]:
@@ -174,12 +176,12 @@ def clock_skew_us(bars: list[dict[str, Any]]) -> float | None:
     return max((max(times) - min(times) for times in ends.values()), default=None)
 
 
-def guesses(bars: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
-    """What became of a pair's guesses, by step and layer.
+def spec_outputs(bars: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
+    """The speculative outputs A~ of a pair, by step and layer.
 
     Returns:
-        `senders` and `receivers`, ranks; `begin` and `end` of the full attention; `arrival` of the guess, when the
-        receivers began to compute on it; `accepted`, that is whether the senders did not do that work again.
+        For each A~: `senders` and `receivers`, sets of ranks; `begin` and `end` of the full attention; `arrival`, when
+        the receivers began to compute on A~; `accepted`, false if the senders recomputed post-attention.
     """
     found = {}
     attention: dict[tuple[int, int], list[dict[str, Any]]] = {}
@@ -190,27 +192,27 @@ def guesses(bars: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]
             kind.setdefault((bar["step"], bar["layer"]), []).append(bar)
     for key in sorted(attention.keys() & rest.keys()):
         senders = {bar["rank"] for bar in attention[key]}
-        on_guess = [bar for bar in rest[key] if bar["rank"] not in senders]
-        if on_guess:
+        on_spec = [bar for bar in rest[key] if bar["rank"] not in senders]
+        if on_spec:
             found[key] = {
                 "senders": senders,
-                "receivers": {bar["rank"] for bar in on_guess},
+                "receivers": {bar["rank"] for bar in on_spec},
                 "begin": min(bar["begin"] for bar in attention[key]),
                 "end": max(bar["end"] for bar in attention[key]),
-                "arrival": min(bar["begin"] for bar in on_guess),
-                "accepted": len(on_guess) == len(rest[key]),
+                "arrival": min(bar["begin"] for bar in on_spec),
+                "accepted": len(on_spec) == len(rest[key]),
             }
     return found
 
 
 def outcomes(found: dict[tuple[int, int], dict[str, Any]]) -> str:
-    """How many guesses were accepted, and how long after a layer's full attention the next layer's began (medians)."""
-    text = f"{sum(guess['accepted'] for guess in found.values())} of {len(found)} guesses were accepted"
+    """How many A~ were accepted, and the median time from one layer's full attention to the next layer's."""
+    text = f"{sum(spec['accepted'] for spec in found.values())} of {len(found)} A~ were accepted"
     for verdict, name in ((True, "accepted"), (False, "rejected")):
         times = [
-            found[step, layer + 1]["begin"] - guess["begin"]
-            for (step, layer), guess in found.items()
-            if guess["accepted"] == verdict and (step, layer + 1) in found
+            found[step, layer + 1]["begin"] - spec["begin"]
+            for (step, layer), spec in found.items()
+            if spec["accepted"] == verdict and (step, layer + 1) in found
         ]
         if times:
             text += f"; where {name}, the next full attention began {median(times):.0f} us after this one"
@@ -218,27 +220,27 @@ def outcomes(found: dict[tuple[int, int], dict[str, Any]]) -> str:
 
 
 def _parts(bars: list[dict[str, Any]], found: dict[tuple[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Bars to draw, with the words in them: kernels of one operation in a row are one bar, with the gaps between."""
+    """Bars to draw, each with its label. Consecutive kernels of one operation become one bar, including their gaps."""
     joined: list[dict[str, Any]] = []
     for bar in sorted(bars, key=lambda bar: (bar["rank"], bar["begin"])):
         if joined and all(bar[name] == joined[-1][name] for name in ("rank", "step", "layer", "op")):
             joined[-1]["end"] = max(joined[-1]["end"], bar["end"])
         else:
-            joined.append(bar | {"words": ""})
-    # Where the guess is not an operation of its own, it is the beginning of attention.
+            joined.append(bar | {"label": ""})
+    # If the predictor is no operation of its own, it is the beginning of attention.
     is_fused = not any(bar["op"] == "predictor" for bar in bars)
     parts = []
     for bar in joined:
-        guess = found.get((bar["step"], bar["layer"]))
+        spec = found.get((bar["step"], bar["layer"]))
         if bar["op"] in ("attention", "full_attention", "post_attention"):
-            bar["words"] = LABELS.get(bar["op"], bar["op"])
-        if guess and bar["op"] == "post_attention":
-            is_sender = bar["rank"] in guess["senders"]
-            bar["words"] = "redone" if is_sender else "on the guess"
-            bar["op"] = "post_attention" if is_sender or guess["accepted"] else "in_vain"
-        if guess and bar["op"] == "full_attention" and is_fused:
-            arrival = min(max(guess["arrival"], bar["begin"]), bar["end"])
-            parts.append(bar | {"op": "predictor", "end": arrival, "words": ""})
+            bar["label"] = LABELS.get(bar["op"], bar["op"])
+        if spec and bar["op"] == "post_attention":
+            is_sender = bar["rank"] in spec["senders"]
+            bar["label"] = "recompute" if is_sender else "on A~"
+            bar["op"] = "post_attention" if is_sender or spec["accepted"] else "rejected"
+        if spec and bar["op"] == "full_attention" and is_fused:
+            arrival = min(max(spec["arrival"], bar["begin"]), bar["end"])
+            parts.append(bar | {"op": "predictor", "end": arrival, "label": ""})
             bar["begin"] = arrival
         parts.append(bar)
     return parts
@@ -261,24 +263,24 @@ def _draw_bar(axes: Any, part: dict[str, Any], zero: float, width: float) -> Non
         "lw": 0.4,
     }
     axes.broken_barh([(begin, length)], (part["rank"] - HALF, 2 * HALF), **style)
-    if part["words"]:
+    if part["label"]:
         layer = str(part["layer"])
-        words = f"layer {layer}\n{part['words']}" if length > ROOM_FOR_WORDS * width else layer
-        color = "black" if part["op"] == "in_vain" else "white"
-        axes.text(begin + length / 2, part["rank"], words, ha="center", va="center", fontsize=9, color=color)
+        label = f"layer {layer}\n{part['label']}" if length > ROOM_FOR_TEXT * width else layer
+        color = "black" if part["op"] == "rejected" else "white"
+        axes.text(begin + length / 2, part["rank"], label, ha="center", va="center", fontsize=9, color=color)
 
 
-def _draw_guess(axes: Any, guess: dict[str, Any], zero: float, width: float) -> None:
-    """An arrow between the two lanes of sender and receiver that lie next to each other, and the verdict."""
-    toward = 1 if min(guess["receivers"]) > min(guess["senders"]) else -1
+def _draw_spec_output(axes: Any, spec: dict[str, Any], zero: float, width: float) -> None:
+    """Draw an arrow from the sender's lane to the receiver's next to it, and the verdict."""
+    toward = 1 if min(spec["receivers"]) > min(spec["senders"]) else -1
     near = (max, min) if toward > 0 else (min, max)
-    sender, receiver = near[0](guess["senders"]), near[1](guess["receivers"])
-    at, end = guess["arrival"] - zero, guess["end"] - zero
+    sender, receiver = near[0](spec["senders"]), near[1](spec["receivers"])
+    arrival, end = spec["arrival"] - zero, spec["end"] - zero
     arrow = {"arrowstyle": "->", "color": COLORS["predictor"]}
-    axes.annotate("", (at, receiver - HALF * toward), (at, sender + HALF * toward), arrowprops=arrow)
-    if end - at > ROOM_FOR_WORDS * width:
-        verdict = "accepted:\nroles swap" if guess["accepted"] else "rejected:\nredo"
-        axes.text(at, sender + toward / 2, " guess", va="center", fontsize=9)
+    axes.annotate("", (arrival, receiver - HALF * toward), (arrival, sender + HALF * toward), arrowprops=arrow)
+    if end - arrival > ROOM_FOR_TEXT * width:
+        verdict = "accepted:\nroles swap" if spec["accepted"] else "rejected:\nrecompute"
+        axes.text(arrival, sender + toward / 2, " A~", va="center", fontsize=9)
         axes.text(end, sender + toward / 2, verdict, ha="right", va="center", fontsize=9)
 
 
@@ -289,13 +291,13 @@ def _draw_lanes(bars: list[dict[str, Any]], picture: Path, title: str) -> None:
     ranks = sorted({bar["rank"] for bar in bars})
     zero = min(bar["begin"] for bar in bars)
     width = max(bar["end"] for bar in bars) - zero
-    found = guesses(bars)
+    found = spec_outputs(bars)
     parts = _parts(bars, found)
     figure, axes = plt.subplots(figsize=(11, 1 + 1.1 * len(ranks)))
     for part in parts:
         _draw_bar(axes, part, zero, width)
-    for guess in found.values():
-        _draw_guess(axes, guess, zero, width)
+    for spec in found.values():
+        _draw_spec_output(axes, spec, zero, width)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.set_ylim(ranks[-1] + 0.4, ranks[0] - 0.4)
     axes.set_xlim(-0.005 * width, 1.005 * width)

@@ -1,1 +1,1 @@
-"""Llama as data flow over kernels; checkpoints, tokenizers and the demo model."""
+"""The Llama model, checkpoints, tokenizers and the demo model."""

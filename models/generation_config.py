@@ -1,4 +1,4 @@
-"""generation_config.json: what its authors advise for choosing tokens."""
+"""generation_config.json: the settings that a model's authors advise for choosing tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from alspec.models.checkpoint.files import is_there, read_json
 __all__ = ["GENERATION_CONFIG", "notice_of_settings", "read_generation_config"]
 
 GENERATION_CONFIG = "generation_config.json"
-# Settings that change which token is chosen, also at temperature 0, with the value at which they do not.
-_WITHOUT_EFFECT = {
+# Settings that change which token is chosen, also at temperature 0, with the value that has no effect.
+_NEUTRAL_VALUES = {
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "suppress_tokens": [],
@@ -23,7 +23,7 @@ _WITHOUT_EFFECT = {
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The settings of a folder's generation_config.json; empty without one.
+    """Settings of a folder's generation_config.json; empty if there is no such file.
 
     Raises:
         UserError: the file is broken.
@@ -33,12 +33,12 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def notice_of_settings(folder: Path) -> str | None:
-    """The line that names settings which would change the tokens and are not applied; None where there are none.
+    """One line that names the settings that would change the tokens and are not applied; None if there are none.
 
-    Temperature, top-k, top-p and whether to sample are not among them: flags, or options, give those.
+    Temperature, top-k, top-p and `do_sample` are not listed, because flags or options set them.
     """
     given = read_generation_config(folder)
-    ignored = {name: given[name] for name, idle in _WITHOUT_EFFECT.items() if given.get(name) not in (None, idle)}
+    ignored = {name: given[name] for name, neutral in _NEUTRAL_VALUES.items() if given.get(name) not in (None, neutral)}
     if not ignored:
         return None
     listed = ", ".join(f"{name} {show(value, 20)}" for name, value in ignored.items())

@@ -1,7 +1,7 @@
-"""Llama as data flow over kernels: the weights of one tensor-parallel rank and the operations around attention.
+"""Llama on one tensor-parallel rank: its weights, and the operations before and after attention.
 
 Shapes: n tokens (prefill) or requests (decode), Hq and Hkv this rank's query and KV heads, D head_dim, T group size.
-The residual stream `x` is fp32 and replicated over the group; every other activation has the weights' dtype.
+The residual stream `x` is fp32 and replicated over the group. Every other activation has the dtype of the weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["LayerWeights", "Llama", "LlamaWeights", "Shard", "load_weights", "ra
 class Shard:
     """Which part of the weights a rank holds.
 
-    QKV and gate/up are split by rows of the weight (columns of the product), o and down by columns, over the `tp_size`
-    ranks of a group. The LM head is split by vocabulary over all ranks of the job.
+    The `tp_size` ranks of a group split QKV and gate/up by rows of the weight (columns of the product), and o and down
+    by columns. All ranks of the job split the LM head by vocabulary.
     """
 
     tp_rank: int = 0
@@ -35,7 +35,7 @@ class Shard:
     vocab_shards: int = 1
 
     def vocab_range(self, vocab_size: int) -> tuple[int, int]:
-        """`[start, stop)` of this rank's rows: `ceil(V / shards)` for every shard until the vocabulary ends."""
+        """`[start, stop)` of this rank's rows: `ceil(V / shards)` per shard, fewer or none in the last ones."""
         rows = -(-vocab_size // self.vocab_shards)
         return min(self.vocab_rank * rows, vocab_size), min((self.vocab_rank + 1) * rows, vocab_size)
 
@@ -65,13 +65,13 @@ class LlamaWeights:
 def load_weights(
     checkpoint: Checkpoint, config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device
 ) -> LlamaWeights:
-    """Read this rank's slices, and nothing else, from a checkpoint that `Checkpoint.open` has verified."""
+    """Read only this rank's slices from a checkpoint that `Checkpoint.open` has verified."""
 
     def read(name: str, dim: int | None = None) -> Tensor:
         if dim is None:
             return checkpoint.tensor_slice(name).to(device, dtype)
-        step = checkpoint.entries[name].shape[dim] // shard.tp_size
-        part = checkpoint.tensor_slice(name, dim, shard.tp_rank * step, (shard.tp_rank + 1) * step)
+        size = checkpoint.entries[name].shape[dim] // shard.tp_size
+        part = checkpoint.tensor_slice(name, dim, shard.tp_rank * size, (shard.tp_rank + 1) * size)
         return part.to(device, dtype).contiguous()
 
     def read_layer(layer: int) -> LayerWeights:
@@ -88,7 +88,7 @@ def load_weights(
 
     embedding = read("model.embed_tokens.weight")
     start, stop = shard.vocab_range(config.vocab_size)
-    # The last shards of a small vocabulary can be empty.
+    # The last shards of a small vocabulary can be empty; `tensor_slice` refuses an empty range.
     if config.tie_word_embeddings or start == stop:
         lm_head = embedding[start:stop]
     else:
@@ -101,11 +101,11 @@ _COLUMN_PARALLEL = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "ml
 
 
 def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """Weights of `config`'s shape drawn on the device, N(0, 1/fan_in), so that activations stay near unit size.
+    """Draw random weights of `config`'s shape on the device, N(0, 1/fan_in), so that activations stay near unit size.
 
-    Every rank of one tensor-parallel position draws the same numbers (paired ranks hold replicas). Embeddings and LM
-    head are the same at every world size except for the rows taken; the layers are others at every tensor-parallel
-    size, because each position draws its own part.
+    Ranks with the same `tp_rank` draw the same numbers (paired ranks hold replicas). Embedding and LM head do not
+    depend on the number of ranks; each rank keeps its own rows of the LM head. Layers depend on `tp_size`, because each
+    `tp_rank` draws its own part.
     """
     generator = torch.Generator(device)
     heads = (config.num_qo_heads + 2 * config.num_kv_heads) // shard.tp_size
@@ -130,7 +130,7 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
 
     embedding = draw(config.vocab_size, config.hidden_size, 1, 0)
     start, stop = shard.vocab_range(config.vocab_size)
-    # The whole LM head is drawn and sliced: it does not depend on the number of ranks.
+    # Draw the whole LM head, then slice it, so that it does not depend on the number of ranks.
     head = (
         embedding if config.tie_word_embeddings else draw(config.vocab_size, config.hidden_size, config.hidden_size, 1)
     )
@@ -141,24 +141,24 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
 
 
 class Group(Protocol):
-    """What the ranks of a tensor-parallel group do together."""
+    """Collectives of one tensor-parallel group."""
 
     def gather_partials(self, partial: Tensor) -> Tensor:
-        """[n, hidden] on each rank -> [P, n, hidden], whose sum is that over the group."""
+        """[n, hidden] on each rank -> [P, n, hidden], P = 1 or T; the sum over P is the sum over the ranks."""
 
     def scatter_partials(self, partial: Tensor) -> Tensor:
-        """[n, hidden] on each rank -> [T, m, hidden] of its own m of the n tokens."""
+        """[n, hidden] on each rank -> [T, m, hidden]: the T partials of this rank's own m of the n tokens."""
 
     def gather_tokens(self, own: Tensor, num_tokens: int) -> Tensor:
-        """[m, hidden] of its own tokens on each rank -> [n, hidden]."""
+        """[m, hidden] on each rank, of its own tokens -> [n, hidden]."""
 
 
 class Llama:
-    """The operations around attention on one rank, for prompts and for steps that are launched one by one.
+    """The operations before and after attention on one rank, for prompts and for eager steps.
 
-    Captured steps are those of `Decoder`.
+    `Decoder` (runtime/decode/decoder.py) has the operations of captured steps.
 
-    Of a long prompt each rank keeps the residual stream of its own tokens only, m of n; else m = n.
+    In a long prompt each rank keeps the residual stream of only its own m of the n tokens; otherwise m = n.
     """
 
     def __init__(self, config: LlamaConfig, weights: LlamaWeights, group: Group) -> None:
@@ -170,11 +170,11 @@ class Llama:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return self.config.num_layers
 
     def first_layers(self, num_layers: int) -> Llama:
-        """The same weights, with the LM head behind so many of the layers, if there are so many."""
+        """A model of only the first `num_layers` layers (or all, if there are fewer) that shares these weights."""
         layers = self.weights.layers[:num_layers]
         config = self.config.model_copy(update={"num_layers": len(layers)})
         return Llama(config, replace(self.weights, layers=layers), self._group)
@@ -184,11 +184,11 @@ class Llama:
         return F.embedding(token_ids, self.weights.embedding).float()
 
     def reduce_residual(self, x: Tensor, partial: Tensor | None) -> Tensor:
-        """Finish an all-reduce: `x + sum over ranks of partial`, [n, hidden] fp32; None stands for nothing to add."""
+        """Finish an all-reduce: `x + sum over ranks of partial`, [n, hidden] fp32. None adds nothing."""
         return x if partial is None else add_parts(x, self._group.gather_partials(partial))
 
     def _add_norm(self, x: Tensor, partial: Tensor | None, weight: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Finish an all-reduce, as `reduce_residual`, of x [m, hidden]; and RMSNorm, [n, hidden]."""
+        """Finish an all-reduce as `reduce_residual` does, then RMSNorm: x [m, hidden] and its norm [n, hidden]."""
         if len(x) == num_tokens:
             parts = None if partial is None else self._group.gather_partials(partial)
             return add_rms_norm(x, parts, weight, self.config.rms_norm_eps)
@@ -204,7 +204,7 @@ class Llama:
         Args:
             x: [m, hidden] fp32.  partial: of the previous layer's `post_attention`, or None.  positions: [n] integers.
         Returns:
-            x [m, hidden] fp32, q [n, Hq, D], k and v [n, Hkv, D].
+            x [m, hidden] fp32, q [n, Hq, D], k [n, Hkv, D], v [n, Hkv, D].
         """
         weights, head_dim = self.weights.layers[layer], self.config.head_dim
         x, y = self._add_norm(x, partial, weights.input_norm, len(positions))
@@ -213,7 +213,9 @@ class Llama:
         return x, *rotate_heads(qkv, qkv.shape[1] // (heads_per_kv + 2), *rope_cos_sin(positions, self.inv_freq))
 
     def post_attention(self, layer: int, x: Tensor, attn_out: Tensor) -> tuple[Tensor, Tensor]:
-        """o_proj, all-reduce and residual, RMSNorm, gate/up with SiLU, down; its all-reduce comes with the next one.
+        """o_proj, all-reduce and residual, RMSNorm, gate/up with SiLU, down.
+
+        The next `pre_attention` or `reduce_residual` finishes the all-reduce of the MLP output.
 
         Args:
             x: [m, hidden] fp32.  attn_out: [n, Hq, D].

@@ -19,11 +19,11 @@ from alspec.models.tokenizer.tokenizer_config import is_token_id, read_tokenizer
 
 __all__ = ["RANDOM_SHAPES", "LlamaConfig", "RopeScaling", "rope_inv_freq"]
 
-NO_TOKEN = -1  # how some folders write that there is no such token
-# Where RoPE settings stand, the one that is followed first.
+NO_TOKEN = -1  # id that some folders use for "no such token"
+# Keys that may hold the RoPE settings; the first one present is used.
 _ROPE_NAMES = ("rope_scaling", "rope_parameters")
 
-# Our field names, where they differ, as config.json spells them.
+# config.json's spelling of our field names, where it differs.
 _JSON_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_qo_heads": "num_attention_heads",
@@ -37,36 +37,38 @@ class _Frozen(BaseModel):
 
 
 class RopeScaling(_Frozen):
-    """How the rotary frequencies are stretched; see `rope_inv_freq` for the equations."""
+    """Scaling of the rotary frequencies; see `rope_inv_freq` for the equations."""
 
     rope_type: Literal["linear", "llama3"]
-    factor: float = Field(ge=1.0, le=1e6, description="by how much the low frequencies are divided")
+    factor: float = Field(ge=1.0, le=1e6, description="divisor of the low frequencies")
     low_freq_factor: float = Field(default=1.0, gt=0.0, description="llama3: wavelengths above C / this are divided")
     high_freq_factor: float = Field(default=4.0, gt=0.0, description="llama3: wavelengths below C / this are kept")
-    original_max_position_embeddings: int = Field(default=8192, gt=0, description="llama3: C, tokens before stretching")
+    original_max_position_embeddings: int = Field(
+        default=8192, gt=0, description="llama3: C, context before scaling, tokens"
+    )
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(f"low_freq_factor must be below high_freq_factor ({self.high_freq_factor})")
         return self
 
 
 class LlamaConfig(_Frozen):
-    """Everything the runtime must know about a Llama model besides its weights."""
+    """All that the runtime needs of a Llama model besides its weights."""
 
     hidden_size: int = Field(gt=0, description="width of the residual stream")
     intermediate_size: int = Field(gt=0, description="width of the MLP")
     num_layers: int = Field(gt=0, le=10_000, description="decoder layers")
-    num_qo_heads: int = Field(gt=0, description="query heads, all ranks together")
-    num_kv_heads: int = Field(gt=0, description="key and value heads, all ranks together")
+    num_qo_heads: int = Field(gt=0, description="query heads of the whole model")
+    num_kv_heads: int = Field(gt=0, description="key and value heads of the whole model")
     head_dim: int = Field(gt=0, description="elements of one head; even, because RoPE rotates pairs")
     vocab_size: int = Field(gt=0, description="rows of the embedding")
     rms_norm_eps: float = Field(default=1e-6, gt=0.0, description="added to the mean square in RMSNorm")
     rope_theta: float = Field(default=10_000.0, gt=0.0, description="base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = Field(default=None, description="None: frequencies as they are")
+    rope_scaling: RopeScaling | None = Field(default=None, description="None: frequencies are not scaled")
     max_position_embeddings: int = Field(
-        default=2048, gt=0, le=10**18, description="longest context, tokens; under linear RoPE scaling times its factor"
+        default=2048, gt=0, le=10**18, description="longest context, tokens; linear RoPE scaling multiplies it"
     )
     tie_word_embeddings: bool = Field(default=False, description="the LM head is the embedding")
     dtype: DType = Field(default="fp32", description="dtype the weights were published in")
@@ -74,7 +76,7 @@ class LlamaConfig(_Frozen):
     eos_token_ids: tuple[int, ...] = Field(default=(), description="tokens that end a text, ascending")
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _check_consistent(self) -> Self:
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_qo_heads}) must be a multiple of "
@@ -91,16 +93,15 @@ class LlamaConfig(_Frozen):
     def from_folder(cls, folder: Path) -> Self:
         """Read config.json, generation_config.json and the tokenizer's end-of-text token from a Hugging Face folder.
 
-        Understands the spellings of Llama 2 and 3, TinyLlama and SmolLM folders: a missing `num_key_value_heads` means
-        as many as query heads, a missing or null `head_dim` means hidden_size / num_attention_heads, RoPE settings
-        stand in `rope_scaling` (`type` or `rope_type`) or, without one, in `rope_parameters`, and a missing dtype means
-        fp32.
+        Reads folders of Llama 2 and 3, TinyLlama and SmolLM. A missing `num_key_value_heads` means as many as query
+        heads. A missing or null `head_dim` means hidden_size / num_attention_heads. RoPE settings are in `rope_scaling`
+        (`type` or `rope_type`) or, without one, in `rope_parameters`. A missing dtype means fp32.
 
         Raises:
-            UserError: no folder, no or broken config.json, or a model this runtime does not run, naming the field.
+            UserError: no folder, no or broken config.json, or a model that is not supported; names the field.
         """
         folder = Path(folder)
-        if not os.path.isdir(folder):  # `Path.is_dir` raises for a name that is too long
+        if not os.path.isdir(folder):  # `Path.is_dir` raises if the name is too long
             found = "a file" if os.path.exists(folder) else "nothing"
             raise UserError(
                 f"{folder}: expected a model folder, found {found}; give the folder that holds config.json"
@@ -125,10 +126,10 @@ class LlamaConfig(_Frozen):
 
     @classmethod
     def from_shape(cls, name: str) -> Self:
-        """The configuration of one of `RANDOM_SHAPES`, or of a folder as `from_folder` reads it, weights or not.
+        """The configuration of one of `RANDOM_SHAPES`, or of a folder (see `from_folder`), which needs no weights.
 
         Raises:
-            UserError: neither; lists the known names. As `from_folder`.
+            UserError: `name` is neither (lists the known names), or as `from_folder`.
         """
         if name in _SHAPES:
             return cls(**_LLAMA_3, **_SHAPES[name])
@@ -139,13 +140,16 @@ class LlamaConfig(_Frozen):
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest context: `linear` scaling multiplies the positions, `llama3` has them in the number."""
+        """Longest context in tokens.
+
+        `linear` scaling multiplies `max_position_embeddings`; for `llama3` the number already includes the scaling.
+        """
         factor = self._linear_factor
         return self.max_position_embeddings if factor == 1.0 else int(self.max_position_embeddings * factor)
 
     @property
     def longest_context_name(self) -> str:
-        """What `longest_context` comes from, for messages."""
+        """Origin of `longest_context`, for messages."""
         stretched = f" times {self._linear_factor:g} (linear RoPE scaling)" if self._linear_factor > 1.0 else ""
         return f"the model's max_position_embeddings{stretched}"
 
@@ -158,13 +162,13 @@ class LlamaConfig(_Frozen):
     def valid_tp_sizes(self) -> tuple[int, ...]:
         """Tensor-parallel sizes T that divide the heads and the MLP, ascending.
 
-        The vocabulary is sharded unevenly and is no constraint.
+        The vocabulary is no constraint, because its shards may be uneven.
         """
         common = math.gcd(self.num_qo_heads, self.num_kv_heads, self.intermediate_size)
         return tuple(size for size in range(1, common + 1) if common % size == 0)
 
     def check_tp_size(self, tp_size: int) -> None:
-        """Raise UserError, listing the valid sizes, unless `tp_size` ranks can share the heads and the MLP."""
+        """Raise UserError, which lists the valid sizes, unless `tp_size` ranks can share the heads and the MLP."""
         if tp_size not in self.valid_tp_sizes:
             raise UserError(
                 f"tensor parallelism: {tp_size} ranks must divide num_attention_heads ({self.num_qo_heads}), "
@@ -199,7 +203,7 @@ def _llama_3_shape(
         "num_qo_heads": num_qo_heads,
         "head_dim": head_dim,
         "rope_scaling": RopeScaling(rope_type="llama3", factor=factor),
-        # Of the published models, the ones stretched by 32 (Llama 3.2) tie their embeddings.
+        # The published models with factor 32 (Llama 3.2) tie their embeddings.
         "tie_word_embeddings": factor == 32.0,
     }
 
@@ -224,8 +228,8 @@ def rope_inv_freq(head_dim: int, rope_theta: float, scaling: RopeScaling | None 
                  between:                   (1 - s) f / factor + s f,
                                             s = (C / w - low_freq_factor) / (high_freq_factor - low_freq_factor)
 
-    Source: RoFormer, section 3.2; the llama3 rule is that of Meta's Llama 3.1 reference code. Computed in fp32 like the
-    models' training code: at long contexts a last-bit difference in f is visible in the angle.
+    Source: RoFormer, section 3.2; Meta's Llama 3.1 reference code for the llama3 rule. Computed in fp32 as in the
+    models' training code, because at long contexts a last-bit difference in f changes the angle.
 
     Returns:
         [head_dim / 2] fp32, on CPU.
@@ -246,19 +250,21 @@ def rope_inv_freq(head_dim: int, rope_theta: float, scaling: RopeScaling | None 
 
 
 def _download_hint(folder: Path) -> str:
-    """What to do with a name such as meta-llama/Llama-3.1-8B; empty for what cannot be one."""
+    """Advice for a hub name such as meta-llama/Llama-3.1-8B; empty if `folder` cannot be one."""
     if os.path.exists(folder) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(folder), re.ASCII):
         return ""
-    return f" (names on a hub are not downloaded; `hf download {folder} --local-dir DIR`, then give DIR)"
+    return f" (models are not downloaded from a hub; run `hf download {folder} --local-dir DIR`, then give DIR)"
 
 
 def _check_runnable(raw: dict[str, Any], path: Path) -> None:
-    """Refuse by name every setting of config.json that means a model other than a plain Llama."""
+    """Refuse every setting of config.json that means another model than a plain Llama; names the setting."""
     architectures, model_type = raw.get("architectures"), raw.get("model_type")
     if architectures is None and model_type is None:
         raise UserError(f"{path}: expected architectures or model_type, found neither; give a Llama model")
     if architectures is not None and (not isinstance(architectures, list) or "LlamaForCausalLM" not in architectures):
-        raise UserError(f"{path}: architectures: expected LlamaForCausalLM, found {show(architectures)}; give a Llama")
+        raise UserError(
+            f"{path}: architectures: expected LlamaForCausalLM, found {show(architectures)}; give a Llama model"
+        )
     if model_type not in (None, "llama"):
         raise UserError(f"{path}: model_type: expected 'llama', found {show(model_type)}; give a Llama model")
     if raw.get("quantization_config") is not None:
@@ -277,7 +283,7 @@ def _check_runnable(raw: dict[str, Any], path: Path) -> None:
 
 
 def _required_sizes(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The sizes without a default, under our names; the two that older files leave out are derived."""
+    """Sizes without a default, under our field names. Two that older files omit are derived."""
     values: dict[str, Any] = {}
     for name in ("hidden_size", "intermediate_size", "num_layers", "num_qo_heads", "vocab_size"):
         json_name = _JSON_NAMES.get(name, name)
@@ -299,9 +305,9 @@ def _required_sizes(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _rope_settings(raw: dict[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
-    """The mapping that says how positions are rotated, with its name; empty when neither is there.
+    """Name and content of the mapping with the RoPE settings; empty content if there is none.
 
-    As in transformers, `rope_scaling` (older) replaces the whole of `rope_parameters` where both stand.
+    As in transformers, `rope_scaling` (older) replaces all of `rope_parameters` if both are present.
     """
     for name in _ROPE_NAMES:
         if not isinstance(raw.get(name), dict | None):
@@ -313,12 +319,12 @@ def _rope_settings(raw: dict[str, Any], path: Path) -> tuple[str, dict[str, Any]
 def _rope_theta(raw: dict[str, Any], path: Path) -> Any:
     name, settings = _rope_settings(raw, path)
     theta = settings.get("rope_theta", raw.get("rope_theta", 10_000.0))
-    if isinstance(theta, float) and not math.isfinite(theta):  # NaN would not equal itself below
+    if isinstance(theta, float) and not math.isfinite(theta):  # NaN would compare unequal below
         raise UserError(f"{path}: rope_theta: expected a finite number, found {show(theta)}; correct the file")
     replaced = (raw.get("rope_parameters") or {}).get("rope_theta", theta)
     if replaced != theta:
         raise UserError(
-            f"{path}: rope_parameters.rope_theta: expected {show(theta)} as beside {name}, which replaces "
+            f"{path}: rope_parameters.rope_theta: expected {show(theta)}, the value used with {name}, which replaces "
             f"rope_parameters, found {show(replaced)}; give rope_theta in {name} too"
         )
     return theta
@@ -350,7 +356,7 @@ def _rope_scaling(raw: dict[str, Any], path: Path) -> RopeScaling | None:
 
 
 def _dtype(raw: dict[str, Any], path: Path) -> DType:
-    """The published dtype; an absent one means fp32, which loses no bits."""
+    """The published dtype. If absent: fp32, which loses no bits."""
     value = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     dtype = SHORT_DTYPES.get(str(value).removeprefix("torch."))
     if dtype is None:
@@ -366,13 +372,13 @@ def _eos_token_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     path, ids = _tokenizer_eos_id(folder)
     found[f"{path}: eos_token"] = ids
     vocab_size = raw["vocab_size"]
-    if type(vocab_size) is int and vocab_size > 0:  # else that is refused
+    if type(vocab_size) is int and vocab_size > 0:  # other values are refused later
         for where, ids in found.items():
             outside = [token_id for token_id in sorted(ids) if not 0 <= token_id < vocab_size]
             if outside:
                 raise UserError(
                     f"{where}: expected ids from 0 to {vocab_size - 1} (vocab_size of config.json is {vocab_size}), "
-                    f"found {show(outside)}; use the files that belong together"
+                    f"found {show(outside)}; use files of the same model"
                 )
     return tuple(sorted(set().union(*found.values())))
 
@@ -386,9 +392,9 @@ def _id_list(raw: dict[str, Any], path: Path) -> set[int]:
 
 
 def _tokenizer_eos_id(folder: Path) -> tuple[Path, set[int]]:
-    """The id of the tokenizer's eos_token and the file it stands in; empty when there is none.
+    """File and id of the tokenizer's eos_token; an empty set if there is none.
 
-    That the vocabulary has it, `Tokenizer` checks.
+    `Tokenizer` checks that the vocabulary has it.
     """
     path = folder / "tokenizer_config.json"
     tokenizer_config = read_tokenizer_config(folder)
@@ -399,7 +405,7 @@ def _tokenizer_eos_id(folder: Path) -> tuple[Path, set[int]]:
     for token_id, entry in added.items() if isinstance(added, dict) else ():
         if is_token_id(token_id) and isinstance(entry, dict) and entry.get("content") == content:
             return path, {int(token_id)}
-    # Folders of 2023 list their special tokens in tokenizer.json only.
+    # Older folders (2023) list their special tokens only in tokenizer.json.
     path = folder / "tokenizer.json"
     if not path.is_file():
         return path, set()
@@ -410,7 +416,7 @@ def _tokenizer_eos_id(folder: Path) -> tuple[Path, set[int]]:
 
 
 def _user_error(error: ValidationError, where: str) -> UserError:
-    """The first fault of a validation, with the field as config.json spells it."""
+    """UserError for the first fault of a validation; spells the field as config.json does."""
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:

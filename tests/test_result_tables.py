@@ -141,8 +141,8 @@ def test_tables_of_pairs_and_all_reduces(project: Path) -> None:
     # Of another commit than the last `off`, and than the parts: both are marked. 10 accepted layers, and 50.
     cells = "8192 | 100% | 1.000 | 1.100 | 1.10x\\* | 0.850\\*\\* | +17.6%\\*\\* | +10.0% |"
     assert f"{begin} bf16, random numbers | {cells}" in long
-    assert "\\* The pair is of an earlier commit than `off`." in long
-    assert "\\*\\* The parts given to the model are of another commit than the pair." in long
+    assert "\\* The pair was measured at an earlier commit than `off`." in long
+    assert "\\*\\* The parts given to the model were measured at another commit than the pair." in long
     assert f"{begin} bf16, book.txt | 8192 | 50% | 0.900 | 0.990 | 1.10x |  |  |  |" in long
     numbers = "70.0 | 80.0 | 20.0 | 40.0 |  | 50.0 | 1100.0"
     parts_line = f"| llama-3.1-8b | 2 | symm | 8192 | bf16, random numbers | 50% | {numbers} |"
@@ -186,7 +186,7 @@ def test_a_pair_stands_beside_off_over_the_same_cache(tables: ModuleType) -> Non
     assert f"| llama-3.1-8b | 1 + 1 | symm | 2 | {cells}" in text
 
 
-def test_other_guesses_have_lines_of_their_own(tables: ModuleType) -> None:
+def test_other_spec_settings_have_lines_of_their_own(tables: ModuleType) -> None:
     """Rows that do not say lambda and S are of the default ones; forced verdicts do not look at lambda."""
     ways: list[dict[str, Any]] = [{}, {"threshold": 0.1, "chunk_size": 128}, {"threshold": 0.2, "chunk_size": 128}]
     ways += [{"threshold": "inf", "chunk_size": 512}, {"threshold": 0.2, "chunk_size": 128, "forced": True}]
@@ -270,8 +270,8 @@ def test_tables_of_attention_over_quantised_caches(project: Path) -> None:
         "| turbo4 | 8.0 (1.50x) |",
         "| turbo4, SAS | 10.0 (1.20x) |",
     ]
-    guess = long.index("### 32/8 heads of 128, with guess and verdict")
-    assert long[guess + 4 : guess + 6] == ["| bf16 | 14.0 (1.00x) |", "| turbo4 | 7.0 (2.00x) |"]
+    spec = long.index("### 32/8 heads of 128, with `A~` and verdict")
+    assert long[spec + 4 : spec + 6] == ["| bf16 | 14.0 (1.00x) |", "| turbo4 | 7.0 (2.00x) |"]
     assert "| 4096 | 8192 | 900, 500 TFLOP/s, 1.00x | 600, 500 TFLOP/s, 1.50x |" in long
 
 

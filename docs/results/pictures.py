@@ -1,6 +1,6 @@
-"""Draw the pictures of the measured rows beside this file, latency.png and needles.png.
+"""Draw latency.png and needles.png from the measured rows of this folder.
 
-`python docs/results/pictures.py [FOLDER]`; without a folder they are drawn here.
+Usage: `python docs/results/pictures.py [FOLDER]`; without a folder the pictures are written here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from result_rows import HERE, read
+from result_rows import HERE, REPORTED, read
 
 from alspec.launch.plots import plot_quality
 
@@ -21,28 +21,26 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 Row = dict[str, Any]
-# Colour: what was measured. Line: GPUs, or where the rows come from.
+# The colour shows the cache or the library, the line style the number of GPUs.
 CACHES = {"bf16": "tab:blue", "turbo4": "tab:orange", "turbo-mixed": "tab:green"}
-RIVALS = {"torch.sdpa": ("torch SDPA, bf16", "black", "--"), "flashinfer": ("FlashInfer, bf16", "dimgray", ":")}
+OTHERS = {"torch.sdpa": ("torch SDPA, bf16", "black", "--"), "flashinfer": ("FlashInfer, bf16", "dimgray", ":")}
 GPUS = {1: ("-", "o"), 2: ("--", "s"), 4: (":", "^")}
-# Tokens/s reported for gpt-fast, the same decode on H200s, by GPUs and context; not measured side by side.
-REPORTED = {1: {8192: 158, 131072: 84}, 4: {8192: 221, 131072: 156}}
 
 
 def main() -> None:
-    """Both, into the folder that was given."""
+    """Draw both pictures into the given folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=HERE)
     folder = parser.parse_args().folder
     latency(folder / "latency.png")
     needles = folder / "needles.png"
     plot_quality.draw(needles, needle_rows(read("quality_codecs.jsonl")))
-    with Image.open(needles) as drawn:  # a palette takes a third of the bytes
+    with Image.open(needles) as drawn:  # with a palette the file has a third of the bytes
         drawn.convert("RGB").quantize(64).save(needles, optimize=True)
 
 
 def latency(picture: Path) -> None:
-    """Whole steps on the left, attention of a layer on the right, both over the tokens in the cache."""
+    """Draw whole steps (left) and attention of a layer (right), by number of tokens in the cache."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     steps(left, read("decode_step.jsonl"))
     attention(right, read("decode_attention.jsonl"), read("turbo_attention.jsonl"))
@@ -57,7 +55,7 @@ def latency(picture: Path) -> None:
 
 
 def steps(axes: Any, rows: list[Row]) -> None:
-    """Captured steps of the 8B shape, one request: tensor parallelism, and a pair whose guesses are all accepted."""
+    """Draw captured steps of the 8B shape, one request: tensor parallelism, and a pair that accepts every `A~`."""
     of_shape = [
         row
         for row in rows
@@ -87,7 +85,7 @@ def steps(axes: Any, rows: list[Row]) -> None:
         )
         for world, (line, marker) in GPUS.items()
     ]
-    pair_label, reported = "1 + 1 GPUs, all guesses accepted (forced)", "gpt-fast as reported, 1 and 4 GPUs"
+    pair_label, reported = "1 + 1 GPUs, every A~ accepted (forced)", "gpt-fast as reported, 1 and 4 GPUs"
     handles.append(Line2D([], [], color="tab:red", linestyle="", marker="D", label=pair_label))
     handles.append(Line2D([], [], color="gray", linestyle="", marker="o", fillstyle="none", label=reported))
     axes.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", ncols=2)
@@ -96,9 +94,9 @@ def steps(axes: Any, rows: list[Row]) -> None:
 
 
 def attention(axes: Any, plain: list[Row], quantised: list[Row]) -> None:
-    """Decode attention of a layer with 32/8 heads of 128, beside its rivals."""
+    """Draw decode attention of a layer with 32/8 heads of 128, and that of other libraries."""
     rows = [row for row in plain if row["case"]["heads"] == "32/8" and row["case"]["head_dim"] == 128]
-    for impl, (label, color, line) in RIVALS.items():
+    for impl, (label, color, line) in OTHERS.items():
         found = medians([row for row in rows if row["impl"] == impl], lambda case: isinstance(case["context"], int))
         axes.plot(*series(found, 1), color=color, linestyle=line, marker=".", label=label)
     ours = [row for row in quantised if row["case"]["heads"] == "32/8" and row["bench"] == "decode_attention"]
@@ -116,20 +114,20 @@ def attention(axes: Any, plain: list[Row], quantised: list[Row]) -> None:
 
 
 def needle_rows(rows: list[Row]) -> list[Row]:
-    """Those with exact softmax, which have hit rates on text as well; of repeated rows the last."""
+    """Rows with exact softmax, including hit rates on text. The last of repeated rows counts."""
     names = ("cache", "measure", "threshold", "context", "depth")
     found = {tuple(row["case"][name] for name in names): row for row in rows if row["case"]["softmax"] == "exact"}
     return list(found.values())
 
 
-def medians(rows: list[Row], of: Callable[[Row], bool], mode: str | None = None) -> dict[int, float]:
-    """Median microseconds over contexts of the rows that belong; of repeated rows the last."""
-    belong = [row for row in rows if (mode is None or row["case"]["mode"] == mode) and of(row["case"])]
-    return {int(row["case"]["context"]): row["us"]["p50"] for row in belong}
+def medians(rows: list[Row], matches: Callable[[Row], bool], mode: str | None = None) -> dict[int, float]:
+    """Median microseconds by context of the matching rows. The last of repeated rows counts."""
+    matching = [row for row in rows if (mode is None or row["case"]["mode"] == mode) and matches(row["case"])]
+    return {int(row["case"]["context"]): row["us"]["p50"] for row in matching}
 
 
 def series(found: dict[int, float], unit_us: float) -> tuple[list[int], list[float]]:
-    """Contexts in ascending order, and the values there."""
+    """Contexts in ascending order, and their values in the unit."""
     contexts = sorted(found)
     return contexts, [found[context] / unit_us for context in contexts]
 

@@ -1,14 +1,14 @@
-"""Tables of quality: see tables.py."""
+"""The tables of quality, for tables.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from result_rows import read, table, where
+from result_rows import provenance, read, table
 
 
 def quality(rows: list[dict[str, Any]]) -> str:
-    """Bits per byte, recall and hit rates over lambda."""
+    """Bits per byte, recall and hit rates for each lambda."""
     if not rows:
         return ""
     values: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
@@ -44,11 +44,11 @@ def quality(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
             "## Demo checkpoint over lambda",
-            f"Reference semantics (`simulated`), S = {case['chunk_size']}, {case['dtype']}. lambda 0 is full attention,"
-            " inf is attention over sink and window alone in every layer.",
-            where(rows[0]),
+            f"Reference semantics (`simulated`), S = {case['chunk_size']}, {case['dtype']}. lambda 0 is full attention;"
+            " with lambda inf every layer attends to sink and window only.",
+            provenance(rows[0]),
             table(head, lines),
-            f"Hit rate of each layer on text, at positions where the guess leaves tokens out ({text[1]} tokens):",
+            f"Hit rate of each layer on text ({text[1]} tokens), at positions where `A~` leaves tokens out:",
             per_layer[0],
             *(["Hit rate of each layer on the answers of recall prompts:", per_layer[1]] if recall else []),
         ]
@@ -56,7 +56,7 @@ def quality(rows: list[dict[str, Any]]) -> str:
 
 
 def codecs(title: str, rows: list[dict[str, Any]]) -> str:
-    """Each cache and lambda at the longest context, with its change against bf16; of repeated rows the last."""
+    """Each cache and lambda at the longest context, with the change from bf16. The last of repeated rows counts."""
     if not rows:
         return ""
     longest: dict[str, int] = {}
@@ -86,21 +86,21 @@ def codecs(title: str, rows: list[dict[str, Any]]) -> str:
     case = max((row["case"] for row in rows), key=lambda case: int(case["context"]))
     own_length = " (UUIDs: their own length)" if "record recall" in columns else ""
     notes = [
-        f"As decoded token by token from the cache named, at {case['context']} tokens{own_length}, S ="
-        f" {case['chunk_size']}, {case['dtype']}; change against the bf16 cache under the same lambda."
+        f"Decoded token by token from the given cache, at {case['context']} tokens{own_length}, S ="
+        f" {case['chunk_size']}, {case['dtype']}. *change* is relative to the bf16 cache with the same lambda."
     ]
     if any(threshold == "fixed" for threshold, _ in lines):
         notes.append(
-            "In fixed layers, those with a hit rate above 0.8 on text at lambda 0.1, the guess is always let through."
+            "*fixed layers*: layers with a hit rate above 0.8 on text at lambda 0.1 always accept `A~`, others never."
         )
-    notes.append("What has no cell or line was not measured, though a command may name it.")
+    notes.append("An empty cell or a missing line was not measured, even if a command names it.")
     return "\n\n".join(
-        [f"## {title}", " ".join(notes), where(*rows), table([*head, "hit rate"], cells)],
+        [f"## {title}", " ".join(notes), provenance(*rows), table([*head, "hit rate"], cells)],
     )
 
 
 def ablated(title: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Softmaxes, block sizes and selectors of half the heads; then selectors over how many heads are held at 2 bits."""
+    """Softmaxes, block sizes, selectors with half of the heads at 2 bits; then selectors by number of 2-bit heads."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     for row in rows:
         case = row["case"]
@@ -119,14 +119,14 @@ def ablated(title: str, rows: list[dict[str, Any]]) -> list[str]:
     lines = [[selector, *(cell(of.get(count, {})) for count in counts)] for selector, of in found.items()]
     return [
         codecs(title, [row for row in rows if row["case"]["low_heads"] is None]),
-        "Bits per byte and facts recalled at lambda 0, by how many of the KV heads `turbo-mixed` holds at 2 bits.",
-        where(*few),
+        "Bits per byte and facts recalled at lambda 0, by the number of KV heads that `turbo-mixed` stores in 2 bits:",
+        provenance(*few),
         table(["heads of lowest priority by", *map(str, counts)], lines),
     ]
 
 
 def over_contexts(rows: list[dict[str, Any]]) -> str:
-    """Bits per byte of each cache and lambda over contexts, and hit rates of layers; empty where one was measured."""
+    """Bits per byte of each cache and lambda by context, and hit rates of layers; empty for a single context."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
         case = row["case"]
@@ -148,7 +148,7 @@ def over_contexts(rows: list[dict[str, Any]]) -> str:
     rates = [[cache, *(f"{rate:.3f}" for rate in row["hit_rate_per_layer"])] for (_, cache), row in measured.items()]
     return "\n\n".join(
         [
-            "Bits per byte over contexts:",
+            "Bits per byte by context:",
             table(["lambda", "cache", *map(str, contexts)], lines),
             f"Hit rate of each layer on text at lambda 0.1 ({contexts[-1]} tokens):",
             table(["cache", *(f"layer {layer}" for layer in layers)], rates),
@@ -157,13 +157,13 @@ def over_contexts(rows: list[dict[str, Any]]) -> str:
 
 
 def needles(rows: list[dict[str, Any]]) -> str:
-    """How many facts and pairs were recalled over all contexts and depths, and the picture; empty where none was."""
+    """Facts and pairs recalled over all contexts and depths, and the picture; empty without rows."""
     found: dict[tuple[str, str], dict[str, dict[tuple[int, float], dict[str, Any]]]] = {}
     for row in rows:
         case = row["case"]
         if case["depth"] is not None:
             of = found.setdefault((case["measure"], case["cache"]), {}).setdefault(case["threshold"], {})
-            of[case["context"], case["depth"]] = row  # of repeated rows the last
+            of[case["context"], case["depth"]] = row  # the last of repeated rows counts
     if not found:
         return ""
     thresholds = list(dict.fromkeys(threshold for of in found.values() for threshold in of))
@@ -175,25 +175,26 @@ def needles(rows: list[dict[str, Any]]) -> str:
     contexts, depths = (sorted({case[name] for case in cases}) for name in ("context", "depth"))
     return "\n\n".join(
         [
-            f"Recalled over all contexts ({', '.join(map(str, contexts))} tokens; all pairs are the shortest of these"
-            f" that holds them) and depths ({', '.join(f'{depth:g}' for depth in depths)}); where the total is"
-            " smaller than beside it, only some of these were measured:",
+            f"Recalled over all contexts ({', '.join(map(str, contexts))} tokens; for all pairs the shortest context"
+            f" that holds them) and depths ({', '.join(f'{depth:g}' for depth in depths)}). A smaller total means that"
+            " only some of these were measured:",
             table(["what", "cache", *map(lambda_name, thresholds)], lines),
-            "The picture has a column for each cache with exact softmax. A map for each lambda, contexts across and"
-            " depths down: first of facts, then of pairs; what was not measured is empty. Below, hit rates of layers.",
-            "![Needles recalled over context and depth, and hit rates of layers, for each lambda](needles.png)",
+            "The picture has a column for each cache, all with exact softmax. Each column has a map for each lambda,"
+            " first of facts, then of pairs: contexts from left to right, depths from top to bottom. An empty field was"
+            " not measured. Below the maps are the hit rates of the layers.",
+            "![Needles recalled by context and depth, and hit rates of layers, for each lambda](needles.png)",
         ]
     )
 
 
 def recalled(rows: list[dict[str, Any]]) -> str:
-    """So many of so many prompts; nothing where none was asked."""
+    """Format the number of recalled prompts of all; empty without rows."""
     total = sum(row["case"]["samples"] for row in rows)
     return f"{round(sum(row['case']['samples'] * row['value'] for row in rows))} of {total}" if rows else ""
 
 
 def lambda_name(threshold: str) -> str:
-    """As a heading."""
+    """Format lambda as a heading."""
     return "fixed layers" if threshold == "fixed" else f"{float(threshold):g}"
 
 
@@ -206,7 +207,7 @@ QUALITY_COLUMNS = {
 
 
 def short_quality() -> str:
-    """One line for each lambda: hit rate on text, bits per byte at the longest context, recall."""
+    """A line for each lambda: hit rate on text, bits per byte at the longest context, recall."""
     rows = read("quality.jsonl")
     longest = max(row["case"]["context"] for row in rows)
     head = ["lambda", "hit rate on text", f"bits per byte, {longest} tokens"]
@@ -225,4 +226,4 @@ def short_quality() -> str:
         ]
         for threshold, of in found.items()
     ]
-    return "\n".join([table(head, lines), "", where(rows[0])])
+    return "\n".join([table(head, lines), "", provenance(rows[0])])

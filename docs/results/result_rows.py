@@ -1,4 +1,4 @@
-"""Measured rows beside this file, and what every table of them needs."""
+"""The measured rows of this folder, and helpers that every table needs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PARTS = "decode_parts"
 
+# tokens/s of gpt-fast for the same decode (8B shape, bf16, one request) on 1 and 4 H200s, as published, by context.
+REPORTED = {1: {8192: 158, 131072: 84}, 4: {8192: 221, 131072: 156}}
+
 
 def read(name: str, bench: str | None = None) -> list[dict[str, Any]]:
-    """Rows of one file, oldest first: of one bench, or all but the parts of steps. [] if there is no such file."""
+    """Read the rows of one file, oldest first; [] if there is no such file.
+
+    bench: read only its rows; None: all rows except the parts of traced steps.
+    """
     path = HERE / name
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [row for row in map(json.loads, lines) if (row["bench"] == bench if bench else row["bench"] != PARTS)]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def where(*rows: dict[str, Any]) -> str:
-    """Hardware, versions and commands of rows, a paragraph of its own; several commands are folded away."""
+def provenance(*rows: dict[str, Any]) -> str:
+    """The paragraph with hardware, version and commands of rows; several commands are folded away."""
     row = rows[0]
     *fewer, most = (str(number) for number in sorted({row["num_gpus"] for row in rows}))
     numbers = f"{', '.join(fewer)} and {most}" if fewer else most

@@ -1,22 +1,30 @@
-"""Make tables of the measured rows beside this file, here and in the README: `python docs/results/tables.py`."""
+"""Write the tables of the measured rows, in this folder's README and in the project's.
+
+Usage: `python docs/results/tables.py`.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from quality_tables import ablated, codecs, needles, over_contexts, quality, short_quality
-from result_rows import HERE, PARTS, read, table, where
+from readme_tables import attention_at_a_glance, speculation_at_a_glance, steps_at_a_glance
+from result_rows import HERE, PARTS, provenance, read, table
 
 from alspec.config import SpeculationConfig
 from alspec.latency_model import StepCosts, speculative_step_us
 
-OTHER_COMMIT = "\\* The pair is of an earlier commit than `off`."
-OTHER_PARTS = "\\*\\* The parts given to the model are of another commit than the pair."
-OTHER_GPU = " That was measured in an earlier run, of an earlier commit."
-OTHER_RUN = "FlashInfer was measured in an earlier run, of an earlier commit."
+OTHER_COMMIT = "\\* The pair was measured at an earlier commit than `off`."
+OTHER_PARTS = "\\*\\* The parts given to the model were measured at another commit than the pair."
+OTHER_GPU = " Those rows are from an earlier run, at an earlier commit."
+OTHER_RUN = "FlashInfer was measured in an earlier run, at an earlier commit."
 READING = "reading alone"
-READING_TEXT = "Reading alone is a kernel that reads as many bytes into shared memory and does nothing else."
-GPUS = (("", ""), ("_h100", " on H100"))  # H200s and H100s: ends of the names of their files, and of headings
+READING_TEXT = (
+    "*Reading alone* is a kernel that reads the same number of bytes into shared memory and does nothing else."
+)
+SPEC_COLUMN = "with `A~` and verdict"
+GPUS = (("", ""), ("_h100", " on H100"))  # for H200 and H100: suffixes of file names and of headings
 TRANSPORTS = ("symm", "host", "nccl", "nccl without peer access")
 SHORT_HIT_RATES = (0.0, 0.5, 1.0)
 SHORT_STEPS = (1024, 8192, 32768, 131072)
@@ -24,28 +32,26 @@ SHORT_CONTEXTS = ("1024", "4096", "8192", "10000", "32768", "131072", "262144", 
 
 
 def main() -> None:
-    """Rewrite docs/results/README.md, and the tables of the project's README between their markers."""
-    project = HERE.parents[1] / "README.md"
-    text = project.read_text(encoding="utf-8")
-    for name, lines in (
-        ("quality", short_quality()),
-        ("decode", short_decode()),
-        ("decode_step", short_steps()),
-        ("quantised", short_quantised()),
-    ):
-        if not lines:
-            continue
-        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        assert begin in text, f"{project} has no place for {name}"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{lines}\n{end}{rest.partition(end)[2]}"
-    project.write_text(text, encoding="utf-8")
+    """Rewrite docs/results/README.md, and the tables of README.md and docs/performance.md between their markers."""
+    write_between(
+        HERE.parents[1] / "README.md",
+        steps_at_a_glance=steps_at_a_glance(),
+        attention_at_a_glance=attention_at_a_glance(),
+        speculation_at_a_glance=speculation_at_a_glance(),
+    )
+    write_between(
+        HERE.parent / "performance.md",
+        quality=short_quality(),
+        decode=short_decode(),
+        decode_step=short_steps(),
+        quantised=short_quantised(),
+    )
     ablations = read("quality_ablations.jsonl")
     sections = [
         *(part for gpu in GPUS for part in whole_steps(*gpu)),
         allreduce(read("allreduce.jsonl", "allreduce_rmsnorm")),
         *(part for gpu in GPUS for part in attention(*gpu)),
-        *(prompts(f"Whole prompts{of_gpu}", read(f"prompt{gpu}.jsonl")) for gpu, of_gpu in GPUS),
+        *(prompts(f"Whole prompts{on_gpu}", read(f"prompt{gpu}.jsonl")) for gpu, on_gpu in GPUS),
         sampled(read("sampling.jsonl")),
         quality(read("quality.jsonl")),
         codecs("Demo checkpoint over caches", read("quality_codecs.jsonl")),
@@ -63,54 +69,68 @@ def main() -> None:
     ]
     parts = [
         "# Measured rows and their tables",
-        "One JSON line for each measured value, written by the command that it names."
-        " `python docs/results/tables.py` makes the tables from them, `python docs/results/pictures.py` the pictures."
-        " `corpus/` stands for texts of your own. `demo_candidates.jsonl` belongs to"
+        "What was measured, on which hardware, and by which command?",
+        "Each `.jsonl` file here has one JSON line for each measured value, with the command that wrote it."
+        " `python docs/results/tables.py` writes these tables from the rows, `python docs/results/pictures.py` draws"
+        " the pictures. `corpus/` stands for texts of your own. `demo_candidates.jsonl` belongs to"
         " [the demo model's card](../../models/demo/README.md).",
+        "*p50* is the median; *p20 / p50 / p80* are percentiles. `A~` is the speculative attention output"
+        " ([glossary](../glossary.md)).",
         "\n".join(contents(sections)),
-        "![ms/token of whole steps, and microseconds of decode attention, over contexts](latency.png)",
+        "![Time of a whole step, and of decode attention, by context length](latency.png)",
         *sections,
     ]
     (HERE / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
 
 
-def whole_steps(gpu: str, of_gpu: str) -> list[str]:
-    """Sections of decode steps on one kind of GPU."""
+def write_between(page: Path, **tables: str) -> None:
+    """Replace what stands between `<!-- name -->` and `<!-- /name -->` by the table of that name."""
+    text = page.read_text(encoding="utf-8")
+    for name, lines in tables.items():
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        assert begin in text, f"{page} has no place for {name}"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{lines}\n{end}{rest.partition(end)[2]}"
+    page.write_text(text, encoding="utf-8")
+
+
+def whole_steps(gpu: str, on_gpu: str) -> list[str]:
+    """Sections on decode steps of one GPU type."""
     name = f"decode_step{gpu}.jsonl"
     return [
-        steps(f"Decode steps{of_gpu}", read(name)),
-        against_off(f"Pairs against tensor parallelism{of_gpu}", read(name), read(name, PARTS)),
+        steps(f"Decode steps{on_gpu}", read(name)),
+        against_off(f"Pairs against tensor parallelism{on_gpu}", read(name), read(name, PARTS)),
     ]
 
 
-def attention(gpu: str, of_gpu: str) -> list[str]:
-    """Sections of attention alone on one kind of GPU."""
+def attention(gpu: str, on_gpu: str) -> list[str]:
+    """Sections on attention alone of one GPU type."""
     return [
-        decode(f"Decode attention{of_gpu}", read(f"decode_attention{gpu}.jsonl")),
-        quantised(f"Decode attention over quantised caches{of_gpu}", read(f"turbo_attention{gpu}.jsonl")),
-        prefill(f"Prefill attention over the INT8 stage{of_gpu}", read(f"prefill_attention{gpu}.jsonl")),
-        ready(f"Time to the guess{of_gpu}", read(f"ready{gpu}.jsonl")),
+        decode(f"Decode attention{on_gpu}", read(f"decode_attention{gpu}.jsonl")),
+        quantised(f"Decode attention over quantised caches{on_gpu}", read(f"turbo_attention{gpu}.jsonl")),
+        prefill(f"Prefill attention over the INT8 stage{on_gpu}", read(f"prefill_attention{gpu}.jsonl")),
+        ready(f"Time to the speculative output{on_gpu}", read(f"ready{gpu}.jsonl")),
     ]
 
 
 def contents(sections: list[str]) -> list[str]:
-    """A link to each section that has a heading."""
+    """Links to the sections that have a heading."""
     titles = [section.splitlines()[0][3:] for section in sections if section.startswith("## ")]
     return [f"- [{title}](#{title.lower().replace(',', '').replace(' ', '-')})" for title in titles]
 
 
 def decode(title: str, rows: list[dict[str, Any]]) -> str:
-    """Decode attention, one table for each shape: rivals, ours, ours with guess and verdict."""
+    """Decode attention, one table for each shape: other libraries, ours, ours with `A~` and verdict."""
     if not rows:
         return ""
-    text = ["Microseconds, p50 or p20 / p50 / p80.", READING_TEXT]
-    parts = [f"## {title}", " ".join([*text, *other_run(rows)]), where(*rows)]
+    text = ["Microseconds: p50, or p20 / p50 / p80.", READING_TEXT]
+    parts = [f"## {title}", " ".join([*text, *other_run(rows)]), provenance(*rows)]
     head = ["context", "torch SDPA", "FlashInfer", "lean decode", "TB/s", "of stream", "against SDPA"]
-    head += ["with guess and verdict", "its cost", "reading alone"]
+    head += [SPEC_COLUMN, "its cost", READING]
     for shape, contexts in by_shape(rows).items():
         lines = []
         for context, found in contexts.items():
-            ours, spec, sdpa = (found[name] for name in ("lean decode", "with guess and verdict", "torch SDPA"))
+            ours, spec, sdpa = (found[name] for name in ("lean decode", SPEC_COLUMN, "torch SDPA"))
             p50, rate = ours["us"]["p50"], ours["bytes"] / ours["us"]["p50"] / 1e6
             line = [context, f"{sdpa['us']['p50']:.1f}"]
             line += [f"{found['FlashInfer']['us']['p50']:.1f}" if "FlashInfer" in found else "", spread(ours)]
@@ -122,13 +142,13 @@ def decode(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def other_run(rows: list[dict[str, Any]]) -> list[str]:
-    """A note where FlashInfer's rows are of another commit than ours."""
+    """A note if FlashInfer's rows are from another commit than ours."""
     commits = [{row["commit"] for row in rows if (row["impl"] == "flashinfer") == theirs} for theirs in (False, True)]
     return [OTHER_RUN] if commits[1] - commits[0] else []
 
 
 def steps(title: str, rows: list[dict[str, Any]]) -> str:
-    """Whole decode steps: a line for each configuration, a column for each context; of repeated rows the last."""
+    """Whole decode steps: a line for each configuration, a column for each context; repeated rows: the last."""
     if not rows:
         return ""
     contexts = sorted({row["case"]["context"] for row in rows})
@@ -139,39 +159,39 @@ def steps(title: str, rows: list[dict[str, Any]]) -> str:
         key += ("captured" if case["cuda_graph"] else "one by one", case["dtype"], str(case["batch"]))
         lines.setdefault((*key, cache_of(row), hits(row)), {})[case["context"]] = row
     head = ["shape", "GPUs", "mode", "transport", "launches", "dtype", "batch", "cache", "hits", *map(str, contexts)]
-    # Stable: lines that differ in hits only stay in their order.
+    # The sort is stable: lines that differ only in hits stay in order.
     ordered = sorted(lines.items(), key=lambda item: item[0][:-1])
     cells = [[*key, *(rate(found.get(context)) for context in contexts)] for key, found in ordered]
     parts = [
         f"## {title}",
-        "Tokens/s at the median step (share of the limit: a rank's bytes at the stream bandwidth of the run), over the"
-        " tokens in the cache. `checkpoint` is the bundled model after a text, `half` has 16 of the 8B shape's layers,"
-        " `slice` and `slice4` have what one rank of two or four computes of that shape ([its config.json]("
-        "../decode_step.md#where-the-time-of-a-layer-goes-on-four-gpus)). Rows are of several commits, which each row"
-        " names, and of several machines.",
-        where(*rows),
+        "Tokens/s at the median step, by number of tokens in the cache. In brackets: the share of the limit, which is"
+        " the time to read a rank's bytes at the stream bandwidth of the same run. Shapes: `checkpoint` is the bundled"
+        " model after a text; `half` has 16 of the 8B shape's 32 layers; `slice` and `slice4` have what one of two or"
+        " four ranks computes of the 8B shape ([its config.json](../decode_step.md#what-the-exchange-costs)). The rows"
+        " come from several commits, which each row names, and from several machines.",
+        provenance(*rows),
         table(head, cells),
     ]
     return "\n\n".join(parts)
 
 
 def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
-    """Pairs beside tensor parallelism on the same GPUs, and beside what the latency model makes of measured parts."""
+    """Pairs against tensor parallelism on the same GPUs, and against the latency model with measured parts."""
     measured: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in parts:
-        measured.setdefault((*_setting(row), *guesses(row)), {})[row["case"]["part"]] = row
+        measured.setdefault((*_setting(row), *spec_settings(row)), {})[row["case"]["part"]] = row
     lines = {}
     for row in rows:
-        base = _off_beside(row, rows) if row["case"]["mode"] == "paired" else None
+        base = _matching_off(row, rows) if row["case"]["mode"] == "paired" else None
         if base is None:
             continue
         case = row["case"]
         p50, off = row["us"]["p50"] / 1e3, base["us"]["p50"] / 1e3
         line = [case["shape"], f"{case['world'] // 2} + {case['world'] // 2}", case["transport"], str(case["batch"])]
         line += [cache_of(row), str(case["context"]), hits(row)]
-        cells = [f"{p50:.3f}", f"{off:.3f}", against(base, row), "", "", ""]
-        found = measured.get((*_setting(row), *guesses(row)))
-        # Of several requests the layer's verdict is another rate than the requests'.
+        cells = [f"{p50:.3f}", f"{off:.3f}", speedup(base, row), "", "", ""]
+        found = measured.get((*_setting(row), *spec_settings(row)))
+        # With several requests, a layer's hit rate is not that of the requests.
         if found and case["batch"] == 1:
             predicted = predicted_us(found, case["hit_rate"]) / 1e3
             slower = found["step"]["us"]["p50"] / found["step"]["untraced_us"] - 1
@@ -183,10 +203,10 @@ def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, An
     head = ["shape", "GPUs", "transport", "batch", "cache", "context", "hits", "paired, ms", "off, ms", "against off"]
     head += ["model, ms", "measured against model", "steps slower while traced"]
     text = [
-        "Medians. Hits are forced in whole layers: `--hit-rates 0.65` accepts 20 of 32."
-        " The model (`alspec/latency_model.py`) is given the parts of a layer below, which are medians over the"
-        " kernels of some traced steps, each counted from when the kernel before it had ended. The parts are of a run"
-        " of their own. `checkpoint` is the bundled model: after a text, lambda = 0.1, real verdicts."
+        "Medians. Forced hits are whole layers: `--hit-rates 0.65` accepts 20 of 32."
+        " *model* is the prediction of `alspec/latency_model.py` from the parts of a layer below. A part is the median"
+        " over the kernels of some traced steps; each kernel counts from the end of the kernel before it. The parts"
+        " come from a separate run. `checkpoint` is the bundled model after a text: lambda = 0.1, real verdicts."
     ]
     names = ("attention", "sender", "receiver", "layer", "skipped", "fixed", "step")
     cells = [
@@ -204,41 +224,41 @@ def against_off(title: str, rows: list[dict[str, Any]], parts: list[dict[str, An
     tables = [table(head, list(lines.values()))]
     if cells:
         tables += [
-            "Parts of traced steps, in microseconds.",
-            where(*parts),
+            "Parts of traced steps, in microseconds:",
+            provenance(*parts),
             table(["shape", "GPUs", "transport", "context", "cache", "hits", *names], cells),
         ]
     return "\n\n".join([f"## {title}", *text, *tables])
 
 
-def against(base: dict[str, Any], row: dict[str, Any]) -> str:
-    """How many times as fast as `base`; marked where the two are of different commits."""
+def speedup(base: dict[str, Any], row: dict[str, Any]) -> str:
+    """How many times as fast as `base`; marked if the two are from different commits."""
     return f"{base['us']['p50'] / row['us']['p50']:.2f}x" + ("" if base["commit"] == row["commit"] else "\\*")
 
 
 def predicted_us(parts: dict[str, dict[str, Any]], hit_rate: float) -> float:
-    """The latency model's step from rows of `decode_parts`."""
+    """Step time that the latency model predicts from rows of `decode_parts`."""
     p50 = {name: row["us"]["p50"] for name, row in parts.items()}
     costs = {f"{name}_us": us for name, us in p50.items() if name != "step"}
     return speculative_step_us(StepCosts(parts["layer"]["num_layers"], **costs), hit_rate)
 
 
 def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What steps of different modes and hit rates must share to be compared."""
+    """The settings that two steps must share to be compared."""
     case = row["case"]
     names = ("shape", "world", "transport", "cuda_graph", "dtype", "batch", "context", "kv_cache")
     return (*(case[name] for name in names), case.get("softmax", "exact"), case.get("text"))
 
 
-def _off_beside(pair: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The last step in tensor parallelism of the same commit as a pair, or else of any."""
+def _matching_off(pair: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The last step in tensor parallelism from the same commit as the pair, else from any commit."""
     of_all = [row for row in rows if row["case"]["mode"] == "off" and _setting(row) == _setting(pair)]
     of_commit = [row for row in of_all if row["commit"] == pair["commit"]]
     return (of_commit or of_all or [None])[-1]
 
 
 def allreduce(rows: list[dict[str, Any]]) -> str:
-    """The step's all-reduce alone, beside NCCL's and PyTorch's."""
+    """The step's all-reduce alone, beside those of NCCL and PyTorch."""
     if not rows:
         return ""
     setups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -255,35 +275,35 @@ def allreduce(rows: list[dict[str, Any]]) -> str:
             + [spread(found[impl]) if impl in found else "" for impl in impls]
             for (world, batch), found in sorted(lines.items())
         ]
-        tables += ["Without peer access, words through the host's memory:"] if peer_memory == "host" else []
-        tables += [where(*of_setup), table(["GPUs", "batch", "KB", *impls], cells)]
+        tables += ["Without peer access, packets through the host's memory:"] if peer_memory == "host" else []
+        tables += [provenance(*of_setup), table(["GPUs", "batch", "KB", *impls], cells)]
     return "\n\n".join(
         [
             "## All-reduce alone",
-            "p20 / p50 / p80 in microseconds of one all-reduce inside a CUDA graph of many, on the slowest rank. Ours"
-            " also adds the residual and leaves what the next norm needs, in two dependent launches, a push and a"
-            " reduction; two launches that do nothing stand beside it.",
+            "p20 / p50 / p80 in microseconds of one all-reduce in a CUDA graph of many, on the slowest rank. Ours has"
+            " two dependent launches, a push and a reduction. The reduction also adds the residual and prepares the"
+            " next norm. For comparison: two empty launches.",
             *tables,
         ]
     )
 
 
 def cache_of(row: dict[str, Any]) -> str:
-    """Codec and softmax of a step's cache, and what it held."""
+    """Codec and softmax of a step's cache, and its content."""
     case = row["case"]
     softmax = "" if case.get("softmax", "exact") == "exact" else f" with {case['softmax']}"
     return f"{case['kv_cache']}{softmax}, {case.get('text') or 'random numbers'}"
 
 
 def hits(row: dict[str, Any]) -> str:
-    """Hit rate of a pair, whether it was forced, and what of lambda and S is not as by default."""
+    """Hit rate of a pair, whether it was forced, and lambda and S if they are not the defaults."""
     case = row["case"]
     measured = [] if case["hit_rate"] is None else [f"{case['hit_rate']:.0%}{' forced' if case['forced'] else ''}"]
-    return ", ".join([*measured, *guesses(row)])
+    return ", ".join([*measured, *spec_settings(row)])
 
 
-def guesses(row: dict[str, Any]) -> list[str]:
-    """lambda, unless verdicts were forced, and S of a pair where not as by default; older rows do not have them."""
+def spec_settings(row: dict[str, Any]) -> list[str]:
+    """lambda (unless verdicts were forced) and S of a pair, if not the defaults; older rows lack them."""
     case, default = row["case"], SpeculationConfig()
     threshold, chunk_size = case.get("threshold", default.threshold), case.get("chunk_size", default.chunk_size)
     changed = [f"lambda {threshold}"] * (threshold != default.threshold and not case["forced"])
@@ -291,7 +311,7 @@ def guesses(row: dict[str, Any]) -> list[str]:
 
 
 def rate(row: dict[str, Any] | None) -> str:
-    """Tokens/s and, where nothing is skipped, share of the limit."""
+    """Tokens/s, and the share of the limit if nothing is skipped."""
     if row is None:
         return ""
     share = row["share_of_limit"]
@@ -299,14 +319,14 @@ def rate(row: dict[str, Any] | None) -> str:
 
 
 def spread(row: dict[str, Any]) -> str:
-    """p20 / p50 / p80 of a row."""
+    """Format p20 / p50 / p80 of a row."""
     return " / ".join(f"{row['us'][name]:.1f}" for name in ("p20", "p50", "p80"))
 
 
 def by_shape(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Decode rows by shape, context (ascending, batches last) and what was measured; of repeated ones the last."""
+    """Decode rows by shape, context (ascending, batches last) and column; the last of repeated rows counts."""
     names = {"torch.sdpa": "torch SDPA", "flashinfer": "FlashInfer", READING: READING}
-    ours = {"decode_attention": "lean decode", "speculative_decode": "with guess and verdict"}
+    ours = {"decode_attention": "lean decode", "speculative_decode": SPEC_COLUMN}
     shapes: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for row in rows:
         case = row["case"]
@@ -324,12 +344,12 @@ def quantised(title: str, rows: list[dict[str, Any]]) -> str:
         return ""
     parts = [
         f"## {title}",
-        "p50 in microseconds, and how many times faster than the lean kernel over bf16 under the same heading: plain,"
-        f" then with guess and verdict. {READING_TEXT}",
-        where(*rows),
+        "p50 in microseconds, and the speed relative to the lean kernel over bf16 under the same heading. Each shape"
+        f" has two tables: plain attention, and attention {SPEC_COLUMN}. {READING_TEXT}",
+        provenance(*rows),
     ]
     for shape in dict.fromkeys(row["case"]["heads"] for row in rows):
-        for bench, kind in (("decode_attention", "plain"), ("speculative_decode", "with guess and verdict")):
+        for bench, kind in (("decode_attention", "plain"), ("speculative_decode", SPEC_COLUMN)):
             found: dict[str, dict[int, float]] = {}
             for row in rows:
                 if row["case"]["heads"] == shape and row["bench"] in (bench, "reading"):
@@ -366,22 +386,22 @@ def prefill(title: str, rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
             f"## {title}",
-            "p50 in microseconds, rate, and speed against SDPA; 32/8 heads of 128, causal.",
-            where(*rows),
+            "p50 in microseconds, rate, and speed relative to SDPA; 32/8 heads of 128, causal.",
+            provenance(*rows),
             table(["tokens", "context", *impls], lines),
         ]
     )
 
 
 def prompts(title: str, rows: list[dict[str, Any]]) -> str:
-    """Whole prompts: a line for each configuration and length; of repeated rows the last."""
+    """Whole prompts: a line for each configuration and length. The last of repeated rows counts."""
     if not rows:
         return ""
     text = (
-        "Time until the host has the first token after random ones, p20 / p50 / p80, of so many prompts. Rate and"
-        " memory, that of PyTorch's tensors, are those of one GPU; the peak is what a large product of bf16"
-        " matrices reached in the same run. Counted are the operations of the layers' matrices, of causal"
-        " attention, and of one token's logits."
+        "TTFT: time until the host has the first token after a prompt of random tokens, p20 / p50 / p80 over the given"
+        " number of prompts. Rate and memory (of PyTorch's tensors) are those of one GPU. *peak* is the rate of a large"
+        " bf16 matrix product in the same run. The rate counts the operations of the layers' matrices, of causal"
+        " attention, and of the logits of one token."
     )
     lines: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
@@ -394,11 +414,11 @@ def prompts(title: str, rows: list[dict[str, Any]]) -> str:
         lines[key] = [*map(str, key), *cells]
     head = ["shape", "GPUs", "mode", "cache", "tokens", "TTFT, ms", "prompts", "tokens/s", "TFLOP/s", "peak", "of peak"]
     cells = [lines[key] for key in sorted(lines)]
-    return "\n\n".join([f"## {title}", text, where(*rows), table([*head, "GiB", "GiB planned"], cells)])
+    return "\n\n".join([f"## {title}", text, provenance(*rows), table([*head, "GiB", "GiB planned"], cells)])
 
 
 def sampled(rows: list[dict[str, Any]]) -> str:
-    """What sampling adds to a step, over contexts."""
+    """Time that sampling adds to a step, by context."""
     if not rows:
         return ""
     ways: dict[tuple[Any, ...], dict[int, float]] = {}
@@ -419,25 +439,25 @@ def sampled(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
             "## Sampling in a step",
-            "Whole captured steps, p50 in ms, and how much longer they take than with greedy choice.",
-            where(*rows),
+            "Whole captured steps: p50 in ms, and the difference to greedy choice.",
+            provenance(*rows),
             table(["choice", *(f"{context} tokens" for context in contexts)], lines),
         ]
     )
 
 
 def ready(title: str, rows: list[dict[str, Any]]) -> str:
-    """Time until the guess can be used, over contexts."""
+    """Time until `A~` can be used, by context."""
     if not rows:
         return ""
     columns = sorted({(row["num_gpus"], row["case"]["seen_by"], row["case"]["chunk_size"]) for row in rows})
     parts = [
         f"## {title}",
-        "From the end of the kernel before speculative decode until a waiting kernel has seen all of `A~`, p50 in"
-        " microseconds, cold L2, for chunk sizes S. On the second GPU (`A~` in its memory) it is by that GPU's clock,"
-        " compared with the first one's right before each launch, by words sent to and fro."
-        + (OTHER_GPU if len({row["commit"] for row in rows}) > 1 else ""),
-        where(*rows),
+        "Time from the end of the kernel before speculative decode until a waiting kernel has seen all of `A~`: p50 in"
+        " microseconds, cold L2, for chunk sizes S. *this GPU* sends `A~`. The *second GPU* receives it in its memory;"
+        " then the time is by the second GPU's clock, which packets back and forth compare with the first one's right"
+        " before each launch." + (OTHER_GPU if len({row["commit"] for row in rows}) > 1 else ""),
+        provenance(*rows),
     ]
     head = ["context", *(f"{place}, S = {chunk_size}" for _, place, chunk_size in columns)]
     for shape in dict.fromkeys((row["case"]["heads"], row["case"]["head_dim"]) for row in rows):
@@ -453,19 +473,19 @@ def ready(title: str, rows: list[dict[str, Any]]) -> str:
 
 
 def short_decode() -> str:
-    """Medians of the 8B shape's decode attention over contexts."""
+    """Medians of decode attention of the 8B shape, by context."""
     rows = read("decode_attention.jsonl")
     shape = "32/8 heads of 128"
     contexts = {context: found for context, found in by_shape(rows)[shape].items() if context in SHORT_CONTEXTS}
     lines = [
         [name, *(f"{found[name]['us']['p50']:.1f}" if name in found else "" for found in contexts.values())]
-        for name in ("torch SDPA", "FlashInfer", "lean decode", "with guess and verdict")
+        for name in ("torch SDPA", "FlashInfer", "lean decode", SPEC_COLUMN)
     ]
-    return "\n\n".join([table([f"{shape}, us", *contexts], lines), *other_run(rows), where(*rows)])
+    return "\n\n".join([table([f"{shape}, us", *contexts], lines), *other_run(rows), provenance(*rows)])
 
 
 def short_steps() -> str:
-    """Captured steps of the 8B shape with one request: tensor parallelism, then pairs; empty where none is measured."""
+    """Captured steps of the 8B shape, one request: tensor parallelism, then pairs; empty if there are no rows."""
     rows = [
         row
         for row in read("decode_step.jsonl")
@@ -487,10 +507,10 @@ def short_steps() -> str:
     pairs: dict[tuple[int, str, float], dict[int, str]] = {}
     for row in rows:
         case = row["case"]
-        base = _off_beside(row, rows) if case["mode"] == "paired" else None
-        if base is not None and case["hit_rate"] in SHORT_HIT_RATES and not guesses(row):
+        base = _matching_off(row, rows) if case["mode"] == "paired" else None
+        if base is not None and case["hit_rate"] in SHORT_HIT_RATES and not spec_settings(row):
             key = case["world"], case["transport"], case["hit_rate"]
-            pairs.setdefault(key, {})[case["context"]] = f"{row['tokens_per_s']:.0f} ({against(base, row)})"
+            pairs.setdefault(key, {})[case["context"]] = f"{row['tokens_per_s']:.0f} ({speedup(base, row)})"
             shown |= {(_setting(row), base["commit"]): base, (*key, case["context"]): row}
     contexts = sorted(set().union(*off.values()) & set(SHORT_STEPS))
     tables = [
@@ -509,11 +529,11 @@ def short_steps() -> str:
         ]
         tables.append(table(["GPUs, paired", "transport", "hits", *map(str, contexts)], lines))
     notes = [OTHER_COMMIT] if any("*" in cell for found in pairs.values() for cell in found.values()) else []
-    return "\n\n".join([*tables, *notes, where(*shown.values())])
+    return "\n\n".join([*tables, *notes, provenance(*shown.values())])
 
 
 def short_quantised() -> str:
-    """Attention alone and whole steps on one GPU, over each cache; empty where nothing is measured."""
+    """Attention alone and whole steps on one GPU, over each cache; empty if there are no rows."""
     attention = [row for row in read("turbo_attention.jsonl") if row["case"]["heads"] == "32/8"]
     names = ("bf16", "turbo4", "turbo-mixed")
     steps_of = [
@@ -537,7 +557,7 @@ def short_quantised() -> str:
         contexts = sorted(set.intersection(*(set(found[name]) for name in names)))
         digits = 1 if rows is attention else 2
         lines = [[name, *(f"{found[name][context]:.{digits}f}" for context in contexts)] for name in names]
-        parts += [table([title, *map(str, contexts)], lines), "", where(*rows), ""]
+        parts += [table([title, *map(str, contexts)], lines), "", provenance(*rows), ""]
     return "\n".join(parts[:-1])
 
 

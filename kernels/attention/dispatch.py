@@ -1,6 +1,6 @@
-"""Decode attention of one rank, plain or as guess and verification, over the cache of any codec.
+"""Decode attention of one rank over the cache of any codec: plain, or `A~` followed by verification.
 
-On CPU tensors it is PyTorch, over dequantised tensors where the cache is quantised; on CUDA one kernel for each codec.
+CPU tensors: PyTorch, on dequantised K and V if the cache is quantised. CUDA tensors: the kernel of the codec.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["CacheLayer", "DecodeAttention", "KVLayer", "attend", "attend_workspa
 
 
 class KVLayer(NamedTuple):
-    """The uncompressed cache of one layer; of several it is a stack, with a leading dimension L."""
+    """The uncompressed KV cache of one layer, or of a stack of layers with a leading dimension L."""
 
     k: Tensor  # [B, Hkv, N, D]
     v: Tensor  # [B, Hkv, N, D]
 
     @property
     def batch_size(self) -> int:
-        """Requests B."""
+        """B, the number of requests."""
         return self.k.shape[-4]
 
     @property
@@ -40,16 +40,16 @@ class KVLayer(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Channels D of a head."""
+        """D, the channels of a head."""
         return self.k.shape[-1]
 
     @property
     def softmax(self) -> Softmax:
-        """Of attention over it."""
+        """The softmax that attention over this cache uses."""
         return "exact"
 
     def select(self, layer: int) -> KVLayer:
-        """One layer of a stack."""
+        """Return one layer of a stack."""
         return KVLayer(self.k[layer], self.v[layer])
 
 
@@ -57,7 +57,7 @@ CacheLayer = KVLayer | FlashQLayer
 
 
 def attend_workspace(layer: CacheLayer, num_qo_heads: int, device: torch.device, spare_sms: int = 0) -> LeanWorkspace:
-    """Scratch memory of `attend` over such a cache, on all SMs but `spare_sms`; 4 programs in the interpreter."""
+    """Allocate the scratch memory of `attend` for all SMs but `spare_sms`; for 4 programs in the interpreter."""
     sms = num_sms(device) - spare_sms if device.type == "cuda" else 4
     per_sm = flashq_settings(device).per_sm if isinstance(layer, FlashQLayer) else 1
     return LeanWorkspace.allocate(
@@ -78,7 +78,10 @@ def attend(
     gate: Tensor | None = None,
     prefetch_before_wait: bool = False,
 ) -> None:
-    """The kernel of the layer's codec; everything else as `lean_decode_attention`, errors and capture too."""
+    """Launch the decode attention kernel of the layer's codec.
+
+    Args, Raises and Capture as for `lean_decode_attention`; `layer` replaces `k_cache` and `v_cache`.
+    """
     if isinstance(layer, FlashQLayer):
         flashq_decode_attention(
             q,
@@ -110,12 +113,12 @@ def attend(
 
 
 class DecodeAttention:
-    """Attention of one new token for each request, with the scratch memory its launches share.
+    """Attention of one new token per request. Owns the scratch memory that its launches share.
 
-    A speculative layer calls `predict`, may send the result away, and calls `verify` next with the same arguments.
+    A speculative layer calls `predict`, may send the result, and then calls `verify` with the same arguments.
 
     Args:
-        layer: any of the cache that is read.
+        layer: any layer of the cache; gives the shapes and the codec.
 
     Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity.
     """
@@ -139,37 +142,41 @@ class DecodeAttention:
         )
 
     def full(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
-        """`A` without speculation.
+        """Compute `A` without speculation.
 
         Args:
-            q: [B, Hq, D].  layer: of the cache.  seq_lens: [B] int32; all on the device.
+            q: [B, Hq, D].  layer: the cache of one layer.  seq_lens: [B] int32. All on the device.
         Returns:
-            [B, Hq, D] fp32; on CUDA the same buffer every time.
+            [B, Hq, D] fp32; on CUDA the same buffer in every call.
         """
         if not self._is_cuda:
-            return decode_attention(q, *_readable(layer, seq_lens), seq_lens, self._sm_scale, layer.softmax)[0]
+            return decode_attention(q, *_dense_kv(layer, seq_lens), seq_lens, self._sm_scale, layer.softmax)[0]
         self._launch(q, layer, seq_lens, None)
         return self._out
 
     def predict(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> Tensor:
-        """`A~` over sink and window; arguments and result as `full`."""
+        """Compute `A~` over sink and window; arguments and result as for `full`."""
         if not self._is_cuda:
-            self._read = _readable(layer, seq_lens)
+            self._kv = _dense_kv(layer, seq_lens)
             self._spec_out, self._spec_lse = predictor_attention(
-                q, *self._read, seq_lens, self._chunk_size, self._sm_scale, layer.softmax
+                q, *self._kv, seq_lens, self._chunk_size, self._sm_scale, layer.softmax
             )
         else:
             self._launch(q, layer, seq_lens, self._speculation, "predictor")
         return self._spec_out
 
     def verify(self, q: Tensor, layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """Complete the last `A~` to `A`: full_out as `full`, and its sums [B, 2] fp32 (dist2, norm2)."""
+        """Complete the last `A~` to `A`; arguments as for `full`.
+
+        Returns:
+            full_out: as for `full`.  sums: [B, 2] fp32, (dist2, norm2).
+        """
         if not self._is_cuda:
             verified = verify_attention(
-                q, *self._read, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale,
+                q, *self._kv, seq_lens, self._spec_out, self._spec_lse, self._chunk_size, self._sm_scale,
                 layer.softmax,
             )  # fmt: skip
-            del self._read  # as large as the cache of all requests would be, dequantised: not two layers at a time
+            del self._kv  # a whole dequantised layer: do not hold two at a time
             return verified
         self._launch(q, layer, seq_lens, self._speculation, "rest")
         return self._out, self._speculation.sums.sum(1)
@@ -180,6 +187,6 @@ class DecodeAttention:
         attend(q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, phase)
 
 
-def _readable(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, Hkv, N, D] to index by position."""
+def _dense_kv(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V [B, Hkv, N, D], dequantised if the cache is quantised; indexed by position."""
     return layer if isinstance(layer, KVLayer) else flashq_dequantize(layer, seq_lens)

@@ -1,4 +1,4 @@
-"""Oracles of the kernels: fp64, plain torch, never mutating inputs, under the argument names of the launchers.
+"""Oracles of the kernels: fp64, plain torch, with the argument names of the launchers. They never mutate inputs.
 
 Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, n tokens. `lse` is base 2.
 """
@@ -43,13 +43,13 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_ref(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x' = x + sum of parts` and `rms_norm_ref(x')`; [n, hidden], [P, n, hidden] -> two [n, hidden] fp64."""
+    """`x' = x + sum(parts)` and `rms_norm_ref(x')`; x [n, hidden], parts [P, n, hidden] -> two [n, hidden] fp64."""
     x = x.double() if parts is None else x.double() + parts.double().sum(0)
     return x, rms_norm_ref(x, weight, eps)
 
 
 def silu_mul_ref(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `[..., 2 * I]` with gate first -> [..., I] fp64."""
+    """`silu(gate) * up`; gate_up [..., 2 I] with gate first -> [..., I] fp64."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return gate / (1 + torch.exp(-gate)) * up
 
@@ -63,20 +63,20 @@ def apply_rope_ref(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, n_r: float | None) -> tuple[Tensor, Tensor]:
-    """Weights [..., n] and the logarithm of their sum [...]; with `n_r` those of SAS, by its formula."""
+    """Return (weights [..., n], natural logarithm of their sum [...]); with `n_r`, those of SAS by its formula."""
     if n_r is None:
         return torch.softmax(scores, dim=-1), torch.logsumexp(scores, dim=-1)
-    highest = scores.amax(-1, keepdim=True)
-    x = (scores - highest) * LOG2E
+    score_max = scores.amax(-1, keepdim=True)
+    x = (scores - score_max) * LOG2E
     f = x - x.round()
     weights = torch.exp2(x.round()) * (1 + sum(c * f**power for power, c in enumerate(COEFFICIENTS, 1)))
-    weights = weights.masked_fill(highest - scores > n_r, 0)
+    weights = weights.masked_fill(score_max - scores > n_r, 0)
     total = weights.sum(-1, keepdim=True)
-    return weights / total, (highest + total.log()).squeeze(-1)
+    return weights / total, (score_max + total.log()).squeeze(-1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, n_r: float | None = None) -> tuple[Tensor, Tensor]:
-    """Softmax attention of q [Hq, D] over k, v [Hkv, n, D]; no token gives o = 0 and lse = -inf. n_r: of SAS."""
+    """Attention of q [Hq, D] over k, v [Hkv, n, D]; n = 0 gives o = 0, lse = -inf. n_r: cutoff of SAS, or None."""
     num_kv_heads, num_tokens, head_dim = k.shape
     q = q.double().reshape(num_kv_heads, -1, head_dim)
     if num_tokens == 0:
@@ -93,11 +93,11 @@ def _cutoff(softmax: Softmax, num_tokens: int) -> float | None:
 def decode_attention_ref(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float, softmax: Softmax = "exact"
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one new token for each request over its first `seq_lens` cached tokens.
+    """Attention of one new token per request over its first `seq_lens` cached tokens.
 
     Args:
         q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] integers.
-        softmax: sas: with the cutoff of each request's length.
+        softmax: "sas" uses the cutoff for each request's length.
     Returns:
         o: [B, Hq, D] fp64.  lse: [B, Hq] fp64, base 2.
     """
@@ -109,7 +109,13 @@ def decode_attention_ref(
 
 
 def combine_partials_ref(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """`o = sum_s 2^(lse_s - lse) o_s` over [num_splits, B, Hq, D] and [num_splits, B, Hq]; fp64."""
+    """`o = sum_s 2^(lse_s - lse) o_s`, `lse = log2 sum_s 2^lse_s`.
+
+    Args:
+        o_partial: [num_splits, B, Hq, D].  lse_partial: [num_splits, B, Hq], base 2.
+    Returns:
+        o: [B, Hq, D] fp64.  lse: [B, Hq] fp64, base 2.
+    """
     lse = torch.logsumexp(lse_partial.double() / LOG2E, dim=0) * LOG2E
     weight = torch.exp2(lse_partial.double() - lse)
     return (weight[..., None] * o_partial.double()).sum(0), lse
@@ -126,8 +132,8 @@ def speculative_decode_attention_ref(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`A~` over sink and window, `A` over everything, and `(dist2, norm2)` of their difference.
 
-    The token set of `A~` is spelt out index by index: `t < S`, or `t >= n - S` rounded down to a multiple of 64. Its
-    cutoff is that of all n tokens.
+    `A~` covers the tokens `t < S`, and those with `t >= n - S`, rounded down to a multiple of 64. With "sas" its cutoff
+    is that for all n tokens.
 
     Returns:
         spec_out, full_out: [B, Hq, D] fp64.  sums: [B, 2] fp64.
@@ -137,8 +143,8 @@ def speculative_decode_attention_ref(
     for b, n in enumerate(seq_lens.tolist()):
         window_start = max(n - chunk_size, 0) // 64 * 64
         tokens = [t for t in range(n) if t < chunk_size or t >= window_start]
-        near_k, near_v = k_cache[b, :, tokens], v_cache[b, :, tokens]
-        spec_out[b], _ = _attend(q[b], near_k, near_v, sm_scale, _cutoff(softmax, n))
+        spec_k, spec_v = k_cache[b, :, tokens], v_cache[b, :, tokens]
+        spec_out[b], _ = _attend(q[b], spec_k, spec_v, sm_scale, _cutoff(softmax, n))
     dist2 = (spec_out - full_out).pow(2).sum((1, 2))
     norm2 = full_out.pow(2).sum((1, 2))
     return spec_out, full_out, torch.stack([dist2, norm2], dim=1)
@@ -149,24 +155,24 @@ def prefill_attention_ref(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, soft
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D].
-        softmax: sas: with the cutoff of n tokens.
+        softmax: "sas" uses the cutoff for n tokens.
     Returns:
         [n_q, Hq, D] fp64.
     """
     num_queries, num_tokens = q.shape[0], k.shape[1]
     n_r = _cutoff(softmax, num_tokens)
-    seen = range(num_tokens - num_queries + 1, num_tokens + 1)
-    return torch.stack([_attend(q[i], k[:, :n], v[:, :n], sm_scale, n_r)[0] for i, n in enumerate(seen)])
+    prefixes = range(num_tokens - num_queries + 1, num_tokens + 1)
+    return torch.stack([_attend(q[i], k[:, :n], v[:, :n], sm_scale, n_r)[0] for i, n in enumerate(prefixes)])
 
 
 def int8_prefill_attention_ref(
     q: Tensor, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, sm_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the newest tokens over K and V as their INT8 stage stands for them; q as it is.
+    """Causal attention of the newest tokens over dequantised INT8 K and V; q is not quantised.
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k8, v8: [Hkv, n, D] int8.
-        k_scale, v_scale: [Hkv, ceil(n / 64)], one for each 64 tokens.
+        k_scale, v_scale: [Hkv, ceil(n / 64)], one scale per 64 tokens.
     Returns:
         o: [n_q, Hq, D] fp64.  lse: [n_q, Hq] fp64, base 2.
     """
@@ -175,7 +181,7 @@ def int8_prefill_attention_ref(
         values.double() * scale.double().repeat_interleave(64, 1)[:, :num_tokens, None]
         for values, scale in ((k8, k_scale), (v8, v_scale))
     )
-    # Rows are (query, query head) of one KV head.
+    # [Hkv, n_q, Hq / Hkv, D]: the queries of one KV head are the rows of one product.
     rows = q.double().unflatten(1, (k8.shape[0], -1)).permute(1, 0, 2, 3)
     scores = torch.einsum("hqgd,hnd->hqgn", rows, k) * sm_scale
     tokens = torch.arange(num_tokens, device=q.device)
@@ -194,10 +200,10 @@ def _normalised(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float)
 def embed_norm_ref(
     token_ids: Tensor, seq_lens: Tensor, table: Tensor, gamma: Tensor, inv_freq: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Embedding and RoPE angles of the new tokens.
+    """Embedding and RoPE of the new tokens.
 
     Returns:
-        x, x_norm: [B, hidden] fp64.  square_sum: [B] fp64, over the hidden size.  rope: [B, 2, D/2] fp64.
+        x, x_norm = x * gamma: [B, hidden] fp64.  square_sum: [B] fp64, of x.  rope: [B, 2, D/2] fp64, cosine and sine.
     """
     x = table[token_ids].double()
     angle = (seq_lens.double() - 1)[:, None] * inv_freq.double()
@@ -207,32 +213,32 @@ def embed_norm_ref(
 def qkv_rope_append_ref(
     x_norm: Tensor, square_sums: Tensor, weight: Tensor, rope: Tensor, num_kv_heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, Hq, D], and the new k and v [B, Hkv, D], all fp64; rope [B, 2, D/2] is cosine and sine."""
+    """Return q [B, Hq, D], new k and new v [B, Hkv, D], fp64; rope: [B, 2, D/2], cosine and sine."""
     head_dim = 2 * rope.shape[2]
     heads = _normalised(x_norm, square_sums, weight, eps).unflatten(1, (-1, head_dim))
     cos, sin = rope.double()[:, 0, None], rope.double()[:, 1, None]
     first, second = heads.chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     num_qo_heads = heads.shape[1] - 2 * num_kv_heads
     return (
-        turned[:, :num_qo_heads],
-        turned[:, num_qo_heads : num_qo_heads + num_kv_heads],
+        rotated[:, :num_qo_heads],
+        rotated[:, num_qo_heads : num_qo_heads + num_kv_heads],
         heads[:, num_qo_heads + num_kv_heads :],
     )
 
 
 def gate_up_silu_ref(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`silu(gate) * up` of the normalised input, weight [2 I, K] with gate first -> [B, I] fp64."""
+    """`silu(gate) * up` of the normalised input; weight [2 I, K] with gate first -> [B, I] fp64."""
     return silu_mul_ref(_normalised(x_norm, square_sums, weight, eps))
 
 
 def push_partial_ref(x: Tensor, weight: Tensor) -> Tensor:
-    """One rank's partial sums `x W^T`: [B, hidden] fp64."""
+    """Partial sums `x W^T` of one rank: [B, hidden] fp64."""
     return x.double() @ weight.double().T
 
 
 def reduce_norm_ref(partials: Tensor, x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the partials [T, B, hidden] of all ranks into the stream.
+    """Add the partial sums [T, B, hidden] of all ranks to the residual x [B, hidden].
 
     Returns:
         x, x * gamma: [B, hidden] fp64.  square_sum: [B] fp64.
@@ -242,17 +248,17 @@ def reduce_norm_ref(partials: Tensor, x: Tensor, gamma: Tensor) -> tuple[Tensor,
 
 
 def lm_head_ref(x_norm: Tensor, square_sums: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Logits of the vocabulary rows in `weight`: [B, rows] fp64."""
+    """Logits of the vocabulary rows in `weight` [rows, K]: [B, rows] fp64."""
     return _normalised(x_norm, square_sums, weight, eps)
 
 
 def collect_logits_ref(shards: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Logits [B, V] and the first of the most likely tokens [B] from the shards [world, B, rows] of all ranks."""
+    """Return (logits [B, V], argmax [B], the first one if tied) from the shards [world, B, rows] of all ranks."""
     logits = shards.movedim(0, 1).flatten(1)[:, :vocab_size]
     return logits, (logits == logits.amax(1, keepdim=True)).int().argmax(1)
 
 
 def decide_ref(rank_sums: Tensor, live: Tensor, threshold: float) -> tuple[Tensor, bool]:
-    """Hits [B] bool of the live requests, and the layer's verdict, from the sums [T, B, R, 2] of a group's ranks."""
+    """Return (hits [B] bool of live requests, verdict of the layer) from the sums [T, B, R, 2] of a group's ranks."""
     accepted = accepts(combine_sums(rank_sums.sum(2)), threshold)
     return accepted & live.bool(), bool(layer_verdict(accepted, live.bool()))

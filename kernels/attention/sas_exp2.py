@@ -1,4 +1,4 @@
-"""Device function of the SAS softmax; the rule, its source and its bounds are in `alspec/sas.py`."""
+"""Device functions of the SAS softmax; `alspec/sas.py` has the method, its source and its error bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG2_ODDS = tl.constexpr(math.log2((1 - sas.DROPPED_MASS) / sas.DROPPED_MASS))
 
 @triton.jit
 def sas_cutoff(num_tokens):
-    """The cutoff of `sas_exp2` for rows of up to `num_tokens` >= 1, a scalar, relative to the row's maximum.
+    """Cutoff of `sas_exp2` for rows of up to `num_tokens` >= 1 (a scalar), relative to the row's maximum.
 
         -n_r log2(e) = -log2(n - 1) - log2((1 - mass) / mass),   mass = `DROPPED_MASS`
 
@@ -29,14 +29,16 @@ def sas_cutoff(num_tokens):
 
 @triton.jit
 def sas_exp2(x, cutoff):
-    """`2^x` to 1.02e-4, 0 where `x < cutoff`; exact where x is an integer. Not for `alpha`. Oracle: `alspec.sas`.
+    """`2^x` with a relative error of at most 1.02e-4, 0 where `x < cutoff`; exact where x is an integer.
+
+    Not for `alpha`, which rescales earlier sums and must be exact. Oracle: `alspec.sas.sas_exp2`.
 
     Args:
         x: fp32 tensor, below 127; -inf gives 0, NaN gives NaN.
-        cutoff: fp32 scalar, `-n_r log2(e)`, -125 or more; with a reference that is not the maximum, x's own.
+        cutoff: fp32 scalar, `-n_r log2(e)`, at least -125. It has the same reference as x: shift it if x is not
+            relative to the row's maximum.
     """
-    # Three additions, three FMAs, a shift, a product, and two for the cutoff; exp2 takes as long as eight. An addition
-    # to the exponent instead of the product would make NaN a number.
+    # Multiply by the power of two: adding to the exponent bits would turn NaN into a number.
     shifted = x + MAGIC
     f = x - (shifted - MAGIC)
     fraction = ((C3 * f + C2) * f + C1) * f + 1.0

@@ -1,8 +1,8 @@
-"""Attention over floating-point keys and values in PyTorch operators: prefill on every device, decode on CPU tensors.
+"""Attention over floating-point K and V in PyTorch operators: prefill on every device, decode on CPU tensors.
 
-A speculative decode is the partial over sink and window (`predictor_attention`), which may be sent away, then the
-rest, the merge and the verdict's sums (`verify_attention`). On CUDA tensors the lean kernel does both; see
-`dispatch.py`.
+Speculative decode first computes the partial over sink and window (`predictor_attention`), which may be sent. Then it
+computes the rest, combines the two and returns the sums for the verdict (`verify_attention`). On CUDA tensors the lean
+kernel does both; see `dispatch.py`.
 
 Shapes: B requests, Hq query heads, Hkv KV heads, D head_dim, N cache capacity, n tokens. `lse` is base 2.
 """
@@ -38,20 +38,19 @@ __all__ = [
 
 LOG2E = math.log2(math.e)
 
-# Scores held at once where nothing fuses their softmax: 128 MiB on a GPU, what stays in the cache of a CPU.
-SCORE_BYTES = 4 * 4  # in fp32, and some four times over while it is taken
+# Scores in memory at once where no kernel fuses the softmax: 128 MiB on a GPU; on a CPU, what fits its cache.
+SCORE_BYTES = 4 * 4  # peak bytes per score: fp32, and about four copies during the softmax
 SCORES_AT_ONCE = {"cuda": 2**25, "cpu": 2**20}
-# At least so many behind a prefix: fewer are slower than PyTorch's own blocks, 8 at 128K tokens on a CPU by 2x.
-QUERIES_AT_ONCE = 256
+QUERIES_AT_ONCE = 256  # at least this many queries at once after a prefix; fewer are slower
 
-WHOLE_CHUNK = 4096  # tokens, of which chunks that cuDNN gets are a multiple
+WHOLE_CHUNK = 4096  # tokens; cuDNN gets only prompt chunks of a multiple of this
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, seq_len: int) -> tuple[Tensor, Tensor]:
     """One request's partial: q [Hq, D], k, v [Hkv, n, D] -> o [Hq, D] fp32, lse [Hq] fp32; n = 0 gives (0, -inf).
 
-    The cutoff of SAS is that of all `seq_len` tokens, of which these are some: then it bounds what the merged output
-    lacks, because the maximum of some tokens is no larger than that of all.
+    The SAS cutoff is that for all `seq_len` tokens of the request. It then bounds the mass that the combined output
+    lacks, because the maximum over some tokens is not above the maximum over all.
     """
     num_kv_heads, num_tokens, head_dim = k.shape
     # The query heads of one KV head are the rows of one product, so K and V are read once.
@@ -69,14 +68,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, softmax: Softmax, 
 def decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, sm_scale: float, softmax: Softmax = "exact"
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one new token for each request over its first `seq_lens` cached tokens.
+    """Attention of one new token per request over its first `seq_lens` cached tokens.
 
     Oracle: `decode_attention_ref`.
 
     Args:
         q: [B, Hq, D].  k_cache, v_cache: [B, Hkv, N, D] in q's dtype.
-        seq_lens: [B] integers; read on the host, because the cache is sliced by them.
-        softmax: sas: weights of `alspec/sas.py`, with the cutoff of each request's length.
+        seq_lens: [B] integers; read on the host, to slice the cache.
+        softmax: "sas" uses the weights of `alspec/sas.py`, with the cutoff for each request's length.
     Returns:
         o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
     """
@@ -88,7 +87,7 @@ def decode_attention(
 
 
 def combine_partials(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partial attention outputs into one.
+    """Combine partial attention outputs into one.
 
         o = sum_s 2^(lse_s - lse) o_s,   lse = log2 sum_s 2^lse_s
 
@@ -99,10 +98,10 @@ def combine_partials(o_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Te
     Returns:
         o: [B, Hq, D] fp32.  lse: [B, Hq] fp32, base 2.
     """
-    highest = lse_partial.amax(dim=0)
-    weight = torch.exp2(lse_partial - highest)
+    lse_max = lse_partial.amax(dim=0)
+    weight = torch.exp2(lse_partial - lse_max)
     total = weight.sum(dim=0)
-    return (weight[..., None] * o_partial).sum(dim=0) / total[..., None], highest + torch.log2(total)
+    return (weight[..., None] * o_partial).sum(dim=0) / total[..., None], lse_max + torch.log2(total)
 
 
 def predictor_attention(
@@ -114,9 +113,9 @@ def predictor_attention(
     sm_scale: float,
     softmax: Softmax = "exact",
 ) -> tuple[Tensor, Tensor]:
-    """`A~`: attention over sink and window only, every token counted once. Source: ALSpec, section 3.1.
+    """`A~`: attention over sink and window, each token counted once. Source: ALSpec, section 3.1.
 
-    Args and returns as `decode_attention`, with the lengths of sink and window from `chunk_size` tokens (S).
+    Args and Returns as for `decode_attention`; `chunk_size` (S) gives the lengths of sink and window.
     """
     sink_end, window_start = (ends.tolist() for ends in predictor_ranges(seq_lens, chunk_size))
     parts = []
@@ -138,10 +137,10 @@ def verify_attention(
     sm_scale: float,
     softmax: Softmax = "exact",
 ) -> tuple[Tensor, Tensor]:
-    """Read the tokens between sink and window, complete `A~` to `A`, and measure the distance of the two.
+    """Read the tokens between sink and window, complete `A~` to `A`, and compute the distance of the two.
 
     Args:
-        spec_out, spec_lse: of `predictor_attention`; the others as there.
+        spec_out, spec_lse: from `predictor_attention`. Others as there.
     Returns:
         full_out: [B, Hq, D] fp32.  sums: [B, 2] fp32, (dist2, norm2) over this rank's heads.
     Oracle: `speculative_decode_attention_ref`.
@@ -163,8 +162,8 @@ def prefill_attention(
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k, v: [Hkv, n, D] in q's dtype.
-        softmax: sas: weights of `alspec/sas.py`, with the cutoff of n tokens, or of `cutoff_tokens`, for every row; in
-            fp32.
+        softmax: "sas" uses the weights of `alspec/sas.py`, in fp32.
+        cutoff_tokens: every row has the SAS cutoff for this many tokens; default n.
     Returns:
         [n_q, Hq, D] in q's dtype.
     """
@@ -178,7 +177,7 @@ def prefill_attention(
         out = F.scaled_dot_product_attention(*qkv, is_causal=True, scale=sm_scale, enable_gqa=True)
         return out[0].transpose(0, 1)
     outs, end = [], prefix
-    # A mask of all queries is as large as the scores of a head; on a GPU those of all heads are held, too.
+    # Split the queries: a mask is as large as the scores of one head, and a GPU also holds the scores of all heads.
     row = k.shape[1] * (q.shape[1] if q.is_cuda else 1)
     for queries in q.split(max(QUERIES_AT_ONCE, SCORES_AT_ONCE[q.device.type] // row)):
         end += len(queries)
@@ -187,25 +186,24 @@ def prefill_attention(
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> Tensor:
-    """As `prefill_attention`, by a mask, which is gone before that of the next queries is made."""
+    """`prefill_attention` with a mask. The mask is freed on return, before the next queries need one."""
     (num_queries, *_), num_tokens = q.shape, k.shape[1]
-    mask = newest_causal_mask(num_queries, num_tokens) if q.is_cuda else _added_mask(num_queries, num_tokens, q.dtype)
+    mask = newest_causal_mask(num_queries, num_tokens) if q.is_cuda else _mask_bias(num_queries, num_tokens, q.dtype)
     qkv = q.transpose(0, 1)[None], k[None], v[None]
     out = F.scaled_dot_product_attention(*qkv, mask, scale=sm_scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 def _fused_prefill(q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor, Tensor, int, float], Tensor] | None:
-    """The library on a GPU that takes these, [1, heads, tokens, D] each, or None.
+    """Choose the fused GPU attention for q, k, v [1, heads, tokens, D]; None if there is none.
 
-    cuDNN's attention is the fastest on compute capability 9 and 10, but prepares each shape anew, for 40 to 80 ms
-    (H200): at 8K tokens a whole prompt would win back half of that. So it gets chunks whose shapes come again, and
-    FlashAttention, which needs no preparation, the others.
+    On compute capability 9 and 10 cuDNN is the fastest, but it plans each new shape, which takes longer than a short
+    prompt can save. So cuDNN gets prompt chunks whose shapes recur, and FlashAttention, the others.
     """
     if not q.is_cuda:
         return None
     params = SDPAParams(q, k, v, None, 0.0, False, True)
-    # Multiples of 128: before cuDNN 9.15.1, PyTorch does not trust it with other lengths.
+    # Multiples of 128: before cuDNN 9.15.1, PyTorch does not use it for other lengths.
     is_whole = q.shape[2] % WHOLE_CHUNK == 0 and k.shape[2] % 128 == 0
     if is_whole and torch.cuda.get_device_capability(q.device)[0] in (9, 10) and can_use_cudnn_attention(params):
         return _attention_by_cudnn
@@ -213,16 +211,19 @@ def _fused_prefill(q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor, Tensor,
 
 
 def _attention_by_flash(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: float) -> Tensor:
-    """As `_attention_by_cudnn`. Here a causal mask ends with the last token of both, so begins behind the prefix."""
+    """As `_attention_by_cudnn`. This causal mask is aligned to the last token of q and k, so it needs no prefix."""
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=sm_scale)[0]
     return out
 
 
 def _attention_by_cudnn(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: float) -> Tensor:
-    """Causal attention of the tokens behind a prefix: among themselves, and over it, merged as `combine_partials` does.
+    """Causal attention of the tokens after a prefix: among themselves, and over the prefix, then combined.
 
-    cuDNN has no causal mask that begins behind a prefix, and FlashAttention, which has one, takes 1.7 times as long as
-    these two (H200). Shapes as `_fused_prefill`, the tokens of q being the last of k and v.
+    Two calls, because cuDNN has no causal mask that starts after a prefix. Both together are still faster than
+    FlashAttention, which has such a mask.
+
+    Args:
+        q, k, v: as for `_fused_prefill`; the tokens of q are the last ones of k and v.
     """
     own, lse_own = _partial_by_cudnn(q, k[:, :, prefix:], v[:, :, prefix:], True, sm_scale)
     if prefix == 0:
@@ -233,30 +234,30 @@ def _attention_by_cudnn(q: Tensor, k: Tensor, v: Tensor, prefix: int, sm_scale: 
 
 
 def _partial_by_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """What F.scaled_dot_product_attention calls, with the lse that it keeps: [1, Hq, n_q] fp32, base e."""
+    """The operator behind F.scaled_dot_product_attention: returns (o, lse); lse: [1, Hq, n_q] fp32, base e."""
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse, *_ = attend(q, k, v, None, True, is_causal=is_causal, scale=sm_scale)
     return out, lse.view(out.shape[:3])
 
 
 def newest_causal_mask(num_queries: int, num_tokens: int) -> Tensor:
-    """Which of `num_tokens` tokens the last `num_queries` of them see, for PyTorch's attention."""
-    # Not at the top: it loads TorchDynamo, a second that would go to the start of every command.
+    """Causal mask of the last `num_queries` of `num_tokens` tokens, for PyTorch's attention."""
+    # Imported here: it loads TorchDynamo, which would slow down the start of every command.
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(num_queries, num_tokens)
 
 
-def _added_mask(num_queries: int, num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """The same as numbers to add, [num_queries, num_tokens]: a CPU makes these of the other, with copies on the way."""
+def _mask_bias(num_queries: int, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """`newest_causal_mask` as a bias [num_queries, num_tokens]; a CPU would make it from the mask, with more copies."""
     mask = torch.zeros(num_queries, num_tokens, dtype=dtype)
-    hidden = torch.ones(num_queries, num_queries, dtype=torch.bool).triu(1)
-    mask[:, num_tokens - num_queries :].masked_fill_(hidden, -math.inf)
+    masked = torch.ones(num_queries, num_queries, dtype=torch.bool).triu(1)
+    mask[:, num_tokens - num_queries :].masked_fill_(masked, -math.inf)
     return mask
 
 
 def _sas_prefill_attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, cutoff_tokens: int) -> Tensor:
-    """`prefill_attention` with SAS weights, so many queries at a time that their scores fit in memory."""
+    """`prefill_attention` with SAS weights; only as many queries at a time as `SCORES_AT_ONCE` allows."""
     (num_queries, num_qo_heads, head_dim), (num_kv_heads, num_tokens, _) = q.shape, k.shape
     n_r, keys, values = cutoff(cutoff_tokens), k.float().transpose(1, 2), v.float()
     token = torch.arange(num_tokens, device=q.device)
@@ -284,7 +285,7 @@ def dequantized_prefill_attention(
 
     Args:
         q: [n_q, Hq, D], the last `n_q` of `n` tokens.  k8, v8: [Hkv, n, D] int8.
-        k_scale, v_scale: [Hkv, ceil(n / 64)] fp32, of each block of tokens.
+        k_scale, v_scale: [Hkv, ceil(n / 64)] fp32, one per block of 64 tokens.
     Returns:
         [n_q, Hq, D] in q's dtype. Oracle: `prefill_attention_ref` of the dequantised tensors.
     """
@@ -293,7 +294,7 @@ def dequantized_prefill_attention(
 
 
 def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm_scale: float) -> Tensor:
-    """`A~` of every position of a sequence, each over its own sink and window: what decoding step by step would guess.
+    """`A~` at every position of a sequence, each over its own sink and window, as token-by-token decoding computes it.
 
     Args:
         q: [n, Hq, D].  k, v: [Hkv, n, D] in q's dtype.
@@ -301,7 +302,7 @@ def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm
         [n, Hq, D] in q's dtype. Oracle: `speculative_decode_attention_ref` at every length.
     """
     num_tokens, window = q.shape[0], chunk_size + KV_TILE - 1
-    # Up to here sink and window meet: A~ is the full causal attention.
+    # Up to this length sink and window touch: A~ is the full causal attention.
     exact = min(num_tokens, 2 * chunk_size + KV_TILE - 1)
     out = prefill_attention(q[:exact], k[:, :exact], v[:, :exact], sm_scale)
     if exact == num_tokens:

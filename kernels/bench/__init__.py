@@ -1,1 +1,1 @@
-"""Kernels that only benchmarks and the doctor launch."""
+"""Kernels for benchmarks and for the doctor command only."""

@@ -1,4 +1,4 @@
-"""Kernels that benchmarks measure with, or beside, what a step consists of."""
+"""Kernels for benchmarks only: time stamps, waiting for packets, and baselines for the kernels of a step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from alspec.kernels.common.jit_launch import RESERVED_BYTES, pdl_options, set_l1
 
 __all__ = ["NEVER", "POLLED", "compare_clocks", "nothing", "push_packets", "read_tiles", "stamp_time", "watch_packets"]
 
-PUSHED = 128  # words of one program of `push_packets`, two of each thread: with one, 0.2 us longer (four H100s)
-# Words of a program that waits, one for each lane. A poll takes as long as the slowest of its loads, which go through
-# what memory is busy with: with 256 words, up to 22 us.
+PUSHED = 128  # packets per program of `push_packets`, two per thread
+# Packets per program of `watch_packets`, one for each lane. Few, because a poll takes as long as its slowest load, and
+# the memory is busy with other work meanwhile.
 POLLED = 32
-NEVER = torch.iinfo(torch.int64).max  # a time
+NEVER = torch.iinfo(torch.int64).max  # stands for the time of an event that did not happen
 
 
-@triton.jit(do_not_specialize=["slot", "rank"])
+@triton.jit(do_not_specialize=["reduce_index", "rank"])
 def _push_packets_kernel(
     partial_ptr,  # [B, hidden] fp32
-    peers_ptr,  # [PEERS] int64: addresses of all words [slots, B, T, hidden] to store into
+    peers_ptr,  # [PEERS] int64: addresses of the packets [num_reduces, B, T, hidden] to store into
     epoch_ptr,  # [1] int32
-    slot,
+    reduce_index,
     rank,
     HIDDEN: tl.constexpr,
     T: tl.constexpr,
@@ -38,35 +38,37 @@ def _push_packets_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK words of one request to every peer; grid [hidden / BLOCK, B]."""
+    """Push BLOCK packets of one request to every peer. Grid [hidden / BLOCK, B]."""
     if PDL:
         gdc_launch_dependents()
     request = tl.program_id(1)
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = channels < HIDDEN
+    channel_mask = channels < HIDDEN
     epoch = tl.load(epoch_ptr)
-    partial = tl.load(partial_ptr + request * HIDDEN + channels, mask=inside, other=0.0)
-    at = ((slot * tl.num_programs(1) + request) * T + rank).to(tl.int64) * HIDDEN + channels
+    partial = tl.load(partial_ptr + request * HIDDEN + channels, mask=channel_mask, other=0.0)
+    offsets = ((reduce_index * tl.num_programs(1) + request) * T + rank).to(tl.int64) * HIDDEN + channels
     bases = ()
     for peer in tl.static_range(PEERS):
         bases = bases + (tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64)),)  # noqa: RUF005 (Triton has no *)
     if PDL:
         gdc_wait()
     for peer in tl.static_range(PEERS):
-        store_packets(bases[peer] + at, partial, epoch, inside)
+        store_packets(bases[peer] + offsets, partial, epoch, channel_mask)
 
 
-def push_packets(partial: Tensor, exchange: Exchange, slot: int) -> None:
-    """Send partial sums to every rank as words: the end of `push_partial`, without its product.
+def push_packets(partial: Tensor, exchange: Exchange, reduce_index: int) -> None:
+    """Push partial sums to every rank as LL packets: the last part of `push_partial`, without its matrix product.
 
     Args:
-        partial: [B, hidden] fp32, not written by the kernel ahead.
+        partial: [B, hidden] fp32; the previous kernel must not write it.
+        exchange: buffers of the group, with `peers`.
+        reduce_index: index of the all-reduce in the step.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, hidden = partial.shape
     assert exchange.peers is not None
     compiled = _push_packets_kernel[(triton.cdiv(hidden, PUSHED), batch_size)](
-        partial, exchange.peers, exchange.epoch, slot, exchange.tp_rank, HIDDEN=hidden, T=exchange.tp_size,
+        partial, exchange.peers, exchange.epoch, reduce_index, exchange.tp_rank, HIDDEN=hidden, T=exchange.tp_size,
         PEERS=exchange.peers.shape[0], BLOCK=PUSHED, num_warps=2, **pdl_options(partial.device),
     )  # fmt: skip
     set_l1_carveout(compiled)
@@ -74,118 +76,127 @@ def push_packets(partial: Tensor, exchange: Exchange, slot: int) -> None:
 
 @triton.jit
 def _nothing_kernel(PDL: tl.constexpr):
-    """Starts, waits for the kernel ahead, and ends."""
+    """Wait for the previous kernel and end. Any grid."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
 
 
 def nothing(grid: tuple[int, ...], num_warps: int, device: torch.device) -> None:
-    """A launch of such a size that does nothing, dependent where the device has that."""
+    """Launch a kernel of this size that does nothing; a dependent launch where the device supports it."""
     _nothing_kernel[grid](num_warps=num_warps, **pdl_options(device))
 
 
 @triton.jit
 def _stamp_time_kernel(time_ptr):
+    """Store the GPU's clock. Grid [1]."""
     tl.store(time_ptr, globaltimer())
 
 
 def stamp_time(time: Tensor) -> None:
-    """Write the GPU's clock, in ns, to `time`, [1] int64."""
+    """Write the GPU's clock in ns to `time`, [1] int64."""
     _stamp_time_kernel[(1,)](time)
 
 
 @triton.jit(do_not_specialize=["epoch", "size"])
 def _watch_packets_kernel(
-    packets_ptr,  # [size] int64: values under an epoch
+    packets_ptr,  # [size] int64
     epoch,
     copy_ptr,  # [size] fp32
     size,
-    times_ptr,  # [size / PAD] int64: when words were first seen, in ns; before that, `never`
+    times_ptr,  # [size / PAD] int64: when the packets were first seen, in ns; `never` before that
     never,
     deadline_ns,
     PAD: tl.constexpr,
-    WATCHERS: tl.constexpr,
+    POLLERS: tl.constexpr,
 ):
-    """Spin until all words carry the epoch; who sees a block first copies its values. Past the deadline, just end.
+    """Poll until all packets carry the epoch; the first program to see that copies. Grid [POLLERS size / PAD].
 
-    Every PAD words have WATCHERS programs; grid [WATCHERS size / PAD].
+    POLLERS programs poll the same PAD packets. After the deadline a program ends and writes nothing.
     """
     start = globaltimer()
-    block = tl.program_id(0) // WATCHERS
-    at = block * PAD + tl.arange(0, PAD)
+    block = tl.program_id(0) // POLLERS
+    offsets = block * PAD + tl.arange(0, PAD)
     late = 1
     packets = tl.full([PAD], 0, tl.int64)
     while (late > 0) & (globaltimer() - start < deadline_ns):
-        packets = tl.load(packets_ptr + at, mask=at < size, other=0, volatile=True)
-        late = tl.sum(((packets >> 32 != epoch) & (at < size)).to(tl.int32))
+        packets = tl.load(packets_ptr + offsets, mask=offsets < size, other=0, volatile=True)
+        late = tl.sum(((packets >> 32 != epoch) & (offsets < size)).to(tl.int32))
     if late == 0:
         if tl.atomic_min(times_ptr + block, globaltimer()) == never:
-            tl.store(copy_ptr + at, packets.to(tl.int32).to(tl.float32, bitcast=True), mask=at < size)
+            tl.store(copy_ptr + offsets, packets.to(tl.int32).to(tl.float32, bitcast=True), mask=offsets < size)
 
 
-def watch_packets(packets: Tensor, epoch: int, copy: Tensor, times: Tensor, watchers: int, deadline_ns: int) -> None:
-    """Wait for words under an epoch, note when they were seen, and copy their values.
+def watch_packets(packets: Tensor, epoch: int, copy: Tensor, times: Tensor, pollers: int, deadline_ns: int) -> None:
+    """Poll packets until they carry the epoch; write the time at which they were seen, and copy their values.
 
     Args:
-        words: [n] int64.  copy: [n] fp32.  times: [ceil(n / POLLED)] int64, in ns, each `NEVER` at first.
-        watchers: programs that wait for the same words: what one asks for too early, another one sees.
+        packets: [n] int64.  epoch: the epoch to wait for.
+        copy: [n] fp32, written.  times: [ceil(n / POLLED)] int64, in ns; the caller sets each to `NEVER` first.
+        pollers: programs that poll the same packets: their polls are issued at different times, so one sees a packet
+            soon after it arrives.
+        deadline_ns: longest wait.
     """
-    # Many small programs: one that polls many words takes much of its SM's share of memory bandwidth.
-    compiled = _watch_packets_kernel[(watchers * len(times),)](
-        packets, epoch, copy, packets.numel(), times, NEVER, deadline_ns, POLLED, watchers, num_warps=1
+    # Many small programs: a program that polls many packets takes much of its SM's share of the memory bandwidth.
+    compiled = _watch_packets_kernel[(pollers * len(times),)](
+        packets, epoch, copy, packets.numel(), times, NEVER, deadline_ns, POLLED, pollers, num_warps=1
     )
-    # All of an SM's memory as shared memory, as attention needs: an SM cannot change that while a program runs.
-    room = torch.cuda.get_device_properties(packets.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    set_l1_carveout(compiled, (room + RESERVED_BYTES) // (compiled.metadata.shared + RESERVED_BYTES))
+    # Give all of an SM's memory to shared memory, as attention does: an SM cannot change the split while it is busy.
+    smem = torch.cuda.get_device_properties(packets.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    set_l1_carveout(compiled, (smem + RESERVED_BYTES) // (compiled.metadata.shared + RESERVED_BYTES))
 
 
 @triton.jit(do_not_specialize=["first"])
 def _compare_clocks_kernel(
-    mine_ptr,  # [1] int64, on this GPU: the last round that the other one has answered, or asked for
+    own_ptr,  # [1] int64, on this GPU: the latest round number that the other GPU has written
     other_ptr,  # [1] int64, on the other GPU
-    # [rounds, 2] int64: this GPU's clock in ns before a round begins, and when its word has come; `never` if it has not
+    # [rounds, 2] int64: this GPU's clock in ns when a round begins, and when its number arrived; `never` if it did not
     times_ptr,
     rounds,
     first,
     never,
     deadline_ns,
-    ASKS: tl.constexpr,
+    INITIATES: tl.constexpr,
 ):
+    """Ping-pong of round numbers between two GPUs. Grid [1] on each."""
     start = globaltimer()
     for i in range(rounds):
-        before = globaltimer()
-        if ASKS:
+        begin = globaltimer()
+        if INITIATES:
             tl.store(other_ptr, first + i)
-        seen = tl.load(mine_ptr, volatile=True)
+        seen = tl.load(own_ptr, volatile=True)
         while (seen != first + i) & (globaltimer() - start < deadline_ns):
-            seen = tl.load(mine_ptr, volatile=True)
-        came = tl.where(seen == first + i, globaltimer(), never)
-        if not ASKS:
+            seen = tl.load(own_ptr, volatile=True)
+        arrived = tl.where(seen == first + i, globaltimer(), never)
+        if not INITIATES:
             tl.store(other_ptr, first + i)
-        tl.store(times_ptr + 2 * i, before)
-        tl.store(times_ptr + 2 * i + 1, came)
+        tl.store(times_ptr + 2 * i, begin)
+        tl.store(times_ptr + 2 * i + 1, arrived)
 
 
-def compare_clocks(mine: Tensor, other: Tensor, times: Tensor, first: int, asks: bool, deadline_ns: int) -> None:
-    """A word to the other GPU and one back, again and again; both GPUs launch it, one of them asks.
+def compare_clocks(own: Tensor, other: Tensor, times: Tensor, first: int, initiates: bool, deadline_ns: int) -> None:
+    """Exchange round numbers with another GPU and read the clock; both GPUs launch it, one of them initiates.
 
     Args:
-        mine, other: [1] int64, on this GPU and on the other one, 0 at first.
-        times: [rounds, 2] int64: this GPU's clock in ns before each round, and when its word had come, or `NEVER`.
-        first: number of the first round, above all that were before it.
+        own, other: [1] int64, on this GPU and on the other one; 0 before the first use.
+        times: [rounds, 2] int64: this GPU's clock in ns when a round begins, and when its number arrived, or `NEVER`.
+        first: number of the first round, larger than any number used before.
+        initiates: True on the GPU that initiates the rounds.
+        deadline_ns: longest wait, of all rounds together.
     """
-    _compare_clocks_kernel[(1,)](mine, other, times, len(times), first, NEVER, deadline_ns, ASKS=asks, num_warps=1)
+    _compare_clocks_kernel[(1,)](
+        own, other, times, len(times), first, NEVER, deadline_ns, INITIATES=initiates, num_warps=1
+    )
 
 
 @gluon.jit(do_not_specialize=["tiles"])
 def _read_tiles_kernel(desc, tiles, STAGES: gl.constexpr):
-    """Copy tiles into shared memory, in equal runs; each is over the one before the last. One warp; any grid."""
+    """Copy equal runs of tiles into a ring of STAGES shared-memory buffers. One warp. Any grid."""
     gdc_launch_dependents()
-    room = gl.allocate_shared_memory(gl.int8, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
+    buffers = gl.allocate_shared_memory(gl.int8, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(STAGES):
-        mbarrier.init(bars.index(each), count=1)
+    for stage_index in gl.static_range(STAGES):
+        mbarrier.init(bars.index(stage_index), count=1)
     fence_async_shared()
     rows: gl.constexpr = desc.block_type.shape[0]
     first = gl.program_id(0) * tiles // gl.num_programs(0)
@@ -197,13 +208,13 @@ def _read_tiles_kernel(desc, tiles, STAGES: gl.constexpr):
             mbarrier.wait(bars.index(stage), (tile // STAGES - 1) & 1)
         if tile < count:
             mbarrier.expect(bars.index(stage), desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(desc, [(first + tile) * rows, 0], bars.index(stage), room.index(stage))
+            tma.async_copy_global_to_shared(desc, [(first + tile) * rows, 0], bars.index(stage), buffers.index(stage))
 
 
 def read_tiles(tiles: TensorDescriptor, num_tiles: int, stages: int, num_programs: int) -> None:
-    """Read so many tiles into shared memory and do nothing else: a dependent launch, as attention is (sm_90).
+    """Read `num_tiles` tiles into shared memory and do nothing else; a dependent launch, like attention (sm_90).
 
     Args:
-        tiles: of int8, one below the other.  stages: tiles on their way for each program.
+        tiles: int8; tile i begins at row i * rows of a tile.  stages: tiles in flight per program.
     """
     _read_tiles_kernel[(num_programs,)](tiles, num_tiles, stages, num_warps=1, launch_pdl=True)

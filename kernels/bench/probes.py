@@ -1,6 +1,7 @@
-"""Small kernels that try one thing each that the runtime builds on; `runtime/doctor/diagnostics.py` judges them.
+"""Probe kernels for the doctor command: each tests one hardware feature that the runtime needs.
 
-Every wait has a deadline, so that a broken installation cannot hang a GPU.
+`runtime/doctor/diagnostics.py` launches them and checks the results. Every wait has a deadline, so that a broken
+installation cannot hang a GPU.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ def _increment_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Add 1 to BLOCK elements. Grid [size / BLOCK]."""
     if PDL:
-        # The next launch may begin now; like this one it reads nothing before the launch ahead of it has ended.
+        # The next launch may start now. Like this one, it reads nothing before the previous launch has ended.
         gdc_launch_dependents()
         gdc_wait()
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < size) + 1, mask=at < size)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=offsets < size) + 1, mask=offsets < size)
 
 
 def increment(x: Tensor, out: Tensor, pdl: bool = False) -> None:
-    """`out = x + 1`, contiguous, of one shape; `out` may be `x`. With `pdl`: a programmatic dependent launch (sm_90).
+    """Compute `out = x + 1`.
 
+    Args:
+        x: contiguous.  out: contiguous, of the same shape; may be `x`.
+        pdl: use a programmatic dependent launch (sm_90).
     Capture: graph-safe; allocates nothing.
     """
     grid = (triton.cdiv(x.numel(), BLOCK),)
@@ -46,8 +51,9 @@ def _send_word_kernel(
     word,
     deadline_ns,
 ):
+    """Write a word for the host, wait for its answer, and store the answer. Grid [1]."""
     start = globaltimer()
-    # Written through to the host, which must see it while this kernel still runs.
+    # Write-through: the host must see the word while this kernel still runs.
     tl.store(mail_ptr, word, cache_modifier=".wt")
     answer = 0
     while (answer != word) & (globaltimer() - start < deadline_ns):
@@ -56,7 +62,12 @@ def _send_word_kernel(
 
 
 def send_word(mail: Tensor, word: int, deadline_ns: int) -> None:
-    """Write `word` to `mail[0]`, wait until the host has put it into `mail[1]`, and copy what came to `mail[2]`."""
+    """Write `word` to `mail[0]`, wait until the host writes it to `mail[1]`, and copy the last value seen to `mail[2]`.
+
+    Args:
+        mail: [3] int32, pinned host memory.
+        deadline_ns: longest wait.
+    """
     _send_word_kernel[(1,)](mail, word, deadline_ns, num_warps=1)
 
 
@@ -70,6 +81,7 @@ def _exchange_packets_kernel(
     WORLD: tl.constexpr,
     PAD: tl.constexpr,
 ):
+    """All-to-all barrier, `rounds` times. Grid [1] on every rank."""
     start = globaltimer()
     ranks = tl.arange(0, PAD)
     is_rank = ranks < WORLD
@@ -81,12 +93,12 @@ def _exchange_packets_kernel(
         tl.store(buffers + rank, done + 1, mask=is_rank, cache_modifier=".wt")
         seen = 0
         while (seen < WORLD) & (globaltimer() - start < deadline_ns):
-            # A faster rank may have written its next word already.
-            words = tl.load(own + ranks, mask=is_rank, other=0, volatile=True)
-            seen = tl.sum((words > done).to(tl.int32))
+            # `>`: a faster rank may have written the number of its next round already.
+            numbers = tl.load(own + ranks, mask=is_rank, other=0, volatile=True)
+            seen = tl.sum((numbers > done).to(tl.int32))
         if done == 0:
             first_ns = globaltimer()
-        # Past the deadline the loop above ends unseen: nothing is counted, and the loop around it ends as well.
+        # After the deadline the inner loop ends early: the round does not count, and the outer loop ends too.
         done += (seen == WORLD).to(tl.int32)
     tl.store(result_ptr, done)
     tl.store(result_ptr + 1, globaltimer() - first_ns)
@@ -95,11 +107,13 @@ def _exchange_packets_kernel(
 def exchange_packets(
     buffers: Tensor, rank: int, world_size: int, rounds: int, result: Tensor, deadline_ns: int
 ) -> None:
-    """Meet the other ranks `rounds` times: write a word into every rank's buffer, then wait for a word from every rank.
+    """Run `rounds` barriers over all ranks: write a number into every rank's buffer, then wait for all ranks' numbers.
 
     Args:
-        buffers: [world_size] int64, addresses that this GPU can write; each rank's [world_size] int32, zeros at first.
-        result: [2] int64: completed rounds, and nanoseconds of all but the first, in which ranks wait for each other.
+        buffers: [world_size] int64: address of each rank's [world_size] int32, writable by this GPU, zeros at first.
+        result: [2] int64, written: completed rounds, and the ns of all but the first. (In the first, ranks wait for
+            each other to start.)
+        deadline_ns: longest time of all rounds together.
     """
     pad = triton.next_power_of_2(world_size)
     _exchange_packets_kernel[(1,)](buffers, rank, rounds, result, deadline_ns, WORLD=world_size, PAD=pad, num_warps=1)

@@ -1,1 +1,1 @@
-"""Memory that GPUs write into each other's: LL packets, partial sums, the state of a pair."""
+"""Memory that several GPUs write: LL packets, partial sums, the state of a pair."""

@@ -1,4 +1,4 @@
-"""Where a rank's partial results go, and where it finds those of the others."""
+"""Buffers through which ranks exchange partial sums and logits: where a rank writes and where it reads."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ __all__ = ["Exchange", "LogitExchange"]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Partial sums of one tensor-parallel group.
+    """Buffers for the partial sums of one tensor-parallel group.
 
-    With `peers`, they travel as words (ll_packets.py): `words` has a slot for each all-reduce of a step, so that no
-    word is overwritten before it has been read. Each rank has its own, or all share those of the host; then each
-    keeps what it pushed in `own_packets`, too, for it need not come back from there. Without peers, the sums lie
-    in `partial`, and a collective adds them up in between if there are several ranks.
+    With `peers`, partial sums travel as LL packets (ll_packets.py). Each all-reduce of a step has its own buffer in
+    `packets`, so that no packet is overwritten before it was read. GPU peer memory holds one `packets` for each rank.
+    Host memory holds one for the whole group; a rank then also stores its own packets in `own_packets` on its GPU, and
+    reads them there. Without `peers`, the sums lie in `partial`; with several ranks, a collective adds them up between
+    the two kernels.
     """
 
     partial: Tensor  # [B, hidden] fp32
-    epoch: Tensor  # [1] int32: number of the step, counted by its last kernel
-    fault: Tensor  # [1] int32: 0, or the step's first fault
+    epoch: Tensor  # [1] int32: number of the step, incremented by its last kernel
+    fault: Tensor  # [1] int32: 0, or the first fault of the step
     tp_rank: int = 0
     tp_size: int = 1
-    rank: int = 0  # in the job: what a fault is reported under
-    packets: Tensor | None = None  # [slots, B, T, hidden] int64: what this rank reads
-    own_packets: Tensor | None = None  # as words, places of others unused: where it reads its own instead
-    peers: Tensor | None = None  # [T or 2] int64: addresses of all such words, on the device
+    rank: int = 0  # in the job; faults are reported under it
+    packets: Tensor | None = None  # [num_reduces, B, T, hidden] int64: what this rank reads
+    own_packets: Tensor | None = None  # as `packets`, only this rank's part is used: read instead of that part
+    peers: Tensor | None = None  # [T or 2] int64, on the device: addresses of all `packets` that this rank writes
 
 
 @dataclass(frozen=True)
 class LogitExchange:
-    """Logits of the vocabulary shards of all ranks; `own_packets` and `peers` as in `Exchange`."""
+    """Buffers for the logits of all ranks' vocabulary shards; `own_packets` and `peers` as in `Exchange`."""
 
-    shard: Tensor  # [B, rows] fp32: this rank's, where nothing is pushed; rows = ceil(V / world)
+    shard: Tensor  # [B, rows] fp32: this rank's logits if nothing is pushed; rows = ceil(V / world)
     epoch: Tensor
     fault: Tensor
     rank: int = 0
     world_size: int = 1
     packets: Tensor | None = None  # [B, world, rows] int64
-    own_packets: Tensor | None = None  # as words
+    own_packets: Tensor | None = None  # as `packets`
     peers: Tensor | None = None  # [world or 2] int64

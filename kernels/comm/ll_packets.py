@@ -1,9 +1,9 @@
-"""Self-flagging words: an fp32 value and the step's epoch in one 8-byte store, so that data and flag arrive together.
+"""LL packets: 4 bytes of data (fp32) and 4 bytes of epoch in one 8-byte store, as in NCCL's LL protocol.
 
-A rank pushes words to where its peers read them, in their memory or the host's: no fence, no separate flag, no memset
-between steps. The reader polls until the upper half is the epoch it expects. Every wait has a deadline. Past it, the
-reader notes the missing rank in the fault word and goes on, so that no kernel hangs; later waits of that step take no
-time.
+Data and flag arrive together. So a rank pushes packets to the memory that its peers read, theirs or the host's, without
+a fence, a separate flag, or a memset between steps. The reader polls until the upper half is the epoch that it expects.
+Every wait has a timeout. After it, the reader writes the missing rank into the fault word and continues, so that no
+kernel hangs; later waits of that step return at once.
 """
 
 from __future__ import annotations
@@ -27,45 +27,52 @@ __all__ = [
     "wait_packets",
 ]
 
-PACKETS_PER_LINE = 16  # words of a line of memory, 128 bytes: a field that begins at one shares it with no other
+PACKETS_PER_LINE = 16  # in 128 bytes; buffers that begin at multiples of it share no line of memory
 
-# Kinds of fault: kind << 28 | slot << 8 | rank, the first of a step.
+# Kinds of fault. A fault word is kind << 28 | reduce_index << 8 | rank; only the first fault of a step is kept.
 BAD_NUMBERS = 1
 LATE_PACKET = 2
 LATE = tl.constexpr(LATE_PACKET)
 
 
-def fault_code(kind: int, slot: int, rank: int) -> int:
-    """The fault word of this kind: in which slot (2 layer: attention output, 2 layer + 1: MLP output), and whose."""
-    assert 0 <= slot < 2**20, slot
+def fault_code(kind: int, reduce_index: int, rank: int) -> int:
+    """The fault word for a kind of fault, an all-reduce of the step and a rank.
+
+    Args:
+        kind: BAD_NUMBERS or LATE_PACKET.
+        reduce_index: 2 layer for the attention output, 2 layer + 1 for the MLP output. After the L layers: 2 L for the
+            logits, 2 L + 1 for the step barrier, 2 L + 2 for x between paired ranks.
+        rank: whose data was bad or late.
+    """
+    assert 0 <= reduce_index < 2**20, reduce_index
     assert 0 <= rank < 2**8, rank
-    return kind << 28 | slot << 8 | rank
+    return kind << 28 | reduce_index << 8 | rank
 
 
 def split_fault(code: int) -> tuple[int, int, int]:
-    """kind, slot and rank of a fault word."""
+    """Split a fault word into kind, reduce_index and rank."""
     return code >> 28, code >> 8 & 0xFFFFF, code & 0xFF
 
 
 def unpack_packets(packets: Tensor, epoch: int) -> Tensor:
-    """What kernels read out of words, from the host: fp32, NaN where a word is of another epoch."""
+    """Read packets on the host: fp32, NaN where a packet has another epoch."""
     return torch.where(packets >> 32 == epoch, packets.view(torch.float32)[..., ::2], torch.nan)
 
 
 @triton.jit
 def pack_packets(value, epoch):
-    """fp32 values under the epoch, as int64."""
+    """Pack fp32 values and the epoch into int64 packets."""
     return (value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch.to(tl.int64) << 32)
 
 
 @triton.jit
 def store_packets(ptr, value, epoch, mask=None):
-    """Store fp32 values under the epoch for readers on other GPUs: written through, strong at system scope (SASS)."""
+    """Store fp32 values as packets for readers on other GPUs: write-through, system scope in SASS."""
     tl.store(ptr, pack_packets(value, epoch), mask=mask, cache_modifier=".wt")
 
 
-# $0: the value.  $1, $2: a word read before, lower and upper half.  $3: its address.  $4: epoch.  $5: nanoseconds to
-# wait; with 0 the fault word stands.  $6: fault word.  $7: what to write there.
+# $0: the value.  $1, $2: the packet as loaded before, lower and upper half.  $3: its address.  $4: epoch.  $5: timeout
+# in ns; with 0 the fault word stays as it is.  $6: address of the fault word.  $7: the fault code to store there.
 _POLL = """
 {
     .reg .pred late, early;
@@ -93,7 +100,7 @@ DONE:
 }
 """
 _AWAIT = tl.constexpr(_POLL.replace("ENDED", ""))
-# $8, $9: a word, and the value with which it ends the wait.
+# $8, $9: address of a packet, and the value that ends the wait.
 _AWAIT_OR_END = tl.constexpr(
     _POLL.replace(
         "ENDED",
@@ -104,39 +111,41 @@ _AWAIT_OR_END = tl.constexpr(
 
 @triton.jit
 def wait_packets(ptr, mask, epoch, timeout_ns, fault_ptr, code, end_ptr=None, end=None):
-    """Values of the words at `ptr` once they carry `epoch`; after `timeout_ns` the fault word gets `code`.
+    """Wait until the packets at `ptr` carry `epoch`, and return their values; on timeout store `code` as the fault.
 
     Args:
-        ptr: tensor of pointers to int64.  mask: whose words exist; the others count as -0.0, which adds nothing.
-        code: as `ptr`, int32.  end_ptr, end: a word, and the value of it that ends all waits; what has not come by then
-            counts as 0.
+        ptr: tensor of pointers to int64.
+        mask: which packets exist; the others count as -0.0, which adds nothing.
+        timeout_ns: longest wait.
+        code: int32, same shape as `ptr`.
+        end_ptr, end: when the packet at `end_ptr` equals `end`, all waits end; packets still missing count as 0.
     Returns:
-        fp32, as `ptr`; NaN where the word did not come, for an old value may look like a right one. (Interpreted, there
-        is nothing to wait for: NaN as well where the wait is ended.)
+        fp32, same shape as `ptr`; NaN where a packet did not arrive, because an old value could pass for a right one.
+        (The interpreter does not wait: it returns NaN also where `end` would end the wait.)
     """
-    # All loads are issued together; only words that have not come yet are polled, one by one.
-    none = (epoch.to(tl.int64) << 32) | 0x80000000
-    word = tl.load(ptr, mask=mask, other=none, volatile=True)
-    value = word.to(tl.int32)
-    flag = (word >> 32).to(tl.int32)
+    # All loads are issued together; only packets that have not arrived are polled, one after the other.
+    absent = (epoch.to(tl.int64) << 32) | 0x80000000
+    packet = tl.load(ptr, mask=mask, other=absent, volatile=True)
+    value = packet.to(tl.int32)
+    flag = (packet >> 32).to(tl.int32)
     if INTERPRETED:
         value = tl.where(flag == epoch, value, 0x7FC00000)
     else:
-        # Somebody was late in this step: its waits are over. After bad numbers they are not: everything still comes,
-        # and a rank that runs ahead would write over words that another one has not read.
+        # A packet was late in this step: its other waits return at once. After bad numbers waits stay: all packets
+        # still arrive, and a rank that runs ahead would overwrite packets that another one has not read.
         fault = tl.load(fault_ptr, volatile=True)
-        patience = tl.where(fault >> 28 == LATE, 0, timeout_ns).to(tl.int64)
+        remaining_ns = tl.where(fault >> 28 == LATE, 0, timeout_ns).to(tl.int64)
         if end_ptr is None:
             value = tl.inline_asm_elementwise(
                 _AWAIT, "=&r,r,r,l,r,l,l,r",
-                [value, flag, ptr.to(tl.int64), epoch, patience, fault_ptr.to(tl.int64), code],
+                [value, flag, ptr.to(tl.int64), epoch, remaining_ns, fault_ptr.to(tl.int64), code],
                 dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
         else:
             value = tl.inline_asm_elementwise(
                 _AWAIT_OR_END, "=&r,r,r,l,r,l,l,r,l,l",
                 [
-                    value, flag, ptr.to(tl.int64), epoch, patience, fault_ptr.to(tl.int64), code,
+                    value, flag, ptr.to(tl.int64), epoch, remaining_ns, fault_ptr.to(tl.int64), code,
                     end_ptr.to(tl.int64), end,
                 ],
                 dtype=tl.int32, is_pure=False, pack=1,

@@ -1,10 +1,10 @@
-"""Memory through which paired ranks hand over: a mailbox of each rank, which its paired rank and its group write.
+"""Memory of paired ranks: each rank's mailbox, which its paired rank and its own group write, and its roles and gates.
 
-Each layer has slots of its own and all words carry the epoch, so that nothing is reset, and nothing is
-overwritten before the step's logits have told every rank that it was read.
+Every layer has its own buffers and every packet carries the epoch. So nothing is reset between steps, and nothing is
+overwritten before it was read: the exchange of the logits at the end of a step orders the steps of all ranks.
 
-Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, P parts of a guess,
-T ranks of a group, M = hidden + 2 Hkv D words of a request's handover.
+Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, P parts (partials) of `A~`, T ranks
+of a group, M = hidden + 2 Hkv D packets of a request's message: x and the newest k and v.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from alspec.kernels.comm.ll_packets import LATE_PACKET, PACKETS_PER_LINE, fault_
 
 __all__ = ["GATE_MLP", "GATE_O", "GATE_PRE_ATTENTION", "GATE_STRIDE", "NUM_GATES", "PairState", "Mailbox", "PairShape"]
 
-# Gates of a layer, by what they open: the o projection, the MLP, the next layer's pre-attention.
+# Gates of a layer: for the o projection, the MLP, and the next layer's pre-attention.
 NUM_GATES = 3
 GATE_O, GATE_MLP, GATE_PRE_ATTENTION = range(NUM_GATES)
-GATE_STRIDE = 4  # int32 words from one gate to the next: compiled kernels rely on 16-byte alignment
+GATE_STRIDE = 4  # int32 from one gate to the next: compiled kernels rely on 16-byte alignment
 
 
 @dataclass(frozen=True)
 class PairShape:
-    """What the sizes of a mailbox follow from; the same on every rank."""
+    """The sizes that determine a mailbox; the same on every rank."""
 
     num_layers: int
     batch_size: int
@@ -38,15 +38,15 @@ class PairShape:
     num_qo_heads: int  # of one rank
     num_kv_heads: int
     head_dim: int
-    spec_parts: int = 1  # P, in which `A~` comes
+    spec_parts: int = 1  # P: partials in which `A~` is sent
 
     @property
     def message_packets(self) -> int:
-        """M: words of a request's handover, x and the newest k and v."""
+        """M: packets of a request's message, x and the newest k and v."""
         return self.hidden_size + 2 * self.num_kv_heads * self.head_dim
 
-    def field_packets(self) -> tuple[int, ...]:
-        """Words (8 bytes) of each field of a `Mailbox`, in its order: every field begins at a line of 128 bytes."""
+    def field_sizes(self) -> tuple[int, ...]:
+        """Packets (8 bytes) in each field of `Mailbox`, in its order, rounded up to whole lines of 128 bytes."""
         layers, batch = self.num_layers, self.batch_size
         sizes = (
             (layers + 1) * batch * self.message_packets,
@@ -60,20 +60,20 @@ class PairShape:
 
 @dataclass(frozen=True)
 class Mailbox:
-    """What one rank reads of its paired rank and of its own group, who write it; all 0 before the first step."""
+    """What one rank reads from its paired rank and from its own group, which write it. All 0 before the first step."""
 
-    inbox: Tensor  # [L + 1, B, M] int64: x, k and v; no x in slot 0, nothing else in slot L
+    inbox: Tensor  # [L + 1, B, M] int64: x, k and v; row 0 has no x, row L has only x
     verdicts: Tensor  # [L, B + 1] int64: each request's hit, then the layer's verdict
-    sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads
-    spec_out: Tensor  # [L, P, B, Hq, D] int64: A~, in parts
-    spec_lse: Tensor  # [L, P, B, Hq] int64: of each part, base 2; unused where there is one
+    sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads, from the own group
+    spec_out: Tensor  # [L, P, B, Hq, D] int64: A~, in partials
+    spec_lse: Tensor  # [L, P, B, Hq] int64: lse of each partial, base 2; unused if P = 1
 
     @classmethod
     def view(cls, memory: Tensor, shape: PairShape) -> Mailbox:
-        """A mailbox in `sum(shape.field_packets())` words: memory [words] int64."""
+        """View memory, [sum(shape.field_sizes())] int64, as a mailbox."""
         layers, batch = shape.num_layers, shape.batch_size
         parts, heads = shape.spec_parts, shape.num_qo_heads
-        inbox, verdicts, sums, spec_out, spec_lse = memory.split(shape.field_packets())
+        inbox, verdicts, sums, spec_out, spec_lse = memory.split(shape.field_sizes())
 
         def cut(packets: Tensor, *sizes: int) -> Tensor:
             return packets[: math.prod(sizes)].view(sizes)
@@ -89,7 +89,7 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class PairState:
-    """One rank's side of a pair. `exchange` is that of its group: its epoch, its fault word, its ranks."""
+    """The state of one rank of a pair. `exchange` is its group's: the epoch, the fault word, the ranks."""
 
     shape: PairShape
     exchange: Exchange
@@ -97,15 +97,15 @@ class PairState:
     paired_rank: int  # in the job
     own: Mailbox
     paired: Mailbox  # the paired rank's
-    sums_peers: Tensor  # [T] int64: address of each rank's `sums`, on the device
-    priority: Tensor  # [2] int32: own group's, the other's
+    sums_peers: Tensor  # [T] int64, on the device: address of each rank's `sums`
+    priority: Tensor  # [2] int32: own group's, other group's
     is_sender: Tensor  # [1] int32
     is_receiver: Tensor  # [1] int32
-    # [3, GATE_STRIDE] int32, the first word of each row: whether this group computes what the gate opens. The later
-    # gates may close where the verdict comes while a receiver computes on a rejected guess.
+    # [3, GATE_STRIDE] int32; the first word of each row is the gate, 1 if this group computes what is behind it. On a
+    # receiver, later gates may close when the verdict arrives while it computes on a rejected A~.
     gates: Tensor
-    barrier: Tensor  # [world] int64: written by each rank of the job as its step begins
-    barrier_peers: Tensor  # [world] int64: address of each rank's `meeting`
+    barrier: Tensor  # [world] int64: a packet from each rank of the job at the start of its step
+    barrier_peers: Tensor  # [world] int64, on the device: address of each rank's `barrier`
 
     @classmethod
     def build(
@@ -120,14 +120,15 @@ class PairState:
         barrier: Tensor,
         barrier_addresses: Sequence[int],
     ) -> PairState:
-        """Both mailboxes in storages of `sum(shape.field_packets())` int64; group 0 is the first sender.
+        """Create the state from the memory of both mailboxes; group 0 is the first sender.
 
         Args:
-            group_addresses: of the storage of each rank of the own group, in rank order.
-            meeting: [world] int64.  barrier_addresses: of every rank's, in rank order.
+            memory, paired_memory: [sum(shape.field_sizes())] int64 each, own and paired rank's.
+            group_addresses: address of the mailbox memory of each rank of the own group, in rank order.
+            barrier: [world] int64.  barrier_addresses: address of every rank's `barrier`, in rank order.
         """
         device = memory.device
-        begin = 8 * sum(shape.field_packets()[:2])
+        sums_offset = 8 * sum(shape.field_sizes()[:2])
         pair = cls(
             shape=shape,
             exchange=exchange,
@@ -135,7 +136,7 @@ class PairState:
             paired_rank=paired_rank,
             own=Mailbox.view(memory, shape),
             paired=Mailbox.view(paired_memory, shape),
-            sums_peers=torch.tensor([address + begin for address in group_addresses], device=device),
+            sums_peers=torch.tensor([address + sums_offset for address in group_addresses], device=device),
             priority=torch.zeros(2, dtype=torch.int32, device=device),
             is_sender=torch.zeros(1, dtype=torch.int32, device=device),
             is_receiver=torch.zeros(1, dtype=torch.int32, device=device),
@@ -147,23 +148,23 @@ class PairState:
         return pair
 
     def reset_roles(self) -> None:
-        """Group 0 is the next sender, and opens its gates. After a fault the two groups may have come to disagree."""
+        """Make group 0 the next sender and open its gates. After a fault the groups may disagree."""
         self.priority[0].fill_(2 * (self.group == 0))
         self.priority[1].fill_(2 * (self.group == 1))
         self.gates.fill_(int(self.group == 0))
 
     def inbox(self, layer: int) -> Tensor:
-        """[B, M] int64: where the paired rank finds x, k and v of a layer, or in layer L the step's last x."""
+        """[B, M] int64: where the paired rank reads x, k and v of a layer; layer L: x after the last layer."""
         return self.paired.inbox[layer]
 
     def gate(self, which: int) -> Tensor:
-        """[1] int32: one of `gates`, GATE_O and the like."""
+        """[1] int32: one of `gates`; which: GATE_O, GATE_MLP or GATE_PRE_ATTENTION."""
         return self.gates[which, :1]
 
     def verdict(self, layer: int) -> Tensor:
-        """[1] int64: the word with which the paired rank's group judges what it handed over in this layer."""
+        """[1] int64: the packet with the paired rank's verdict on what it handed over in this layer."""
         return self.own.verdicts[layer, -1:]
 
-    def late(self, layer: int) -> int:
-        """The fault of a paired rank that is late in this layer; in layer L + 1, with what the last one left."""
+    def late_fault(self, layer: int) -> int:
+        """The fault code for a late paired rank in this layer; layer L + 1: with x after the last layer."""
         return fault_code(LATE_PACKET, 2 * layer, self.paired_rank)

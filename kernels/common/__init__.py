@@ -1,1 +1,1 @@
-"""What every kernel uses: launching, dependent launch, small device helpers."""
+"""Helpers for all kernels: compiling and launching, dependent launch, small device functions."""

@@ -1,4 +1,4 @@
-"""Device helpers that several kernels share."""
+"""Small device functions that several kernels share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 __all__ = ["INTERPRETED", "inverse_of_sum", "log2_of_sum", "stacked", "unstacked"]
 
-# Triton's interpreter runs no inline assembly; kernels branch on this when they are compiled.
+# Triton's interpreter cannot run inline assembly. Kernels branch on this at compile time.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -25,7 +25,7 @@ def log2_of_sum(x):
 
 @triton.jit
 def inverse_of_sum(x):
-    """1 / x for x >= 1, by one hardware instruction that does not treat very large and very small numbers."""
+    """1 / x for x >= 1, by one hardware instruction. Subnormal inputs and results become 0."""
     if INTERPRETED:
         y = 1.0 / x
     else:
@@ -35,7 +35,7 @@ def inverse_of_sum(x):
 
 @triton.jit
 def unstacked(x, N: tl.constexpr):
-    """Split x [W, M, N] into a tuple of N tensors [W, M]."""
+    """Split x [W, M, N] into a tuple of N tensors [W, M]. N is a power of two."""
     if N == 1:
         y = (tl.reshape(x, [x.shape[0], x.shape[1]]),)
     else:
@@ -49,7 +49,7 @@ def unstacked(x, N: tl.constexpr):
 
 @triton.jit
 def stacked(x, N: tl.constexpr):
-    """Join a tuple of N tensors [W, M] into [W, M, N]; the inverse of `unstacked`."""
+    """Join a tuple of N tensors [W, M] into [W, M, N], the inverse of `unstacked`. N is a power of two."""
     if N == 1:
         y = tl.reshape(x[0], [x[0].shape[0], x[0].shape[1], 1])
     else:

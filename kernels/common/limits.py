@@ -1,5 +1,5 @@
-"""What the fused decode kernels can take."""
+"""Size limits of the fused decode kernels."""
 
 __all__ = ["MAX_BATCH"]
 
-MAX_BATCH = 8  # requests a step: the columns of one tensor-core product
+MAX_BATCH = 8  # requests per step: N of the tensor-core instruction (m16n8)

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: wait for the previous kernel, prefetch before that wait, delay."""
+"""Programmatic dependent launch (PDL): wait for the previous kernel, prefetch to L2, delay."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ __all__ = ["prefetch", "spin_cycles", "wait_for_previous_kernel"]
 
 @triton.jit
 def wait_for_previous_kernel():
-    """`gdc_wait`, and a declaration of shared memory, which nobody uses.
+    """`griddepcontrol.wait`, with 4 bytes of unused shared memory declared.
 
-    An SM changes how its memory is split only when it is idle, and seemingly programs without any shared memory are not
-    started on one whose split is another than they ask for: behind attention, which takes most of an SM's memory,
-    launches without took 0.4 to 0.7 us longer, elsewhere in a step of one GPU less than 0.1 us (H200). A pair's own
-    kernels, most of which find their gate closed, do without: with it, its steps took 0.2 to 0.3 % longer (two H100s).
+    An SM changes its split between L1 and shared memory only when it is idle. A kernel without any shared memory
+    appears to wait for that change after attention, which uses most of an SM as shared memory. The declaration avoids
+    this wait. Kernels that exist only in a pair call `gdc_wait` instead: most of them return at a closed gate.
     """
     if not INTERPRETED:
-        # A grid of no depth is never launched, but the assembler does not know.
+        # The store never runs (a grid has depth >= 1), but the assembler cannot know that and keeps the declaration.
         tl.inline_asm_elementwise(
             "{ .shared .align 4 .b8 unused[4]; .reg .pred never; .reg .b32 place, depth; griddepcontrol.wait;"
             " mov.u32 depth, %nctaid.z; setp.eq.u32 never, depth, 0; mov.u32 place, unused;"
@@ -31,10 +30,10 @@ def wait_for_previous_kernel():
 
 @triton.jit
 def prefetch(pointer, size):
-    """Fetch `size` bytes, a multiple of 16 (rounded down), into the L2, from `pointer` (rounded down likewise) on.
+    """Prefetch `size` bytes from `pointer` into the L2, both rounded down to multiples of 16.
 
-    A hint, from compute capability 9.0 on: only when bytes move changes, and what is written there later is still seen.
-    One instruction of one thread; later loads do not queue up behind it.
+    A hint, for compute capability 9.0 and later. Results do not change: later writes to this memory are still seen.
+    One thread issues one instruction. Later loads do not queue behind it.
     """
     if not INTERPRETED:
         tl.inline_asm_elementwise(
@@ -48,7 +47,7 @@ def prefetch(pointer, size):
 
 @triton.jit
 def spin_cycles(cycles):
-    """Do nothing for so many cycles of the SM's clock, int32."""
+    """Spin for `cycles` cycles of the SM's clock; int32."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "{ .reg .pred early; .reg .u32 start, now; mov.u32 start, %clock;"

@@ -1,1 +1,1 @@
-"""KV-cache codecs: layout, reference and kernels of each."""
+"""Codecs of the KV cache: layout, reference and kernels."""

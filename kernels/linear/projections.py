@@ -1,6 +1,6 @@
 """The normalised projections of a decode step: QKV with RoPE and cache append, gate and up with SiLU.
 
-How a tile of weights is read and multiplied is in gemv_tile.py.
+gemv_tile.py and mma_tile.py describe how a tile of weights is read and multiplied.
 
 Shapes: B requests, K inputs, Hq and Hkv this rank's query and KV heads, D head_dim, I intermediate size of this rank,
 S sums of squares of each request, N cache capacity.
@@ -37,57 +37,60 @@ __all__ = ["gate_up_silu", "qkv_rope_append"]
 def _store_qkv(
     first, second, request, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr,
     epoch_ptr, capacity, K: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
-    exists=None,
+    mask=None,
 ):  # fmt: skip
-    """Products of channel pairs of a tile, turned and stored, of one request or of one for each.
+    """Rotate a tile's products and store them: q, or k and v into the cache, the tail and the paired rank's inbox.
 
     Args:
-        channels: of the tile's head, [N].  request, scale: a scalar or [N].  exists: [N], of which requests are.
+        first, second: products for channels c and c + D / 2, [N].
+        channels: c in the tile's head, [N].
+        request, scale: one for all, or [N].
+        mask: [N], which requests exist.
     """
     HALF: tl.constexpr = D // 2
     head = tile // (HALF // PAIRS)
     kv_head, is_v = tl.maximum(head - HQ, 0) % HKV, tl.maximum(head - HQ, 0) // HKV
     if head < HQ + HKV:
-        cos = tl.load(rope_ptr + request * D + channels, mask=exists)
-        sin = tl.load(rope_ptr + request * D + HALF + channels, mask=exists)
-        turned = first * cos - second * sin
+        cos = tl.load(rope_ptr + request * D + channels, mask=mask)
+        sin = tl.load(rope_ptr + request * D + HALF + channels, mask=mask)
+        rotated = first * cos - second * sin
         second = second * cos + first * sin
-        first = turned
+        first = rotated
     if head < HQ:
-        q_at = q_ptr + (request * HQ + head) * D + channels
-        tl.store(q_at, first.to(q_ptr.dtype.element_ty), mask=exists)
-        tl.store(q_at + HALF, second.to(q_ptr.dtype.element_ty), mask=exists)
+        q_ptrs = q_ptr + (request * HQ + head) * D + channels
+        tl.store(q_ptrs, first.to(q_ptr.dtype.element_ty), mask=mask)
+        tl.store(q_ptrs + HALF, second.to(q_ptr.dtype.element_ty), mask=mask)
     else:
-        position = tl.load(seq_lens_ptr + request, mask=exists) - 1
+        position = tl.load(seq_lens_ptr + request, mask=mask) - 1
         low, high = first.to(k_ptr.dtype.element_ty), second.to(k_ptr.dtype.element_ty)
         if tail_ptr is not None:
-            # Of the rounded token, as a handover passes it on: the other group comes to the same bits.
+            # Quantise the rounded token, as the other group does after the handover: both get the same bits.
             row = (request * HKV + kv_head) * 2 + is_v
-            slot = tail_ptr + (row * TOKENS + position % TOKENS) * D + channels
-            tl.store(slot, to_int8(low.to(tl.float32), scale).to(tl.int8), mask=exists)
-            tl.store(slot + HALF, to_int8(high.to(tl.float32), scale).to(tl.int8), mask=exists)
+            tail_ptrs = tail_ptr + (row * TOKENS + position % TOKENS) * D + channels
+            tl.store(tail_ptrs, to_int8(low.to(tl.float32), scale).to(tl.int8), mask=mask)
+            tl.store(tail_ptrs + HALF, to_int8(high.to(tl.float32), scale).to(tl.int8), mask=mask)
             position = position * 0
         if inbox_ptr is not None:
-            epoch = tl.load(epoch_ptr)  # only here: it would take a register that weights need
-            word = inbox_ptr + request * (K + 2 * HKV * D) + K + (is_v * HKV + kv_head) * D + channels
-            store_packets(word, low.to(tl.float32), epoch, exists)
-            store_packets(word + HALF, high.to(tl.float32), epoch, exists)
-        at = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
+            epoch = tl.load(epoch_ptr)  # not earlier: it would take a register that the weights need
+            packet_ptrs = inbox_ptr + request * (K + 2 * HKV * D) + K + (is_v * HKV + kv_head) * D + channels
+            store_packets(packet_ptrs, low.to(tl.float32), epoch, mask)
+            store_packets(packet_ptrs + HALF, high.to(tl.float32), epoch, mask)
+        offsets = ((request * HKV + kv_head).to(tl.int64) * capacity + position) * D + channels
         if is_v == 0:
-            tl.store(k_ptr + at, low, mask=exists)
-            tl.store(k_ptr + at + HALF, high, mask=exists)
+            tl.store(k_ptr + offsets, low, mask=mask)
+            tl.store(k_ptr + offsets + HALF, high, mask=mask)
         else:
-            tl.store(v_ptr + at, low, mask=exists)
-            tl.store(v_ptr + at + HALF, high, mask=exists)
+            tl.store(v_ptr + offsets, low, mask=mask)
+            tl.store(v_ptr + offsets + HALF, high, mask=mask)
 
 
 @triton.jit
-def _tail_scale(tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constexpr, TILES: tl.constexpr, exists=None):
-    """Scales of the tail that a tile's head goes to. A query head has no use for the one that it loads."""
+def _tail_scale(tail_scale_ptr, request, tile, HQ: tl.constexpr, HKV: tl.constexpr, TILES: tl.constexpr, mask=None):
+    """Load the tail's scales for a tile's head. For a query head the value is loaded but unused."""
     scale = None
     if tail_scale_ptr is not None:
         head = tl.maximum(tile // TILES - HQ, 0)
-        scale = tl.load(tail_scale_ptr + (request * HKV + head % HKV) * 2 + head // HKV, mask=exists)
+        scale = tl.load(tail_scale_ptr + (request * HKV + head % HKV) * 2 + head // HKV, mask=mask)
     return scale
 
 
@@ -97,10 +100,10 @@ def _qkv_tile(
     epoch_ptr, capacity, eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Products of one tile, one request after another."""
+    """Multiply one tile by one request after another."""
     channels = tile % (D // 2 // PAIRS) * PAIRS + tl.arange(0, PAIRS)
     for request in tl.static_range(B):
-        # So early that it arrives while the product is made.
+        # Load early, so that it arrives during the product.
         scale = _tail_scale(tail_scale_ptr, request, tile, HQ, HKV, D // 2 // PAIRS)
         x = load_inputs(x_ptr, request, K, KP)
         rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
@@ -142,7 +145,7 @@ def _qkv_rope_append_kernel(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles of channel pairs (c, c + D/2) of one head, every `num_programs`-th; with STEPS on tensor cores."""
+    """Tiles of channel pairs (c, c + D/2) of one head; STEPS > 0: on tensor cores. Grid [num_programs]."""
     TILES: tl.constexpr = D // 2 // PAIRS  # of one head
     NUM_TILES: tl.constexpr = (HQ + 2 * HKV) * TILES
     row = tl.arange(0, 2 * PAIRS)
@@ -158,7 +161,7 @@ def _qkv_rope_append_kernel(
         w = load_weights(w_ptr, first_row + row, 0, K, KP, False)
     if PDL:
         gdc_wait()
-        # Not before: attention reads lengths and older tokens as soon as it starts, and they must be there.
+        # Not before the wait: attention reads lengths and older tokens as soon as it starts, before its own wait.
         gdc_launch_dependents()
     if gate_ptr is not None:
         if tl.load(gate_ptr, volatile=True) == 0:
@@ -166,11 +169,11 @@ def _qkv_rope_append_kernel(
     if STEPS > 0:
         row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
         while tile < NUM_TILES:
-            following = tile + tl.num_programs(0)
-            next_row = following // TILES * D + following % TILES * PAIRS
+            next_tile = tile + tl.num_programs(0)
+            next_row = next_tile // TILES * D + next_tile % TILES * PAIRS
             sums, w = products(
                 w, x_ptr, squares_ptr, eps, w_ptr, first_row, next_row, NUM_TILES * 2 * PAIRS - 1,
-                following < NUM_TILES, D // 2, B, K, S, WARPS, STEPS, LOOP,
+                next_tile < NUM_TILES, D // 2, B, K, S, WARPS, STEPS, LOOP,
             )  # fmt: skip
             for i in tl.static_range(2):
                 scale = _tail_scale(tail_scale_ptr, request + i, tile, HQ, HKV, TILES, request + i < B)
@@ -179,32 +182,32 @@ def _qkv_rope_append_kernel(
                     seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D,
                     PAIRS, request + i < B,
                 )  # fmt: skip
-            tile = following
+            tile = next_tile
             first_row = next_row
     elif KP < K:
         while tile < NUM_TILES:
-            following = tile + tl.num_programs(0)
+            next_tile = tile + tl.num_programs(0)
             rows = tile // TILES * D + tile % TILES * PAIRS + row
-            next_rows = following // TILES * D + following % TILES * PAIRS + row
+            next_rows = next_tile // TILES * D + next_tile % TILES * PAIRS + row
             channels = tile % TILES * PAIRS + tl.arange(0, PAIRS)
             scale = _tail_scale(tail_scale_ptr, 0, tile, HQ, HKV, TILES)
             rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
-            first, second, w = dot_slices(w, x_ptr, w_ptr, rows, next_rows, following < NUM_TILES, K, KP, PAIRS)
+            first, second, w = dot_slices(w, x_ptr, w_ptr, rows, next_rows, next_tile < NUM_TILES, K, KP, PAIRS)
             _store_qkv(
                 first * rstd, second * rstd, 0, tile, channels, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr,
                 scale, inbox_ptr, epoch_ptr, capacity, K, HQ, HKV, D, PAIRS,
             )  # fmt: skip
-            tile = following
+            tile = next_tile
     elif LOOP:
         while tile < NUM_TILES:
-            following = tile + tl.num_programs(0)
-            rows = following // TILES * D + following % TILES * PAIRS + row
+            next_tile = tile + tl.num_programs(0)
+            rows = next_tile // TILES * D + next_tile % TILES * PAIRS + row
             w_next = load_weights(w_ptr, rows, (HQ + 2 * HKV) * D, K, KP, True)
             _qkv_tile(
                 w, tile, x_ptr, squares_ptr, rope_ptr, seq_lens_ptr, q_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr,
                 inbox_ptr, epoch_ptr, capacity, eps, K, KP, S, SP, B, HQ, HKV, D, PAIRS,
             )  # fmt: skip
-            tile = following
+            tile = next_tile
             w = w_next
     else:
         _qkv_tile(
@@ -228,20 +231,25 @@ def qkv_rope_append(
     inbox: Tensor | None = None,
     epoch: Tensor | None = None,
 ) -> None:
-    """RMSNorm's factor, QKV projection, RoPE, and the new key and value into the cache. Oracle: `qkv_rope_append_ref`.
+    """RMSNorm factor, QKV projection, RoPE; append the new key and value to the cache. Oracle: `qkv_rope_append_ref`.
 
         y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
 
-    With a quantised `layer` they also go into its tail, as `flashq_append` would put them there; k_cache and v_cache
-    then hold the newest token alone, as it is. Oracle of the tail: `flashq_append_ref`.
+    With a quantised `layer`, k and v also go into its tail, as by `flashq_append`; k_cache and v_cache then hold only
+    the newest token, not quantised. Oracle of the tail: `flashq_append_ref`.
 
     Args:
-        x_norm: [B, K] in weight's dtype, `x * gamma`.  square_sums: [B, S] fp32.  weight: [(Hq + 2 Hkv) D, K].
-        rope: [B, 2, D/2] fp32, cosine and sine.  seq_lens: [B] int32 with the new token.  q: [B, Hq, D], written.
-        k_cache, v_cache: [B, Hkv, N, D], one position of each request written.  gate: [1] int32; 0 skips everything.
-        layer: of the same B, Hkv and D, with N = 1; its tail is written.
-        inbox: [B, K + 2 Hkv D] int64: of the paired rank, where words from K on become the new keys, then the values,
-            under the epoch, [1] int32.
+        x_norm: [B, K] in weight's dtype, `x * gamma`.
+        square_sums: [B, S] fp32.
+        weight: [(Hq + 2 Hkv) D, K].
+        rope: [B, 2, D/2] fp32, cosine and sine.
+        seq_lens: [B] int32, with the new token.
+        q: [B, Hq, D], written.
+        k_cache, v_cache: [B, Hkv, N, D]; one position of each request is written.
+        gate: [1] int32; 0 skips everything.
+        layer: with the same B, Hkv and D, and N = 1; its tail is written.
+        inbox: [B, K + 2 Hkv D] int64, the paired rank's; packets from K on become the new keys, then the new values.
+        epoch: [1] int32, of the packets.
     Raises:
         ValueError: `layer` and k_cache do not fit.
     Capture: graph-safe; allocates nothing.
@@ -290,10 +298,10 @@ def qkv_rope_append(
 
 
 @triton.jit
-def _store_silu(gate, up, at, exists=None):
-    """Products of a tile, through SiLU, stored `at` [N] of one request, or of one for each of those that exist."""
+def _store_silu(gate, up, ptrs, mask=None):
+    """Store silu(gate) * up of a tile at `ptrs`, [N]; mask: which requests exist."""
     out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(at, out.to(at.dtype.element_ty), mask=exists)
+    tl.store(ptrs, out.to(ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -303,7 +311,7 @@ def _gate_up_tile(
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Products of one tile, one request after another."""
+    """Multiply one tile by one request after another."""
     for request in tl.static_range(B):
         x = load_inputs(x_ptr, request, K, KP)
         rstd = rstd_of(squares_ptr, request, eps, K, S, SP)
@@ -331,7 +339,7 @@ def _gate_up_silu_kernel(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles of ROWS rows of gate and the same of up, every `num_programs`-th; with STEPS on tensor cores."""
+    """Tiles of ROWS rows of gate and the same of up; STEPS > 0: on tensor cores. Grid [num_programs]."""
     if PDL:
         gdc_launch_dependents()
     row = tl.arange(0, 2 * ROWS)
@@ -352,31 +360,31 @@ def _gate_up_silu_kernel(
     if STEPS > 0:
         row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
         while tile * ROWS < I:
-            following = tile + tl.num_programs(0)
+            next_tile = tile + tl.num_programs(0)
             sums, w = products(
-                w, x_ptr, squares_ptr, eps, w_ptr, tile * ROWS, following * ROWS, 2 * I - 1, following * ROWS < I, I,
+                w, x_ptr, squares_ptr, eps, w_ptr, tile * ROWS, next_tile * ROWS, 2 * I - 1, next_tile * ROWS < I, I,
                 B, K, S, WARPS, STEPS, LOOP,
             )  # fmt: skip
             for i in tl.static_range(2):
-                at = out_ptr + (request + i) * I + tile * ROWS + row_of_lane
-                _store_silu(sums[i], sums[i + 2], at, request + i < B)
-            tile = following
+                ptrs = out_ptr + (request + i) * I + tile * ROWS + row_of_lane
+                _store_silu(sums[i], sums[i + 2], ptrs, request + i < B)
+            tile = next_tile
     elif KP < K:
         while tile * ROWS < I:
-            following = tile + tl.num_programs(0)
+            next_tile = tile + tl.num_programs(0)
             rstd = rstd_of(squares_ptr, 0, eps, K, S, SP)
             gate, up, w = dot_slices(
-                w, x_ptr, w_ptr, tile * ROWS + row, following * ROWS + row, following * ROWS < I, K, KP, ROWS
+                w, x_ptr, w_ptr, tile * ROWS + row, next_tile * ROWS + row, next_tile * ROWS < I, K, KP, ROWS
             )  # fmt: skip
             _store_silu(gate * rstd, up * rstd, out_ptr + tile * ROWS + tl.arange(0, ROWS))
-            tile = following
+            tile = next_tile
     elif LOOP:
         while tile * ROWS < I:
-            following = tile + tl.num_programs(0)
-            # Rows past the end of gate count as past the end of all.
-            w_next = load_weights(w_ptr, following * ROWS + row, tl.where(following * ROWS < I, 2 * I, 0), K, KP, True)
+            next_tile = tile + tl.num_programs(0)
+            # A tile past the end of gate must not read rows of up: the limit is then 0.
+            w_next = load_weights(w_ptr, next_tile * ROWS + row, tl.where(next_tile * ROWS < I, 2 * I, 0), K, KP, True)
             _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
-            tile = following
+            tile = next_tile
             w = w_next
     else:
         _gate_up_tile(w, tile, x_ptr, squares_ptr, out_ptr, eps, K, KP, S, SP, B, I, ROWS)
@@ -392,8 +400,12 @@ def gate_up_silu(
 ) -> None:
     """`silu(gate) * up` of the normalised input. Oracle: `gate_up_silu_ref`.
 
+        gate, up = (x_norm W^T) / sqrt(sum(square_sums) / K + eps)
+
     Args:
-        x_norm, square_sums, gate: as `qkv_rope_append`.  weight: [2 I, K], gate first.  out: [B, I], written.
+        x_norm, square_sums, gate: as `qkv_rope_append`.
+        weight: [2 I, K], gate first.
+        out: [B, I], written.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, num_inputs = x_norm.shape

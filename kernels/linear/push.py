@@ -1,7 +1,7 @@
-"""Projections whose results leave the rank: partial sums to the group, logits of a shard to all ranks of the job.
+"""Projections whose results other ranks read: partial sums for the group, logits of a vocabulary shard for all ranks.
 
-They travel as words (ll_packets.py) where peers can read what a kernel writes. How a tile of weights is read and
-multiplied is in gemv_tile.py.
+They travel as LL packets (ll_packets.py) if kernels can write the memory that peers read. gemv_tile.py and mma_tile.py
+describe how a tile of weights is read and multiplied.
 
 Shapes: B requests, K inputs, T ranks of the group, S sums of squares of each request.
 """
@@ -36,49 +36,49 @@ __all__ = ["lm_head", "push_partial"]
 
 @triton.jit
 def _push_sums(
-    y, rows, request, exists, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, out_width,
+    y, rows, request, mask, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code, out_width,
     B: tl.constexpr, PEERS: tl.constexpr, SOURCES: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
-    """Sums y [N] of rows that exist, of one request or of one for each, to every peer."""
+    """Push the sums y [N] of `rows` to every peer. request: one for all, or [N]; mask: which sums exist."""
     if PUSH:
-        at = ((slot * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
+        offsets = ((reduce_index * B + request) * SOURCES + rank).to(tl.int64) * out_width + rows
         for peer in tl.static_range(PEERS):
-            store_packets(bases[peer] + at, y, epoch, exists)
+            store_packets(bases[peer] + offsets, y, epoch, mask)
     else:
-        tl.store(out_ptr + request * out_width + rows, y, mask=exists)
-    # NaN compares with nothing. Only the first fault of a step is kept.
-    is_bad = (~(tl.abs(y) < float("inf"))) & exists & (fault == 0)
+        tl.store(out_ptr + request * out_width + rows, y, mask=mask)
+    # Written so that NaN is bad, too. Only the first fault of a step is kept.
+    is_bad = (~(tl.abs(y) < float("inf"))) & mask & (fault == 0)
     tl.store(fault_ptr + tl.zeros_like(rows), code + tl.zeros_like(rows), mask=is_bad)
 
 
 @triton.jit
 def _push_tile(
-    w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, num_rows, out_width, eps,
-    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, PEERS: tl.constexpr,
+    w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code, num_rows, out_width,
+    eps, K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, B: tl.constexpr, PEERS: tl.constexpr,
     SOURCES: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
-    """Products of one tile, one request after another, to every peer."""
+    """Multiply one tile by one request after another, and push the sums to every peer."""
     for request in tl.static_range(B):
         y = dot(w, load_inputs(x_ptr, request, K, KP))
         if squares_ptr is not None:
             y *= rstd_of(squares_ptr, request, eps, K, S, SP)
         _push_sums(
-            y, rows, request, rows < num_rows, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, out_width, B,
-            PEERS, SOURCES, PUSH,
+            y, rows, request, rows < num_rows, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code,
+            out_width, B, PEERS, SOURCES, PUSH,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slot", "rank", "code"])
+@triton.jit(do_not_specialize=["reduce_index", "rank", "code"])
 def _push_partial_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32, or None: the input is not normalised
     w_ptr,  # [num_rows, K]
-    out_ptr,  # [B, out_width] fp32: where nothing is pushed
-    peers_ptr,  # [PEERS] int64: addresses of all words [slots, B, SOURCES, out_width] to store into
+    out_ptr,  # [B, out_width] fp32: used if nothing is pushed
+    peers_ptr,  # [PEERS] int64: addresses of all packets [num_reduces, B, SOURCES, out_width] to write
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     gate_ptr,  # [1] int32 or None
-    slot,
+    reduce_index,
     rank,
     code,
     num_rows,
@@ -99,7 +99,7 @@ def _push_partial_kernel(
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tiles of ROWS rows of the product, every `num_programs`-th, to every peer; with STEPS on tensor cores."""
+    """Tiles of ROWS rows of the product, to every peer; STEPS > 0: on tensor cores. Grid [num_programs]."""
     if PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -110,7 +110,7 @@ def _push_partial_kernel(
         w = load_rows(w_ptr, tl.program_id(0) * ROWS, num_rows - 1, 8, K, WARPS, STEPS)
     else:
         w = load_weights(w_ptr, rows, num_rows, K, KP, MASKED)
-    # The epoch stands during the whole step, so it may be read before the wait.
+    # The epoch is constant during the step, so it may be read before the wait.
     epoch = tl.load(epoch_ptr)
     bases = ()
     for peer in tl.static_range(PEERS):
@@ -125,68 +125,73 @@ def _push_partial_kernel(
         first = tl.program_id(0) * ROWS
         row_of_lane, request = tl.arange(0, 32) // 4, tl.arange(0, 32) % 4 * 2
         while first < num_rows:
-            following = first + tl.num_programs(0) * ROWS
+            next_first = first + tl.num_programs(0) * ROWS
             sums, w = products(
-                w, x_ptr, squares_ptr, eps, w_ptr, first, following, num_rows - 1, following < num_rows, 8,
+                w, x_ptr, squares_ptr, eps, w_ptr, first, next_first, num_rows - 1, next_first < num_rows, 8,
                 B, K, S, WARPS, STEPS, LOOP,
             )  # fmt: skip
             for i in tl.static_range(4):
-                row, of = first + row_of_lane + i // 2 * 8, request + i % 2
+                row, lane_request = first + row_of_lane + i // 2 * 8, request + i % 2
                 _push_sums(
-                    sums[i], row, of, (row < num_rows) & (of < B), out_ptr, bases, epoch, fault, fault_ptr, slot, rank,
-                    code, out_width, B, PEERS, SOURCES, PUSH,
+                    sums[i], row, lane_request, (row < num_rows) & (lane_request < B), out_ptr, bases, epoch, fault,
+                    fault_ptr, reduce_index, rank, code, out_width, B, PEERS, SOURCES, PUSH,
                 )  # fmt: skip
-            first = following
+            first = next_first
     elif LOOP:
         first = tl.program_id(0) * ROWS
         while first < num_rows:
-            following = first + tl.num_programs(0) * ROWS
-            w_next = load_weights(w_ptr, following + tl.arange(0, ROWS), num_rows, K, KP, True)
+            next_first = first + tl.num_programs(0) * ROWS
+            w_next = load_weights(w_ptr, next_first + tl.arange(0, ROWS), num_rows, K, KP, True)
             _push_tile(
-                w, first + tl.arange(0, ROWS), x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank,
-                code, num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+                w, first + tl.arange(0, ROWS), x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr,
+                reduce_index, rank, code, num_rows, out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
             )  # fmt: skip
-            first = following
+            first = next_first
             w = w_next
     else:
         _push_tile(
-            w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, slot, rank, code, num_rows, out_width,
-            eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
+            w, rows, x_ptr, squares_ptr, out_ptr, bases, epoch, fault, fault_ptr, reduce_index, rank, code, num_rows,
+            out_width, eps, K, KP, S, SP, B, PEERS, SOURCES, PUSH,
         )  # fmt: skip
 
 
-def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, slot: int, gate: Tensor | None = None) -> None:
-    """Row-parallel projection: this rank's partial sums, to every rank of the group. Oracle: `push_partial_ref`.
+def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, reduce_index: int, gate: Tensor | None = None) -> None:
+    """Row-parallel projection: push this rank's partial sums to every rank of the group. Oracle: `push_partial_ref`.
 
         partial = x W^T, fp32
 
-    With peers, the sums go into the words of `slot` that every rank reads, and into `own_packets` where there are such;
-    without, into `exchange.partial`. Either way `reduce_norm` adds them up. A sum that is not finite is noted in the
+    With peers, the sums go into the packets of `reduce_index` that every rank reads, and into `own_packets` if there is
+    one; without, into `exchange.partial`. In both cases `reduce_norm` adds them up. A sum that is not finite sets the
     fault word.
 
     Args:
-        x: [B, K] in weight's dtype.  weight: [hidden, K], this rank's columns.  gate: [1] int32; 0 skips everything.
+        x: [B, K] in weight's dtype.
+        weight: [hidden, K], this rank's columns.
+        reduce_index: number of the all-reduce in the step.
+        gate: [1] int32; 0 skips everything.
     Capture: graph-safe; allocates nothing.
     """
     _push(
-        x, None, weight, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, gate, slot,
-        exchange.tp_rank, fault_code(BAD_NUMBERS, slot, exchange.rank), exchange.tp_size, 0.0,
+        x, None, weight, exchange.partial, exchange.peers, exchange.epoch, exchange.fault, gate, reduce_index,
+        exchange.tp_rank, fault_code(BAD_NUMBERS, reduce_index, exchange.rank), exchange.tp_size, 0.0,
     )  # fmt: skip
 
 
 def lm_head(
-    x_norm: Tensor, square_sums: Tensor, weight: Tensor, exchange: LogitExchange, eps: float, slot: int
+    x_norm: Tensor, square_sums: Tensor, weight: Tensor, exchange: LogitExchange, eps: float, reduce_index: int
 ) -> None:
-    """This rank's rows of the vocabulary, to every rank of the job. Oracle: `lm_head_ref`.
+    """Push the logits of this rank's vocabulary shard to every rank of the job. Oracle: `lm_head_ref`.
 
     Args:
-        x_norm, square_sums: as `qkv_rope_append`.  weight: [rows of the shard, K].  slot: for the fault word only.
+        x_norm, square_sums: as `qkv_rope_append`.
+        weight: [rows of the shard, K].
+        reduce_index: only for the fault word.
     Capture: graph-safe; allocates nothing.
     """
     if weight.shape[0] == 0:  # the last shards of a small vocabulary can be empty
         return
     local = exchange.shard
-    code = fault_code(BAD_NUMBERS, slot, exchange.rank)
+    code = fault_code(BAD_NUMBERS, reduce_index, exchange.rank)
     _push(
         x_norm, square_sums, weight, local, exchange.peers, exchange.epoch, exchange.fault, None, 0,
         exchange.rank, code, exchange.world_size, eps,
@@ -202,12 +207,13 @@ def _push(
     epoch: Tensor,
     fault: Tensor,
     gate: Tensor | None,
-    slot: int,
+    reduce_index: int,
     rank: int,
     code: int,
     num_sources: int,
     eps: float,
 ) -> None:
+    """Launch `_push_partial_kernel` for `push_partial` and `lm_head`."""
     batch_size, num_inputs = x.shape
     num_rows, width = weight.shape[0], triton.next_power_of_2(num_inputs)
     rows, steps, num_warps = tile_of(batch_size, num_inputs, weight.itemsize, num_rows if square_sums is None else 0, 1)
@@ -224,7 +230,7 @@ def _push(
         epoch,
         fault,
         gate,
-        slot,
+        reduce_index,
         rank,
         code,
         num_rows,

@@ -1,1 +1,1 @@
-"""Elementwise kernels of prompt processing."""
+"""Elementwise operations of prompt processing."""

@@ -1,6 +1,6 @@
-"""Residual, RMSNorm, SiLU gate and rotary embedding of prompts, and of steps that are no captured graph.
+"""Residual, RMSNorm, SiLU gate and rotary embedding, for prompts and for eager steps.
 
-On the CPU by PyTorch's operators, on GPUs by the kernels of prompt_kernels.py, one pass over memory each.
+On a GPU, the kernels of prompt_kernels.py compute them, with one pass over memory each. On the CPU, PyTorch does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ __all__ = ["add_parts", "add_rms_norm", "rms_norm", "rope_cos_sin", "rotate_head
 
 
 def add_parts(x: Tensor, parts: Tensor) -> Tensor:
-    """`x + sum of parts`, the sum in fp32 and in the order of the parts: [n, hidden] fp32, [P, n, hidden] -> as x."""
+    """Compute `x + sum_p parts[p]`, in fp32 and in the order of the parts.
+
+    Args:
+        x: [n, hidden] fp32.  parts: [P, n, hidden].
+    Returns:
+        [n, hidden] fp32.
+    """
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -23,13 +29,14 @@ def add_parts(x: Tensor, parts: Tensor) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x' = add_parts(x, parts)` and `rms_norm(x')`. Oracle: `add_rms_norm_ref`.
+    """Compute `x' = x + sum_p parts[p]` and `y = rms_norm(x')`. Oracle: `add_rms_norm_ref`.
 
     Args:
-        x: [n, hidden] fp32 residual stream.  parts: [P, n, hidden], or None for nothing; both contiguous.
+        x: [n, hidden] fp32 residual stream, contiguous.
+        parts: [P, n, hidden], contiguous; None adds nothing, then x' is x itself.
         weight: [hidden].
     Returns:
-        x' [n, hidden] fp32; [n, hidden] in weight's dtype.
+        x': [n, hidden] fp32.  y: [n, hidden] in weight's dtype.
     """
     if x.is_cuda:
         out = x if parts is None else torch.empty_like(x)
@@ -44,18 +51,24 @@ def add_rms_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`y = x / sqrt(mean(x^2) + eps) * weight`, computed in fp32; NaN where x^2 overflows. Oracle: `rms_norm_ref`.
+    """Compute `y = x / sqrt(mean(x^2) + eps) * weight` in fp32; NaN where x^2 overflows. Oracle: `rms_norm_ref`.
 
     Args:
         x: [n, hidden] fp32 residual stream, contiguous.  weight: [hidden].
     Returns:
-        [n, hidden] in weight's dtype.
+        y: [n, hidden] in weight's dtype.
     """
     return add_rms_norm(x, None, weight, eps)[1]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of [n, 2 I], contiguous, with gate first -> [n, I]. Oracle: `silu_mul_ref`."""
+    """Compute `silu(gate) * up`. Oracle: `silu_mul_ref`.
+
+    Args:
+        gate_up: [n, 2 I], contiguous, gate first.
+    Returns:
+        [n, I] in the same dtype.
+    """
     if gate_up.is_cuda:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         prompt_kernels.silu_mul(gate_up, out)
@@ -65,20 +78,26 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rope_cos_sin(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of `position * inv_freq`: [n] integers, [D/2] fp32 -> two [n, 1, D/2] fp32."""
+    """Compute cosine and sine of `position * inv_freq`.
+
+    Args:
+        positions: [n] integers.  inv_freq: [D/2] fp32.
+    Returns:
+        cos, sin: [n, 1, D/2] fp32.
+    """
     angle = positions[:, None, None].float() * inv_freq
     return angle.cos(), angle.sin()
 
 
 def rotate_heads(qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate channel pairs `(c, c + D/2)` of queries and keys, the Hugging Face layout, in fp32.
+    """Apply the rotary embedding to queries and keys, in fp32. Oracle: `apply_rope_ref`.
 
-    Oracle: `apply_rope_ref`.
+    It rotates channel pairs `(c, c + D/2)`, as in the Hugging Face layout.
 
     Args:
         qkv: [n, Hq + 2 Hkv, D], contiguous.  cos, sin: [n, 1, D/2] fp32, from `rope_cos_sin`.
     Returns:
-        q [n, Hq, D] and k [n, Hkv, D] in qkv's dtype, v [n, Hkv, D], part of qkv.
+        q: [n, Hq, D].  k: [n, Hkv, D].  v: [n, Hkv, D], a view of qkv.  All in qkv's dtype.
     """
     num_qo_heads = qkv.shape[1] - 2 * num_kv_heads
     v = qkv[:, -num_kv_heads:]
@@ -87,5 +106,5 @@ def rotate_heads(qkv: Tensor, num_kv_heads: int, cos: Tensor, sin: Tensor) -> tu
         prompt_kernels.rotate_heads(qkv, cos, sin, q, k)
         return q, k, v
     first, second = qkv[:, :-num_kv_heads].float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
-    return turned[:, :num_qo_heads], turned[:, num_qo_heads:], v
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
+    return rotated[:, :num_qo_heads], rotated[:, num_qo_heads:], v

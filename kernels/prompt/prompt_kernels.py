@@ -1,6 +1,6 @@
-"""What lies between the matrix products of a prompt, in one pass over memory each; elementwise.py says what it is.
+"""GPU kernels of elementwise.py: the operations between the matrix products of a prompt.
 
-PyTorch's operators would write every intermediate result, 134 MB for 8192 tokens of 4096 channels in fp32.
+Each makes one pass over memory. PyTorch's operators would write every intermediate result to memory.
 
 Shapes: n tokens, hidden channels of the residual stream x, H heads of D channels, MLP of width I.
 """
@@ -15,7 +15,7 @@ from alspec.kernels.linear.gemv_tile import rstd
 
 __all__ = ["add_rms_norm", "rotate_heads", "silu_mul"]
 
-SILU_BLOCK = 1024  # channels of a program
+SILU_BLOCK = 1024  # channels per program
 
 
 @triton.jit
@@ -23,37 +23,41 @@ def _add_rms_norm_kernel(
     x_ptr,  # [n, HIDDEN] fp32
     parts_ptr,  # [PARTS, n, HIDDEN], or None
     weight_ptr,  # [HIDDEN]
-    sum_ptr,  # [n, HIDDEN] fp32: x + all parts; not written without parts
+    sum_ptr,  # [n, HIDDEN] fp32: x + all parts; not written if PARTS is 0
     y_ptr,  # [n, HIDDEN]
     eps,
     PARTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,  # HIDDEN, rounded up to a power of two
 ):
-    """One token; grid [n]."""
+    """Residual sum and RMSNorm of one token. Grid [n]."""
     channels = tl.arange(0, BLOCK)
-    exists = channels < HIDDEN
-    at = tl.program_id(0).to(tl.int64) * HIDDEN + channels
-    x = tl.load(x_ptr + at, mask=exists, other=0.0)
+    channel_mask = channels < HIDDEN
+    offsets = tl.program_id(0).to(tl.int64) * HIDDEN + channels
+    x = tl.load(x_ptr + offsets, mask=channel_mask, other=0.0)
     if PARTS > 0:
-        total = tl.load(parts_ptr + at, mask=exists, other=0.0).to(tl.float32)
+        total = tl.load(parts_ptr + offsets, mask=channel_mask, other=0.0).to(tl.float32)
         for _ in tl.static_range(1, PARTS):
-            # By the grid, not by a number passed: the compiler would not know it to keep 16 bytes together.
+            # Not an argument n: with the grid size times HIDDEN the compiler keeps 16-byte loads.
             parts_ptr += tl.num_programs(0).to(tl.int64) * HIDDEN
-            total += tl.load(parts_ptr + at, mask=exists, other=0.0).to(tl.float32)
+            total += tl.load(parts_ptr + offsets, mask=channel_mask, other=0.0).to(tl.float32)
         x += total
-        tl.store(sum_ptr + at, x, mask=exists)
-    weight = tl.load(weight_ptr + channels, mask=exists, other=0.0).to(tl.float32)
+        tl.store(sum_ptr + offsets, x, mask=channel_mask)
+    weight = tl.load(weight_ptr + channels, mask=channel_mask, other=0.0).to(tl.float32)
     y = x * rstd(tl.sum(x * x, 0) / HIDDEN, eps) * weight
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=exists)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=channel_mask)
 
 
 def add_rms_norm(x: Tensor, parts: Tensor | None, weight: Tensor, out: Tensor, y: Tensor, eps: float) -> None:
-    """`out = x + sum of parts`, in their order, and `y = rms_norm(out)`. Oracle: `add_rms_norm_ref`.
+    """Compute `out = x + sum_p parts[p]`, in the order of the parts, and `y = rms_norm(out)`.
+
+    Oracle: `add_rms_norm_ref`.
 
     Args:
-        x: [n, hidden] fp32.  parts: [P, n, hidden], or None, then `out` is not written.  weight: [hidden].
-        out: [n, hidden] fp32, may be `x`.  y: [n, hidden] in weight's dtype.  All contiguous.
+        x: [n, hidden] fp32.
+        parts: [P, n, hidden]; with None, `y = rms_norm(x)` and `out` is not written.
+        weight: [hidden].
+        out: [n, hidden] fp32, written; may be `x`.  y: [n, hidden] in weight's dtype, written.  All contiguous.
     """
     assert x.is_contiguous()
     assert parts is None or parts.is_contiguous()
@@ -78,35 +82,35 @@ def _rotate_heads_kernel(
     HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """One token; grid [n]."""
+    """Rotary embedding of one token. Grid [n]."""
     token = tl.program_id(0).to(tl.int64)
     heads, pairs = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HALF_PAD)[None, :]
     HALF: tl.constexpr = D // 2
     is_pair = pairs < HALF
-    exists = is_pair & (heads < HQ + HKV)
+    head_mask = is_pair & (heads < HQ + HKV)
     cos = tl.load(cos_ptr + token * HALF + pairs, mask=is_pair, other=0.0)
     sin = tl.load(sin_ptr + token * HALF + pairs, mask=is_pair, other=0.0)
-    at = qkv_ptr + (token * (HQ + 2 * HKV) + heads) * D + pairs
-    first = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=exists, other=0.0).to(tl.float32)
-    turned = (first * cos - second * sin).to(q_ptr.dtype.element_ty)
+    ptrs = qkv_ptr + (token * (HQ + 2 * HKV) + heads) * D + pairs
+    first = tl.load(ptrs, mask=head_mask, other=0.0).to(tl.float32)
+    second = tl.load(ptrs + HALF, mask=head_mask, other=0.0).to(tl.float32)
+    rotated_first = (first * cos - second * sin).to(q_ptr.dtype.element_ty)
     second = (second * cos + first * sin).to(q_ptr.dtype.element_ty)
     is_q = is_pair & (heads < HQ)
-    q = q_ptr + (token * HQ + heads) * D + pairs
-    tl.store(q, turned, mask=is_q)
-    tl.store(q + HALF, second, mask=is_q)
-    is_k = exists & (heads >= HQ)
-    k = k_ptr + (token * HKV + heads - HQ) * D + pairs
-    tl.store(k, turned, mask=is_k)
-    tl.store(k + HALF, second, mask=is_k)
+    q_ptrs = q_ptr + (token * HQ + heads) * D + pairs
+    tl.store(q_ptrs, rotated_first, mask=is_q)
+    tl.store(q_ptrs + HALF, second, mask=is_q)
+    is_k = head_mask & (heads >= HQ)
+    k_ptrs = k_ptr + (token * HKV + heads - HQ) * D + pairs
+    tl.store(k_ptrs, rotated_first, mask=is_k)
+    tl.store(k_ptrs + HALF, second, mask=is_k)
 
 
 def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> None:
-    """Rotary embedding of the query and key heads. Oracle: `apply_rope_ref`.
+    """Apply the rotary embedding to the query and key heads. Oracle: `apply_rope_ref`.
 
     Args:
-        qkv: [n, Hq + 2 Hkv, D], queries first, then keys.  cos, sin: [n, 1, D/2] fp32.
-        q: [n, Hq, D].  k: [n, Hkv, D].  All contiguous.
+        qkv: [n, Hq + 2 Hkv, D], queries first, then keys, then values.  cos, sin: [n, 1, D/2] fp32.
+        q: [n, Hq, D], written.  k: [n, Hkv, D], written.  All contiguous.
     """
     assert all(tensor.is_contiguous() for tensor in (qkv, cos, sin))
     (num_tokens, num_qo_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
@@ -124,19 +128,23 @@ def _silu_mul_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some channels of one token; grid [n, blocks of channels]."""
+    """BLOCK channels of one token. Grid [n, WIDTH / BLOCK]."""
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists = channels < WIDTH
-    at = gate_up_ptr + token * (2 * WIDTH) + channels
-    gate = tl.load(at, mask=exists, other=0.0).to(tl.float32)
-    up = tl.load(at + WIDTH, mask=exists, other=0.0).to(tl.float32)
+    channel_mask = channels < WIDTH
+    ptrs = gate_up_ptr + token * (2 * WIDTH) + channels
+    gate = tl.load(ptrs, mask=channel_mask, other=0.0).to(tl.float32)
+    up = tl.load(ptrs + WIDTH, mask=channel_mask, other=0.0).to(tl.float32)
     out = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + token * WIDTH + channels, out.to(out_ptr.dtype.element_ty), mask=exists)
+    tl.store(out_ptr + token * WIDTH + channels, out.to(out_ptr.dtype.element_ty), mask=channel_mask)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """`silu(gate) * up` of [n, 2 I] with gate first -> [n, I], both contiguous. Oracle: `silu_mul_ref`."""
+    """Compute `out = silu(gate) * up`. Oracle: `silu_mul_ref`.
+
+    Args:
+        gate_up: [n, 2 I], gate first.  out: [n, I], written.  Both contiguous.
+    """
     assert gate_up.is_contiguous()
     num_tokens, width = out.shape
     _silu_mul_kernel[(num_tokens, triton.cdiv(width, SILU_BLOCK))](

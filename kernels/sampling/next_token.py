@@ -1,4 +1,7 @@
-"""The end of a decode step: logits of all shards, the most likely token, and what the host is told."""
+"""The end of a decode step: logits of all vocabulary shards, the most likely token, and the results for the host.
+
+Shapes: B requests, V vocabulary, C blocks of 1024 tokens, L layers.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ from alspec.kernels.common.pdl import wait_for_previous_kernel
 __all__ = ["BLOCK", "RING_HEADER", "RING_STEPS", "collect_logits", "finish_step", "num_candidates"]
 
 BLOCK = 1024  # logits of one program
-RING_STEPS = 16  # steps the host may lag behind
-RING_HEADER = 2  # int64 before the tokens of a step: the device's clock in ns, the fault word
+RING_STEPS = 16  # steps that the host may lag behind
+RING_HEADER = 2  # int64 before the tokens of a step: the device clock in ns, the fault word
 
 
 def num_candidates(vocab_size: int) -> int:
-    """C: programs that each leave their most likely token."""
+    """C: programs, each of which writes its most likely token."""
     return int(triton.cdiv(vocab_size, BLOCK))
 
 
 @triton.jit(do_not_specialize=["own_rank", "timeout_ns", "late_code", "bad_code"])
 def _collect_logits_kernel(
     packets_ptr,  # [B, world, rows] int64
-    own_packets_ptr,  # the same, or None: where this rank's are
-    gathered_ptr,  # [world, B, rows] fp32, where there are no words
+    own_packets_ptr,  # the same, or None: read this rank's part here
+    gathered_ptr,  # [world, B, rows] fp32, used without packets
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     logits_ptr,  # [B, V] fp32
@@ -46,7 +49,7 @@ def _collect_logits_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK tokens of one request; grid [C, B]."""
+    """BLOCK tokens of one request. Grid [C, B]."""
     if PDL:
         gdc_launch_dependents()
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -57,48 +60,53 @@ def _collect_logits_kernel(
     if PDL:
         gdc_wait()
     if PACKETS:
-        of_source = packets_ptr
+        src_ptr = packets_ptr
         if own_packets_ptr is not None:
-            of_source = tl.where(source == own_rank, own_packets_ptr, packets_ptr)
-        at = of_source + request.to(tl.int64) * WORLD * rows + tokens
-        logits = wait_packets(at, inside, epoch, timeout_ns, fault_ptr, late_code + source)
+            src_ptr = tl.where(source == own_rank, own_packets_ptr, packets_ptr)
+        src = src_ptr + request.to(tl.int64) * WORLD * rows + tokens
+        logits = wait_packets(src, inside, epoch, timeout_ns, fault_ptr, late_code + source)
     else:
-        at = (source * num_requests + request).to(tl.int64) * rows + tokens - source * rows
-        logits = tl.load(gathered_ptr + at, mask=inside, other=0.0)
+        src = (source * num_requests + request).to(tl.int64) * rows + tokens - source * rows
+        logits = tl.load(gathered_ptr + src, mask=inside, other=0.0)
     tl.store(logits_ptr + request.to(tl.int64) * vocab_size + tokens, logits, mask=inside)
     is_bad = (~(tl.abs(logits) < float("inf"))) & inside & (tl.load(fault_ptr, volatile=True) == 0)
     tl.store(fault_ptr + tl.zeros_like(tokens), bad_code + source, mask=is_bad)
     logits = tl.where(inside, logits, float("-inf"))
     best = tl.max(logits, 0)
-    at_best = request * tl.num_programs(0) + tl.program_id(0)
-    tl.store(best_ptr + at_best, best)
-    tl.store(best_token_ptr + at_best, tl.min(tl.where(logits == best, tokens, 0x7FFFFFFF), 0))
+    best_offset = request * tl.num_programs(0) + tl.program_id(0)
+    tl.store(best_ptr + best_offset, best)
+    tl.store(best_token_ptr + best_offset, tl.min(tl.where(logits == best, tokens, 0x7FFFFFFF), 0))
 
 
 def collect_logits(
     exchange: LogitExchange,
     gathered: Tensor,
     timeout_ns: int,
-    slot: int,
+    reduce_index: int,
     logits: Tensor,
     best: Tensor,
     best_token: Tensor,
 ) -> None:
-    """Logits of the whole vocabulary on this rank, and the most likely token of each block of 1024.
+    """Collect the logits of the whole vocabulary, and the most likely token of each block of 1024.
 
-    With words, waits for those of all ranks, at most `timeout_ns`. Logits that are not finite go into the fault word.
+    With packets, waits for those of all ranks, at most `timeout_ns`. A logit that is not finite sets the fault word.
     Oracle: `collect_logits_ref`.
 
     Args:
-        gathered: [world, B, rows] fp32, used where there are no words.  slot: for the fault word only.
-        Written: logits [B, V] fp32, best [B, C] fp32, best_token [B, C] int32.
+        gathered: [world, B, rows] fp32, used without packets.
+        timeout_ns: longest wait for a packet.
+        reduce_index: only for the fault word.
+        logits: [B, V] fp32, written.
+        best: [B, C] fp32, written.
+        best_token: [B, C] int32, written.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, vocab_size = logits.shape
     compiled = jit_launch(_collect_logits_kernel, (num_candidates(vocab_size), batch_size))(
         exchange.packets, exchange.own_packets, gathered, exchange.epoch, exchange.fault, logits, best, best_token,
         exchange.rank, timeout_ns,
-        fault_code(LATE_PACKET, slot, 0), fault_code(BAD_NUMBERS, slot, 0), exchange.shard.shape[1], vocab_size,
+        fault_code(LATE_PACKET, reduce_index, 0), fault_code(BAD_NUMBERS, reduce_index, 0), exchange.shard.shape[1],
+        vocab_size,
         WORLD=exchange.world_size, PACKETS=exchange.packets is not None, BLOCK=BLOCK, num_warps=8,
         **pdl_options(logits.device),
     )  # fmt: skip
@@ -128,24 +136,24 @@ def _finish_step_kernel(
     HITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The next tokens, then the step's row in the ring and its stamp; grid [1]."""
+    """Write the next tokens, then the step's row of the ring, then its stamp. Grid [1]."""
     if PDL:
         gdc_launch_dependents()
         wait_for_previous_kernel()
     epoch = tl.load(epoch_ptr)
-    place = epoch & (RING_STEPS - 1)  # of an epoch beyond 2^31, too, which has become a negative one
-    row = ring_ptr + place * (RING_HEADER + B)
+    ring_row = epoch & (RING_STEPS - 1)  # also valid after 2^31 steps, when the epoch is negative
+    row = ring_ptr + ring_row * (RING_HEADER + B)
     candidates = tl.arange(0, C)
     for request in tl.static_range(B):
         if sampled_ptr is not None:
             token = tl.load(sampled_ptr + request)
         else:
-            at = request * num_candidates + candidates
-            exist = candidates < num_candidates
-            best = tl.load(best_ptr + at, mask=exist, other=float("-inf"))
-            tokens = tl.load(best_token_ptr + at, mask=exist, other=0x7FFFFFFF)
+            offsets = request * num_candidates + candidates
+            mask = candidates < num_candidates
+            best = tl.load(best_ptr + offsets, mask=mask, other=float("-inf"))
+            tokens = tl.load(best_token_ptr + offsets, mask=mask, other=0x7FFFFFFF)
             token = tl.min(tl.where(best == tl.max(best, 0), tokens, 0x7FFFFFFF), 0).to(tl.int64)
-        # If all logits are NaN, none is the largest. The fault word says so; token 0 keeps reads inside the embedding.
+        # If all logits are NaN, there is no maximum (see the fault word). Token 0 keeps reads inside the embedding.
         token = tl.where(token == 0x7FFFFFFF, 0, token)
         tl.store(token_ids_ptr + request, token)
         tl.store(row + RING_HEADER + request, token)
@@ -154,18 +162,18 @@ def _finish_step_kernel(
     if hits_ptr is not None:
         hit = tl.arange(0, HITS)
         hits = tl.load(hits_ptr + hit, mask=hit < num_hits)
-        tl.store(hits_ring_ptr + place * num_hits + hit, hits, mask=hit < num_hits)
+        tl.store(hits_ring_ptr + ring_row * num_hits + hit, hits, mask=hit < num_hits)
     tl.store(row + 1, tl.load(fault_ptr).to(tl.int64))
     tl.store(epoch_ptr, epoch + 1)
     if INTERPRETED:
-        tl.store(stamps_ptr + place, epoch)
+        tl.store(stamps_ptr + ring_row, epoch)
     else:
         tl.store(row, globaltimer())
-        # All threads' stores come before the stamp: a host that sees it sees them.
+        # All threads must have stored before the stamp: a host that reads the stamp then reads their data.
         tl.debug_barrier()
         tl.inline_asm_elementwise(
             "fence.acq_rel.sys; st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
-            "=r,l,r", [(stamps_ptr + place).to(tl.int64), epoch], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,l,r", [(stamps_ptr + ring_row).to(tl.int64), epoch], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
@@ -182,14 +190,17 @@ def finish_step(
     hits: Tensor | None = None,
     hits_ring: Tensor | None = None,
 ) -> None:
-    """The step's last kernel: the next token of each request, into the state of the next step and to the host.
+    """The last kernel of a step: write each request's next token into the state of the next step, and to the host.
 
     Args:
-        best, best_token: of `collect_logits`.  sampled: [B] int64, chosen otherwise; None takes the most likely token,
-            the first of equals.  token_ids: [B] int64 and seq_lens: [B] int32, the state, advanced; lengths stop at
-            `capacity`.  ring: [RING_STEPS, RING_HEADER + B] int64 and stamps: [RING_STEPS] int32, in pinned host
-            memory: the step's row is complete once its stamp is the step's epoch.
-        hits: [L, B] int32, verdicts of a pair, copied to hits_ring: [RING_STEPS, L, B] int32, in pinned host memory.
+        best, best_token: from `collect_logits`.
+        sampled: [B] int64, tokens chosen otherwise; None: take the most likely token, the lowest id among equals.
+        token_ids: [B] int64, written.
+        seq_lens: [B] int32, increased by 1, up to `capacity`.
+        ring: [RING_STEPS, RING_HEADER + B] int64, in pinned host memory.
+        stamps: [RING_STEPS] int32, in pinned host memory; a row of the ring is complete once its stamp is the epoch.
+        hits: [L, B] int32, the verdicts of a pair, copied to hits_ring.
+        hits_ring: [RING_STEPS, L, B] int32, in pinned host memory.
     Capture: graph-safe; allocates nothing.
     """
     batch_size, candidates = best.shape

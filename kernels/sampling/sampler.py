@@ -1,14 +1,14 @@
 """Top-k / top-p sampling inside a captured step: the token that a sort of all logits would find, without the sort.
 
-Tokens are ordered by logit, the largest first and of equals the lowest id. Everything that is asked for is a place in
-that order: where `top_k` tokens end, where a share `top_p` of their probability is reached, where the random number
-falls. Each is found digit by digit of the logit's 32 bits (a radix select): a launch adds up, for each value of the
-next digit, the tokens whose digits so far are those of the place. Each program of the next launch finds the digit by
-itself. All places share the first digit's sums, for what comes before a place does not depend on where the order is
-cut.
+Tokens are ordered by logit, largest first, and among equals by id, lowest first. Three *cuts* are positions in this
+order: the end of the first `top_k` tokens, the end of a share `top_p` of their probability, and the token that the
+random number draws. A radix select finds each cut, digit by digit of the logit's 32-bit sort key. One launch makes a
+histogram over the next digit of the tokens whose digits so far equal those of the cut. In the next launch every program
+finds the digit in the histogram by itself. All cuts share the histogram of the first digit, because what lies before a
+position does not depend on where the order is cut off.
 
-Probabilities are summed as integers, 2^45 for the most likely token of 128K: sums are the same in any order, so all
-ranks choose the same token. The oracle is `alspec.runtime.decode.eager_sampling.sample`.
+Probabilities are summed as integers, 2^45 for the most likely token of 128K. Integer sums do not depend on the order of
+additions, so all ranks choose the same token. Oracle: `alspec.runtime.decode.eager_sampling.sample`.
 
 Shapes: B requests, V vocabulary, C blocks of 1024 tokens.
 """
@@ -28,48 +28,47 @@ from alspec.kernels.sampling.next_token import BLOCK, num_candidates
 
 __all__ = ["Sampler", "sample_tokens"]
 
-# Digits of a logit's place in the order, of 11, 11 and 10 bits. With 10 bits the first digit was level, but slower with
-# both cuts; with 9 or 13 slower (H100).
+# Values of each digit of a sort key: digits of 11, 11 and 10 bits.
 FIRST_DIGITS = tl.constexpr(2048)
 DIGITS = tl.constexpr(2048)
-FIRST = tl.constexpr(21)  # bits behind the first digit, and behind the second
-SECOND = tl.constexpr(10)
+FIRST_SHIFT = tl.constexpr(21)  # bits after the first digit, and after the second
+SECOND_SHIFT = tl.constexpr(10)
 THIRD_DIGITS = tl.constexpr(1024)
-ROW = tl.constexpr(128)
-# What a place in the order is looked for by.
+ROW = tl.constexpr(128)  # entries in a row of a table
+# Kinds of cut.
 TOP_K = tl.constexpr(0)
 TOP_P = tl.constexpr(1)
 DRAW = tl.constexpr(2)
-STATE = tl.constexpr(4)  # digits found so far, tokens and weight before them, what is to be reached
+STATE = tl.constexpr(4)  # digits found so far, count and weight of the tokens before them, target
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How tokens are chosen, on the device, and what that takes.
+    """Sampling settings on the device, and the buffers of the kernels.
 
-    One captured step serves all settings that cut in the same way: by top_k or not, by top_p or not.
+    One captured step serves all settings with the same cuts: with or without top_k, with or without top_p.
     """
 
-    cuts: tuple[int, ...]  # TOP_K, TOP_P, as far as they cut; then DRAW
+    cuts: tuple[int, ...]  # TOP_K and TOP_P if they are used; then DRAW
     shares: Tensor  # [2] fp64: temperature, top_p
     numbers: Tensor  # [2] int64: top_k, seed
-    # Tables: one of FIRST_DIGITS, then for each cut one of DIGITS for the second digit and one for the third.
-    counts: Tensor  # [B, all tables] int32: tokens by their digit; zeros
-    weights: Tensor  # [B, all tables] int64: their weight
+    # Histograms (tables): one of FIRST_DIGITS; then for each cut one of DIGITS for the second digit, one for the third.
+    counts: Tensor  # [B, all tables] int32: tokens by digit; all 0 between steps but the last table
+    weights: Tensor  # [B, all tables] int64: weight by digit; likewise
     state: Tensor  # [B, tables, STATE] int64
-    tokens: Tensor  # [B] int64: what was chosen
+    tokens: Tensor  # [B] int64: the chosen tokens
 
     @staticmethod
     def cuts_of(temperature: float, top_k: int, top_p: float, vocab_size: int) -> tuple[int, ...]:
-        """The places that these settings ask for, in this order; none at temperature 0, which takes the most likely."""
+        """The cuts for these settings, in order; none at temperature 0, which takes the most likely token."""
         if temperature == 0.0:
             return ()
-        asked = [(TOP_K, 0 < top_k < vocab_size), (TOP_P, top_p < 1.0), (DRAW, True)]
-        return tuple(int(cut.value) for cut, is_asked in asked if is_asked)
+        cuts = [(TOP_K, 0 < top_k < vocab_size), (TOP_P, top_p < 1.0), (DRAW, True)]
+        return tuple(int(cut.value) for cut, is_used in cuts if is_used)
 
     @classmethod
     def allocate(cls, cuts: tuple[int, ...], batch_size: int, device: torch.device) -> Sampler:
-        """For `cuts_of` some settings; `set` comes before the first use."""
+        """Allocate for the cuts of some settings. Call `set` before the first use."""
         num_tables = 1 + 2 * len(cuts)
         shape = (batch_size, int(FIRST_DIGITS.value) + (num_tables - 1) * int(DIGITS.value))
         return cls(
@@ -83,13 +82,13 @@ class Sampler:
         )
 
     def set(self, temperature: float, top_k: int, top_p: float, seed: int) -> None:
-        """Choose like this, which makes the same cuts, from the next step on; seed: 63 bits."""
+        """Use these settings, which must have the same cuts, from the next step on. seed: 63 bits."""
         self.shares.copy_(torch.tensor([temperature, top_p], dtype=torch.float64))
         self.numbers.copy_(torch.tensor([top_k, seed], dtype=torch.int64))
 
 
 @triton.jit
-def _place_of(x):
+def _sort_key(x):
     """32 bits, as int64, that order logits: the largest first."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     bits = bits.to(tl.int64)
@@ -97,66 +96,65 @@ def _place_of(x):
 
 
 @triton.jit
-def _logit_of(place):
-    """The inverse of `_place_of`."""
-    return (
-        tl.where(place > 0x7FFFFFFF, place - 0x100000000, 0x7FFFFFFF - place).to(tl.int32).to(tl.float32, bitcast=True)
-    )
+def _logit_from_key(key):
+    """The inverse of `_sort_key`."""
+    return tl.where(key > 0x7FFFFFFF, key - 0x100000000, 0x7FFFFFFF - key).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _weight_of(x, largest, temperature, SCALE: tl.constexpr):
-    """exp((x - largest) / temperature), in SCALE parts of 1; 0 where it is no number."""
-    share = tl.exp((x.to(tl.float64) - largest.to(tl.float64)) / temperature)
+def _weight_of(x, max_logit, temperature, SCALE: tl.constexpr):
+    """exp((x - max_logit) / temperature) as an integer in units of 1 / SCALE; 0 if it is NaN."""
+    share = tl.exp((x.to(tl.float64) - max_logit.to(tl.float64)) / temperature)
     return (tl.where((share >= 0.0) & (share <= 1.0), share, 0.0) * SCALE + 0.5).to(tl.int64)
 
 
 @triton.jit
 def _table(request, NUMBER: tl.constexpr, TABLES: tl.constexpr):
-    """Where a table of a request begins."""
+    """Offset of table NUMBER of a request."""
     BEFORE: tl.constexpr = FIRST_DIGITS + (NUMBER - 1) * DIGITS if NUMBER > 0 else 0
     return request * (FIRST_DIGITS + (TABLES - 1) * DIGITS) + BEFORE
 
 
 @triton.jit
-def _reach(counts, weights, reach, count, weight, BY_COUNT: tl.constexpr):
-    """The first of some groups of tokens at which their number, or weight, comes to `reach`; what comes before it.
+def _find_group(counts, weights, target, count, weight, BY_COUNT: tl.constexpr):
+    """Find the first group at which the cumulative count (BY_COUNT) or weight reaches `target`.
 
-    counts, weights: of each group.  count, weight: before the first. Without BY_COUNT tokens are not counted.
+    counts, weights: of each group.  count, weight: of the tokens before the first group. Without BY_COUNT, tokens are
+    not counted. Returns the index of the group, and count and weight before it.
     """
     if BY_COUNT:
-        is_before = count + tl.cumsum(counts, 0) < reach
+        is_before = count + tl.cumsum(counts, 0) < target
         count += tl.sum(tl.where(is_before, counts, 0), 0)
     else:
-        is_before = weight + tl.cumsum(weights, 0) < reach
-    # Past the last one only if logits are no numbers.
+        is_before = weight + tl.cumsum(weights, 0) < target
+    # The index is past the end only if logits are NaN.
     index = tl.minimum(tl.sum(is_before.to(tl.int64), 0), weights.shape[0] - 1)
     return index, count, weight + tl.sum(tl.where(is_before, weights, 0), 0)
 
 
 @triton.jit
-def _find(counts_ptr, weights_ptr, reach, count, weight, BY_COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """As `_reach`, of the digits of a table [SIZE]: first its row, for sums over all of it would take longer."""
+def _find_digit(counts_ptr, weights_ptr, target, count, weight, BY_COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """As `_find_group`, for the digits of a table [SIZE]. First the row: sums over the whole table are slower."""
     column = tl.arange(0, ROW)
-    at = tl.arange(0, SIZE // ROW)[:, None] * ROW + column[None, :]
-    weights = tl.sum(tl.load(weights_ptr + at), 1)
+    offsets = tl.arange(0, SIZE // ROW)[:, None] * ROW + column[None, :]
+    weights = tl.sum(tl.load(weights_ptr + offsets), 1)
     counts = weights
     if BY_COUNT:
-        counts = tl.sum(tl.load(counts_ptr + at).to(tl.int64), 1)
-    row, count, weight = _reach(counts, weights, reach, count, weight, BY_COUNT)
+        counts = tl.sum(tl.load(counts_ptr + offsets).to(tl.int64), 1)
+    row, count, weight = _find_group(counts, weights, target, count, weight, BY_COUNT)
     weights = tl.load(weights_ptr + row * ROW + column)
     if BY_COUNT:
         counts = tl.load(counts_ptr + row * ROW + column).to(tl.int64)
-    digit, count, weight = _reach(counts, weights, reach, count, weight, BY_COUNT)
+    digit, count, weight = _find_group(counts, weights, target, count, weight, BY_COUNT)
     return row * ROW + digit, count, weight
 
 
 @triton.jit
-def _add_up(
+def _add_to_histogram(
     x,
-    place,
-    asked,
-    largest,
+    key,
+    mask,
+    max_logit,
     temperature,
     counts_ptr,
     weights_ptr,
@@ -164,34 +162,34 @@ def _add_up(
     SCALE: tl.constexpr,
     BY_COUNT: tl.constexpr,
 ):
-    """Tokens that are asked for, into tables by the digit of their place that begins at bit SHIFT."""
-    digit = place >> SHIFT
-    if SHIFT < FIRST:
+    """Add the tokens in `mask` to tables, by the digit of their key that begins at bit SHIFT."""
+    digit = key >> SHIFT
+    if SHIFT < FIRST_SHIFT:
         digit %= DIGITS if SHIFT > 0 else THIRD_DIGITS
-    weight = _weight_of(x, largest, temperature, SCALE)
-    tl.atomic_add(weights_ptr + digit, weight, mask=asked & (weight > 0), sem="relaxed")
+    weight = _weight_of(x, max_logit, temperature, SCALE)
+    tl.atomic_add(weights_ptr + digit, weight, mask=mask & (weight > 0), sem="relaxed")
     if BY_COUNT:
-        tl.atomic_add(counts_ptr + digit, tl.full(digit.shape, 1, tl.int32), mask=asked, sem="relaxed")
+        tl.atomic_add(counts_ptr + digit, tl.full(digit.shape, 1, tl.int32), mask=mask, sem="relaxed")
 
 
 @triton.jit
-def _block(logits_ptr, best_ptr, request, vocab_size, C: tl.constexpr, C_PAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits of this program's tokens, their places, which exist; and the largest logit of the request."""
+def _load_block(logits_ptr, best_ptr, request, vocab_size, C: tl.constexpr, C_PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's logits, their sort keys and the mask of those that exist; and the request's largest logit."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exist = tokens < vocab_size
-    x = tl.load(logits_ptr + request.to(tl.int64) * vocab_size + tokens, mask=exist, other=float("-inf"))
+    mask = tokens < vocab_size
+    x = tl.load(logits_ptr + request.to(tl.int64) * vocab_size + tokens, mask=mask, other=float("-inf"))
     blocks = tl.arange(0, C_PAD)
     best = tl.load(best_ptr + request * C + blocks, mask=blocks < C, other=float("-inf"))
-    return x, _place_of(x), exist, tl.max(best, 0)
+    return x, _sort_key(x), mask, tl.max(best, 0)
 
 
 @triton.jit
 def _clear(counts_ptr, weights_ptr, size, BLOCK: tl.constexpr):
-    """Zeros into consecutive tables, by all programs of a request."""
+    """Clear consecutive tables, by all programs of a request."""
     for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        tl.store(counts_ptr + at, tl.zeros([BLOCK], tl.int32), mask=at < size)
-        tl.store(weights_ptr + at, tl.zeros([BLOCK], tl.int64), mask=at < size)
+        offsets = first + tl.arange(0, BLOCK)
+        tl.store(counts_ptr + offsets, tl.zeros([BLOCK], tl.int32), mask=offsets < size)
+        tl.store(weights_ptr + offsets, tl.zeros([BLOCK], tl.int64), mask=offsets < size)
 
 
 @triton.jit
@@ -210,75 +208,76 @@ def _first_digit_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All tokens by their first digit; the last table, of the step before, is cleared. Grid [C, B]."""
+    """Histogram of all tokens by their first digit; clears the last table of the previous step. Grid [C, B]."""
     if PDL:
         gdc_wait()
-        # Not before: the kernels behind this one load logits ahead of their own wait.
+        # Not before the wait: later kernels load logits before their own wait.
         gdc_launch_dependents()
     request = tl.program_id(1)
-    x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    x, key, mask, max_logit = _load_block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
     table, last = _table(request, 0, TABLES), _table(request, TABLES - 1, TABLES)
     _clear(counts_ptr + last, weights_ptr + last, DIGITS, BLOCK)
-    _add_up(
-        x, place, exist, largest, tl.load(shares_ptr), counts_ptr + table, weights_ptr + table, FIRST, SCALE, BY_COUNT
+    _add_to_histogram(
+        x, key, mask, max_logit, tl.load(shares_ptr), counts_ptr + table, weights_ptr + table, FIRST_SHIFT, SCALE,
+        BY_COUNT,
     )  # fmt: skip
 
 
 @triton.jit
-def _kept(counts_ptr, weights_ptr, state_ptr, largest, temperature, CUT: tl.constexpr, SCALE: tl.constexpr):
-    """Weight of what a cut keeps: what comes before its last logit, and of that one's tokens as many as it takes.
+def _kept_weight(counts_ptr, weights_ptr, state_ptr, max_logit, temperature, CUT: tl.constexpr, SCALE: tl.constexpr):
+    """Weight of the tokens that a cut keeps: all before its last logit, and as many tokens with that logit as it takes.
 
-    counts_ptr, weights_ptr: tables of its third digit.  state_ptr: of the launch that made them.
+    counts_ptr, weights_ptr: tables of the cut's third digit.  state_ptr: of the launch that made them.
     """
     digits, count, weight = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
-    reach = tl.load(state_ptr + 3)
-    digit, count, weight = _find(counts_ptr, weights_ptr, reach, count, weight, CUT == TOP_K, THIRD_DIGITS)
-    unit = _weight_of(_logit_of(digits * THIRD_DIGITS + digit), largest, temperature, SCALE)
-    missing = reach - count if CUT == TOP_K else (reach - weight + unit - 1) // tl.maximum(unit, 1)
-    return weight + missing * unit
+    target = tl.load(state_ptr + 3)
+    digit, count, weight = _find_digit(counts_ptr, weights_ptr, target, count, weight, CUT == TOP_K, THIRD_DIGITS)
+    token_weight = _weight_of(_logit_from_key(digits * THIRD_DIGITS + digit), max_logit, temperature, SCALE)
+    num_taken = target - count if CUT == TOP_K else (target - weight + token_weight - 1) // tl.maximum(token_weight, 1)
+    return weight + num_taken * token_weight
 
 
 @triton.jit
-def _store_state(state_ptr, digits, count, weight, reach):
-    """For the launches behind this one, by the first program."""
+def _store_state(state_ptr, digits, count, weight, target):
+    """Store the state for later launches, by the first program."""
     if tl.program_id(0) == 0:
         tl.store(state_ptr, digits)
         tl.store(state_ptr + 1, count)
         tl.store(state_ptr + 2, weight)
-        tl.store(state_ptr + 3, reach)
+        tl.store(state_ptr + 3, target)
 
 
 @triton.jit
-def _to_reach(
-    request, largest, temperature, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
+def _cut_target(
+    request, max_logit, temperature, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
     TABLE: tl.constexpr, CUT: tl.constexpr, CUT_BEFORE: tl.constexpr, TABLES: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """What a cut is to reach: a number of tokens, or a share of the weight that the cut before it keeps.
+    """The target of a cut: a number of tokens, or a share of the weight that the previous cut keeps.
 
-    TABLE: the first that the cut makes.  CUT_BEFORE: or None.
+    TABLE: the first table of the cut.  CUT_BEFORE: the previous cut, or None.
     """
     if CUT == TOP_K:
-        reach = tl.load(numbers_ptr)
+        target = tl.load(numbers_ptr)
     else:
         if CUT_BEFORE is None:
             table = _table(request, 0, TABLES)
-            kept = tl.sum(tl.load(weights_ptr + table + tl.arange(0, FIRST_DIGITS)), 0)
+            kept_weight = tl.sum(tl.load(weights_ptr + table + tl.arange(0, FIRST_DIGITS)), 0)
         else:
             table = _table(request, TABLE - 1, TABLES)
             state = state_ptr + (request * TABLES + TABLE - 1) * STATE
-            kept = _kept(
-                counts_ptr + table, weights_ptr + table, state, largest, temperature, CUT_BEFORE, SCALE
+            kept_weight = _kept_weight(
+                counts_ptr + table, weights_ptr + table, state, max_logit, temperature, CUT_BEFORE, SCALE
             )  # fmt: skip
         if CUT == TOP_P:
             top_p = tl.load(shares_ptr + 1)
-            reach = tl.maximum(tl.ceil(top_p * kept.to(tl.float64)).to(tl.int64), 1)
+            target = tl.maximum(tl.ceil(top_p * kept_weight.to(tl.float64)).to(tl.int64), 1)
         else:
             position = tl.load(seq_lens_ptr + request)
             zero = position * 0
             word, _, _, _ = tl.philox(tl.load(numbers_ptr + 1), position, request + zero, zero, zero)
             uniform = word.to(tl.uint32, bitcast=True).to(tl.float64) / 4294967296.0
-            reach = (uniform * kept.to(tl.float64)).to(tl.int64) + 1
-    return reach
+            target = (uniform * kept_weight.to(tl.float64)).to(tl.int64) + 1
+    return target
 
 
 @triton.jit
@@ -292,9 +291,9 @@ def _next_digit_kernel(
     weights_ptr,  # [B, tables] int64
     state_ptr,  # [B, TABLES, STATE] int64
     vocab_size,
-    TABLE: tl.constexpr,  # that is made here: of a cut's second digit if odd, of its third if even
+    TABLE: tl.constexpr,  # the table made here: of the cut's second digit if odd, of its third if even
     CUT: tl.constexpr,
-    CUT_BEFORE: tl.constexpr,  # or None
+    CUT_BEFORE: tl.constexpr,  # the previous cut, or None
     TABLES: tl.constexpr,
     SCALE: tl.constexpr,
     C: tl.constexpr,
@@ -302,35 +301,37 @@ def _next_digit_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first digit of a cut, or the second; tokens that have the digits so far, by their next. Grid [C, B]."""
+    """Find the first or second digit of a cut; histogram of the next digit of tokens with these digits. Grid [C, B]."""
     request = tl.program_id(1)
-    x, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    x, key, mask, max_logit = _load_block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     temperature = tl.load(shares_ptr)
-    BEGINS: tl.constexpr = TABLE % 2 == 1
+    IS_SECOND_DIGIT: tl.constexpr = TABLE % 2 == 1
     BY_COUNT: tl.constexpr = CUT == TOP_K
     state = state_ptr + (request * TABLES + TABLE) * STATE
-    if BEGINS:
-        reach = _to_reach(
-            request, largest, temperature, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
+    if IS_SECOND_DIGIT:
+        target = _cut_target(
+            request, max_logit, temperature, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
             TABLE, CUT, CUT_BEFORE, TABLES, SCALE,
         )  # fmt: skip
-        known = _table(request, 0, TABLES)
-        digits, count, weight = _find(counts_ptr + known, weights_ptr + known, reach, 0, 0, BY_COUNT, FIRST_DIGITS)
+        prev = _table(request, 0, TABLES)
+        digits, count, weight = _find_digit(counts_ptr + prev, weights_ptr + prev, target, 0, 0, BY_COUNT, FIRST_DIGITS)
     else:
         before = state - STATE
-        digits, count, weight, reach = tl.load(before), tl.load(before + 1), tl.load(before + 2), tl.load(before + 3)
-        known = _table(request, TABLE - 1, TABLES)
-        digit, count, weight = _find(counts_ptr + known, weights_ptr + known, reach, count, weight, BY_COUNT, DIGITS)
+        digits, count, weight, target = tl.load(before), tl.load(before + 1), tl.load(before + 2), tl.load(before + 3)
+        prev = _table(request, TABLE - 1, TABLES)
+        digit, count, weight = _find_digit(
+            counts_ptr + prev, weights_ptr + prev, target, count, weight, BY_COUNT, DIGITS
+        )
         digits = digits * DIGITS + digit
-    _store_state(state, digits, count, weight, reach)
-    asked = exist & (place >> (FIRST if BEGINS else SECOND) == digits)
+    _store_state(state, digits, count, weight, target)
+    selected = mask & (key >> (FIRST_SHIFT if IS_SECOND_DIGIT else SECOND_SHIFT) == digits)
     table = _table(request, TABLE, TABLES)
-    _add_up(
-        x, place, asked, largest, temperature, counts_ptr + table, weights_ptr + table,
-        SECOND if BEGINS else 0, SCALE, BY_COUNT,
+    _add_to_histogram(
+        x, key, selected, max_logit, temperature, counts_ptr + table, weights_ptr + table,
+        SECOND_SHIFT if IS_SECOND_DIGIT else 0, SCALE, BY_COUNT,
     )  # fmt: skip
 
 
@@ -351,42 +352,43 @@ def _token_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The token at the place that was drawn; all tables but the last are cleared. Grid [C, B]."""
+    """Choose the token at the drawn position; clear all tables but the last. Grid [C, B]."""
     block, request = tl.program_id(0), tl.program_id(1)
-    _, place, exist, largest = _block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
+    _, key, mask, max_logit = _load_block(logits_ptr, best_ptr, request, vocab_size, C, C_PAD, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     first, last = _table(request, 0, TABLES), _table(request, TABLES - 1, TABLES)
     _clear(counts_ptr + first, weights_ptr + first, last - first, BLOCK)
     state = state_ptr + (request * TABLES + TABLES - 1) * STATE
-    digits, weight, reach = tl.load(state), tl.load(state + 2), tl.load(state + 3)
-    digit, _, weight = _find(counts_ptr + last, weights_ptr + last, reach, 0, weight, False, THIRD_DIGITS)
-    drawn = digits * THIRD_DIGITS + digit
-    unit = tl.maximum(_weight_of(_logit_of(drawn), largest, tl.load(shares_ptr), SCALE), 1)
-    is_drawn = exist & (place == drawn)
-    found = tl.sum(is_drawn.to(tl.int64), 0)
-    if found > 0:
-        # Of tokens with one logit, as many come before the drawn one as its random number has left over.
-        index = (reach - 1 - weight) // unit
-        if tl.load(weights_ptr + last + digit) > unit:
+    digits, weight, target = tl.load(state), tl.load(state + 2), tl.load(state + 3)
+    digit, _, weight = _find_digit(counts_ptr + last, weights_ptr + last, target, 0, weight, False, THIRD_DIGITS)
+    drawn_key = digits * THIRD_DIGITS + digit
+    token_weight = tl.maximum(_weight_of(_logit_from_key(drawn_key), max_logit, tl.load(shares_ptr), SCALE), 1)
+    is_drawn = mask & (key == drawn_key)
+    num_found = tl.sum(is_drawn.to(tl.int64), 0)
+    if num_found > 0:
+        # Among tokens with the same logit, the rest of the target selects the drawn one.
+        index = (target - 1 - weight) // token_weight
+        if tl.load(weights_ptr + last + digit) > token_weight:
             for other in range(block):
-                at = logits_ptr + request.to(tl.int64) * vocab_size + other * BLOCK + tl.arange(0, BLOCK)
-                index -= tl.sum((_place_of(tl.load(at)) == drawn).to(tl.int64), 0)
+                ptrs = logits_ptr + request.to(tl.int64) * vocab_size + other * BLOCK + tl.arange(0, BLOCK)
+                index -= tl.sum((_sort_key(tl.load(ptrs)) == drawn_key).to(tl.int64), 0)
         nth = tl.cumsum(is_drawn.to(tl.int64), 0) - 1
         token = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(tokens_ptr + request + tl.zeros_like(token), token.to(tl.int64), mask=is_drawn & (nth == index))
 
 
 def sample_tokens(sampler: Sampler, logits: Tensor, best: Tensor, seq_lens: Tensor) -> Tensor:
-    """Choose one token for each request: `eager_sampling.sample` is the oracle, at position `seq_lens`.
+    """Choose one token for each request, at position `seq_lens`. Oracle: `eager_sampling.sample`.
 
-    A token less likely than the most likely one by a factor of V / 2^63 has no weight. Sums are exact, where those of
-    the oracle are rounded: of equal tokens, of which top_p takes a whole number, it may take one more. Where logits are
-    not finite, which the fault word says, any token comes out.
+    A token that is less likely than the most likely one by a factor of V / 2^63 has weight 0. Sums are exact here and
+    rounded in the oracle: if top_p ends exactly between equal tokens, the oracle may take one more. If logits are not
+    finite (see the fault word), the token is arbitrary.
 
     Args:
-        logits: [B, V] fp32, V up to 2^24.  best: [B, C] fp32, the largest of each block, see `collect_logits`.
+        logits: [B, V] fp32, V up to 2^24.
+        best: [B, C] fp32, the largest logit of each block, from `collect_logits`.
         seq_lens: [B] int32, with the new token.
     Returns:
         [B] int64: `sampler.tokens`.

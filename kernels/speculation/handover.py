@@ -1,12 +1,12 @@
-"""What paired groups hand over, word by word: x, the newest k and v and `A~` in a layer, x alone at the step's end.
+"""The handover between paired groups, over LL packets: x, the newest k and v, and `A~` of a layer; at the end x alone.
 
-A group that computes pushes each of them where it is made: `reduce_norm` x, for the next layer or the step's end,
-`qkv_rope_append` k and v, attention `A~`. The receiver waits for each word. Who is which, and whether a guess was
-right, is in roles.py. A receiver that computes on a rejected guess also pushes, to a group that sends and so does not
-read it. In the first layer there is no x: both groups have the embedding.
+A group that computes pushes each of them from the kernel that makes it: `reduce_norm` pushes x (for the next layer, or
+after the last one), `qkv_rope_append` pushes k and v, attention pushes `A~`. The receiver waits for each packet. Roles
+and verdicts are in roles.py. A receiver that computes on a rejected `A~` also pushes; its paired rank is the sender and
+does not read that. Layer 0 needs no x: both groups have the embedding.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, S sums of squares
-of each request, M = hidden + 2 Hkv D words of a request's handover.
+of each request, R pairs of sums of each request, M = hidden + 2 Hkv D packets of a request's message: x, k and v.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from alspec.kernels.kv_codec.flashq.record import TOKENS, to_int8
 from alspec.kernels.norm.residual import BLOCK as RESIDUAL_BLOCK
 from alspec.kernels.norm.residual import num_square_sums, write_residual
 
-__all__ = ["pair_spec_output", "newest_place", "places_of", "receive_handover", "receive_residual", "store_message"]
+__all__ = ["pair_spec_output", "newest_offset", "cache_args", "receive_handover", "receive_residual", "store_message"]
 
-BLOCK = 32  # words of one program of a handover, one for each thread
+BLOCK = 32  # packets of one program, one for each thread
 
 
 @triton.jit
-def newest_place(j, request, seq_lens_ptr, capacity, HKV: tl.constexpr, D: tl.constexpr):
-    """Where channel `j` of the newest token's HKV x D lies in a cache [B, HKV, capacity, D]."""
+def newest_offset(j, request, seq_lens_ptr, capacity, HKV: tl.constexpr, D: tl.constexpr):
+    """Offset of channel `j` of the newest token's HKV x D channels in a cache [B, HKV, capacity, D]."""
     position = tl.load(seq_lens_ptr + request) - 1
     return ((request * HKV + j // D).to(tl.int64) * capacity + position) * D + j % D
 
 
 @triton.jit
 def store_message(
-    value, place, has_x, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr,
+    value, index, has_x, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr,
     HIDDEN: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Take over a request's handover at `place`: x, if there is one, and then the newest k and v.
+    """Store channels `index` of a request's message (x, then the newest k and v) where this rank reads them.
 
-    Of a quantised cache they go into the tail, as the projection in the other group has put them there.
+    Without `has_x`, x is not stored. With a tail (quantised cache), k and v go into it, quantised as `qkv_rope_append`
+    does it in the other group.
     """
-    tl.store(x_ptr + request * HIDDEN + place, value, mask=(place < HIDDEN) & has_x)
-    j = place - HIDDEN
+    tl.store(x_ptr + request * HIDDEN + index, value, mask=(index < HIDDEN) & has_x)
+    j = index - HIDDEN
     is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
     c = tl.maximum(j, 0) % (HKV * D)
     if tail_ptr is None:
-        at = newest_place(c, request, seq_lens_ptr, capacity, HKV, D)
-        tl.store(k_ptr + at, value.to(k_ptr.dtype.element_ty), mask=is_k)
-        tl.store(v_ptr + at, value.to(v_ptr.dtype.element_ty), mask=is_v)
+        offsets = newest_offset(c, request, seq_lens_ptr, capacity, HKV, D)
+        tl.store(k_ptr + offsets, value.to(k_ptr.dtype.element_ty), mask=is_k)
+        tl.store(v_ptr + offsets, value.to(v_ptr.dtype.element_ty), mask=is_v)
     else:
         row = (request * HKV + c // D) * 2 + is_v.to(tl.int32)
         q1 = to_int8(value, tl.load(tail_scale_ptr + row, mask=is_k | is_v, other=1.0))
@@ -63,10 +64,10 @@ def store_message(
 
 
 def pair_spec_output(pair: PairState, layer: int, chunk_size: int, sums: Tensor) -> SpecOutput:
-    """Where the sender's attention of a layer leaves `A~` (the paired rank's mailbox) and the sums of its verdict.
+    """Where the attention of a layer's sender writes `A~` (the paired rank's mailbox) and the sums for the verdict.
 
     Args:
-        sums: [B, R, 2] fp32, written with dist2 and norm2 of parts of heads.
+        sums: [B, R, 2] fp32, written: dist2 and norm2 of parts of heads.
     """
     mailbox, in_parts = pair.paired, pair.shape.spec_parts > 1
     return SpecOutput(
@@ -74,8 +75,8 @@ def pair_spec_output(pair: PairState, layer: int, chunk_size: int, sums: Tensor)
     )
 
 
-def places_of(cache: CacheLayer) -> tuple[Tensor | int | None, ...]:
-    """k_ptr, v_ptr, tail_ptr, tail_scale_ptr and capacity of `store_message`."""
+def cache_args(cache: CacheLayer) -> tuple[Tensor | int | None, ...]:
+    """k_ptr, v_ptr, tail_ptr, tail_scale_ptr and capacity for `store_message`."""
     if isinstance(cache, KVLayer):
         return cache.k, cache.v, None, None, cache.k.shape[2]
     return None, None, cache.tail, cache.tail_scale, 0
@@ -100,32 +101,32 @@ def _receive_spec(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """VALUES of `A~`: one word of each, or all parts and their lse, merged."""
-    place = program * VALUES + tl.arange(0, VALUES)
-    exist = place < OUT
+    """Receive VALUES channels of `A~`: one packet each, or all PARTS partials and their lse, combined."""
+    channel = program * VALUES + tl.arange(0, VALUES)
+    mask = channel < OUT
     if PARTS == 1:
-        at = spec_out_ptr + (layer * num_requests + request).to(tl.int64) * OUT + place
-        spec_out = wait_packets(at, exist, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(place))
+        ptrs = spec_out_ptr + (layer * num_requests + request).to(tl.int64) * OUT + channel
+        spec_out = wait_packets(ptrs, mask, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(channel))
     else:
         PAD: tl.constexpr = BLOCK // VALUES // 2
-        word = tl.arange(0, 2 * PAD)[None, :]
-        part = word % PAD
-        slot = (layer * PARTS + part).to(tl.int64) * num_requests + request
-        lse_at = spec_lse_ptr + slot * (OUT // D) + (place // D)[:, None]
-        at = tl.where(word < PAD, spec_out_ptr + slot * OUT + place[:, None], lse_at)
+        column = tl.arange(0, 2 * PAD)[None, :]
+        part = column % PAD
+        row = (layer * PARTS + part).to(tl.int64) * num_requests + request
+        lse_ptrs = spec_lse_ptr + row * (OUT // D) + (channel // D)[:, None]
+        ptrs = tl.where(column < PAD, spec_out_ptr + row * OUT + channel[:, None], lse_ptrs)
         codes = code + tl.zeros([VALUES, 2 * PAD], tl.int32)
-        words = wait_packets(at, exist[:, None] & (part < PARTS), epoch, timeout_ns, fault_ptr, codes)
-        o, lse = tl.split(tl.permute(tl.reshape(words, [VALUES, 2, PAD]), (0, 2, 1)))
+        values = wait_packets(ptrs, mask[:, None] & (part < PARTS), epoch, timeout_ns, fault_ptr, codes)
+        o, lse = tl.split(tl.permute(tl.reshape(values, [VALUES, 2, PAD]), (0, 2, 1)))
         lse = tl.where((tl.arange(0, PAD) < PARTS)[None, :], lse, float("-inf"))
         weight = tl.exp2(lse - tl.max(lse, 1)[:, None])
         spec_out = tl.sum(o * weight, 1) / tl.sum(weight, 1)
-    tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=exist)
+    tl.store(attn_out_ptr + request * OUT + channel, spec_out.to(attn_out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["layer", "timeout_ns", "code"], do_not_specialize_on_alignment=PER_HEAD)
 def _receive_handover_kernel(
     x_ptr,  # [B, HIDDEN] fp32
-    k_ptr,  # [B, HKV, N, D], or None: into a tail
+    k_ptr,  # [B, HKV, N, D], or None: store into the tail
     v_ptr,
     tail_ptr,  # [B, HKV, 2, 64, D] int8, or None
     tail_scale_ptr,  # [B, HKV, 2] fp32
@@ -144,14 +145,14 @@ def _receive_handover_kernel(
     HIDDEN: tl.constexpr,
     OUT: tl.constexpr,
     PARTS: tl.constexpr,
-    VALUES: tl.constexpr,  # of `A~` for each program
+    VALUES: tl.constexpr,  # channels of `A~` in one program
     SPEC_BLOCKS: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK words of one request, of `A~` or of the message; grid [SPEC_BLOCKS + message / BLOCK, B]."""
+    """BLOCK packets of one request, of `A~` or of its message. Grid [SPEC_BLOCKS + M / BLOCK, B]."""
     MESSAGE: tl.constexpr = HIDDEN + 2 * HKV * D
     if PDL:
         gdc_launch_dependents()
@@ -161,21 +162,21 @@ def _receive_handover_kernel(
         gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
-    slot = (layer * tl.num_programs(1) + request).to(tl.int64)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    codes = code + tl.zeros_like(place)
+    row = (layer * tl.num_programs(1) + request).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    codes = code + tl.zeros_like(index)
     if tl.program_id(0) < SPEC_BLOCKS:
         _receive_spec(
             spec_out_ptr, spec_lse_ptr, attn_out_ptr, tl.program_id(0), layer, request, tl.num_programs(1), epoch,
             timeout_ns, fault_ptr, code, OUT, PARTS, VALUES, D, BLOCK,
         )  # fmt: skip
     else:
-        place -= SPEC_BLOCKS * BLOCK
+        index -= SPEC_BLOCKS * BLOCK
         has_x = layer > 0
-        exist = (place < MESSAGE) & ((place >= HIDDEN) | has_x)
-        value = wait_packets(inbox_ptr + slot * MESSAGE + place, exist, epoch, timeout_ns, fault_ptr, codes)
+        mask = (index < MESSAGE) & ((index >= HIDDEN) | has_x)
+        value = wait_packets(inbox_ptr + row * MESSAGE + index, mask, epoch, timeout_ns, fault_ptr, codes)
         store_message(
-            value, place, has_x, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN,
+            value, index, has_x, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN,
             HKV, D,
         )  # fmt: skip
 
@@ -189,29 +190,32 @@ def receive_handover(
     attn_out: Tensor,
     timeout_ns: int,
 ) -> None:
-    """What the paired rank hands over: k, v and `A~`, and from the second layer on x. Gated by `receives`.
+    """Receive k, v and `A~` from the paired rank, and from layer 1 on x. Gate: `is_receiver`.
 
-    Waits for each word, at most `timeout_ns`. Launched after the sender's kernels of the layer, which are closed on
-    a rank that receives, so that nothing stands between `A~` and the post-attention.
+    Waits at most `timeout_ns` for each packet. Launch it after the sender's kernels of the layer: their gate is closed
+    on a receiver, so that nothing delays the post-attention after `A~`.
 
     Args:
-        x: [B, hidden] fp32, written.  cache: of the layer, the newest token written; of a quantised one into the tail,
-        as `flashq_append_ref` puts it there.  seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
+        x: [B, hidden] fp32, written.
+        cache: of the layer; the newest token is written, in a quantised cache into the tail as by `flashq_append_ref`.
+        seq_lens: [B] int32, with the new token.
+        attn_out: [B, Hq, D], written.
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange, own = pair.shape, pair.exchange, pair.own
-    # One word for each thread: of two, it would wait for one after the other. With several parts each value has several
-    # words, and programs are larger instead of more: on a rank that sends, each would start only to end.
+    # One packet for each thread, because a thread polls its packets one after the other. With several partials, a
+    # channel has several packets; then programs are larger, not more: on a sender, every program starts only to return.
     block = BLOCK if shape.spec_parts == 1 else 4 * BLOCK
     values = block if shape.spec_parts == 1 else block // (2 * triton.next_power_of_2(shape.spec_parts))
     spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, values)
     grid = (spec_blocks + triton.cdiv(shape.message_packets, block), x.shape[0])
     compiled = jit_launch(_receive_handover_kernel, grid)(
-        x, *places_of(cache), seq_lens, attn_out, own.inbox, own.spec_out, own.spec_lse, exchange.epoch, exchange.fault,
-        pair.is_receiver, layer, timeout_ns, pair.late(layer),
+        x, *cache_args(cache), seq_lens, attn_out, own.inbox, own.spec_out, own.spec_lse, exchange.epoch,
+        exchange.fault, pair.is_receiver, layer, timeout_ns, pair.late_fault(layer),
         HIDDEN=shape.hidden_size, OUT=shape.num_qo_heads * shape.head_dim, PARTS=shape.spec_parts, VALUES=values,
         SPEC_BLOCKS=spec_blocks, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=block, num_warps=block // 32,
-        # Lanes that merge the same parts in different orders must find the same bits: any of them may store its own.
+        # No fused multiply-add: several lanes combine the same partials in different orders, and any of them may store
+        # the result, so their bits must agree.
         enable_fp_fusion=False, **pdl_options(x.device),
     )  # fmt: skip
     set_l1_carveout(compiled)
@@ -219,7 +223,7 @@ def receive_handover(
 
 @triton.jit(do_not_specialize=["timeout_ns", "code"])
 def _receive_residual_kernel(
-    inbox_ptr,  # [B, M] int64: slot L
+    inbox_ptr,  # [B, M] int64: row L of the inbox
     x_ptr,  # [B, HIDDEN] fp32
     gamma_ptr,  # [HIDDEN]
     x_norm_ptr,  # [B, HIDDEN]
@@ -234,7 +238,7 @@ def _receive_residual_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK channels of one request; grid [HIDDEN / BLOCK, B]."""
+    """BLOCK channels of one request. Grid [HIDDEN / BLOCK, B]."""
     if PDL:
         gdc_launch_dependents()
     request = tl.program_id(1)
@@ -246,8 +250,8 @@ def _receive_residual_kernel(
         gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
-    words = inbox_ptr + request.to(tl.int64) * message_packets + channels
-    x = wait_packets(words, inside, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(channels))
+    ptrs = inbox_ptr + request.to(tl.int64) * message_packets + channels
+    x = wait_packets(ptrs, inside, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(channels))
     x = tl.where(inside, x, 0.0)
     write_residual(x, request * HIDDEN + channels, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
@@ -255,15 +259,16 @@ def _receive_residual_kernel(
 def receive_residual(
     pair: PairState, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor, timeout_ns: int
 ) -> None:
-    """The sender's x after the last layer, and what the norm before the LM head needs. Gated by `receives`.
+    """Receive the sender's x after the last layer; compute the inputs of the final norm. Gate: `is_receiver`.
 
-    Args: as `reduce_norm`; x is overwritten.
+    Args:
+        As `reduce_norm`; x is overwritten. Waits at most `timeout_ns` for each packet.
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange = pair.shape, pair.exchange
     compiled = jit_launch(_receive_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
         pair.own.inbox[-1], x, gamma, x_norm, square_sums, exchange.epoch, exchange.fault, pair.is_receiver,
-        timeout_ns, pair.late(shape.num_layers + 1), shape.message_packets, HIDDEN=shape.hidden_size,
+        timeout_ns, pair.late_fault(shape.num_layers + 1), shape.message_packets, HIDDEN=shape.hidden_size,
         BLOCK=RESIDUAL_BLOCK, num_warps=1, **pdl_options(x.device),
     )  # fmt: skip
     set_l1_carveout(compiled)

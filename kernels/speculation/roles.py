@@ -1,23 +1,31 @@
-"""Who sends in a layer, and whether what it handed over was accepted: the roles of two paired groups, on the devices.
+"""The priority protocol on the device: which group is the sender in a layer, and the verdict on its speculative output.
 
-Both groups replay one static list of launches. Every rank keeps the two priorities of alspec/priority.py, its own
-group's first; before a layer they are
+Source: Attention-Level Speculation, section 4.2 and Algorithm 2. The rules on the host: alspec/priority.py.
 
-    (2, 0), (0, 2)  at layer 0: the sender, the receiver
-    (2, 1)          the sender whose guess was rejected
-    (0, 1)          the sender whose guess was accepted, the receiver from now on
-    (1, 2)          the receiver, whose verdict is still under way
+Every rank launches the same kernels. Two priorities, (own group, other group), select what a rank skips. Before layer l
+they are
 
-and a layer is, with each kernel gated by the word in brackets,
+    (2, 0)  sender, layer 0
+    (0, 2)  receiver, layer 0
+    (2, 1)  sender, last output rejected
+    (0, 1)  last output accepted: receiver from now on
+    (1, 2)  receiver, verdict not yet known
 
-    pre-attention [GATE_PRE_ATTENTION], update_roles, lean_decode_attention [sends], decide [sends], receive_handover
-    [receives], o and its all-reduce [GATE_O], MLP and its all-reduce [GATE_MLP]
+One layer; [g] = skipped when gate g is 0:
 
-The gates of what is computed are open while the own priority is not 0, and may close early on a receiver that learns of
-its rejection. A rank's words go to the rank with the same `tp_rank` in the other group (see pair_state.py); what it
-hands over is in handover.py.
+    qkv_rope_append           [GATE_PRE_ATTENTION]
+    update_roles
+    speculative attention     [is_sender]
+    decide                    [is_sender]
+    receive_handover          [is_receiver]
+    o_proj, all-reduce, norm  [GATE_O]
+    MLP, all-reduce, norm     [GATE_MLP]
 
-Shapes: B requests, L layers, Hq this rank's query heads, T ranks of a group.
+The gates of pre- and post-attention are 1 while the own priority is not 0. On a receiver, `reduce_norm` may close them
+earlier, when the verdict is a reject. A rank sends its packets to the rank with the same `tp_rank` in the other group
+(pair_state.py). The data that it hands over is described in handover.py.
+
+Shapes: B requests, L layers, T ranks of a group, R pairs of sums of a request.
 """
 
 from __future__ import annotations
@@ -38,13 +46,14 @@ from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_car
 __all__ = ["add_sums", "decide", "request_verdicts", "step_barrier", "squared_threshold", "update_roles"]
 
 NUM_GATES, GATE_STRIDE = tl.constexpr(pair_state.NUM_GATES), tl.constexpr(pair_state.GATE_STRIDE)
-SUMS_LOADED = tl.constexpr(256)  # of each request together: of eight, more would not fit a warp's registers
+# Pairs of sums that `add_sums` loads at once for each request: with 8 requests, more do not fit a warp's registers.
+SUMS_LOADED = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_ns", "code"])
 def _step_barrier_kernel(
     barrier_ptr,  # [WORLD] int64
-    peers_ptr,  # [WORLD] int64: address of each rank's
+    peers_ptr,  # [WORLD] int64: address of each rank's `barrier`
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
     rank,
@@ -54,7 +63,7 @@ def _step_barrier_kernel(
     PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A word to every rank, then wait for one from every rank; grid [1]."""
+    """All-to-all barrier over LL packets. Grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -66,9 +75,9 @@ def _step_barrier_kernel(
 
 
 def step_barrier(pair: PairState, timeout_ns: int) -> None:
-    """All ranks of the job begin a step together, after at most `timeout_ns`.
+    """Start a step on all ranks together; time out after `timeout_ns`.
 
-    A rank whose host is late is waited for here and nowhere else: from here on no device waits for a host.
+    This is the only place where a device may wait for a late host.
 
     Capture: graph-safe; allocates nothing.
     """
@@ -83,10 +92,10 @@ def step_barrier(pair: PairState, timeout_ns: int) -> None:
 
 @triton.jit
 def _set_gates(gates_ptr, is_open):
-    """All gates, that of the next step's first pre-attention too; within a layer `reduce_norm` sets later ones again.
+    """Set all gates of the layer now, and that of the next pre-attention.
 
-    These are set here for kernels that look ahead of their wait whether weights are worth loading (`opens`): by what
-    the layer before left, they would load in vain, or too late.
+    Kernels test them before `griddepcontrol.wait` to decide whether to prefetch weights. With the gates of the previous
+    layer they would prefetch for nothing, or too late. `reduce_norm` may close later ones again.
     """
     for gate in tl.static_range(NUM_GATES):
         tl.store(gates_ptr + gate * GATE_STRIDE, is_open)
@@ -110,7 +119,7 @@ def _update_roles_kernel(
     P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The roles of a layer; grid [1]. Every launch after it waits for all of it, because it writes their gates."""
+    """Grid [1]. Writes the gates of all later launches: each of them waits until this kernel has finished."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -118,38 +127,41 @@ def _update_roles_kernel(
     other = tl.load(priority_ptr + 1)
     if (layer > 0) & (own == 1) & (other == 2):
         epoch = tl.load(epoch_ptr)
-        place = tl.arange(0, P)
-        at = verdicts_ptr + (layer - 1) * (B + 1) + place
-        words = wait_packets(at, place <= B, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(place))
-        tl.store(hits_ptr + (layer - 1) * B + place, (words == 1.0).to(tl.int32), mask=place < B)
-        accepted = tl.sum(((place == B) & (words == 1.0)).to(tl.int32), 0)
+        lane = tl.arange(0, P)
+        ptrs = verdicts_ptr + (layer - 1) * (B + 1) + lane
+        verdicts = wait_packets(ptrs, lane <= B, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(lane))
+        tl.store(hits_ptr + (layer - 1) * B + lane, (verdicts == 1.0).to(tl.int32), mask=lane < B)
+        accepted = tl.sum(((lane == B) & (verdicts == 1.0)).to(tl.int32), 0)
         other = tl.where(accepted == 1, 0, 2)
     is_sender = own > other
     tl.store(is_sender_ptr, is_sender.to(tl.int32))
     tl.store(is_receiver_ptr, 1 - is_sender.to(tl.int32))
-    # A handover: sender 2, receiver 1. At the step's end, both then having the right x, the next one begins at (2, 0).
+    # While handing over: sender 2, receiver 1. After the last layer reset to (2, 0) for the next step: both groups have
+    # the right x then.
     receiver = tl.where(layer == num_layers, 0, 1)
-    mine = tl.where(is_sender, 2, receiver)
-    tl.store(priority_ptr, mine)
+    new_own = tl.where(is_sender, 2, receiver)
+    tl.store(priority_ptr, new_own)
     tl.store(priority_ptr + 1, tl.where(is_sender, receiver, 2))
-    _set_gates(gates_ptr, (mine != 0).to(tl.int32))
+    _set_gates(gates_ptr, (new_own != 0).to(tl.int32))
 
 
 def update_roles(pair: PairState, layer: int, hits: Tensor, timeout_ns: int) -> None:
-    """Whether this group sends or receives in a layer: sets `sends`, `receives`, gates and priorities of the handover.
+    """Set this layer's roles from the verdict on the previous layer.
 
-    The receiver of the layer before waits for its verdict, at most `timeout_ns`; a late one counts as rejected. With
-    `layer = L`, after the last layer, `sends` and `receives` are for the residual, and the priorities the next step's.
-    Rules: `alspec.priority`.
+    Writes `is_sender`, `is_receiver`, the gates, and the priorities during the handover. The receiver of the previous
+    layer waits for its verdict, at most `timeout_ns`; a late verdict counts as a reject. With `layer = L`, after the
+    last layer, `is_sender` and `is_receiver` apply to the residual stream, and the priorities are those of the next
+    step. Rules: `alspec.priority`.
 
     Args:
-        hits: [L, B] int32; what the paired rank found in the layer before is written.
+        hits: [L, B] int32; the row of the previous layer is written on its receiver.
+        timeout_ns: longest wait for the verdict.
     Capture: graph-safe; allocates nothing.
     """
     shape, exchange = pair.shape, pair.exchange
     compiled = jit_launch(_update_roles_kernel, (1,))(
         pair.own.verdicts, pair.priority, pair.is_sender, pair.is_receiver, pair.gates, hits,
-        exchange.epoch, exchange.fault, layer, shape.num_layers, timeout_ns, pair.late(max(layer - 1, 0)),
+        exchange.epoch, exchange.fault, layer, shape.num_layers, timeout_ns, pair.late_fault(max(layer - 1, 0)),
         B=shape.batch_size, P=triton.next_power_of_2(shape.batch_size + 1), num_warps=1,
         **pdl_options(hits.device),
     )  # fmt: skip
@@ -158,14 +170,14 @@ def update_roles(pair: PairState, layer: int, hits: Tensor, timeout_ns: int) -> 
 
 @triton.jit
 def add_sums(sums_ptr, B: tl.constexpr, B_PAD: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr):
-    """Each request's dist2 and norm2, side by side [2 B_PAD]; sums: [B, SUMS, 2] fp32."""
-    place, total = tl.arange(0, 2 * B_PAD), tl.zeros([2 * B_PAD], tl.float32)
-    TOGETHER: tl.constexpr = min(SUMS_PAD, SUMS_LOADED)
-    for first in tl.static_range(0, SUMS_PAD, TOGETHER):
-        parts = first + tl.arange(0, TOGETHER)
-        exist = (place < 2 * B)[:, None] & (parts < SUMS)[None, :]
-        at = ((place // 2)[:, None] * SUMS + parts[None, :]) * 2 + (place % 2)[:, None]
-        total += tl.sum(tl.load(sums_ptr + at, mask=exist, other=0.0), 1)
+    """Add up dist2 and norm2 of each request: [B, SUMS, 2] fp32 to [2 B_PAD], a request's two side by side."""
+    lane, total = tl.arange(0, 2 * B_PAD), tl.zeros([2 * B_PAD], tl.float32)
+    BLOCK_SUMS: tl.constexpr = min(SUMS_PAD, SUMS_LOADED)
+    for first in tl.static_range(0, SUMS_PAD, BLOCK_SUMS):
+        part = first + tl.arange(0, BLOCK_SUMS)
+        mask = (lane < 2 * B)[:, None] & (part < SUMS)[None, :]
+        offsets = ((lane // 2)[:, None] * SUMS + part[None, :]) * 2 + (lane % 2)[:, None]
+        total += tl.sum(tl.load(sums_ptr + offsets, mask=mask, other=0.0), 1)
     return total
 
 
@@ -173,11 +185,16 @@ def add_sums(sums_ptr, B: tl.constexpr, B_PAD: tl.constexpr, SUMS: tl.constexpr,
 def request_verdicts(
     total, live_ptr, forced_ptr, layer, threshold2, ALWAYS: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr
 ):
-    """Live requests that accept [B_PAD], and the layer's verdict; total: [2 B_PAD], each request's dist2 and norm2."""
+    """Each request's verdict [B_PAD], False where it is not live, and the layer's verdict.
+
+        accept = dist2 < threshold^2 norm2;  layer: every live request accepts
+
+    total: [2 B_PAD], dist2 and norm2 of each request.
+    """
     dist2, norm2 = tl.split(tl.reshape(total, [B_PAD, 2]))
     accepted = (dist2 < norm2 * threshold2) | ALWAYS
     if forced_ptr is not None:
-        # Of the sums as well: a forced verdict has to take as long as one by them.
+        # Read the sums even if the verdict is forced, so that forced runs take as long as real ones.
         forced = tl.load(forced_ptr + layer)
         accepted = (accepted & (forced < 0)) | (forced == 1)
     requests = tl.arange(0, B_PAD)
@@ -192,7 +209,7 @@ def _decide_kernel(
     forced_ptr,  # [L] int32, or None
     hits_ptr,  # [L, B] int32
     packets_ptr,  # [L, T, B, 2] int64: sums of the group's ranks
-    peers_ptr,  # [T] int64: address of each rank's
+    peers_ptr,  # [T] int64: address of each rank's `sums`
     verdicts_ptr,  # [L, B + 1] int64, the paired rank's
     priority_ptr,  # [2] int32
     gates_ptr,  # [3, GATE_STRIDE] int32
@@ -213,7 +230,7 @@ def _decide_kernel(
     T_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums of the group's ranks, then the verdict; grid [1]."""
+    """Exchange the sums within the group, then decide. Grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -222,27 +239,27 @@ def _decide_kernel(
     epoch = tl.load(epoch_ptr)
     total = add_sums(sums_ptr, B, B_PAD, SUMS, SUMS_PAD)
     if T > 1:
-        place = tl.arange(0, 2 * B_PAD)
-        exist = place < 2 * B
+        lane = tl.arange(0, 2 * B_PAD)
+        mask = lane < 2 * B
         for peer in tl.static_range(T):
             base = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
-            store_packets(base + (layer * T + rank) * (2 * B) + place, total, epoch, exist)
+            store_packets(base + (layer * T + rank) * (2 * B) + lane, total, epoch, mask)
         ranks = tl.arange(0, T_PAD)
         codes = (code + ranks)[:, None] + tl.zeros([T_PAD, 2 * B_PAD], tl.int32)
-        words = packets_ptr + (layer * T + ranks)[:, None] * (2 * B) + place[None, :]
-        values = wait_packets(words, (ranks < T)[:, None] & exist[None, :], epoch, timeout_ns, fault_ptr, codes)
-        # In rank order: all ranks reach the same bits, and the same verdict.
-        total = tl.sum(tl.where((ranks == 0)[:, None], values, 0.0), 0)
+        ptrs = packets_ptr + (layer * T + ranks)[:, None] * (2 * B) + lane[None, :]
+        rank_sums = wait_packets(ptrs, (ranks < T)[:, None] & mask[None, :], epoch, timeout_ns, fault_ptr, codes)
+        # Add in rank order: all ranks get the same bits, so the same verdict.
+        total = tl.sum(tl.where((ranks == 0)[:, None], rank_sums, 0.0), 0)
         for source in tl.static_range(1, T):
-            total += tl.sum(tl.where((ranks == source)[:, None], values, 0.0), 0)
+            total += tl.sum(tl.where((ranks == source)[:, None], rank_sums, 0.0), 0)
     accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
     requests = tl.arange(0, B_PAD)
-    # First to the paired rank, which waits for it.
-    to = verdicts_ptr + layer * (B + 1)
-    store_packets(to + B, tl.where(verdict, 1.0, 0.0), epoch)
-    # Floats are chosen, not integers: ptxas of CUDA 12.8 drops the conversion of integers chosen like this.
-    told = tl.where(accepted, 1.0, 0.0)
-    store_packets(to + requests, told, epoch, requests < B)
+    # Send to the paired rank first: it is waiting.
+    dst = verdicts_ptr + layer * (B + 1)
+    store_packets(dst + B, tl.where(verdict, 1.0, 0.0), epoch)
+    # Select floats, not integers: ptxas in CUDA 12.8 drops the int-to-float conversion here.
+    request_hits = tl.where(accepted, 1.0, 0.0)
+    store_packets(dst + requests, request_hits, epoch, requests < B)
     tl.store(hits_ptr + layer * B + requests, accepted.to(tl.int32), mask=requests < B)
     tl.store(priority_ptr, tl.where(verdict, 0, 2))
     tl.store(priority_ptr + 1, 1)
@@ -259,15 +276,20 @@ def decide(
     timeout_ns: int,
     forced: Tensor | None = None,
 ) -> None:
-    """The sender's verdict on what it handed over, to the paired rank and into its own priority and gates.
+    """Compute the sender's verdict; send it to the paired rank; set the own priority and gates. Gate: `is_sender`.
 
-    Gated by `sends`. A request accepts if `dist2 < threshold^2 norm2` over all heads of the group, whose ranks exchange
-    their sums; the layer does if every live request accepts. Rules: `alspec.verdict`. Oracle: `decide_ref`.
+        request accepts:  dist2 < threshold^2 norm2, summed over all heads of the group
+        layer accepts:    every live request accepts
+
+    The ranks of the group exchange their sums. Rules: `alspec.verdict`. Oracle: `decide_ref`.
 
     Args:
-        sums: [B, R, 2] fp32, of `lean_decode_attention`.  live: [B] int32, the same on every rank of the job.
-        threshold: lambda >= 0, fixed at capture.  hits: [L, B] int32, this layer written; 0 for a request that is not
-        live.  forced: [L] int32, the same on every rank: 1 accepts, 0 rejects, -1 leaves it to the sums.
+        sums: [B, R, 2] fp32, written by the attention kernel.
+        live: [B] int32, the same on every rank of the job.
+        threshold: lambda >= 0, fixed at capture.
+        hits: [L, B] int32; the row of this layer is written, 0 for a request that is not live.
+        timeout_ns: longest wait for the sums of the other ranks.
+        forced: [L] int32, the same on every rank: 1 accepts, 0 rejects, -1 decides from the sums.
     Raises:
         ValueError: `threshold` is negative or NaN.
     Capture: graph-safe; allocates nothing.
@@ -286,7 +308,7 @@ def decide(
 
 
 def squared_threshold(threshold: float) -> tuple[float, bool]:
-    """threshold^2 as the kernels compare with it, and whether every guess is accepted.
+    """Return threshold^2 as the kernels compare with it, in fp32, and whether every `A~` is accepted (lambda = inf).
 
     Raises:
         ValueError: `threshold` is negative or NaN.

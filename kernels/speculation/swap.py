@@ -1,25 +1,38 @@
-"""Paired decoding where ranks cannot send each other words: boxes that a collective swaps, and gates.
+"""Paired decoding over collectives, where ranks cannot write each other's memory: handover by swapped buffers.
 
-A collective cannot be skipped on one rank. So paired ranks always send each other a box, although only the sender's is
-read, and every rank its verdict to all, although only the sending group's counts.
+A collective cannot be skipped on one rank. So paired ranks always send each other a handover buffer, although only the
+sender's is read. Every rank sends its verdict to all ranks, although only the sending group's counts. Each layer has
+three gates:
 
-    sends, receives  of layer 0 as the last step ended; swapped after each accepted guess
-    redoes           of a sender whose guess was rejected: it computes from `A` what its receiver has from `A~`
+    is_sender, is_receiver  roles; swapped after each accepted `A~`, and carried over from the last step to layer 0
+    recompute               sender whose `A~` was rejected: it computes on `A` what its receiver computes on `A~`
 
-A layer is, with each kernel gated by the word in brackets, three branches between a fork and a join:
+One layer has three branches between a fork and a join; [g] = skipped when gate g is 0:
 
-    lean_decode_attention, predictor [sends], pack_handover [sends]
-      aside:    swap of the boxes, unpack_handover [receives], post-attention and next pre-attention [receives]
-      main:     lean_decode_attention, rest [sends], sums of the group, decide, post- and next pre-attention [redoes]
-      verdict:  behind decide: verdicts of all ranks, settle
+    predictor                        [is_sender]    A~ into the own handover buffer
+    pack_handover                    [is_sender]    x, k, v into it
+    fork
+      spec branch:
+        swap of the handover buffers
+        unpack_handover              [is_receiver]
+        post- and next pre-attention [is_receiver]  on A~
+      main branch:
+        attention to the rest        [is_sender]    A, dist2, norm2
+        gather of the sums in the group
+        decide
+        post- and next pre-attention [recompute]    on A
+      verdict branch, after decide:
+        gather of all verdicts
+        apply_verdict                               roles of the next layer
+    join
 
-A sender knows its own verdict before the other group does, and goes on while it travels. On no rank are both of aside
-and main open, so they can use the same activations. Each layer has its own gate words, because those branches read them
-while the third sets those of the next layer.
+A sender knows its own verdict before the other group does, and continues while the verdict travels. On no rank do both
+the spec branch and the main branch run post- and pre-attention, so both use the same activation buffers. Each layer has
+its own gates, because these two branches read them while the verdict branch sets those of the next layer.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
 group, R pairs of sums of a request for its verdict, S sums of squares of each request, M = hidden + 2 Hkv D values of a
-request's handover without `A~`.
+request's message: x and the newest k and v.
 """
 
 from __future__ import annotations
@@ -44,7 +57,7 @@ from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_car
 from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
 from alspec.kernels.norm.residual import BLOCK as RESIDUAL_BLOCK
 from alspec.kernels.norm.residual import num_square_sums, write_residual
-from alspec.kernels.speculation.handover import newest_place, places_of, store_message
+from alspec.kernels.speculation.handover import cache_args, newest_offset, store_message
 from alspec.kernels.speculation.roles import add_sums, request_verdicts, squared_threshold
 
 __all__ = [
@@ -64,9 +77,9 @@ BLOCK = 128  # values of one program
 
 @dataclass(frozen=True)
 class SwapCalls:
-    """Collectives, which all ranks call in the same order, on the current stream.
+    """Collectives on the current stream. All ranks must call them in the same order.
 
-    Those of each branch have communicators of their own.
+    Each branch has its own communicators.
     """
 
     swap_spec_branch: Callable[[Tensor], None]  # [2, ...]: each group's row, to the other group
@@ -77,7 +90,7 @@ class SwapCalls:
 
 @dataclass(frozen=True)
 class Gates:
-    """Gates of a layer, each [1] int32: whether this rank's group sends, receives, computes the layer again."""
+    """Gates of a layer, each [1] int32: this rank's group is the sender, is the receiver, recomputes the layer."""
 
     is_sender: Tensor
     is_receiver: Tensor
@@ -86,22 +99,24 @@ class Gates:
 
 @dataclass(frozen=True)
 class Swap:
-    """One rank's side of a pair that talks by collectives."""
+    """The state of one rank of a pair that communicates by collectives."""
 
     shape: PairShape
     group: int
-    boxes: Tensor  # [2, B Hq D + B M, filled up] fp32: the handovers of both groups; A~ first
-    residuals: Tensor  # [2, B, hidden] fp32: x after the last layer
-    sums: Tensor  # [T, B, R, 2] fp32: dist2 and norm2 of parts of heads, of the group's ranks
-    verdicts: Tensor  # [2 T, B + 1] int32, of all ranks: whether each request accepted, and whether the layer did
-    gate_buffer: Tensor  # [3, L + 1, GATE_STRIDE] int32: sends, receives, redoes, the first word of each row
-    spec_branch: Exchange  # partial sums of the branch beside the main one
+    # [2, B Hq D + B M, rounded up to a multiple of 4] fp32: A~, then x, k, v of each group
+    handover_buffers: Tensor
+    residuals: Tensor  # [2, B, hidden] fp32: each group's x after the last layer
+    sums: Tensor  # [T, B, R, 2] fp32: dist2 and norm2 of parts of heads, from each rank of the group
+    verdicts: Tensor  # [2 T, B + 1] int32, from each rank of the job: each request's verdict, then the layer's
+    # [3, L + 1, GATE_STRIDE] int32: is_sender, is_receiver, recompute; the gate is the first word of each row
+    gate_buffer: Tensor
+    spec_branch: Exchange  # partial sums of the spec branch
     calls: SwapCalls
-    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None  # of the branches aside and verdict, on GPUs
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None  # spec and verdict branch, on GPUs
 
     @classmethod
     def allocate(cls, shape: PairShape, exchange: Exchange, group: int, calls: SwapCalls) -> Swap:
-        """Buffers beside those of `exchange`, the group's; group 0 is the first sender."""
+        """Allocate the buffers; `exchange` is the group's. Group 0 is the first sender."""
         device, batch = exchange.partial.device, shape.batch_size
         size = batch * (shape.num_qo_heads * shape.head_dim + shape.message_packets)
 
@@ -109,11 +124,11 @@ class Swap:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
         gate_buffer = new(3, shape.num_layers + 1, GATE_STRIDE, dtype=torch.int32)
-        gate_buffer[group, 0, 0] = gate_buffer[group, -1, 0] = 1  # as after a step
+        gate_buffer[group, 0, 0] = gate_buffer[group, -1, 0] = 1  # the state after a step
         return cls(
             shape=shape,
             group=group,
-            boxes=new(2, -(-size // 4) * 4),
+            handover_buffers=new(2, -(-size // 4) * 4),
             residuals=new(2, batch, shape.hidden_size),
             sums=new(shape.tp_size, batch, num_sums(shape.num_qo_heads, shape.head_dim), 2),
             verdicts=new(2 * shape.tp_size, batch + 1, dtype=torch.int32),
@@ -127,31 +142,31 @@ class Swap:
         )  # fmt: skip
 
     def gates(self, layer: int) -> Gates:
-        """The gates of a layer, or with L of what follows the last one."""
+        """The gates of a layer; layer L: of what follows the last layer."""
         return Gates(*(word[:1] for word in self.gate_buffer[:, layer]))
 
     @property
     def own_sums(self) -> Tensor:
-        """[B, R, 2] of `sums`: this rank's."""
+        """[B, R, 2] fp32: this rank's part of `sums`."""
         return self.sums[self.spec_branch.tp_rank]
 
     def spec_output(self, chunk_size: int) -> SpecOutput:
-        """For the attention of a layer: `A~` goes into this group's box, its sums into `own_sums`."""
-        spec_out, shape = self.box_parts(self.group)[0], self.shape
+        """For the attention of a layer: `A~` into this group's handover buffer, the sums into `own_sums`."""
+        spec_out, shape = self.handover_parts(self.group)[0], self.shape
         return SpecOutput(
             chunk_size, spec_out.view(shape.batch_size, shape.num_qo_heads, shape.head_dim), self.own_sums
         )
 
-    def box_parts(self, group: int) -> tuple[Tensor, Tensor]:
-        """A group's `A~` [B, Hq D], and x, k and v [B, M]."""
+    def handover_parts(self, group: int) -> tuple[Tensor, Tensor]:
+        """A group's handover buffer as `A~` [B, Hq D], and x, k and v [B, M]."""
         shape = self.shape
         sizes = [shape.batch_size * shape.num_qo_heads * shape.head_dim, shape.batch_size * shape.message_packets]
-        spec_out, message = self.boxes[group, : sum(sizes)].split(sizes)
+        spec_out, message = self.handover_buffers[group, : sum(sizes)].split(sizes)
         return spec_out.view(shape.batch_size, -1), message.view(shape.batch_size, -1)
 
     @contextmanager
     def fork(self, branch: Literal["spec", "verdict"]) -> Iterator[None]:
-        """Launches inside run after those before this block, and at the same time as those after it, until `join`."""
+        """Launches in this block run after those before it, and concurrently with those after it until `join`."""
         if self.streams is None:
             yield
             return
@@ -169,32 +184,32 @@ class Swap:
             torch.cuda.current_stream().wait_stream(stream)
 
     def next_step(self) -> None:
-        """After the last layer: the next step begins as this one ends."""
+        """After the last layer: the final roles become those of layer 0 of the next step."""
         self.gate_buffer[:, 0].copy_(self.gate_buffer[:, -1])
 
 
 @triton.jit
 def _load_message(
-    place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN: tl.constexpr, HKV: tl.constexpr,
+    index, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN: tl.constexpr, HKV: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Values of a request's handover at `place`, x and then the newest k and v, fp32; and which of them exist."""
-    exist = place < HIDDEN
-    value = tl.load(x_ptr + request * HIDDEN + place, mask=exist, other=0.0)
+    """Channels `index` of a request's message (x, then the newest k and v), fp32; and which of them exist."""
+    mask = index < HIDDEN
+    value = tl.load(x_ptr + request * HIDDEN + index, mask=mask, other=0.0)
     if k_ptr is not None:
-        j = place - HIDDEN
+        j = index - HIDDEN
         is_k, is_v = (j >= 0) & (j < HKV * D), (j >= HKV * D) & (j < 2 * HKV * D)
-        exist = place < HIDDEN + 2 * HKV * D
-        at = newest_place(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
-        value = tl.where(is_k, tl.load(k_ptr + at, mask=is_k, other=0.0).to(tl.float32), value)
-        value = tl.where(is_v, tl.load(v_ptr + at, mask=is_v, other=0.0).to(tl.float32), value)
-    return value, exist
+        mask = index < HIDDEN + 2 * HKV * D
+        offsets = newest_offset(tl.maximum(j, 0) % (HKV * D), request, seq_lens_ptr, capacity, HKV, D)
+        value = tl.where(is_k, tl.load(k_ptr + offsets, mask=is_k, other=0.0).to(tl.float32), value)
+        value = tl.where(is_v, tl.load(v_ptr + offsets, mask=is_v, other=0.0).to(tl.float32), value)
+    return value, mask
 
 
 @triton.jit
 def _pack_kernel(
     x_ptr,  # [B, HIDDEN] fp32
-    k_ptr,  # [B, HKV, N, D], or None: only x
+    k_ptr,  # [B, HKV, N, D], or None: pack only x
     v_ptr,
     seq_lens_ptr,  # [B] int32, with the new token
     out_ptr,  # [B, num_values] fp32
@@ -207,33 +222,33 @@ def _pack_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK values of one request; grid [num_values / BLOCK, B]."""
+    """BLOCK values of one request. Grid [num_values / BLOCK, B]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
     request = tl.program_id(1)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value, exist = _load_message(place, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
-    tl.store(out_ptr + request * num_values + place, value, mask=exist)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value, mask = _load_message(index, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN, HKV, D)
+    tl.store(out_ptr + request * num_values + index, value, mask=mask)
 
 
 def pack_handover(swap: Swap, layer: int, x: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> None:
-    """The sender's x and the newest token's k and v, into its box beside `A~`. Gated by `sends`.
+    """Copy the sender's x and the newest token's k and v into its handover buffer, beside `A~`. Gate: `is_sender`.
 
     Args:
-        x: [B, hidden] fp32.  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] int32 with the new token.
+        x: [B, hidden] fp32.  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] int32, with the new token.
     Capture: graph-safe; allocates nothing.
     """
-    message = swap.box_parts(swap.group)[1]
+    message = swap.handover_parts(swap.group)[1]
     _pack(swap, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message, pdl_options(x.device)["PDL"])
 
 
 def pack_residual(swap: Swap, x: Tensor) -> None:
-    """The sender's x after the last layer, for the swap. Gated by `sends`; x: [B, hidden] fp32.
+    """Copy the sender's x after the last layer into its residual buffer. Gate: `is_sender`. x: [B, hidden] fp32.
 
-    Capture: graph-safe; allocates nothing. Not a dependent launch: the first one after a join.
+    Capture: graph-safe; allocates nothing. Not a dependent launch: it is the first one after a join.
     """
     _pack(swap, swap.shape.num_layers, x, None, None, None, 0, swap.residuals[swap.group], False)
 
@@ -249,6 +264,7 @@ def _pack(
     out: Tensor,
     is_dependent: bool,
 ) -> None:
+    """Launch `_pack_kernel`. out: [B, num_values] fp32."""
     shape, num_values = swap.shape, out.shape[1]
     compiled = jit_launch(_pack_kernel, (triton.cdiv(num_values, BLOCK), shape.batch_size))(
         x, k_cache, v_cache, seq_lens, out, swap.gates(layer).is_sender, capacity, num_values, HIDDEN=shape.hidden_size,
@@ -263,7 +279,7 @@ def _unpack_handover_kernel(
     spec_out_ptr,  # [B, OUT] fp32, OUT = Hq D
     message_ptr,  # [B, M] fp32
     x_ptr,  # [B, HIDDEN] fp32
-    k_ptr,  # [B, HKV, N, D], or None: into a tail
+    k_ptr,  # [B, HKV, N, D], or None: store into the tail
     v_ptr,
     tail_ptr,  # [B, HKV, 2, 64, D] int8, or None
     tail_scale_ptr,  # [B, HKV, 2] fp32
@@ -278,23 +294,23 @@ def _unpack_handover_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK values of one request, of `A~` or of the rest; grid [OUT / BLOCK + M / BLOCK, B]."""
+    """BLOCK values of one request, of `A~` or of its message. Grid [OUT / BLOCK + M / BLOCK, B]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
     request = tl.program_id(1)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) < tl.cdiv(OUT, BLOCK):
-        spec_out = tl.load(spec_out_ptr + request * OUT + place, mask=place < OUT, other=0.0)
-        tl.store(attn_out_ptr + request * OUT + place, spec_out.to(attn_out_ptr.dtype.element_ty), mask=place < OUT)
+        spec_out = tl.load(spec_out_ptr + request * OUT + index, mask=index < OUT, other=0.0)
+        tl.store(attn_out_ptr + request * OUT + index, spec_out.to(attn_out_ptr.dtype.element_ty), mask=index < OUT)
     else:
-        place -= tl.cdiv(OUT, BLOCK) * BLOCK
+        index -= tl.cdiv(OUT, BLOCK) * BLOCK
         M: tl.constexpr = HIDDEN + 2 * HKV * D
-        value = tl.load(message_ptr + request * M + place, mask=place < M, other=0.0)
+        value = tl.load(message_ptr + request * M + index, mask=index < M, other=0.0)
         store_message(
-            value, place, True, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN,
+            value, index, True, request, x_ptr, k_ptr, v_ptr, tail_ptr, tail_scale_ptr, capacity, seq_lens_ptr, HIDDEN,
             HKV, D,
         )  # fmt: skip
 
@@ -307,18 +323,20 @@ def unpack_handover(
     seq_lens: Tensor,
     attn_out: Tensor,
 ) -> None:
-    """What the paired rank handed over: x, k, v and `A~`, from its box. Gated by `receives`.
+    """Copy x, k, v and `A~` out of the paired rank's handover buffer. Gate: `is_receiver`.
 
     Args:
-        x: [B, hidden] fp32, written.  cache: of the layer, the newest token written, as by `receive_handover`.
-        seq_lens: [B] int32 with the new token.  attn_out: [B, Hq, D], written.
+        x: [B, hidden] fp32, written.
+        cache: of the layer; the newest token is written, as by `receive_handover`.
+        seq_lens: [B] int32, with the new token.
+        attn_out: [B, Hq, D], written.
     Capture: graph-safe; allocates nothing.
     """
     shape = swap.shape
-    spec_out, message = swap.box_parts(1 - swap.group)
+    spec_out, message = swap.handover_parts(1 - swap.group)
     blocks = triton.cdiv(spec_out.shape[1], BLOCK) + triton.cdiv(message.shape[1], BLOCK)
     compiled = jit_launch(_unpack_handover_kernel, (blocks, shape.batch_size))(
-        spec_out, message, x, *places_of(cache), seq_lens, attn_out, swap.gates(layer).is_receiver,
+        spec_out, message, x, *cache_args(cache), seq_lens, attn_out, swap.gates(layer).is_receiver,
         HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, OUT=spec_out.shape[1], BLOCK=BLOCK,
         num_warps=1, **pdl_options(x.device),
     )  # fmt: skip
@@ -337,7 +355,7 @@ def _unpack_residual_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK channels of one request; grid [HIDDEN / BLOCK, B]."""
+    """BLOCK channels of one request. Grid [HIDDEN / BLOCK, B]."""
     if PDL:
         gdc_launch_dependents()
     request = tl.program_id(1)
@@ -348,15 +366,16 @@ def _unpack_residual_kernel(
         gdc_wait()
     if tl.load(gate_ptr) == 0:
         return
-    at = request * HIDDEN + channels
-    x = tl.load(residual_ptr + at, mask=inside, other=0.0)
-    write_residual(x, at, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
+    offsets = request * HIDDEN + channels
+    x = tl.load(residual_ptr + offsets, mask=inside, other=0.0)
+    write_residual(x, offsets, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
 def unpack_residual(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor) -> None:
-    """The sender's x after the last layer, and what the norm before the LM head needs. Gated by `receives`.
+    """Copy the sender's x after the last layer; compute the inputs of the final norm. Gate: `is_receiver`.
 
-    Args: as `reduce_norm`; x is overwritten.
+    Args:
+        As `reduce_norm`; x is overwritten.
     Capture: graph-safe; allocates nothing.
     """
     shape = swap.shape
@@ -373,8 +392,8 @@ def _decide_kernel(
     live_ptr,  # [B] int32
     forced_ptr,  # [L] int32, or None
     verdicts_ptr,  # [2 T, B + 1] int32
-    is_sender_ptr,  # [1] int32, of this layer
-    recompute_ptr,  # [1] int32, of this layer
+    is_sender_ptr,  # [1] int32: gate of this layer
+    recompute_ptr,  # [1] int32: gate of this layer
     rank,
     layer,
     threshold2,
@@ -386,12 +405,12 @@ def _decide_kernel(
     T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The verdict from the sums of the group's ranks; grid [1]."""
+    """Compute the verdict from the sums of the group's ranks. Grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     total = tl.zeros([2 * B_PAD], tl.float32)
-    # In rank order: all ranks of the group reach the same bits, and the same verdict.
+    # Add in rank order: all ranks of the group get the same bits, so the same verdict.
     for tp_rank in tl.static_range(T):
         total += add_sums(sums_ptr + tp_rank * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
     accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
@@ -403,14 +422,15 @@ def _decide_kernel(
 
 
 def decide(swap: Swap, layer: int, live: Tensor, threshold: float, forced: Tensor | None = None) -> None:
-    """The group's verdict on a layer's guess, from `swap.sums` of its ranks: into this rank's row of `swap.verdicts`,
-    and this layer's `redoes`. Ungated; of a group that receives the row means nothing, and `redoes` is 0.
+    """Compute the group's verdict on a layer's `A~` from `swap.sums`. No gate.
 
-    Rules: `alspec.verdict`, `alspec.priority`. Oracle: `decide_ref`.
+    Writes this rank's row of `swap.verdicts`, and this layer's gate `recompute`. On a receiver the row is meaningless
+    and `recompute` is 0. Rules: `alspec.verdict`, `alspec.priority`. Oracle: `decide_ref`.
 
     Args:
-        live: [B] int32, the same on every rank of the job.  threshold: lambda >= 0, fixed at capture.
-        forced: [L] int32, as `roles.decide`.
+        live: [B] int32, the same on every rank of the job.
+        threshold: lambda >= 0, fixed at capture.
+        forced: [L] int32, as in `roles.decide`.
     Raises:
         ValueError: `threshold` is negative or NaN.
     Capture: graph-safe; allocates nothing.
@@ -430,8 +450,8 @@ def decide(swap: Swap, layer: int, live: Tensor, threshold: float, forced: Tenso
 def _apply_verdict_kernel(
     verdicts_ptr,  # [2 T, B + 1] int32
     hits_ptr,  # [L, B] int32
-    is_sender_ptr,  # [1] int32, of this layer
-    next_is_sender_ptr,  # [1] int32, of the next
+    is_sender_ptr,  # [1] int32: gate of this layer
+    next_is_sender_ptr,  # [1] int32: gate of the next layer
     next_is_receiver_ptr,  # [1] int32
     layer,
     group,
@@ -440,7 +460,7 @@ def _apply_verdict_kernel(
     T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The verdict of the sending group's first rank; grid [1]."""
+    """Read the verdict of the sending group's first rank. Grid [1]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -449,23 +469,22 @@ def _apply_verdict_kernel(
     requests = tl.arange(0, B_PAD)
     accepted = tl.load(verdict_ptr + requests, mask=requests < B, other=0)
     tl.store(hits_ptr + layer * B + requests, accepted, mask=requests < B)
-    next_sends = tl.where(tl.load(verdict_ptr + B) == 1, 1 - is_sender, is_sender)
-    tl.store(next_is_sender_ptr, next_sends)
-    tl.store(next_is_receiver_ptr, 1 - next_sends)
+    next_is_sender = tl.where(tl.load(verdict_ptr + B) == 1, 1 - is_sender, is_sender)
+    tl.store(next_is_sender_ptr, next_is_sender)
+    tl.store(next_is_receiver_ptr, 1 - next_is_sender)
 
 
 def apply_verdict(swap: Swap, layer: int, hits: Tensor) -> None:
-    """What the sending group decided, from `swap.verdicts` of all ranks: who sends and receives in the next layer.
-    Ungated.
+    """Set the roles of the next layer from the sending group's verdict in `swap.verdicts`. No gate.
 
     Args:
-        hits: [L, B] int32, this layer written; 0 for a request that is not live.
+        hits: [L, B] int32; the row of this layer is written, 0 for a request that is not live.
     Capture: graph-safe; allocates nothing.
     """
-    shape, following = swap.shape, swap.gates(layer + 1)
+    shape, next_gates = swap.shape, swap.gates(layer + 1)
     compiled = jit_launch(_apply_verdict_kernel, (1,))(
-        swap.verdicts, hits, swap.gates(layer).is_sender, following.is_sender, following.is_receiver, layer, swap.group,
-        B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), T=shape.tp_size, num_warps=1,
+        swap.verdicts, hits, swap.gates(layer).is_sender, next_gates.is_sender, next_gates.is_receiver, layer,
+        swap.group, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), T=shape.tp_size, num_warps=1,
         **pdl_options(hits.device),
     )  # fmt: skip
     set_l1_carveout(compiled)

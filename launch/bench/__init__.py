@@ -1,1 +1,1 @@
-"""What launch/bench_kernels.py measures."""
+"""The measurements of launch/bench_kernels.py."""

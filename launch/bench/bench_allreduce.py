@@ -1,6 +1,6 @@
-"""The decode step's all-reduce, residual and norm statistics alone, against NCCL's and PyTorch's all-reduce.
+"""Measure the decode step's all-reduce with residual and norm sums, against NCCL's and PyTorch's all-reduce.
 
-Where GPUs do not reach each other, words go through the host's memory, and PyTorch has no rival.
+Without peer access, LL packets go through the host's memory, and PyTorch has no one-shot all-reduce to compare with.
 
 torchrun --standalone --nproc-per-node 4 launch/bench_kernels.py --bench allreduce --rows out.jsonl
 """
@@ -29,25 +29,25 @@ __all__ = ["BATCHES", "HIDDEN", "AllReduce", "connect", "measure", "time_chains"
 
 HIDDEN = 4096
 BATCHES = (1, 4, 8)
-SLOTS = 64  # all-reduces of one epoch: a step of 32 layers
-ROUNDS = 32  # epochs in one graph: beside them, what ranks start apart by does not count
-RIVAL_CALLS = 32  # sums of sums stay finite
+REDUCTIONS = 64  # all-reduces of one epoch: those of a step of 32 layers
+ROUNDS = 32  # epochs in one graph: long enough that the ranks' different start times do not matter
+RIVAL_CALLS = 32  # all-reduces in place: few enough that the sums of sums stay finite
 REPLAYS = 25
 WARMUP_REPLAYS = 3
-TIMEOUT_NS = 20 * 10**9  # the first call of a rank also compiles
+TIMEOUT_NS = 20 * 10**9  # long, because the first call of a rank also compiles
 TOLERANCE = 1e-6  # relative RMS of fp32 sums against fp64
 NORM_TOLERANCE = 5e-3  # of bf16 values
 
 
 class AllReduce:
-    """One batch size's buffers on this rank, and the ways to reduce them."""
+    """The buffers of one batch size on this rank, and the all-reduces to compare."""
 
     def __init__(self, transport: Transport, peer_memory: PeerMemory, batch_size: int) -> None:
         self._transport, self.batch_size = transport, batch_size
         device = transport.device
-        # The smallest vocabulary that every rank has a part of: logits are not exchanged here.
+        # Logits are not exchanged here: take the smallest vocabulary that all ranks share.
         self.exchange, _, _ = build_exchanges(
-            transport, peer_memory, SLOTS, batch_size, HIDDEN, transport.placement.world_size
+            transport, peer_memory, REDUCTIONS, batch_size, HIDDEN, transport.placement.world_size
         )
         generator = torch.Generator(device).manual_seed(transport.placement.rank)
         self.partial = torch.randn(batch_size, HIDDEN, generator=generator, device=device)
@@ -65,33 +65,33 @@ class AllReduce:
         self._sum = self.partial.clone()
 
     def ours(self) -> None:
-        """`SLOTS` pushes and reductions over one epoch, which ends with two launches that nothing overlaps."""
-        for slot in range(SLOTS):
-            push_packets(self.partial, self.exchange, slot)
-            reduce_norm(self.exchange, slot, TIMEOUT_NS, self.x, self.gamma, self.x_norm, self.square_sums)
+        """`REDUCTIONS` pushes and reductions of one epoch. It ends with two launches that nothing overlaps."""
+        for index in range(REDUCTIONS):
+            push_packets(self.partial, self.exchange, index)
+            reduce_norm(self.exchange, index, TIMEOUT_NS, self.x, self.gamma, self.x_norm, self.square_sums)
         self._next_epoch()
 
     def nothing(self) -> None:
-        """As many launches as `ours`, of the same size, that do nothing."""
+        """As many launches as `ours`, with the same grids, that do nothing."""
         device = self.partial.device
-        for _ in range(SLOTS):
+        for _ in range(REDUCTIONS):
             nothing((HIDDEN // PUSHED, self.batch_size), 2, device)
             nothing((num_square_sums(HIDDEN), self.batch_size), 4, device)
         self._next_epoch()
 
     def _next_epoch(self) -> None:
-        # A push may read the epoch before its wait: an ordinary launch lies between that and the count.
+        # A push may read the epoch before its dependent-launch wait: an ordinary launch lies in between.
         self.exchange.epoch.add_(1)
         self._counter.add_(1)
 
     def nccl(self) -> None:
-        """NCCL's all-reduce, in place, over and over."""
+        """NCCL's all-reduce in place, repeated."""
         self._sum.copy_(self.partial).mul_(1e-3)
         for _ in range(RIVAL_CALLS):
             dist.all_reduce(self._sum)
 
     def one_shot(self) -> None:
-        """PyTorch's one-shot all-reduce over symmetric memory."""
+        """PyTorch's one-shot all-reduce over symmetric memory, repeated."""
         for _ in range(RIVAL_CALLS):
             self._one_shot_sum()
 
@@ -102,20 +102,20 @@ class AllReduce:
 
     @property
     def rivals(self) -> dict[str, tuple[Callable[[], None], int, int]]:
-        """Other all-reduces that work here, as `time_chains` takes them."""
+        """The other all-reduces that work here, in the form of `time_chains`."""
         found: dict[str, tuple[Callable[[], None], int, int]] = {"nccl": (self.nccl, RIVAL_CALLS, 1)}
         if self._symmetric is not None:
             found["torch.symm_mem.one_shot"] = (self.one_shot, RIVAL_CALLS, 1)
         return found
 
     def check(self) -> None:
-        """One epoch of `ours` against an fp64 sum in rank order and against NCCL; the same bits on every rank.
+        """Compare one epoch of `ours` with an fp64 sum and with NCCL. All ranks must get the same bits.
 
         Raises:
             BadNumbersError: a wrong result.
-            RankFailureError: a word did not come.
+            RankFailureError: a packet did not arrive in time.
         """
-        gather, count = self._transport.all_gather_world, SLOTS
+        gather, count = self._transport.all_gather_world, REDUCTIONS
         total = torch.zeros_like(self.partial, dtype=torch.float64)
         for partial in gather(self.partial):
             total += partial.double()
@@ -125,7 +125,7 @@ class AllReduce:
         self.ours()
         self._transport.synchronize()
         expected = self._start.double() + count * total
-        # Each of the additions rounds; what is added is as large as what is there.
+        # Each addition rounds, and the addends are as large as the sum.
         check_close("x", self.x, expected, TOLERANCE * count)
         check_close("x * gamma", self.x_norm, expected * self.gamma.double(), NORM_TOLERANCE)
         squares = self.x.double().square().view(self.batch_size, -1, STREAM_BLOCK).sum(2)
@@ -135,7 +135,7 @@ class AllReduce:
         check_close("NCCL's sum", self._sum, total, TOLERANCE)
         if self._symmetric is not None:
             check_close("one-shot sum", self._one_shot_sum().view_as(total), total, TOLERANCE)
-        # One reduction onto -0.0: the sum alone.
+        # One reduction onto -0.0 gives the sum alone.
         self.x.fill_(-0.0)
         push_packets(self.partial, self.exchange, 0)
         reduce_norm(self.exchange, 0, TIMEOUT_NS, self.x, self.gamma, self.x_norm, self.square_sums)
@@ -149,16 +149,18 @@ class AllReduce:
         self.check_fault()
 
     def check_fault(self) -> None:
-        """Raise if a word did not come in time."""
+        """Raise `RankFailureError` if a packet did not arrive in time."""
         if int(self.exchange.fault):
-            raise RankFailureError(f"allreduce: a word did not come: fault {int(self.exchange.fault):#x}")
+            raise RankFailureError(f"allreduce: a packet did not arrive in time: fault {int(self.exchange.fault):#x}")
 
 
 def connect() -> tuple[Transport, PeerMemory]:
-    """This rank's GPU and the job's process groups, and where its ranks can send each other words.
+    """Connect the ranks of the job, and find peer memory for their packets.
 
+    Returns:
+        The transport of this rank's GPU, and the peer memory that works.
     Raises:
-        UserError: not started by torchrun, or they cannot.
+        UserError: not started by torchrun, or no peer memory works.
     """
     placement = Placement.from_environment()
     if placement.world_size == 1:
@@ -168,17 +170,17 @@ def connect() -> tuple[Transport, PeerMemory]:
     transport = Transport(placement, device, "nccl", connect_store(placement))
     peer_memory, reason = probe_peer_memory(("symm", "host"), transport)
     if peer_memory is None:
-        raise UserError(f"bench_kernels: --bench allreduce needs memory through which ranks send words: {reason}")
+        raise UserError(f"bench_kernels: --bench allreduce needs memory that all ranks can write: {reason}")
     return transport, peer_memory
 
 
 def time_chains(
     transport: Transport, chains: dict[str, tuple[Callable[[], None], int, int]]
 ) -> dict[str, dict[str, float]]:
-    """Microseconds of one call inside a graph: p20, p50 and p80 over replays, each on the rank it took longest on.
+    """Microseconds of one call inside a graph: p20, p50 and p80 over replays, each replay on its slowest rank.
 
     Args:
-        chains: name -> what launches some calls, how many it launches, how often it is repeated in the graph.
+        chains: name -> (function that launches some calls, number of these calls, repetitions in the graph).
     """
     graphs = {}
     for name, (run, _, repeats) in chains.items():
@@ -189,7 +191,7 @@ def time_chains(
             for _ in range(repeats):
                 run()
     samples: dict[str, list[float]] = {name: [] for name in chains}
-    # In turns, so that all are measured at the same clock rates.
+    # In turn, so that all are measured at the same clock rates.
     for replay in range(WARMUP_REPLAYS + REPLAYS):
         for name, (_, calls, repeats) in chains.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -211,15 +213,15 @@ def time_chains(
 def measure(
     transport: Transport, peer_memory: PeerMemory, batch_size: int
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """The case, and the times of every implementation; correctness first."""
+    """Check, then time every implementation. Returns the case, and the times by name."""
     reduce = AllReduce(transport, peer_memory, batch_size)
     reduce.check()
     times = time_chains(
         transport,
         reduce.rivals
         | {
-            "nothing: two empty launches": (reduce.nothing, SLOTS, ROUNDS),
-            "alspec.push, reduce_norm": (reduce.ours, SLOTS, ROUNDS),
+            "nothing: two empty launches": (reduce.nothing, REDUCTIONS, ROUNDS),
+            "alspec.push, reduce_norm": (reduce.ours, REDUCTIONS, ROUNDS),
         },
     )
     reduce.check_fault()

@@ -1,4 +1,4 @@
-"""What benchmarks share: where a guess goes, what attention has written, and whether it is right."""
+"""Helpers of the benchmarks: buffers for `A~`, the outputs of attention, and their check."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ __all__ = ["check_close", "combined", "new_spec_output", "written"]
 
 
 def new_spec_output(chunk_size: int, q: Tensor, parts: int, device: torch.device) -> tuple[SpecOutput, Tensor]:
-    """What attention of q [B, Hq, D] writes for a pair, with the words of `A~` on `device`; and these words, zeroed.
+    """Allocate what speculative attention of q writes for a pair.
 
-    `A~` comes in so many parts. Their epoch is 0.
+    Args:
+        q: [B, Hq, D].
+        parts: number of partials in which `A~` is sent.
+        device: holds the packets of `A~`.
+    Returns:
+        The `SpecOutput`, with epoch 0, and all of its packets, [n] int64, zeroed.
     """
     batch, hq, dim = q.shape
     size = parts * q.numel()
-    words = torch.zeros(size + (parts * batch * hq if parts > 1 else 0), dtype=torch.int64, device=device)
+    packets = torch.zeros(size + (parts * batch * hq if parts > 1 else 0), dtype=torch.int64, device=device)
     speculation = SpecOutput(
         chunk_size,
-        words[:size].view(parts, *q.shape),
+        packets[:size].view(parts, *q.shape),
         torch.full((batch, num_sums(hq, dim), 2), torch.nan, device=q.device),
         torch.zeros(1, dtype=torch.int32, device=q.device),
-        words[size:].view(parts, batch, hq) if parts > 1 else None,
+        packets[size:].view(parts, batch, hq) if parts > 1 else None,
     )
-    return speculation, words
+    return speculation, packets
 
 
 def written(out: Tensor, speculation: SpecOutput | None) -> tuple[Tensor, ...]:
-    """What attention writes: its output; with a guess `A~`, the verdict's sums and, of several parts, their lse."""
+    """The outputs of attention: A; with `speculation` also A~ and the verdict's sums, and the lse if A~ has parts."""
     if speculation is None:
         return (out,)
     lse = () if speculation.spec_lse is None else (speculation.spec_lse,)
@@ -42,7 +47,7 @@ def written(out: Tensor, speculation: SpecOutput | None) -> tuple[Tensor, ...]:
 
 
 def combined(spec_out: Tensor, spec_lse: Tensor | None, epoch: int) -> Tensor:
-    """`A~` [B, Hq, D] fp32 of the words of a `SpecOutput` under an epoch; NaN where one is missing."""
+    """Combine the packets of a `SpecOutput` into `A~`, [B, Hq, D] fp32; NaN where a packet of `epoch` is missing."""
     o = unpack_packets(spec_out, epoch)
     if spec_lse is None:
         return o[0]
@@ -50,12 +55,12 @@ def combined(spec_out: Tensor, spec_lse: Tensor | None, epoch: int) -> Tensor:
     return (o * weight[..., None]).sum(0)
 
 
-def check_close(what: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
-    """Compare by the relative error of the whole, in fp64: |found - wanted| < tolerance |wanted|.
+def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Compare two tensors by their relative error, in fp64: |found - expected| < tolerance |expected|.
 
     Raises:
-        BadNumbersError: it is larger, or not a number.
+        BadNumbersError: the error is larger, or not a number.
     """
-    error = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    error = float((found.double() - expected.double()).norm() / expected.double().norm())
     if not error < tolerance:
         raise BadNumbersError(f"wrong {what}: relative error {error:.2e}, tolerance {tolerance:.0e}")

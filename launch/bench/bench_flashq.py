@@ -1,4 +1,4 @@
-"""Cases of `bench_kernels.py --bench turbo`: random quantised caches, large enough to keep the L2 cold."""
+"""Cases of `bench_kernels.py --bench turbo`: random quantised caches, enough of them to keep the L2 cold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["FlashQCase", "flashq_run"]
 
 @dataclass
 class FlashQCase:
-    """One shape with enough copies of its inputs to keep the L2 cold."""
+    """One shape, with enough copies of its inputs to keep the L2 cold."""
 
     q: Tensor  # [copies, B, Hq, D] bf16
     layers: list[FlashQLayer]  # one for each copy
@@ -30,7 +30,7 @@ class FlashQCase:
     def draw(
         cls, seq_lens: list[int], num_qo_heads: int, num_kv_heads: int, head_dim: int, codec: str, cold_bytes: int
     ) -> FlashQCase:
-        """Fresh random inputs: random codes, parameters and scales as a quantiser of normal values finds them."""
+        """Fresh random inputs. Parameters and scales are those of quantised normal values; codes are uniform."""
         device = torch.device("cuda")
         batch, num_blocks = len(seq_lens), max(seq_lens) // BLOCK + 1
         bits = torch.full((batch, num_kv_heads), 2 if codec == "turbo2" else 4, dtype=torch.int32)
@@ -48,7 +48,7 @@ class FlashQCase:
             words = torch.randint(-(2**31), 2**31, (int(sizes.sum()),), dtype=torch.int64, device=device).int()
             for head, width in enumerate(bits.flatten().tolist()):
                 begin, size = int(offset.flatten()[head]), record_words(width, head_dim)
-                # K and V, the codes of each and then its parameters.
+                # K, then V; the codes of each come before its parameters.
                 records = words[begin : begin + num_blocks * size].view(num_blocks, 2, size // 2)
                 records[..., -head_dim // 2 :] = _parameters(num_blocks, head_dim, width, device)
             layers.append(
@@ -79,7 +79,7 @@ class FlashQCase:
                 records = layer.words[begin : begin + full * size].view(full, size)
                 for side, (values, codes) in enumerate(zip((k, v), unpack_record(records, width, dim), strict=True)):
                     integers = codes.codes * codes.s_int[:, None] + codes.z[:, None]
-                    assert bool((integers == integers.to(torch.int8)).all()), "no quantiser writes that"
+                    assert bool((integers == integers.to(torch.int8)).all()), "records that no quantiser writes"
                     exact = integers.double() * layer.scales[request, head, :full, side, None, None].double()
                     newest = layer.tail[request, head, side, : length - full * BLOCK].double()
                     values[request, head, : full * BLOCK] = exact.flatten(0, 1)
@@ -88,7 +88,7 @@ class FlashQCase:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one launch must read: records and their scales, and the tokens in the tail."""
+        """Bytes that one launch must read: records and their scales, and the tail with its scales."""
         layer, total = self.layers[0], 0
         for length, widths in zip(self.seq_lens.tolist(), layer.bits.tolist(), strict=True):
             full = (length - 1) // BLOCK
@@ -99,7 +99,7 @@ class FlashQCase:
 
 
 def _parameters(num_blocks: int, head_dim: int, bits: int, device: torch.device) -> Tensor:
-    """[num_blocks, 2, head_dim / 2] int32 words: `s_int` and `z + 128` of K, of V, that fill most of [-119, 119]."""
+    """[num_blocks, 2, head_dim / 2] int32: `s_int` and `z + 128` of K and V; the values fill most of [-119, 119]."""
     top = 238 // (2**bits - 1)
     s_int = torch.randint(top // 2, top + 1, (num_blocks, 2, head_dim), dtype=torch.int32, device=device)
     span = 239 - (2**bits - 1) * s_int
@@ -108,7 +108,7 @@ def _parameters(num_blocks: int, head_dim: int, bits: int, device: torch.device)
 
 
 def flashq_run(case: FlashQCase, chunk_size: int, softmax: Softmax = "exact") -> Callable[[int], tuple[Tensor, ...]]:
-    """Our kernel on copy `i`; with `chunk_size` it also writes `A~` and the verdict's sums."""
+    """Our kernel on copy `i`. With `chunk_size` it also writes `A~` and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.layers[0].num_kv_heads
     workspace = attend_workspace(case.layers[0], hq, device)
@@ -117,8 +117,8 @@ def flashq_run(case: FlashQCase, chunk_size: int, softmax: Softmax = "exact") ->
     speculation = None
     if chunk_size:
         parts = flashq_spec_parts(batch, hq // hkv, device)
-        speculation, words = new_spec_output(chunk_size, case.q[0], parts, device)
-        words.fill_(-1)  # of another epoch
+        speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device)
+        packets.fill_(-1)  # another epoch than that of the run
 
     def run(i: int) -> tuple[Tensor, ...]:
         flashq_decode_attention(case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation)

@@ -1,4 +1,4 @@
-"""Prefill attention over the INT8 stage of the cache and over bf16, for prompts and for a chunk behind a prefix."""
+"""Measure prefill attention over INT8 and over bf16, for whole prompts and for a prompt chunk after a prefix."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from alspec.launch.bench.bench_common import check_close
 
 __all__ = ["PREFILL_CASES", "PrefillCase", "check_prefill", "prefill_runs"]
 
-# Tokens of the prompt or chunk, and all tokens with the prefix.
+# (queries, all tokens): a whole prompt, or a prompt chunk after a prefix.
 PREFILL_CASES = ((8192, 8192), (32768, 32768), (4096, 32768))
 HEADS, HEAD_DIM = (32, 8), 128
-# Relative RMS: q's rounding changes a score of these inputs by 0.006, SAS a weight by 0.001, bf16 an output by 0.002.
+# Relative RMS. The rounding of q changes scores of these inputs by 0.006, SAS weights by 0.001, bf16 outputs by 0.002.
 TOLERANCE = 1.5e-2
 CHECKED_ROWS = 64
 OURS = "alspec.int8_prefill_attention"
@@ -57,22 +57,22 @@ class PrefillCase:
 
     @property
     def flops(self) -> int:
-        """Of both products, over what a causal mask leaves."""
+        """Operations of both products, without what the causal mask hides."""
         num_queries, num_tokens = self.q.shape[0], self.k.shape[1]
         pairs = num_queries * num_tokens - num_queries * (num_queries - 1) // 2
         return 4 * pairs * HEADS[0] * HEAD_DIM
 
     def num_bytes(self, impl: str) -> int:
-        """Bytes that a run must read and write: q and o, K and V in INT8 with scales, or in bf16."""
+        """Bytes that a run must read and write: q and o, and K and V in INT8 with scales or in bf16."""
         quantised = (self.k8, self.v8, self.k_scale, self.v_scale)
         cache = quantised if impl.startswith(OURS) else (self.k, self.v)
         return 2 * self.q.nbytes + sum(tensor.nbytes for tensor in cache)
 
 
 def prefill_runs(case: PrefillCase) -> dict[str, Run]:
-    """SDPA, what prompts take over bf16, and ours, as functions of the number of a copy.
+    """SDPA, our attention over bf16, and our INT8 attention with each softmax.
 
-    There is one: each rereads its inputs hundreds of times.
+    The argument, the index of a copy, is ignored. One copy is enough: each run rereads its inputs hundreds of times.
     """
     num_queries, num_tokens = case.q.shape[0], case.k.shape[1]
     is_prompt = num_queries == num_tokens
@@ -101,7 +101,7 @@ def check_prefill(case: PrefillCase, run: Run) -> None:
     """Compare the first, some middle and the last rows with the fp64 oracle.
 
     Raises:
-        BadNumbersError: they differ by more than quantisation makes them.
+        BadNumbersError: the error is larger than `TOLERANCE`.
     """
     out = run(0)
     num_queries, num_tokens = case.q.shape[0], case.k.shape[1]

@@ -1,4 +1,4 @@
-"""Whole prompts, chunk by chunk: time to the first token, share of what a large product reaches here, and memory."""
+"""Measure whole prompts: time to the first token, share of the matrix peak, and memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import CHUNK_TOKENS, prefill
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.memory import GIB
-from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.stats import percentile, seconds_in_a_row, spread
 
 __all__ = ["PROMPT_CONTEXTS", "matrix_peak", "measure_prompts", "prompt_engines", "prompt_flops", "prompt_table"]
 
 PROMPT_CONTEXTS = (8192, 32768, 131072)
 
-# Prompts of one length: until they have taken long enough, and one at least.
+# Time prompts of one length until they have taken ENOUGH_US, at least one and at most MAX_PROMPTS.
 MAX_PROMPTS = 9
 ENOUGH_US = 3e6
-# For each group, of the prompt before them, which is not counted: its second chunk has run all that further ones run.
+# Length of the warm-up prompt, for each group: its second chunk launches everything that later chunks launch.
 WARMUP_TOKENS = 2 * CHUNK_TOKENS
 
 MATRIX_SIZE = 8192
@@ -43,15 +43,15 @@ PRODUCTS = 50
 
 CHECKED_LAYERS = 2
 CHECKED_TOKENS, CHECKED_CHUNK = 500, 256  # the second chunk ends within a block of a quantised cache
-# Relative RMS against fp32 of the 8B shape's logits. Measured on two such layers: rounding 0.004, 4-bit keys and values
-# 0.02, attention to the last chunk alone 0.3, and none at all 0.12.
+# Relative RMS of the logits against fp32, for CHECKED_LAYERS layers of the 8B shape. Rounding gives 0.004, 4-bit keys
+# and values 0.02. Wrong attention is found: to the last chunk alone it gives 0.3, none at all 0.12.
 TOLERANCE = {"bf16": 2e-2, "turbo4": 5e-2}
 
 Row = dict[str, Any]
 
 
 def prompt_engines(world_size: int) -> list[EngineConfig]:
-    """What is measured with so many ranks: all of them in tensor parallelism, and as two groups, over two caches."""
+    """Settings to measure on `world_size` ranks: tensor parallelism and, if even, a pair; each over two caches."""
     modes = [SpeculationConfig(mode="off"), *([SpeculationConfig(mode="paired")] if world_size % 2 == 0 else [])]
     return [
         EngineConfig(random_weights="llama-3.1-8b", kv_cache=codec, speculation=mode)
@@ -61,13 +61,13 @@ def prompt_engines(world_size: int) -> list[EngineConfig]:
 
 
 def prompt_flops(config: LlamaConfig, num_tokens: int) -> int:
-    """Operations of a prompt, of all ranks together; a multiplication and an addition are two.
+    """Operations of a prompt, on all ranks together. A multiply-add counts as two.
 
         2 n L (h (2 Hq + 2 Hkv) D + 3 h I)  +  L 4 Hq D n (n + 1) / 2  +  2 h V
 
-    for n tokens, L layers, hidden size h, Hq and Hkv heads of D channels, an MLP of width I and a vocabulary of V: the
-    layers' matrices, both products of attention where the causal mask leaves anything, and the LM head, which `prefill`
-    applies to the last token alone. Norms, RoPE, softmax and SiLU are not counted.
+    for n tokens, L layers, hidden size h, Hq and Hkv heads of D channels, an MLP of width I and a vocabulary of V. The
+    terms: the matrices of the layers; both products of attention, without what the causal mask hides; the LM head,
+    which `prefill` applies to the last token alone. Norms, RoPE, softmax and SiLU are not counted.
     Source: Kaplan et al., Scaling Laws for Neural Language Models, table 1, with fewer KV heads and the third matrix of
     a gated MLP.
     """
@@ -80,9 +80,9 @@ def prompt_flops(config: LlamaConfig, num_tokens: int) -> int:
 
 
 def matrix_peak(device: torch.device) -> float:
-    """Operations/s of a product of two bf16 matrices: the median of some in a row, after some more."""
+    """Operations/s of a product of two bf16 matrices: the median of `PRODUCTS` in a row, after a warm-up."""
     size = MATRIX_SIZE
-    # Not zeros: with those a GPU is faster.
+    # Not zeros: a GPU multiplies zeros faster.
     a, b = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(a)
     multiply = partial(torch.mm, a, b, out=out)
@@ -92,42 +92,41 @@ def matrix_peak(device: torch.device) -> float:
 
 
 def measure_prompts(config: EngineConfig, contexts: list[int], found: Callable[[Row], None]) -> None:
-    """Check prefill, then time prompts of random tokens of each length; every rank calls it.
+    """Check prefill, then time prompts of random tokens of each length. Every rank calls it.
 
     Args:
-        config: what the engine, which is this function's own, is made with; on the CPU it measures, too.
+        config: settings of the engine that this function makes. It may run on the CPU.
         contexts: lengths in tokens.
-        found: gets a row for each length, less its provenance, as soon as it is measured.
+        found: called with the row of each length, without provenance, as soon as it is measured.
     Raises:
-        UserError: a prompt longer than the model has positions.
-        DoesNotFitError: weights and cache of a length.
+        UserError: a prompt is longer than the model's positions.
+        DoesNotFitError: weights and cache do not fit for a length.
         BadNumbersError: a wrong result.
     """
     engine = Engine(config)
     check_positions(max(contexts), engine.model_config)
 
-    def work() -> int:
+    with guarded(engine.heartbeat, "Lower --contexts, or use more ranks"):
         engine.load(1, CHECKED_TOKENS)
         _check(engine)
-        (peak,) = _largest(engine, matrix_peak(engine.device))
+        (peak,) = _max_over_ranks(engine, matrix_peak(engine.device))
         for context in sorted(set(contexts)):
             engine.load(1, context)
             found(_measure(engine, context, peak))
         engine.close()
-        return 0
-
-    run_guarded(engine.heartbeat, work, "Lower --contexts, or use more ranks")
 
 
 def _check(engine: Engine) -> None:
-    """Logits of a short prompt in two chunks after the first layers, against those in fp32, uncompressed, in one chunk.
+    """Compare the logits of a short prompt, in two chunks, with those in fp32, in one chunk over a cache of fp32.
+
+    Uses the first `CHECKED_LAYERS` layers.
 
     Raises:
-        BadNumbersError: they differ by more than rounding and quantisation make them.
+        BadNumbersError: the error is larger than `TOLERANCE`.
     """
     model, ids = engine.model.first_layers(CHECKED_LAYERS), _random_ids(engine, CHECKED_TOKENS)
     config, weights = model.config, model.weights
-    # The embedding is read as fp32 anyway.
+    # The embedding needs no conversion: it is read as fp32 anyway.
     exact = replace(
         weights,
         layers=tuple(LayerWeights(**{name: x.float() for name, x in vars(layer).items()}) for layer in weights.layers),
@@ -143,7 +142,7 @@ def _check(engine: Engine) -> None:
 
 
 def _measure(engine: Engine, context: int, peak: float) -> Row:
-    """One length's row; `peak`: operations/s that a GPU reaches in a product."""
+    """Measure the row of one length. `peak`: operations/s of a GPU in `matrix_peak`."""
     device, config, world_size = engine.device, engine.model_config, engine.placement.world_size
     ids = _random_ids(engine, context)
     if device.type == "cuda":
@@ -151,10 +150,10 @@ def _measure(engine: Engine, context: int, peak: float) -> Row:
     _first_token_us(engine, ids[: WARMUP_TOKENS * engine.placement.num_groups])
     samples: list[float] = []
     while len(samples) < MAX_PROMPTS and sum(samples) < ENOUGH_US:
-        samples += _largest(engine, _first_token_us(engine, ids))
+        samples += _max_over_ranks(engine, _first_token_us(engine, ids))
     assert engine.memory is not None
-    taken = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    taken_bytes, planned_bytes = map(int, _largest(engine, taken, engine.memory.total_bytes))
+    used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    used_bytes, planned_bytes = map(int, _max_over_ranks(engine, used, engine.memory.total_bytes))
     us = spread(samples)
     flops = prompt_flops(config, context)
     rate = flops / us["p50"] * 1e6 / world_size
@@ -173,19 +172,19 @@ def _measure(engine: Engine, context: int, peak: float) -> Row:
         "us": {name: round(value, 3) for name, value in us.items()},
         "prompts": len(samples),
         "flops": flops,
-        "tflop_s": round(rate / 1e12, 3),  # of one GPU, as the next two
+        "tflop_s": round(rate / 1e12, 3),  # of one GPU; so are the next two
         "peak_tflop_s": round(peak / 1e12, 3),
         "share_of_peak": round(rate / peak, 4),
-        "memory_bytes": taken_bytes,  # of PyTorch's tensors, on the fullest GPU; 0 on the CPU
+        "memory_bytes": used_bytes,  # peak of PyTorch's tensors on the fullest GPU; 0 on the CPU
         "planned_bytes": planned_bytes,
     }
 
 
 def _first_token_us(engine: Engine, ids: list[int]) -> float:
-    """Microseconds from a prompt's ids on the host to the next token there.
+    """Microseconds from the prompt's ids on the host to the next token on the host.
 
     Raises:
-        BadNumbersError: logits that are not finite.
+        BadNumbersError: logits are not finite.
     """
     engine.connected().barrier()
     started = time.perf_counter()
@@ -193,35 +192,35 @@ def _first_token_us(engine: Engine, ids: list[int]) -> float:
     int(logits.argmax())
     us = (time.perf_counter() - started) * 1e6
     if not bool(logits.isfinite().all()):
-        raise BadNumbersError(f"prefill of {len(ids)} tokens left logits that are not finite")
+        raise BadNumbersError(f"prefill of {len(ids)} tokens gave logits that are not finite")
     return us
 
 
 def _logits(engine: Engine, model: Llama, cache: Cache, ids: list[int], chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-    """[1, V] fp32 after the prompt's last token."""
+    """Logits after the last token of the prompt, [1, V] fp32."""
     return prefill(model, cache, engine.connected(), 0, ids, no_hook, chunk_tokens)[0]
 
 
 def _random_ids(engine: Engine, num_tokens: int) -> list[int]:
-    """The same on every rank."""
+    """Random token ids, the same on every rank."""
     generator = torch.Generator().manual_seed(num_tokens)
     ids: list[int] = torch.randint(engine.model_config.vocab_size, (num_tokens,), generator=generator).tolist()
     return ids
 
 
-def _largest(engine: Engine, *values: float) -> list[float]:
-    """Each value on the rank where it is largest; every rank calls it."""
+def _max_over_ranks(engine: Engine, *values: float) -> list[float]:
+    """The maximum of each value over all ranks. Every rank calls it."""
     own = torch.tensor(values, dtype=torch.float64, device=engine.device)
-    largest: list[float] = engine.connected().all_gather_world(own).amax(0).tolist()
-    return largest
+    maxima: list[float] = engine.connected().all_gather_world(own).amax(0).tolist()
+    return maxima
 
 
 def prompt_table(rows: list[Row]) -> Table:
-    """What rows of `measure_prompts` say, for people."""
+    """A table of the rows of `measure_prompts`."""
     case = rows[0]["case"]
     table = Table(
         title=f"Prompts of random tokens, {case['shape']}, {case['dtype']}, {case['world']} rank(s)",
-        caption="TTFT: until the host has the first token; peak: of a large product of bf16 matrices in this run",
+        caption="TTFT: until the host has the first token; peak: a large product of bf16 matrices in this run",
     )
     names = ("mode", "cache", "tokens", "TTFT ms p50", "p20", "p80", "prompts", "tokens/s")
     for name in (*names, "TFLOP/s a rank", "peak", "of peak", "GiB", "GiB planned"):

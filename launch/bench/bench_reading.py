@@ -1,4 +1,4 @@
-"""How long it takes to read so many bytes and do nothing else: what decode attention could reach at best."""
+"""Time to read a number of bytes and do nothing else: the best that decode attention could reach."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from alspec.kernels.common.jit_launch import num_sms
 
 __all__ = ["can_read_alone", "reading_alone"]
 
-# What was fastest on an H200 for 40 to 540 MB: pieces of 16 KB, of which two are on their way for each of two programs
-# on an SM.
+# Tiles of 16 KB; two programs on each SM, each with two loads in flight.
 ROWS = ROW_BYTES = 128
 STAGES, PER_SM = 2, 2
 
@@ -26,9 +25,9 @@ def can_read_alone(device: torch.device) -> bool:
 
 
 def reading_alone(num_bytes: int, copies: int) -> Callable[[int], None]:
-    """A launch that reads `num_bytes` of the current GPU's memory, rounded up to 16 KB, as a function of which copy.
+    """A function that reads `num_bytes` (rounded up to 16 KB) of copy `i` in the current GPU's memory.
 
-    A programmatic dependent launch, as attention is. Its wait is the only thing between two of them in a row.
+    It is a dependent launch, as attention is: only its wait separates two launches in a row.
     """
     device = torch.device("cuda")
     tiles = triton.cdiv(num_bytes, ROWS * ROW_BYTES)

@@ -1,4 +1,4 @@
-"""How long after the start of speculative decode `A~` can be used, measured by a kernel that waits for its words."""
+"""Measure the time from the launch of speculative decode until another kernel has received all packets of `A~`."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ __all__ = ["spec_ready_us"]
 
 WARMUP, REPETITIONS = 5, 20
 FLUSH_BYTES = 200 * 2**20
-# Programs that wait for the same words: what one asks for too early, another one sees. All together leave attention and
-# its merge places on an SM, which holds 32 programs.
-WATCHERS, WATCHERS_OF_SM = 6, 28
-# The first launch is held back until everything after it is queued and the waiting kernels spin.
+# Several programs poll the same packets: if one has just polled too early, another one polls soon after. An SM holds 32
+# programs; at most 28 watchers leave room for attention and its combine kernel.
+WATCHERS, WATCHERS_PER_SM = 6, 28
+# Delay the first launch until everything after it is queued and the waiting kernels poll.
 HEAD_START_CYCLES = 2_000_000
 DEADLINE_NS = 50_000_000
-ROUNDS = 16  # of words to and fro, to compare two clocks
+ROUNDS = 16  # packets sent there and back, to compare two clocks
 TOLERANCE = 1e-2
 
 
 class _Watch:
-    """A kernel that waits for words, and when it saw them."""
+    """A kernel that waits for packets and records when it received them."""
 
     def __init__(self, packets: Tensor) -> None:
         device = packets.device
         self.packets = packets
         self.copy = torch.empty(packets.shape, device=device)
         self.times = torch.empty(triton.cdiv(packets.numel(), POLLED), dtype=torch.int64, device=device)
-        self.watchers = min(WATCHERS, WATCHERS_OF_SM * num_sms(device) // len(self.times))
+        self.watchers = min(WATCHERS, WATCHERS_PER_SM * num_sms(device) // len(self.times))
 
     def reset(self) -> None:
         self.copy.fill_(torch.nan)
         self.times.fill_(NEVER)
 
     def start(self, epoch: int) -> None:
-        """Launch it, on the current stream of the GPU that has the words."""
+        """Launch the kernel on the current stream of the GPU that holds the packets."""
         watch_packets(self.packets, epoch, self.copy, self.times, self.watchers, DEADLINE_NS)
 
     def seen_at(self) -> int:
-        """When the last word was seen, in ns; `NEVER` if one was not."""
+        """Time of the last packet, in ns; `NEVER` if one is missing."""
         return int(self.times.max())
 
 
 class _Clocks:
     """How far the second GPU's clock is ahead of the first one's.
 
-    The two send a word to and fro; in the quickest round the answer is taken to be given in its middle. So the error is
-    at most half of what a word takes both ways, and small where it takes as long one way as the other. A millisecond
-    later, when the time is taken, the clocks may have drifted by some 20 ns.
+    The GPUs send a packet there and back. In the quickest round, the second GPU is assumed to answer at half time. The
+    error is at most half of the round trip, and small if both directions take equally long. Until the measurement, a
+    millisecond later, the clocks may drift by about 20 ns.
     """
 
     def __init__(self, here: torch.device, there: torch.device) -> None:
@@ -69,23 +69,23 @@ class _Clocks:
         self.first = 1
 
     def start(self) -> None:
-        """Launch the exchange on both GPUs, on streams of its own."""
+        """Launch the exchange on both GPUs, each on its own stream."""
         for side in (1, 0):
             with torch.cuda.device(self.streams[side].device), torch.cuda.stream(self.streams[side]):
-                mine, other = self.packets[side], self.packets[1 - side]
-                compare_clocks(mine, other, self.times[side], self.first, side == 0, DEADLINE_NS)
+                own, other = self.packets[side], self.packets[1 - side]
+                compare_clocks(own, other, self.times[side], self.first, side == 0, DEADLINE_NS)
         self.first += ROUNDS
 
     def ahead_ns(self) -> float:
-        """By the last exchange, once it has ended.
+        """The difference in ns by the last exchange, which must have ended.
 
         Raises:
-            RankFailureError: a word did not come in time.
+            RankFailureError: a packet did not arrive in time.
         """
         asked, answered = (times.tolist() for times in self.times)
         if any(came == NEVER for times in (asked, answered) for _, came in times):
-            raise RankFailureError("spec_ready: two GPUs could not compare their clocks: a word did not come")
-        # In whole ns: beyond 2^60 of them since 1970, floats are 256 apart.
+            raise RankFailureError("spec_ready: two GPUs could not compare their clocks: a packet did not arrive")
+        # In whole ns: at more than 2^60 ns since 1970, floats are 256 apart.
         _, twice = min(
             (end - begin, 2 * seen - begin - end) for (begin, end), (_, seen) in zip(asked, answered, strict=True)
         )
@@ -95,15 +95,15 @@ class _Clocks:
 def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size: int, peer: bool) -> dict[str, float]:
     """Microseconds from the launch of speculative decode until another kernel sees all of `A~`.
 
-    The clock starts when the kernel before it ends, so its launch is in it. With `peer`, `A~` lies on the second GPU,
-    where a kernel waits for it; the clocks of the two are compared right before.
+    The time starts when the kernel before it ends, so it includes the launch. With `peer`, `A~` is stored on the second
+    GPU, where a kernel waits for it; the clocks of both GPUs are compared just before.
 
     Args:
-        q, k, v, seq_lens: of one request, as for `lean_decode_attention`, on the first GPU.
+        q, k, v, seq_lens: one request, as for `lean_decode_attention`, on the first GPU.
     Returns:
         p20, p50, p80 over launches with a cold L2.
     Raises:
-        RankFailureError: a word did not come in time.
+        RankFailureError: a packet did not arrive in time.
         BadNumbersError: `A~` is wrong.
     """
     here = q.device
@@ -115,7 +115,7 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
     speculation, packets = new_spec_output(chunk_size, q, parts, there)
     assert speculation.epoch is not None
     started = torch.zeros(1, dtype=torch.int64, device=here)
-    guess, clocks = _Watch(packets), _Clocks(here, there) if peer else None
+    watch, clocks = _Watch(packets), _Clocks(here, there) if peer else None
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=here)
     main, waiting = torch.cuda.Stream(here), torch.cuda.Stream(there)
 
@@ -125,11 +125,11 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
 
     samples = []
     for repetition in range(WARMUP + REPETITIONS):
-        guess.reset()
+        watch.reset()
         speculation.epoch.fill_(repetition)
         _synchronize(here, there)
         if repetition == 0:
-            # Compile and load before anything spins: loading a kernel waits for the device.
+            # Compile and load all kernels before any of them polls: loading a kernel waits for the device.
             with torch.cuda.device(here):
                 flush.fill_(1)
                 torch.cuda._sleep(1)
@@ -137,36 +137,36 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
             if clocks is not None:
                 clocks.start()
             with torch.cuda.device(there):
-                guess.start(-1)  # of no epoch that comes: it waits till its deadline
+                watch.start(-1)  # this epoch never comes: the kernel waits until its deadline
             _synchronize(here, there)
-            guess.reset()
+            watch.reset()
         if clocks is not None:
             clocks.start()
             _synchronize(here, there)
         with torch.cuda.device(there), torch.cuda.stream(waiting):
-            guess.start(repetition)
+            watch.start(repetition)
         with torch.cuda.device(here), torch.cuda.stream(main):
             flush.fill_(repetition % 7)
             torch.cuda._sleep(HEAD_START_CYCLES)
             attend()
         _synchronize(here, there)
-        end = guess.seen_at()
-        if end == NEVER or not torch.equal(guess.copy, unpack_packets(packets, repetition)):
-            raise RankFailureError(f"spec_ready: repetition {repetition}: A~ did not come")
+        end = watch.seen_at()
+        if end == NEVER or not torch.equal(watch.copy, unpack_packets(packets, repetition)):
+            raise RankFailureError(f"spec_ready: repetition {repetition}: A~ did not arrive in time")
         samples.append((end - int(started) - (clocks.ahead_ns() if clocks else 0)) / 1e3)
     _check_spec(speculation, q, k, v, seq_lens, WARMUP + REPETITIONS - 1)
     return spread(samples[WARMUP:])
 
 
 def _check_spec(speculation: SpecOutput, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, epoch: int) -> None:
-    """Compare `A~` of one request with the fp64 oracle over its tokens."""
+    """Compare `A~` of one request with the fp64 oracle over sink and window."""
     n = int(seq_lens)
     sink_end, window_start = (int(end) for end in predictor_ranges(seq_lens, speculation.chunk_size))
     tokens = [*range(sink_end), *range(window_start, n)]
-    near = torch.tensor([len(tokens)])
-    wanted, _ = decode_attention_ref(q, k[:, :, tokens], v[:, :, tokens], near, q.shape[-1] ** -0.5)
-    found = combined(speculation.spec_out, speculation.spec_lse, epoch).to(wanted)
-    check_close(f"A~ of {n} tokens", found, wanted, TOLERANCE)
+    num_tokens = torch.tensor([len(tokens)])
+    expected, _ = decode_attention_ref(q, k[:, :, tokens], v[:, :, tokens], num_tokens, q.shape[-1] ** -0.5)
+    found = combined(speculation.spec_out, speculation.spec_lse, epoch).to(expected)
+    check_close(f"A~ of {n} tokens", found, expected, TOLERANCE)
 
 
 def _synchronize(here: torch.device, there: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""Pictures of measured rows."""
+"""Draw measured rows."""

@@ -9,7 +9,7 @@ __all__ = ["draw"]
 
 
 def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
-    """Rows of one sweep (bench `decode_step`): median, p20 to p80, and what the bytes of `off` alone would take."""
+    """Draw the rows of one sweep (bench `decode_step`): median, p20 to p80, and the time to read the bytes of `off`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,7 +22,7 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
         p20, p50, p80 = ([row["us"][name] / 1e3 for row in line] for name in ("p20", "p50", "p80"))
         axes.fill_between(contexts, p20, p80, alpha=0.3)
         axes.plot(contexts, p50, marker="o", label=f"{label}{_measured_hits(line)}, p50 (band: p20 to p80)")
-    # Closed launches of a pair skip their weights: its bytes are no limit.
+    # No limit for a pair: its skipped launches do not read their weights.
     off = [row for row in rows if row["case"]["mode"] == "off"]
     for codec, style in zip(
         dict.fromkeys(row["case"]["kv_cache"] for row in off), ("--", ":", "-.", "-"), strict=False
@@ -44,7 +44,7 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
 
 
 def _label(row: dict[str, Any]) -> str:
-    """`off`, or `paired over turbo4, 88% hits (forced)`: of a line, along which measured rates may differ."""
+    """The name of a line, such as `off` or `paired over turbo4, 88% hits (forced)`. Measured rates are not in it."""
     case = row["case"]
     name = case["mode"] + ("" if case["kv_cache"] == "bf16" else f" over {case['kv_cache']}")
     if case["hit_rate"] is None:
@@ -53,7 +53,7 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def _measured_hits(line: list[dict[str, Any]]) -> str:
-    """` (88% hits)`, or the range of a line; nothing where there are none, or they are forced."""
+    """` (88% hits)`, or a range if they differ; empty if there are none or they are forced."""
     rates = [row["case"]["hit_rate"] for row in line]
     if rates[0] is None or line[0]["case"]["forced"]:
         return ""

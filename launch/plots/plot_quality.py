@@ -14,10 +14,10 @@ COLORS: dict[str, Any] = {"cmap": "RdYlGn", "vmin": 0, "vmax": 1, "aspect": "aut
 
 
 def draw(picture: Path, rows: list[Row]) -> None:
-    """Rows of one run (bench `quality`): a column of heat maps for each cache, or one row of them for a single cache.
+    """Draw the rows of one run (bench `quality`): a column of heat maps for each cache; a single cache gets a row.
 
-    One map of recall over context and depth for each lambda and kind of needle; after them hit rates per layer over
-    lambda, on the longest text (where none was scored, on the first task's answers).
+    For each lambda and kind of needle, one map shows recall over context and depth. The last map shows hit rates per
+    layer over lambda, on the longest text. If no text was scored, it shows the answers of the first task.
     """
     import matplotlib
 
@@ -39,8 +39,8 @@ def draw(picture: Path, rows: list[Row]) -> None:
         for axes, kind in zip(column, maps, strict=False):
             cases = [row["case"] for row in needles if row["case"]["measure"] == kind[0]]
             contexts, depths = (sorted({case[name] for case in cases}) for name in ("context", "depth"))
-            of_kind = [row for row in found if (row["case"]["measure"], threshold_name(row)) == kind]
-            _needle_map(axes, of_kind, contexts, depths)
+            chosen = [row for row in found if (row["case"]["measure"], threshold_name(row)) == kind]
+            _needle_map(axes, chosen, contexts, depths)
             axes.set_title(f"{cache}: {kind[0]} recalled, lambda {kind[1]}", parse_math=False, fontsize=8)
         image = _hit_map(column[-1], [row for row in hits if row["case"]["cache"] == cache])
         on = "text" if first["measure"] == "bits per byte" else first["measure"]
@@ -52,12 +52,12 @@ def draw(picture: Path, rows: list[Row]) -> None:
 
 
 def _needle_map(axes: Any, rows: list[Row], contexts: list[int], depths: list[float]) -> None:
-    """Context across, depth down; a cell that was not measured stays empty."""
+    """Draw context across and depth down; cells that were not measured stay empty."""
     cells = {(row["case"]["context"], row["case"]["depth"]): row["value"] for row in rows}
     axes.imshow([[cells.get((context, depth), math.nan) for context in contexts] for depth in depths], **COLORS)
     for (context, depth), value in cells.items():
-        at, color = (contexts.index(context), depths.index(depth)), "black" if 0.2 < value < 0.8 else "white"
-        axes.annotate(f"{value:.2f}", at, ha="center", va="center", color=color, fontsize=8)
+        xy, color = (contexts.index(context), depths.index(depth)), "black" if 0.2 < value < 0.8 else "white"
+        axes.annotate(f"{value:.2f}", xy, ha="center", va="center", color=color, fontsize=8)
     axes.set_xticks(range(len(contexts)), contexts)
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
     axes.set_xlabel("context, tokens")
@@ -65,7 +65,7 @@ def _needle_map(axes: Any, rows: list[Row], contexts: list[int], depths: list[fl
 
 
 def _hit_map(axes: Any, rows: list[Row]) -> Any:
-    """Lambda across, layers up; empty where no position was counted."""
+    """Draw lambda across and layers up; empty if no position was counted."""
     rates = [row["hit_rate_per_layer"] or [math.nan] for row in rows]
     image = axes.imshow(list(zip(*rates, strict=True)), origin="lower", **COLORS)
     axes.set_xticks(range(len(rows)), list(map(threshold_name, rows)))
@@ -76,6 +76,6 @@ def _hit_map(axes: Any, rows: list[Row]) -> Any:
 
 
 def threshold_name(row: Row) -> str:
-    """A row's lambda as a heading: `0.1`, `inf`, or `fixed layers`."""
+    """The lambda of a row, as a heading: `0.1`, `inf`, or `fixed layers`."""
     threshold = row["case"]["threshold"]
     return "fixed layers" if threshold == "fixed" else f"{float(threshold):g}"

@@ -1,1 +1,1 @@
-"""What the commands share: flags, prompts, output."""
+"""Shared code of the commands: flags, prompts, output."""

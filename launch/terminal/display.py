@@ -1,10 +1,11 @@
-"""What a person sees: streamed text on stdout; a status line and the closing panel on stderr."""
+"""Output for people: streamed text on stdout; a status line and the closing panel on stderr."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, Self
 
 from rich.color import Color
@@ -13,16 +14,16 @@ from rich.panel import Panel
 from rich.style import Style
 from rich.table import Table
 
-from alspec.runtime.engine.generation import Generation, Token
+from alspec.runtime.engine.generation import Token
 from alspec.runtime.engine.memory import GIB
 
 __all__ = ["Printer", "StatusLine", "print_panel", "shows_color", "use_utf8"]
 
 
 class StatusLine:
-    """One line on stderr, if that is a terminal, that says what the command is doing; clear it before other output.
+    """One line on stderr that says what the command is doing, if stderr is a terminal; clear it before other output.
 
-    Not a spinner: those hide the cursor, and it would stay hidden if the heartbeat ended the process meanwhile.
+    Not a spinner: spinners hide the cursor, and it would stay hidden if the heartbeat ended the process.
     """
 
     def __init__(self, is_first: bool) -> None:
@@ -41,6 +42,10 @@ class StatusLine:
             print(f"\r\x1b[Kalspec: {text}", end="", file=sys.stderr, flush=True)
             self._is_shown = True
 
+    def show_prompt_progress(self, total: int) -> Callable[[int], None]:
+        """Return a function that shows how many of `total` prompt tokens are done."""
+        return lambda done: self.show(f"prompt: {done} of {total} tokens")
+
     def clear(self) -> None:
         """Erase the line."""
         if self._is_shown:
@@ -49,13 +54,14 @@ class StatusLine:
 
 
 class Printer:
-    """Streams one request's text; a batch becomes one JSON line for each request, in order, as they finish."""
+    """Streams the text of one request. A batch becomes one JSON line for each request, in order, as they finish."""
 
-    def __init__(self, generation: Generation, is_batch: bool, color: bool) -> None:
-        self._generation = generation
+    def __init__(self, num_requests: int, is_batch: bool, color: bool) -> None:
+        self._texts = [""] * num_requests
+        self._finish_reasons: list[str | None] = [None] * num_requests
         self._is_batch = is_batch
         self._color = color
-        self._next = 0
+        self._next = 0  # request whose line is printed next
         self._is_in_line = False
 
     def show(self, token: Token) -> None:
@@ -63,7 +69,9 @@ class Printer:
         if not self._is_batch and token.text:
             self._is_in_line = not token.text.endswith("\n")
         if self._is_batch:
-            self._flush_finished()
+            self._texts[token.request] += token.text
+            self._finish_reasons[token.request] = token.finish_reason
+            self._print_finished()
         elif self._color and token.hit_rate is not None:
             # Not through a rich console, which would wrap lines and change tabs and control characters.
             sys.stdout.write(_shade(token.hit_rate).render(token.text))
@@ -79,23 +87,25 @@ class Printer:
         sys.stdout.flush()
 
     def end_line(self) -> None:
-        """End the line that an error comes upon, if there is one; again, and after `close`, nothing."""
+        """End an unfinished line before an error message; does nothing a second time, or after `close`."""
         if self._is_in_line:
             self._is_in_line = False
             sys.stdout.write("\n")
         sys.stdout.flush()
 
-    def _flush_finished(self) -> None:
-        requests = self._generation.requests
-        while self._next < len(requests) and not requests[self._next].live:
-            request = requests[self._next]
-            line = {"request": self._next, "text": request.text, "finish_reason": request.finish_reason}
+    def _print_finished(self) -> None:
+        while self._next < len(self._texts) and self._finish_reasons[self._next] is not None:
+            line = {
+                "request": self._next,
+                "text": self._texts[self._next],
+                "finish_reason": self._finish_reasons[self._next],
+            }
             print(json.dumps(line, ensure_ascii=False))
             self._next += 1
 
 
 def use_utf8() -> None:
-    """Write UTF-8 whatever the locale says: generated text is not limited to it."""
+    """Write UTF-8 whatever the locale is."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)  # a replaced stdout may have none
     if reconfigure is not None:
         reconfigure(encoding="utf-8", errors="replace")
@@ -107,7 +117,7 @@ def shows_color() -> bool:
 
 
 def _shade(hit_rate: float) -> Style:
-    """From red (every layer needed the full attention) to green (every layer accepted the guess)."""
+    """From red (every layer rejected A~) to green (every layer accepted it)."""
     return Style(
         bgcolor=Color.from_rgb(200 * (1 - hit_rate), 60 + 80 * hit_rate, 60), color=Color.from_rgb(255, 255, 255)
     )
@@ -153,7 +163,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["hit_rate"] is not None:
         rows.append(("hit rate", f"{100 * summary['hit_rate']:.1f} % at lambda {summary['threshold']:g}"))
     elif summary["mode"] in ("paired", "simulated") and summary["tokens_per_s"] is not None:
-        rows.append(("hit rate", "- (so short a text is all sink and window: no guess leaves a token out)"))
+        rows.append(("hit rate", "- (in so short a text sink and window are everything: A~ cannot miss)"))
     memory = summary["memory"]
     rows.append(
         (

@@ -1,4 +1,4 @@
-"""From command line to configuration, and from an error to one line and an exit code."""
+"""Parse the command line into a configuration; end an error as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -20,7 +20,6 @@ from pydantic.fields import FieldInfo
 
 from alspec.config import (
     PROMPTS,
-    UNAVAILABLE,
     ChoiceConfig,
     CommandConfig,
     EngineConfig,
@@ -30,7 +29,7 @@ from alspec.config import (
     validate,
 )
 from alspec.errors import UserError
-from alspec.launch.terminal.output import exit_code, is_special, target_of
+from alspec.launch.terminal.output import Finished, Outcome, is_special, target_of
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.distributed.placement import Placement
 from alspec.yaml_file import dump_yaml, load_yaml
@@ -45,8 +44,8 @@ __all__ = [
     "speculation_without_effect",
     "notify",
     "parse",
+    "parse_command",
     "print_config",
-    "run_command",
 ]
 
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
@@ -56,7 +55,7 @@ WRITTEN = ("json_file", "trace", "rows", "plot")  # fields of the files that com
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that takes no shortened flags, raises `UserError` and names the nearest flag, if one is near."""
+    """argparse without shortened flags. An error raises `UserError` and names the nearest flag, if one is similar."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -73,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _leaves(schema: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Every field with its path of keys; nested schemas are flattened."""
+    """Every field of the schema, and of nested ones, with its path of keys."""
     for name, field in schema.model_fields.items():
         if isinstance(field.default, BaseModel):
             yield from _leaves(type(field.default), (*path, name))
@@ -103,63 +102,58 @@ def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None
 
 
 def _written(default: Any) -> str:
-    """A default as its flag would be written."""
+    """The default value, as the flag is written."""
     if isinstance(default, tuple):
         return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in default)
     return str(default)
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The values of a Literal that can be had, also inside an optional; none for other types, and for lists."""
+    """The values of a Literal, also of an optional one; empty for other types and for lists."""
     if get_origin(annotation) is Literal:
-        return [str(value) for value in get_args(annotation) if value not in UNAVAILABLE]
+        return [str(value) for value in get_args(annotation)]
     if get_origin(annotation) is tuple:
         return []
     return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
-def run_command(
-    parser: argparse.ArgumentParser,
-    schema: type[_CommandT],
-    argv: list[str] | None,
-    run: Callable[[_CommandT, argparse.Namespace], int],
-) -> int:
-    """Run a command, or show its configuration; returns the exit code, after the one line of an error.
+def parse_command(
+    parser: argparse.ArgumentParser, schema: type[_CommandT], argv: list[str] | None, outcome: Outcome
+) -> tuple[_CommandT, argparse.Namespace]:
+    """Parse a command line inside `exit_code`; with --print-config, print the configuration and end the command.
 
     Args:
-        argv: the words of the command line; None: those of this process.
-        run: gets the configuration and the namespace of `parse`, to which `command` is added: how this was started.
+        argv: arguments of the command line; None: those of this process.
+    Returns:
+        The configuration, and the namespace of `parse`. It also holds `command`, the command line of this run.
+    Raises:
+        UserError: as `parse`; two flags that name one file.
+        Finished: the configuration was printed.
     """
     words = sys.argv[1:] if argv is None else argv
-    is_debug = "--debug" in words  # for errors of the flags themselves
-
-    def work() -> int:
-        nonlocal is_debug
-        config, args = parse(parser, schema, words)
-        is_debug = config.debug
-        placement = Placement.from_environment()
-        if args.print_config:
-            # Once, not by every rank of torchrun.
-            if placement.rank == 0:
-                print_config(config)
-            return 0
-        check_distinct(config, args.config)
-        torchrun = f"torchrun --nproc-per-node {placement.local_world_size} " if placement.world_size > 1 else ""
-        args.command = torchrun + shlex.join([f"launch/{parser.prog}.py", *words])
-        return run(config, args)
-
-    return exit_code(work, lambda: is_debug)
+    config, args = parse(parser, schema, words)
+    outcome.is_debug = config.debug
+    placement = Placement.from_environment()
+    if args.print_config:
+        # Under torchrun, only rank 0 prints.
+        if placement.rank == 0:
+            print_config(config)
+        raise Finished
+    check_distinct(config, args.config)
+    torchrun = f"torchrun --nproc-per-node {placement.local_world_size} " if placement.world_size > 1 else ""
+    args.command = torchrun + shlex.join([f"launch/{parser.prog}.py", *words])
+    return config, args
 
 
 def parse(
     parser: argparse.ArgumentParser, schema: type[_ConfigT], argv: list[str]
 ) -> tuple[_ConfigT, argparse.Namespace]:
-    """Merge defaults, `--config` file and flags (the later win) into one validated configuration.
+    """Merge defaults, the `--config` file and flags into one validated configuration; the later ones win.
 
     Returns:
-        The configuration, and the namespace with the parser's other arguments.
+        The configuration, and the namespace with the other arguments of the parser.
     Raises:
-        UserError: unknown flag or key, wrong value, unreadable file.
+        UserError: an unknown flag or key, a wrong value, or an unreadable file.
     """
     _add_flags(parser, schema)
     parser.add_argument("--config", type=Path, help="YAML file with the same names as --print-config shows")
@@ -168,19 +162,19 @@ def parse(
     values: dict[str, Any] = {}
     if args.config is not None:
         values = load_yaml(args.config)
-        if fits(schema, values):  # else a flag may still mend it
+        if fits(schema, values):  # otherwise a flag may still correct it
             validate(schema, values, f"config: {args.config}")
-        if isinstance(values.get("speculation"), str):  # the mode alone, to which flags may add
+        if isinstance(values.get("speculation"), str):  # the mode alone: make room for other flags
             values["speculation"] = {"mode": values["speculation"]}
     flags = {path: _flag(path, field) for path, field in _leaves(schema)}
     given = {path: getattr(args, ".".join(path)) for path in flags if hasattr(args, ".".join(path))}
-    if any((name,) in given for name in PROMPTS):  # a flag takes the place of whichever the file has
+    if any((name,) in given for name in PROMPTS):  # a prompt flag replaces the prompt of the file
         values = {name: value for name, value in values.items() if name not in PROMPTS}
-    of_flags: dict[str, Any] = {}
-    sources = {"flags": of_flags, f"config: {args.config}": deepcopy(values)}
+    from_flags: dict[str, Any] = {}
+    sources = {"flags": from_flags, f"config: {args.config}": deepcopy(values)}
     for path, value in given.items():
         _set(values, path, value)
-        _set(of_flags, path, value)
+        _set(from_flags, path, value)
     culprits = [name for name, part in sources.items() if not fits(schema, part)]
     all_sources = " and ".join(culprits or (name for name, part in sources.items() if part))
     return validate(schema, values, "flags", lambda path: flags.get(path, ".".join(path)), all_sources), args
@@ -193,10 +187,10 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def check_distinct(config: BaseModel, config_file: Path | None) -> None:
-    """Refuse one file for two flags where one of them writes it: what the other wrote, or reads, would be lost.
+    """Refuse a file that two flags name if one of them writes it: the content of the other would be lost.
 
     Raises:
-        UserError: names both flags and the file.
+        UserError: names both flags, and the file.
     """
     fields = type(config).model_fields.items()
     files = [(_flag((field.alias or name,), field), getattr(config, name), name in WRITTEN) for name, field in fields]
@@ -207,7 +201,7 @@ def check_distinct(config: BaseModel, config_file: Path | None) -> None:
 
 
 def check_writable(name: str, path: Path | None) -> None:
-    """Find out before the work whether its result can be written to `path`; leaves no file behind.
+    """Check before the run that its result can be written to `path`. Leaves no file behind.
 
     Raises:
         UserError: names the file.
@@ -216,13 +210,13 @@ def check_writable(name: str, path: Path | None) -> None:
         return
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            # A reader of a pipe would take what is opened and closed for all that comes.
+            # Do not open a pipe: its reader would see it close and stop reading.
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         elif path.exists():
             path.open("a").close()
         else:
-            # Try a file beside it: ranks that created and removed the file itself would get in each other's way.
+            # Create another file in the folder: ranks that create and remove `path` itself would race.
             tempfile.TemporaryFile(dir=target_of(path).parent).close()
     except OSError as error:
         raise UserError(
@@ -231,10 +225,10 @@ def check_writable(name: str, path: Path | None) -> None:
 
 
 def check_positions(longest: int, model_config: LlamaConfig, steps: int = 0) -> None:
-    """Refuse a `--contexts` with a length that the model has no positions for, or none for `steps` after it.
+    """Refuse a context that does not fit into the model's positions, together with `steps` further tokens.
 
     Raises:
-        UserError: names both.
+        UserError: names the context and the limit.
     """
     limit = model_config.longest_context
     if longest > limit:
@@ -247,13 +241,13 @@ def check_positions(longest: int, model_config: LlamaConfig, steps: int = 0) -> 
 
 
 def notify(notices: Iterable[str]) -> None:
-    """Each a line on stderr."""
+    """Print each notice as a line on stderr."""
     for notice in notices:
         print(f"alspec: {notice}", file=sys.stderr)
 
 
 def cuts_without_effect(config: ChoiceConfig) -> list[str]:
-    """A notice about flags that cut what nobody draws from."""
+    """A notice if `--top-k` or `--top-p` is given and sampling is greedy."""
     given = [flag for flag, is_given in (("--top-k", config.top_k > 0), ("--top-p", config.top_p < 1.0)) if is_given]
     if not given or config.temperature > 0.0:
         return []
@@ -261,20 +255,20 @@ def cuts_without_effect(config: ChoiceConfig) -> list[str]:
 
 
 def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:
-    """A notice about flags that judge guesses, where there are none."""
+    """A notice if `--threshold` or `--chunk` is given; call it in mode off, which does not speculate."""
     default, own = SpeculationConfig(), config.speculation
     changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))
     given = [flag for flag, is_changed in changed if is_changed]
     if not given:
         return []
-    return [f"{' and '.join(given)} without effect: nothing is speculated in mode off; {advice}"]
+    return [f"{' and '.join(given)} without effect: mode off does not speculate; {advice}"]
 
 
 def check_picture(name: str, path: Path | None) -> None:
-    """As `check_writable`, for a file that matplotlib is to write.
+    """As `check_writable`, for a picture that matplotlib will write.
 
     Raises:
-        UserError: matplotlib is missing, the name does not end like a picture's, or the file cannot be written.
+        UserError: matplotlib is missing, the file type is unknown, or the file cannot be written.
     """
     if path is None:
         return
@@ -286,5 +280,5 @@ def check_picture(name: str, path: Path | None) -> None:
 
 
 def print_config(config: BaseModel) -> None:
-    """The configuration as YAML on stdout: what `--config` reads back."""
+    """Print the configuration as YAML on stdout; `--config` reads it back."""
     print(dump_yaml(config.model_dump(mode="json", by_alias=True)), end="")

@@ -1,4 +1,4 @@
-"""Output that cannot be written, and Ctrl-C: one line and an exit code in place of a traceback."""
+"""Files and standard output; errors and Ctrl-C end as one line and an exit code instead of a traceback."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -19,6 +20,8 @@ from typing import Any, TextIO, cast
 from alspec.errors import AlspecError, InterruptedJobError, UserError, print_error, report
 
 __all__ = [
+    "Finished",
+    "Outcome",
     "append_rows",
     "exit_code",
     "exit_on_interrupt",
@@ -30,12 +33,12 @@ __all__ = [
 
 
 class _Stream:
-    """Standard output or error. Once it cannot be written, it takes what comes and drops it, for the run to go on."""
+    """Standard output or error. After a failed write it drops all further text, so that the run continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_lost = False
-        self.error: OSError | None = None  # why it was lost, if not because its reader went away (`| head`)
+        self.error: OSError | None = None  # why writing failed; None if the reader closed the pipe (`| head`)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -51,7 +54,7 @@ class _Stream:
         """Flush.
 
         Raises:
-            UserError: something could not be written, be it now or before.
+            UserError: some text could not be written, now or earlier.
         """
         self.flush()
         if self.error is not None:
@@ -65,14 +68,14 @@ class _Stream:
         except OSError as error:
             self._is_lost = True
             self.error = None if isinstance(error, BrokenPipeError) else error
-            # What is still buffered goes there when the interpreter ends.
-            with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
-                os.dup2(nothing.fileno(), self._stream.fileno())
+            # The interpreter flushes the rest of the buffer at its end: send that to /dev/null.
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), self._stream.fileno())
 
 
 @contextlib.contextmanager
 def _streams() -> Iterator[_Stream]:
-    """Standard output and error while a command runs; closed ones (`>&-`) are opened, to nothing."""
+    """Replace standard output and error while a command runs. Closed ones (`>&-`) write to /dev/null."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
@@ -88,45 +91,54 @@ def _streams() -> Iterator[_Stream]:
         sys.stdout, sys.stderr = before
 
 
-def exit_code(work: Callable[[], int], is_debug: Callable[[], bool] = lambda: False) -> int:
-    """Run a command's work; returns its exit code, after the one line of an error.
+class Finished(Exception):  # noqa: N818 (not an error)
+    """Ends a command early, with exit code 0."""
+
+
+@dataclass
+class Outcome:
+    """How a command ended."""
+
+    is_debug: bool  # whether the traceback of an error is printed
+    code: int = 0  # a command may set another one
+
+
+@contextlib.contextmanager
+def exit_code(argv: list[str] | None) -> Iterator[Outcome]:
+    """Run a command's work inside; read `code` of the outcome afterwards. An error is printed as one line.
 
     Args:
-        is_debug: asked after an error, whether to show its traceback as well.
+        argv: arguments of the command line; None: those of this process.
     """
+    outcome = Outcome("--debug" in (sys.argv[1:] if argv is None else argv))
     with _streams() as stdout:
         try:
             if signal.getsignal(signal.SIGINT) is _on_interrupt:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            return _run_checked(work, stdout)
+            try:
+                yield outcome
+            except Finished:
+                outcome.code = 0
+            except SystemExit as ended:  # --help
+                if not ended.code:
+                    stdout.check()
+                raise
+            if outcome.code == 0:
+                stdout.check()  # all output must have been written
         except AlspecError as error:
-            if is_debug():
+            if outcome.is_debug:
                 traceback.print_exc()
-            return report(error)
+            outcome.code = report(error)
         except KeyboardInterrupt:
             stdout.flush()
-            code = _print_interrupted()
+            outcome.code = _print_interrupted()
             if os.environ.get("WORLD_SIZE", "1") != "1":
-                os._exit(code)  # without meeting the other ranks, who were interrupted, too
-            return code
-
-
-def _run_checked(work: Callable[[], int], stdout: _Stream) -> int:
-    """Run the work; if it did well, what it printed must have been written."""
-    try:
-        code = work()
-    except SystemExit as ended:  # --help
-        if not ended.code:
-            stdout.check()
-        raise
-    if code == 0:
-        stdout.check()
-    return code
+                os._exit(outcome.code)  # do not wait for the other ranks: they were interrupted too
 
 
 def exit_on_interrupt() -> None:
-    """Until `exit_code` takes over, Ctrl-C prints its line and ends the process: for scripts, before slow imports."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody wants it ignored
+    """Until `exit_code` runs, Ctrl-C prints one line and ends the process. Scripts call it before slow imports."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller ignores it
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
@@ -136,16 +148,16 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _print_interrupted() -> int:
-    sys.stderr.write("\n" if sys.stderr.isatty() else "")  # the terminal shows ^C
+    sys.stderr.write("\n" if sys.stderr.isatty() else "")  # end the line in which the terminal shows ^C
     return print_error(InterruptedJobError("interrupted"))
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around the writing of a file.
+    """Turn an `OSError` while a file is written into a `UserError`.
 
     Raises:
-        UserError: names the file, in place of an `OSError`.
+        UserError: names the file.
     """
     try:
         yield
@@ -154,7 +166,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _stream_at(path: Path) -> TextIO | None:
-    """Standard output or error, if that is where the path leads."""
+    """Standard output or error, if the path leads to one of them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # no such file; no descriptor, or a closed one
             if os.path.samestat(os.stat(path), os.fstat(stream.fileno())):
@@ -163,19 +175,19 @@ def _stream_at(path: Path) -> TextIO | None:
 
 
 def _is_open_already(path: Path) -> bool:
-    """By its name, such as /dev/stdout or /dev/fd/3."""
+    """Whether the name is that of an open file, such as /dev/stdout or /dev/fd/3."""
     return os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
 
 
 def is_special(path: Path) -> bool:
-    """Whether this is no file to replace: a device, a pipe, or what is open already, such as standard output."""
+    """Whether the path cannot be replaced: a device, a pipe, or a file that is open, such as standard output."""
     if os.path.exists(path) and not os.path.isfile(path):
         return True
     return _is_open_already(path) or _stream_at(path) is not None
 
 
 def _append(path: Path, text: str) -> None:
-    """Write after what is there. What else is printed to the same file must go on behind it: so it is printed, too."""
+    """Append to a file. If it is standard output or error, print: otherwise later output would overwrite the text."""
     stream = _stream_at(path)
     if stream is not None:
         stream.write(text)
@@ -188,15 +200,15 @@ def _append(path: Path, text: str) -> None:
 
 @functools.cache
 def _pipe_at(path: Path) -> int:
-    """A named pipe, open until the process ends: its reader leaves when nobody has it open any more."""
+    """Open a named pipe and keep it open until the process ends: its reader stops when the last writer closes it."""
     return os.open(path, os.O_WRONLY)
 
 
 def target_of(path: Path) -> Path:
-    """Where links lead.
+    """The file that symbolic links lead to.
 
     Raises:
-        OSError: to each other. (`Path.resolve` raises another error in Python 3.11.)
+        OSError: a loop of links. (`Path.resolve` raises another error in Python 3.11.)
     """
     target = Path(os.path.realpath(path))
     if target.is_symlink():
@@ -205,7 +217,7 @@ def target_of(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole, or leave the one that was there; to what is special, append.
+    """Write a whole file, or leave the old one as it was. Append to special files (see `is_special`).
 
     Raises:
         UserError: it cannot be written.
@@ -230,7 +242,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_rows(path: Path | None, rows: list[dict[str, Any]]) -> None:
-    """Append one JSON line for each row to a file, if there is one.
+    """Append one JSON line for each row to the file, if a path is given.
 
     Raises:
         UserError: it cannot be written.

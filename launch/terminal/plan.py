@@ -1,4 +1,4 @@
-"""`--plan`: bytes of each rank and predicted latency of each mode, without a GPU."""
+"""`--plan`: predict memory and latency of each mode, without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import GenerateConfig, refuse_unavailable
+from alspec.config import GenerateConfig, check_softmax
 from alspec.error_bounds import high_probability_bound
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.models.checkpoint.source import model_config
@@ -20,34 +20,38 @@ from alspec.runtime.profiling.stats import step_bytes
 
 __all__ = ["print_plan", "step_costs"]
 
-# Measured on H200s, captured steps of one request over peer memory (NVLink); other transports and steps launched from
-# the host take longer. Each constant names its rows in docs/results, by bench; tests/launch/test_plan.py compares every
-# predicted step with its row. decode_parts, unless said otherwise, is one run: llama-3.1-8b, 131072 tokens, 1 + 1 GPUs,
-# half of the guesses accepted.
+# Measured constants of captured steps: one request on H200s over peer memory (NVLink). Other transports and eager steps
+# take longer. Each constant names its source: rows in docs/results, by bench. tests/launch/test_plan.py compares every
+# predicted step with its row. Unless a comment says otherwise, decode_parts means one run: llama-3.1-8b, 131072 tokens,
+# 1 + 1 GPUs, half of the layers accept A~.
 STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.22 to 4.28
-# Of the cache, 537 MB: reading alone, 32/8 heads of 128, 131072 tokens, in 119.2; decode_parts: attention
-# 120.9, less ATTENTION_US.
+# Of the cache. Two sources agree: reading 537 MB alone takes 119.2 us (32/8 heads of 128, 131072 tokens); attention in
+# decode_parts takes 120.9 us, of which ATTENTION_US does not depend on the bytes.
 READ_BYTES_PER_S = 4.5e12
-ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.2 to 4.3, less the time of its bytes
-ALL_REDUCE_US = 0.65  # of two in a layer, for each rank of the group. decode_step in mode off: fitted
-FIXED_US = 8.0  # the same, shapes of 10 to 80 layers: outside of layers
-LAYER_US = 2.1  # the same, in each layer
-PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8, less the time of its bytes and FIXED_US
-HANDOVER_US = 5.4  # decode_parts, layer: 109.9, less the time of its bytes and LAYER_US
-VERDICT_US = 2.2  # decode_parts: sender 123.0, less attention 120.9
-# decode_parts of the same step over turbo4, receiver, where it varies least (over bf16 6.4, but 23 at p80). Where all
-# attention takes less, the guess comes no later than its end.
+ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.2 to 4.3 minus the time of its bytes
+# For each all-reduce and each rank of the group; a layer has two. Fitted to decode_step, mode off.
+ALL_REDUCE_US = 0.65
+FIXED_US = 8.0  # outside of the layers; same fit, over shapes of 10 to 80 layers
+LAYER_US = 2.1  # in each layer; same fit
+PAIR_FIXED_US = 14.4  # decode_parts, fixed: 145.8 minus the time of its bytes and FIXED_US
+HANDOVER_US = 5.4  # decode_parts, layer: 109.9 minus the time of its bytes and LAYER_US
+VERDICT_US = 2.2  # decode_parts: sender 123.0 minus attention 120.9
+# decode_parts, receiver, over turbo4, where it varies least. If the whole attention is shorter, A~ comes no later than
+# its end.
 PREDICTOR_US = 9.7
-PREDICTED_HIT_RATE = 0.65  # published range 65-80 %
+PREDICTED_HIT_RATE = 0.65  # lowest of the published range, 65 to 80 %
 MAX_RANKS = 16
-H200_GIB = 139  # less what a process takes for CUDA and NCCL: 1 to 2 are left of what PyTorch reports
-FAILURE_PROBABILITY = 0.01  # of the bound on what accepted guesses change
+H200_GIB = 139  # as PyTorch reports it, minus 1 to 2 GiB that CUDA and NCCL take
+FAILURE_PROBABILITY = 0.01  # of the bound on the error of accepted A~
 
 
 def step_costs(
     config: LlamaConfig, world_size: int, num_groups: int, dtype: torch.dtype, context: int, kv_cache: str = "bf16"
 ) -> StepCosts:
-    """Parts of one decode step on groups of `world_size / num_groups` ranks: the time of bytes, and constants."""
+    """Predict the parts of one decode step on groups of `world_size / num_groups` ranks.
+
+    Each part is the time of its bytes plus measured constants.
+    """
     tp_size = world_size // num_groups
     shard = Shard(0, tp_size, 0, world_size)
     cache = bytes_per_token(kv_cache, config, tp_size, dtype) * context
@@ -75,13 +79,13 @@ def step_costs(
 
 
 def print_plan(config: GenerateConfig) -> None:
-    """A table over world sizes and modes on stdout.
+    """Print a table over world sizes and modes on stdout.
 
     Raises:
-        UserError: unknown shape, broken folder, more tokens than the model has positions, or a configuration that is
-            not available yet.
+        UserError: unknown shape, broken folder, more tokens than the model has positions, or a softmax that the codec
+            does not have.
     """
-    refuse_unavailable(config)
+    check_softmax(config)
     model = model_config(config)
     check_codec(config.kv_cache, model, 1)
     check_max_context(config.max_context, model)
@@ -102,7 +106,7 @@ def print_plan(config: GenerateConfig) -> None:
             if world_size % num_groups or tp_size not in model.valid_tp_sizes:
                 continue
             if config.kv_cache == "turbo-mixed" and tp_size == model.num_kv_heads:
-                continue  # one KV head on a rank
+                continue  # a rank would have one KV head; turbo-mixed needs two
             plan = plan_memory(model, Shard(0, tp_size, 0, world_size), dtype, 1, context, config.kv_cache, "cuda")
             costs = step_costs(model, world_size, num_groups, dtype, context, config.kv_cache)
             step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
@@ -122,14 +126,15 @@ def print_plan(config: GenerateConfig) -> None:
 
 
 def _what_speculation_changes(threshold: float, num_layers: int) -> str | None:
-    """The scale of what a step's accepted guesses change, in norms of an attention output that is alike in every layer.
+    """A sentence on the error that accepted A~ add to a step's output.
 
-    By `high_probability_bound`, whose constant is not known: 1 is taken for it.
+    The unit is the norm of an attention output, taken to be equal in all layers. The constant of
+    `high_probability_bound` is not known: it is taken to be 1.
     """
     if not math.isfinite(threshold):
         return None
     bound = high_probability_bound([1.0] * num_layers, threshold, FAILURE_PROBABILITY, 1.0)
     return (
-        f"lambda {threshold:g}: if every layer accepts and their errors are unrelated, the step's output changes, with "
-        f"probability {1 - FAILURE_PROBABILITY:g}, by the order of {bound:.2g} norms of an attention output at most"
+        f"lambda {threshold:g}: if every layer accepts A~ and the errors are independent, the step's output changes by "
+        f"about {bound:.2g} norms of an attention output at most, with probability {1 - FAILURE_PROBABILITY:g}"
     )

@@ -1,4 +1,4 @@
-"""Where prompts come from: a flag, a file, standard input; rank 0 reads and encodes them for all ranks."""
+"""Read prompts from a flag, a file or standard input. Rank 0 reads and encodes them for all ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _T = TypeVar("_T")
 
 
 def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]], bool]:
-    """Token ids of every request, and whether they came as a batch file; the files to write are tried first.
+    """Token ids of every request, and whether they came from a batch file. Checks the output files first.
 
     Raises:
-        UserError: no usable prompt, or an output file that cannot be written; on every rank alike.
+        UserError: no usable prompt, or an output file that cannot be written; raised on every rank.
     """
 
     def read() -> list[list[int]]:
@@ -36,10 +36,10 @@ def read_prompts(config: GenerateConfig, engine: Engine) -> tuple[list[list[int]
 
 
 def read_text_ids(path: Path, engine: Engine) -> list[int]:
-    """Token ids of a text file, the beginning-of-text token first where the tokenizer has one.
+    """Token ids of a text file, after the beginning-of-text token if the tokenizer has one.
 
     Raises:
-        UserError: an unreadable or empty file, or a model without a tokenizer; on every rank alike.
+        UserError: an unreadable or empty file, or a model without a tokenizer; raised on every rank.
     """
 
     def read() -> list[int]:
@@ -72,7 +72,7 @@ def _is_batch(path: Path) -> bool:
 
 
 def _read(config: GenerateConfig) -> list[str | list[int]]:
-    """One text or list of ids for each request."""
+    """One text, or list of token ids, for each request."""
     if config.prompt_ids is not None:
         return [list(config.prompt_ids)]
     if config.prompt is not None:
@@ -89,17 +89,17 @@ def _read(config: GenerateConfig) -> list[str | list[int]]:
         if not text.strip():
             raise UserError("prompt: none given; give --prompt, --prompt-file, --prompt-ids or text on standard input")
     if not text.strip():
-        raise UserError("prompt: expected a text, found an empty one")  # of --prompt
+        raise UserError("prompt: expected a text, found an empty one")  # given by --prompt
     return [text]
 
 
 def _without_line_end(text: str) -> str:
-    """Drop the line end that editors and `echo` add: the model is to continue the line."""
+    """Drop the line end that editors and `echo` add, so that the model continues the line."""
     return text.removesuffix("\n")
 
 
 def _text_of(data: bytes) -> str:
-    """UTF-8 less a byte order mark; lines end in a line feed, whatever ended them."""
+    """Decode UTF-8, drop a byte order mark, and end every line in a line feed."""
     return _with_line_feeds(data.decode("utf-8-sig"))
 
 
@@ -108,9 +108,9 @@ def _with_line_feeds(text: str) -> str:
 
 
 def _read_stdin() -> str:
-    """Standard input as UTF-8, whatever the locale says, less a byte order mark."""
+    """Standard input, always read as UTF-8 whatever the locale is."""
     binary = getattr(sys.stdin, "buffer", None)
-    if binary is None:  # replaced by text, as in a notebook
+    if binary is None:  # a text stream, as in a notebook
         return _with_line_feeds(sys.stdin.read())
     try:
         return _text_of(binary.read())
@@ -119,7 +119,7 @@ def _read_stdin() -> str:
 
 
 def _read_file(path: Path) -> str:
-    """A file's text, less a byte order mark."""
+    """The text of a file, without a byte order mark."""
     try:
         return _text_of(path.read_bytes())
     except OSError as error:
@@ -129,7 +129,7 @@ def _read_file(path: Path) -> str:
 
 
 def _read_jsonl(text: str, path: Path) -> list[str | list[int]]:
-    # Not `splitlines`: strings in JSON may hold U+2028 and other line ends as they are.
+    # Not `splitlines`: strings in JSON may contain U+2028 and other line ends.
     prompts = [_read_line(line, f"{path}:{number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not prompts:
         raise UserError(f"prompt_file: {path} holds no request; write one JSON object a line")
@@ -142,7 +142,7 @@ def _read_line(line: str, where: str) -> str | list[int]:
         value = parse_json(line)
     except ValueError as error:
         fault = f"not JSON ({getattr(error, 'msg', error)})"
-        if "int_max_str_digits" in fault:  # Python reads no number that long
+        if "int_max_str_digits" in fault:  # Python refuses to parse such a long number
             fault = "an integer of that size is no token id"
         raise UserError(f"prompt_file: {where}: {fault}; {expected}") from None
     if isinstance(value, dict) and len(value) == 1:
@@ -162,7 +162,7 @@ def _encode(prompt: str | list[int], config: GenerateConfig, engine: Engine) -> 
     tokenizer = engine.text_tokenizer("use --prompt-ids or prompt_ids in a JSONL file")
     if not config.chat:
         return tokenizer.encode(prompt, most_tokens=engine.most_tokens)
-    # Here, where it is known whose text is wrong, and where in it.
+    # Check here: the error can name the flag and the position in its text.
     messages = [{"role": "user", "content": check_utf8(prompt, "prompt")}]
     if config.system is not None:
         messages.insert(0, {"role": "system", "content": check_utf8(config.system, "--system")})

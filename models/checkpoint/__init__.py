@@ -1,1 +1,1 @@
-"""Reading model folders: safetensors, index, checksums."""
+"""Read model folders: safetensors, index, checksums."""

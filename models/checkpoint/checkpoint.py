@@ -1,4 +1,4 @@
-"""A model's weights on disk: every fault found from the file headers, then one slice at a time read from the map."""
+"""A model's weights on disk: checked from the file headers, then read slice by slice from the memory map."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MANIFEST = "SHA256SUMS"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-ROWS_AT_ONCE = 4096  # of a head and an embedding that are compared
+ROWS_AT_ONCE = 4096  # rows per comparison of an LM head with its tied embedding
 _COVERED = ("*.safetensors", "*.json", "*.jinja")
 
 
 def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama's weights as Hugging Face folders spell them; no LM head when embeddings are tied."""
+    """Names (Hugging Face spelling) and shapes of a Llama's weights; no LM head if embeddings are tied."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_qo_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer: dict[str, tuple[int, ...]] = {
@@ -52,25 +52,25 @@ def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights of one folder, checked against a configuration and ready to be read slice by slice."""
+    """The weights of one folder, checked against a configuration, to be read slice by slice."""
 
     entries: dict[str, TensorEntry]
     files: dict[str, Path]
-    stored_names: dict[str, str] = field(default_factory=dict)  # of tensors that the file has under another name
+    stored_names: dict[str, str] = field(default_factory=dict)  # name in the file, if it differs
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(cls, folder: Path, config: LlamaConfig) -> Self:
-        """Find every fault of a folder's weights from the file headers; no weight is read and no memory is taken.
+        """Check the weights of a folder from the file headers alone; reads no weights and allocates no memory for them.
 
-        Tolerated: `rotary_emb.inv_freq` buffers that older files carry, and an LM head beside tied embeddings, which is
-        compared with them. Where it stands alone, as `safetensors.torch.save_model` writes tied weights, it is the
-        embedding.
+        Tolerated: `rotary_emb.inv_freq` buffers of older files, and an LM head beside tied embeddings if the values are
+        equal (this comparison reads both). If a tied model stores only the LM head, as `safetensors.torch.save_model`
+        does, it is used as the embedding.
 
         Raises:
             UserError: no weights, a missing or broken file (see `read_header`), an index that does not fit the files, a
-                tensor that is missing, left over, stored twice, or of the wrong shape, or a tied head of its own,
-                naming file and tensor.
+                tensor that is missing, left over, stored twice, or of the wrong shape, or a tied LM head with other
+                values than the embedding; names file and tensor.
         """
         folder = Path(folder)
         index_path = folder / _INDEX
@@ -112,8 +112,8 @@ class Checkpoint:
     def tensor_slice(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Read `tensor[start:stop]` along `dim`, or the whole tensor when `dim` is None.
 
-        The result lies in the mapped file where it can: pages are read when they are used, and a slice along the last
-        dimension may be non-contiguous. It is private to this process.
+        The result uses the mapped file if possible: pages are read on first use, and a slice along the last dimension
+        may be non-contiguous. The mapping is private to this process.
 
         Returns:
             CPU tensor in the stored dtype (fp32, fp16 or bf16).
@@ -141,24 +141,24 @@ class Checkpoint:
 
 
 def _is_tolerated(name: str, config: LlamaConfig) -> bool:
-    """Tensors that may stand in a file although the model does not read them."""
+    """Whether a file may contain this tensor although the model does not use it."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD)
 
 
 def _check_tied_head(stored: Checkpoint) -> None:
-    """A head that was trained apart must not be passed over."""
+    """Refuse an LM head that differs from the tied embedding: it was trained separately and must not be ignored."""
     rows = stored.entries[_EMBEDDING].shape[0]
 
-    def is_alike(start: int) -> bool:
+    def rows_equal(start: int) -> bool:
         stop = min(start + ROWS_AT_ONCE, rows)
         head, embedding = (stored.tensor_slice(name, 0, start, stop).float() for name in (_HEAD, _EMBEDDING))
         return torch.allclose(head, embedding, rtol=0, atol=0, equal_nan=True)
 
-    has_shape = stored.entries[_HEAD].shape == stored.entries[_EMBEDDING].shape
-    if not (has_shape and all(map(is_alike, range(0, rows, ROWS_AT_ONCE)))):
+    same_shape = stored.entries[_HEAD].shape == stored.entries[_EMBEDDING].shape
+    if not (same_shape and all(map(rows_equal, range(0, rows, ROWS_AT_ONCE)))):
         raise UserError(
-            f"{stored.files[_HEAD]}: tensor '{_HEAD}': expected the values of {_EMBEDDING}, for tie_word_embeddings is "
-            "true, found others; set it to false in config.json to use them, or remove the tensor"
+            f"{stored.files[_HEAD]}: tensor '{_HEAD}': expected the values of {_EMBEDDING} because tie_word_embeddings "
+            "is true, found other values; set it to false in config.json to use them, or remove the tensor"
         )
 
 
@@ -176,14 +176,14 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    """File name by tensor name, as the index has it; every file lies in the index's own folder."""
+    """File name by tensor name, from the index. Every file must be in the index's own folder."""
     weight_map = read_json(path, "to find the weights").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(
             f"{path}: weight_map: expected file names by tensor, found {show(weight_map)}; download the file again"
         )
     for name, file_name in weight_map.items():
-        # A name with a separator could lead outside the folder; published indices have none.
+        # A name with a separator could be outside the folder; published indices have none.
         if not isinstance(file_name, str) or Path(file_name).name != file_name or "\\" in file_name:
             raise UserError(
                 f"{path}: tensor {show(name)}: expected the name of a file in this folder, found {show(file_name)}; "
@@ -206,14 +206,14 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 def _check_weight_map(
     index_path: Path, weight_map: dict[str, str], files: dict[str, Path], config: LlamaConfig
 ) -> None:
-    """The index and the shards' headers must name the same tensors in the same files."""
+    """Check that the index and the shards' headers name the same tensors in the same files."""
     for name, file_name in weight_map.items():
         if _is_tolerated(name, config):
             continue
         found = files[name].name if name in files else "no such tensor"
         if found != file_name:
             raise UserError(
-                f"{index_path}: tensor {show(name)}: expected in {file_name} as the index says, found {found}; "
+                f"{index_path}: tensor {show(name)}: expected in {file_name}, as the index lists it, found {found}; "
                 "download the index and that file again"
             )
     for name, path in files.items():
@@ -225,14 +225,14 @@ def _check_weight_map(
 
 
 def _check_tensors(folder: Path, entries: dict[str, TensorEntry], files: dict[str, Path], config: LlamaConfig) -> None:
-    """The tensors must be those of the configuration, in name and shape."""
+    """Check that the tensors have the names and shapes of the configuration."""
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in entries]
     left_over = [name for name in entries if name not in expected and not _is_tolerated(name, config)]
     if missing:
         instead = f"{show(left_over[0])} instead" if left_over else "none"
         raise UserError(
-            f"{folder}: tensor {show(missing[0])}: missing ({len(missing)} of {len(expected)} are): expected shape "
+            f"{folder}: tensor {show(missing[0])}: missing ({len(missing)} of {len(expected)} tensors): expected shape "
             f"{list(expected[missing[0]])}, found {instead}; download the weights that belong to this config.json"
         )
     if left_over:
@@ -240,7 +240,7 @@ def _check_tensors(folder: Path, entries: dict[str, TensorEntry], files: dict[st
         raise UserError(
             f"{files[name]}: tensor {show(name)}: left over: expected the {len(expected)} tensors of config.json, "
             f"found {len(left_over)} more; check num_hidden_layers and tie_word_embeddings in config.json, or remove "
-            "what a Llama does not have"
+            "tensors that are not part of a Llama"
         )
     for name, shape in expected.items():
         if entries[name].shape != shape:
@@ -251,7 +251,7 @@ def _check_tensors(folder: Path, entries: dict[str, TensorEntry], files: dict[st
 
 
 def _covered_files(folder: Path) -> list[Path]:
-    """The weights, the tokenizer and the configuration of a folder, by name."""
+    """Weight, tokenizer and configuration files of a folder, sorted by name."""
     return sorted(path for pattern in _COVERED for path in folder.glob(pattern) if path.is_file())
 
 
@@ -264,10 +264,10 @@ def _sha256(path: Path) -> str:
 
 
 def verify_checksums(folder: Path) -> None:
-    """Compare a folder with its SHA256SUMS, which must cover every weight, tokenizer and configuration file.
+    """Compare a folder with its SHA256SUMS. The list must cover every weight, tokenizer and configuration file.
 
     Raises:
-        UserError: no or broken manifest, and every file that is missing, not covered, or whose bits differ.
+        UserError: no or broken manifest, or files that are missing, not covered, or different; names all of them.
     """
     folder = Path(folder)
     path = folder / _MANIFEST
@@ -293,14 +293,14 @@ def verify_checksums(folder: Path) -> None:
 
 
 def _read_manifest(path: Path) -> dict[str, str]:
-    """SHA-256 in hexadecimal by file name."""
+    """SHA-256, in hexadecimal, by file name."""
     digests: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; correct its permissions") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: expected the text that sha256sum writes, found none; write it again") from None
+        raise UserError(f"{path}: expected text as sha256sum writes it, found other bytes; write it again") from None
     for number, line in enumerate(lines, start=1):
         digest, _, name = line.partition(" ")
         name = name[1:].removeprefix("./")  # sha256sum marks text and binary mode with ' ' or '*'

@@ -1,4 +1,4 @@
-"""Small files of a model folder: JSON read as data, and faults described in one line."""
+"""Small files of a model folder: JSON read as untrusted data, and each fault described in one line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _HEAD_BYTES = 512
 
 
 def check_utf8(text: str, where: str) -> str:
-    """The text itself.
+    """Return `text` if it can be encoded as UTF-8.
 
+    Args:
+        text: the text to check.
+        where: its origin, for the message.
     Raises:
-        UserError: it holds half of a surrogate pair, which JSON can spell, and which stands for bytes that are not
-            UTF-8; `where` it came from.
+        UserError: `text` has half of a surrogate pair. JSON can spell one, and Python uses it for bytes that are not
+            UTF-8.
     """
     try:
         text.encode("utf-8")
@@ -32,23 +35,23 @@ def check_utf8(text: str, where: str) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a folder has an entry of this name, be it a link that leads nowhere, which is not to be passed over."""
+    """Whether the path exists. A broken symbolic link counts, so that it is reported instead of ignored."""
     return os.path.lexists(path)
 
 
 def absent(path: Path) -> str:
-    """What is found where a file is missing: none, or a link that leads nowhere, as in a cache that has lost files."""
+    """Describe what is in place of a missing file: nothing, or a broken link, as in a cache that has lost files."""
     if path.is_symlink() and not path.exists():
-        return f"a link that leads nowhere ({show(os.readlink(path))})"
+        return f"a broken symbolic link ({show(os.readlink(path))})"
     return "none"
 
 
 def foreign_content(head: bytes) -> str | None:
-    """What the first bytes of a file are when they are not what the file's name says, with the remedy; else None."""
+    """Kind of a file whose first bytes do not match its name, with the remedy; else None."""
     if head.startswith(b"version https://git-lfs"):
         return "a Git-LFS pointer; fetch the content with `git lfs pull`"
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html")):
-        return "an HTML page; download the file again, signed in where the site asks for it"
+        return "an HTML page; download the file again, logged in if the site requires it"
     if head.startswith(b"GGUF"):
         return "a GGUF file; use the model's safetensors files"
     if head.startswith(b"PK\x03\x04"):
@@ -65,10 +68,10 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON in which no key of an object stands twice.
+    """Parse JSON; refuse a key that appears twice in an object.
 
     Raises:
-        ValueError: one line that says what is wrong; also for nesting too deep, and numbers too long, to parse.
+        ValueError: one line that names the fault; also for nesting that is too deep and numbers that are too long.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
@@ -77,10 +80,10 @@ def parse_json(text: str) -> Any:
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
-    """`parse_json` of UTF-8 that must be an object.
+    """`parse_json` for UTF-8 data that must be an object.
 
     Raises:
-        ValueError: one line that says what is wrong.
+        ValueError: one line that names the fault.
     """
     value = parse_json(data.decode("utf-8"))
     if not isinstance(value, dict):
@@ -89,13 +92,13 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 
 def read_json(path: Path, purpose: str) -> dict[str, Any]:
-    """Read a JSON object; `purpose` completes "the folder needs it ..." when the file is missing.
+    """Read a JSON object; `purpose` completes the message "the model folder needs it ..." for a missing file.
 
     Raises:
         UserError: missing or unreadable file, a Git-LFS pointer, an HTML page, or not a JSON object.
     """
     try:
-        if not path.is_file():  # raises in a folder that may not be entered
+        if not path.is_file():  # raises OSError if the folder may not be entered
             found = absent(path)
             advice = f"the model folder needs it {purpose}" if found == "none" else "download the file again"
             raise UserError(f"{path}: expected a file, found {found}; {advice}")

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked against the file before anything is mapped or read."""
+"""Read the header of a safetensors file and check it against the file before anything is mapped."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from alspec.models.checkpoint.files import absent, foreign_content, parse_json_o
 __all__ = ["TensorEntry", "read_header"]
 
 _ITEMSIZE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _AGAIN = "download the file again"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: its stored dtype ('F32', 'F16' or 'BF16'), shape, and bytes [start, stop) of the data."""
+    """One tensor of a file: stored dtype ('F32', 'F16' or 'BF16'), shape, and bytes [start, stop) of the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,18 +33,17 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Read the header of a safetensors file and check that the file is exactly what the header promises.
+    """Read the header of a safetensors file and check that the file has exactly the layout that it describes.
 
     The file is: header length N (8 bytes, little endian), N bytes of JSON, then the data. Each JSON entry maps a
-    tensor's name to `dtype`, `shape` and `data_offsets`; together the tensors cover the data without a hole or an
-    overlap.
+    tensor's name to `dtype`, `shape` and `data_offsets`. The tensors cover the data without a hole or an overlap.
     Source: the safetensors format description.
 
     Returns:
         Entries by tensor name.
     Raises:
-        UserError: no such file, truncated, padded, a Git-LFS pointer, an HTML page, a garbage header, overlapping or
-            out-of-range offsets, a dtype other than F32, F16 or BF16, naming the file and the tensor.
+        UserError: no such file, truncated, padded, a Git-LFS pointer, an HTML page, an invalid header, overlapping or
+            out-of-range offsets, a dtype other than F32, F16 or BF16; names the file and the tensor.
     """
     if not path.is_file():
         raise UserError(f"{path}: expected a safetensors file, found {absent(path)}; download the missing file")
@@ -68,14 +67,14 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def _header_bytes(path: Path, head: bytes, size: int) -> int:
-    """The header's length, once it is certain that this is a safetensors file which holds all of its header."""
+    """Length of the header, after a check that this is a safetensors file with a complete header."""
     foreign = foreign_content(head)
     if foreign is not None:
         raise UserError(f"{path}: expected a safetensors file, found {foreign}")
     if size < 8:
         raise UserError(f"{path}: truncated: expected a header, found a file of {size} bytes; {_AGAIN}")
     length = int.from_bytes(head[:8], "little")
-    # JSON text starts with a brace: where the brace is missing the length is noise, not a promise.
+    # The JSON starts with a brace; if it is missing, this is no safetensors file and the length is random bytes.
     if not 2 <= length <= _MAX_HEADER_BYTES or head[8:9] not in (b"{", b""):
         raise UserError(
             f"{path}: expected a safetensors header, found {show(head[:16])} (header of {length} bytes); {_AGAIN}"
@@ -120,7 +119,7 @@ def _entry(path: Path, name: str, value: Any) -> TensorEntry:
 
 
 def _check_layout(path: Path, entries: dict[str, TensorEntry], data_bytes: int) -> None:
-    """The tensors must cover bytes [0, data_bytes) in some order, each byte once."""
+    """Check that the tensors cover bytes [0, data_bytes) in some order, each byte once."""
     covered, previous = 0, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != covered:

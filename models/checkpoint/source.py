@@ -1,4 +1,4 @@
-"""Where the model of a configuration comes from: a folder, the bundled checkpoint, or a published shape."""
+"""The model that a configuration selects: a folder, the bundled checkpoint, or a published shape."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["model_config", "model_folder", "model_name"]
 
 
 def model_folder(config: EngineConfig) -> Path:
-    """Where weights and tokenizer are, if weights are not random; by default, the bundled demo checkpoint."""
+    """Folder of weights and tokenizer if weights are not random; by default the bundled demo checkpoint."""
     return config.model or DEMO_CHECKPOINT
 
 
 def model_name(config: EngineConfig) -> str:
-    """What rows of measurements call it: a published shape, or the folder's last part."""
+    """The model's name in measurement rows: a published shape, or the last part of the folder's path."""
     if config.random_weights in RANDOM_SHAPES:
         return str(config.random_weights)
     folder = config.random_weights or config.model
@@ -25,10 +25,10 @@ def model_name(config: EngineConfig) -> str:
 
 
 def model_config(config: EngineConfig) -> LlamaConfig:
-    """The model that is asked for.
+    """Shape of the selected model.
 
     Raises:
-        UserError: unknown shape, or a folder that is broken.
+        UserError: an unknown shape or a broken folder.
     """
     if config.random_weights is not None:
         return LlamaConfig.from_shape(config.random_weights)

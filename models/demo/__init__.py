@@ -1,4 +1,4 @@
-"""The bundled demo checkpoint, and the scripts that made it."""
+"""The bundled demo checkpoint and the scripts that train it."""
 
 from pathlib import Path
 

@@ -2,8 +2,8 @@
 
     python -P -m alspec.models.demo.blend --first runs/first --second runs/second --share 0.5 --out DIR
 
-The second was trained on from the first with a hinge on its global layers as well (see train.py), so the blend trades
-how often these layers read distant tokens against how much of what they read speculation may drop.
+The second checkpoint continues the training of the first, with a hinge on its global layers as well (see train.py).
+`share` trades the hit rate of these layers against the information that an accepted `A~` loses.
 Source: Wortsman et al., "Robust fine-tuning of zero-shot models", 2022 (weight-space interpolation).
 """
 
@@ -24,10 +24,10 @@ __all__ = ["blend"]
 
 @torch.no_grad()
 def blend(first: DemoLlama, second: DemoLlama, share: float) -> DemoLlama:
-    """Interpolate every parameter of two networks of one shape; `share` in [0, 1] is the second's."""
+    """Interpolate every parameter of two networks of one shape; `share` in [0, 1] is the weight of `second`."""
     result = DemoLlama(first.shape)
-    for into, a, b in zip(result.parameters(), first.parameters(), second.parameters(), strict=True):
-        into.copy_(torch.lerp(a, b, share))
+    for dst, a, b in zip(result.parameters(), first.parameters(), second.parameters(), strict=True):
+        dst.copy_(torch.lerp(a, b, share))
     return result
 
 

@@ -2,8 +2,8 @@
 
     python -P -m alspec.models.demo.demo_tokenizer --corpus DIR --out models/demo/checkpoint
 
-Text splits into words (with their leading space), single digits, runs of punctuation and runs of white space; merges
-never cross such a piece. Single digits keep numbers of any length within reach of a small model.
+Text is split into words (with their leading space), single digits, runs of punctuation and runs of white space; BPE
+merges never cross such a piece. Single digits let a small model handle numbers of any length.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ def read_corpus(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Id of a token that the vocabulary must have."""
+    """Id of a token that the vocabulary must contain.
+
+    Raises:
+        ValueError: the vocabulary does not contain it.
+    """
     number: int | None = tokenizer.token_to_id(token)
     if number is None:
         raise ValueError(f"tokenizer: expected the special token {token} in the vocabulary, found none")
@@ -67,7 +71,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     """Learn byte-level BPE merges from `texts`.
 
     Returns:
-        A tokenizer of exactly `vocab_size` entries, special tokens first, whose post-processor prepends one BOS.
+        A tokenizer with exactly `vocab_size` entries, special tokens first. Its post-processor prepends one BOS.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = Sequence(
@@ -102,7 +106,7 @@ def write_files(tokenizer: Tokenizer, out: Path, max_positions: int) -> None:
 
 
 def _sample(corpus: Path) -> Iterator[str]:
-    """Every third document that is no book and every third page of 10,000 characters of each book."""
+    """Training text: every third page of 10,000 characters of each book, and of the other documents every third."""
     for number, (source, text) in enumerate(read_corpus(corpus)):
         if source.startswith("books/"):
             yield from (text[start : start + 10_000] for start in range(0, len(text), 30_000))

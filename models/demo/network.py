@@ -1,4 +1,4 @@
-"""The demo checkpoint's network in plain torch: a Llama whose layers are stacked tensors, and its Hugging Face files.
+"""The demo checkpoint's network in plain torch: a Llama with stacked layer weights, and its Hugging Face files.
 
 Shapes: B rows, T tokens, H hidden, Hq query heads, Hkv KV heads, D head_dim, L layers.
 """
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network; `global_layers` are those left free to use distant tokens in training."""
+    """Sizes of the network. Training lets `global_layers` use distant tokens."""
 
     vocab_size: int = 4096
     num_layers: int = 10
@@ -118,9 +118,9 @@ def attend_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def near_mask(query: Tensor, key: Tensor, chunk_size: int) -> Tensor:
-    """Which positions the predictor A~ reads: the sink [0, S) and the window from floor((n - S) / 64) * 64 on.
+    """Mask of the positions that A~ reads: the sink [0, S) and the window from floor((n - S) / 64) * 64 on.
 
-    n = query + 1 counts the current token. Broadcasts integer positions; nothing after the query is read.
+    n = query + 1 includes the current token. Integer positions are broadcast; positions after the query are masked.
     """
     start = (query + 1 - chunk_size) // 64 * 64
     return (key <= query) & ((key < chunk_size) | (key >= start))
@@ -140,7 +140,7 @@ def layer_forward(
 
 
 def _hf_name(layer: int, name: str) -> str:
-    """What the Hugging Face files call a layer's part of a stacked parameter."""
+    """Name in the Hugging Face files of a layer's part of a stacked parameter."""
     inner = _MATRICES[name][0] if name in _MATRICES else _NORMS[name]
     return f"model.layers.{layer}.{inner}.weight"
 
@@ -156,7 +156,7 @@ def _hf_tensors(model: DemoLlama) -> dict[str, Tensor]:
 def export(model: DemoLlama, out: Path, bos_id: int, eos_ids: list[int]) -> None:
     """Write config.json, generation_config.json and two bf16 safetensors shards with their index into `out`.
 
-    `eos_ids` begins with the end-of-text token; the others end a turn.
+    `eos_ids` begins with the end-of-text token; the others end a turn of a chat.
     """
     out.mkdir(parents=True, exist_ok=True)
     shape, tensors = model.shape, _hf_tensors(model)

@@ -1,17 +1,17 @@
-"""Train the demo checkpoint on one GPU, in minutes of wall time rather than steps.
+"""Train the demo checkpoint on one GPU; the schedule counts minutes of wall time, not training steps.
 
     python -P -m alspec.models.demo.train --corpus DIR --state DIR --out DIR --minutes 18
 
-Two phases: rows of 2K tokens, then rows of 8K tokens while the learning rate falls to zero. A call stops after
-`--stop-after` minutes and the next one with the same `--state` goes on; `--out` gets the exported weights each time.
-`--warm-start` begins a new run, usually of long rows alone (`--short-share 0`), with exported weights.
+There are two phases: rows of 2K tokens, then rows of 8K tokens while the learning rate falls to zero. A call stops
+after `--stop-after` minutes, and the next call with the same `--state` continues. Each call exports the weights to
+`--out`. `--warm-start` begins a new run with exported weights, usually with long rows only (`--short-share 0`).
 
-Beside the next-token loss, layers pay for missing their speculation:
+Each layer adds a hinge to the next-token loss, for speculative outputs that would be rejected:
     hinge = mean over tokens past 2S of max(0, ||A~ - A|| / ||A|| - margin)
-with A the full attention output over all heads (before o_proj) and A~ exact attention over sink and window alone. Local
-layers pay so much that they learn to ignore distant tokens. The `Shape.global_layers` pay nothing or, with
-`--global-hinge`, so little that they read far only where the next token is worth it. Every layer runs, and is trained
-with, full attention.
+A is the full attention output over all heads (before o_proj); A~ is exact attention over sink and window only. The
+weight of the hinge is so large in local layers that they learn to ignore distant tokens. In `Shape.global_layers` it is
+0 or, with `--global-hinge`, so small that they read distant tokens only where this improves the next-token loss enough.
+Every layer runs, and is trained with, full attention.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ MIXTURES = {
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by Newton-Schulz, batched over stacked matrices [L, out, in].
+    """Muon: momentum orthogonalised by Newton-Schulz, batched over stacked matrices [L, out, in].
 
-    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. torch.optim.Muon takes one
-    matrix at a time, which here would launch thousands of small kernels per step.
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. torch.optim.Muon processes
+    one matrix at a time, which would launch thousands of small kernels per training step.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float) -> None:
@@ -89,7 +89,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Move all singular values of [L, rows, columns] towards 1 (five quintic Newton-Schulz steps, bf16)."""
+    """Move all singular values of [L, rows, columns] towards 1 (five quintic Newton-Schulz iterations, bf16)."""
     x: Tensor = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -104,23 +104,23 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 def _train_layer(
     x: Tensor, weights: LayerWeights, rope: tuple[Tensor, Tensor], head_dim: int, mask: BlockMask | Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One layer and its hinge (zero without a mask)."""
+    """One layer and its hinge, which is zero without a mask."""
     hinge = x.new_zeros((), dtype=torch.float32)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal hinge
-        full = attend_full(q, k, v)
+        full_out = attend_full(q, k, v)
         if mask is None:
-            return full
+            return full_out
         if isinstance(mask, BlockMask):
-            near = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+            spec_out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
         else:
-            near = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        dist2 = (near.float() - full.float()).square().sum((1, 3))
-        norm2 = full.float().square().sum((1, 3))
+            spec_out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        dist2 = (spec_out.float() - full_out.float()).square().sum((1, 3))
+        norm2 = full_out.float().square().sum((1, 3))
         miss = ((dist2 + 1e-12) / (norm2 + 1e-6)).sqrt()
         hinge = F.relu(miss[:, 2 * CHUNK_SIZE :] - HINGE_MARGIN).mean()
-        return full
+        return full_out
 
     return layer_forward(x, weights, rope, head_dim, attend), hinge
 
@@ -142,10 +142,11 @@ def forward_loss(
     """Losses of a batch.
 
     Args:
-        ids: [B, T + 1] int32. weights: [B, T + 1] float32, of each token as a target.
-        mask: of A~ for rows of T tokens: a block mask (CUDA) or bool [T, T].
-        hinge_weights: of each layer; where 0, A~ is not computed.
-        train_layer, token_losses: compiled, where the device has a compiler.
+        model: the network.
+        ids: [B, T + 1] int32. weights: [B, T + 1] float32, the loss weight of each token as a target.
+        mask: mask of A~ for rows of T tokens: a block mask (CUDA) or bool [T, T].
+        hinge_weights: one weight per layer; if it is 0, A~ is not computed.
+        train_layer, token_losses: compiled functions if the device has a compiler.
     Returns:
         weighted mean cross entropy (nats); plain means over [text, answers]; hinge of each layer [L].
     """
@@ -164,7 +165,7 @@ def forward_loss(
 
 
 def block_mask(length: int, device: str) -> BlockMask | Tensor:
-    """Mask of A~ for rows of `length` tokens, in the form the device's attention takes."""
+    """Mask of A~ for rows of `length` tokens: a block mask on CUDA, bool [length, length] on the CPU."""
     if device == "cpu":
         positions = torch.arange(length)
         return near_mask(positions[:, None], positions[None, :], CHUNK_SIZE)
@@ -176,7 +177,7 @@ def block_mask(length: int, device: str) -> BlockMask | Tensor:
 
 
 def prepare(corpus: Path, state: Path, tokenizer_file: Path) -> None:
-    """Tokenize the corpus once into the state folder."""
+    """Tokenize the corpus into the state folder, unless this was done before."""
     state.mkdir(parents=True, exist_ok=True)
     if (state / "words.json").exists():
         return
@@ -207,7 +208,7 @@ def batches(args: argparse.Namespace, length: int, step: int) -> Iterator[tuple[
 
 
 class Trainer:
-    """The model, its optimizers and how far training has come; all of it resumes from the state folder."""
+    """The model, its optimizers and the progress of training. All of it resumes from the state folder."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.file = args, args.state / "trainer.pt"
@@ -241,7 +242,7 @@ class Trainer:
         export(self.model, self.args.out, codec.bos, [codec.eos, codec.end])
 
     def set_learning_rates(self) -> None:
-        """Warm up by steps, stay, then fall linearly to zero over the second phase."""
+        """Warm up, stay constant, then fall linearly to zero in the second phase."""
         progress = min(1.0, self.seconds / (60 * self.args.minutes))
         start = self.args.short_share
         factor = min(1.0, (self.step + 1) / WARMUP_STEPS, max(0.01, (1 - progress) / (1 - start)))
@@ -249,7 +250,7 @@ class Trainer:
             optimizer.param_groups[0]["lr"] = peak * factor
 
     def run(self, length: int, until_seconds: float, deadline: float) -> None:
-        """Train on rows of `length` until `until_seconds` of training or the call's deadline have passed."""
+        """Train on rows of `length` until `until_seconds` of training or the deadline of this call."""
         args, mask = self.args, block_mask(length, self.args.device)
         hinge_weights = torch.tensor(self.hinge_weights, device=args.device)
         rows, began, before = batches(args, length, self.step), time.monotonic(), self.seconds
@@ -266,7 +267,7 @@ class Trainer:
             self.step += 1
             self.tokens += ids[:, 1:].numel()
             if self.step % args.log_every == 0:
-                values = [loss.item(), *by_kind.tolist(), *hinges.tolist()]  # waits for the device
+                values = [loss.item(), *by_kind.tolist(), *hinges.tolist()]  # synchronizes with the device
                 if not all(map(math.isfinite, values)):
                     raise FloatingPointError(f"step {self.step}: loss is not finite: {values}")
                 now = time.monotonic()

@@ -1,7 +1,7 @@
 """Training rows of the demo checkpoint: packed text, conversations, and long-range recall tasks.
 
-A row is `ids` [length] uint16 and `weights` [length] float32, the weight each token has in the loss as a target. The
-recall tasks draw fresh keys and values for every row, so nothing but the context can answer them.
+A row is `ids` [length] uint16 and `weights` [length] float32, the loss weight of each token as a target. The recall
+tasks draw fresh keys and values for every row, so only the context contains the answers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Row = tuple[Ids, np.ndarray[Any, np.dtype[np.float32]]]
 
 ANSWER_WEIGHT = 4.0
 REPEAT_WEIGHT = 2.0
-RANDOM_WEIGHT = 0.05  # random keys and values cannot be predicted: little is learned from them where first stated
+RANDOM_WEIGHT = 0.05  # where random keys and values first appear they cannot be predicted, so they teach little
 
-BOOKS_SHARE = 0.75  # of the pieces of running text that training rows are made of
-MAX_WORDS = 3000  # that keys are chosen from
-NUM_FACTS = 8  # in each prompt of `recall_prompts`
+BOOKS_SHARE = 0.75  # share of books in the running text of training rows
+MAX_WORDS = 3000  # number of words from which keys are drawn
+NUM_FACTS = 8  # facts in each prompt of `recall_prompts`
 
 FACTS = [
     ("The code for {k} is {v}.", "What is the code for {k}?"),
@@ -46,7 +46,7 @@ STORY_REQUESTS = ["Continue this story:", "Continue this text:", "What comes nex
 
 
 class Codec:
-    """The tokenizer with what row building needs beside it: special ids and where sentences end."""
+    """The tokenizer, with the special ids and the sentence ends that building rows needs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -57,12 +57,12 @@ class Codec:
         self._opens = np.array([piece.startswith(("\u0120", "\u010a")) for piece in pieces])  # space, newline
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` without BOS; special tokens written in the text become their ids."""
+        """Token ids of `text` without BOS. Special tokens written out in the text become their ids."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def sentence_ends(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Offsets at which a sentence of `ids` has ended and white space follows."""
+        """Offsets directly behind the end of a sentence of `ids` where white space follows."""
         return np.flatnonzero(self._closes[ids[:-1]] & self._opens[ids[1:]]) + 1
 
 
@@ -80,13 +80,13 @@ def encode_corpus(path: Path, codec: Codec) -> tuple[Ids, Ids]:
 
 
 def common_words(text: str) -> list[str]:
-    """Lower-case words of 4 to 8 letters, most frequent first, without the 100 most frequent where enough remain."""
+    """Lower-case words of 4 to 8 letters, most frequent first; skips the 100 most frequent if enough remain."""
     words = [word for word, _ in Counter(re.findall(r"\b[a-z]{4,8}\b", text)).most_common(MAX_WORDS + 100)]
     return words[100:] if len(words) >= 200 else words
 
 
 class _RowBuilder:
-    """Appends weighted pieces; cuts or fills them up to one length."""
+    """Appends weighted pieces, then cuts or fills the row to one length."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -99,7 +99,7 @@ class _RowBuilder:
         self.weights += [weight] * len(ids)
 
     def finish(self, length: int, filler: Ids) -> Row:
-        """Cut to `length`, or fill up with an end of text and `filler` (at least `length` tokens of plain text)."""
+        """Cut to `length`, or fill with EOS, BOS and `filler` (at least `length` tokens of plain text)."""
         if len(self.ids) < length:
             self.add([self.codec.eos, self.codec.bos], 0.0)
             self.add(filler, 1.0)
@@ -110,7 +110,7 @@ def _insert_facts(codec: Codec, haystack: Ids, facts: list[str], depths: list[fl
     """Cut `haystack` at the sentence ends nearest to `depths` (0..1) and put a fact into each cut.
 
     Returns:
-        Pieces in reading order with a flag that marks the facts.
+        Pieces in reading order, each with a flag that is True for a fact.
     """
     ends = codec.sentence_ends(haystack)
     if not len(ends):
@@ -133,8 +133,8 @@ def _turn(question: str) -> str:
 class RecallPrompt:
     """A needle-in-a-haystack prompt in chat format.
 
-    `prompt_ids` begins with BOS and ends with the assistant token; `answer_ids` is the sentence that states `value`
-    and the end-of-turn token, as greedy decoding should produce it.
+    `prompt_ids` begins with BOS and ends with the assistant token. `answer_ids` is the correct answer: the sentence
+    with `value`, and the end-of-turn token.
     """
 
     prompt_ids: list[int]
@@ -150,16 +150,18 @@ def recall_prompts(
     seed: int,
     depth: float | None = None,
 ) -> list[RecallPrompt]:
-    """Make recall prompts: facts 'The code for <word> is <5 digits>.' scattered over running text, one asked for.
+    """Make recall prompts: running text with facts 'The code for <word> is <5 digits>.', and a question about one.
 
-    The fact asked for lies at `depth` (0: the text's beginning, 1: its end), or where that is not given between 10 %
-    and 65 % of the text's length; the others lie anywhere.
+    The requested fact is at `depth` (0: beginning of the text, 1: its end). If `depth` is not given, it is between 10 %
+    and 65 % of the text's length. The other facts are anywhere.
 
     Args:
-        num_prompts: how many; `seed` fixes all of them.
-        context_tokens: length of prompt and answer together, reached up to one answer's length.
-        tokenizer: of the checkpoint.
-        corpus_text: any running text; repeated where it is too short. Words for keys are taken from it too.
+        num_prompts: number of prompts.
+        context_tokens: length of prompt and answer together; the actual length differs by one answer at most.
+        tokenizer: the checkpoint's tokenizer.
+        corpus_text: any running text, repeated if it is too short. The keys are words from it.
+        seed: determines all prompts.
+        depth: position of the requested fact, 0 to 1.
     Raises:
         ValueError: `corpus_text` has fewer than `NUM_FACTS` distinct words of 4 to 8 letters, or the context is too
             short for the facts; the message begins with the argument's name.
@@ -206,7 +208,7 @@ def _uuid(rng: random.Random) -> str:
 
 
 class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Endless batches of rows drawn from a mixture of tasks.
+    """Endless batches of rows, drawn from a mixture of tasks.
 
     Yields ids [batch_size, length] int32 and weights [batch_size, length] float32.
     """
@@ -226,7 +228,7 @@ class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.mixture, self.batch_size, self.length, self.seed = mixture, batch_size, length, seed
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Open the token streams in this worker and draw batches for ever."""
+        """Open the token streams in this worker, then draw batches without end."""
         info = torch.utils.data.get_worker_info()
         self.rng = random.Random(self.seed * 1000 + (info.id if info else 0))
         self.books: Ids = np.load(self.books_file, mmap_mode="r")
@@ -258,7 +260,7 @@ class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return ids, weights
 
     def _story(self) -> Row:
-        """Conversations: a request with the beginning of a passage, answered by its continuation."""
+        """Conversations: a request with the beginning of a passage; the answer is its continuation."""
         row = _RowBuilder(self.codec)
         while len(row.ids) < self.length:
             passage = self._slice(self.rng.randint(200, min(1500, self.length)), books_only=True)
@@ -267,7 +269,7 @@ class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                 continue
             first, last = ends[0], ends[-1]
             cut = int(self.rng.choice(list(ends[1:-1])))
-            # A leading space belongs to the text before the passage: the answer opens as a sentence does.
+            # Strip the leading space, so that the answer begins like a sentence.
             begin = self.codec.tokenizer.decode(list(passage[first:cut])).strip()
             answer = self.codec.tokenizer.decode(list(passage[cut:last])).strip()
             if len(row.ids) > 1:
@@ -288,7 +290,7 @@ class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return [" ".join(pair) for pair in zip(*(self.rng.sample(self.words, count) for _ in range(2)), strict=True)]
 
     def _needle(self) -> Row:
-        """Facts scattered over running text, then one question after another."""
+        """Facts scattered over running text, then several questions."""
         rng, row = self.rng, _RowBuilder(self.codec)
         num_facts = rng.randint(2, self.length // 160)
         keys = self._keys(num_facts)
@@ -312,7 +314,7 @@ class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return row.finish(self.length, self._slice(self.length))
 
     def _records(self) -> Row:
-        """Records of random keys and values, then values asked for by key."""
+        """Records of random keys and values, then requests for values by key."""
         rng, row = self.rng, _RowBuilder(self.codec)
         kind, size = rng.choices([("uuid", 62), ("hex", 22), ("word", 14), ("number", 18)], [4, 2, 3, 2])[0]
         draw: dict[str, Callable[[], str]] = {
@@ -321,14 +323,14 @@ class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             "number": lambda: _digits(rng, 6),
         }
         num_asked = max(2, min(self.length // 4 // (size + 12), 32))
-        most = (self.length - num_asked * (size + 20) - 64) // size
-        count = most if rng.random() < 0.5 else rng.randint(min(4, most), most)
+        max_count = (self.length - num_asked * (size + 20) - 64) // size
+        count = max_count if rng.random() < 0.5 else rng.randint(min(4, max_count), max_count)
         keys = self._keys(count) if kind == "word" else [draw[kind]() for _ in range(count)]
         values = [_uuid(rng) if kind == "uuid" else self._value() for _ in range(count)]
-        quote, start, between, end = rng.choice(
+        record_format, start, between, end = rng.choice(
             [('"{k}": "{v}"', "{{", ", ", "}}"), ('"{k}": "{v}"', "{{", ",\n ", "}}"), ("{k}: {v}", "", "\n", "")]
         )
-        lines = [quote.format(k=key, v=value) for key, value in zip(keys, values, strict=True)]
+        lines = [record_format.format(k=key, v=value) for key, value in zip(keys, values, strict=True)]
         asked = rng.sample(range(count), min(count, num_asked))
         style = rng.choice(["chat", "listing", "again"])
         lead = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
@@ -349,7 +351,7 @@ class RowStream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return row.finish(self.length, self._slice(self.length))
 
     def _repeat(self) -> Row:
-        """A passage that comes back, after other text, word for word."""
+        """A passage that is repeated word for word after other text."""
         rng, row = self.rng, _RowBuilder(self.codec)
         size = rng.randint(48, self.length // 4)
         gap = rng.randint(0, self.length - 2 * size - 2)

@@ -1,1 +1,1 @@
-"""Text to token ids and back; chat templates."""
+"""Tokenizers (text to token ids and back) and chat templates."""

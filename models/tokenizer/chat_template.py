@@ -25,17 +25,17 @@ _TEMPLATE_FILE = "chat_template.jinja"
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Refuse at once; jinja2 would print the unsafe attribute as nothing and fail on its next use only."""
+        """Fail at once; jinja2 would print an unsafe attribute as empty text and fail only at its next use."""
         raise SecurityError(f"access to attribute {show(attribute)} of {type(obj).__name__} is unsafe")
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training; a prompt has its body as it is."""
+    """`{% generation %}` marks the assistant's text for training; in a prompt its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (declared by jinja2)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        # A call block, as in transformers, so that names set in the body stay there.
+        # A call block, as in transformers, so that names set in the body stay local to it.
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -45,13 +45,13 @@ class _Generation(jinja2.ext.Extension):
 
 
 def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The chat template of a Hugging Face folder, or None when it has none.
+    """The chat template of a Hugging Face folder, or None if it has none.
 
-    chat_template.jinja comes first, then `chat_template` of tokenizer_config.json: a string, or a list of named
-    templates, of which the one named `default` is taken.
+    chat_template.jinja takes precedence over `chat_template` of tokenizer_config.json. The latter is a string, or a
+    list of named templates, of which the one named `default` is used.
 
     Raises:
-        UserError: an unreadable file, or a list without a default.
+        UserError: an unreadable file, a list without a default, or another type.
     """
     path = folder / _TEMPLATE_FILE
     if is_there(path):
@@ -73,13 +73,13 @@ def find_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
         }
         if "default" not in named:
             raise UserError(
-                f"{folder / 'tokenizer_config.json'}: chat_template: expected one named 'default', "
-                f"found {show(list(named))}; rename the one to use"
+                f"{folder / 'tokenizer_config.json'}: chat_template: expected a template named 'default', "
+                f"found {show(list(named))}; give this name to the template to use"
             )
         template = named["default"]
     if not isinstance(template, str | None):
         raise UserError(
-            f"{folder / 'tokenizer_config.json'}: chat_template: expected a text or a list of named ones, "
+            f"{folder / 'tokenizer_config.json'}: chat_template: expected a text or a list of named templates, "
             f"found {show(template)}; correct it"
         )
     return template
@@ -100,20 +100,20 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes <, > and & for HTML, which no model was trained on.
+    # jinja2's own filter escapes <, > and & for HTML; models are not trained on such text.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def render_chat(template: str, messages: list[dict[str, Any]], special_tokens: dict[str, str], where: str) -> str:
-    """Render `messages` and the opening of the assistant's turn, with the conventions of Hugging Face templates.
+    """Render `messages` and the beginning of the assistant's answer, with the conventions of Hugging Face templates.
 
-    The template sees `messages`, `add_generation_prompt=True`, `tools=None`, `documents=None` and `special_tokens`
+    The template can use `messages`, `add_generation_prompt=True`, `tools=None`, `documents=None` and `special_tokens`
     (such as `bos_token`), the functions `raise_exception` and `strftime_now`, a `tojson` that escapes nothing, and the
     block `{% generation %}`.
 
     Raises:
-        UserError: the template is broken, calls `raise_exception`, reaches for what the sandbox forbids, or writes
-            nothing.
+        UserError: the template is broken, calls `raise_exception`, does what the sandbox forbids, or renders a blank
+            text.
     """
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
@@ -131,14 +131,14 @@ def render_chat(template: str, messages: list[dict[str, Any]], special_tokens: d
         raise UserError(
             f"{where}: chat template: refused by the sandbox: {show(str(error))}; do not trust it"
         ) from None
-    except Exception as error:  # a template is a program of strangers: it may raise anything
+    except Exception as error:  # a template is untrusted code and may raise anything
         raise UserError(
             f"{where}: chat template: expected a prompt, found {type(error).__name__} {show(str(error), 200)}; "
             "check the messages and the template"
         ) from None
     if not text.strip():
         raise UserError(
-            f"{where}: chat template: expected a prompt, found nothing but {show(text)}; check the messages and the "
+            f"{where}: chat template: expected a prompt, found a blank text ({show(text)}); check the messages and the "
             "template"
         )
     return text

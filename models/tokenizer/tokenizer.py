@@ -1,4 +1,4 @@
-"""Text to token ids and back, over tokenizer.json."""
+"""Convert text to token ids and back, with a checkpoint's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Prompt", "StreamDecoder", "Tokenizer", "encode_prompts", "prompts_of
 Prompt = str | Sequence[int]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-PROMPT_CONTEXT = 8  # tokens of a prompt, at least, behind which its answer is decoded: a character has up to 4
+PROMPT_CONTEXT = 8  # prompt tokens, at least, decoded in front of an answer; a character has up to 4 tokens
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Tokenizers that begin texts by `add_bos_token`, whatever tokenizer.json says; without a class, a Llama's is the first.
-# Others, such as PreTrainedTokenizerFast, keep that setting and do not act on it.
+# Tokenizer classes that obey `add_bos_token`, whatever tokenizer.json contains. None: a folder without a class has a
+# Llama tokenizer. Other classes, such as PreTrainedTokenizerFast, store the setting and ignore it.
 _FOLLOW_ADD_BOS = (None, "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
 
 
 class Tokenizer:
     """A checkpoint's tokenizer: encoding, decoding, chat template and streaming.
 
-    Text is decoded as the vocabulary spells it: `clean_up_tokenization_spaces` of older folders, which would delete
-    spaces that the model wrote, is not applied.
+    Text is decoded as the vocabulary spells it. `clean_up_tokenization_spaces` of older folders is not applied, because
+    it would delete spaces that the model wrote.
     """
 
     eos_token_ids: tuple[int, ...]
@@ -54,7 +54,7 @@ class Tokenizer:
         self._special_tokens = special_tokens(settings)
         self.eos_token_ids = config.eos_token_ids
         self.bos_token_id = self._bos_token_id(config)
-        self._begin_ids = self._find_begin_ids(settings)  # what a text begins with
+        self._begin_ids = self._find_begin_ids(settings)  # ids that a text begins with
         self._special_ids = {id_ for id_, token in core.get_added_tokens_decoder().items() if token.special}
 
     @classmethod
@@ -63,12 +63,12 @@ class Tokenizer:
 
         Raises:
             UserError: a missing or broken file, a vocabulary that does not fit the embedding, a begin or end token that
-                the vocabulary lacks, or one of `added_tokens_decoder` that cannot have its id.
+                the vocabulary lacks, or a token of `added_tokens_decoder` that cannot get its id.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         core = _load(path)
-        # Tokens that were added, such as one for padding, may have no embedding: a text with such a one is refused.
+        # Added tokens, such as one for padding, may have no embedding; `encode` refuses a text that contains one.
         vocab = core.get_vocab(with_added_tokens=True)
         largest = max(core.get_vocab(with_added_tokens=False), key=vocab.__getitem__, default="")
         if not largest or vocab[largest] >= config.vocab_size:
@@ -85,12 +85,12 @@ class Tokenizer:
             if token is not None and vocab.get(token, config.vocab_size) >= config.vocab_size:
                 raise UserError(
                     f"{naming_file(folder, name)}: {name}: expected a token of tokenizer.json, found {show(token)}; "
-                    "use the files that belong together"
+                    "use files of the same model"
                 )
         return cls(core, config, settings, folder)
 
     def _bos_token_id(self, config: LlamaConfig) -> int | None:
-        """tokenizer_config.json's begin token, else config.json's, whose text the chat template then gets."""
+        """Begin token of tokenizer_config.json, else of config.json, which the chat template can then use as well."""
         token = self._special_tokens.get("bos_token")
         if token is not None:
             return self._core.token_to_id(token)
@@ -103,7 +103,7 @@ class Tokenizer:
 
     @property
     def prefix_token_id(self) -> int | None:
-        """What stands for the beginning of a text: the begin token, else the tokenizer's end token; None: neither."""
+        """Token that marks the beginning of a text: the begin token, else the tokenizer's end token, else None."""
         if self._begin_ids:
             return self._begin_ids[-1]
         if self.bos_token_id is not None:
@@ -112,9 +112,9 @@ class Tokenizer:
         return None if token is None else self._core.token_to_id(token)
 
     def _find_begin_ids(self, settings: dict[str, Any]) -> list[int]:
-        """The begin token by `add_bos_token`, where that counts, else what tokenizer.json puts in front of a text.
+        """Ids that a text begins with: by `add_bos_token` where it is obeyed, else what tokenizer.json puts in front.
 
-        The latter need not be the begin token that tokenizer_config.json names.
+        The latter may differ from the begin token of tokenizer_config.json.
         """
         adds_bos = settings.get("add_bos_token") if settings.get("tokenizer_class") in _FOLLOW_ADD_BOS else None
         if adds_bos is False:
@@ -122,7 +122,7 @@ class Tokenizer:
         if adds_bos is True and self.bos_token_id is not None:
             return [self.bos_token_id]
         encoding = self._core.encode("a", add_special_tokens=True)
-        # The mask is 1 where the post-processor put a token; what it puts behind the text is no beginning.
+        # The mask is 1 for tokens that the post-processor added; only those before the text count.
         num_before = next((index for index, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0)
         return list(encoding.ids[:num_before])
 
@@ -131,32 +131,34 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of `text`.
 
-        With `add_bos` the result begins with exactly one BOS, also when the text already begins with it. BOS is what
-        tokenizer.json puts in front, or the begin token where `add_bos_token: true` counts. A folder whose tokenizer
-        begins texts with none (`add_bos_token: false`, or no such rule, as in SmolLM) gets none, because its model was
-        trained without. With `add_bos=False` the text is encoded as it is. Special tokens that `text` spells out become
-        their ids.
+        With `add_bos` the result begins with exactly one BOS, also if the text already begins with it. BOS is what
+        tokenizer.json puts in front, or the begin token where `add_bos_token: true` is obeyed. If the folder's
+        tokenizer adds no BOS (`add_bos_token: false`, or no such rule, as in SmolLM), none is added, because the model
+        was trained without it. With `add_bos=False` the text is encoded unchanged. Special tokens written out in `text`
+        become their ids.
 
         Args:
-            most_tokens: what there is room for. A text that has more tokens by its length alone is refused at once,
-                where encoding could take minutes and all memory.
-            where: the text comes from.
+            text: the text to encode.
+            add_bos: begin with BOS.
+            most_tokens: largest number of tokens that is possible. A text whose length alone exceeds it is refused
+                before encoding, which could take minutes and all memory.
+            where: origin of the text, for messages.
         Raises:
             UserError: `text` is not valid Unicode (lone surrogates of a prompt that was not UTF-8), far too long, or
-                spells out a token that has no embedding.
+                contains a token that has no embedding.
         """
         check_utf8(text, where)
         if most_tokens is not None and len(text) > most_tokens:
-            # A token stands for as many characters as its name has, or fewer: bytes are a character each there.
-            most = most_tokens * max(map(len, self._core.get_vocab(with_added_tokens=True)))
-            if len(text) > most:
+            # A token decodes to at most as many characters as its name has: in names, each byte is one character.
+            max_characters = most_tokens * max(map(len, self._core.get_vocab(with_added_tokens=True)))
+            if len(text) > max_characters:
                 raise UserError(
                     f"{where}: {len(text)} characters are more than {most_tokens} tokens can hold; shorten the prompt"
                 )
         ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         if (largest := max(ids, default=0)) >= self._vocab_size:
             token = show(str(self._core.id_to_token(largest)))
-            raise UserError(f"{where}: {token} has no embedding: its id is {largest}, vocab_size {self._vocab_size}")
+            raise UserError(f"{where}: {token} has no embedding: its id is {largest}, vocab_size is {self._vocab_size}")
         if not add_bos or not self._begin_ids:
             return ids
         start, length = 0, len(self._begin_ids)
@@ -165,26 +167,26 @@ class Tokenizer:
         return [*self._begin_ids, *ids[start:]]
 
     def special_token_id(self, text: str) -> int | None:
-        """The id of the special token that `text` is, and which leaves no text when it is decoded; None: of none."""
+        """Id of `text` if it is a special token, which decoding leaves out; else None."""
         token_id = self._core.token_to_id(text)
         return token_id if token_id in self._special_ids else None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens are left out, bytes that are not UTF-8 become U+FFFD.
+        """Text of `ids`. Special tokens are left out; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             UserError: an id is not in 0 .. vocab_size - 1.
         """
         ids = list(ids)
-        if (wrong := next((each for each in ids if not 0 <= each < self._vocab_size), None)) is not None:
+        if (wrong := next((token_id for token_id in ids if not 0 <= token_id < self._vocab_size), None)) is not None:
             raise UserError(f"token ids: expected 0 .. {self._vocab_size - 1}, found {wrong}")
         return str(self._core.decode(ids, skip_special_tokens=True))
 
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt for `messages` (dicts with `role` and `content`), up to the opening of the assistant's turn.
+        """The prompt for `messages` (dicts with `role` and `content`), up to the beginning of the assistant's answer.
 
         Raises:
-            UserError: the folder has no chat template, or none that can be used; see `find_template`, `render_chat`.
+            UserError: the folder has no usable chat template; see `find_template`, `render_chat`.
         """
         template = find_template(self._folder, self._settings)
         if template is None:
@@ -197,26 +199,26 @@ class Tokenizer:
     def encode_chat(self, messages: list[dict[str, Any]], most_tokens: int | None = None) -> list[int]:
         """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`).
 
-        A template that begins with tokenizer_config.json's begin token gets no other one in front.
+        If the template begins with tokenizer_config.json's begin token, no other begin token is added.
         """
         text, bos = self.apply_chat_template(messages), self._special_tokens.get("bos_token")
         has_own = bos is not None and text.startswith(bos) and self._begin_ids != [self.bos_token_id]
         return self.encode(text, add_bos=not has_own, most_tokens=most_tokens)
 
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
-        """A decoder for one sequence of generated tokens, whose text continues that of the prompt."""
+        """A decoder for one sequence of generated tokens; its text continues the text of the prompt."""
         return StreamDecoder(self._core, self._special_ids, prompt_ids)
 
 
 def prompts_of(prompt: object) -> list[object]:
-    """The prompts of a list or tuple of texts and sequences of token ids; of anything else, that alone."""
+    """The prompts of a list or tuple of texts and token id sequences; anything else becomes a list of one."""
     return list(prompt) if _is_batch(prompt) else [prompt]  # type: ignore[call-overload]
 
 
 def _is_batch(prompt: object) -> bool:
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
-    return all(isinstance(one, str | list | tuple | range) or _is_array(one) for one in prompt)
+    return all(isinstance(item, str | list | tuple | range) or _is_array(item) for item in prompt)
 
 
 def _is_array(value: object) -> bool:
@@ -226,33 +228,33 @@ def _is_array(value: object) -> bool:
 def encode_prompts(
     prompt: Prompt | Sequence[Prompt], tokenizer: Callable[[], Tokenizer], most_tokens: int
 ) -> list[list[int]]:
-    """Token ids of each of `prompts_of`; the tokenizer is asked for where there is a text.
+    """Token ids of each of `prompts_of`. `tokenizer` is called only if a prompt is text.
 
     Raises:
-        UserError: an empty text, what is no prompt, or as `tokenizer` and `Tokenizer.encode`.
+        UserError: an empty text, a value that is not a prompt, or as `tokenizer` and `Tokenizer.encode`.
     """
     prompts, encoded = prompts_of(prompt), []
-    for index, one in enumerate(prompts):
+    for index, item in enumerate(prompts):
         where = "prompt" if len(prompts) == 1 else f"prompt {index}"
-        if not isinstance(one, str):
-            encoded.append(token_ids(one, where))
-        elif one:
-            encoded.append(tokenizer().encode(one, most_tokens=most_tokens, where=where))
+        if not isinstance(item, str):
+            encoded.append(token_ids(item, where))
+        elif item:
+            encoded.append(tokenizer().encode(item, most_tokens=most_tokens, where=where))
         else:
             raise UserError(f"{where}: expected a text, found an empty one")
     return encoded
 
 
 def token_ids(prompt: object, where: str = "prompt") -> list[int]:
-    """The ids of a prompt that is given as such; those of NumPy and PyTorch are integers, too.
+    """The ids of a prompt that is given as token ids, which may be a NumPy array or a PyTorch tensor.
 
     Raises:
         UserError: it is not a sequence of integers.
     """
-    is_bytes = isinstance(prompt, bytes | bytearray | memoryview)  # a text, in some encoding
+    is_bytes = isinstance(prompt, bytes | bytearray | memoryview)  # text in an unknown encoding
     found: object = prompt
     if _is_array(prompt):
-        with suppress(RuntimeError):  # of a sparse tensor, or one without data
+        with suppress(RuntimeError):  # raised by a sparse tensor, or one without data
             found = prompt.tolist()  # type: ignore[attr-defined]
     if isinstance(found, Sequence) and not is_bytes and not any(isinstance(token, bool) for token in found):
         with suppress(TypeError):
@@ -261,27 +263,27 @@ def token_ids(prompt: object, where: str = "prompt") -> list[int]:
 
 
 def spelled(prompt: object) -> str:
-    """All of a prompt, or of several, as text, for ranks to compare; of one that is none, what `token_ids` says."""
+    """A prompt, or a list of prompts, as one string for ranks to compare; for an invalid prompt, the error message."""
     if isinstance(prompt, str):
         return f"text: {prompt}"
     if _is_batch(prompt):
-        return f"{len(prompts_of(prompt))} prompts: {json.dumps([spelled(one) for one in prompts_of(prompt)])}"
+        return f"{len(prompts_of(prompt))} prompts: {json.dumps([spelled(item) for item in prompts_of(prompt)])}"
     try:
         ids = token_ids(prompt)
     except UserError as error:
         return str(error)
-    # Python writes numbers of any size in hexadecimal only.
+    # Python prints integers of any size only in hexadecimal.
     return f"[{', '.join(str(token) if token.bit_length() < 64 else hex(token) for token in ids)}]"
 
 
 class StreamDecoder:
-    """Turns tokens into text as they come: the pieces and the flush together are the decoded sequence.
+    """Turns tokens into text as they arrive: all pieces and the flush together are the decoded sequence.
 
-    A piece is cut only where the text so far is final: not inside a multibyte character, and not inside a run of
+    A piece ends only where the text so far is final: not inside a multibyte character, and not inside a run of
     sentencepiece byte tokens, because one invalid byte changes how the whole run is decoded. Each piece is decoded
-    behind the tokens of the piece before it, the first one behind the prompt's last tokens, so that spaces between
-    tokens come out as in the whole text. An incomplete character is one U+FFFD at the end of what is decoded: that one
-    is held back, and of tokens that go on to end so, only the last few are decoded again.
+    together with the tokens of the previous piece, the first one with the prompt's last tokens, so that spaces between
+    tokens are the same as in the whole text. An incomplete character is decoded to one U+FFFD at the end, which is held
+    back. While tokens continue to end like this, only the last few are decoded again.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, special_ids: set[int], prompt_ids: Sequence[int] = ()) -> None:
@@ -289,17 +291,18 @@ class StreamDecoder:
         self._special_ids = special_ids
         self._context: list[int] = []
         self._pending: list[int] = []
-        self._num_returned = 0  # characters of the pending tokens' text
+        self._num_returned = 0  # characters of the pending text that were returned
         for token_id in reversed(prompt_ids):
             if not self._is_text(token_id):
                 break
             self._context.append(token_id)
-            if len(self._context) >= PROMPT_CONTEXT and not self._is_byte(token_id):  # never within a run of bytes
+            # Do not start inside a run of byte tokens.
+            if len(self._context) >= PROMPT_CONTEXT and not self._is_byte(token_id):
                 break
         self._context.reverse()
 
     def push(self, token_id: int) -> str:
-        """Take one token; return the text that is now complete, often of this token alone, sometimes empty."""
+        """Add one token; return the text that is now complete: often this token's text, sometimes empty."""
         if not self._is_text(token_id):
             return ""
         self._pending.append(token_id)
@@ -313,19 +316,19 @@ class StreamDecoder:
             return piece
         self._num_returned = len(text) - 1
         if len(self._pending) > 2 * PROMPT_CONTEXT:
-            # Where a character begins shows within its 4 bytes: what comes earlier changes nothing about the end.
+            # A character has at most 4 bytes, so earlier tokens cannot change the end of the text.
             self._context, self._pending = [], self._pending[-PROMPT_CONTEXT:]
             self._num_returned = len(self._pending_text()) - 1
         return piece[:-1]
 
     def flush(self) -> str:
-        """Return what is left at the end of the sequence; incomplete characters become U+FFFD."""
+        """Return the rest of the text at the end of the sequence; incomplete characters become U+FFFD."""
         piece = self._pending_text()[self._num_returned :]
         self._context, self._pending, self._num_returned = [], [], 0
         return piece
 
     def _is_text(self, token_id: int) -> bool:
-        """Embeddings may have more rows than there are tokens."""
+        """False for special tokens, and for ids without a token: an embedding may have more rows than tokens."""
         return token_id not in self._special_ids and self._core.id_to_token(token_id) is not None
 
     def _is_byte(self, token_id: int) -> bool:
@@ -334,7 +337,7 @@ class StreamDecoder:
     def _pending_text(self) -> str:
         before = self._core.decode(self._context, skip_special_tokens=True) if self._context else ""
         text = str(self._core.decode(self._context + self._pending, skip_special_tokens=True))
-        if not text.startswith(before):  # the prompt ends within a character, or within a run that now is no text
+        if not text.startswith(before):  # the prompt ends inside a character, or in a byte run that is now invalid
             self._context, before = [], ""
             text = str(self._core.decode(self._pending, skip_special_tokens=True))
         return text[len(before) :]
@@ -356,15 +359,15 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     except UserError:
         raise
     except BaseException as error:
-        # The library raises plain Exception for a file it cannot read, and panics, outside of Exception, at the first
-        # use of a post-processor that names an unknown token.
+        # The library raises plain Exception for a file that it cannot read. It panics at the first use of a
+        # post-processor that names an unknown token; PanicException is not derived from Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(
-            f"{path}: unreadable tokenizer: expected what the tokenizers library writes, found {show(str(error))}; "
+            f"{path}: unreadable tokenizer: expected a file of the tokenizers library, found {show(str(error))}; "
             "download the file again"
         ) from None
-    # Settings of a training run, which would cut or lengthen prompts.
+    # Remove truncation and padding, which are left from training and would change prompts.
     core.no_truncation()
     core.no_padding()
     return core

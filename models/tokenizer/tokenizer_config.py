@@ -1,4 +1,4 @@
-"""tokenizer_config.json and special_tokens_map.json: what tokenizer.json leaves to them."""
+"""tokenizer_config.json and special_tokens_map.json: settings that tokenizer.json does not contain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alspec.models.checkpoint.files import check_utf8, is_there, read_json
 __all__ = ["add_tokens", "is_token_id", "naming_file", "read_tokenizer_config", "special_tokens"]
 
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
-_MAPPED = ("bos_token", "eos_token", "pad_token", "unk_token")  # what the map may supply
+_MAPPED = ("bos_token", "eos_token", "pad_token", "unk_token")  # tokens that special_tokens_map.json may supply
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -22,10 +22,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """The settings of tokenizer_config.json, with the special tokens of special_tokens_map.json that it does not name.
+    """Settings of tokenizer_config.json, with the special tokens that only special_tokens_map.json names.
+
+    Neither file needs to exist.
 
     Raises:
-        UserError: a file that is broken; neither has to exist.
+        UserError: a broken file.
     """
     settings, mapped = _read(folder / _CONFIG), _read(folder / _MAP)
     named = special_tokens(settings)
@@ -33,7 +35,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens (`bos_token`, ...), given as a string or as an object; an empty one is none."""
+    """Texts of the special tokens (`bos_token`, ...), given as strings or objects; empty texts are left out."""
     tokens = {}
     for name, value in settings.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -43,7 +45,7 @@ def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def naming_file(folder: Path, name: str) -> Path:
-    """The file that the special token `name` comes from."""
+    """The file that defines the special token `name`."""
     return folder / (_CONFIG if name in special_tokens(_read(folder / _CONFIG)) else _MAP)
 
 
@@ -53,19 +55,19 @@ def is_token_id(key: str) -> bool:
 
 
 def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Path, vocab_size: int) -> None:
-    """Give `core` the tokens of `added_tokens_decoder` that tokenizer.json lacks, and of all of them the flags.
+    """Add the tokens of `added_tokens_decoder` that tokenizer.json lacks to `core`, and apply the flags of all of them.
 
-    New tokens get the ids behind those that there are, which have to be the ids that the folder says. Those from
-    `vocab_size` on, which have no embedding, are left out.
+    New tokens get the next free ids, which must be the ids in the folder. New tokens with ids from `vocab_size` on have
+    no embedding and are left out.
 
     Raises:
-        UserError: a new token with another id, or what is no token.
+        UserError: a new token gets another id than in the folder, or an entry is not a token.
     """
     where = f"{folder / _CONFIG}: added_tokens_decoder"
     added = settings.get("added_tokens_decoder") or {}
     if not isinstance(added, dict) or not all(map(is_token_id, added)):
         raise UserError(f"{where}: expected tokens by id, found {show(added)}; download the file again")
-    ids: dict[str, int] = {}  # of the new ones
+    ids: dict[str, int] = {}  # of new tokens
     tokens = []
     for key in sorted(added, key=int):
         token = _token(added[key], f"{where}: {key}")
@@ -78,8 +80,8 @@ def add_tokens(core: tokenizers.Tokenizer, settings: dict[str, Any], folder: Pat
     for content, expected in ids.items():
         if (found := core.token_to_id(content)) != expected:
             raise UserError(
-                f"{where}: {show(content)}: expected at id {expected}, found that with this tokenizer.json it is "
-                f"{found}; use the files that belong together, or leave it out"
+                f"{where}: {show(content)}: expected id {expected}, found id {found} with this tokenizer.json; "
+                "use files of the same model, or remove the token"
             )
 
 

@@ -1,4 +1,4 @@
-"""The caches that `kv_cache` names: what each needs, and one of them for a rank."""
+"""Select a KV-cache codec by name (`kv_cache`): check that the model supports it, size it, create it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Cache", "bytes_per_token", "cache_bytes", "check_codec", "check_head
 
 Cache = KVCache | FlashQCache
 
-LEAST_HEAD_DIM = 16  # inputs of a product of matrices in Triton
+MIN_HEAD_DIM = 16  # smallest inner size of `tl.dot`
 
 
 def check_codec(codec: str, config: LlamaConfig, tp_size: int) -> None:
-    """Refuse a codec that this model, or a rank of `tp_size`, cannot have.
+    """Check that a codec supports this model on `tp_size` ranks.
 
     Raises:
-        UserError: names `kv_cache`.
+        UserError: it does not; the message names `kv_cache`.
     """
     if codec == "bf16":
         return
@@ -44,14 +44,14 @@ def check_codec(codec: str, config: LlamaConfig, tp_size: int) -> None:
 
 
 def check_head_dim(config: LlamaConfig, device: torch.device) -> None:
-    """Refuse heads that the decode attention of GPUs has no products for.
+    """Check that decode attention on GPUs supports the model's head size.
 
     Raises:
-        UserError: names `head_dim`.
+        UserError: it does not; the message names `head_dim`.
     """
-    if device.type == "cuda" and config.head_dim < LEAST_HEAD_DIM:
+    if device.type == "cuda" and config.head_dim < MIN_HEAD_DIM:
         raise UserError(
-            f"head_dim: expected {LEAST_HEAD_DIM} or more on a GPU, the model has {config.head_dim}; "
+            f"head_dim: expected {MIN_HEAD_DIM} or more on a GPU, the model has {config.head_dim}; "
             "use --transport gloo (CPU)"
         )
 
@@ -66,7 +66,14 @@ def new_cache(
     device: torch.device,
     softmax: Softmax = "exact",
 ) -> Cache:
-    """An empty cache of one rank of `tp_size`: `dtype` is of an uncompressed one, `softmax` of a quantised one."""
+    """Create an empty cache for one rank.
+
+    Args:
+        codec: value of `kv_cache`.  tp_size: ranks that share the KV heads.
+        batch_size: requests.  max_context: tokens of capacity per request.
+        dtype: of keys and values in an uncompressed cache; a quantised cache ignores it.
+        softmax: of attention over a quantised cache; an uncompressed cache ignores it.
+    """
     heads = config.num_kv_heads // tp_size
     if codec == "bf16":
         return KVCache(config.num_layers, batch_size, heads, max_context, config.head_dim, dtype, device)
@@ -74,7 +81,7 @@ def new_cache(
 
 
 def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype) -> float:
-    """Bytes that one cached token of one request takes on a rank."""
+    """Return the bytes per cached token of one request on one rank."""
     heads = config.num_kv_heads // tp_size
     if codec == "bf16":
         return KVCache.bytes_per_token(config.num_layers, heads, config.head_dim, dtype)
@@ -84,7 +91,7 @@ def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.
 def cache_bytes(
     codec: str, config: LlamaConfig, tp_size: int, batch_size: int, max_context: int, dtype: torch.dtype
 ) -> int:
-    """`num_bytes` of what `new_cache` would allocate."""
+    """Return `num_bytes` of the cache that `new_cache` would create, without creating it."""
     heads = config.num_kv_heads // tp_size
     if codec == "bf16":
         token = KVCache.bytes_per_token(config.num_layers, heads, config.head_dim, dtype)

@@ -1,6 +1,6 @@
-"""The quantised KV cache of one rank (FlashQ): static buffers, records of 64 tokens and an INT8 tail.
+"""Quantised KV cache of one rank (FlashQ): static buffers of 64-token records and INT8 tails.
 
-On CUDA the kernels of codec_kernels.py write it, on CPU tensors their oracles, which leave the same bits.
+On CUDA, the kernels of codec_kernels.py write it. On the CPU, their oracles write the same bits.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["FlashQCache"]
 
 
 class FlashQCache:
-    """Quantised keys and values of every layer, with room for the longest context asked for.
+    """Quantised keys and values of all layers, with capacity for `max_context` tokens per request.
 
-    A prompt begins with its chunk at position 0, which sets everything that belongs to the request. With `turbo-mixed`
-    this chunk also selects the half of the heads that get 2 bits; the others have 4. All attention over it, of prompts
-    and while decoding, weighs tokens by `softmax`.
+    The prompt chunk at position 0 starts a new prompt and resets all state of the request. With `turbo-mixed` it also
+    selects the half of the heads that get 2 bits; the others get 4. All attention over the cache, of prompts and of
+    decode steps, uses the softmax given by `softmax`.
 
-    Shapes: B requests, H KV heads of this rank, NB blocks of capacity, D head_dim, n tokens.
+    Shapes: B requests, H KV heads of this rank, NB capacity in blocks, D head_dim, n tokens.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class FlashQCache:
         self.max_context, self.head_dim = max_context, head_dim
         self._num_blocks = _blocks(max_context)
         bits = torch.tensor(_bits(codec, num_kv_heads), dtype=torch.int32, device=device)
-        # Words of one block by the bits of its head.
+        # Words per record, indexed by the bits of its head.
         self._words = torch.zeros(5, dtype=torch.int64, device=device)
         self._words[2], self._words[4] = record_words(2, head_dim), record_words(4, head_dim)
         self._request_words = self._num_blocks * sum(record_words(b, head_dim) for b in _bits(codec, num_kv_heads))
@@ -74,9 +74,9 @@ class FlashQCache:
 
     @staticmethod
     def bytes_per_token(codec: str, num_layers: int, num_kv_heads: int, head_dim: int) -> float:
-        """Bytes that one cached token of one request takes on a rank with `num_kv_heads` KV heads: records and scales.
+        """Return the bytes per cached token of one request, records and scales, on a rank with `num_kv_heads` KV heads.
 
-        Each request has 1 to 64 tokens in its tail instead, which is there at any length.
+        The tail is not included: its size does not depend on the number of tokens.
         """
         return num_layers * sum(4 * record_words(b, head_dim) + 8 for b in _bits(codec, num_kv_heads)) / BLOCK
 
@@ -84,7 +84,7 @@ class FlashQCache:
     def bytes_for(
         codec: str, num_layers: int, batch_size: int, num_kv_heads: int, max_context: int, head_dim: int
     ) -> int:
-        """What `num_bytes` of such a cache would be."""
+        """Return `num_bytes` of a cache with these arguments, without creating it."""
         token = FlashQCache.bytes_per_token(codec, num_layers, num_kv_heads, head_dim)
         # Tail, universal scales, offset and bits of each head.
         head = 2 * BLOCK * head_dim + 2 * 4 + 8 + 4
@@ -101,54 +101,56 @@ class FlashQCache:
         return self._all
 
     def layer(self, layer: int) -> FlashQLayer:
-        """What decode attention reads of one layer."""
+        """Return one layer, as decode attention reads it."""
         return self._layers[layer]
 
     def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
-        """Store one new token for each request: k, v [B, H, D]; seq_lens [B] int32 with the new token."""
-        is_cuda, at = self.device.type == "cuda", self._layers[layer]
+        """Store one new token of each request: k, v [B, H, D]; seq_lens [B] int32, including the new token."""
+        is_cuda, cache_layer = self.device.type == "cuda", self._layers[layer]
         write, compact = (flashq_append, flashq_compact) if is_cuda else (flashq_append_ref, flashq_compact_ref)
-        write(k, v, at, seq_lens)
-        compact(at, seq_lens)
+        write(k, v, cache_layer, seq_lens)
+        compact(cache_layer, seq_lens)
 
     def write_prefill(
         self, layer: int, request: int, start: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Store a chunk of a prompt: k, v [n, H, D] at positions `[start, start + n)` of one request.
+        """Store a prompt chunk, k, v [n, H, D], at positions `[start, start + n)` of one request.
 
-        Every chunk but the last must hold a multiple of 64 tokens.
+        The size of every chunk except the last must be a multiple of 64 tokens.
 
         Returns:
-            The request so far at INT8, this chunk after stage 1 and what lies before it from its records: k8, v8
-            [H, start + n, D] int8, and k_scale, v_scale [H, ceil((start + n) / 64)] fp32.
+            The request so far at INT8: this chunk after stage 1, earlier tokens restored from their records.
+            k8, v8: [H, start + n, D] int8.  k_scale, v_scale: [H, ceil((start + n) / 64)] fp32.
         """
-        assert start % BLOCK == 0, f"a chunk of a quantised prompt begins at {start}"
-        at = self._layers[layer]
+        assert start % BLOCK == 0, f"a prompt chunk begins at {start}: expected a multiple of {BLOCK}"
+        cache_layer = self._layers[layer]
         num_tokens, num_heads, head_dim = k.shape
         if start == 0 and self.codec == "turbo-mixed":
             priority = head_priority(k.transpose(0, 1), v.transpose(0, 1))
-            self._set_bits(at, request, select_bits(priority, num_heads // 2))
-        stop, before = start + num_tokens, start // BLOCK
+            self._set_bits(cache_layer, request, select_bits(priority, num_heads // 2))
+        stop, first_block = start + num_tokens, start // BLOCK
         q8 = torch.empty(2, num_heads, stop, head_dim, dtype=torch.int8, device=self.device)
         scales = torch.empty(2, num_heads, math.ceil(stop / BLOCK), device=self.device)
         is_cuda = self.device.type == "cuda"
         restore, store = (flashq_restore, flashq_store) if is_cuda else (flashq_restore_ref, flashq_store_ref)
-        restore(at, request, before, *q8[:, :, :start].unbind(0), *scales[:, :, :before].unbind(0))
-        store(k, v, at, request, start, *q8[:, :, start:].unbind(0), *scales[:, :, before:].unbind(0))
+        restore(cache_layer, request, first_block, *q8[:, :, :start].unbind(0), *scales[:, :, :first_block].unbind(0))
+        store(k, v, cache_layer, request, start, *q8[:, :, start:].unbind(0), *scales[:, :, first_block:].unbind(0))
         return q8[0], q8[1], scales[0], scales[1]
 
     def prefill_attention(
         self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:
-        """Store a chunk as `write_prefill`; causal attention of tokens of it, those ahead of position `stop`.
+        """Store a prompt chunk as `write_prefill` does, then compute causal attention for its n_q tokens before `stop`.
 
-        Tokens of the chunk are attended after stage 1, those before it as their records have them; with SAS, weights
-        are those of the whole chunk's length.
+        Keys and values of the chunk are read after stage 1, earlier ones as restored from their records. With SAS, the
+        cutoff is that of all tokens up to the end of the chunk.
 
         Args:
-            q: [n_q, Hq, D].
+            q: [n_q, Hq, D], queries of the positions `[stop - n_q, stop)`.
+            k, v: [n, H, D], at positions `[start, start + n)`.
+            stop: end of the tokens to read.
         Returns:
-            As q.
+            Attention output, shape and dtype of q.
         """
         k8, v8, *scales = self.write_prefill(layer, request, start, k, v)
         blocks = math.ceil(stop / BLOCK)
@@ -159,19 +161,19 @@ class FlashQCache:
         return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax, start + len(k))
 
     def _set_bits(self, layer: FlashQLayer, request: int, bits: Tensor) -> None:
-        """Lay out the records of one request, head after head: bits [H] int32. On the device throughout."""
+        """Set the bits of each head, [H] int32, and lay out the request's records, head after head. No host sync."""
         sizes = self._num_blocks * self._words[bits.long()]
         layer.bits[request] = bits
         layer.offset[request] = request * self._request_words + sizes.cumsum(0) - sizes
 
 
 def _blocks(max_context: int) -> int:
-    """Blocks that a context fills; one at least, so that no buffer is empty."""
+    """Return the number of blocks that `max_context` fills; at least 1, so that no buffer is empty."""
     return max(1, max_context // BLOCK)
 
 
 def _bits(codec: str, num_kv_heads: int) -> list[int]:
-    """Bits of each head, in the order of a request that has selected none yet."""
+    """Return the bits of each head before a prompt has selected them: the 2-bit heads come first."""
     assert codec in FLASHQ_CODECS, codec
     num_low = {"turbo4": 0, "turbo2": num_kv_heads, "turbo-mixed": num_kv_heads // 2}[codec]
     return [2] * num_low + [4] * (num_kv_heads - num_low)

@@ -1,4 +1,4 @@
-"""The uncompressed KV cache of one rank: static buffers, head-major."""
+"""Uncompressed KV cache of one rank: static buffers, head-major."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["KVCache"]
 
 
 class KVCache:
-    """Keys and values of every layer, `[L, B, Hkv, N, D]` each, with room for the longest context asked for.
+    """Keys and values of all layers, `[L, B, Hkv, N, D]` each; N = `max_context`.
 
-    A codec owns layout and bytes per token, append, prefill write, and (with the kernels of its layout) the reading.
+    A cache class owns its layout, bytes per token, append, prefill write and, with the kernels of its layout, reading.
     """
 
     def __init__(
@@ -33,37 +33,37 @@ class KVCache:
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that one cached token of one request takes on a rank with `num_kv_heads` KV heads."""
+        """Return the bytes per cached token of one request on a rank with `num_kv_heads` KV heads."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """Device of the buffers."""
         return self.k.device
 
     @property
     def num_layers(self) -> int:
-        """L: layers."""
+        """L, layers."""
         return self.k.shape[0]
 
     @property
     def batch_size(self) -> int:
-        """B: requests."""
+        """B, requests."""
         return self.k.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
-        """Hkv: KV heads of this rank."""
+        """Hkv, KV heads of this rank."""
         return self.k.shape[2]
 
     @property
     def head_dim(self) -> int:
-        """D: channels of a head."""
+        """D, channels of a head."""
         return self.k.shape[4]
 
     @property
     def max_context(self) -> int:
-        """N: tokens each request has room for."""
+        """N, capacity in tokens of each request."""
         return self.k.shape[3]
 
     @property
@@ -77,18 +77,18 @@ class KVCache:
         return KVLayer(self.k, self.v)
 
     def layer(self, layer: int) -> KVLayer:
-        """What decode attention reads of one layer."""
+        """Return one layer, as decode attention reads it."""
         return self.layers.select(layer)
 
     def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
-        """Store one new token for each request: k, v [B, Hkv, D]; seq_lens [B] integers with the new token."""
+        """Store one new token of each request: k, v [B, Hkv, D]; seq_lens [B] integers, including the new token."""
         positions = seq_lens - 1
         requests = torch.arange(self.batch_size, device=positions.device)
         self.k[layer, requests, :, positions] = k.to(self.k.dtype)
         self.v[layer, requests, :, positions] = v.to(self.v.dtype)
 
     def write_prefill(self, layer: int, request: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a chunk of a prompt: k, v [n, Hkv, D] at positions `[start, start + n)` of one request.
+        """Store a prompt chunk, k, v [n, Hkv, D], at positions `[start, start + n)` of one request.
 
         Returns:
             Keys and values of the request so far, [Hkv, start + n, D] each (views).
@@ -101,12 +101,14 @@ class KVCache:
     def prefill_attention(
         self, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:
-        """Store a chunk as `write_prefill`; causal attention of tokens of it, those ahead of position `stop`.
+        """Store a prompt chunk as `write_prefill` does, then compute causal attention for its n_q tokens before `stop`.
 
         Args:
-            q: [n_q, Hq, D].
+            q: [n_q, Hq, D], queries of the positions `[stop - n_q, stop)`.
+            k, v: [n, Hkv, D], at positions `[start, start + n)`.
+            stop: end of the tokens to read.
         Returns:
-            As q.
+            Attention output, shape and dtype of q.
         """
         keys, values = self.write_prefill(layer, request, start, k, v)
         return prefill_attention(q, keys[:, :stop], values[:, :stop], sm_scale)

@@ -1,12 +1,12 @@
-"""One decode step of Llama as data flow over the fused decode kernels: what a captured graph consists of.
+"""One decode step over the fused kernels: the launches that a captured graph consists of.
 
-The same weights as `Llama`, which does prefill; here every operation is one launch, in place on buffers that stay
-where they are. Eight launches make a layer: QKV with RoPE and append, attention and its merge, o, all-reduce with
-residual and norm, gate and up with SiLU, down, all-reduce with residual and norm.
+The weights are those of `Llama`, which processes prompts. Here every operation is one launch that works in place on
+buffers which never move. Eight launches make a layer: QKV with RoPE and append, attention and its combine, o,
+all-reduce with residual and norm, gate/up with SiLU, down, all-reduce with residual and norm.
 
-The steps of two paired groups extend this one: paired_decoder.py and, over collectives, swapped_decoder.py.
+Two paired groups extend this step: paired_decoder.py over LL packets, swapped_decoder.py over collectives.
 
-Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L layers, V vocabulary, I MLP width, T ranks
+Shapes: B requests, Hq and Hkv query and KV heads of this rank, D head_dim, L layers, V vocabulary, I MLP width, T ranks
 of a group, S sums of squares and C candidate blocks of logits of each request.
 """
 
@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.dispatch import CacheLayer
+from alspec.kernels.attention.dispatch import CacheLayer, attend
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
 from alspec.kernels.linear.push import lm_head, push_partial
@@ -31,10 +31,10 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.decode_cache import DecodeCache
 from alspec.runtime.decode.hooks import OperationHook
 
-__all__ = ["TIMEOUT_NS", "STEP_TIMEOUT_NS", "Branch", "DecodeBuffers", "Decoder"]
+__all__ = ["TIMEOUT_NS", "STEP_TIMEOUT_NS", "Branch", "DecodeBuffers", "Decoder", "SpeculationState"]
 
-# Longest waits of a kernel for its peers. The first one of a step, a pair's meeting or the first all-reduce, also
-# covers a peer whose host is late (a full pipe, a debugger, ...), which the heartbeat judges.
+# Longest waits of a kernel for its peers. The first wait of a step also covers a peer whose host is late (a full pipe,
+# a debugger): the heartbeat decides about that.
 STEP_TIMEOUT_NS = 600 * 10**9
 TIMEOUT_NS = 5 * 10**9
 
@@ -44,7 +44,7 @@ class DecodeBuffers:
     """Activations of a step on one rank."""
 
     token_ids: Tensor  # [B] int64: newest token of each request
-    seq_lens: Tensor  # [B] int32, with that token
+    seq_lens: Tensor  # [B] int32, that token included
     rope: Tensor  # [B, 2, D / 2] fp32
     x: Tensor  # [B, hidden] fp32
     x_norm: Tensor  # [B, hidden]: x * gamma of the next RMSNorm
@@ -84,21 +84,32 @@ class DecodeBuffers:
         )
 
 
+@dataclass
+class SpeculationState:
+    """How a pair speculates and judges `A~`. A step is captured again when `threshold` or `forced` change."""
+
+    threshold: float
+    chunk_size: int
+    hits: Tensor  # [L, B] int32: this step's verdicts, on every rank
+    live: Tensor  # [B] int32: 1 while a request is generating
+    forced: Tensor | None = None  # [L] int32: verdicts that ignore the sums, for profiling; see `decide`
+
+
 @dataclass(frozen=True)
 class Branch:
-    """How a layer's post-attention, and the pre-attention after it, all-reduce over the group, and what gates kernels.
+    """How post-attention and the next pre-attention all-reduce over the group, and the gates of their kernels.
 
-    A gate is [1] int32, at 0 of which a kernel returns at once; None is always open. `verdict` makes a receiver stop
-    early: each `reduce_norm` looks at that word and, if it says rejected, closes the gate of the kernels behind it.
+    A gate is [1] int32; a kernel returns at once where it is 0; None is always open. With `verdict` a receiver stops
+    early: each `reduce_norm` reads that packet and closes the gate of the kernels behind it after a reject.
     """
 
     exchange: Exchange
-    all_reduce: Callable[[Tensor], Tensor]  # of `exchange.partial`, where no words travel
+    all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` where no packets travel
     o_gate: Tensor | None = None
     mlp_gate: Tensor | None = None
     pre_attention_gate: Tensor | None = None
-    verdict: Tensor | None = None  # [1] int64: on the guess that this rank computes on
-    # [B, M] int64: where the other group finds this layer's k and v, and the next one's x.
+    verdict: Tensor | None = None  # [1] int64: on the A~ that this rank computes on
+    # [B, M] int64: where the paired rank reads this layer's k and v, and the next layer's x.
     inbox: Tensor | None = None
     next_inbox: Tensor | None = None
 
@@ -110,46 +121,48 @@ class Decoder:
     config: LlamaConfig
     weights: LlamaWeights
     inv_freq: Tensor
-    cache_layers: CacheLayer  # the cache of all layers, stacked, of any codec
+    cache_layers: CacheLayer  # all layers of the cache, stacked, of any codec
     buffers: DecodeBuffers
     exchange: Exchange
     logit_exchange: LogitExchange
-    all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` over the group where no words travel
+    all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` over the group where no packets travel
     all_gather: Callable[[Tensor], Tensor]  # [B, rows] of each rank -> [world, B, rows], likewise
 
     first_timeout_ns: ClassVar[int] = STEP_TIMEOUT_NS  # of the first all-reduce
-    spare_sms: ClassVar[int] = 0  # left free by attention
+    spare_sms: ClassVar[int] = 0  # SMs that attention leaves free
 
     @property
     def stream_priority(self) -> int:
-        """Of the stream that a step is captured on; lower is more urgent."""
+        """Priority of the stream that a step is captured on; lower is more urgent."""
         return 0
 
     def __post_init__(self) -> None:
-        at, layers = self.buffers, self.weights.layers
-        self._cache = DecodeCache(self.cache_layers, at.seq_lens, at.q.shape[1], at.q.dtype, self.spare_sms)
-        # The norm that follows each all-reduce: after attention this layer's second, after the MLP the next layer's.
+        buffers, layers = self.buffers, self.weights.layers
+        self.cache = DecodeCache(
+            self.cache_layers, buffers.seq_lens, buffers.q.shape[1], buffers.q.dtype, self.spare_sms
+        )
+        # The norm behind each all-reduce: after attention this layer's second, after the MLP the next layer's first.
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, self.weights.final_norm))
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
-        """Set the state: the newest token of each request, lengths with it, and no fault."""
-        at = self.buffers
-        assert at.token_ids.shape == (len(token_ids),), "a batch of another size"
-        at.token_ids.copy_(torch.tensor(token_ids))
-        at.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
+        """Set the state: the newest token of each request, lengths that count it, and no fault."""
+        buffers = self.buffers
+        assert buffers.token_ids.shape == (len(token_ids),), "a batch of another size"
+        buffers.token_ids.copy_(torch.tensor(token_ids))
+        buffers.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         self.exchange.fault.zero_()
 
     def embed(self) -> None:
         """Token embeddings into the residual stream."""
-        at = self.buffers
+        buffers = self.buffers
         embed_norm(
-            at.token_ids, at.seq_lens, self.weights.embedding, self.weights.layers[0].input_norm, self.inv_freq,
-            at.x, at.x_norm, at.square_sums, at.rope,
+            buffers.token_ids, buffers.seq_lens, self.weights.embedding, self.weights.layers[0].input_norm,
+            self.inv_freq, buffers.x, buffers.x_norm, buffers.square_sums, buffers.rope,
         )  # fmt: skip
 
     def run_layers(self, operation: OperationHook) -> None:
-        """Between `embed` and `logits`, each operation launched within the hook."""
+        """Everything between `embed` and `logits`; each operation is launched inside the hook."""
         for layer in range(self.config.num_layers):
             with operation("pre_attention", layer):
                 self.pre_attention(layer)
@@ -159,38 +172,44 @@ class Decoder:
                 self.post_attention(layer)
 
     def _branch(self, layer: int) -> Branch:
-        """Of a layer, where no other is given."""
+        """The branch of a layer, where the caller gives no other."""
         return Branch(self.exchange, self.all_reduce)
 
     def pre_attention(self, layer: int, branch: Branch | None = None) -> None:
         """QKV, RoPE, append. The all-reduce before it belongs to `post_attention` here."""
-        at, branch = self.buffers, branch or self._branch(layer)
-        k, v, _ = self._cache.newest(layer)
+        buffers, branch = self.buffers, branch or self._branch(layer)
+        k, v, _ = self.cache.newest(layer)
         qkv_rope_append(
-            at.x_norm, at.square_sums, self.weights.layers[layer].qkv, at.rope, at.seq_lens, at.q, k, v,
-            self.config.rms_norm_eps, branch.pre_attention_gate, self._cache.quantised(layer), branch.inbox,
-            branch.exchange.epoch,
+            buffers.x_norm, buffers.square_sums, self.weights.layers[layer].qkv, buffers.rope, buffers.seq_lens,
+            buffers.q, k, v, self.config.rms_norm_eps, branch.pre_attention_gate, self.cache.quantised(layer),
+            branch.inbox, branch.exchange.epoch,
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
         """Attention over the cache."""
-        # The projection ahead has written q and the newest token, and nothing else that attention reads.
-        self._cache.attend(layer, self.buffers.q, self.buffers.attn_out, self.buffers.lse, prefetch_before_wait=True)
+        buffers, cache = self.buffers, self.cache
+        # The projection before it writes only q and the newest token, so the kernel may prefetch the rest.
+        attend(
+            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace, buffers.attn_out,
+            buffers.lse, prefetch_before_wait=True,
+        )  # fmt: skip
 
     def post_attention(self, layer: int, branch: Branch | None = None) -> None:
         """o, all-reduce, MLP, all-reduce."""
-        at, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
+        buffers, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
         o_gate, mlp_gate, next_gate = branch.o_gate, branch.mlp_gate, branch.pre_attention_gate
         post_norm, next_norm = self._gammas[layer]
-        self._row_parallel(2 * layer, at.attn_out.flatten(1), weights.o, post_norm, branch, o_gate, mlp_gate, None)
-        gate_up_silu(at.x_norm, at.square_sums, weights.gate_up, at.mlp, self.config.rms_norm_eps, mlp_gate)
+        self._row_parallel(2 * layer, buffers.attn_out.flatten(1), weights.o, post_norm, branch, o_gate, mlp_gate, None)
+        gate_up_silu(
+            buffers.x_norm, buffers.square_sums, weights.gate_up, buffers.mlp, self.config.rms_norm_eps, mlp_gate
+        )
         self._row_parallel(
-            2 * layer + 1, at.mlp, weights.down, next_norm, branch, mlp_gate, next_gate, branch.next_inbox
+            2 * layer + 1, buffers.mlp, weights.down, next_norm, branch, mlp_gate, next_gate, branch.next_inbox
         )
 
     def _row_parallel(
         self,
-        slot: int,
+        reduce_index: int,
         act: Tensor,
         weight: Tensor,
         gamma: Tensor,
@@ -199,19 +218,24 @@ class Decoder:
         next_gate: Tensor | None,
         inbox: Tensor | None,
     ) -> None:
-        """Product of a layer's first (o) or second (down) row-parallel weight, summed over the group."""
-        at, exchange, verdict = self.buffers, branch.exchange, branch.verdict
-        push_partial(act, weight, exchange, slot, gate)
+        """A layer's first (o) or second (down) row-parallel product, summed over the group, then residual and norm."""
+        buffers, exchange, verdict = self.buffers, branch.exchange, branch.verdict
+        push_partial(act, weight, exchange, reduce_index, gate)
         if exchange.packets is None:
             branch.all_reduce(exchange.partial)
-        patience = self.first_timeout_ns if slot == 0 else TIMEOUT_NS
+        timeout_ns = self.first_timeout_ns if reduce_index == 0 else TIMEOUT_NS
         next_gate = None if verdict is None else next_gate
-        reduce_norm(exchange, slot, patience, at.x, gamma, at.x_norm, at.square_sums, gate, next_gate, verdict, inbox)
+        reduce_norm(
+            exchange, reduce_index, timeout_ns, buffers.x, gamma, buffers.x_norm, buffers.square_sums, gate, next_gate,
+            verdict, inbox,
+        )  # fmt: skip
 
     def logits(self) -> None:
-        """Records of full tails, LM head over the vocabulary shards of all ranks, and the most likely tokens."""
-        self._cache.compact()
-        at, exchange, slot = self.buffers, self.logit_exchange, 2 * self.config.num_layers
-        lm_head(at.x_norm, at.square_sums, self.weights.lm_head, exchange, self.config.rms_norm_eps, slot)
+        """Compact full tails, then the LM head over the vocabulary shards of all ranks and the most likely tokens."""
+        self.cache.compact()
+        buffers, exchange, reduce_index = self.buffers, self.logit_exchange, 2 * self.config.num_layers
+        lm_head(
+            buffers.x_norm, buffers.square_sums, self.weights.lm_head, exchange, self.config.rms_norm_eps, reduce_index
+        )
         gathered = exchange.shard if exchange.packets is not None else self.all_gather(exchange.shard)
-        collect_logits(exchange, gathered, TIMEOUT_NS, slot, at.logits, at.best, at.best_token)
+        collect_logits(exchange, gathered, TIMEOUT_NS, reduce_index, buffers.logits, buffers.best, buffers.best_token)

@@ -1,4 +1,4 @@
-"""The next token from the logits: greedy, or top-k / top-p with counter-based random numbers.
+"""The next token from the logits in plain torch: greedy, or top-k / top-p with counter-based random numbers.
 
 Every rank computes the same token from the same logits: the random number of a token depends on (seed, request,
 position) alone, not on a generator's state, device or number of ranks.
@@ -11,14 +11,14 @@ from torch import Tensor
 
 __all__ = ["DRAWN_AT_ONCE", "DRAW_BYTES", "philox", "philox_uniform", "sample"]
 
-DRAWN_AT_ONCE = 8  # requests, so that a large batch takes no more memory than a small one
-DRAW_BYTES = 64  # of each of their logits, at most: the sort of `_draw`, and what follows it (49 on an H100)
+DRAWN_AT_ONCE = 8  # requests: bounds the memory of a large batch
+DRAW_BYTES = 64  # for each of their logits at most: the sort in `_draw` and what follows it
 
 _MASK = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Philox-4x32-10: four words that look random, from a counter and a key.
+    """Philox-4x32-10: four pseudo-random words from a counter and a key.
 
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011), section 4.
 
@@ -50,7 +50,7 @@ def philox_uniform(seed: int, request: Tensor, position: Tensor) -> Tensor:
 
 
 def _multiply(factor: int, counter: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of the product of two 32-bit numbers; int64 products may wrap, their bits are right."""
+    """High and low 32 bits of a product of two 32-bit numbers; the int64 product may wrap, its bits are right."""
     product = counter * factor
     return (product >> 32) & _MASK, product & _MASK
 
@@ -77,14 +77,14 @@ def sample(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> Tensor:
-    """`sample` of temperatures above 0, from random numbers in [0, 1), [B] fp64."""
+    """`sample` for temperature > 0, from random numbers in [0, 1), [B] fp64."""
     ordered, tokens = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
     if top_k:
         ordered = ordered[:, :top_k]
-    # Differences first: near temperature 0 they go to -inf, where the logits themselves would all go to inf.
+    # Subtract before dividing: near temperature 0 the quotients then go to -inf, not to inf.
     probs = torch.softmax((ordered - ordered[:, :1]) / temperature, dim=-1)
     total = probs.cumsum(dim=-1)
-    # A token stays when the probability before it has not reached top_p yet: the first one always does.
+    # A token stays if the probability before it is below top_p; the first one always stays.
     probs = probs * (total - probs < top_p)
     total = probs.cumsum(dim=-1)
     target = uniform[:, None] * total[:, -1:]

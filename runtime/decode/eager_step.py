@@ -1,33 +1,41 @@
-"""The step program: one list of operations, the same on every rank, with gates and roles from the priority vector.
+"""The eager decode step: plain operations, launched one by one, with tokens and verdicts on the host.
 
+It runs every mode on any device, and it is the program that reads like the method: `_paired` is ALSpec's Algorithm 2.
 For each layer: `pre_attention` (gated), speculative attention (never gated), `post_attention` (gated). A gated
-operation is skipped on a rank whose own priority is 0: the other group holds the right `x`.
+operation is skipped on a rank whose own priority is 0, because the other group holds the right `x`.
 
-Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, L layers, V vocabulary.
+Shapes: B requests, Hq and Hkv query and KV heads of this rank, D head_dim, L layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.kernels.attention.dispatch import CacheLayer, DecodeAttention
 from alspec.models.llama import Llama
 from alspec.priority import INITIAL_PRIORITY, after_handover, after_verdict, sender, skips_compute
 from alspec.runtime.cache.codecs import Cache
+from alspec.runtime.decode.decode_step import StepRecord
+from alspec.runtime.decode.eager_sampling import sample
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.distributed.transport import PairMessage, Transport
+from alspec.runtime.faults.bad_steps import bad_logits_error
 from alspec.verdict import accepts, combine_sums, layer_verdict
 
-__all__ = ["DecodeState", "EagerStep", "StepResult", "gather_logits"]
+__all__ = ["WARM_UP_TOKENS", "DecodeState", "EagerStep", "StepResult", "choose_tokens", "gather_logits"]
+
+WARM_UP_TOKENS = 2  # tokens of the step that `prepare` runs; a cache must have room for them
 
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What a step reads: the newest token of each request, lengths including it, and who is still generating."""
+    """What a step reads: the newest token of each request, lengths that count it, and who is still generating."""
 
     token_ids: Tensor  # [B] int64, on the device
     seq_lens: Tensor  # [B] int32, on the device
@@ -36,10 +44,10 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves: logits, and each request's verdict in each layer (None where nothing was speculated)."""
+    """What the layers and the LM head leave."""
 
     logits: Tensor  # [B, V] fp32, the same bits on every rank
-    hits: Tensor | None  # [L, B] bool on the host; False for a request that has ended
+    hits: Tensor | None  # [L, B] bool on the host; False for a request that has ended; None without speculation
     layer_sums: Tensor  # [L] fp32 on the device: not finite where this rank's activations were not
 
 
@@ -52,8 +60,41 @@ def gather_logits(model: Llama, transport: Transport, x: Tensor) -> Tensor:
     return transport.all_gather_world(padded).movedim(0, 1).flatten(1)[:, :vocab_size]
 
 
+def choose_tokens(
+    logits: Tensor, layer_sums: Tensor, sampling: SamplingConfig, seq_lens: list[int], step: int, transport: Transport
+) -> list[int]:
+    """Choose each request's next token on the device and bring it to the host.
+
+    Args:
+        logits: [B, V] fp32.
+        layer_sums: [L] fp32, see `StepResult`; they locate bad numbers.
+        seq_lens: B lengths, the positions of the new tokens.
+        step: number of the decode step; 0 is the prompt's.
+    Raises:
+        BadNumbersError: logits are NaN or Inf; names rank, layer and step.
+    """
+    tokens = sample(
+        logits,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.seed,
+        request=torch.arange(len(seq_lens), device=logits.device),
+        position=torch.tensor(seq_lens, device=logits.device),
+    )
+    finite = torch.isfinite(logits).all().to(tokens.dtype)
+    *chosen, is_finite = torch.cat([tokens, finite[None]]).tolist()
+    if not is_finite:
+        raise bad_logits_error(logits, layer_sums, step, transport)
+    return chosen
+
+
 class EagerStep:
     """Decode steps of one rank in one mode: `off`, `simulated` or `paired`."""
+
+    is_fused = False
+    uses_graph = False
+    launched = 0  # the host waits for every step
 
     def __init__(
         self,
@@ -61,17 +102,16 @@ class EagerStep:
         cache: Cache,
         transport: Transport,
         mode: str,
-        threshold: float,
-        chunk_size: int,
+        speculation: SpeculationConfig,
         operation: OperationHook,
     ) -> None:
         self._model = model
         self._cache = cache
         self._transport = transport
-        self.threshold = threshold
+        self.threshold = speculation.threshold
         config, tp_size = model.config, transport.placement.tp_size
         self._attention = DecodeAttention(
-            cache.layer(0), config.num_qo_heads // tp_size, chunk_size, model.sm_scale, cache.device
+            cache.layer(0), config.num_qo_heads // tp_size, speculation.chunk_size, model.sm_scale, cache.device
         )
         self._operation = operation
         self._group = transport.placement.group
@@ -81,11 +121,71 @@ class EagerStep:
         self._is_paired = mode == "paired"
         # Plain functions: a bound method would be a reference cycle, which keeps weights and cache until garbage is
         # collected.
-        ways = {"off": EagerStep._full, "simulated": EagerStep._simulated, "paired": EagerStep._paired}
-        self._attend = ways[mode]
+        attentions = {"off": EagerStep._full, "simulated": EagerStep._simulated, "paired": EagerStep._paired}
+        self._attend = attentions[mode]
+        self._sampling = SamplingConfig()
+        self._is_warm = cache.device.type != "cuda"
+        self._steps = 0
+        self._token_ids: list[int] = []
+        self._seq_lens: list[int] = []
+
+    @property
+    def next_step(self) -> int:
+        """See `DecodeStep`."""
+        return self._steps
+
+    def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
+        """See `DecodeStep`. Verdicts cannot be forced here: only captured steps are profiled that way."""
+        assert forced is None, "verdicts of an eager step are not forced"
+        self.threshold = threshold
+
+    def prepare(self, sampling: SamplingConfig) -> int:
+        """See `DecodeStep`. Nothing is captured; on a GPU the first call runs one step, which compiles its kernels."""
+        self._sampling = sampling
+        if not self._is_warm:
+            batch_size = self._cache.batch_size
+            self.begin([0] * batch_size, [WARM_UP_TOKENS] * batch_size)
+            self.step(1)
+            self._is_warm = True
+        return 0
+
+    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
+        """See `DecodeStep`. Group 0 is the first sender of every generation."""
+        self._token_ids, self._seq_lens = list(token_ids), list(seq_lens)
+        self._priority = INITIAL_PRIORITY
+        self._steps = 0
+
+    def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
+        """See `DecodeStep`. A request that has ended keeps its newest token.
+
+        Raises:
+            BadNumbersError: logits are NaN or Inf; no token of this step is returned.
+        """
+        started = time.perf_counter()
+        self._steps += 1
+        live = live or [True] * len(self._token_ids)
+        result = self.run(
+            DecodeState(
+                token_ids=torch.tensor(self._token_ids, device=self._cache.device),
+                seq_lens=torch.tensor(self._seq_lens, dtype=torch.int32, device=self._cache.device),
+                live=torch.tensor(live),
+            )
+        )
+        chosen = choose_tokens(
+            result.logits, result.layer_sums, self._sampling, self._seq_lens, self._steps, self._transport
+        )
+        self._token_ids = [new if on else old for new, old, on in zip(chosen, self._token_ids, live, strict=True)]
+        self._seq_lens = [length + on for length, on in zip(self._seq_lens, live, strict=True)]
+        return StepRecord(self._token_ids, result.hits, (time.perf_counter() - started) * 1e6, fault=0)
+
+    def catch_up(self, launched: int) -> None:
+        """See `DecodeStep`. No step is ever in flight."""
+
+    def release(self) -> None:
+        """See `DecodeStep`. There is no graph."""
 
     def run(self, state: DecodeState) -> StepResult:
-        """Decode one token for each request."""
+        """The layers and the LM head of one step."""
         self._state = state
         self._positions = state.seq_lens - 1
         self._hits = []
@@ -109,7 +209,7 @@ class EagerStep:
         return StepResult(logits, hits, layer_sums)
 
     def _skip_compute(self) -> bool:
-        """The gate: this rank's group has nothing right to compute on."""
+        """The gate: this rank's group holds no right `x` to compute on."""
         return self._is_paired and skips_compute(self._priority, self._group)
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -132,7 +232,7 @@ class EagerStep:
             return self._attention.predict(q, *self._layer_cache(layer))
 
     def _verify(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Full attention and each request's verdict [B], the same on every rank of the group."""
+        """Full attention, and each request's verdict [B], the same on every rank of the group."""
         with self._operation("full_attention", layer):
             full_out, sums = self._attention.verify(q, *self._layer_cache(layer))
         with self._operation("verdict", layer):
@@ -140,7 +240,7 @@ class EagerStep:
             return full_out, accepts(sums, self.threshold)
 
     def _simulated(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The reference semantics in one group: both outputs, one after the other; an accepted `A~` goes on."""
+        """The reference semantics in one group: `A~`, then `A`; an accepted `A~` goes on."""
         spec_out = self._predict(layer, *qkv)
         full_out, hits = self._verify(layer, qkv[0])
         self._hits.append(hits)
@@ -148,14 +248,14 @@ class EagerStep:
         return x, torch.where(accepted, spec_out, full_out)
 
     def _paired(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Two groups: the sender guesses, hands over and verifies; the receiver goes on with the guess.
+        """Two groups: the sender speculates, hands over and verifies; the receiver continues on `A~`.
 
-        Source: Attention-Level SpecOutput, Algorithm 2 (priority gating).
+        Source: Attention-Level Speculation, Algorithm 2 (priority gating).
         """
         self._read_verdict()
         if self._group == sender(self._priority):
             spec_out = self._predict(layer, *qkv)
-            # Sent on its own stream (or by Gloo's thread): the full attention below does not wait for it.
+            # Sent on a stream of its own (or by Gloo's thread): the full attention below does not wait for it.
             self._transport.send(_pack(x, *qkv[1:], spec_out))
             self._priority = after_handover(self._priority)
             full_out, hits = self._verify(layer, qkv[0])
@@ -180,9 +280,9 @@ class EagerStep:
         return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
     def _read_verdict(self) -> None:
-        """As the receiver of the previous layer: learn whether what was computed since stands."""
+        """As the receiver of the previous layer: learn whether the work on its `A~` stands."""
         if self._verdict is not None:
-            with self._operation("verdict", len(self._hits)):  # the layer: so far each has one verdict
+            with self._operation("verdict", len(self._hits)):  # every layer so far has one verdict
                 self._decide(self._verdict.wait().cpu() > 0)
             self._verdict = None
 
@@ -192,7 +292,7 @@ class EagerStep:
         self._priority = after_verdict(self._priority, accepted)
 
     def _agree(self, x: Tensor, partial: Tensor | None) -> Tensor:
-        """Finish the last all-reduce and hand the right `x` to both groups."""
+        """Finish the last all-reduce and give the right `x` to both groups."""
         if not self._is_paired:
             return self._model.reduce_residual(x, partial)
         self._read_verdict()
@@ -207,5 +307,5 @@ class EagerStep:
 
 
 def _pack(*tensors: Tensor) -> Tensor:
-    """One flat fp32 message: bf16 and fp16 values pass through fp32 unchanged."""
+    """One flat fp32 message; bf16 and fp16 values pass through fp32 unchanged."""
     return torch.cat([tensor.float().flatten() for tensor in tensors])

@@ -1,4 +1,4 @@
-"""The hook around every operation of a prompt or step: progress for the heartbeat, times for the timeline."""
+"""The hook around every operation of a prompt or a step: progress for the heartbeat, times for the timeline."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ OperationHook = Callable[[str, int], AbstractContextManager[None]]
 
 
 def no_hook(name: str, layer: int) -> AbstractContextManager[None]:
-    """Where nobody watches."""
+    """A hook that does nothing."""
     return nullcontext()

@@ -1,7 +1,14 @@
-"""The decode step of two paired groups whose ranks send each other words.
+"""The decode step of two paired groups whose ranks write LL packets into each other's memory.
 
-All ranks launch the same list; words on the devices decide what each skips
-(`kernels/speculation/roles.py`), and carry what the groups hand over (`kernels/speculation/handover.py`).
+One layer l; every rank launches all of it; [g] = skipped where gate g is 0 (ALSpec, Algorithm 2; docs/protocol.md):
+
+    1 qkv_rope_append            [pre_attention]   q; appends k, v; pushes k, v to the paired rank
+    2 update_roles                                 roles of layer l from the verdict on layer l - 1
+    3 speculative attention      [is_sender]       A~ -> paired rank, early; A, dist2, norm2
+    4 decide                     [is_sender]       verdict -> paired rank; own priority 0 (accept) or 2 (reject)
+    5 receive_handover           [is_receiver]     waits for x, k, v and A~; priority 1
+    6 o_proj, all-reduce, norm   [o]               sender: only after a reject; receiver: on A~, stops early on a reject
+    7 MLP, all-reduce, norm      [mlp]             pushes x of layer l + 1 to the paired rank
 
 Shapes: B requests, L layers, R pairs of sums of a request.
 """
@@ -13,54 +20,41 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from alspec.kernels.attention.dispatch import attend
 from alspec.kernels.comm.pair_state import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, PairState
 from alspec.kernels.speculation.handover import pair_spec_output, receive_handover, receive_residual
 from alspec.kernels.speculation.roles import decide, step_barrier, update_roles
-from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, TIMEOUT_NS, Branch, Decoder
+from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, TIMEOUT_NS, Branch, Decoder, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook
 
-__all__ = ["PairedDecoder", "SpeculationState"]
-
-
-@dataclass
-class SpeculationState:
-    """What is guessed and how guesses are judged, however the groups reach each other.
-
-    Launches take `threshold` and `forced` as they are: when these change, a step is captured again.
-    """
-
-    threshold: float
-    chunk_size: int
-    hits: Tensor  # [L, B] int32: this step's verdicts, on every rank
-    live: Tensor  # [B] int32: 1 while a request is generating
-    forced: Tensor | None = None  # [L] int32: verdicts that do not look at the sums, for profiling
+__all__ = ["PairedDecoder"]
 
 
 @dataclass
 class PairedDecoder(Decoder):
-    """A `Decoder` with attention for a sender and a receiver, and gates for what is around it."""
+    """A `Decoder` whose attention has a sender and a receiver, with gates around it."""
 
-    pairing: SpeculationState
+    speculation: SpeculationState
     pair: PairState
-    sums: Tensor  # [B, R, 2] fp32: what the sender's attention leaves for the verdict
-    # Whether a receiver stops within a layer whose guess is rejected: every program of `reduce_norm` looks for the
-    # verdict. In the host's memory, programs that ask for one line wait for each other, a microsecond each.
+    sums: Tensor  # [B, R, 2] fp32: dist2 and norm2 of parts of heads, from the sender's attention
+    # A receiver stops within a layer whose A~ is rejected, because each program of `reduce_norm` reads the verdict.
+    # Off in the host's memory, where programs that read one line wait for each other.
     stops_early: bool
 
-    first_timeout_ns: ClassVar[int] = TIMEOUT_NS  # `meet` has waited
+    first_timeout_ns: ClassVar[int] = TIMEOUT_NS  # `step_barrier` has waited for a late host
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
-        """Set the state, roles included: on every rank at the same place behind the steps in flight."""
+        """Set the state, roles included. Every rank calls it after the same number of steps in flight."""
         super().begin(token_ids, seq_lens)
         self.pair.reset_roles()
 
     def embed(self) -> None:
-        """Token embeddings into the residual stream; then all ranks meet."""
+        """Token embeddings into the residual stream, then a barrier of all ranks."""
         super().embed()
         step_barrier(self.pair, STEP_TIMEOUT_NS)
 
     def run_layers(self, operation: OperationHook) -> None:
-        """As `Decoder`, and the end on which both groups agree."""
+        """As `Decoder`; then the right x goes to both groups."""
         super().run_layers(operation)
         with operation("agree", self.config.num_layers):
             self.finish_layers()
@@ -74,24 +68,22 @@ class PairedDecoder(Decoder):
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
-        """The sender attends, hands over its guess and decides; the receiver takes it and what was pushed before.
-
-        Source: Attention-Level SpecOutput, Algorithm 2.
-        """
-        at, cache, pair, pairing = self.buffers, self._cache, self.pair, self.pairing
-        # Both: this layer's roles, from the verdict on the layer before.
-        update_roles(pair, layer, pairing.hits, TIMEOUT_NS)
-        # The sender: attention, which sends `A~` to its pair on its way to `A`; the verdict.
-        speculation = pair_spec_output(pair, layer, pairing.chunk_size, self.sums)
-        cache.attend(layer, at.q, at.attn_out, at.lse, speculation, gate=pair.is_sender, prefetch_before_wait=True)
-        decide(
-            pair, layer, self.sums, pairing.live, pairing.threshold, pairing.hits, TIMEOUT_NS, pairing.forced
+        """Lines 2 to 5 of the module's docstring."""
+        buffers, cache, pair, speculation = self.buffers, self.cache, self.pair, self.speculation
+        update_roles(pair, layer, speculation.hits, TIMEOUT_NS)
+        spec_output = pair_spec_output(pair, layer, speculation.chunk_size, self.sums)
+        attend(
+            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace, buffers.attn_out,
+            buffers.lse, spec_output, gate=pair.is_sender, prefetch_before_wait=True,
         )  # fmt: skip
-        # The receiver: waits for all of that but the verdict.
-        receive_handover(pair, layer, at.x, cache.layers[layer], at.seq_lens, at.attn_out, TIMEOUT_NS)
+        decide(
+            pair, layer, self.sums, speculation.live, speculation.threshold, speculation.hits, TIMEOUT_NS,
+            speculation.forced,
+        )  # fmt: skip
+        receive_handover(pair, layer, buffers.x, cache.layers[layer], buffers.seq_lens, buffers.attn_out, TIMEOUT_NS)
 
     def finish_layers(self) -> None:
         """After the last layer: the right x in both groups."""
-        at, pair = self.buffers, self.pair
-        update_roles(pair, self.config.num_layers, self.pairing.hits, TIMEOUT_NS)
-        receive_residual(pair, at.x, self.weights.final_norm, at.x_norm, at.square_sums, TIMEOUT_NS)
+        buffers, pair = self.buffers, self.pair
+        update_roles(pair, self.config.num_layers, self.speculation.hits, TIMEOUT_NS)
+        receive_residual(pair, buffers.x, self.weights.final_norm, buffers.x_norm, buffers.square_sums, TIMEOUT_NS)

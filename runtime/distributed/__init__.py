@@ -1,1 +1,1 @@
-"""Ranks: placement, transports, memory that peers write, agreement."""
+"""Ranks: placement, transports, memory that several ranks write, agreement."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other as text, through the job's key-value store: settings that must agree, prompts, rows."""
+"""Exchange of text between ranks through the job's key-value store: settings that must agree, prompts, result rows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from alspec.runtime.distributed.placement import Placement
 
 __all__ = ["Agreement", "fingerprint", "shared_settings"]
 
-SAMPLED_BYTES, SAMPLES = 4096, 64  # of each file of weights
-LONG, SHOWN = 128, 40  # characters of a value that ranks compare
+SAMPLED_BYTES, SAMPLES = 4096, 64  # bytes of a sample, and samples of each file
+LONG, SHOWN = 128, 40  # characters: a longer value is compared by its beginning and a hash
 POLL_S = 0.005
 
 
 class Agreement:
-    """Exchanges of text between all ranks of a job; with one rank there is nobody to ask.
+    """Exchanges of text between all ranks of a job.
 
-    Every rank makes the same calls in the same order, but for `gather_within`.
+    Every rank makes the same calls in the same order, except `gather_within`. With one rank nothing is exchanged.
 
     Args:
+        placement: this rank's.
         store: the job's store; None with one rank.
     """
 
@@ -35,27 +36,27 @@ class Agreement:
         self._placement = placement
         self._store = store
         self._calls = itertools.count()
-        self._own_keys: list[str] = []  # set by this rank, and still in the store
+        self._own_keys: list[str] = []  # keys set by this rank that are still in the store
 
     def _key(self) -> str:
         return f"alspec/exchange/{next(self._calls)}"
 
     def exchange(self, text: str) -> list[str]:
-        """Every rank's text, in rank order."""
+        """The text of every rank, in rank order."""
         if self._store is None:
             return [text]
         key = self._key()
         own = f"{key}/{self._placement.rank}"
         self._store.set(own, text)
         texts = [self._store.get(f"{key}/{rank}").decode() for rank in range(self._placement.world_size)]
-        # Every rank has begun this call, and so has read what it needed of those before. Of this one they still read.
+        # Every rank has begun this call, so it has read all earlier keys. The keys of this call may still be read.
         for old in self._own_keys:
             self._store.delete_key(old)
         self._own_keys = [own]
         return texts
 
     def broadcast(self, text: str | None) -> str:
-        """Rank 0's text on every rank; the others give None."""
+        """Rank 0's text, on every rank; the others pass None."""
         if self._store is None:
             assert text is not None
             return text
@@ -67,10 +68,12 @@ class Agreement:
         return str(self._store.get(key).decode())
 
     def gather_within(self, name: str, text: str, timeout_s: float) -> list[str]:
-        """The texts of all ranks that come here by then, this one's among them; the others may never do so.
+        """The texts of this rank and of all others that call within `timeout_s`, in rank order; others need not call.
 
         Args:
-            name: of this call alone.
+            name: unique to this call.
+            text: this rank's.
+            timeout_s: longest wait.
         """
         if self._store is None:
             return [text]
@@ -82,10 +85,12 @@ class Agreement:
         return [self._store.get(key).decode() for key in keys if is_complete or self._store.check([key])]
 
     def require_same(self, own: dict[str, Any]) -> None:
-        """Compare what every rank has been given, as JSON holds it.
+        """Check that every rank has the same values.
 
+        Args:
+            own: name -> value that JSON can hold.
         Raises:
-            UserError: naming what is not the same everywhere.
+            UserError: a value differs between ranks; names it.
         """
         own = {name: _digested(value) for name, value in own.items()}
         for rank, text in enumerate(self.exchange(json.dumps(own))):
@@ -94,12 +99,12 @@ class Agreement:
             if name is not None:
                 raise UserError(
                     f"ranks disagree on {name}: rank {self._placement.rank} has {own.get(name)!r}, rank {rank} has "
-                    f"{other.get(name)!r}; give the same to all, --transport and --dtype too where hosts differ"
+                    f"{other.get(name)!r}; pass the same to every rank, and set --transport and --dtype if hosts differ"
                 )
 
 
 def _digested(value: Any) -> Any:
-    """A value as it is; of a long one, such as a prompt, its beginning and a SHA-256."""
+    """The value itself, or for a long one, such as a prompt, its beginning and a SHA-256."""
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text) <= LONG:
         return value
@@ -107,7 +112,7 @@ def _digested(value: Any) -> Any:
 
 
 def shared_settings(config: EngineConfig) -> dict[str, Any]:
-    """What must be the same on every rank: all but files and folders, what only rank 0 reads, and what it shows."""
+    """Settings that must be the same on every rank: all except paths and what only rank 0 reads or shows."""
     rank_0 = {"prompt", "prompt_ids", "chat", "system", "color", "debug"}
     names = {name for name, field in type(config).model_fields.items() if "Path" not in str(field.annotation)}
     settings: dict[str, Any] = {}
@@ -117,13 +122,13 @@ def shared_settings(config: EngineConfig) -> dict[str, Any]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of a model folder's weights and tokenizer: equal for equal files, and for others only by bad luck.
+    """Hash of a model folder's weights and tokenizer, to check that all ranks have the same files.
 
-    Weights are read in some places, evenly spread, for all of them would take as long as loading.
+    It reads evenly spaced samples of each file, because reading all bytes would take as long as loading.
     """
     digest = hashlib.sha256()
     paths = [*folder.glob("*.safetensors"), *folder.glob("tokenizer.json")]
-    for path in sorted(filter(Path.is_file, paths)):  # a link that is not followed may lead nowhere
+    for path in sorted(filter(Path.is_file, paths)):  # skips broken links
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Memory of the host that the GPUs of all its ranks write and read, for those that cannot reach each other's.
+"""Pinned host memory that the GPUs of all ranks of a host write and read, for GPUs that lack peer access.
 
-Pages without a file's name, which the first rank creates and the others open through its process, so that nothing is
-left behind, and the size of /dev/shm does not matter. Every rank pins them for its GPU.
+The first rank creates an anonymous file (memfd) and the others open it through /proc, so that nothing is left behind
+and the size of /dev/shm does not matter. Every rank pins the pages for its GPU.
 """
 
 from __future__ import annotations
@@ -24,20 +24,25 @@ __all__ = ["HostMemoryError", "share_host_memory"]
 
 _FLAGS = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 _CLOSE_ON_EXEC = 1  # MFD_CLOEXEC
-_NUMBERS = 2**62  # more than there are inodes, and an int64
+_NUMBERS = 2**62  # device and inode numbers modulo this fit in int64
 
 
 class HostMemoryError(RuntimeError):
-    """The ranks of this job cannot share memory of the host; raised on all of them."""
+    """The ranks of this job cannot share host memory; raised on all of them."""
 
 
 def share_host_memory(num_words: int, transport: Transport) -> Tensor:
-    """[num_words] int64, zeroed: a tensor on this rank's GPU in the host's memory, which is the same on all ranks.
+    """Allocate zeroed host memory that all ranks of the job share.
 
-    All ranks of the job call it together, on one host. The pages live as long as tensors over them.
+    All ranks call it together, on one host. The pages live as long as the tensors that use them.
 
+    Args:
+        num_words: size, the same on all ranks.
+        transport: connects the ranks.
+    Returns:
+        [num_words] int64, addressed by this rank's GPU; the same memory on all ranks.
     Raises:
-        HostMemoryError: this rank, or another, cannot have them.
+        HostMemoryError: this rank or another one cannot allocate, open or pin the memory.
     """
     device, num_bytes = transport.device, 8 * num_words
     file, packets, reason = -1, None, ""
@@ -45,15 +50,15 @@ def share_host_memory(num_words: int, transport: Transport) -> Tensor:
         if transport.placement.rank == 0:
             try:
                 file = _create(num_bytes)
-            except Exception as error:  # whatever it is: the others wait to be told
+            except Exception as error:  # any error: the other ranks wait for the outcome
                 reason = one_line(error)
-        place = transport.all_gather_world(torch.tensor(_place_of(file), device=device))[0].tolist()
-        if place[1] >= 0:
+        location = transport.all_gather_world(torch.tensor(_location_of(file), device=device))[0].tolist()
+        if location[1] >= 0:
             try:
-                packets = _pin(_open(place, num_bytes), device)
+                packets = _pin(_open(location, num_bytes), device)
             except Exception as error:
                 reason = one_line(error)
-        # Nobody closes the file before all have opened it.
+        # No rank closes the file before all have opened it.
         reason = transport.first_reason(reason)
         if reason:
             raise HostMemoryError(reason)
@@ -65,7 +70,7 @@ def share_host_memory(num_words: int, transport: Transport) -> Tensor:
 
 
 class _Pinned:
-    """Pages as CUDA sees them, held by the tensors over them; unpinned when those are gone."""
+    """Pinned pages at their address on the GPU. The tensors over them keep this object alive; then it is unpinned."""
 
     def __init__(self, pages: Tensor, device: torch.device) -> None:
         self._pages, address = pages, pages.data_ptr()
@@ -73,10 +78,10 @@ class _Pinned:
         result = runtime.cudaHostRegister(address, pages.nbytes, _FLAGS)
         if int(result):
             with suppress(RuntimeError):
-                torch.zeros(1, device=device)  # CUDA keeps the error for whoever looks next
+                torch.zeros(1, device=device)  # clears the error, which CUDA would report to a later call
             raise RuntimeError(f"cudaHostRegister: {runtime.cudaGetErrorString(result)}")
         weakref.finalize(self, _unpin, address, device).atexit = False
-        # The GPU finds them at the host's address, but under WSL at another one.
+        # The device address equals the host address, except under WSL.
         found = ctypes.c_uint64()
         driver = ctypes.CDLL("libcuda.so.1")
         code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(found), ctypes.c_void_p(address), 0)
@@ -92,7 +97,7 @@ def _pin(pages: mmap.mmap, device: torch.device) -> Tensor:
     """[words] int64 over these pages, on the GPU.
 
     Raises:
-        RuntimeError: CUDA or PyTorch cannot.
+        RuntimeError: CUDA cannot pin them, or PyTorch cannot use them in place.
     """
     with torch.cuda.device(device):
         pinned = _Pinned(torch.frombuffer(pages, dtype=torch.int64), device)
@@ -104,15 +109,15 @@ def _pin(pages: mmap.mmap, device: torch.device) -> Tensor:
 
 def _unpin(address: int, device: torch.device) -> None:
     with suppress(RuntimeError), torch.cuda.device(device):
-        torch.cuda.synchronize()  # kernels of steps that nobody has taken may still poll it
+        torch.cuda.synchronize()  # kernels of unread steps may still poll it
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _create(num_bytes: int) -> int:
-    """A file of zeros that has no name.
+    """Descriptor of an anonymous file of zeros.
 
     Raises:
-        OSError: there is none to be had, or no room.
+        OSError: it cannot be created, or memory is too small.
     """
     if num_bytes > available_bytes(torch.device("cpu"), 1):
         raise OSError(f"no room for {num_bytes / 1e6:.1f} MB")
@@ -128,25 +133,25 @@ def _create(num_bytes: int) -> int:
     return file
 
 
-def _place_of(file: int) -> tuple[int, int, int, int]:
-    """Process, descriptor and what identifies a file of this process; -1 four times if there is none."""
+def _location_of(file: int) -> tuple[int, int, int, int]:
+    """(process id, descriptor, device, inode) of a file of this process; four times -1 if there is none."""
     if file < 0:
         return -1, -1, -1, -1
     found = os.fstat(file)
     return os.getpid(), file, found.st_dev % _NUMBERS, found.st_ino % _NUMBERS
 
 
-def _open(place: list[int], num_bytes: int) -> mmap.mmap:
-    """The pages of a file that `_place_of` found in the first rank's process.
+def _open(location: list[int], num_bytes: int) -> mmap.mmap:
+    """Map the file that the first rank described with `_location_of`.
 
     Raises:
-        OSError: this process may not open it, or sees another one there.
+        OSError: this process may not open it, or finds another file at that location.
     """
-    process, file, *identity = place
+    process, file, *identity = location
     own = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
     try:
-        if [*_place_of(own)[2:]] != identity:
-            raise OSError("ranks see different processes: they are in containers of their own")
+        if [*_location_of(own)[2:]] != identity:
+            raise OSError("ranks see different processes: they run in separate containers")
         return mmap.mmap(own, num_bytes)
     finally:
         os.close(own)

@@ -1,6 +1,7 @@
-"""Memory through which the kernels of ranks send each other words: of their GPUs, by peer pointers, or of the host.
+"""Peer memory: buffers through which the kernels of several ranks exchange LL packets.
 
-`symm` needs GPUs that reach each other's memory, `host` only that all are of one host. NVLink multicast is never used.
+`symm` is GPU memory of peers (symmetric memory) and needs peer access. `host` is pinned memory of one host. NVLink
+multicast is never used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ AnyExchange = TypeVar("AnyExchange", Exchange, LogitExchange)
 
 NAMES: dict[PeerMemory, str] = {"symm": "symmetric memory", "host": "the host's memory"}
 
-# A group's first push must arrive within this time of the self-test.
+# Timeout of the self-test for the first packets to arrive.
 SELF_TEST_TIMEOUT_NS = 20 * 10**9
 
 
@@ -45,13 +46,23 @@ def build_exchanges(
     vocab_size: int,
     pair_shape: PairShape | None = None,
 ) -> tuple[Exchange, LogitExchange, PairState | None]:
-    """Buffers for the `num_reduces` partial sums of a step, for its logits, and for a pair's handovers.
+    """Allocate the buffers for the all-reduces and logits of a step, and for the handovers of a pair.
 
-    Every rank calls it with the same arguments. Partial sums and logits travel as words if there is a place for them;
-    otherwise they are left to collectives. A pair needs words.
+    Every rank calls it with the same arguments. With peer memory, partial sums and logits are sent as LL packets;
+    without it, collectives exchange them.
 
+    Args:
+        transport: connects the ranks.
+        peer_memory: where packets are stored; None for collectives. A pair needs peer memory.
+        num_reduces: all-reduces of a step.
+        batch_size: B.
+        hidden_size: size of the residual stream.
+        vocab_size: V, split over all ranks of the job.
+        pair_shape: sizes of a pair's handovers; None without a pair.
+    Returns:
+        The exchange of partial sums, the exchange of logits, and the state of the pair (None without `pair_shape`).
     Raises:
-        DoesNotFitError: the host's memory for words cannot be had; on every rank.
+        DoesNotFitError: host memory for the packets cannot be allocated; on every rank.
     """
     placement, device = transport.placement, transport.device
     tp_size, world_size = placement.tp_size, placement.world_size
@@ -72,41 +83,41 @@ def build_exchanges(
     sizes = [
         num_reduces * batch_size * tp_size * hidden_size if tp_size > 1 else 0,
         batch_size * world_size * rows,
-        sum(pair_shape.field_packets()) if pair_shape else 0,
+        sum(pair_shape.field_sizes()) if pair_shape else 0,
         world_size if pair_shape else 0,
     ]
-    each = range(world_size)
-    homes = [[rank // tp_size for rank in each], [0] * world_size, each, each]
+    all_ranks = range(world_size)
+    homes = [[rank // tp_size for rank in all_ranks], [0] * world_size, all_ranks, all_ranks]
     try:
         partials, logits, mailboxes, barriers = allocate_packets(peer_memory, sizes, homes, transport)
     except HostMemoryError as error:
-        raise DoesNotFitError(f"transport: host: {error}; nccl needs none of the host's memory") from error
+        raise DoesNotFitError(f"transport: host: {error}; use --transport nccl, which needs no host memory") from error
     rank, group = placement.rank, range(placement.group * tp_size, (placement.group + 1) * tp_size)
     if tp_size > 1:
         exchange = _with_packets(exchange, partials, group, (num_reduces, batch_size, tp_size, hidden_size))
-    logit_exchange = _with_packets(logit_exchange, logits, each, (batch_size, world_size, rows))
+    logit_exchange = _with_packets(logit_exchange, logits, all_ranks, (batch_size, world_size, rows))
     if pair_shape is None:
         return exchange, logit_exchange, None
     pair = PairState.build(
         pair_shape, exchange, placement.group, placement.paired_rank, mailboxes[rank], mailboxes[placement.paired_rank],
-        _addresses(mailboxes, group), barriers[rank], _addresses(barriers, each),
+        _addresses(mailboxes, group), barriers[rank], _addresses(barriers, all_ranks),
     )  # fmt: skip
     return exchange, logit_exchange, pair
 
 
 def _addresses(memories: Sequence[Tensor], ranks: range) -> list[int]:
-    """Where words for these ranks go: of a memory that several of them read, its address once."""
+    """Addresses where packets for these ranks are stored; a memory that several of them read appears once."""
     return list(dict.fromkeys(memories[rank].data_ptr() for rank in ranks))
 
 
 def _with_packets(
     exchange: AnyExchange, memories: Sequence[Tensor], ranks: range, shape: tuple[int, ...]
 ) -> AnyExchange:
-    """The exchange with its words in these memories; `ranks` are its peers."""
+    """The exchange with its packets in these memories; `ranks` are its peers."""
     packets, addresses = memories[exchange.rank].view(shape), _addresses(memories, ranks)
     own_packets = None
     if len(addresses) < len(ranks):
-        # They share them, behind PCIe: what a rank has pushed itself it keeps on its GPU as well.
+        # Several ranks share one host memory. Keep a copy of the own packets on the GPU, to not read them over PCIe.
         own_packets = torch.zeros_like(packets)
         addresses.append(own_packets.data_ptr())
     peers = torch.tensor(addresses, device=packets.device)
@@ -116,27 +127,30 @@ def _with_packets(
 def allocate_packets(
     peer_memory: PeerMemory, sizes: Sequence[int], homes: Sequence[Sequence[int]], transport: Transport
 ) -> list[list[Tensor]]:
-    """Zeroed words in several fields, which begin at lines: of each, [size] int64 for each rank, in rank order, which
-    this rank's kernels can write. A rank reads its own.
+    """Allocate zeroed packet buffers for several fields, each aligned to a line of 128 bytes.
 
-    All ranks of the job call it together.
+    All ranks of the job call it together. A rank reads its own buffer and writes those of others.
 
     Args:
-        sizes: of each field.  homes: of each field and rank, a number. In the host's memory, which is as near to all,
-            ranks with the same one have the same words.
+        peer_memory: where to allocate.
+        sizes: packets of each field.
+        homes: [field][rank] number. In host memory, ranks of a field with the same number share one buffer.
+        transport: connects the ranks.
+    Returns:
+        [field][rank] int64 tensors of `size` packets that this rank's kernels can write.
     Raises:
-        HostMemoryError: the host's memory cannot be had; on every rank.
-        RuntimeError: symmetric memory cannot be had.
+        HostMemoryError: host memory cannot be allocated; on every rank.
+        RuntimeError: symmetric memory cannot be allocated.
     """
     own, device = transport.placement.rank, transport.device
     lines = [-(-size // PACKETS_PER_LINE) * PACKETS_PER_LINE for size in sizes]
     if peer_memory == "host":
-        places = [(field, home) for field, of_ranks in enumerate(homes) for home in dict.fromkeys(of_ranks)]
-        aligned = [lines[field] for field, _ in places]
-        found = dict(zip(places, share_host_memory(sum(aligned), transport).split(aligned), strict=True))
+        keys = [(field, home) for field, numbers in enumerate(homes) for home in dict.fromkeys(numbers)]
+        aligned = [lines[field] for field, _ in keys]
+        found = dict(zip(keys, share_host_memory(sum(aligned), transport).split(aligned), strict=True))
         return [[found[field, home][:size] for home in homes[field]] for field, size in enumerate(sizes)]
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    # `symm_mem.empty` would load SymPy for the strides of one dimension, which takes 2 s.
+    # Not `symm_mem.empty`: it loads SymPy to compute the strides of one dimension, which is slow.
     memory = _SymmetricMemory.empty_strided_p2p((sum(lines),), (1,), torch.int64, device)
     assert dist.group.WORLD is not None
     handle = symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
@@ -149,7 +163,14 @@ def allocate_packets(
 
 
 def probe_peer_memory(candidates: Sequence[PeerMemory], transport: Transport) -> tuple[PeerMemory | None, str]:
-    """The first of these that works, None if none does, and why those before it do not. The same on every rank."""
+    """Find the first peer memory that works. All ranks of the job call it together.
+
+    Args:
+        candidates: peer memories to try, best first.
+        transport: connects the ranks.
+    Returns:
+        The first that works (None if none does), and why those before it do not; the same on every rank.
+    """
     reasons: list[str] = []
     for peer_memory in candidates:
         reason = _why_not(peer_memory, transport)
@@ -161,10 +182,10 @@ def probe_peer_memory(candidates: Sequence[PeerMemory], transport: Transport) ->
 
 
 def _why_not(peer_memory: PeerMemory, transport: Transport) -> str:
-    """Why the kernels of this job cannot send each other words in this way; '' if they can. The same on every rank.
+    """Why the kernels of this job cannot use this peer memory; '' if they can. The same on every rank.
 
-    Looks at the hosts and links first, then compares an all-reduce over words with NCCL's, bit for bit, on values whose
-    sums are exact: -0.0, subnormal numbers, large ones, and integers.
+    It checks hosts and links first. Then it compares an all-reduce over LL packets with NCCL's, bit for bit, on values
+    whose sums are exact: -0.0, subnormal numbers, large numbers and integers.
     """
     reason = transport.first_reason(_out_of_reach(peer_memory, transport.placement))
     if reason:
@@ -201,7 +222,7 @@ def _differs_from_nccl(peer_memory: PeerMemory, transport: Transport) -> str:
     values[64 + rank : 128 : world_size] = 3e38 * (-1) ** rank
     generator = torch.Generator(device).manual_seed(rank)
     values[128:192] = torch.randint(-1000, 1000, (64,), generator=generator, device=device).float()
-    # One column of values, the others -0.0: the sum of a row is its value, sign of zero included.
+    # One column of values, the others -0.0: the sum of a row is its value, including the sign of zero.
     weight = torch.full((hidden, 16), -0.0, device=device)
     weight[:, 0] = values
     x, x_norm, square_sums = new_residual(1, hidden, torch.float32, device)
@@ -211,9 +232,9 @@ def _differs_from_nccl(peer_memory: PeerMemory, transport: Transport) -> str:
     dist.all_reduce(values)
     transport.synchronize()
     if int(exchange.fault):
-        return "a word did not arrive"
+        return "a packet did not arrive"
     different = x[0].view(torch.int32) != values.view(torch.int32)
     if bool(different.any()):
-        at = int(different.int().argmax())
-        return f"wrong sum: {float(x[0, at])!r} for {float(values[at])!r}"
+        index = int(different.int().argmax())
+        return f"wrong sum: {float(x[0, index])!r}, expected {float(values[index])!r}"
     return ""

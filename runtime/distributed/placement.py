@@ -1,4 +1,4 @@
-"""Where a rank stands: its group, its place in the group, its pair, its device."""
+"""Placement of a rank: its group, its rank in the group, its paired rank and its device."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = [
     "why_no_peers",
 ]
 
-PeerMemory = Literal["symm", "host"]  # peers' memory, the host's
-# Of --transport, best first.
-WAYS: dict[str, tuple[PeerMemory, ...]] = {"auto": ("symm", "host"), "symm": ("symm",), "host": ("host",)}
+PeerMemory = Literal["symm", "host"]  # GPU memory of peers; pinned host memory
+# --transport -> peer memories to try, best first.
+PEER_MEMORIES: dict[str, tuple[PeerMemory, ...]] = {"auto": ("symm", "host"), "symm": ("symm",), "host": ("host",)}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks `[g T, (g + 1) T)` form group `g`; rank `t` of one group is paired with rank `t` of the other.
+    """Place of one rank in the job.
 
-    torchrun numbers ranks node by node, so tensor parallelism stays inside a node where it fits, and pairing crosses
-    nodes.
+    Ranks `[g T, (g + 1) T)` form group `g`. Rank `t` of one group is paired with rank `t` of the other. torchrun
+    numbers ranks node by node, so tensor parallelism stays inside a node if it fits there, and pairs cross nodes.
     """
 
     rank: int = 0
@@ -46,10 +46,10 @@ class Placement:
 
     @classmethod
     def from_environment(cls) -> Placement:
-        """Read torchrun's variables; without them, one rank alone.
+        """Read torchrun's variables; without them the job is one rank.
 
         Raises:
-            UserError: they are no numbers, or do not fit each other.
+            UserError: a variable is not a number, or they contradict each other.
         """
 
         def number(name: str, default: int) -> int:
@@ -87,32 +87,35 @@ class Placement:
 
     @property
     def tp_rank(self) -> int:
-        """Place in the group."""
+        """Rank in the group, 0 .. T - 1."""
         return self.rank % self.tp_size
 
     @property
     def paired_rank(self) -> int:
-        """The rank with the same slices in the other group."""
+        """The rank with the same `tp_rank` in the other group."""
         assert self.num_groups == 2
         return (self.rank + self.tp_size) % self.world_size
 
     @property
     def shard(self) -> Shard:
-        """What this rank holds; the vocabulary is split over all ranks of the job."""
+        """This rank's part of the weights; the vocabulary is split over all ranks of the job."""
         return Shard(self.tp_rank, self.tp_size, self.rank, self.world_size)
 
 
 def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[str, int]:
-    """Resolve `auto`, and check that the model divides over the ranks.
+    """Resolve the mode `auto` and check that the model divides over the ranks.
 
-    `auto` is tensor parallelism over all ranks wherever the model divides by them: pairing can only win what tensor
-    parallelism cannot reach. Where it does not divide (fewer KV heads than ranks), one half of the ranks pairs with the
-    other.
+    `auto` is tensor parallelism over all ranks if the model divides by their number, because pairing gains only what
+    tensor parallelism cannot. Otherwise (fewer KV heads than ranks) one half of the ranks pairs with the other.
 
+    Args:
+        requested: value of --speculation.
+        config: the model's.
+        world_size: ranks of the job.
     Returns:
-        The mode in force, and its number of groups.
+        The mode in use, and its number of groups.
     Raises:
-        UserError: an odd world for `paired`, or a model that its groups do not divide.
+        UserError: an odd number of ranks for `paired`, or a model that does not divide over a group.
     """
     if requested == "auto":
         paired = (
@@ -132,12 +135,12 @@ def choose_mode(requested: str, config: LlamaConfig, world_size: int) -> tuple[s
 
 
 def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.device, str, str]:
-    """Pick device and backend: GPUs where every local rank gets one of its own, else the CPU.
+    """Choose device and backend: GPUs if every local rank has one, else the CPU.
 
     Returns:
-        device, backend (`nccl` or `gloo`), and a sentence on a choice the user may not expect ('' if there is none).
+        device, backend (`nccl` or `gloo`), and a sentence on an unexpected choice ('' if there is none).
     Raises:
-        UserError: a transport of GPUs without one for each local rank.
+        UserError: the transport needs GPUs, and there are fewer GPUs than local ranks.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.transport in ("nccl", "symm", "host") and gpus < placement.local_world_size:
@@ -156,29 +159,34 @@ def choose_device(config: EngineConfig, placement: Placement) -> tuple[torch.dev
 def peer_memory_candidates(
     config: EngineConfig, mode: str, world_size: int, has_decoder: bool
 ) -> tuple[PeerMemory, ...]:
-    """Where the kernels of ranks may send each other words, best first; only the fused kernels of a whole step do.
+    """Peer memories to try for LL packets, best first; empty if the fused kernels of a step do not decode.
 
+    Args:
+        config: names the transport.
+        mode: speculation mode in use, for the message.
+        world_size: ranks of the job.
+        has_decoder: the fused kernels decode.
     Raises:
-        UserError: it is asked for where those do not decode.
+        UserError: the transport names a peer memory, and the fused kernels do not decode.
     """
-    asked = config.transport
-    ways = WAYS.get(asked, ())
-    if asked != "auto" and ways and not has_decoder:
+    requested = config.transport
+    candidates = PEER_MEMORIES.get(requested, ())
+    if requested != "auto" and candidates and not has_decoder:
         raise UserError(
-            f"transport: {asked} is not available with speculation {mode}; "
+            f"transport: {requested} is not available with speculation {mode}; "
             "use --speculation off or paired, or --transport nccl"
         )
-    return ways if has_decoder and world_size > 1 else ()
+    return candidates if has_decoder and world_size > 1 else ()
 
 
 def pairs_without_access(num_gpus: int) -> list[tuple[int, int]]:
-    """Of this host's first GPUs, which cannot address the memory of which."""
+    """Pairs (a, b) among this host's first GPUs in which a cannot access the memory of b."""
     pairs = itertools.permutations(range(num_gpus), 2)
     return [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
 
 
 def why_no_peers(num_gpus: int) -> str:
-    """Why the ranks of this host's first GPUs may not write into each other's memory; '' if they may."""
+    """Why this host's first GPUs cannot write into each other's memory; '' if they can."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return "NCCL_P2P_DISABLE=1"
     without = pairs_without_access(num_gpus)
@@ -186,10 +194,16 @@ def why_no_peers(num_gpus: int) -> str:
 
 
 def choose_graph(config: EngineConfig, mode: str, device: torch.device, has_decoder: bool, trace: bool) -> bool:
-    """Whether steps are captured, where the fused kernels decode at all.
+    """Decide whether steps are captured in CUDA graphs, which needs the fused kernels.
 
+    Args:
+        config: its `cuda_graph` is on, off or auto.
+        mode: speculation mode in use, for the message.
+        device: where the model runs.
+        has_decoder: the fused kernels decode.
+        trace: operations are timed one by one.
     Raises:
-        UserError: it is asked for where that is not so, or with a trace.
+        UserError: `on` without a GPU, without the fused kernels, or with a trace.
     """
     if config.cuda_graph == "on":
         if device.type != "cuda":

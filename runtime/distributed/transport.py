@@ -1,4 +1,4 @@
-"""Collectives and pair messages of one rank over torch.distributed: NCCL between GPUs, Gloo between CPU processes."""
+"""Collectives and pair messages over torch.distributed: NCCL between GPUs, Gloo between CPU processes."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ from alspec.runtime.distributed.placement import Placement
 
 __all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store", "connect_store"]
 
-# Longer than any healthy wait; the heartbeat ends a job with a dead rank long before.
+# Longer than any normal wait; the heartbeat ends a job with a dead rank much earlier.
 TIMEOUT = timedelta(seconds=600)
-NOTICE_S = 10.0  # until ranks that wait for others to start say so
+NOTICE_S = 10.0  # ranks that wait longer than this for others print a notice
 
-# The server goes with the last store of this process; other ranks may already be at their next engine's.
+# The server ends with the last store of this process, but other ranks may already be connected for their next engine.
 _hosted: list[dist.Store] = []
-_GROUPS = itertools.count()  # connected by this process so far: the same number on every rank
+_GROUPS = itertools.count()  # numbers of the process groups made by this process; the same on every rank
 
 # Renamed in PyTorch 2.13.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-REASON_BYTES = 200  # of a text that ranks tell each other
+REASON_BYTES = 200  # length of a text in `first_reason`
 
-MAX_GATHERED = 4  # ranks whose partial sums of 16 bits are gathered
-# Tokens of a prompt, and ranks, from which on the residual stream is spread over the ranks: two collectives take longer
-# than one for fewer tokens, and two ranks receive the same bytes either way. With T (T - 1) tokens every rank has some.
+MAX_GATHERED = 4  # up to this many ranks, 16-bit partial sums are gathered
+# Least tokens of a prompt and ranks for which the residual stream is spread over the ranks. For fewer tokens, two
+# collectives take longer than one; two ranks receive the same bytes either way. T (T - 1) tokens give every rank some.
 LEAST_SPREAD, FEWEST_SPREADING = 1024, 3
 
 
 def agent_hosts_store() -> bool:
-    """torchrun's agent has the job's key-value store; otherwise rank 0 has it."""
+    """True if torchrun's agent hosts the job's key-value store; otherwise rank 0 hosts it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connect_store(placement: Placement) -> dist.Store:
-    """Connect to the job's key-value store, which torchrun's agent hosts (rank 0 does where it does not).
+    """Connect to the job's key-value store, which torchrun's agent hosts, or else rank 0.
 
-    The agent's store outlives a failed attempt (torchrun --max-restarts), so each attempt has keys of its own.
+    The agent's store outlives a failed attempt (torchrun --max-restarts), so each attempt has its own key prefix.
+
+    Raises:
+        UserError: the address is missing or wrong, or the store cannot be reached.
     """
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise UserError(
@@ -73,20 +76,20 @@ def connect_store(placement: Placement) -> dist.Store:
         return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     except dist.DistError as error:
         why = str(error).splitlines()[0]
-        raise UserError(f"cannot meet {where}: {why}; start them all, or choose another MASTER_PORT") from None
+        raise UserError(f"cannot connect to {where}: {why}; start them all, or choose another MASTER_PORT") from None
     finally:
         notice.cancel()
 
 
 class PairMessage:
-    """A message from the paired rank on its way; `wait` returns it once the current stream may read it."""
+    """A message from the paired rank that is being received."""
 
     def __init__(self, buffer: Tensor, work: dist.Work | None) -> None:
         self._buffer = buffer
         self._work = work
 
     def wait(self) -> Tensor:
-        """The received tensor. On GPUs the current stream waits, not the host."""
+        """Wait for the message and return it. On GPUs the current stream waits, not the host."""
         if self._work is not None:
             self._work.wait()
         return self._buffer
@@ -97,8 +100,13 @@ class Transport:
 
     With one rank nothing is initialised and every collective is the identity.
 
+    Args:
+        placement: this rank's.
+        device: this rank's.
+        backend: `nccl` or `gloo`.
+        store: the job's store; None with one rank.
     Raises:
-        CannotConnectError: the ranks do not reach each other.
+        CannotConnectError: the ranks cannot reach each other.
     """
 
     def __init__(self, placement: Placement, device: torch.device, backend: str, store: dist.Store | None) -> None:
@@ -109,9 +117,9 @@ class Transport:
         if placement.world_size == 1:
             return
         assert store is not None
-        # NVLink multicast stays off: a program that breaks while using it can take the host's GPUs with it.
+        # Keep NVLink multicast off: a program that crashes while using it can disable the GPUs of the host.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        # The messages of a pair are meant to keep their order; NCCL warns that they do.
+        # The messages of a pair must keep their order; suppress NCCL's warning that they do.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         try:
             self._connect(backend, store)
@@ -119,15 +127,15 @@ class Transport:
             raise
         except RuntimeError as error:
             raise CannotConnectError(
-                f"transport: {backend} cannot connect the ranks: {one_line(error)}; see that host names resolve; "
-                f"{backend.upper()}_SOCKET_IFNAME names the network interface"
+                f"transport: {backend} cannot connect the ranks: {one_line(error)}; check that host names resolve; "
+                f"{backend.upper()}_SOCKET_IFNAME selects the network interface"
             ) from error
 
     def _connect(self, backend: str, store: dist.Store) -> None:
         placement, device = self.placement, self.device
         dist.init_process_group(
             backend,
-            # Of its own: those of one that did not work still hold addresses.
+            # A separate prefix: keys of a failed attempt to connect still hold addresses.
             store=dist.PrefixStore(f"groups-{next(_GROUPS)}", store),
             rank=placement.rank,
             world_size=placement.world_size,
@@ -146,7 +154,7 @@ class Transport:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Make every connection now, while nobody measures and both sides of a pair are known to be here."""
+        """Open every connection now, outside of any measurement and while both sides of a pair are present."""
         token = torch.ones(1, device=self.device)
         self.all_gather_world(self.all_reduce(token))
         if self.placement.num_groups == 2:
@@ -160,17 +168,21 @@ class Transport:
         self.synchronize()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the tensor-parallel group, in place; the same bits on every rank of the group."""
+        """Sum over the tensor-parallel group, in place; bit-identical on every rank of the group."""
         if self.placement.tp_size > 1:
             dist.all_reduce(tensor, group=self._tp_group)
         return tensor
 
     def gather_partials(self, partial: Tensor) -> Tensor:
-        """[...] on each rank -> [P, ...], the same on every rank, whose sum is that over the tensor-parallel group.
+        """Tensors whose sum over the first dimension is the sum over the tensor-parallel group.
 
-        Up to four ranks, values of 16 bits are gathered: (T - 1) 2 bytes of each come to a rank, where an all-reduce in
-        fp32 takes 2 (T - 1) / T 4, so 2 instead of 4 of two ranks and 6 either way of four. One in 16 bits would round
-        the sums.
+        Up to four ranks gather 16-bit values. A rank then receives 2 (T - 1) bytes per value, an fp32 all-reduce takes
+        8 (T - 1) / T: 2 against 4 bytes for two ranks, 6 either way for four. A 16-bit all-reduce would round the sums.
+
+        Args:
+            partial: [...] on each rank.
+        Returns:
+            [P, ...], the same on every rank; P = T in `partial`'s dtype if gathered, else P = 1 in fp32.
         """
         tp_size = self.placement.tp_size
         if tp_size == 1 or (partial.itemsize == 2 and tp_size <= MAX_GATHERED):
@@ -178,7 +190,7 @@ class Transport:
         return self.all_reduce(partial.float())[None]
 
     def own_tokens(self, num_tokens: int) -> range:
-        """Of a prompt's tokens, those whose residual stream this rank keeps: equal parts, or of a short prompt all."""
+        """The tokens of a prompt whose residual stream this rank keeps: an equal part, or all of a short prompt."""
         placement = self.placement
         if placement.tp_size < FEWEST_SPREADING or num_tokens < LEAST_SPREAD:
             return range(num_tokens)
@@ -189,10 +201,15 @@ class Transport:
         return slice(tp_rank * size, (tp_rank + 1) * size)
 
     def scatter_partials(self, partial: Tensor) -> Tensor:
-        """[n, hidden] on each rank -> [T, m, hidden] in rank order, of the `own_tokens` of each, if they are spread.
+        """Send each rank the partial sums of its `own_tokens`; only if tokens are spread over the ranks.
 
-        With `gather_tokens` in 16 bits, 2 (T - 1) / T 2 bytes of each value come to a rank: half of an all-reduce in
-        fp32, whose sum it is.
+        Together with `gather_tokens` in 16 bits, a rank receives 4 (T - 1) / T bytes per value, half of an fp32
+        all-reduce.
+
+        Args:
+            partial: [n, hidden] on each rank.
+        Returns:
+            [T, m, hidden] in rank order, for the m tokens of this rank; to be summed over T.
         """
         tp_size = self.placement.tp_size
         sizes = [len(range(len(partial))[self._share_of(tp_rank, len(partial))]) for tp_rank in range(tp_size)]
@@ -202,9 +219,9 @@ class Transport:
         return out
 
     def gather_tokens(self, own: Tensor, num_tokens: int) -> Tensor:
-        """[m, hidden] of each rank's `own_tokens`, if they are spread -> [n, hidden]."""
+        """[m, hidden] for each rank's `own_tokens` -> [n, hidden]; only if tokens are spread over the ranks."""
         size = -(-num_tokens // self.placement.tp_size)
-        if len(own) < size:  # the last ones have fewer
+        if len(own) < size:  # the last ranks have fewer tokens
             own = torch.nn.functional.pad(own, (0, 0, 0, size - len(own)))
         return self.all_gather_group(own).flatten(0, 1)[:num_tokens]
 
@@ -225,29 +242,29 @@ class Transport:
         return out
 
     def gather_pair(self, tensor: Tensor) -> Tensor:
-        """[...] on each rank of a pair -> [2, ...] in the order of groups."""
+        """[...] on each rank of a pair -> [2, ...] in group order."""
         out = tensor.new_empty(2, *tensor.shape)
         _gather(out.view(-1), tensor.contiguous().view(-1), group=self._pair)
         return out
 
     def swap_calls(self, max_ctas: int) -> SwapCalls:
-        """What a pair talks with while its steps are captured, connected; every rank of the job calls it.
+        """Connected collectives of a pair for captured steps; every rank of the job calls it.
 
-        All of them run on the stream that is current: a collective that nobody waits for has none of its own.
+        Each collective runs on the current stream, because synchronous collectives use no stream of their own.
 
         Args:
-            max_ctas: thread blocks (each takes an SM) that a collective beside attention may have.
+            max_ctas: most thread blocks (each takes an SM) of a collective that runs concurrently with attention.
         """
         if self._swap_calls is None:
             placement, tp_size = self.placement, self.placement.tp_size
             # Every rank takes part in creating every group, in the same order.
             pairs = [self._small_group([tp_rank, tp_rank + tp_size], max_ctas) for tp_rank in range(tp_size)]
-            firsts = (0, tp_size) if tp_size > 1 else ()
-            groups = [self._small_group(list(range(first, first + tp_size)), max_ctas) for first in firsts]
+            first_ranks = (0, tp_size) if tp_size > 1 else ()
+            groups = [self._small_group(list(range(first, first + tp_size)), max_ctas) for first in first_ranks]
             pair, group = pairs[placement.tp_rank], groups[placement.group] if groups else None
 
-            def swap_spec_branch(box: Tensor) -> None:
-                _gather(box.view(-1), box[placement.group].view(-1), group=pair)
+            def swap_spec_branch(buffer: Tensor) -> None:
+                _gather(buffer.view(-1), buffer[placement.group].view(-1), group=pair)
 
             def all_reduce_spec_branch(tensor: Tensor) -> Tensor:
                 if group is not None:
@@ -270,53 +287,53 @@ class Transport:
         return self._swap_calls
 
     def _small_group(self, ranks: list[int], max_ctas: int) -> dist.ProcessGroup:
-        """A group whose collectives take few thread blocks."""
+        """A process group whose collectives use at most `max_ctas` thread blocks."""
         options = None
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options.config.max_ctas = max_ctas
-            # No clusters of thread blocks: those start only where one part of the GPU has SMs for all of them.
+            # No thread block clusters: a cluster starts only if one GPC has free SMs for all of its blocks.
             options.config.cga_cluster_size = 0
         group: dist.ProcessGroup = dist.new_group(ranks, pg_options=options)
         return group
 
     def first_reason(self, reason: str) -> str:
-        """Why not, as the first rank that has a reason says it; '' if none has one. The same on every rank."""
+        """The reason of the first rank that passes one; '' if none does. All ranks call it and get the same text."""
         own = torch.frombuffer(bytearray(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")), dtype=torch.uint8)
         rows = self.all_gather_world(own.to(self.device)).tolist()
         reasons = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
         return next((f"rank {rank}: {text}" if rank else text for rank, text in enumerate(reasons) if text), "")
 
     def send(self, tensor: Tensor) -> None:
-        """Send to the paired rank without waiting for it; `flush` before the buffers are needed to be free."""
+        """Send to the paired rank without waiting; call `flush` before `tensor` is written again."""
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self.placement.paired_rank, group=self._pair)
         self._sent.append((work, tensor))
 
     def receive(self, shape: torch.Size | tuple[int, ...]) -> PairMessage:
-        """Expect the paired rank's next message, fp32 of this shape."""
+        """Start to receive the paired rank's next message, fp32 of this shape."""
         buffer = torch.empty(shape, device=self.device)
         return PairMessage(buffer, dist.irecv(buffer, self.placement.paired_rank, group=self._pair))
 
     def flush(self) -> None:
-        """Wait until everything sent has left its buffer."""
+        """Wait until all messages of `send` have left their buffers."""
         for work, _ in self._sent:
             if work is not None:
                 work.wait()
         self._sent.clear()
 
     def synchronize(self) -> None:
-        """Wait on the host for the device."""
+        """Make the host wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def barrier(self) -> None:
-        """All ranks of the job meet, with their devices idle."""
+        """Wait for all ranks of the job, with idle devices."""
         self.synchronize()
         self.all_gather_world(torch.zeros(1, device=self.device))
         self.synchronize()
 
     def close(self) -> None:
-        """Leave the process groups; all ranks have met at a barrier before."""
+        """Destroy the process groups; call `barrier` before."""
         if self.placement.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()

@@ -1,7 +1,8 @@
-"""How checks are made: on every rank in the same order, each under a deadline, each outcome shared before the next.
+"""Runner of the installation checks: every rank runs them in the same order, each under a deadline.
 
-A check looks at a `Scope` and gives a `Check`; it fails or is skipped without stopping the others. Only a rank that
-does not come back ends the job, with exit code 5 and by name. The checks themselves are in diagnostics.py.
+A check takes a `Scope` and returns a `Check`. Ranks share each outcome before the next check. A check that fails or is
+skipped does not stop the others. Only a rank that does not return ends the job, with exit code 5 and its name. The
+checks themselves are in diagnostics.py.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Check:
     status: Literal["pass", "fail", "skip"]
     found: str
     advice: str = ""
-    exit_code: int = 0  # of a failure: 2 where the setup is at fault, 5 where this rank failed at its work
+    exit_code: int = 0  # of a failure: 2 if the setup is wrong, 5 if the rank's work failed
 
 
 @dataclass
 class Scope:
-    """What this rank looks at: its own GPU among other ranks, every GPU of the host when it is alone."""
+    """What this rank checks: its own GPU, or with one rank every GPU of the host."""
 
     placement: Placement
     transport_name: str
@@ -52,21 +53,21 @@ class Scope:
     store: dist.Store | None
     num_gpus: int
     devices: list[torch.device]
-    transport: Transport | None = None  # once the ranks are connected
+    transport: Transport | None = None  # set when the ranks are connected
 
     @classmethod
     def open(cls, placement: Placement, transport_name: str, debug: bool) -> Scope:
         """Find the GPUs and the job's store."""
-        # NCCL and symmetric memory read these when they start: nothing here may use NVLink multicast.
+        # NCCL and symmetric memory read these when they start. No check may use NVLink multicast.
         os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        ours = range(num_gpus) if placement.world_size == 1 else [placement.local_rank]
-        devices = [torch.device("cuda", index) for index in ours if index < num_gpus and transport_name != "gloo"]
+        own = range(num_gpus) if placement.world_size == 1 else [placement.local_rank]
+        devices = [torch.device("cuda", index) for index in own if index < num_gpus and transport_name != "gloo"]
         store = connect_store(placement) if placement.world_size > 1 else None
         return cls(placement, transport_name, debug, store, num_gpus, devices)
 
     def each_gpu(self, probe: Callable[[torch.device], _ResultT]) -> list[_ResultT]:
-        """The results of `probe` on each GPU, made the current one; an error names the GPU."""
+        """Run `probe` with each GPU as the current one, and return the results; an error names the GPU."""
         self.need_gpu()
         results = []
         for device in self.devices:
@@ -80,12 +81,12 @@ class Scope:
         return results
 
     def need_gpu(self) -> None:
-        """Skip a check that needs one."""
+        """Skip the check if there is no GPU."""
         if not self.devices:
             skip("--transport gloo" if self.num_gpus and self.transport_name == "gloo" else "no CUDA GPU here")
 
     def need_ranks(self) -> dist.Store:
-        """The job's store; skips a check that needs several ranks."""
+        """The job's store; skips the check if there is one rank only."""
         if self.store is None and self.num_gpus == 1:
             skip("one GPU, nothing to connect")
         if self.store is None:
@@ -93,7 +94,7 @@ class Scope:
         return self.store
 
     def connect(self, backend: str) -> Transport:
-        """The process groups of all ranks, made as the engine makes them, where it would use this backend."""
+        """Connect all ranks as the engine does; skips the check if the engine would use another backend."""
         if self.transport_name not in ("auto", backend):
             skip(f"--transport {self.transport_name}")
         config = EngineConfig.model_validate({"transport": self.transport_name})
@@ -106,25 +107,33 @@ class Scope:
         try:
             self.transport = Transport(self.placement, device, backend, store)
         except CannotConnectError as error:
-            raise error.__cause__ or error from None  # a check has advice of its own
+            raise error.__cause__ or error from None  # the check has its own advice
         return self.transport
 
 
 class _SkipError(Exception):
-    """A check that cannot be made here; says why."""
+    """A check that cannot run here, with the reason."""
 
 
 def skip(reason: str) -> NoReturn:
-    """Leave a check that cannot be made here."""
+    """End a check that cannot run here."""
     raise _SkipError(reason)
 
 
-# In the order in which they are defined and made: those that need other ranks last, for a hang ends the job.
+# In order of definition, which is the order of the run. Checks that need other ranks are last, because a hang ends the
+# job.
 CHECKS: dict[str, Callable[[Scope], Check]] = {}
 
 
 def check(name: str, advice: str) -> Callable[[Callable[[Scope], str]], Callable[[Scope], Check]]:
-    """Make a check of a function that returns what it found, or raises; `UserError` puts the setup at fault."""
+    """Decorator that registers a function as a check.
+
+    The function returns what it found, or raises. A `UserError` means that the setup is wrong.
+
+    Args:
+        name: of the check.
+        advice: what to do if it fails and its error has no advice.
+    """
 
     def register(find: Callable[[Scope], str]) -> Callable[[Scope], Check]:
         @functools.wraps(find)
@@ -150,10 +159,16 @@ def check(name: str, advice: str) -> Callable[[Callable[[Scope], str]], Callable
 def run_checks(
     placement: Placement, transport_name: str, deadline_s: float, heartbeat: Heartbeat, debug: bool
 ) -> Iterator[list[Check]]:
-    """Make every check; yields the outcomes of each on all ranks, in rank order.
+    """Run every check; yields its outcomes on all ranks, in rank order.
 
+    Args:
+        placement: this rank's.
+        transport_name: value of --transport.
+        deadline_s: longest time of a check.
+        heartbeat: this rank's; it is started and stopped here.
+        debug: print tracebacks.
     Raises:
-        RankFailureError: another rank did not come back from a check. A rank that itself hangs in one ends its process.
+        RankFailureError: another rank did not return from a check. A rank that hangs in one ends its own process.
     """
     rank = placement.rank
     with _deadline(heartbeat, f"rank {rank} stalled before the first check", deadline_s):
@@ -166,14 +181,14 @@ def run_checks(
         yield _share(scope, outcome, deadline_s)
     with _deadline(heartbeat, f"rank {rank} stalled while the process groups ended", deadline_s):
         heartbeat.stop()
-        # Checks have released their graphs, then the memory of words; the process groups go last.
+        # The checks have released their graphs and packet buffers; the process groups end last.
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 @contextmanager
 def _deadline(heartbeat: Heartbeat, what: str, seconds: float) -> Iterator[None]:
-    """End the process if the block takes longer; a thread does it, for the block may be inside a blocking call."""
+    """End the process if the block takes longer. A thread does it, because the block may be inside a blocking call."""
     error = RankFailureError(f"{what} for {seconds:g} s; set NCCL_DEBUG=INFO to see more, or a longer --deadline")
     timer = threading.Timer(seconds, heartbeat.end_process, [error])
     timer.daemon = True
@@ -185,10 +200,10 @@ def _deadline(heartbeat: Heartbeat, what: str, seconds: float) -> Iterator[None]
 
 
 def _share(scope: Scope, outcome: Check, deadline_s: float) -> list[Check]:
-    """This check's outcome on every rank.
+    """Exchange the outcome of this check; returns the outcomes of all ranks.
 
-    A rank that failed alone may have left the others inside a collective, which only their deadline ends. It waits less
-    long than that, so that the story told is its own; a rank that did not fail waits longer, so that theirs is.
+    A rank that failed alone may have left the others inside a collective, which only their deadline ends. A failed rank
+    waits less than that deadline, so that its own error is reported first; the other ranks wait longer.
     """
     rank, store = scope.placement.rank, scope.store
     if store is None:

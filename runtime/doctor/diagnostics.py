@@ -1,4 +1,4 @@
-"""What the runtime builds on, tried out piece by piece: each function is one check (see checkup.py)."""
+"""Installation checks of everything the runtime builds on: each function is one check (see checkup.py)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from alspec.runtime.profiling.stats import stream_bandwidth
 __all__ = ["CHECKS"]
 
 MINIMUM = {"python": "3.11", "torch": "2.11", "triton": "3.6"}
-GPU_FILE = "/dev/nvidia0"  # there with the driver of a first GPU, whatever torch sees
-SIZE = 5000  # elements of a probe: several blocks, the last one not full
+GPU_FILE = "/dev/nvidia0"  # exists if the driver sees a GPU, even if torch does not
+SIZE = 5000  # elements of a probe: several blocks, the last one partly filled
 LAUNCHES = 32
 COPY_BYTES = 2**28
-# Above PCIe of 16 lanes up to generation 5 (64 GB/s one way), below the NVLink of data-centre GPUs (A100: 300 GB/s).
+# Between PCIe x16 of generation 5 (64 GB/s one way) and the NVLink of data-centre GPUs (300 GB/s and more).
 NVLINK_GB_PER_S = 100
-REDUCE_WORDS = 2048  # 8 KB, as an all-reduce in decode
+REDUCE_WORDS = 2048  # 8 KB, the size of an all-reduce in decode
 REDUCES = 16
 ROUNDS = 64
 WORD = 0x5EED
@@ -74,10 +74,10 @@ def _best_us(run: Callable[[], object]) -> float:
 
 @contextmanager
 def _captured(work: Callable[[], object]) -> Iterator[torch.cuda.CUDAGraph]:
-    """`work`, run before, as a graph of the current GPU."""
+    """Capture `work` as a graph on the current GPU; it must have run once before."""
     graph = torch.cuda.CUDAGraph()
     try:
-        # A stream of its own: the default one for captures belongs to the GPU that captured first.
+        # A separate stream: PyTorch's default capture stream belongs to the GPU that captured first.
         with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             work()
         yield graph
@@ -90,8 +90,8 @@ def _captured(work: Callable[[], object]) -> Iterator[torch.cuda.CUDAGraph]:
 def versions(scope: Scope) -> str:
     """Python, torch and Triton are new enough, and the driver runs the CUDA version that torch was built for."""
     found = installed_versions()
-    wanted = {name: least for name, least in MINIMUM.items() if name != "triton" or sys.platform == "linux"}
-    old = [name for name, least in wanted.items() if _numbers(found[name]) < _numbers(least)]
+    required = {name: minimum for name, minimum in MINIMUM.items() if name != "triton" or sys.platform == "linux"}
+    old = [name for name, minimum in required.items() if _numbers(found[name]) < _numbers(minimum)]
     if old:
         text = ", ".join(f"{name} {found[name]} (needs {MINIMUM[name]})" for name in old)
         raise UserError(f"{text}; pip install --upgrade 'torch>={MINIMUM['torch']}' brings its Triton along")
@@ -99,7 +99,7 @@ def versions(scope: Scope) -> str:
     driver = _driver_cuda()
     if torch.version.cuda is None or driver is None:
         return f"{text}, {'no NVIDIA driver' if driver is None else f'driver for CUDA {driver[0]}.{driver[1]}'}"
-    # Within one major version an older driver runs what a newer toolkit built.
+    # Within one major version, an older driver runs programs of a newer toolkit.
     if driver[0] < _numbers(torch.version.cuda)[0]:
         raise UserError(
             f"torch is built for CUDA {torch.version.cuda}, the driver runs up to {driver[0]}.{driver[1]}; "
@@ -109,12 +109,12 @@ def versions(scope: Scope) -> str:
 
 
 def _numbers(version: str) -> list[int]:
-    """Major and minor version; empty where nothing is installed."""
+    """Major and minor version; empty if nothing is installed."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version that the installed driver runs."""
+    """Newest CUDA version that the installed driver supports; None without a driver."""
     try:
         number = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
@@ -125,7 +125,7 @@ def _driver_cuda() -> tuple[int, int] | None:
 
 @check("GPUs", "see nvidia-smi; another process may hold the GPU")
 def gpus(scope: Scope) -> str:
-    """One GPU for each rank, new enough; its memory, and how much of it others hold."""
+    """Each rank has a GPU that is new enough; reports its free memory and how much others hold."""
     count, ranks = scope.num_gpus, scope.placement.local_world_size
     wanted = scope.transport_name != "gloo" and "CUDA_VISIBLE_DEVICES" not in os.environ
     if wanted and not count and Path(GPU_FILE).exists():
@@ -147,7 +147,7 @@ def gpus(scope: Scope) -> str:
 
 
 def _describe_gpu(device: torch.device) -> tuple[str, int, int, float, float]:
-    """Name, compute capability, GiB free, and GiB held by what is not this process's tensors."""
+    """(name, capability major, minor, GiB free, GiB held by anything but this process's tensors)."""
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     held = total - free - torch.cuda.memory_reserved(device)
@@ -156,12 +156,12 @@ def _describe_gpu(device: torch.device) -> tuple[str, int, int, float, float]:
 
 @check("links", "see nvidia-smi topo -m; set NCCL_P2P_DISABLE=1 if copies between GPUs go wrong")
 def links(scope: Scope) -> str:
-    """Which GPUs of this host address each other's memory, and how fast copies from GPU 0 to the others are."""
+    """Peer access between the GPUs of this host, and the rate of copies from GPU 0 to the others."""
     scope.need_gpu()
     if scope.num_gpus == 1:
         skip("one GPU here")
     if scope.placement.local_rank != 0:
-        skip("local rank 0 looks")
+        skip("local rank 0 checks the links")
     without = pairs_without_access(scope.num_gpus)
     access = "no peer access " + " ".join(f"{a}-{b}" for a, b in without) if without else "peer access everywhere"
     rates = []
@@ -174,12 +174,12 @@ def links(scope: Scope) -> str:
             rates.append(COPY_BYTES / _best_us(copy) / 1e3)
             _expect(f"copy to GPU {peer} and back", target.to(source.device), source)
     kind = "NVLink" if min(rates) >= NVLINK_GB_PER_S else "PCIe" if max(rates) < NVLINK_GB_PER_S else "NVLink and PCIe"
-    return f"{scope.num_gpus} GPUs, {access}, copies from GPU 0 at {_span(rates, 'GB/s')}, rates as of {kind}"
+    return f"{scope.num_gpus} GPUs, {access}, copies from GPU 0 at {_span(rates, 'GB/s')}, the rate of {kind}"
 
 
 @check("memory rate", "another process may use the GPU; see nvidia-smi")
 def memory_rate(scope: Scope) -> str:
-    """Bytes that a copy inside a device's memory reads and writes in a second: the limit of decode."""
+    """Bytes per second that a copy within a device's memory reads and writes: the limit of decode."""
     rates = scope.each_gpu(stream_bandwidth) if scope.devices else [stream_bandwidth(torch.device("cpu"))]
     torch.cuda.empty_cache()
     return f"{_span([rate / 1e9 for rate in rates], 'GB/s')} of a {'GPU' if scope.devices else 'CPU'}'s memory"
@@ -187,7 +187,7 @@ def memory_rate(scope: Scope) -> str:
 
 @check("Triton", "Triton needs a C compiler (gcc, or CC set) and a writable TRITON_CACHE_DIR or ~/.triton")
 def triton_kernel(scope: Scope) -> str:
-    """A kernel is compiled, started, and right."""
+    """A Triton kernel compiles, runs and gives the right result."""
 
     def probe(device: torch.device) -> float:
         x = torch.arange(SIZE, dtype=torch.float32, device=device)
@@ -204,7 +204,7 @@ def triton_kernel(scope: Scope) -> str:
 
 @check("CUDA graph", "unset CUDA_LAUNCH_BLOCKING; generate works with --cuda-graph off")
 def cuda_graph(scope: Scope) -> str:
-    """A captured Triton kernel and torch operation are replayed on new input."""
+    """A captured Triton kernel and torch operation give the right result when replayed on new input."""
 
     def probe(device: torch.device) -> float:
         x = torch.arange(SIZE, dtype=torch.float32, device=device)
@@ -227,7 +227,7 @@ def cuda_graph(scope: Scope) -> str:
 
 @check("dependent launch", "update the NVIDIA driver and Triton")
 def dependent_launch(scope: Scope) -> str:
-    """Kernels of a graph that start while the one ahead still runs, in the right order nevertheless."""
+    """Programmatic dependent launch in a graph: kernels may start early, and the result is still right."""
 
     def chain(x: Tensor, pdl: bool) -> None:
         for _ in range(LAUNCHES):
@@ -253,12 +253,12 @@ def dependent_launch(scope: Scope) -> str:
 
 @check("pinned memory", "raise the limit of locked memory (ulimit -l); in a container, allow IPC_LOCK")
 def pinned_memory(scope: Scope) -> str:
-    """The host sees a word that a running kernel wrote, and the kernel its answer: finished tokens go this way."""
+    """The host reads what a running kernel wrote, and the kernel reads the reply; tokens reach the host this way."""
 
     def probe(device: torch.device) -> float:
         mail = torch.zeros(3, dtype=torch.int32, pin_memory=True)
         mail[1] = WORD
-        send_word(mail, WORD, KERNEL_DEADLINE_NS)  # answered before it asks: compiled before anything is timed
+        send_word(mail, WORD, KERNEL_DEADLINE_NS)  # the reply is there already: this launch only compiles the kernel
         torch.cuda.synchronize()
         mail.zero_()
         started = time.perf_counter()
@@ -269,15 +269,15 @@ def pinned_memory(scope: Scope) -> str:
         mail[1] = WORD
         torch.cuda.synchronize()
         if mail.tolist() != [WORD, WORD, WORD]:
-            raise RuntimeError("host and running kernel do not see each other's words in pinned memory")
+            raise RuntimeError("host and running kernel do not see each other's writes in pinned memory")
         return seconds * 1e6
 
-    return f"a running kernel's word is seen {_span(scope.each_gpu(probe), 'us')} after its launch, the answer too"
+    return f"the host reads a running kernel's write {_span(scope.each_gpu(probe), 'us')} after launch; the reply works"
 
 
 @check("demo checkpoint", "install alspec again, with Git LFS content if it comes from git")
 def demo_checkpoint(scope: Scope) -> str:
-    """The bundled model's files are whole."""
+    """The files of the bundled model are complete."""
     verify_checksums(DEMO_CHECKPOINT)
     checkpoint = Checkpoint.open(DEMO_CHECKPOINT, LlamaConfig.from_folder(DEMO_CHECKPOINT))
     return f"{len(checkpoint.entries)} tensors, {checkpoint.total_bytes / 1e6:.1f} MB, checksums match"
@@ -285,7 +285,7 @@ def demo_checkpoint(scope: Scope) -> str:
 
 @check("NCCL", "set NCCL_DEBUG=INFO to see more; a container needs --ipc=host or a larger /dev/shm")
 def nccl(scope: Scope) -> str:
-    """All-reduces of all ranks are right, launched one by one and replayed from a graph."""
+    """All-reduces of all ranks are right, both launched one by one and replayed from a graph."""
     transport = scope.connect("nccl")
     rank, world_size = scope.placement.rank, scope.placement.world_size
     x = torch.full((REDUCE_WORDS,), rank + 1.0, device=transport.device)
@@ -303,7 +303,7 @@ def nccl(scope: Scope) -> str:
         x.mul_(2)
         graph_us = _best_us(graph.replay) / REDUCES
         replayed = out.clone()
-    # Only now, when no rank can be inside a collective any more.
+    # Raise only now, when no rank is inside a collective any more.
     _expect("all-reduce", eager, total)
     _expect("replayed all-reduce", replayed, 2 * total)
     version = ".".join(map(str, torch.cuda.nccl.version()))
@@ -311,63 +311,63 @@ def nccl(scope: Scope) -> str:
     return f"{version}, all-reduce of 8 KB over {world_size} ranks right, {times}, NVLink multicast off"
 
 
-@check("symmetric memory", "look at the line on links; --transport host and nccl do without")
+@check("symmetric memory", "see the line on links; --transport host and nccl do not need it")
 def symmetric_memory(scope: Scope) -> str:
-    """A kernel of each rank writes into every other's memory and sees what they write into its own."""
-    transport = _of_one_host(scope)
+    """A kernel of each rank writes to the memory of all others and reads what they wrote to its own."""
+    transport = _transport_of_one_host(scope)
     reason = why_no_peers(scope.placement.world_size)
     if reason:
         skip(reason)
     if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, transport.device.index):
         skip("this torch uses NVLink multicast in spite of TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
-    return f"{_packets_arrive(transport, 'symm')}, NVLink multicast off"
+    return f"{_exchange_result(transport, 'symm')}, NVLink multicast off"
 
 
-@check("host memory", "--transport nccl does without; a container may not let processes share memory")
+@check("host memory", "--transport nccl does not need it; a container may prevent processes from sharing memory")
 def host_memory(scope: Scope) -> str:
-    """As symmetric memory, through pages of the host that every rank has pinned."""
-    transport = _of_one_host(scope)
+    """The same as symmetric memory, through host memory that every rank has pinned."""
+    transport = _transport_of_one_host(scope)
     try:
-        return _packets_arrive(transport, "host")
+        return _exchange_result(transport, "host")
     except HostMemoryError as error:
         if why_no_peers(scope.placement.world_size):
             raise
         skip(f"{error}; not needed, GPUs reach each other")
 
 
-def _of_one_host(scope: Scope) -> Transport:
-    """The connected GPUs of several ranks; skips a check where there are none, or on several hosts."""
+def _transport_of_one_host(scope: Scope) -> Transport:
+    """The transport of several connected GPUs; skips the check without them, or if ranks are on several hosts."""
     scope.need_gpu()
     scope.need_ranks()
     if scope.transport is None or scope.transport.device.type != "cuda":
         skip("NCCL does not run")
     if scope.placement.local_world_size != scope.placement.world_size:
-        skip("ranks of several hosts; start it on each host alone")
+        skip("ranks on several hosts; start it on each host alone")
     return scope.transport
 
 
-def _packets_arrive(transport: Transport, peer_memory: PeerMemory) -> str:
-    """Kernels of all ranks meet `ROUNDS` times over words; how long one takes."""
+def _exchange_result(transport: Transport, peer_memory: PeerMemory) -> str:
+    """Let the kernels of all ranks exchange packets `ROUNDS` times; returns a line with the time of one exchange."""
     placement, device = transport.placement, transport.device
     world_size = placement.world_size
     (memories,) = allocate_packets(
         peer_memory, [-(-world_size // 2)], [range(world_size)], transport
-    )  # they meet over int32
+    )  # two int32 flags fit in one packet
     addresses = torch.tensor([memory.data_ptr() for memory in memories], device=device)
     result = torch.zeros(2, dtype=torch.int64, device=device)
-    for rounds in (0, ROUNDS):  # no round: compiled before the ranks meet
+    for rounds in (0, ROUNDS):  # 0 rounds: compile before the ranks wait for each other
         transport.barrier()
         exchange_packets(addresses, placement.rank, world_size, rounds, result, KERNEL_DEADLINE_NS)
     done, elapsed_ns = result.tolist()
-    words = memories[placement.rank].view(torch.int32)[:world_size].tolist()
-    transport.barrier()  # no rank frees what another still writes to
+    flags = memories[placement.rank].view(torch.int32)[:world_size].tolist()
+    transport.barrier()  # no rank may free memory that another still writes
     if done != ROUNDS:
-        raise RuntimeError(f"{done} of {ROUNDS} exchanges within {KERNEL_DEADLINE_NS / 1e9:g} s, words seen: {words}")
+        raise RuntimeError(f"{done} of {ROUNDS} exchanges within {KERNEL_DEADLINE_NS / 1e9:g} s, flags seen: {flags}")
     us = elapsed_ns / 1e3 / (ROUNDS - 1)
-    return f"words to and from {world_size - 1} peer(s) in {us:.1f} us"
+    return f"packets to and from {world_size - 1} peer(s) in {us:.1f} us"
 
 
-@check("Gloo", "see that host names resolve; GLOO_SOCKET_IFNAME names the network interface")
+@check("Gloo", "check that host names resolve; GLOO_SOCKET_IFNAME selects the network interface")
 def gloo(scope: Scope) -> str:
     """All-reduces between processes on the CPU are right."""
     transport = scope.connect("gloo")

@@ -9,43 +9,41 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from alspec.config import EngineConfig, SamplingConfig, refuse_unavailable, validate
+from alspec.config import EngineConfig, SamplingConfig, check_softmax, validate
 from alspec.errors import UserError
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.models.checkpoint.source import model_config, model_folder
 from alspec.models.generation_config import notice_of_settings
 from alspec.models.llama import Llama
-from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, spelled
-from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
-from alspec.runtime.decode.eager_sampling import sample
-from alspec.runtime.decode.eager_step import DecodeState, EagerStep
-from alspec.runtime.decode.captured_step import CapturedStep, StepRecord
+from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
+from alspec.runtime.cache.codecs import Cache, new_cache
+from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
+from alspec.runtime.decode.eager_step import choose_tokens
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.agreement import Agreement, fingerprint, shared_settings
-from alspec.runtime.distributed.peer_memory import probe_peer_memory
-from alspec.runtime.distributed.placement import (
-    PeerMemory,
-    Placement,
-    choose_device,
-    choose_graph,
-    choose_mode,
-    peer_memory_candidates,
-)
+from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
-from alspec.runtime.engine.generation import Generation, IdDecoder, Request, Token, check_prompts, most_tokens
+from alspec.runtime.engine.composition import build_decode_step, choose, find_peer_memory
+from alspec.runtime.engine.generation import (
+    Completion,
+    Generation,
+    IdDecoder,
+    Request,
+    Token,
+    check_prompts,
+    most_tokens,
+)
 from alspec.runtime.engine.loading import open_model, read_weights, take_device, warm_up
-from alspec.runtime.engine.memory import DTYPES, MemoryPlan, available_bytes, check_fits, check_max_context
-from alspec.runtime.faults.bad_steps import bad_logits_error, fault_error
-from alspec.runtime.faults.heartbeat import LOADING, Heartbeat, error_on_its_way
+from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
+from alspec.runtime.faults.bad_steps import fault_error
+from alspec.runtime.faults.heartbeat import LOADING, Heartbeat, pending_error
 from alspec.runtime.profiling.timeline import Timeline
 
 __all__ = ["Engine"]
@@ -65,43 +63,21 @@ class Engine:
     # Set by `load`.
     model: Llama
     cache: Cache
-    # One of these two decodes: the fused kernels, or operation by operation from the host.
-    loop: CapturedStep | None = None
-    program: EagerStep | None = None
+    decode_step: DecodeStep | None = None
 
     def __init__(self, config: EngineConfig, trace: bool = False) -> None:
         self.config = config
-        refuse_unavailable(config)
-        environment = Placement.from_environment()
+        check_softmax(config)
         self.model_config = model_config(config)
         self.checkpoint, self.tokenizer = open_model(config, self.model_config)
         check_max_context(config.max_context, self.model_config)
-        self.mode, num_groups = choose_mode(config.speculation.mode, self.model_config, environment.world_size)
-        self.placement = replace(environment, num_groups=num_groups)
-        check_codec(config.kv_cache, self.model_config, self.placement.tp_size)
-        self.device, self.backend, notice = choose_device(config, self.placement)
-        check_head_dim(self.model_config, self.device)
+        self._choices = choose(config, self.model_config, trace)
+        self.mode, self.placement, self.device = self._choices.mode, self._choices.placement, self._choices.device
+        self.dtype, self.dtype_name = self._choices.dtype, self._choices.dtype_name
         ignored = None if self.checkpoint is None else notice_of_settings(model_folder(config))
-        self.notices = [each for each in (notice, ignored) if each]  # choices that a user may not expect
-        if self.mode == "paired" and config.speculation.mode == "auto":
-            why = f"heads do not divide over {self.placement.world_size} ranks"
-            what = f"guesses within lambda {config.speculation.threshold:g} are accepted (threshold 0 accepts none)"
-            self.notices.append(f"speculation: a pair, because {why}; {what}")
-        self._told = False  # by `stream`; commands print them
-        # The fused kernels of a whole step: those steps can be captured, and their results can travel as words.
-        self._has_decoder = self.device.type == "cuda" and self.mode in ("off", "paired")
-        if self.device.type == "cuda" and not self._has_decoder:
-            self.notices.append(f"{self.mode}: operations are launched one by one; captured steps serve off and paired")
-        # Where words may travel; `_load_model` finds out where they do.
-        self._candidates = peer_memory_candidates(config, self.mode, self.placement.world_size, self._has_decoder)
-        self._peer_memory: PeerMemory | None = None
-        self._wants_graph = choose_graph(config, self.mode, self.device, self._has_decoder, trace)
-        if trace and self._has_decoder:
-            self.notices.append("operations are launched one by one, because --trace times each of them")
-        stored = self.model_config.dtype if self.device.type == "cuda" else "fp32"
-        self.dtype_name = config.dtype or stored
-        self.dtype = DTYPES[self.dtype_name]
-        # Engines of one process, one after the other, have keys of their own; ranks create them in the same order.
+        self.notices = [*([ignored] if ignored else []), *self._choices.notices]  # choices a user may not expect
+        self._has_warned = False  # `stream` shows them once; commands print them
+        # Engines of one process have keys of their own; ranks create them in the same order.
         job = f"alspec-{next(_JOBS)}"
         several = self.placement.world_size > 1
         self._store = dist.PrefixStore(job, connect_store(self.placement)) if several else None
@@ -111,13 +87,15 @@ class Engine:
             self.heartbeat.announce(self._store)
         self.timeline = Timeline(self.device, trace)
         self.memory: MemoryPlan | None = None  # of what is loaded, cache included
-        self._weights_bytes = 0  # of those that are loaded
+        self._weights_bytes = 0  # of the weights that are loaded
         self.transport: Transport | None = None
+        self._peer_memory: PeerMemory | None = None
+        self.generation = Generation([])  # what `stream` serves, or served last: its requests and what was measured
         self._step = 0
-        self._attempts = 0  # to run the loop; a fault ends one
+        self._attempts = 0  # to run decode steps; a fault ends one
         self._generations = 0  # begun so far
-        self._owner = 0  # the generation that may use the cache: the last one, if nothing was loaded since
-        self._lock = threading.RLock()  # of threads: one at a time loads, closes or takes a step
+        self._owner = 0  # the generation that may use the cache: the last one, unless a load came after it
+        self._lock = threading.RLock()  # one thread at a time loads, closes or takes a step
         self._is_closed = False
         self._is_warm = self.device.type != "cuda"
 
@@ -137,17 +115,27 @@ class Engine:
     @property
     def transport_name(self) -> str:
         """How this rank's results reach the others while decoding."""
-        return self._peer_memory if self._peer_memory and self.loop is not None else self.backend
+        return self._peer_memory if self._peer_memory and self.is_fused else self._choices.backend
+
+    @property
+    def is_fused(self) -> bool:
+        """Decode steps run the fused kernels."""
+        return self.decode_step is not None and self.decode_step.is_fused
 
     @property
     def uses_graph(self) -> bool:
         """Decode steps are replays of a captured graph."""
-        return self.loop is not None and self._wants_graph
+        return self.decode_step is not None and self.decode_step.uses_graph
 
     @property
     def most_tokens(self) -> int:
-        """Of a prompt and its answer."""
+        """The most tokens that a prompt and its answer may have together."""
         return most_tokens(self.config, self.model_config)
+
+    def take_notices(self) -> list[str]:
+        """Choices that a user may not expect, for a command that prints them; `stream` then shows none."""
+        self._has_warned = True
+        return self.notices
 
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
         """The cache room that these prompts need; refuses what the model or `max_context` has no room for."""
@@ -161,7 +149,7 @@ class Engine:
         it lacks.
 
         Raises:
-            DoesNotFitError: before anything is allocated; of the host's memory for words, after weights and cache.
+            DoesNotFitError: before anything is allocated; for packets in the host's memory, after weights and cache.
             UserError: settings that ranks disagree on; a transport asked for that does not work; after `close`.
         """
         with self._lock:
@@ -175,7 +163,7 @@ class Engine:
         self.heartbeat.start(self._release)
         with self.heartbeat.waiting("load"):
             self._catch_up(self.agreement.exchange)
-            # What the rank with least has, for all have to refuse what one does.
+            # The rank with the least memory decides for all.
             own = available_bytes(self.device, placement.local_world_size) + held
             available = min(map(int, self.agreement.exchange(str(own))))
         codec = self.config.kv_cache
@@ -185,7 +173,7 @@ class Engine:
         if "cache" in vars(self):
             # The old cache goes before the new one comes, and a graph before what it refers to.
             self._release()
-            self.memory = self.program = None
+            self.memory = self.decode_step = None
             del self.cache
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -196,53 +184,32 @@ class Engine:
         self.cache = new_cache(
             codec, config, placement.tp_size, batch_size, max_context, self.dtype, self.device, self.config.softmax
         )
-        is_paired = self.mode == "paired"
-        if self._has_decoder and batch_size <= MAX_BATCH:
-            self.loop = CapturedStep.build(
-                self.model,
-                self.cache,
-                self.connected(),
-                self._peer_memory,
-                self._wants_graph,
-                self._looped_operation,
-                self.config.speculation if is_paired else None,
-            )
-        else:
-            notice = (
-                f"{batch_size} requests: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
-            )
-            if self._has_decoder and notice not in self.notices:
-                self.notices.append(notice)
-            speculation = self.config.speculation
-            self.program = EagerStep(
-                self.model,
-                self.cache,
-                self.connected(),
-                self.mode,
-                speculation.threshold,
-                speculation.chunk_size,
-                self._operation,
-            )
+        notice = f"{batch_size} requests: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
+        if self._choices.has_fused_step and batch_size > MAX_BATCH and notice not in self.notices:
+            self.notices.append(notice)
+        self.decode_step = build_decode_step(
+            self._choices, self.config.speculation, self.model, self.cache, self.connected(), self._peer_memory,
+            self._step_operation,
+        )  # fmt: skip
         self.memory = memory
-        if self.device.type == "cuda":
-            program = None if self._is_warm else self.program  # only once
-            warm_up(self.model, self.cache, self.connected(), self._operation, program)
+        if not self._is_warm:
+            warm_up(self.model, self.cache, self.connected(), self._operation)
             self._is_warm = True
 
     def _release(self) -> None:
-        if self.loop is not None:
-            self.loop.release()
-            self.loop = None
+        if self.decode_step is not None:
+            self.decode_step.release()
+            self.decode_step = None
 
     def _catch_up(self, exchange: Callable[[str], list[str]]) -> None:
-        """Before anything waits for the device: launch the steps that other ranks have launched, see `CapturedStep`.
+        """Launch the steps that other ranks have launched ahead, before anything waits for the device.
 
         Args:
-            exchange: every rank's text, for this rank's.
+            exchange: every rank's text, given this rank's.
         """
-        most = max(map(int, exchange(str(self.loop.launched if self.loop is not None else 0))))
-        if self.loop is not None:
-            self.loop.catch_up(most)
+        most = max(map(int, exchange(str(self.decode_step.launched if self.decode_step is not None else 0))))
+        if self.decode_step is not None:
+            self.decode_step.catch_up(most)
 
     def _load_model(self) -> None:
         config, placement = self.model_config, self.placement
@@ -255,21 +222,20 @@ class Engine:
         self.heartbeat.mark(0, LOADING, -1)
         take_device(self.device, placement)
         weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)
-        self.transport = Transport(placement, self.device, self.backend, self._store)
-        if self._candidates:
-            self._peer_memory, reason = probe_peer_memory(self._candidates, self.transport)
-            if self._peer_memory is None and self.config.transport != "auto":
-                self.transport.close()
-                self.transport = None
-                raise UserError(f"transport: {self.config.transport} does not work here: {reason}; use auto or nccl")
-            if reason:
-                over = self._peer_memory or self.backend
-                self.notices.append(f"transport: {over}, because symm does not work here ({reason})")
+        self.transport = Transport(placement, self.device, self._choices.backend, self._store)
+        try:
+            self._peer_memory, notices = find_peer_memory(self._choices, self.config.transport, self.transport)
+        except UserError:
+            self.transport.close()
+            self.transport = None
+            raise
+        self.notices += notices
         self.model = Llama(config, weights, self.transport)
 
     def _check_agreement(self) -> None:
-        """Ranks on different hosts are told, and choose, for themselves; it must be the same everywhere."""
-        chosen = {"resolved transport": self._candidates[0] if self._candidates else self.backend}
+        """Ranks on different hosts may be configured, and choose, differently: refuse that."""
+        candidates = self._choices.candidates
+        chosen: dict[str, Any] = {"resolved transport": candidates[0] if candidates else self._choices.backend}
         chosen |= {"resolved mode": self.mode, "resolved dtype": self.dtype_name}
         chosen |= {f"the model's {name}": value for name, value in self.model_config.model_dump(mode="json").items()}
         if self.checkpoint is not None and self._store is not None:
@@ -283,71 +249,145 @@ class Engine:
 
     @contextmanager
     def _operation(self, name: str, layer: int) -> Iterator[None]:
-        # Until the kernels are compiled, the heartbeat is as patient as while loading.
+        # Until the kernels are compiled, the heartbeat keeps the long limit of loading.
         if self._is_warm:
             self.heartbeat.mark(self._step, name, layer)
         with self.timeline.span(name, layer):
             yield
 
     @contextmanager
-    def _looped_operation(self, name: str, layer: int) -> Iterator[None]:
-        # The loop launches ahead of the step that the host reads.
-        assert self.loop is not None
-        self.timeline.step = self.loop.next_step
+    def _step_operation(self, name: str, layer: int) -> Iterator[None]:
+        # A step may be launched ahead of the one that the host reads.
+        assert self.decode_step is not None
+        self.timeline.step = self.decode_step.next_step
         with self._operation(name, layer):
             yield
 
-    def start_generation(self, prompts: list[list[int]], sampling: SamplingConfig) -> Generation:
-        """The state of one batch; `run` fills it."""
-        if self.tokenizer is None:
-            eos = self.model_config.eos_token_ids
-            return Generation([Request(ids, IdDecoder(), sampling, eos) for ids in prompts])
-        eos, decoder = self.tokenizer.eos_token_ids, self.tokenizer.stream_decoder
-        stop_ids = [each for each in map(self.tokenizer.special_token_id, sampling.stop) if each is not None]
-        return Generation([Request(ids, decoder(ids), sampling, eos, stop_ids) for ids in prompts])
-
-    def run(
-        self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None = None
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling: SamplingConfig | None = None,
+        *,
+        progress: Callable[[int], None] | None = None,
+        **options: Any,
     ) -> Iterator[Token]:
-        """Prefill, then decode until every request has ended; yields tokens as they come.
+        """Generate from a prompt, or from several at once, the same on every rank, loading the model on first use.
+
+        With several, `token.request` says whose a token is. An engine serves one call at a time: another call, in any
+        thread, ends this one. What was measured is in `generation`.
 
         Args:
-            progress: told how many tokens of all prompts are done, now and then before the first token comes.
+            prompt: a text or token ids, or a list of such prompts.
+            sampling, options: either a `SamplingConfig`, or its fields by name: `stream("...", temperature=0.8)`.
+            progress: called now and then before the first token, with the prompt tokens done so far.
         Raises:
-            BadNumbersError: NaN or Inf in the logits; no token of that step is yielded.
-            UserError: another generation has begun since the last token, and has the cache; after `close`.
+            UserError: options that do not exist or have a wrong value; a prompt that is none, does not fit, or is not
+                the same on every rank; another call has begun; the engine is closed.
+            BadNumbersError: NaN or Inf in a step; no token of that step is yielded.
+            RankFailureError: a step waited in vain for a rank.
         """
+        if sampling is not None and (options or not isinstance(sampling, SamplingConfig)):
+            raise UserError("Engine.stream: expected either a SamplingConfig or its fields by name")
+        self._refuse_closed()
+        sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
         with self._lock:
-            number = self._begin_generation()
-        yield from self._locked_steps(number, self._run(generation, sampling, progress))
+            number = self._begin(prompt, sampling)
+        notices = () if self._has_warned or self.placement.rank else self.notices
+        self._has_warned = True
+        for notice in notices:
+            warnings.warn(notice, stacklevel=2)
+        yield from self._generate(number, self.generation, sampling, progress)
 
-    def _begin_generation(self) -> int:
-        """The number of a new generation, which has the cache from now on; within the lock that it was loaded under."""
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig | None = None, **options: Any
+    ) -> Completion | list[Completion]:
+        """Generate to the end: the `Completion` of a prompt, or a list of them for a list of prompts. See `stream`."""
+        for _ in self.stream(prompt, sampling, **options):
+            pass
+        completions = self.generation.completions()
+        is_single = any(each is prompt for each in prompts_of(prompt))
+        return completions[0] if is_single else completions
+
+    def _begin(self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig) -> int:
+        """Check and encode the prompts, load what they need; returns the number of the new generation."""
+        settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
+        self.heartbeat.start(self._release)
+        with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
+            # First, because all ranks must refuse the same prompts.
+            self.agreement.require_same({"prompt": spelled(prompt)} | settings)
+            self._catch_up(self.agreement.exchange)
+            tokenizer = partial(self.text_tokenizer, "give token ids")
+            prompts = encode_prompts(prompt, tokenizer, self.most_tokens)
+            needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
+            if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
+                self.load(batch_size, needed)
+        return self._own(Generation(self._requests(prompts, sampling)))
+
+    def _own(self, generation: Generation) -> int:
+        """Give the cache to a new generation; returns its number."""
+        self.generation = generation
         self._generations += 1
         self._owner = self._generations
         return self._generations
 
-    def _locked_steps(self, number: int, steps: Iterator[Token]) -> Iterator[Token]:
-        while True:
-            with self._lock:
-                self._refuse_closed()
-                if number != self._owner:
-                    why = "another generation of this engine has begun, which ends this one"
-                    raise UserError(f"stream: {why}; take one after the other, or use two engines")
-                if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)  # each thread has its own
-                with self.heartbeat.waiting(f"generation {number}"):
-                    token = next(steps, None)
-            if token is None:
-                return
-            yield token
+    def _requests(self, prompts: list[list[int]], sampling: SamplingConfig) -> list[Request]:
+        if self.tokenizer is None:
+            return [Request(ids, IdDecoder(), sampling, self.model_config.eos_token_ids) for ids in prompts]
+        eos, decoder = self.tokenizer.eos_token_ids, self.tokenizer.stream_decoder
+        stop_ids = [each for each in map(self.tokenizer.special_token_id, sampling.stop) if each is not None]
+        return [Request(ids, decoder(ids), sampling, eos, stop_ids) for ids in prompts]
 
-    def _run(
-        self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None
+    def _generate(
+        self,
+        number: int,
+        generation: Generation,
+        sampling: SamplingConfig,
+        progress: Callable[[int], None] | None,
     ) -> Iterator[Token]:
-        transport = self.connected()
-        if self.loop is not None:
+        """Prefill, then decode until every request has ended; yields tokens as they come."""
+        chunk_size = self.config.speculation.chunk_size
+        with self._running(number):
             self.prepare(sampling)
+            tokens = self._prefill(generation, sampling, progress)
+        for token in generation.push(tokens, None, chunk_size):
+            yield token
+            self._check_running(number)
+        num_steps = sampling.max_new_tokens - 1
+        if any(generation.live):
+            with self._running(number):
+                self._begin_steps(tokens, generation.seq_lens)
+        while any(generation.live):
+            with self._running(number):
+                self._mark_step()
+                assert self.decode_step is not None
+                record = self.decode_step.step(num_steps - self._step + 1, generation.live)
+                self._raise_fault(record.fault)
+            generation.step_us.append(record.step_us)
+            for token in generation.push(record.token_ids, record.hits, chunk_size):
+                yield token
+                self._check_running(number)
+
+    @contextmanager
+    def _running(self, number: int) -> Iterator[None]:
+        """Hold the engine for work of one generation, if that still has the cache."""
+        with self._lock:
+            self._check_running(number)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a setting of each thread
+            with self.heartbeat.waiting(f"generation {number}"):
+                yield
+
+    def _check_running(self, number: int) -> None:
+        self._refuse_closed()
+        if number != self._owner:
+            why = "another generation of this engine has begun, which ends this one"
+            raise UserError(f"stream: {why}; take one after the other, or use two engines")
+
+    def _prefill(
+        self, generation: Generation, sampling: SamplingConfig, progress: Callable[[int], None] | None
+    ) -> list[int]:
+        """Process all prompts; returns the first token of each request."""
+        transport = self.connected()
         transport.barrier()
         self.timeline.start()
         started = time.perf_counter()
@@ -361,119 +401,55 @@ class Engine:
             parts.append(prefill(self.model, self.cache, transport, index, ids, self._operation, progress=in_prompt))
             done += len(ids)
         logits, layer_sums = torch.cat([part[0] for part in parts]), torch.stack([part[1] for part in parts]).sum(0)
-        tokens = self._choose(logits, layer_sums, generation, sampling)
+        tokens = choose_tokens(logits, layer_sums, sampling, generation.seq_lens, self._step, transport)
         generation.prefill_us = (time.perf_counter() - started) * 1e6
-        yield from generation.push(tokens, None, self.config.speculation.chunk_size)
-        steps = self._launched_steps if self.loop is None else self._looped_steps
-        yield from steps(generation, tokens, sampling)
-
-    def _launched_steps(self, generation: Generation, tokens: list[int], sampling: SamplingConfig) -> Iterator[Token]:
-        """Decode operation by operation, with tokens and verdicts on the host at each step."""
-        while any(generation.live):
-            self._step += 1
-            self.timeline.step = self._step
-            started = time.perf_counter()
-            assert self.program is not None
-            result = self.program.run(
-                DecodeState(
-                    token_ids=torch.tensor(tokens, device=self.device),
-                    seq_lens=torch.tensor(generation.seq_lens, dtype=torch.int32, device=self.device),
-                    live=torch.tensor(generation.live),
-                )
-            )
-            tokens = self._choose(result.logits, result.layer_sums, generation, sampling)
-            generation.step_us.append((time.perf_counter() - started) * 1e6)
-            yield from generation.push(tokens, result.hits, self.config.speculation.chunk_size)
-
-    def _looped_steps(self, generation: Generation, tokens: list[int], sampling: SamplingConfig) -> Iterator[Token]:
-        """Decode with the fused kernels: the devices go on by themselves, the host reads tokens as they come."""
-        if not any(generation.live):
-            return
-        started = time.perf_counter()
-        last_clock_ns = 0
-        num_steps = sampling.max_new_tokens - 1
-        for record in self.decode(tokens, generation.seq_lens, num_steps, lambda: generation.live):
-            # The first step's time is the host's: before it no step has left the device's clock.
-            first_us = (time.perf_counter() - started) * 1e6
-            generation.step_us.append((record.clock_ns - last_clock_ns) / 1e3 if last_clock_ns else first_us)
-            last_clock_ns = record.clock_ns
-            yield from generation.push(record.token_ids, record.hits, self.config.speculation.chunk_size)
-            if not any(generation.live):
-                return
+        return tokens
 
     def prepare(self, sampling: SamplingConfig) -> None:
-        """Compile and capture the `loop` for this way of sampling; overwrites the start of the cache.
+        """Compile and capture the decode step for this way of sampling; overwrites the start of the cache.
 
         Raises:
             BadNumbersError, RankFailureError: as `decode`.
         """
-        assert self.loop is not None
+        assert self.decode_step is not None
         self.heartbeat.mark(0, LOADING, -1)  # compiling is one long call
         self._step = 0
         self._attempts += 1
-        self._raise_fault(self.loop.prepare(sampling))
+        is_warm, self._is_warm = self._is_warm, False
+        self._raise_fault(self.decode_step.prepare(sampling))
+        self._is_warm = is_warm
 
-    def decode(
-        self, token_ids: list[int], seq_lens: list[int], num_steps: int, live: Callable[[], list[bool]] | None = None
-    ) -> Iterator[StepRecord]:
-        """Steps of the prepared `loop` after what the cache holds; lengths count the newest tokens, `token_ids`.
+    def decode(self, token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
+        """Steps of the prepared decode step behind what the cache holds; for profiling.
 
         Args:
-            live: who is still generating, asked before each step; without it, all are.
+            token_ids, seq_lens: the newest token of each request, and lengths that count it.
         Raises:
             BadNumbersError: NaN or Inf in a step.
-            RankFailureError: a step waited for a rank in vain.
+            RankFailureError: a step waited in vain for a rank.
         """
-        assert self.loop is not None
-        self._attempts += 1
-        self.loop.begin(token_ids, seq_lens)
-        for self._step in range(1, num_steps + 1):
-            self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
-            record = self.loop.step(num_steps - self._step + 1, live() if live else None)
+        self.timeline.start()
+        self._begin_steps(token_ids, seq_lens)
+        for remaining in range(num_steps, 0, -1):
+            self._mark_step()
+            assert self.decode_step is not None
+            record = self.decode_step.step(remaining)
             self._raise_fault(record.fault)
             yield record
+
+    def _begin_steps(self, token_ids: list[int], seq_lens: list[int]) -> None:
+        assert self.decode_step is not None
+        self._attempts += 1
+        self._step = 0
+        self.decode_step.begin(token_ids, seq_lens)
+
+    def _mark_step(self) -> None:
+        self._step += 1
+        self.heartbeat.mark(self._step, "replay" if self.uses_graph else "decode", -1)
 
     def _raise_fault(self, code: int) -> None:
         if code:
             raise fault_error(code, self._step, self.model_config.num_layers, self.agreement, self._attempts)
-
-    def stream(
-        self, prompt: Prompt | Sequence[Prompt], sampling: SamplingConfig | None = None, **options: Any
-    ) -> Iterator[Token]:
-        """Generate from a prompt, or from several at once, the same on every rank, loading the model on first use.
-
-        Of several, `token.request` says whose a token is. An engine serves one call at a time: its tokens end when
-        another one begins, in any thread.
-
-        Args:
-            prompt: a text or token ids, or a list of such prompts.
-            sampling, options: either all of it, or fields of `SamplingConfig`: `stream("...", temperature=0.8)`.
-        Raises:
-            UserError: options that do not exist or have no such value; a prompt that is none, does not fit, or is not
-                the same on every rank; as `run`; after `close`.
-        """
-        if sampling is not None and (options or not isinstance(sampling, SamplingConfig)):
-            raise UserError("Engine.stream: expected either a SamplingConfig or its fields by name")
-        self._refuse_closed()
-        sampling = sampling or validate(SamplingConfig, options, "Engine.stream")
-        settings = sampling.model_dump(mode="json", include=set(SamplingConfig.model_fields))
-        with self._lock:
-            self.heartbeat.start(self._release)
-            with self.heartbeat.waiting(f"the start of generation {self._generations + 1}"):
-                # Before anything of it is refused, for that has to happen on all ranks.
-                self.agreement.require_same({"prompt": spelled(prompt)} | settings)
-                self._catch_up(self.agreement.exchange)
-                of_text = partial(self.text_tokenizer, "give token ids")
-                prompts = encode_prompts(prompt, of_text, self.most_tokens)
-                needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
-                if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
-                    self.load(batch_size, needed)
-            number = self._begin_generation()
-        notices = () if self._told or self.placement.rank else self.notices
-        self._told = True
-        for notice in notices:
-            warnings.warn(notice, stacklevel=2)
-        yield from self._locked_steps(number, self._run(self.start_generation(prompts, sampling), sampling, None))
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
@@ -492,28 +468,6 @@ class Engine:
         if self.tokenizer is None:
             raise UserError(f"{where}: random weights have no tokenizer; {advice}")
         return self.tokenizer
-
-    def _choose(
-        self, logits: Tensor, layer_sums: Tensor, generation: Generation, sampling: SamplingConfig
-    ) -> list[int]:
-        """Sample on the device and bring the tokens to the host; a finished request keeps its last one."""
-        tokens = sample(
-            logits,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.seed,
-            request=torch.arange(len(generation.requests), device=self.device),
-            position=torch.tensor(generation.seq_lens, device=self.device),
-        )
-        finite = torch.isfinite(logits).all().to(tokens.dtype)
-        *chosen, is_finite = torch.cat([tokens, finite[None]]).tolist()
-        if not is_finite:
-            raise bad_logits_error(logits, layer_sums, self._step, self.connected())
-        return [
-            token if request.live else request.token_ids[-1]
-            for token, request in zip(chosen, generation.requests, strict=True)
-        ]
 
     def gather_rows(self, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Rows of every rank, on every rank."""
@@ -536,13 +490,13 @@ class Engine:
         if self.transport is None:
             self.heartbeat.stop(has_met=False)
         elif not self._is_closed and not has_left:
-            error = error_on_its_way()
+            error = pending_error()
             if error is None:
                 with self.heartbeat.waiting("close"):
-                    if self.heartbeat.meets(None):
+                    if self.heartbeat.rendezvous(None):
                         self.transport.flush()
                         self._close_together(self.transport)
-            elif self.heartbeat.meets(error):
+            elif self.heartbeat.rendezvous(error):
                 # Messages may have no receiver any more; and the error on its way is the one to be seen.
                 with suppress(RuntimeError):
                     self._close_together(self.transport)
@@ -552,7 +506,7 @@ class Engine:
         with self.heartbeat.waiting("close"):
             self._catch_up(lambda own: self.agreement.gather_within("launched", own, TIMEOUT.total_seconds()))
             transport.barrier()
-        # Graphs first, then the memory of words, then process groups: NCCL waits for graphs that refer to it.
+        # Graphs first, then the memory of packets, then process groups: NCCL waits for graphs that refer to it.
         self._release()
         self.heartbeat.stop()
         transport.close()
@@ -560,8 +514,8 @@ class Engine:
 
     def _free(self) -> None:
         """Give weights and cache back: the next engine of this process needs the room."""
-        # `program` and this engine refer to each other: both, and weights with them, may stay for long after their use.
-        self.program = self.memory = None
+        # The decode step and this engine refer to each other, and may live long after their use, weights with them.
+        self.decode_step = self.memory = None
         for name in ("model", "cache"):
             vars(self).pop(name, None)
         self._weights_bytes = 0

@@ -14,28 +14,28 @@ from alspec.kernels.common.limits import MAX_BATCH
 from alspec.models.llama_config import LlamaConfig
 from alspec.predictor import first_lossy_length
 
-__all__ = ["Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts", "most_tokens"]
+__all__ = ["Completion", "Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts", "most_tokens"]
 
 
 class TextDecoder(Protocol):
-    """Turns token ids into text as they come; only complete characters leave it."""
+    """Turns token ids into text one by one; holds back incomplete characters."""
 
     def push(self, token_id: int) -> str:
-        """Text that this token completes."""
+        """The text that this token completes."""
 
     def flush(self) -> str:
-        """What is left at the end."""
+        """The text held back so far."""
 
 
 class IdDecoder:
-    """For weights without a tokenizer: the ids themselves, separated by spaces."""
+    """Used without a tokenizer: the ids themselves, separated by spaces."""
 
     def push(self, token_id: int) -> str:
         """`'17 '`."""
         return f"{token_id} "
 
     def flush(self) -> str:
-        """Nothing is held back."""
+        """Nothing: an id is never incomplete."""
         return ""
 
 
@@ -46,9 +46,20 @@ class Token:
     request: int
     token_id: int
     text: str  # what it adds to the printed text: '' while a character or a possible stop text is incomplete
-    # Share of the layers whose A~ this request accepts; None without speculation, or where A~ leaves out no token.
+    # Share of layers in which this request accepts A~; None without speculation, or if A~ reads every token.
     hit_rate: float | None
     finish_reason: str | None  # 'eos', 'stop' or 'length' on the last token of a request
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The whole answer to one prompt."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None  # 'eos', 'stop' or 'length'
+    hit_rate: float | None  # mean over its tokens; None as in `Token`
 
 
 class Request:
@@ -62,9 +73,10 @@ class Request:
         eos_token_ids: Iterable[int],
         stop_token_ids: Iterable[int] = (),
     ) -> None:
-        """`stop_token_ids`: of the stop texts that are special tokens."""
+        """`stop_token_ids`: ids of those stop texts that are special tokens."""
         self.prompt_ids = prompt_ids
         self.token_ids: list[int] = []
+        self.hit_rates: list[float] = []  # of the tokens that have one
         self.text = ""
         self.finish_reason: str | None = None
         self._decoder = decoder
@@ -84,7 +96,7 @@ class Request:
         return len(self.prompt_ids) + len(self.token_ids)
 
     def push(self, token_id: int) -> str:
-        """Take the next token; returns the text that may be printed now."""
+        """Add the next token; returns the text that may be printed now."""
         self.token_ids.append(token_id)
         if token_id in self._eos:
             self.finish_reason = "eos"
@@ -101,7 +113,7 @@ class Request:
         return text
 
     def _release(self) -> str:
-        """Cut at the earliest stop text; while running, hold back an end that may become one."""
+        """Cut at the earliest stop text; while generating, hold back an end that may become one."""
         found = [at for at in map(self._held.find, self._sampling.stop) if at >= 0]
         if found:
             self.finish_reason = "stop"
@@ -123,8 +135,7 @@ class Generation:
 
     requests: list[Request]
     prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
-    # Every decode step: until its tokens are on the host, if it was launched by itself or is the first of a loop; the
-    # others of a loop from the end of the step before, by the device's clock.
+    # Of every decode step, see `StepRecord`: on the host's clock if it is eager or the first, else on the device's.
     step_us: list[float] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
 
@@ -139,10 +150,10 @@ class Generation:
         return [request.seq_len for request in self.requests]
 
     def push(self, token_ids: list[int], hits: Tensor | None, chunk_size: int) -> Iterator[Token]:
-        """Take each request's next token and the verdicts on its step's guesses, if any; yields those of live requests.
+        """Add each request's next token and its step's verdicts, if any; yields the tokens of live requests.
 
         Args:
-            hits: [L, B] bool.  chunk_size: S of the guesses.
+            hits: [L, B] bool.  chunk_size: S.
         """
         if hits is not None:
             self.hits.append(hits)
@@ -152,21 +163,35 @@ class Generation:
                 hit_rate = None
                 if hits is not None and request.seq_len >= shortest:
                     hit_rate = float(hits[:, index].float().mean())
+                    request.hit_rates.append(hit_rate)
                 text = request.push(token_id)
                 yield Token(index, token_id, text, hit_rate, request.finish_reason)
 
+    def completions(self) -> list[Completion]:
+        """What each request has generated so far."""
+        return [
+            Completion(
+                each.prompt_ids,
+                each.token_ids,
+                each.text,
+                each.finish_reason,
+                sum(each.hit_rates) / len(each.hit_rates) if each.hit_rates else None,
+            )
+            for each in self.requests
+        ]
+
 
 def most_tokens(config: EngineConfig, model: LlamaConfig) -> int:
-    """Of a prompt and its answer: `max_context`, or what the model has positions for."""
+    """The most tokens of a prompt and its answer: `max_context`, or the positions of the model."""
     return config.max_context or model.longest_context
 
 
 def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineConfig, model: LlamaConfig) -> int:
-    """The tokens that the longest of these prompts and its answer need.
+    """The tokens that the longest of these prompts needs together with its answer.
 
     Raises:
-        UserError: more than the model or `max_context` has room for, more requests than what was asked for serves, or
-            ids that are none.
+        UserError: too many tokens for the model or `max_context`, too many requests for the transport or graph asked
+            for, or an invalid token id.
     """
     for name, value in (("cuda_graph", "on"), ("transport", "symm"), ("transport", "host")):
         if getattr(config, name) == value and len(prompts) > MAX_BATCH:

@@ -21,7 +21,7 @@ from alspec.runtime.decode.prefill import CHUNK_TOKENS
 __all__ = ["DTYPES", "GIB", "MemoryPlan", "available_bytes", "check_fits", "check_max_context", "plan_memory"]
 
 GIB = 2**30
-# Of version 2 and 1, as a container sees its own: folder, limit, what is taken.
+# Control groups, versions 2 and 1, as a container sees its own: folder, limit, usage.
 CONTROL_GROUPS = [
     ("sys/fs/cgroup", "memory.max", "memory.current"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -31,7 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank."""
+    """Bytes that one rank needs."""
 
     weights_bytes: int
     cache_bytes: int
@@ -39,7 +39,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Everything."""
+        """Weights, cache and buffers together."""
         return self.weights_bytes + self.cache_bytes + self.buffer_bytes
 
 
@@ -68,12 +68,12 @@ def plan_memory(
     weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
     cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype)
     tokens = min(CHUNK_TOKENS, max_context)
-    # On the CPU a prompt of several chunks also takes a mask.
+    # On the CPU a prompt of several chunks also needs a mask.
     mask = min(tokens * max_context, max(SCORES_AT_ONCE["cpu"], QUERIES_AT_ONCE * max_context))
     mask_bytes = dtype.itemsize * mask if max_context > CHUNK_TOKENS else 0
     attention = tokens * dtype.itemsize * 2 * attn_width + mask_bytes
     if device_type == "cuda" and not (dtype.itemsize == 2 and config.head_dim % 8 == 0 and config.head_dim <= 256):
-        # No library fuses it: scores of all heads, and K and V once for each query head.
+        # No library fuses this: scores of all heads, and K and V repeated for each query head.
         row = max_context * config.num_qo_heads // tp_size
         scores = min(tokens * row, max(SCORES_AT_ONCE["cuda"], QUERIES_AT_ONCE * row))
         attention += SCORE_BYTES * scores + 2 * dtype.itemsize * max_context * attn_width
@@ -83,37 +83,37 @@ def plan_memory(
         prompt = max_context * channels * 2 * (1 + dtype.itemsize) + max(max_context * channels * 8, attention)
         widest = max(widest, prompt, max_context * channels * 8 * batch_size)
     activations = tokens * (4 * 4 * hidden + dtype.itemsize * 2 * qkv_rows) + widest
-    # The first token, and those of steps that are launched one by one, may be drawn by sorting.
+    # The first token, and the tokens of eager steps, may be sampled by sorting.
     activations = max(activations, DRAW_BYTES * min(batch_size, DRAWN_AT_ONCE) * config.vocab_size)
     logits = 3 * 4 * batch_size * config.vocab_size
-    # Words of 8 bytes: every rank's partial sums in every all-reduce of a step, and everybody's logits. `symm` has them
-    # on the GPU, `host` as many places for a rank's own; which transport it will be shows when ranks are connected.
+    # Packets of 8 bytes: every rank's partial sums of every all-reduce, and all logits. `symm` keeps them on the GPU;
+    # `host` needs as many for a rank's own. Which transport works is known only when ranks are connected.
     words = 2 * config.num_layers * tp_size * hidden if tp_size > 1 else 0
     words += config.vocab_size if shard.vocab_shards > 1 else 0
     return MemoryPlan(weights, cache, activations + logits + 8 * batch_size * words)
 
 
 def available_bytes(device: torch.device, local_world_size: int) -> int:
-    """Free memory for one rank: of its GPU, or its share of what this host has available."""
+    """Free memory for one rank: of its GPU, or its share of the available memory of this host."""
     if device.type == "cuda":
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # blocks that PyTorch keeps of what is gone are free, too
+            torch.cuda.empty_cache()  # blocks cached by PyTorch count as free
         return int(torch.cuda.mem_get_info(device)[0])
     return _host_bytes(Path("/")) // local_world_size
 
 
 def _host_bytes(root: Path) -> int:
-    """Memory that this host, or the container we are in, has available; of files under `root`."""
+    """Available memory of this host or container; `root` is where the files that say so lie."""
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
         (available,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError):  # not Linux, or one that does not say: all there is
+    except (OSError, ValueError):  # not Linux, or not stated: take all memory
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for folder, limit, used in CONTROL_GROUPS:
-        with contextlib.suppress(OSError, ValueError):  # there is none, or no limit ("max")
+        with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ("max")
             group = root / folder
             statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # Files read once are the first to go where memory is asked for.
+            # The kernel drops cached files first when memory is needed.
             taken = int((group / used).read_text()) - int(statistics.get("inactive_file", 0))
             available = min(available, max(int((group / limit).read_text()) - taken, 0))
     return available
@@ -141,7 +141,7 @@ def check_fits(
     kv_cache: str = "bf16",
     device_type: str = "cpu",
 ) -> MemoryPlan:
-    """The plan, if it fits into `available` bytes.
+    """Return the plan if it fits into `available` bytes.
 
     Raises:
         DoesNotFitError: says how much is needed, what there is, and the largest context that fits.

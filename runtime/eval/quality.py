@@ -1,8 +1,8 @@
-"""The reference semantics of speculation over a given text: what decoding it token by token would accept and predict.
+"""Quality under speculation: the verdicts and predictions that token-by-token decoding of a given text would have.
 
-Every position's verdict depends on its own activations and on the keys and values of the tokens before it, and those
-are known when the text is: one pass over all positions, layer by layer, gives what `simulated` decoding gives step by
-step. That holds for a quantised cache too: what a position reads of a token follows from both positions alone.
+The verdict at a position depends on its own activations and on the keys and values of the tokens before it. For a given
+text all of them are known, so one pass over all positions, layer by layer, equals `simulated` decoding step by step.
+This holds for a quantised cache too: what a position reads of a token depends on the two positions only.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from alspec.verdict import accepts, combine_sums, distance_sums
 
 __all__ = ["TextScore", "score_text", "score_under"]
 
-# Positions whose logits are held at once.
+# Positions whose logits are in memory at once.
 LOGITS_TOKENS = 1024
-# Keys of a layer, in numbers, that several lambdas may take at once: 512 MiB in fp32.
+# Largest number of key values of a layer for all lambdas that are scored together: 512 MiB in fp32.
 KEYS_AT_ONCE = 2**27
-# A text without a prompt has its scales and its 2-bit heads from so many tokens, as if they had been its prompt.
+# Without a prompt, this many first tokens determine the scales and the 2-bit heads of the cache, as a prompt would.
 CALIBRATION_TOKENS = 1024
 EXACT_CACHE = CacheSetting()
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """How a model predicts a text under speculation."""
+    """Prediction of a text by a model under speculation."""
 
-    nll: Tensor  # [n - 1] fp32, nats of token i + 1 given the tokens before it
+    nll: Tensor  # [n - 1] fp32, -ln p(token i + 1 | tokens up to i)
     predicted: Tensor  # [n - 1] int64, the greedy token after token i
-    hits: Tensor  # [L, n] bool, accepted verdicts; False in the prompt
+    hits: Tensor  # [L, n] bool, True where A~ is accepted; False in the prompt
 
 
 def score_text(
@@ -56,12 +56,16 @@ def score_text(
     prompt_tokens: int = 0,
     cache: CacheSetting = EXACT_CACHE,
 ) -> TextScore:
-    """Score a text as if each token behind the first `prompt_tokens` had been decoded with speculation, batch 1.
+    """Score a text as if all tokens after the first `prompt_tokens` were decoded with speculation, batch 1.
 
     Args:
-        token_ids: the text, at least two tokens.  threshold: lambda, or one for each layer.  chunk_size: S.
-        prompt_tokens: how many are a prompt, read with full attention as prefill does.
-        cache: what the decoded tokens read. Without a prompt, the first `CALIBRATION_TOKENS` fix its scales.
+        model: this rank's part of the model.
+        transport: connects the ranks.
+        token_ids: the text, n >= 2 tokens.
+        threshold: lambda, or one for each layer.
+        chunk_size: S.
+        prompt_tokens: length of the prompt, which uses full attention as in prefill.
+        cache: the cache that decoded tokens read. Without a prompt, the first `CALIBRATION_TOKENS` set its scales.
     """
     thresholds = [threshold] * model.num_layers if isinstance(threshold, (int, float)) else threshold
     return score_under(model, transport, token_ids, [thresholds], chunk_size, prompt_tokens, cache)[0]
@@ -76,7 +80,13 @@ def score_under(
     prompt_tokens: int,
     cache: CacheSetting,
 ) -> list[TextScore]:
-    """`score_text` under several lambdas, each one for each layer; the prompt, the same under all, is read once."""
+    """`score_text` for several lambdas at once. The prompt is the same for all of them and is computed once.
+
+    Args:
+        thresholds: for each result, one lambda for each layer.
+    Returns:
+        One score for each entry of `thresholds`.
+    """
     at_once = max(1, KEYS_AT_ONCE // (len(token_ids) * model.config.num_kv_heads * model.config.head_dim))
     return [
         score
@@ -97,49 +107,51 @@ def _score(
     prompt_tokens: int,
     cache: CacheSetting,
 ) -> list[TextScore]:
-    """Rows of activations are those of the prompt, then for each lambda in turn those of the tokens after it."""
-    texts, num_decoded = len(thresholds), len(token_ids) - prompt_tokens
+    """Rows of activations: the prompt's, then for each lambda in turn those of the tokens after it."""
+    num_texts, num_decoded = len(thresholds), len(token_ids) - prompt_tokens
     ids = torch.tensor(token_ids, device=transport.device)
     positions = torch.arange(len(ids), device=transport.device)
 
-    def rows_of(of_tokens: Tensor) -> Tensor:
-        return torch.cat([of_tokens[:prompt_tokens], of_tokens[prompt_tokens:].repeat(texts)])
+    def rows_of(per_token: Tensor) -> Tensor:
+        return torch.cat([per_token[:prompt_tokens], per_token[prompt_tokens:].repeat(num_texts)])
 
     positions = rows_of(positions)
     x, partial = model.embed(rows_of(ids)), None
     hits = []
     for layer in range(model.num_layers):
         x, q, k, v = model.pre_attention(layer, x, partial, positions)
-        prompt_out, full_out, spec_out = _attention(q, k, v, chunk_size, model.sm_scale, prompt_tokens, texts, cache)
+        prompt_out, full_out, spec_out = _attention(
+            q, k, v, chunk_size, model.sm_scale, prompt_tokens, num_texts, cache
+        )
         sums = combine_sums(transport.all_gather_group(distance_sums(spec_out, full_out))).split(num_decoded)
-        accepted = torch.cat([accepts(of, under[layer]) for of, under in zip(sums, thresholds, strict=True)])
-        hits.append(accepted.view(texts, num_decoded))
+        accepted = torch.cat([accepts(each, by_layer[layer]) for each, by_layer in zip(sums, thresholds, strict=True)])
+        hits.append(accepted.view(num_texts, num_decoded))
         attn_out = torch.cat([prompt_out, torch.where(accepted[:, None, None], spec_out, full_out)])
         x, partial = model.post_attention(layer, x, attn_out)
     x = model.reduce_residual(x, partial)
 
-    # The prompt's last row says its token after it, which is the same under all; the text's last row says none.
-    decoded = x[prompt_tokens:].unflatten(0, (texts, num_decoded))[:, :-1].flatten(0, 1)
+    # The prompt's last row predicts the first token after it for all lambdas; the text's last row predicts nothing.
+    decoded = x[prompt_tokens:].unflatten(0, (num_texts, num_decoded))[:, :-1].flatten(0, 1)
     nll, predicted = _predict(
         model,
         transport,
         torch.cat([x[:prompt_tokens], decoded]),
-        torch.cat([ids[1 : prompt_tokens + 1], ids[prompt_tokens + 1 :].repeat(texts)]),
+        torch.cat([ids[1 : prompt_tokens + 1], ids[prompt_tokens + 1 :].repeat(num_texts)]),
     )
     nll, predicted = (
-        torch.cat([of[:prompt_tokens].expand(texts, -1), of[prompt_tokens:].view(texts, -1)], dim=1).cpu()
-        for of in (nll, predicted)
+        torch.cat([each[:prompt_tokens].expand(num_texts, -1), each[prompt_tokens:].view(num_texts, -1)], dim=1).cpu()
+        for each in (nll, predicted)
     )
-    accepted = F.pad(torch.stack(hits, dim=1), (prompt_tokens, 0)).cpu()  # [texts, L, n]
-    return [TextScore(*of_text) for of_text in zip(nll, predicted, accepted, strict=True)]
+    accepted = F.pad(torch.stack(hits, dim=1), (prompt_tokens, 0)).cpu()  # [num_texts, L, n]
+    return [TextScore(*fields) for fields in zip(nll, predicted, accepted, strict=True)]
 
 
 def _predict(model: Llama, transport: Transport, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats of each row's target, and each row's greedy token."""
+    """Each row's -ln p(target) and its greedy token."""
     nll, predicted = [], []
-    for rows, wanted in zip(x.split(LOGITS_TOKENS), targets.split(LOGITS_TOKENS), strict=True):
+    for rows, target in zip(x.split(LOGITS_TOKENS), targets.split(LOGITS_TOKENS), strict=True):
         logits = gather_logits(model, transport, rows)
-        nll.append(F.cross_entropy(logits, wanted, reduction="none"))
+        nll.append(F.cross_entropy(logits, target, reduction="none"))
         predicted.append(logits.argmax(-1))
     return torch.cat(nll), torch.cat(predicted)
 
@@ -151,35 +163,39 @@ def _attention(
     chunk_size: int,
     sm_scale: float,
     prompt_tokens: int,
-    texts: int,
+    num_texts: int,
     cache: CacheSetting,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows that `_score` has: the prompt's full attention [P, Hq, D], `A` and `A~` of the rows after it."""
+    """Attention of the rows of `_score`.
+
+    Returns:
+        The prompt's full attention [prompt_tokens, Hq, D], then `A` and `A~` of the rows after it.
+    """
     num_kv_heads = k.shape[1]
-    q_prompt, k_prompt, v_prompt = q[:prompt_tokens], *(of[:prompt_tokens].transpose(0, 1) for of in (k, v))
-    q, k, v = (_texts_as_heads(of[prompt_tokens:], texts) for of in (q, k, v))
+    q_prompt, k_prompt, v_prompt = q[:prompt_tokens], *(part[:prompt_tokens].transpose(0, 1) for part in (k, v))
+    q, k, v = (_texts_as_heads(part[prompt_tokens:], num_texts) for part in (q, k, v))
     k, v = (
-        torch.cat([of_prompt.repeat(texts, 1, 1), of.transpose(0, 1)], dim=1)
-        for of_prompt, of in ((k_prompt, k), (v_prompt, v))
-    )  # [texts Hkv, n, D]
+        torch.cat([prompt_part.repeat(num_texts, 1, 1), part.transpose(0, 1)], dim=1)
+        for prompt_part, part in ((k_prompt, k), (v_prompt, v))
+    )  # [num_texts Hkv, n, D]
     if cache == EXACT_CACHE and not prompt_tokens:
         prompt_out = q_prompt
         outs = prefill_attention(q, k, v, sm_scale), predictor_attention_all(q, k, v, chunk_size, sm_scale)
     else:
-        cached = cache_text(k, v, prompt_tokens or min(len(q), CALIBRATION_TOKENS), cache, texts)
+        cached = cache_text(k, v, prompt_tokens or min(len(q), CALIBRATION_TOKENS), cache, num_texts)
         outs = teacher_forced_attention(q, *cached, chunk_size, sm_scale, cache)
         prompt_out = q_prompt.float()
         if prompt_tokens:
-            cached = _of_heads(cached[0], num_kv_heads), _of_heads(cached[1], num_kv_heads)
+            cached = _first_heads(cached[0], num_kv_heads), _first_heads(cached[1], num_kv_heads)
             prompt_out = prompt_attention(q_prompt, k_prompt, v_prompt, cached, sm_scale, cache)
-    return prompt_out, *(of.unflatten(1, (texts, -1)).transpose(0, 1).flatten(0, 1) for of in outs)
+    return prompt_out, *(part.unflatten(1, (num_texts, -1)).transpose(0, 1).flatten(0, 1) for part in outs)
 
 
-def _texts_as_heads(rows: Tensor, texts: int) -> Tensor:
-    """[texts m, H, D], one text after the other -> [m, texts H, D]."""
-    as_heads: Tensor = rows.unflatten(0, (texts, -1)).transpose(0, 1).flatten(1, 2)
+def _texts_as_heads(rows: Tensor, num_texts: int) -> Tensor:
+    """[num_texts m, H, D], one text after the other -> [m, num_texts H, D]."""
+    as_heads: Tensor = rows.unflatten(0, (num_texts, -1)).transpose(0, 1).flatten(1, 2)
     return as_heads
 
 
-def _of_heads(cached: CachedTensor, num_heads: int) -> CachedTensor:
+def _first_heads(cached: CachedTensor, num_heads: int) -> CachedTensor:
     return CachedTensor(cached.stored[:num_heads], cached.tail[:num_heads])

@@ -1,11 +1,10 @@
-"""Attention of many positions of a text at once, each over the cache as it is when decoding has come to that position.
+"""Teacher-forced attention: many positions of a text at once, each over the cache as it is when decoding gets there.
 
-The token at position i reads every complete block before its own as the codec stores it, and the tokens of its own
-block from the INT8 tail. Which tokens those are follows from i alone, so one pass gives what decoding token by token
-does.
+The token at position i reads every complete block before its own block as the codec stores it, and the tokens of its
+own block from the INT8 tail. Which tokens those are depends on i only, so one pass equals token-by-token decoding.
 
-Shapes: n tokens, m positions (the last of the n), Hq and Hkv this rank's query and KV heads, D head_dim. Several texts
-of one length are taken as one with the heads of all of them, those of the first text first.
+Shapes: n tokens, m positions (the last m of the n), Hq and Hkv this rank's query and KV heads, D head_dim. Several
+texts of equal length are stacked along the head dimension, in text order.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ SOFTMAXES: tuple[str, ...] = get_args(Softmax)
 
 @dataclass(frozen=True)
 class CacheSetting:
-    """How the cache holds keys and values, and how attention weighs them."""
+    """How the cache stores keys and values, and which softmax attention uses."""
 
-    codec: str = "bf16"  # one of `CODECS`; bf16 is the weights' dtype, int8 is stage 1 of FlashQ alone
+    codec: str = "bf16"  # one of `CODECS`; bf16: the weights' dtype; int8: stage 1 of FlashQ only
     softmax: Softmax = "exact"
     block_size: int = BLOCK  # tokens of a block, and of the tail
-    selector: str = SELECTORS[0]  # of the heads that turbo-mixed holds at 2 bits
-    low_heads: int | None = None  # how many of this rank's heads those are; None: half
+    selector: str = SELECTORS[0]  # rule by which turbo-mixed selects its 2-bit heads
+    low_heads: int | None = None  # number of 2-bit heads on this rank; None: half of its heads
 
     @property
     def label(self) -> str:
-        """What differs from the default, such as `turbo4, sas, blocks of 32`."""
+        """The codec and what differs from the default, such as `turbo4, sas, blocks of 32`."""
         default = CacheSetting()
         parts = [self.codec]
         parts += [self.softmax] if self.softmax != default.softmax else []
@@ -74,22 +73,27 @@ class CacheSetting:
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """Keys or values of a text, [Hkv, n, D] fp32 each, as they are read."""
+    """Keys or values of a text as attention reads them, [Hkv, n, D] fp32 each."""
 
-    stored: Tensor  # by positions of later blocks
-    tail: Tensor  # by positions of a token's own block
+    stored: Tensor  # read by positions in later blocks
+    tail: Tensor  # read by positions in the token's own block
 
 
 def cache_text(
     k: Tensor, v: Tensor, prompt_tokens: int, setting: CacheSetting, num_texts: int = 1
 ) -> tuple[CachedTensor, CachedTensor]:
-    """Keys and values of a text as decoding reads them, after a prompt of `prompt_tokens`.
+    """Keys and values of a text as decoding after a prompt reads them.
 
-    Complete blocks of the prompt have stage-1 scales of their own; all later tokens have the universal scale, that of
-    the whole prompt. turbo-mixed chooses its 2-bit heads by the prompt's first chunk.
+    Complete blocks of the prompt have their own stage-1 scales. All later tokens use the universal scale, that of the
+    whole prompt. turbo-mixed selects its 2-bit heads by the first prompt chunk.
 
     Args:
-        k, v: [num_texts Hkv, n, D] any float dtype.  prompt_tokens: 1 .. n.
+        k, v: [num_texts Hkv, n, D] any float dtype.
+        prompt_tokens: length of the prompt, 1 .. n.
+        setting: how the cache stores them.
+        num_texts: texts that are stacked along the head dimension.
+    Returns:
+        The cached keys and the cached values.
     """
     keys, values = k.float(), v.float()
     if setting.codec == "bf16":
@@ -99,19 +103,19 @@ def cache_text(
         first_chunk = min(prompt_tokens, CHUNK_TOKENS)
         priority = head_priority(k[:, :first_chunk], v[:, :first_chunk], setting.selector).view(num_texts, -1)
         low_heads = priority.shape[1] // 2 if setting.low_heads is None else setting.low_heads
-        is_low = torch.cat([select_bits(of_text, low_heads) for of_text in priority]) == 2
+        is_low = torch.cat([select_bits(scores, low_heads) for scores in priority]) == 2
     return _cache_tensor(keys, prompt_tokens, is_low, setting), _cache_tensor(values, prompt_tokens, is_low, setting)
 
 
 def _cache_tensor(x: Tensor, prompt_tokens: int, is_low: Tensor | None, setting: CacheSetting) -> CachedTensor:
-    """Of [H, n, D]; is_low: [H] bool, the 2-bit heads of turbo-mixed. Nothing here waits for the device."""
+    """Cache x [H, n, D]; is_low: [H] bool, 2-bit heads of turbo-mixed. The host does not wait for the device here."""
     block = setting.block_size
-    own, whole = prompt_tokens // block * block, x.shape[1] // block * block
+    in_prompt, whole = prompt_tokens // block * block, x.shape[1] // block * block
     universal = int8_scale(x[:, :prompt_tokens]).clamp(min=MIN_SCALE)
     codes = to_int8(x, universal)
     tail = codes * universal[:, None, None]
     scales = universal[:, None].repeat(1, whole // block)
-    codes[:, :own], scales[:, : own // block] = quantize_int8(x[:, :own], block)
+    codes[:, :in_prompt], scales[:, : in_prompt // block] = quantize_int8(x[:, :in_prompt], block)
     blocks = codes[:, :whole].unflatten(1, (-1, block))
     if is_low is not None:
         low, high = (reconstruct(*compress(blocks, bits)) for bits in (2, 4))
@@ -125,10 +129,16 @@ def _cache_tensor(x: Tensor, prompt_tokens: int, is_low: Tensor | None, setting:
 def prompt_attention(
     q: Tensor, k: Tensor, v: Tensor, cached: tuple[CachedTensor, CachedTensor], sm_scale: float, setting: CacheSetting
 ) -> Tensor:
-    """Causal attention of a prompt as prefill reads it: a chunk at stage 1 of FlashQ, the chunks before it as stored.
+    """Causal attention of a prompt as in prefill.
+
+    A prompt chunk reads its own tokens at stage 1 of FlashQ and those of earlier chunks as stored.
 
     Args:
-        q: [n, Hq, D].  k, v: [Hkv, n, D] in q's dtype.  cached: of `cache_text`, n tokens or more.
+        q: [n, Hq, D].
+        k, v: [Hkv, n, D] in q's dtype.
+        cached: keys and values from `cache_text`, n tokens or more.
+        sm_scale: factor of the scores.
+        setting: how the cache stores keys and values, and the softmax.
     Returns:
         [n, Hq, D] fp32.
     """
@@ -138,8 +148,10 @@ def prompt_attention(
     for start in range(0, len(q), CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, len(q))
         keys, values = (
-            torch.cat([of.stored[:, :start].to(x.dtype), fake_quantize(x[:, start:stop], 8, setting.block_size)], dim=1)
-            for of, x in zip(cached, (k, v), strict=True)
+            torch.cat(
+                [before.stored[:, :start].to(x.dtype), fake_quantize(x[:, start:stop], 8, setting.block_size)], dim=1
+            )
+            for before, x in zip(cached, (k, v), strict=True)
         )
         outs.append(prefill_attention(q[start:stop], keys, values, sm_scale, setting.softmax))
     return torch.cat(outs).float()
@@ -150,10 +162,14 @@ def teacher_forced_attention(
 ) -> tuple[Tensor, Tensor]:
     """`A` and `A~` of the last m positions, each over the cache as it is when its token is the newest.
 
-    Both read the same cached values; the positions are taken some at a time, so that their scores fit in memory.
+    Both read the same cached values. Positions are processed in slices whose scores fit in memory.
 
     Args:
-        q: [m, Hq, D] any float dtype.  k, v: of `cache_text`, n >= m tokens.  chunk_size: S.
+        q: [m, Hq, D] any float dtype.
+        k, v: from `cache_text`, n >= m tokens.
+        chunk_size: S.
+        sm_scale: factor of the scores.
+        setting: block size and softmax.
     Returns:
         full_out, spec_out: [m, Hq, D] fp32.
     """
@@ -171,7 +187,7 @@ def teacher_forced_attention(
 def _attend(
     q: Tensor, start: int, k: CachedTensor, v: CachedTensor, chunk_size: int, sm_scale: float, setting: CacheSetting
 ) -> tuple[Tensor, Tensor]:
-    """As `teacher_forced_attention`, of the positions `[start, start + m)`."""
+    """`teacher_forced_attention` for the positions `[start, start + m)`."""
     (num_rows, num_qo_heads, head_dim), num_kv_heads = q.shape, k.tail.shape[0]
     block, stop = setting.block_size, start + num_rows
     # Columns: stored tokens before the last position's block, then tail tokens from the first position's block on.
@@ -186,27 +202,27 @@ def _attend(
     own_block = (seq_len - 1) // block * block
     visible = torch.where(in_tail, (token >= own_block) & (token < seq_len), token < own_block)  # [m, columns]
     sink_end, window_start = predictor_ranges(seq_len, chunk_size)
-    guessed = visible & ((token < sink_end) | (token >= window_start))
-    # The guess needs few of the columns: of the stored ones those of the sink, and from the first window on.
+    in_predictor = visible & ((token < sink_end) | (token >= window_start))
+    # The predictor reads few of the columns: the sink, and all from the first position's window on.
     first_window = int(predictor_ranges(torch.tensor(start + 1), chunk_size)[1])
     sink = min(chunk_size, num_stored)
     window = max(sink, min(first_window, num_stored))
-    rows = (q.float() * sm_scale).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, heads of a group x m, D]
+    rows = (q.float() * sm_scale).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)  # [Hkv, (Hq / Hkv) m, D]
     scores = (rows @ keys.transpose(1, 2)).unflatten(1, (-1, num_rows))
     n_r = cutoffs(seq_len) if setting.softmax == "sas" else None
 
-    def near(x: Tensor, dim: int) -> Tensor:
+    def sink_and_window(x: Tensor, dim: int) -> Tensor:
         parts = (x.narrow(dim, 0, sink), x.narrow(dim, window, x.shape[dim] - window))
         return torch.cat(parts, dim)
 
-    def weigh(scores: Tensor, visible: Tensor, values: Tensor) -> Tensor:
+    def attend(scores: Tensor, visible: Tensor, values: Tensor) -> Tensor:
         out = _softmax(scores.masked_fill_(~visible, -torch.inf), n_r).flatten(1, 2) @ values
         return out.view(num_qo_heads, num_rows, head_dim).transpose(0, 1)
 
-    spec_out = weigh(near(scores, -1), near(guessed, -1), near(values, 1))
-    return weigh(scores, visible, values), spec_out
+    spec_out = attend(sink_and_window(scores, -1), sink_and_window(in_predictor, -1), sink_and_window(values, 1))
+    return attend(scores, visible, values), spec_out
 
 
 def _softmax(scores: Tensor, n_r: Tensor | None) -> Tensor:
-    """Exact, or SAS with a cutoff."""
+    """Exact softmax, or SAS if its cutoffs `n_r` are given."""
     return scores.softmax(-1) if n_r is None else sas_softmax(scores, n_r)[0]

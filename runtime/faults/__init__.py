@@ -1,1 +1,1 @@
-"""Dead ranks, signals, bad numbers: found, named, reported."""
+"""Detection and reports of dead ranks, signals and bad numbers."""

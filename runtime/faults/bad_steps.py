@@ -1,4 +1,4 @@
-"""From what a step left on the device to the error that names rank, layer and step."""
+"""Turn what a failed step left on the device into an error that names the rank, the layer and the step."""
 
 from __future__ import annotations
 
@@ -14,47 +14,56 @@ from alspec.runtime.distributed.transport import Transport
 
 __all__ = ["bad_logits_error", "fault_error"]
 
-FAULT_EXCHANGE_S = 1.0  # ranks read a step's fault at nearly the same time, if their hosts are not late
+FAULT_EXCHANGE_S = 1.0  # ranks read the fault of a step at nearly the same time, unless their hosts are late
 
 
 def fault_error(code: int, step: int, num_layers: int, agreement: Agreement, attempt: int) -> AlspecError:
-    """What a kernel noted in the fault word: bad numbers, or a rank that it waited for in vain.
+    """The error for a fault word: bad numbers, or a rank whose data did not arrive in time.
 
-    Either may follow from what another rank has found: it works with the bad numbers, or waits for one that waits. So
-    all that have found something within `FAULT_EXCHANGE_S` say what came first.
+    A fault may be a consequence of one on another rank: bad numbers spread, and a rank that waits makes others wait.
+    All ranks that find a fault within `FAULT_EXCHANGE_S` therefore report the earliest one.
 
     Args:
-        code: not 0; see kernels/comm/ll_packets.py.
-        attempt: to decode, by this engine; the same number on every rank.
+        code: fault word, not 0; see kernels/comm/ll_packets.py.
+        step: the step that left it.
+        num_layers: L.
+        agreement: exchange of text between the ranks.
+        attempt: number of this attempt to decode by this engine; the same on every rank.
+    Returns:
+        `BadNumbersError` or `RankFailureError`, to be raised by the caller.
     """
     own = json.dumps([step, code])
     try:
         found = agreement.gather_within(f"fault/{attempt}", own, FAULT_EXCHANGE_S)
-    except RuntimeError:  # the store is gone with a rank that has left, and this fault as true as before
+    except RuntimeError:  # the store ended together with a rank; this fault is still valid
         found = [own]
-    step, code = min((json.loads(text) for text in found), key=lambda fault: _moment(fault, num_layers))
+    step, code = min((json.loads(text) for text in found), key=lambda fault: _order_in_time(fault, num_layers))
     kind, _, rank = split_fault(code)
-    where = _operation_of(code, num_layers)
+    where = _operation_name(code, num_layers)
     if kind == BAD_NUMBERS:
         return _bad_numbers("NaN or Inf", f"rank {rank}, {where}", step)
-    return RankFailureError(f"rank {rank} stalled at step {step}, operation {where}: no data came")
+    return RankFailureError(f"rank {rank} stalled at step {step}, operation {where}: no data arrived")
 
 
-def _moment(fault: list[int], num_layers: int) -> tuple[int, float, int]:
-    """Orders steps and fault words by what comes first in a step; those of one operation by kind and rank."""
+def _order_in_time(fault: list[int], num_layers: int) -> tuple[int, float, int]:
+    """Sort key of (step, fault word): by step, then by operation within the step, then by kind and rank."""
     step, code = fault
-    _, slot, _ = split_fault(code)
-    # The last handover comes before the LM head.
-    places = {2 * num_layers + 1: -1.0, 2 * num_layers + 2: 2 * num_layers - 0.5}
-    return step, places.get(slot, slot), code
+    _, reduce_index, _ = split_fault(code)
+    # The start of a step comes first; the handover after the last layer comes before the LM head.
+    order = {2 * num_layers + 1: -1.0, 2 * num_layers + 2: 2 * num_layers - 0.5}
+    return step, order.get(reduce_index, reduce_index), code
 
 
 def bad_logits_error(logits: Tensor, layer_sums: Tensor, step: int, transport: Transport) -> BadNumbersError:
-    """Where NaN or Inf in the logits began. Every rank sees the same logits, so every rank comes here.
+    """The error for NaN or Inf in the logits, naming where they began.
+
+    Every rank calls it: all ranks have the same logits.
 
     Args:
         logits: [B, V] fp32.
-        layer_sums: [L] fp32 of this rank, not finite where its activations were not.
+        layer_sums: [L] fp32 of this rank; an entry is not finite if the activations of that layer were not.
+        step: the step that computed them.
+        transport: to gather `layer_sums` from all ranks.
     """
     finite = torch.isfinite(transport.all_gather_world(layer_sums)).cpu()  # [world, L]
     bad = [(layer, rank) for rank, layers in enumerate(finite.tolist()) for layer, ok in enumerate(layers) if not ok]
@@ -72,13 +81,13 @@ def _bad_numbers(what: str, where: str, step: int) -> BadNumbersError:
     )
 
 
-def _operation_of(code: int, num_layers: int) -> str:
-    """Slots 2 l and 2 l + 1 are the all-reduces of layer l; three more follow the last layer's."""
-    slot = split_fault(code)[1]
-    if slot == 2 * num_layers:
+def _operation_name(code: int, num_layers: int) -> str:
+    """Name of the operation in a fault word: 2 l and 2 l + 1 are the all-reduces of layer l; three more follow."""
+    reduce_index = split_fault(code)[1]
+    if reduce_index == 2 * num_layers:
         return "the LM head"
-    if slot == 2 * num_layers + 1:
+    if reduce_index == 2 * num_layers + 1:
         return "the start of a step"
-    if slot == 2 * num_layers + 2:
+    if reduce_index == 2 * num_layers + 2:
         return "the last layer's output, handed over"
-    return f"{('attention', 'MLP')[slot % 2]} output, layer {slot // 2}"
+    return f"{('attention', 'MLP')[reduce_index % 2]} output, layer {reduce_index // 2}"

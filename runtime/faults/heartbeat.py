@@ -1,8 +1,8 @@
-"""Dead and stalled ranks: a heartbeat that notices them, names them, and ends the job.
+"""Heartbeat between ranks: detects a dead or stalled rank, names it, and ends the job.
 
-Every rank publishes a beat (a counter, its step and operation, its process) in the job's key-value store twice a
-second, and watches the beats of the others from a thread of its own, so that a main thread blocked in a collective
-cannot hide a loss.
+Twice a second every rank publishes a beat (a counter, its step and operation, its process) in the job's key-value
+store and reads the beats of the others. It does so in a separate thread, so that a loss is detected even while the
+main thread is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -21,169 +21,181 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from alspec.errors import (
     AlspecError,
-    DoesNotFitError,
     InterruptedJobError,
     RankFailureError,
     print_error,
     tell_torchrun,
 )
-from alspec.interrupts import HeldInterrupt
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import NOTICE_S, TIMEOUT, agent_hosts_store, connect_store
 from alspec.runtime.faults.processes import born, host, kill_stalled, process_state
 from alspec.runtime.faults.signals import SignalWatch
 
-__all__ = ["LOADING", "Heartbeat", "error_on_its_way", "out_of_memory_is_told", "run_guarded"]
+__all__ = ["LOADING", "STALL_LIMIT_S", "Heartbeat", "pending_error", "may_come_from_others"]
 
 PERIOD_S = 0.5
 STALL_LIMIT_S = 4.0
-# After torchrun's SIGTERM a peer that misses this much is the one that failed.
+# After torchrun's SIGTERM, a peer without a beat for this long is the one that failed.
 TERMINATED_LIMIT_S = 2.0
-# While weights are read, a rank may be busy in one long call.
+# While a rank reads weights, it may be busy in one long call.
 LOADING = "load"
 LOAD_LIMIT_S = 60.0
-# A rank without a beat that has had more than this share of a core since the last one is in a long call that keeps
-# Python's lock from the heartbeat (a large json.load, a regular expression), and is as well as while it reads weights.
-# Less is a deadlock: what one thread did before it, in up to a period, has faded by the time of the limit.
+# A rank without a beat that has used more than this share of a core since its last one is in a long call that holds
+# Python's lock (a large json.load, a regular expression); it gets as much time as while it reads weights. A smaller
+# share means a deadlock: work from before it, at most one period, is a small share by the time of the limit.
 BUSY_SHARE = 0.15
-# What Python's own handling of Ctrl-C has before another thread ends a command.
-INTERRUPT_LIMIT_S = 0.5
+# Time for Python's own handling of Ctrl-C before another thread ends a command.
 STORE_GONE = "the job's key-value store is gone: torchrun (or rank 0) died"
 
 
 class Heartbeat:
-    """Publishes this rank's beat, watches the others', and exits with code 5 when one is lost.
+    """Publishes this rank's beat, reads the others', and exits with code 5 when a rank is lost.
 
-    `announce` it, `start` it before this rank first needs others; use `mark` before each operation, `waiting` around
-    what other ranks take part in; `stop` before the process ends well. One that ends without leaves as well as it can,
-    see `start`. Ranks that wait for each other in different places, for good, are told so, and end.
+    Call `announce`, then `start` before this rank first needs others. Call `mark` before each operation, use `waiting`
+    around what other ranks take part in, and call `stop` before the process ends normally. A process that ends without
+    `stop` leaves as described in `start`. Ranks that wait for each other in different places forever end with an error.
 
-    `patience_s` is how long the others bear with a rank that does not beat, where that is more than a few seconds; on
-    the same host, they bear longer with one that computes meanwhile.
+    If the program has no SIGTERM handler of its own, SIGTERM ends the process after a delay in which the others can
+    show which of them failed. All other signals belong to the program.
 
-    SIGTERM, where the program has no handler of its own, ends the process once the others have had time to show which
-    of them failed. All other signals are the program's.
+    Args:
+        placement: this rank's.
+        grace_s: how long the others tolerate this rank without a beat, if that is more than a few seconds. On the
+            same host, a rank that computes meanwhile is tolerated for longer.
+        job: prefix of the store keys, which separates the beats of successive engines in one process.
     """
 
-    def __init__(self, placement: Placement, patience_s: float = 0.0, job: str = "alspec") -> None:
+    def __init__(self, placement: Placement, grace_s: float = 0.0, job: str = "alspec") -> None:
         self._placement = placement
-        self._job = job  # tells the beats of engines that follow each other in one process apart
-        self._patience_s = patience_s
+        self._job = job
+        self._patience_s = grace_s
         self._progress = (0, "start", -1)
-        self._progress_s = time.monotonic()  # when it was marked
+        self._progress_s = time.monotonic()  # time of the last mark
         self._waits = ""  # where this rank waits for others
-        self._is_noticed = False  # that it does, and for whom
-        self._has_missed = False  # the last wait ended with an error that others may have caused
+        self._is_reported = False  # this wait has been printed
+        self._wait_failed = False  # the last wait ended with an error that others may have caused
         self._stopped = threading.Event()
         self._reporting = threading.Lock()
         self._beating = threading.Lock()
         self._counter = 0
-        self._cause: AlspecError | None = None  # what ends this process, for the others to repeat
+        self._cause: AlspecError | None = None  # why this process ends; the others repeat it
         self._is_closing = False
-        self._has_failed = False  # the cause is an error that it closes after: who misses it ends, and it stays
+        # This rank closes after an error, which is the cause: a rank that waits for it ends, and this one goes on.
+        self._has_failed = False
         self._ended: Literal["", "closed", "unmet", "left"] = ""
-        # Of each other rank, its newest beat, when that was first seen, and the process's CPU time then.
+        # For each other rank: its newest beat, when that was first seen, and the CPU time of its process then.
         self._seen: dict[int, tuple[dict[str, Any], float, float]] = {}
         self._thread: threading.Thread | None = None
         self._store: dist.Store | None = None
-        # Called before the last line of this process; a command that is in the midst of a line of stdout ends that.
+        # Called before the last line of this process, so that a command can end an unfinished line of stdout.
         self.end_output: Callable[[], None] = _flush_stdout
 
     def announce(self, store: dist.Store) -> None:
-        """Publish one beat in the store of this `job`: from here on the others see whether this process has ended."""
+        """Publish one beat in the store of this `job`. From now on the others can see whether this process ended."""
         self._store = store
         self._beat()
 
     def start(self, release: Callable[[], None] | None = None) -> None:
-        """Begin beating and watching; again, it goes on. A rank alone has nobody to watch.
+        """Start the heartbeat thread. Does nothing when called again, or with one rank.
 
-        An interpreter that ends while this goes on first says goodbye, calls `release` (a method, whose object is not
-        kept alive) and ends the process groups, all without waiting for the others: threads that are in the midst of
-        a call then could abort the process. After an error that nobody has caught, it names that to the others instead.
+        If the interpreter exits while the thread runs, an exit handler publishes a last beat, calls `release` and
+        destroys the process groups. It does not wait for the others: threads that are inside a call at that time could
+        abort the process. After an uncaught error the handler publishes that error instead.
+
+        Args:
+            release: a bound method; its object is not kept alive.
         """
         if self._placement.world_size == 1 or self._thread is not None:
             return
-        # A client of its own: the main thread may block inside a call on the other one.
+        # A separate client: the main thread may block inside a call on the other one.
         self._store = dist.PrefixStore(self._job, connect_store(self._placement))
         # The handler may never run while the main thread is blocked.
         self._signals = SignalWatch(takes_sigterm=True)
         self._thread = threading.Thread(target=self._watch, name="alspec-heartbeat", daemon=True)
         self._thread.start()
         release_ref = None if release is None else weakref.WeakMethod(release)
-        self._at_exit = functools.partial(_leave, weakref.ref(self), release_ref, os.getpid())
+        self._at_exit = functools.partial(_leave_at_exit, weakref.ref(self), release_ref, os.getpid())
         atexit.register(self._at_exit)
-        self._beat()  # not with the thread's first, half a second later: this rank has started
+        self._beat()  # shows at once that this rank has started; the thread's first beat is half a second later
 
     def mark(self, step: int, operation: str, layer: int, publish: bool = False) -> None:
-        """Note what this rank is doing now; the others learn of it with the next beat, or at once with `publish`."""
+        """Record what this rank does now. It is in the next beat; with `publish`, a beat is sent at once."""
         self._progress, self._progress_s = (step, operation, layer), time.monotonic()
         if publish and self.watching:
             self._beat()
 
     @contextlib.contextmanager
     def waiting(self, where: str) -> Iterator[None]:
-        """Around what needs the others: there, one that has ended its process without `stop` is missed.
+        """Context in which this rank needs the others: a rank that left without `stop` then counts as lost.
 
         Args:
-            where: the same on all ranks that take part. Ranks that are stuck in different places wait in vain.
+            where: name of the place, the same on all ranks that take part. Ranks that are stuck in different places
+                would wait for each other forever.
         """
         outer, self._waits, self._progress_s = self._waits, where, time.monotonic()
-        self._has_missed = self._is_noticed = False
+        self._wait_failed = self._is_reported = False
         try:
             yield
         except BaseException as error:
-            self._has_missed = _may_come_from_others(error)
+            self._wait_failed = may_come_from_others(error)
             raise
         finally:
-            self._waits = outer  # a program that catches the error waits for nobody
+            self._waits = outer  # also after an error: a program that catches it no longer waits
 
-    def meets(self, error: BaseException | None) -> bool:
-        """In `close`: whether all the others come to `close`, too, without which nothing is to be sent to them.
+    def rendezvous(self, error: BaseException | None) -> bool:
+        """In `close`: wait until all other ranks are in `close` too.
 
-        After an `error` that is on its way, they do where all of them had it, or nobody needed this rank any more. One
-        that waits for it anywhere else ends instead, and names it and its error, which is then for the caller to show.
+        After an `error` they arrive if all of them had it, or if no rank needed this one any more. A rank that waits
+        for this one elsewhere ends instead and names this rank and its error; the caller then shows the error.
+
+        Args:
+            error: the error after which this rank closes, or None.
+        Returns:
+            True if all ranks are in `close`. If False, nothing may be sent to them.
         """
         if self._placement.world_size == 1:
             return True
         self._is_closing = True
-        # An error of a collective may be a lost rank's, which shows before that.
-        tells_after_s = STALL_LIMIT_S + 1 if _may_come_from_others(error) else 0.0
-        started, is_noticed = time.monotonic(), False
+        # The error of a collective may come from a lost rank, which is detected within this time.
+        publish_after_s = STALL_LIMIT_S + 1 if may_come_from_others(error) else 0.0
+        started, is_reported = time.monotonic(), False
         with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone
             self._beat()
             while (waited_s := time.monotonic() - started) < TIMEOUT.total_seconds():
-                if error is not None and self._cause is None and waited_s >= tells_after_s:
+                if error is not None and self._cause is None and waited_s >= publish_after_s:
                     self._has_failed = True
-                    self.tell(self._own_failure(error, "closed its engine after an error"))
-                if self._lost_rank(STALL_LIMIT_S, misses=True) and error is not None:
-                    return False  # without an error, the watch ends the process
+                    self.publish_error(self._own_failure(error, "closed its engine after an error"))
+                if self._lost_rank(STALL_LIMIT_S, is_waiting=True) and error is not None:
+                    return False  # without an error, the heartbeat thread ends the process
                 if len(self._seen) == self._placement.world_size - 1 and all(
                     beat["closing"] for beat, *_ in self._seen.values()
                 ):
                     if self._has_failed:
                         self._cause, self._has_failed = None, False
                     return True
-                if error is not None and waited_s > NOTICE_S and not is_noticed:  # else the watch says so
-                    is_noticed = True
+                # Without an error the heartbeat thread reports the wait.
+                if error is not None and waited_s > NOTICE_S and not is_reported:
+                    is_reported = True
                     what = f"rank {self._placement.rank} closes after {type(error).__name__}: {error}"
                     print(f"alspec: {what}; waiting for the others to close", file=sys.stderr, flush=True)
                 time.sleep(0.02)
         return False
 
     def stop(self, has_met: bool = True) -> None:
-        """Say goodbye, so that the others do not take this rank for dead. From any thread, and again.
+        """Publish that this rank ends, so that the others do not report it as dead.
+
+        Any thread may call it, also repeatedly.
 
         Args:
-            has_met: all of them; otherwise those that wait for it miss it.
+            has_met: all ranks have met in `close`. If False, this rank counts as lost for those that wait for it.
         """
-        self._say_goodbye("closed" if has_met else "unmet")
+        self._publish_end("closed" if has_met else "unmet")
 
-    def _say_goodbye(self, ended: Literal["closed", "unmet", "left"]) -> None:
+    def _publish_end(self, ended: Literal["closed", "unmet", "left"]) -> None:
         is_unstarted = self._thread is None and self._store is not None
         if self._end_watch() or is_unstarted:
             self._ended = self._ended or ended
@@ -194,7 +206,7 @@ class Heartbeat:
                     time.sleep(0.05)
 
     def _end_watch(self) -> bool:
-        """Whether there was one."""
+        """Stop the heartbeat thread; True if it was running."""
         if self._thread is None or self._stopped.is_set():
             return False
         self._stopped.set()
@@ -205,13 +217,13 @@ class Heartbeat:
         return True
 
     def explain(self, timeout_s: float) -> AlspecError | None:
-        """After an error of a collective: the lost rank that explains it, if one shows within `timeout_s`."""
-        if not self.watching or self._has_failed:  # the others are lost because of this one
+        """The lost rank that explains an error of a collective, if one is detected within `timeout_s`; else None."""
+        if not self.watching or self._has_failed:  # the others ended because of this rank
             return None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             try:
-                lost = self._lost_rank(TERMINATED_LIMIT_S, misses=self._has_missed)
+                lost = self._lost_rank(TERMINATED_LIMIT_S, is_waiting=self._wait_failed)
             except (dist.DistError, RuntimeError):
                 lost = RankFailureError(STORE_GONE)
             if lost:
@@ -221,36 +233,36 @@ class Heartbeat:
 
     @property
     def watching(self) -> bool:
-        """Other ranks depend on this one: leaving must not wait for them."""
+        """True while the heartbeat thread runs. A process that ends now must not wait for other ranks."""
         return self._thread is not None and not self._stopped.is_set()
 
     @property
     def placement(self) -> Placement:
-        """This rank's."""
+        """The placement of this rank."""
         return self._placement
 
     def end_process(self, error: AlspecError) -> NoReturn:
-        """Print the one line once, and leave at once: other threads may be blocked in a collective for good."""
+        """Print the error's one line and exit at once: other threads may be blocked in a collective forever."""
         is_interrupt = isinstance(error, InterruptedJobError)
         is_shared = is_interrupt or isinstance(error, RankFailureError)
-        self.tell(error if is_shared else self._own_failure(error))
+        self.publish_error(error if is_shared else self._own_failure(error))
         with self._ending(_flush_stdout if is_interrupt else self.end_output):
             if is_interrupt and self._placement.rank == 0:
-                sys.stderr.write("\n")  # after ^C, and maybe half a line of text
+                sys.stderr.write("\n")  # after ^C, and possibly an unfinished line of text
             print_error(error)
             os._exit(error.exit_code)
 
     def end_failed(self, error: Exception) -> NoReturn:
-        """Print the traceback of this rank's own error, and leave at once; the others name it as the cause."""
-        self.tell(self._own_failure(error))
+        """Print the traceback of this rank's own error and exit at once; the other ranks name it as the cause."""
+        self.publish_error(self._own_failure(error))
         with self._ending(self.end_output):
             traceback.print_exc()
             tell_torchrun(f"{self._own_failure(error)}; its traceback is in its output above")
             sys.stderr.flush()
             os._exit(1)
 
-    def tell(self, cause: AlspecError) -> None:
-        """What the others are to say: this process is about to leave."""
+    def publish_error(self, cause: AlspecError) -> None:
+        """Publish why this process is about to exit; the other ranks repeat it."""
         if self.watching:
             self._cause = cause
             with contextlib.suppress(dist.DistError, RuntimeError):
@@ -259,17 +271,17 @@ class Heartbeat:
     def _own_failure(self, error: BaseException, ended: str = "died") -> AlspecError:
         if isinstance(error, KeyboardInterrupt):
             return InterruptedJobError("interrupted")
-        step, operation = self._place()
+        step, operation = self._step_and_operation()
         kind = "" if isinstance(error, AlspecError) else f"{type(error).__name__}: "
         what = " ".join(f"{kind}{error}".split())[:300]
         return RankFailureError(f"rank {self._placement.rank} {ended} at step {step}, operation {operation}: {what}")
 
     @contextlib.contextmanager
     def _ending(self, end_output: Callable[[], None]) -> Iterator[None]:
-        """For the one thread that ends the process: stdout is written out first, if that does not block for good."""
-        self._reporting.acquire(timeout=2.0)  # for ever, when the other thread ends it in time
+        """For the one thread that ends the process: write out stdout first, unless that blocks."""
+        self._reporting.acquire(timeout=2.0)  # never released: the thread that has it ends the process
         flush = threading.Thread(target=end_output, daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter is at its end
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
             flush.start()
             flush.join(timeout=1.0)
         yield
@@ -278,19 +290,19 @@ class Heartbeat:
         return f"beat/{rank}"
 
     def _beat(self) -> None:
-        """Publish what this rank is at, built and set as one: an older record of another thread must not come last."""
+        """Publish this rank's state. Under a lock, so that an older beat of another thread is never published last."""
         assert self._store is not None
         with self._beating:
             self._counter += 1
-            step, operation = self._place()
+            step, operation = self._step_and_operation()
             beat = {
                 "counter": self._counter,
                 "step": step,
                 "op": operation,
                 "has_started": self._thread is not None,
                 "waits": self._waits,
-                "is_stuck": self._has_waited(),
-                "patience_s": LOAD_LIMIT_S if operation == LOADING else self._patience_s,
+                "is_stuck": self._is_stuck(),
+                "grace_s": LOAD_LIMIT_S if operation == LOADING else self._patience_s,
                 "pid": os.getpid(),
                 "born": born(os.getpid()),
                 "host": host(),
@@ -302,8 +314,7 @@ class Heartbeat:
             }
             self._store.set(self._key(self._placement.rank), json.dumps(beat))
 
-    def _place(self) -> tuple[int, str]:
-        """Step and operation."""
+    def _step_and_operation(self) -> tuple[int, str]:
         step, operation, layer = self._progress
         return step, operation if layer < 0 else f"{operation}, layer {layer}"
 
@@ -320,11 +331,11 @@ class Heartbeat:
             try:
                 if not is_store_gone:
                     self._beat()
-                    lost = self._lost_rank(limit_s, self._has_waited()) or self._parted_rank()
-                    self._tell_of_waiting()
+                    lost = self._lost_rank(limit_s, self._is_stuck()) or self._mismatched_wait()
+                    self._report_wait()
             except (dist.DistError, RuntimeError):
                 is_store_gone = True
-            if is_store_gone and (self._has_waited() or not self._host_has_left()):
+            if is_store_gone and (self._is_stuck() or not self._store_host_has_left()):
                 lost = RankFailureError(STORE_GONE)
             if lost and not self._has_failed and not self._stopped.is_set():
                 self.end_process(lost)
@@ -332,15 +343,15 @@ class Heartbeat:
                 print(f"alspec: rank {self._placement.rank} ended by SIGTERM", file=sys.stderr, flush=True)
                 os._exit(128 + signal.SIGTERM)
 
-    def _has_waited(self) -> bool:
-        """For others, and longer than any operation takes whose others have done their part."""
+    def _is_stuck(self) -> bool:
+        """This rank has waited for others longer than any operation takes in which all of them take part."""
         limit_s = LOAD_LIMIT_S if self._progress[1] == LOADING else STALL_LIMIT_S
         return self._waits != "" and time.monotonic() - self._progress_s > limit_s
 
-    def _parted_rank(self) -> AlspecError | None:
-        """One line on a rank that waits for this one elsewhere, while this one waits for it here."""
-        step, operation = self._place()
-        own = (self._placement.rank, self._waits, step, operation, self._has_waited())
+    def _mismatched_wait(self) -> AlspecError | None:
+        """The error of a rank that waits for this one in a different place; None if there is none."""
+        step, operation = self._step_and_operation()
+        own = (self._placement.rank, self._waits, step, operation, self._is_stuck())
         for rank, (beat, *_) in list(self._seen.items()):
             other = (rank, beat["waits"], beat["step"], beat["op"], beat["is_stuck"])
             if own[-1] and other[-1] and other[1] != own[1]:
@@ -351,9 +362,9 @@ class Heartbeat:
                 return RankFailureError(f"ranks wait for each other in different places: {places}")
         return None
 
-    def _tell_of_waiting(self) -> None:
-        """One line for each wait in vain for ranks whose programs are elsewhere, maybe for good."""
-        if self._is_noticed or not self._has_waited() or time.monotonic() - self._progress_s < NOTICE_S:
+    def _report_wait(self) -> None:
+        """Print one line for a long wait for ranks whose programs are not at this place and may never come."""
+        if self._is_reported or not self._is_stuck() or time.monotonic() - self._progress_s < NOTICE_S:
             return
         absent = [
             f"{rank} (which has not created its engine)"
@@ -363,19 +374,19 @@ class Heartbeat:
             if rank != self._placement.rank and (rank not in self._seen or not self._seen[rank][0]["waits"])
         ]
         if absent:
-            self._is_noticed = True
+            self._is_reported = True
             line = f"rank {self._placement.rank} waits in {self._waits} for rank {', '.join(absent)}"
             print(f"alspec: {line}", file=sys.stderr, flush=True)
 
-    def _lost_rank(self, limit_s: float, misses: bool) -> AlspecError | None:
-        """One line on a rank that died, was interrupted or has not moved for `limit_s`; None if all are well.
+    def _lost_rank(self, limit_s: float, is_waiting: bool) -> AlspecError | None:
+        """The error of a rank that died, was interrupted or sent no beat for `limit_s`; None if there is none.
 
         Args:
-            misses: this rank misses one, so that one that has left, if not by `close`, is lost.
+            is_waiting: this rank waits for others, so that a rank that left without `close` counts as lost.
         """
         assert self._store is not None
         peers = [rank for rank in range(self._placement.world_size) if rank != self._placement.rank]
-        # Of one that has not created its engine there is no beat, for which `multi_get` would wait.
+        # A rank that has not created its engine has no beat, and `multi_get` would wait for it.
         peers = [rank for rank in peers if rank in self._seen or self._store.check([self._key(rank)])]
         beats = [json.loads(beat) for beat in self._store.multi_get([self._key(rank) for rank in peers])]
         now = time.monotonic()
@@ -386,8 +397,8 @@ class Heartbeat:
                 since, cpu_then_s = now, cpu_s
             self._seen[rank] = (beat, since, cpu_then_s)
             if state == "dead":
-                beat = json.loads(self._store.get(self._key(rank)))  # its last one
-            lost = _dead_rank_error(rank, beat, state, misses, self._is_closing)
+                beat = json.loads(self._store.get(self._key(rank)))  # its last beat
+            lost = _dead_rank_error(rank, beat, state, is_waiting, self._is_closing)
             if lost is None:
                 lost = _stalled_rank_error(rank, beat, state, now - since, cpu_s - cpu_then_s, limit_s)
                 if lost is not None:
@@ -397,7 +408,7 @@ class Heartbeat:
         return None
 
     def _store_is_needed(self) -> bool:
-        """This process hosts the store of others who have not said goodbye."""
+        """This process hosts the store, and other ranks have not ended yet."""
         if self._placement.rank != 0 or agent_hosts_store():
             return False
         assert self._store is not None
@@ -405,35 +416,38 @@ class Heartbeat:
         beats = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
         return len(beats) < len(keys) or not all(beat["ended"] or process_state(beat)[0] == "dead" for beat in beats)
 
-    def _host_has_left(self) -> bool:
-        """Rank 0 had the store, and has said goodbye."""
+    def _store_host_has_left(self) -> bool:
+        """Rank 0 hosted the store and has published its end."""
         beat, *_ = self._seen.get(0, ({}, 0.0, 0.0))
         return not agent_hosts_store() and bool(beat.get("ended"))
 
 
-def _dead_rank_error(rank: int, beat: dict[str, Any], state: str, misses: bool, is_closing: bool) -> AlspecError | None:
-    """That a rank died, was interrupted, tells of an error or has left, as its newest beat says and its process shows.
+def _dead_rank_error(
+    rank: int, beat: dict[str, Any], state: str, is_waiting: bool, is_closing: bool
+) -> AlspecError | None:
+    """The error of a rank that died, was interrupted, failed or left; None if it did not.
 
     Args:
+        beat: its newest beat.
         state: of its process, see `process_state`.
-        misses: the rank that asks misses one, so that one that has left, if not by `close`, is lost.
-        is_closing: the rank that asks is in `close` itself.
+        is_waiting: the calling rank waits for others, so that a rank that left without `close` counts as lost.
+        is_closing: the calling rank is in `close` itself.
     """
     where = f"step {beat['step']}, operation {beat['op']}"
-    if beat["ended"] and not (beat["ended"] != "closed" and misses):
+    if beat["ended"] and not (beat["ended"] != "closed" and is_waiting):
         return None
-    # It leaves, maybe because of another rank; or it waits in `close`, and is missed only elsewhere.
-    if not beat["failed"] or state == "dead" or (misses and not is_closing):
+    # A rank that failed but still waits in `close` is lost only for ranks that wait for it elsewhere.
+    if not beat["failed"] or state == "dead" or (is_waiting and not is_closing):
         if beat["interrupted"]:
             return InterruptedJobError("interrupted")
         if beat["cause"]:
             return RankFailureError(beat["cause"])
     if beat["ended"] == "unmet":
-        return RankFailureError(f"rank {rank} closed its engine at {where}, and did not wait for others")
+        return RankFailureError(f"rank {rank} closed its engine at {where} without waiting for the others")
     if beat["ended"]:
         return RankFailureError(f"rank {rank} left at {where} without closing its engine")
     if state == "dead" and not beat["has_started"]:
-        line = f"rank {rank} ended at {where}, and took no part; see its own output above for the cause"
+        line = f"rank {rank} ended at {where}, before it joined the job; see its own output above for the cause"
         return RankFailureError(line)
     if state == "dead":
         return RankFailureError(f"rank {rank} died at {where}; see its own output above for the cause")
@@ -443,16 +457,19 @@ def _dead_rank_error(rank: int, beat: dict[str, Any], state: str, misses: bool, 
 def _stalled_rank_error(
     rank: int, beat: dict[str, Any], state: str, silent_s: float, cpu_s: float, limit_s: float
 ) -> RankFailureError | None:
-    """That a rank which is not dead has not moved for `limit_s`, or for as long as it is to be borne with.
+    """The error of a rank that is not dead, but has sent no beat for longer than it is tolerated; else None.
 
     Args:
+        beat: its newest beat.
         state: of its process, see `process_state`.
-        silent_s: since its newest beat was first seen.  cpu_s: that its process has had meanwhile.
+        silent_s: time since its newest beat was first seen.
+        cpu_s: CPU time of its process in that time.
+        limit_s: shortest time that a rank without a beat is tolerated.
     """
     if beat["ended"] or not beat["has_started"]:
         return None
     is_busy = state == "running" and cpu_s > BUSY_SHARE * silent_s
-    if silent_s <= max(limit_s, beat["patience_s"], LOAD_LIMIT_S if is_busy else 0.0):
+    if silent_s <= max(limit_s, beat["grace_s"], LOAD_LIMIT_S if is_busy else 0.0):
         return None
     where = f"step {beat['step']}, operation {beat['op']}"
     return RankFailureError(f"rank {rank} stalled at {where}: {state}, no heartbeat for {silent_s:.1f} s")
@@ -463,25 +480,25 @@ def _flush_stdout() -> None:
         sys.stdout.flush()
 
 
-def _leave(
+def _leave_at_exit(
     heartbeat_ref: weakref.ref[Heartbeat], release_ref: weakref.WeakMethod[Callable[[], None]] | None, pid: int
 ) -> None:
-    """What is left to do at the interpreter's end; without the others, who may be anywhere."""
+    """Exit handler of the interpreter: end without the other ranks, which may be in any place."""
     heartbeat = heartbeat_ref()
     if heartbeat is None or os.getpid() != pid:
         return
     error = _uncaught_error()
     if error is not None:
-        lost = heartbeat.explain(TERMINATED_LIMIT_S) if _may_come_from_others(error) else None
+        lost = heartbeat.explain(TERMINATED_LIMIT_S) if may_come_from_others(error) else None
         if lost is not None:
             heartbeat.end_process(lost)
-        heartbeat.tell(heartbeat._own_failure(error))
+        heartbeat.publish_error(heartbeat._own_failure(error))
         heartbeat._end_watch()
         return
-    heartbeat._say_goodbye("left")
+    heartbeat._publish_end("left")
     if heartbeat._has_failed:
-        return  # the device may wait for those who are gone
-    # As far as it goes: there is nobody to tell.
+        return  # the device may wait for ranks that have ended
+    # Ignore errors: the interpreter is exiting.
     with contextlib.suppress(Exception):
         release = None if release_ref is None else release_ref()
         if release is not None:
@@ -490,99 +507,16 @@ def _leave(
             dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def _ended_by_interrupt(heartbeat: Heartbeat) -> Iterator[None]:
-    """Ctrl-C ends the process even if the main thread is blocked among other ranks and cannot handle it."""
-    if heartbeat.placement.world_size == 1 or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signals = SignalWatch()
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.is_set():
-            if signal.SIGINT not in signals.wait(None):
-                continue
-            handler = signal.getsignal(signal.SIGINT)
-            if isinstance(handler, HeldInterrupt):
-                handler = handler.handler
-            # SIG_IGN: the main thread is on its way out.
-            if handler in (signal.default_int_handler, signal.SIG_IGN):
-                heartbeat.tell(InterruptedJobError("interrupted"))
-                if not done.wait(INTERRUPT_LIMIT_S):
-                    heartbeat.end_process(InterruptedJobError("interrupted"))
-
-    thread = threading.Thread(target=watch, name="alspec-interrupt", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        signals.wake()
-        thread.join()
-        signals.close()
-
-
-@contextlib.contextmanager
-def out_of_memory_is_told(advice: str) -> Iterator[None]:
-    """Around what may take more memory of a GPU than there is.
-
-    Raises:
-        DoesNotFitError: in place of PyTorch's error, with `advice`, a sentence.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise DoesNotFitError(f"out of memory: {str(error).splitlines()[0]} {advice}") from error
-
-
-def run_guarded(heartbeat: Heartbeat, work: Callable[[], int], advice: str = "Use more ranks") -> int:
-    """Run a command's main part; whatever breaks it, this rank leaves and says why.
-
-    A collective that fails because another rank is gone is reported as that rank's loss. After an error of our own, the
-    process ends without meeting the others, who may be anywhere; they name it as the cause.
-
-    Ctrl-C ends every rank with one line and exit code 130, as a shell says it. A program that handles it in its own way
-    does not use this function.
-
-    Args:
-        advice: on what to do when memory runs out.
-    Raises:
-        AlspecError: with one rank, as it came; so do other errors.
-    """
-    with _ended_by_interrupt(heartbeat):
-        try:
-            try:
-                with out_of_memory_is_told(advice):
-                    return work()
-            except KeyboardInterrupt:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it again
-                # Without meeting the others, who were interrupted, too.
-                heartbeat.end_process(InterruptedJobError("interrupted"))
-        except Exception as error:
-            if heartbeat.watching:
-                lost = heartbeat.explain(timeout_s=STALL_LIMIT_S + 1) if _may_come_from_others(error) else None
-                if isinstance(error, AlspecError):
-                    lost = lost or error
-                if lost is not None:
-                    heartbeat.end_process(lost)
-                if not _may_come_from_others(error):
-                    heartbeat.end_failed(error)
-            heartbeat.end_output()
-            raise
-    raise AssertionError("unreachable")
-
-
-def _may_come_from_others(error: BaseException | None) -> bool:
-    """Collectives and stores fail with RuntimeError and its kinds in PyTorch; Python's own kinds are ours."""
+def may_come_from_others(error: BaseException | None) -> bool:
+    """PyTorch's collectives and stores raise RuntimeError or subclasses; Python's own subclasses are this rank's."""
     return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError | RecursionError)
 
 
-def error_on_its_way() -> BaseException | None:
-    """What this thread is handling, be it in a `finally` block, or what nobody has caught."""
+def pending_error() -> BaseException | None:
+    """The error that this thread is handling (also in a `finally` block), or the uncaught one; None without any."""
     return sys.exception() or _uncaught_error()
 
 
 def _uncaught_error() -> BaseException | None:
-    """It has been printed: the interpreter is at its end."""
+    """The error that ended the program, which has been printed; None while the program runs."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

@@ -1,4 +1,4 @@
-"""Processes that other ranks tell of in their beats: whether they live, on this host, and what they have computed."""
+"""State of the processes that other ranks publish in their beats: dead, stopped or running, and their CPU time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["born", "host", "kill_stalled", "process_state"]
 
 
 def host() -> str:
-    """This boot and PID namespace: where they are equal, a process id means the same process."""
+    """Identifier of this boot and PID namespace: where it is equal, a process id means the same process."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
             return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # unknown: equal to nobody's
+        return f"{socket.gethostname()} {os.getpid()}"  # unknown: differs from the identifier of every other process
 
 
 def _stat(pid: int) -> list[str]:
@@ -27,7 +27,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def born(pid: int) -> str:
-    """Start time of a process, in clock ticks since boot: tells it from a later one with the same id."""
+    """Start time of a process in clock ticks since boot, which differs from that of a later process with its id."""
     try:
         return _stat(pid)[19]
     except OSError:
@@ -35,7 +35,11 @@ def born(pid: int) -> str:
 
 
 def process_state(beat: dict[str, Any]) -> tuple[str, float]:
-    """`dead`, `stopped` or `running` for a process of this host, with its CPU time; `silent` for one of another."""
+    """State and CPU seconds of the process that published a beat.
+
+    Returns:
+        `dead`, `stopped` or `running` for a process of this host; `silent` (and 0) for one of another host.
+    """
     if beat["host"] != host():
         return "silent", 0.0
     try:
@@ -51,7 +55,7 @@ def process_state(beat: dict[str, Any]) -> tuple[str, float]:
 
 
 def kill_stalled(beat: dict[str, Any]) -> None:
-    """A stopped process ignores torchrun's SIGTERM for 30 s; kill it, so that the job ends now."""
+    """Kill a stalled process of this host: while it is stopped it ignores torchrun's SIGTERM, for up to 30 s."""
     if beat["host"] == host() and beat["born"] == born(beat["pid"]):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(beat["pid"], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Signals for a thread to see: a main thread that is blocked in a collective runs no Python handler."""
+"""Delivery of signals to a thread: a main thread that is blocked in a collective runs no Python handler."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ __all__ = ["SignalWatch"]
 
 
 class SignalWatch:
-    """Shows a thread the signals that arrive while it is open; made in the main thread, or it shows none.
+    """Delivers to a thread the signals that arrive while it is open.
 
-    Only signals with a Python handler are seen. Handlers stay as they are, but for SIGTERM's default: with
-    `takes_sigterm` it no longer ends the process. Where the program has a SIGTERM handler of its own, that stays, and
-    SIGTERM is not seen. A file descriptor for signals that was there before, such as asyncio's, still gets them.
-    A forked child has none of this: its signals are its own.
+    Create it in the main thread; elsewhere it delivers none. It sees only signals that have a Python handler.
+
+    Handlers stay as they are, except the default one of SIGTERM: with `takes_sigterm`, SIGTERM no longer ends the
+    process. If the program has a SIGTERM handler of its own, that handler stays and SIGTERM is not delivered here. A
+    wakeup file descriptor that was set before, such as asyncio's, still receives its signals. A forked child inherits
+    none of this.
     """
 
     def __init__(self, takes_sigterm: bool = False) -> None:
@@ -37,7 +39,11 @@ class SignalWatch:
                     signal.signal(signal.SIGTERM, _on_sigterm)
 
     def wait(self, timeout_s: float | None) -> set[int]:
-        """The signals that came since the last call, after at most `timeout_s`; none if `wake` ended the wait."""
+        """Wait at most `timeout_s` for signals.
+
+        Returns:
+            The signals that arrived since the last call; empty after a timeout or if `wake` ended the wait.
+        """
         ready = select.poll()  # `select` takes no descriptor beyond 1023
         ready.register(self._receiving, select.POLLIN)
         if not ready.poll(None if timeout_s is None else timeout_s * 1e3):
@@ -51,14 +57,15 @@ class SignalWatch:
         return found if self._takes_sigterm and is_ours else found - {signal.SIGTERM}
 
     def wake(self, received: int = 0) -> None:
-        """End a `wait` that goes on in another thread."""
-        with contextlib.suppress(OSError):  # it is full: then nobody waits
+        """End a `wait` that is in progress in another thread."""
+        with contextlib.suppress(OSError):  # the socket is full: then no thread is waiting
             self._sending.send(bytes([received]))
 
     def close(self) -> None:
-        """Leave signals as they were. No thread may be in `wait`.
+        """Restore the previous signal setup. No thread may be in `wait`.
 
-        Python lets only the main thread do that: from another one, signals go where they went before through us.
+        Python allows that in the main thread only. In another thread, a helper thread keeps forwarding signals to the
+        previous descriptor instead.
         """
         _takers.discard(self)
         if not self._is_installed or self._uninstall():
@@ -70,18 +77,18 @@ class SignalWatch:
             threading.Thread(target=self._pass_on, name="alspec-signals", daemon=True).start()
 
     def _uninstall(self) -> bool:
-        """Whether nobody writes to the socket any more."""
+        """Restore the previous wakeup descriptor; True if nothing writes to our socket any more."""
         if threading.current_thread() is not threading.main_thread():
             return False
         if not _takers and signal.getsignal(signal.SIGTERM) is _on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             current = signal.set_wakeup_fd(self._previous_fd)
-        except (OSError, ValueError):  # whose it is has closed it
+        except (OSError, ValueError):  # its owner has closed it
             current = signal.set_wakeup_fd(-1)
         if current == self._sending.fileno():
             return True
-        # Somebody has come after us, and may pass signals on to us.
+        # Another descriptor was installed after ours; its owner may forward signals to ours, so put it back.
         with contextlib.suppress(OSError, ValueError):
             signal.set_wakeup_fd(current)
         return False
@@ -92,19 +99,19 @@ class SignalWatch:
 
 
 _takers: set[SignalWatch] = set()
-_installed: set[SignalWatch] = set()  # somebody may write to their sockets
+_installed: set[SignalWatch] = set()  # their sockets may still be written to
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     for watch in tuple(_takers):
-        watch.wake(number)  # another wakeup descriptor may have taken the place of ours
-    if not _takers:  # closed outside the main thread, which could not put the default back
+        watch.wake(number)  # needed if another wakeup descriptor has replaced ours
+    if not _takers:  # closed outside the main thread, which could not restore the default
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
 
 
 def _forget_after_fork() -> None:
-    """In a child: what it wrote to the sockets, the parent would take for signals of its own."""
+    """Reset a forked child: the parent would read what the child writes to the shared sockets as its own signals."""
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     current = signal.set_wakeup_fd(-1)

@@ -1,1 +1,1 @@
-"""Timelines, kernel traces, statistics and where they come from."""
+"""Timelines, kernel traces, statistics, and the provenance of measurements."""

@@ -1,4 +1,4 @@
-"""What the kernels of a decode step belong to, by their names in a trace."""
+"""Map from kernel names in a trace to the operations of a decode step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
 Row = dict[str, Any]
 
 PRE_ATTENTION = "qkv_rope_append"
-MLP = "gate_up_silu"  # its first kernel
-STEP_END = "finish_step"  # a step's last kernel
-# Over collectives: ahead of a layer's fork, and the first one after the last layer; of a receiver; the sender's
-# verdict, and what all ranks make of it.
+MLP = "gate_up_silu"  # the first kernel of the MLP
+STEP_END = "finish_step"  # the last kernel of a step
+# Pairs over collectives. PACK: before the fork of each layer, and first after the last layer. UNPACK: the receiver's.
+# DECIDE: the sender's verdict. APPLY_VERDICT: on all ranks.
 PACK, UNPACK, DECIDE, APPLY_VERDICT = "pack_kernel", "unpack_handover", "decide_kernel", "apply_verdict_kernel"
-# Part of a kernel's name -> the operation that it belongs to.
+# Part of a kernel's name -> its operation.
 _OPERATIONS = {
     "embed_norm": "embed",
     "step_barrier": "embed",
@@ -49,10 +49,10 @@ _OPERATIONS = {
 
 
 def operation_of(kernel: str) -> str | None:
-    """None for kernels that are not of this project (NCCL's, PyTorch's): they belong to the one before them."""
+    """Operation of a kernel, or None for kernels of NCCL and PyTorch, which belong to the operation before them."""
     return next((operation for part, operation in _OPERATIONS.items() if part in kernel), None)
 
 
 def work_us(row: Row) -> float:
-    """From a kernel's readiness to its end."""
+    """Microseconds of work: from when the kernel was ready, or started if later, to its end."""
     return float(row["end_us"] - max(row["start_us"], row["ready_us"]))

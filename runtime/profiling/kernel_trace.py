@@ -1,7 +1,7 @@
-"""The kernels inside replayed decode steps: when each ran on every rank, what it did, and what a layer's parts take.
+"""Kernel traces of replayed decode steps: start and end of every kernel on every rank, and the time of a layer's parts.
 
-With dependent launches a kernel starts early, loads weights and waits for the one before it. So all that is said here
-about a kernel's work counts from the moment it is *ready*, when every kernel before it on its rank has ended.
+With dependent launch a kernel starts early, loads weights and waits for the kernel before it. Its work therefore counts
+from the time it is *ready*: when all kernels before it on its rank have ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from alspec.errors import AlspecError
-from alspec.runtime.decode.captured_step import StepRecord
+from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import LOADING
 from alspec.runtime.profiling import swap_trace
@@ -30,25 +30,27 @@ TRACE_STEPS = 5
 
 
 def kernel_rows(engine: Engine, context: int, token_ids: list[int]) -> tuple[list[Row], list[list[int]]]:
-    """Every kernel in `TRACE_STEPS` steps of `engine.loop` from `context` tokens on; every rank calls it.
+    """Trace `TRACE_STEPS` steps of `engine.decode` from `context` tokens on; every rank calls it.
 
-    Time zero is the end of the step before them. On one host the profiler's timestamps are of one clock, and zero is
-    that end on the first rank to reach it. On several hosts clocks may differ, and zero is each rank's own such end:
-    a step ends everywhere once the last rank's logits have arrived.
+    Time zero is the end of the step before them. On one host all ranks share the profiler's clock, and zero is that end
+    on the first rank to reach it. On several hosts clocks may differ, and zero is that end on each rank; ranks end a
+    step nearly together, when the last rank's logits have arrived.
 
     Args:
+        engine: loaded and prepared.
+        context: tokens in the cache before the first step.
         token_ids: [B], the newest token of each request.
     Returns:
-        This rank's `{"kernel", "stream", "step", "start_us", "end_us"}`, and the verdict of each step and layer, 1
-        where every request accepted; empty without a pair.
+        This rank's kernels as `{"kernel", "stream", "step", "start_us", "end_us"}`, and the verdict of each step and
+        layer, 1 where every request accepted (empty without a pair).
     """
     transport, placement = engine.transport, engine.placement
     assert transport is not None, "load comes first"
     records: list[StepRecord] = []
-    # Starting to profile may hold up the heartbeat's thread.
+    # Starting the profiler may block the heartbeat's thread.
     engine.heartbeat.mark(0, LOADING, -1, publish=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        # A rank may take long to start, and kernels wait only so long for each other.
+        # Start the steps together: kernels that wait for a late rank time out.
         transport.barrier()
         records += engine.decode(token_ids, [context] * len(token_ids), TRACE_STEPS + 1)
         transport.synchronize()
@@ -75,11 +77,13 @@ def kernel_rows(engine: Engine, context: int, token_ids: list[int]) -> tuple[lis
 
 
 def step_kernels(exported: dict[str, Any]) -> tuple[int, list[tuple[str, int, int, int, int]]]:
-    """Kernels of whole steps in a trace that the profiler exported.
+    """Find the kernels of whole steps in a trace that the profiler exported.
 
+    Args:
+        exported: the profiler's Chrome trace.
     Returns:
-        The first step's end, in ns since the epoch, and each later kernel: name, stream, step from 1 on, start, end.
-        Without a step's end in the trace: a time after all others, and no kernels.
+        The end of the first step, in ns since 1970, and each later kernel: name, stream, step (from 1 on), start, end.
+        If no step ends in the trace: the largest int64, and no kernels.
     """
     base_ns = int(exported.get("baseTimeNanoseconds", 0))
     spans = sorted(
@@ -99,13 +103,14 @@ def step_kernels(exported: dict[str, Any]) -> tuple[int, list[tuple[str, int, in
 
 
 def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list[Row]]:
-    """Rows for `trace_json` from those of `kernel_rows`: what each kernel belongs to, and whether it did anything.
+    """Make rows for `trace_json` from those of `kernel_rows`: add each kernel's operation and the state of its gate.
 
     Args:
-        rows_by_rank: of every rank; a pair's first half is group 0.  verdicts: [steps][L], of a pair; else empty.
+        rows_by_rank: rows of every rank; the first half of a pair's ranks is group 0.
+        verdicts: [steps][L] of a pair; else empty.
     Returns:
-        `{"op", "kernel", "layer", "step", "start_us", "end_us", "ready_us", "open"}`, and `"branch"` of a pair over
-        collectives. Not open is a kernel whose gate was closed: it looked and returned.
+        `{"op", "kernel", "layer", "step", "start_us", "end_us", "ready_us", "open"}`, and `"branch"` for a pair over
+        collectives. A kernel that is not open returned at once.
 
     Raises:
         AlspecError: kernels are missing.
@@ -115,19 +120,23 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
         if swap_trace.is_swapped(steps[0]):
             labelled.append(swap_trace.place(steps))
         else:
-            labelled.append(_place_rows(steps, is_pair=bool(verdicts)))
+            labelled.append(_label_rows(steps, is_pair=bool(verdicts)))
     if verdicts:
         senders = _senders(labelled, verdicts)
-        opens = swap_trace.is_open if swap_trace.is_swapped(labelled[0]) else _is_open
+        gate_is_open = swap_trace.is_open if swap_trace.is_swapped(labelled[0]) else _is_open
         for rank, rows in enumerate(labelled):
             group = rank * 2 // len(labelled)
             for row in rows:
-                row["open"] = opens(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
+                row["open"] = gate_is_open(row, group, senders[row["step"] - 1], verdicts[row["step"] - 1])
     return labelled
 
 
 def _steps(rows_by_rank: list[list[Row]]) -> list[list[list[Row]]]:
-    """[ranks][steps] rows; a rank launches the same kernels in every step, but a profiler may lose some."""
+    """[ranks][steps] rows. A rank launches the same kernels in every step; the profiler may lose some.
+
+    Raises:
+        AlspecError: a step has fewer kernels than another one.
+    """
     num_steps = max((row["step"] for rows in rows_by_rank for row in rows), default=0)
     found = []
     for rank, rows in enumerate(rows_by_rank):
@@ -140,48 +149,49 @@ def _steps(rows_by_rank: list[list[Row]]) -> list[list[list[Row]]]:
             if count != most or not count:
                 raise AlspecError(
                     f"trace: the profiler lost kernels: it has {count.total()} of rank {rank} in step {step}, "
-                    f"in another step {most.total()}; run again"
+                    f"{most.total()} in another step; run again"
                 )
         found.append(steps)
     return found
 
 
-def _place_rows(steps: list[list[Row]], is_pair: bool) -> list[Row]:
+def _label_rows(steps: list[list[Row]], is_pair: bool) -> list[Row]:
     """One rank's rows with `op`, `layer`, `ready_us` and `open`."""
-    placed: list[Row] = []
+    labelled: list[Row] = []
     for rows in steps:
-        ready_us = max((row["end_us"] for row in placed), default=0.0)
+        ready_us = max((row["end_us"] for row in labelled), default=0.0)
         *ready, _ = accumulate((row["end_us"] for row in rows), max, initial=ready_us)
-        places = _places([row["kernel"] for row in rows], is_pair)
-        placed += [
+        labels = _ops_and_layers([row["kernel"] for row in rows], is_pair)
+        labelled += [
             {"op": op, "layer": layer} | row | {"ready_us": since_us, "open": True}
-            for row, (op, layer), since_us in zip(rows, places, ready, strict=True)
+            for row, (op, layer), since_us in zip(rows, labels, ready, strict=True)
         ]
-    return placed
+    return labelled
 
 
-def _places(names: list[str], is_pair: bool) -> list[tuple[str, int]]:
+def _ops_and_layers(names: list[str], is_pair: bool) -> list[tuple[str, int]]:
     """Operation and layer of each kernel of one step, in the order of their starts."""
     num_layers = sum(PRE_ATTENTION in name for name in names)
-    layers_end = max((at for at, name in enumerate(names) if "reduce_norm" in name), default=-1)
+    layers_end = max((index for index, name in enumerate(names) if "reduce_norm" in name), default=-1)
     op, layer = "embed", -1
-    places = []
-    for at, name in enumerate(names):
+    found = []
+    for index, name in enumerate(names):
         op = operation_of(name) or op
         if op == "full_attention" and not is_pair:
             op = "attention"
         if PRE_ATTENTION in name:
             layer += 1
-        if at > layers_end:
+        if index > layers_end:
             op, layer = "agree" if op == "handover" else "lm_head", num_layers
-        places.append((op, max(layer, 0)))
-    return places
+        found.append((op, max(layer, 0)))
+    return found
 
 
 def _senders(labelled: list[list[Row]], verdicts: list[list[int]]) -> list[list[int]]:
-    """[steps][L + 1]: which group sends in each layer, and the stream at the end. Rules: `alspec.priority`.
+    """[steps][L + 1]: the sender of each layer, and of the handover after the last one (rules: `alspec.priority`).
 
-    The verdicts say where roles are swapped; who began is told by the attention kernels, which take longer on senders.
+    The verdicts determine where the roles swap. The first sender follows from the attention kernels, which take longer
+    on senders.
     """
     senders: list[list[int]] = []
     group = 0
@@ -201,11 +211,11 @@ def _senders(labelled: list[list[Row]], verdicts: list[list[int]]) -> list[list[
 
 
 def _is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bool:
-    """Whether this group's gate was open; senders: [L + 1] and accepted: [L] of the row's step."""
+    """True if the gate of a kernel was open for this group; senders [L + 1] and accepted [L] of the row's step."""
     op, layer = row["op"], row["layer"]
 
     def computes(after: int) -> bool:
-        """After the verdict of a layer: the receiver on its guess, the sender only where that was rejected."""
+        """True if the group computes after a layer's verdict: the receiver on `A~`, the sender only after a reject."""
         return group != senders[after] or not accepted[after]
 
     if op == "pre_attention":
@@ -220,13 +230,22 @@ def _is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> b
 
 
 def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[str, list[float]]:
-    """Samples in us of what the latency model's `StepCosts` are made of, from `label`'s rows of a pair.
+    """Measure the parts of a pair's step that the latency model's `StepCosts` needs.
 
-    `attention`: the sender's attention, with its merge. `sender`: from the end of pre-attention to the end of the
-    verdict, less what it waits for the verdict before. `receiver`: from there until the receiver has all of the
-    handover. `layer`: post-attention and the next pre-attention. `fixed`: what precedes and follows the layers. `step`:
-    whole steps, as the profiler saw them, to be compared with those of a run without it. Over several hosts `receiver`
-    has in it how far the ends of a step on both ranks, which are their zeros, lie apart.
+    Args:
+        labelled: rows from `label`.
+        verdicts: [steps][L].
+    Returns:
+        Samples in us of each part:
+
+        attention: the sender's attention and its combine.
+        sender: from the end of pre-attention to the end of the verdict, without the wait for the previous verdict.
+        receiver: from the same start until the receiver has all of the handover.
+        layer: post-attention and the next pre-attention.
+        fixed: what precedes and follows the layers.
+        step: whole steps under the profiler, to compare with a run without it.
+
+        Over several hosts, `receiver` includes the difference between the two ranks' time zeros.
     """
     senders = _senders(labelled, verdicts)
     if swap_trace.is_swapped(labelled[0]):
@@ -234,30 +253,30 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
     tp_size = len(labelled) // 2
     ends: dict[tuple[int, int, int, str], float] = {}
     parts: dict[str, list[float]] = {
-        name: [] for name in ("attention", "sender", "receiver", "layer", "fixed", "step", "turn")
+        name: [] for name in ("attention", "sender", "receiver", "layer", "fixed", "step", "roles")
     }
     attention_us: dict[tuple[int, int, int], float] = {}
     for rank, rows in enumerate(labelled):
         for row in rows:
             step, layer = row["step"], row["layer"]
             name = (
-                "turn" if "update_roles" in row["kernel"] else "receive" if "receive_" in row["kernel"] else row["op"]
+                "roles" if "update_roles" in row["kernel"] else "receive" if "receive_" in row["kernel"] else row["op"]
             )
             ends[rank, step, layer, name] = max(row["end_us"], ends.get((rank, step, layer, name), 0.0))
             if row["op"] == "full_attention" and row["open"]:
                 attention_us[rank, step, layer] = attention_us.get((rank, step, layer), 0.0) + work_us(row)
-            # Who sent in the layer before knows its verdict and waits for nothing.
-            if name == "turn" and layer and senders[step - 1][layer - 1] == rank // tp_size:
-                parts["turn"].append(work_us(row))
+            # The sender of the previous layer has its verdict and does not wait in `update_roles`.
+            if name == "roles" and layer and senders[step - 1][layer - 1] == rank // tp_size:
+                parts["roles"].append(work_us(row))
     parts["attention"] = list(attention_us.values())
-    turns_us = parts.pop("turn")
-    turn_us = median_low(turns_us) if turns_us else 0.0
+    roles_us = parts.pop("roles")
+    update_us = median_low(roles_us) if roles_us else 0.0
     for step, (line, accepted) in enumerate(zip(senders, verdicts, strict=True), start=1):
         for pair in range(tp_size):
             ranks = [group * tp_size + pair for group in line]
             for layer, hit in enumerate(accepted):
                 sender, receiver = ranks[layer], pair + (1 - line[layer]) * tp_size
-                begin = ends[sender, step, layer, "turn"] - turn_us
+                begin = ends[sender, step, layer, "roles"] - update_us
                 parts["sender"].append(ends[sender, step, layer, "verdict"] - begin)
                 parts["receiver"].append(ends[receiver, step, layer, "receive"] - begin)
                 if layer + 1 < len(accepted):
@@ -268,7 +287,7 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
             if step > 1:
                 before = ends[ranks[0], step - 1, len(accepted), "lm_head"]
                 head = ends[ranks[0], step, 0, "embed"] - before
-                tail = ends[ranks[-1], step, len(accepted), "lm_head"] - ends[ranks[-1], step, len(accepted), "turn"]
-                parts["fixed"].append(head + tail + turn_us)
+                tail = ends[ranks[-1], step, len(accepted), "lm_head"] - ends[ranks[-1], step, len(accepted), "roles"]
+                parts["fixed"].append(head + tail + update_us)
                 parts["step"].append(ends[ranks[0], step, len(accepted), "lm_head"] - before)
     return parts

@@ -1,4 +1,4 @@
-"""Where a measurement comes from: hardware, versions, revision and command."""
+"""Provenance of a measurement: hardware, versions, revision and command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["provenance", "versions"]
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Versions of the software that measurements depend on."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
     for name in ("alspec", "triton"):
         try:
@@ -25,15 +25,15 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The revision measured, where this code stands in its git checkout; `-dirty` where files differ from it."""
-    # Of an installed copy, the checkout around it may be somebody else's: there this file is not tracked.
+    """The git revision of this code, with `-dirty` if files differ from it; None outside of its checkout."""
+    # An installed copy may lie in the checkout of another project, which does not track this file.
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     return _git("describe", "--always", "--dirty")
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says in this folder; None where it fails."""
+    """Output of git in this folder; None if it fails or is empty."""
     command, folder = ["git", *arguments], Path(__file__).resolve().parent
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -43,7 +43,12 @@ def _git(*arguments: str) -> str | None:
 
 
 def provenance(num_gpus: int, command: str) -> dict[str, Any]:
-    """The end of every measured row: where, with what and how it was made; on this rank's GPU, if it used any."""
+    """Last fields of every measured row: hardware, versions, revision and command.
+
+    Args:
+        num_gpus: GPUs used; with 0 no GPU name is given.
+        command: command line that measures the row.
+    """
     return {
         "gpu": torch.cuda.get_device_name() if num_gpus else None,
         "num_gpus": num_gpus,

@@ -1,4 +1,4 @@
-"""What a generation measured, in the numbers people compare."""
+"""Statistics of a generation and of a device: percentiles, bytes per step, memory bandwidth, hit rates."""
 
 from __future__ import annotations
 
@@ -27,29 +27,37 @@ __all__ = [
     "summarize",
 ]
 
-# An idle GPU needs some milliseconds of work before its clocks are those of a busy one.
+# An idle GPU needs some milliseconds of work before its clocks rise.
 STREAM_WARMUP_S = 0.02
 STREAM_COPIES = 9
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of the values lie, interpolated; values must not be empty."""
+    """Interpolated quantile: the value below which `share` (0 to 1) of the values lie; values must not be empty."""
     ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
+    position = share * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """p20, p50 and p80 of values, as rows of benches have them."""
+    """p20, p50 and p80 of values, for the rows of benches."""
     return {f"p{percent}": percentile(values, percent / 100) for percent in (20, 50, 80)}
 
 
 def step_bytes(
     config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: Sequence[float], kv_cache: str = "bf16"
 ) -> int:
-    """Bytes that one rank must read for one decode step: its weights without the embedding table, and its cache."""
+    """Bytes that one rank must read in one decode step: its weights without the embedding table, and its cache.
+
+    Args:
+        config: the model's.
+        shard: this rank's part of it.
+        dtype: of the weights.
+        seq_lens: tokens of each request.
+        kv_cache: codec of the cache.
+    """
     start, stop = shard.vocab_range(config.vocab_size)
     table_rows = config.vocab_size - (stop - start if config.tie_word_embeddings else 0)
     weights = plan_memory(config, shard, dtype, 1, 1).weights_bytes - table_rows * config.hidden_size * dtype.itemsize
@@ -57,10 +65,11 @@ def step_bytes(
 
 
 def mean_lengths(generation: Generation, goes_on: bool) -> list[float]:
-    """Tokens of each request that a decode step reads, on average over the steps; the first reads one new token.
+    """Tokens of each request that a decode step reads, averaged over the steps. The first step reads one new token.
 
     Args:
-        goes_on: the devices append to requests that have ended, too. Otherwise these keep their length.
+        generation: with at least one step.
+        goes_on: requests that have ended keep growing, because the devices still append to them.
     """
     steps = len(generation.step_us)
     lengths = []
@@ -71,7 +80,7 @@ def mean_lengths(generation: Generation, goes_on: bool) -> list[float]:
 
 
 def stream_bandwidth(device: torch.device) -> float:
-    """Bytes/s that a device-to-device copy moves, read and write counted: the ceiling that shares are given of."""
+    """Bytes per second that a device-to-device copy moves, reads plus writes: the limit to compare kernels with."""
     size = min(2**30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 2**26
     source = torch.ones(size, dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
@@ -82,7 +91,7 @@ def stream_bandwidth(device: torch.device) -> float:
 
 
 def seconds_in_a_row(run: Callable[[], object], count: int, device: torch.device) -> list[float]:
-    """Time of each of `count` runs in a row, without a pause in which the device could slow down."""
+    """Seconds of each of `count` runs back to back, without a pause in which the device could lower its clocks."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -100,9 +109,10 @@ def seconds_in_a_row(run: Callable[[], object], count: int, device: torch.device
 
 
 def summarize(generation: Generation, chunk_size: int) -> dict[str, Any]:
-    """Counts, times and hit rates of one generation; times are None where nothing was decoded.
+    """Counts, times and hit rates of one generation.
 
-    Hit rates are those of guesses that left tokens out, with S = `chunk_size`; None where there was none of them.
+    Times are None if no step was decoded. Hit rates count only verdicts whose predictor left tokens out, with
+    S = `chunk_size`; they are None if there is none.
     """
     new_tokens = [len(request.token_ids) for request in generation.requests]
     steps_ms = [us / 1e3 for us in generation.step_us]

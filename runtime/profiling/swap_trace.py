@@ -1,10 +1,11 @@
-"""The kernels of a traced step whose two groups talk by collectives: places, gates, and the parts of a layer.
+"""Kernel traces of a pair over collectives: operation, branch and gate of each kernel, and the time of a layer's parts.
 
-A layer forks behind the guess (`runtime/decode/swapped_decoder.py`): *aside*, on a stream of its own, is what a
-receiver does on the guess; *main* is the rest of the attention, the verdict, and what a sender does again; *verdict* is
-the way of the verdict to all ranks. Kernels of aside and main have the same names and lie side by side in time, so
-it is the stream that tells them apart. A captured branch may go on in another stream with each collective;
-`_aside_streams` finds out which streams are whose.
+A layer forks after the predictor (`runtime/decode/swapped_decoder.py`). The *spec* branch, on its own stream, is the
+receiver's work on `A~`. The *main* branch is the rest of the attention, the verdict, and the sender's recompute. The
+*verdict* branch sends the verdict to all ranks.
+
+Kernels of the spec and the main branch have the same names and overlap in time, so only the stream tells them apart. A
+captured branch may continue on another stream after each collective; `_spec_branch_streams` finds the streams.
 
 Shapes: L layers.
 """
@@ -21,41 +22,46 @@ __all__ = ["is_open", "is_swapped", "place", "swap_parts"]
 
 
 def is_swapped(rows: list[Row]) -> bool:
-    """Whether these kernels are of such a step."""
+    """True if these kernels are of a step of a pair over collectives."""
     return any(APPLY_VERDICT in row["kernel"] for row in rows)
 
 
 def place(steps: list[list[Row]]) -> list[Row]:
-    """One rank's rows, in the order of their starts, with `op`, `layer`, `branch`, `ready_us` and `open`."""
-    streams = _aside_streams(steps)
-    placed: list[Row] = []
+    """Add `op`, `layer`, `branch`, `ready_us` and `open` to one rank's rows [steps], in the order of their starts."""
+    streams = _spec_branch_streams(steps)
+    labelled: list[Row] = []
     for rows in steps:
-        placed += _place_step(rows, max((row["end_us"] for row in placed), default=0.0), streams)
-    return placed
+        labelled += _label_step(rows, max((row["end_us"] for row in labelled), default=0.0), streams)
+    return labelled
 
 
-def _place_step(rows: list[Row], ready_us: float, streams: list[set[int]]) -> list[Row]:
-    """The `ready_us` of the first is given, and of each layer the streams of its branch aside.
+def _label_step(rows: list[Row], ready_us: float, streams: list[set[int]]) -> list[Row]:
+    """Label the rows of one step.
 
-    A kernel is ready when the one before it in its branch has ended: behind a fork the one ahead of the fork, behind a
-    join the latest of all branches. A kernel of another name (NCCL's, a copy) belongs to the operation before it, but
-    one between attention and verdict gathers the verdict's sums.
+    A kernel is ready when the one before it in its branch has ended: after a fork, the one before the fork; after a
+    join, the last of all branches. A kernel without an operation of its own (NCCL's, a copy) belongs to the operation
+    before it, except that one between attention and verdict gathers the sums of the verdict.
+
+    Args:
+        rows: in the order of their starts.
+        ready_us: when the first kernel is ready.
+        streams: [L], the streams of each layer's spec branch.
     """
     num_layers = len(streams)
     layer = -1
     spec_branch: set[int] = set()
     ops = {"main": "embed", "spec": "", "verdict": "verdict"}
     ready = {"main": ready_us, "spec": 0.0, "verdict": 0.0}
-    of_verdict = _verdict_rows(rows)
-    placed = []
+    verdict_rows = _verdict_rows(rows)
+    labelled = []
     for index, row in enumerate(rows):
         name = row["kernel"]
         if ops["main"] in ("pre_attention", "post_attention") and _is_first_of_layer(name):
             ready["main"], spec_branch = max(ready.values()), set()
-        branch = "verdict" if index in of_verdict else "spec" if row["stream"] in spec_branch else "main"
+        branch = "verdict" if index in verdict_rows else "spec" if row["stream"] in spec_branch else "main"
         op = ops[branch] = _operation(name, ops[branch], layer + 1 == num_layers)
-        at = layer + 1 if op in ("pre_attention", "predictor", "agree", "lm_head") else max(layer, 0)
-        placed.append(row | {"op": op, "layer": at, "branch": branch, "ready_us": ready[branch], "open": True})
+        row_layer = layer + 1 if op in ("pre_attention", "predictor", "agree", "lm_head") else max(layer, 0)
+        labelled.append(row | {"op": op, "layer": row_layer, "branch": branch, "ready_us": ready[branch], "open": True})
         ready[branch] = max(ready[branch], row["end_us"])
         if DECIDE in name:
             ready["verdict"] = row["end_us"]
@@ -63,13 +69,13 @@ def _place_step(rows: list[Row], ready_us: float, streams: list[set[int]]) -> li
             layer += 1
             spec_branch = streams[layer]
             ops["spec"], ready["spec"] = "handover", row["end_us"]
-    return placed
+    return labelled
 
 
 def _verdict_rows(rows: list[Row]) -> set[int]:
-    """Indices of those of the branch `verdict`: what spreads it, and the collective ahead on the same stream."""
+    """Indices of the verdict branch: `apply_verdict`, and the collective before it on the same stream."""
     found: set[int] = set()
-    newest: dict[int, int] = {}  # of each stream
+    newest: dict[int, int] = {}  # stream -> index of its last row
     for index, row in enumerate(rows):
         if APPLY_VERDICT in row["kernel"]:
             found |= {newest.get(row["stream"], index), index}
@@ -78,8 +84,8 @@ def _verdict_rows(rows: list[Row]) -> set[int]:
 
 
 @dataclass
-class _Stretch:
-    """Kernels of a layer's branch on one stream, from a collective to the next."""
+class _Segment:
+    """Kernels of a layer's branch on one stream, from one collective to the next."""
 
     stream: int
     start_us: float
@@ -90,35 +96,35 @@ class _Stretch:
         return any(part in kernel for kernel in self.kernels)
 
 
-def _aside_streams(steps: list[list[Row]]) -> list[set[int]]:
-    """[L]: the streams on which each layer's branch aside runs.
+def _spec_branch_streams(steps: list[list[Row]]) -> list[set[int]]:
+    """[L]: the streams of each layer's spec branch.
 
-    The first stretch of either branch has a kernel of its own, and stretches behind all-reduces are alike in both. But
-    a graph's kernels are on the same streams in all replays, while what the branches do, and so how long they take,
-    depends on the roles. A branch whose stretch ends earlier comes to its all-reduce earlier: that decides, by the
-    sum over steps of how much.
+    The first segment of the spec and of the main branch has a kernel that only this branch launches. Later segments,
+    each after an all-reduce, have the same kernels in both branches. A graph's kernels run on the same streams in all
+    replays, while the duration of a branch depends on the roles. The branch whose segment ends earlier starts the next
+    all-reduce earlier, so the time differences, multiplied and summed over all steps, decide which stream is whose.
 
     Raises:
-        AlspecError: steps do not agree on two streams.
+        AlspecError: the branches of a layer do not use the same two streams in all steps.
     """
-    by_step = [_stretches(rows) for rows in steps]
+    by_step = [_segments(rows) for rows in steps]
     found: list[set[int]] = []
     for layers in zip(*by_step, strict=True):  # one layer, in each step
-        streams = {_only(layers[0], UNPACK).stream}
+        streams = {_segment_with(layers[0], UNPACK).stream}
         found.append(streams)
-        if not any(stretch.has(DECIDE) for stretch in layers[0]):  # groups of one rank
+        if not any(segment.has(DECIDE) for segment in layers[0]):  # groups of one rank
             continue
-        ends = [[_only(layer, part).end_us for part in (UNPACK, DECIDE)] for layer in layers]
+        ends = [[_segment_with(layer, part).end_us for part in (UNPACK, DECIDE)] for layer in layers]
         for has_mlp in (True, False):
-            pairs = [_behind_all_reduces(layer, has_mlp) for layer in layers]
+            pairs = [_segments_after_all_reduce(layer, has_mlp) for layer in layers]
             if any(len(pair) != 2 or pair.keys() != pairs[0].keys() for pair in pairs):
                 raise AlspecError(
-                    "trace: a layer's branches cannot be told apart: their streams are not two in all steps"
+                    "trace: cannot tell a layer's branches apart: expected the same two streams in all steps"
                 )
             one, other = pairs[0]
             lead = sum(
-                (aside_us - main_us) * (pair[one].start_us - pair[other].start_us)
-                for (aside_us, main_us), pair in zip(ends, pairs, strict=True)
+                (spec_us - main_us) * (pair[one].start_us - pair[other].start_us)
+                for (spec_us, main_us), pair in zip(ends, pairs, strict=True)
             )
             spec_branch, main = (one, other) if lead > 0 else (other, one)
             streams.add(spec_branch)
@@ -126,14 +132,14 @@ def _aside_streams(steps: list[list[Row]]) -> list[set[int]]:
     return found
 
 
-def _stretches(rows: list[Row]) -> list[list[_Stretch]]:
-    """[L] those of all branches of one step."""
+def _segments(rows: list[Row]) -> list[list[_Segment]]:
+    """[L]: the segments of all branches of one step."""
     num_layers = sum(APPLY_VERDICT in row["kernel"] for row in rows)
-    found: list[list[_Stretch]] = []
-    current: dict[int, _Stretch] = {}
+    found: list[list[_Segment]] = []
+    current: dict[int, _Segment] = {}
     for row in rows:
         name, stream = row["kernel"], row["stream"]
-        if operation_of(name) in ("predictor", "full_attention"):  # ahead of the fork, or main without a verdict yet
+        if operation_of(name) in ("predictor", "full_attention"):  # before the fork, or main before the verdict
             current.pop(stream, None)
             if PACK in name:
                 if len(found) == num_layers:  # the residual, after the last layer
@@ -141,7 +147,7 @@ def _stretches(rows: list[Row]) -> list[list[_Stretch]]:
                 found.append([])
                 current.clear()
         elif found and "nccl" in name.lower():
-            current[stream] = _Stretch(stream, row["start_us"], row["end_us"], [name])
+            current[stream] = _Segment(stream, row["start_us"], row["end_us"], [name])
             found[-1].append(current[stream])
         elif stream in current:
             current[stream].end_us = row["end_us"]
@@ -149,32 +155,32 @@ def _stretches(rows: list[Row]) -> list[list[_Stretch]]:
     return found
 
 
-def _only(layer: list[_Stretch], part: str) -> _Stretch:
-    return next(stretch for stretch in layer if stretch.has(part))
+def _segment_with(layer: list[_Segment], part: str) -> _Segment:
+    return next(segment for segment in layer if segment.has(part))
 
 
-def _behind_all_reduces(layer: list[_Stretch], has_mlp: bool) -> dict[int, _Stretch]:
-    """By stream, the two that begin with the MLP, or the two behind it."""
+def _segments_after_all_reduce(layer: list[_Segment], has_mlp: bool) -> dict[int, _Segment]:
+    """stream -> segment, for the two segments with the MLP (`has_mlp`) or the two after it."""
     return {
-        stretch.stream: stretch
-        for stretch in layer
-        if not any(stretch.has(part) for part in (UNPACK, DECIDE, APPLY_VERDICT)) and stretch.has(MLP) == has_mlp
+        segment.stream: segment
+        for segment in layer
+        if not any(segment.has(part) for part in (UNPACK, DECIDE, APPLY_VERDICT)) and segment.has(MLP) == has_mlp
     }
 
 
 def _is_first_of_layer(name: str) -> bool:
-    """Of a kernel behind the projections of main and aside: the next guess, or the first one after the last layer."""
+    """True for the first kernel after a join: the next predictor, or the first kernel after the last layer."""
     return operation_of(name) in ("predictor", "full_attention")
 
 
 def _operation(name: str, before: str, layers_ended: bool) -> str:
-    """Of a kernel, given that of the one before it in its branch."""
+    """Operation of a kernel, given the operation before it in its branch."""
     found = operation_of(name)
     if PACK in name and layers_ended:
         return "agree"
     if before in ("agree", "lm_head"):
         return "lm_head" if found in ("post_attention", "lm_head") else before
-    if found == "full_attention":  # the first one in a layer makes the guess
+    if found == "full_attention":  # the first attention kernel of a layer is the predictor
         return found if before in ("predictor", "full_attention") else "predictor"
     if found is None:
         return "verdict" if before == "full_attention" else before
@@ -182,10 +188,16 @@ def _operation(name: str, before: str, layers_ended: bool) -> str:
 
 
 def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bool:
-    """Whether this group's gate was open; senders: [L + 1] and accepted: [L] of the row's step.
+    """True if the gate of a kernel was open for this group.
 
-    Collectives run on all ranks: the swap counts for the receiver, who waits for it, those of the verdict for the
-    sender; the way of a verdict that rejects for nobody, because nobody waits for it.
+    Collectives run on all ranks. The swap counts as open for the receiver, which waits for it, and the collectives of
+    the verdict for the sender. No group waits for the verdict branch of a rejected `A~`, so it counts for none.
+
+    Args:
+        row: from `place`.
+        group: 0 or 1.
+        senders: [L + 1], the sender of each layer in the row's step, and after the last layer.
+        accepted: [L], verdicts of the row's step.
     """
     op, layer, name = row["op"], row["layer"], row["kernel"]
     if op in ("pre_attention", "post_attention"):
@@ -205,13 +217,23 @@ def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bo
 def swap_parts(
     labelled: list[list[Row]], verdicts: list[list[int]], senders: list[list[int]]
 ) -> dict[str, list[float]]:
-    """As `layer_parts`, of paired groups over collectives; senders: [steps][L + 1].
+    """`layer_parts` for a pair over collectives.
 
-    `sender`: from where a layer's guess may begin to the sender's verdict. `receiver`: from there until the receiver
-    has unpacked the handover. `layer`: post-attention and the next pre-attention, in the branch that computes them.
-    `skipped`: of an accepted guess, from that verdict until the receiver may send: it has come to know the verdict, and
-    its main branch, whose gates are closed, has ended. `fixed`: what precedes the first pre-attention and follows the
-    last layer's join.
+    Args:
+        labelled: rows from `label`.
+        verdicts: [steps][L].
+        senders: [steps][L + 1].
+    Returns:
+        Samples in us of each part:
+
+        attention: the sender's attention and its combine.
+        sender: from when a layer's predictor is ready to the sender's verdict.
+        receiver: from the same start until the receiver has unpacked the handover.
+        layer: post-attention and the next pre-attention, in the branch that computes them.
+        skipped: after an accept, from the verdict until the receiver may send: it has received the verdict, and its
+            main branch, whose gates are closed, has ended.
+        fixed: what precedes the first pre-attention and follows the last layer's join.
+        step: whole steps under the profiler.
     """
     begins: dict[tuple[int, int, int, str], float] = {}
     ends: dict[tuple[int, int, int, str], float] = defaultdict(float)
@@ -236,7 +258,7 @@ def swap_parts(
                 parts["sender"].append(decided - begin)
                 parts["receiver"].append(arrived - begin)
                 if layer + 1 < len(accepted):
-                    parts["layer"].append(ends[receiver, step, layer + 1, "pre_attention aside"] - arrived)
+                    parts["layer"].append(ends[receiver, step, layer + 1, "pre_attention spec"] - arrived)
                     name, rank = ("skipped", receiver) if hit else ("layer", sender)
                     ended = ends[rank, step, layer + 1, "pre_attention main"]
                     known = ends[rank, step, layer, "verdict verdict"] if hit else 0.0

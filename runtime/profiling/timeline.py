@@ -1,4 +1,4 @@
-"""When each operation ran on this rank, on one time axis for all ranks."""
+"""Timeline of operations on each rank, with one time axis for all ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ __all__ = ["Timeline", "trace_json"]
 
 
 class Timeline:
-    """Start and end of operations, by CUDA events on GPUs and by the host's clock on CPU.
+    """Records start and end of operations, by CUDA events on GPUs and by the host's clock on CPUs.
 
-    Zero is the moment of `start`, which every rank calls right after the same barrier, so the axes of the ranks agree
-    to the skew of that barrier.
+    Time zero is the call of `start`. Every rank calls it right after the same barrier, so that the axes of the ranks
+    agree up to the skew of that barrier.
+
+    Args:
+        device: where operations run.
+        enabled: if False, nothing is recorded.
     """
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
@@ -28,7 +32,7 @@ class Timeline:
         self.step = 0
 
     def start(self) -> None:
-        """Set time zero and forget what came before."""
+        """Set time zero and drop all earlier records."""
         self._spans.clear()
         self.step = 0
         self._zero = self._now()
@@ -51,7 +55,7 @@ class Timeline:
         self._spans.append((operation, layer, self.step, start, self._now()))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One `{"op", "layer", "step", "start_us", "end_us"}` for each operation, in the order of issue."""
+        """One `{"op", "layer", "step", "start_us", "end_us"}` for each operation, in launch order."""
         if self._cuda:
             torch.cuda.synchronize()
 
@@ -67,14 +71,14 @@ class Timeline:
 
 
 def trace_json(rows_by_rank: list[list[dict[str, Any]]], measured: dict[str, Any] | None = None) -> str:
-    """A trace that Perfetto and chrome://tracing open: a process for each rank, a slice for each operation.
+    """A trace for Perfetto and chrome://tracing, as JSON: one process for each rank, one slice for each operation.
 
-    Operations of a rank that overlap lie in lanes below each other. What a row holds besides `op`, `start_us` and
-    `end_us` becomes the slice's arguments.
+    Overlapping operations of a rank are drawn in separate lanes.
 
     Args:
-        measured: the measured row of steps like these, without a profiler. It says what was run, whether verdicts were
-            forced, and where and with what; it becomes the trace's `otherData`.
+        rows_by_rank: rows of each rank. All fields except `op`, `start_us` and `end_us` become the slice's arguments.
+        measured: the measured row of the same steps without a profiler, with settings and provenance; it becomes the
+            trace's `otherData`.
     """
     events: list[dict[str, Any]] = []
     for rank, rows in enumerate(rows_by_rank):

@@ -1,4 +1,4 @@
-"""The latency model against the numbers that Attention-Level SpecOutput prints.
+"""The latency model against the numbers that Attention-Level Speculation prints.
 
 Tables 4 to 7 give the parts of one token on 1, 2, 4 and 8 N150 chips: per-layer operations, flash decode at 1K tokens,
 and the operations outside the layers. Their totals are reproduced to the nanosecond, but for the LM head of Table 5,

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from gpu_jobs import HERE, environment, gpus, needs, torchrun
-from paths import ROOT
+from gpu_jobs import environment, gpus, needs, torchrun
+from paths import ROOT, WORKERS
 
 GENERATE = str(ROOT / "launch" / "generate.py")
-WORKER = str(HERE / "loop_worker.py")
+WORKER = str(WORKERS / "loop_worker.py")
 CYCLES = 20
 GONE_WITHIN_S = 10.0
 PAUSES_S = 0.1  # those of a generation take longer

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from gpu_jobs import HERE, MAX_RANKS, NUM_GPUS, environment, gpus, needs, torchrun
-from paths import ROOT
+from gpu_jobs import MAX_RANKS, NUM_GPUS, environment, gpus, needs, torchrun
+from paths import ROOT, WORKERS
 
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama_config import LlamaConfig
@@ -50,7 +50,7 @@ class Run:
         return self.name
 
     def case(self) -> dict[str, Any]:
-        """What worker.py takes."""
+        """A case of gpu_worker.py."""
         engine = {"speculation": {"mode": self.mode}, "dtype": self.dtype, "transport": self.transport}
         engine |= {"cuda_graph": self.graph, "kv_cache": self.kv_cache}
         thresholds, sampled, long = self.thresholds, self.mode == "off", self.name in WITH_LONG
@@ -157,7 +157,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
             place.with_suffix(".json").write_text(json.dumps(cases))
             visible = gpus(first, world_size)
             files = [str(place.with_suffix(suffix)) for suffix in (".json", ".out")]
-            command = torchrun(world_size, visible, [str(HERE / "worker.py"), *files])
+            command = torchrun(world_size, visible, [str(WORKERS / "gpu_worker.py"), *files])
             log = place.with_suffix(".log").open("w")
             jobs.append((place, subprocess.Popen(command, env=environment(visible), stdout=log, stderr=log)))
         try:

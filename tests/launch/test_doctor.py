@@ -259,8 +259,8 @@ def test_ranks_that_cannot_connect_get_the_advice_once(monkeypatch: pytest.Monke
     assert done.returncode != 0
     status, told = lines_of(done.stdout)["Gloo"]
     assert status == "fail"
-    assert "Unable to find address for: nosuch9; see that host names resolve; GLOO_SOCKET_IFNAME names" in told
-    assert told.count("see that host names resolve") == 1
+    assert "Unable to find address for: nosuch9; check that host names resolve; GLOO_SOCKET_IFNAME" in told
+    assert told.count("check that host names resolve") == 1
 
 
 def test_a_check_that_fails_on_all_ranks_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:

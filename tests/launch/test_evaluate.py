@@ -24,8 +24,8 @@ from alspec.launch.bench.bench_common import check_close
 from alspec.launch.bench.bench_prefill import PrefillCase, check_prefill
 from alspec.launch.evaluate_tasks import record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
+from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.engine.loading import WARM_UP_TOKENS
 from alspec.runtime.eval.teacher_forced import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.profiling.timeline import trace_json
 
@@ -78,7 +78,7 @@ def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert by_case["recall", 512, "inf"]["value"] == 0.0
     assert by_case["bits per byte", 512, "0.0"]["hit_rate"] == 0.0
     assert by_case["bits per byte", 512, "inf"]["hit_rate"] == 1.0
-    # At 128 tokens sink and window are everything: the guess is exact.
+    # At 128 tokens sink and window are everything: A~ is exact.
     values = [by_case["bits per byte", 128, threshold]["value"] for threshold in ("0.0", "inf")]
     assert values[0] == pytest.approx(values[1])
     assert 0.5 < values[0] < 4.0
@@ -100,7 +100,7 @@ def test_a_cache_that_no_text_uses_is_small(text: Path, monkeypatch: pytest.Monk
     assert loaded == [(1, WARM_UP_TOKENS)]
 
 
-def test_hit_rates_where_no_guess_leaves_out_a_token(
+def test_hit_rates_where_no_spec_output_leaves_out_a_token(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is counted up to 2 S + 63 tokens: rows have no rate, and the table has a dash for it."""
@@ -256,11 +256,7 @@ def test_bytes_of_characters_that_windows_cut(monkeypatch: pytest.MonkeyPatch, t
             "--records: cannot read nowhere.jsonl.gz",
         ),
         (["--text", "nowhere.txt"], "--text: cannot read nowhere.txt: No such file or directory"),
-        (["--kv-cache", "turboquant3"], "kv_cache: turboquant3 is not available yet"),
-        (
-            ["--codecs", "bf16,turboquant3"],
-            "--codecs: expected bf16, int8, turbo4, turbo2 or turbo-mixed, found 'turboquant3'",
-        ),
+        (["--codecs", "bf16,int4"], "--codecs: expected bf16, int8, turbo4, turbo2 or turbo-mixed, found 'int4'"),
         (["--softmaxes", "exact,fast"], "--softmaxes: expected exact or sas, found 'fast'"),
         (["--selectors", "size"], "min_max or variation, found 'size'"),
         (["--depths", "0,1.5"], "--depths: expected 1 or less, found '1.5'"),
@@ -277,15 +273,15 @@ def test_bytes_of_characters_that_windows_cut(monkeypatch: pytest.MonkeyPatch, t
         ),
         (
             ["--baselines", "--contexts", "128,575", "--windows", "1", "--chunk", "256"],
-            "in 575 tokens no guess leaves out one, give --contexts beyond 575",
+            "in 575 tokens A~ leaves out none; give --contexts beyond 575",
         ),
         (["--threshold", "0.3"], "--threshold: only --baselines needs one; give --thresholds, or leave it out"),
         (["--low-heads", "1", "--codecs", "bf16,turbo4"], "--low-heads: only turbo-mixed has heads of 2 bits; add it"),
         (["--selectors", "entropy"], "--selectors: only turbo-mixed has heads of 2 bits; add it to --codecs"),
         (["--block-sizes", "32"], "--block-sizes: a bf16 cache has no blocks; add another one to --codecs"),
         (["--depths", "0.5", "--recall", "1"], "--depths: only needles have a depth; give --needles"),
-        (["--kv-cache", "turbo4", "--codecs", "bf16"], "--kv-cache: --codecs says which caches are measured"),
-        (["--softmax", "sas", "--softmaxes", "exact"], "--softmax: --softmaxes says which are measured"),
+        (["--kv-cache", "turbo4", "--codecs", "bf16"], "--kv-cache: --codecs names the caches to measure"),
+        (["--softmax", "sas", "--softmaxes", "exact"], "--softmax: --softmaxes names those to measure"),
         (["--windos", "3"], "unknown flag --windos; the nearest valid name is --windows"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -482,10 +478,10 @@ def test_plot_trace_of_captured_steps(
     assert "within 1.5 us on all ranks" in out
 
 
-def test_plot_trace_tells_what_became_of_guesses(
+def test_plot_trace_counts_accepted_spec_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of three layers the middle one's guess is rejected: its sender does the same work again and goes on sending."""
+    """The A~ of the second of three layers is rejected: its sender recomputes and stays the sender."""
 
     def row(op: str, layer: int, start: float, end: float) -> dict[str, Any]:
         return {"op": op, "kernel": op, "layer": layer, "step": 1, "start_us": start, "end_us": end, "open": True}
@@ -510,15 +506,15 @@ def test_plot_trace_tells_what_became_of_guesses(
     original = plot_trace._parts
     monkeypatch.setattr(plot_trace, "_parts", lambda *given: parts.extend(original(*given)) or parts)
     assert plot_trace.main() == 0
-    assert [(part["rank"], part["op"], part["begin"], part["end"], part["words"]) for part in parts] == [
+    assert [(part["rank"], part["op"], part["begin"], part["end"], part["label"]) for part in parts] == [
         (0, "predictor", 0, 2, ""),
         (0, "full_attention", 2, 10, "full attention"),
-        (0, "in_vain", 15, 20, "on the guess"),
-        (0, "post_attention", 35, 43, "on the guess"),
-        (1, "post_attention", 2, 9, "on the guess"),
+        (0, "rejected", 15, 20, "on A~"),
+        (0, "post_attention", 35, 43, "on A~"),
+        (1, "post_attention", 2, 9, "on A~"),
         (1, "predictor", 12, 15, ""),
         (1, "full_attention", 15, 22, "full attention"),
-        (1, "post_attention", 22, 30, "redone"),
+        (1, "post_attention", 22, 30, "recompute"),
         (1, "predictor", 32, 35, ""),
         (1, "full_attention", 35, 42, "full attention"),
     ]
@@ -526,7 +522,7 @@ def test_plot_trace_tells_what_became_of_guesses(
     assert words.count("<!-- accepted: -->") == 2
     assert words.count("<!-- rejected: -->") == 1
     out = capsys.readouterr().out
-    assert "2 of 3 guesses were accepted" in out
+    assert "2 of 3 A~ were accepted" in out
     assert "where accepted, the next full attention began 12 us after this one" in out
     assert "where rejected, the next full attention began 20 us after this one" in out
 

@@ -22,7 +22,7 @@ from alspec.runtime.eval.quality import TextScore
 from alspec.runtime.eval.teacher_forced import CacheSetting
 
 
-def test_hit_rates_of_answers_where_no_guess_leaves_out_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hit_rates_of_answers_where_no_spec_output_leaves_out_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an answer that reaches position 2 S + 63, only the rest counts: before it, nothing can miss."""
     engine = Engine(validate(EngineConfig, {"speculation": {"mode": "simulated"}, "transport": "gloo"}, "test"))
     num_layers = engine.model_config.num_layers

@@ -23,7 +23,7 @@ from alspec.launch.plots.plot_latency import draw
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.engine import engine as engine_module
+from alspec.runtime.decode import eager_step
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.profiling.kernel_trace import TRACE_STEPS
 from alspec.runtime.profiling.profile import WARMUP_STEPS
@@ -149,14 +149,14 @@ def test_what_has_no_effect_is_told(profile: Profile, checkpoint: Path) -> None:
     flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", 16, "--steps", 1, "--top-k", 5)
     assert profile(*flags)[2] == "alspec: --top-k without effect: temperature 0 takes the most likely token\n"
     assert profile(*flags, "--temperature", 1)[2] == ""
-    told = "alspec: --threshold without effect: nothing is speculated in mode off; add --modes paired\n"
+    told = "alspec: --threshold without effect: mode off does not speculate; add --modes paired\n"
     assert profile(*flags, "--temperature", 1, "--threshold", 0.3)[2] == told
 
 
 def test_sampled_steps(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
     """They are chosen as asked for, and rows and title say so."""
     how = ("--temperature", 0.8, "--top-p", 0.9, "--seed", 5)
-    with mock.patch.object(engine_module, "sample", wraps=engine_module.sample) as sample:
+    with mock.patch.object(eager_step, "sample", wraps=eager_step.sample) as sample:
         code, out, _ = profile("--model", checkpoint, "--contexts", 16, "--steps", 2, *how, *outputs(tmp_path))
     assert code == 0
     assert "temperature 0.8, top_k 0, top_p 0.9" in out
@@ -193,8 +193,8 @@ def test_steps_after_a_text(
     """The prompts are the text, over and over, from a place of its own for each request; rows name the file."""
     (tmp_path / "text.txt").write_text("The quick brown fox. ", encoding="utf-8")
     prompts = []
-    start = Engine.start_generation
-    monkeypatch.setattr(Engine, "start_generation", lambda *args: (prompts.append(args[1]), start(*args))[1])
+    stream = Engine.stream
+    monkeypatch.setattr(Engine, "stream", lambda *args: (prompts.append(args[1]), stream(*args))[1])
     flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", "12,60", "--steps", 2, "--batch", 2)
     code, out, err = profile(*flags, "--prompt-file", tmp_path / "text.txt", "--rows", tmp_path / "rows.jsonl")
     assert (code, err) == (0, "")
@@ -370,7 +370,7 @@ def test_table_shows_no_bytes_of_a_pair(capsys: pytest.CaptureFixture[str]) -> N
 
 
 MISTAKES = [
-    (("--modes", "off,colocated"), "flags: --modes: expected off or paired, found 'colocated'"),
+    (("--modes", "off,simulated"), "flags: --modes: expected off or paired, found 'simulated'"),
     (("--hit-rates", "real,1.5"), "flags: --hit-rates: expected real or numbers from 0 to 1, found '1.5'"),
     (("--hit-rates", "half"), "flags: --hit-rates: expected real or numbers from 0 to 1, found 'half'"),
     (
@@ -384,7 +384,7 @@ MISTAKES = [
     ),
     (
         ("--modes", "off,paired", "--trace", "t.json"),
-        "flags: --trace: one mode over one cache at a time; give one to --modes, and to --codecs",
+        "flags: --trace: records one mode over one cache; give one value to --modes and to --codecs",
     ),
     (("--modes", "pared"), "flags: --modes: expected off or paired, found 'pared'"),
     (
@@ -415,11 +415,11 @@ MISTAKES = [
     (("--contxts", "64"), "flags: unknown flag --contxts; the nearest valid name is --contexts"),
     (
         ("--kv-cache", "turbo4", "--codecs", "bf16,turbo4"),
-        "flags: --kv-cache: --codecs says which caches are measured; leave --kv-cache out",
+        "flags: --kv-cache: --codecs names the caches to measure; leave --kv-cache out",
     ),
     (
         ("--codecs", "bf16,turbo4", "--trace", "t.json"),
-        "flags: --trace: one mode over one cache at a time; give one to --modes, and to --codecs",
+        "flags: --trace: records one mode over one cache; give one value to --modes and to --codecs",
     ),
     (
         ("--codecs", "turbo4,bf16", "--softmax", "sas"),
@@ -427,9 +427,10 @@ MISTAKES = [
     ),
     (("--codecs", "turbo4"), "kv_cache: turbo4 needs a head_dim of 64 or 128, the model has 8; use bf16"),
     (
-        ("--kv-cache", "turboquant3"),
-        "kv_cache: turboquant3 is not available yet; use bf16, turbo4, turbo2, turbo-mixed",
+        ("--codecs", "bf16,int8"),
+        "flags: --codecs: expected bf16, turbo4, turbo2 or turbo-mixed, found 'int8'",
     ),
+    (("--softmax", "sas"), "softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed"),
     (("--cuda-graph", "on"), "cuda_graph: on needs a GPU, and this runs on the CPU; use auto or off"),
     *(
         (
@@ -533,7 +534,7 @@ def test_modes_follow_each_other_in_one_job(checkpoint: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     off = [["300", "off", "bf16", "-"], ["400", "off", "bf16", "-"]]
     paired = [["300", "paired", "bf16", "-"], ["400", "paired", "bf16", "100.0%"]]
-    assert [line[:4] for line in cells(done.stdout)[1:]] == off + paired, "in 300 tokens no guess can miss"
+    assert [line[:4] for line in cells(done.stdout)[1:]] == off + paired, "in 300 tokens no A~ can miss"
     cases = [row["case"] for row in read_rows(tmp_path)]
     assert {case["text"] for case in cases} == {"text.txt"}
     assert [(case["mode"], case["hit_rate"], case["forced"]) for case in cases] == [

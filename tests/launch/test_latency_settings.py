@@ -113,7 +113,7 @@ def test_a_row_of_a_pair_has_no_share_of_a_limit() -> None:
 
 @pytest.mark.parametrize(("given", "written"), [(0.1, 0.1), (math.inf, "inf")])
 def test_a_row_of_a_pair_has_lambda_and_s(given: float, written: float | str) -> None:
-    """As JSON can hold them; in mode off there are no guesses."""
+    """As JSON can hold them; mode off has neither."""
     config = config_of(speculation={"threshold": given, "chunk_size": 256})
     profile = Profile(1024, 1, [[100.0], [90.0]], None, 10**6)
     pair, off = (

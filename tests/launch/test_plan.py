@@ -75,7 +75,7 @@ def test_predicted_part_is_near_the_measured_one(row: dict[str, Any]) -> None:
     assert part_us == pytest.approx(row["us"]["p50"], rel=PART_TOLERANCE)
 
 
-def test_guess_comes_no_later_than_attention_ends() -> None:
+def test_spec_output_comes_no_later_than_attention_ends() -> None:
     config = LlamaConfig.from_shape("llama-3.1-8b")
     short, long = (step_costs(config, 2, 2, torch.bfloat16, context) for context in (1024, 131072))
     assert short.receiver_us == short.attention_us < long.receiver_us < long.attention_us
@@ -121,8 +121,8 @@ def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureF
     assert generate.main(flags) == 0
     out = capsys.readouterr().out
     assert "4096 tokens, fp32" in out
-    assert "if every layer accepts and their errors are unrelated" in " ".join(out.split())
-    assert "with probability 0.99, by the order of" in " ".join(out.split())
+    assert "if every layer accepts A~ and the errors are independent" in " ".join(out.split())
+    assert "norms of an attention output at most, with probability 0.99" in " ".join(out.split())
     config, found = LlamaConfig.from_shape("llama-3.1-8b"), {}
     for line in out.splitlines():
         cells = line.strip("│| ").replace("│", " ").split()

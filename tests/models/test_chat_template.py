@@ -182,7 +182,7 @@ def test_failing_template(template: str, needles: list[str]) -> None:
 @pytest.mark.parametrize("template", ["", " \n", "{% for m in messages %}{% endfor %}", "{{ messages[0].name }}\n"])
 def test_a_template_that_says_nothing(template: str) -> None:
     """What is generated after it could not depend on the messages."""
-    with pytest.raises(UserError, match="model: chat template: expected a prompt, found nothing but '"):
+    with pytest.raises(UserError, match="model: chat template: expected a prompt, found a blank text"):
         render(template)
 
 
@@ -201,8 +201,8 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "needle"),
     [
-        ("tokenizer_config.json", [{"name": "rag", "template": "R"}], "chat_template: expected one named 'default', "),
-        ("tokenizer_config.json", {"default": "D"}, "chat_template: expected a text or a list of named ones, found {"),
+        ("tokenizer_config.json", [{"name": "rag", "template": "R"}], "chat_template: expected a template named 'def"),
+        ("tokenizer_config.json", {"default": "D"}, "chat_template: expected a text or a list of named temp"),
         ("tokenizer_config.json", [{"name": "default", "template": 7}], "chat_template: expected a text or a list of"),
         ("chat_template.jinja", b"\xff", "expected UTF-8 text, found none"),
         ("chat_template.jinja", b"<!DOCTYPE html><html>", "expected a chat template, found an HTML page"),
@@ -230,7 +230,7 @@ def test_a_template_that_cannot_be_used_is_refused_where_it_is_needed(
 def test_a_template_that_is_a_dangling_link(single_folder: Path) -> None:
     (single_folder / "chat_template.jinja").symlink_to("../blobs/1")
     tokenizer = Tokenizer.from_folder(single_folder, LlamaConfig.from_folder(single_folder))
-    with pytest.raises(UserError, match=r"chat_template.jinja: expected UTF-8 text, found a link that leads nowhere"):
+    with pytest.raises(UserError, match=r"chat_template.jinja: expected UTF-8 text, found a broken symbolic link"):
         tokenizer.encode_chat(USER_ONLY)
 
 

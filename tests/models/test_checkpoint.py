@@ -148,7 +148,7 @@ def test_a_head_of_its_own_is_not_passed_over(
     changed[-1, -1] += 1
     for head in (changed, torch.randn(embedding.shape), embedding[:-1].clone()):
         save_file(tensors | {"lm_head.weight": head}, path)
-        with pytest.raises(UserError, match=r"lm_head.weight'.* tie_word_embeddings is true, found others; set it to"):
+        with pytest.raises(UserError, match=r"lm_head.weight'.* tie_word_embeddings is true, found other values; set"):
             open_folder(folder)
     embedding[0, 0] = torch.nan  # which is told elsewhere
     save_file(tensors | {"lm_head.weight": embedding.clone()}, path)
@@ -289,7 +289,7 @@ def test_the_manifest_that_is_asked_for(has_template: bool, sharded_folder: Path
     [
         (None, "found none; write one"),
         (b"", "found none"),
-        (b"\xff\xfe", "found none"),
+        (b"\xff\xfe", "found other bytes"),
         (b"deadbeef  config.json\n", "line 1"),
         (b"0" * 64 + b"  ../config.json\n", "line 1"),
         (b"0" * 64 + b"  /etc/hostname\n", "line 1"),

@@ -261,7 +261,7 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
     "tensor missing": (
         "single",
         edit_tensors(lambda tensors: tensors.pop(Q_PROJ)),
-        [Q_PROJ, "missing (1 of 21 are)", "expected shape [32, 32]"],
+        [Q_PROJ, "missing (1 of 21 tensors)", "expected shape [32, 32]"],
     ),
     "LM head missing": (
         "single",
@@ -301,7 +301,7 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
     "config of another model": (
         "single",
         edit_json("config.json", lambda config: config.update(num_hidden_layers=3)),
-        ["'model.layers.2.input_layernorm.weight': missing (9 of 30 are)"],
+        ["'model.layers.2.input_layernorm.weight': missing (9 of 30 tensors)"],
     ),
     "config with fewer layers": (
         "single",
@@ -349,7 +349,7 @@ for _kind, _name in (
     FAULTS[f"{_name} a dangling link"] = (
         _kind,
         dangle(_name),
-        [_name, "found a link that leads nowhere ('../../blobs/4d7a21'); download"],
+        [_name, "found a broken symbolic link ('../../blobs/4d7a21'); download"],
     )
 
 

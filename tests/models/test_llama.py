@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from alspec.config import SpeculationConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random_weights
 from alspec.models.llama_config import LlamaConfig, RopeScaling
@@ -77,7 +78,7 @@ class Runner:
         self.transport = transport
         kv_heads = config.num_kv_heads // transport.placement.tp_size
         self.cache = KVCache(config.num_layers, 1, kv_heads, 200, config.head_dim, torch.float32, CPU)
-        self._program = EagerStep(self.model, self.cache, transport, "off", 0.1, 128, no_hook)
+        self._program = EagerStep(self.model, self.cache, transport, "off", SpeculationConfig(), no_hook)
 
     def prefill(self, ids: list[int], chunk_tokens: int) -> Tensor:
         """[V] logits after the last of `ids`."""

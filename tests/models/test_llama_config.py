@@ -242,7 +242,7 @@ def test_an_impossible_eos_is_named_where_it_stands(
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"])
 def test_names_on_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    hint = f"(names on a hub are not downloaded; `hf download {name} --local-dir DIR`, then give DIR)"
+    hint = f"(models are not downloaded from a hub; run `hf download {name} --local-dir DIR`, then give DIR)"
     with pytest.raises(UserError, match=re.escape(hint)):
         LlamaConfig.from_folder(Path(name))
     Path(name).parent.mkdir()

@@ -407,7 +407,7 @@ def test_tokens_that_were_added_may_have_no_embedding(tmp_path: Path, byte_level
     core.add_special_tokens(["[PAD]"])
     write_tokenizer(tmp_path, core, bos_token="<|begin|>", eos_token="<|end|>")
     shape = {"bos_token_id": BOS, "eos_token_ids": (1,)}
-    with pytest.raises(UserError, match=rf"'\[PAD\]' has no embedding: its id is {size}, vocab_size {size}"):
+    with pytest.raises(UserError, match=rf"'\[PAD\]' has no embedding: its id is {size}, vocab_size is {size}"):
         Tokenizer.from_folder(tmp_path, config(size, **shape)).encode("the [PAD]")
     assert Tokenizer.from_folder(tmp_path, config(size, **shape)).encode("the")
     with pytest.raises(UserError, match="vocabulary: expected ids below vocab_size"):

@@ -79,7 +79,7 @@ def test_a_token_that_is_special_there_is_not_printed(
     [
         (
             {str(FIRST + 1): FLAGS | {"content": "<new>"}},
-            f"'<new>': expected at id {FIRST + 1}, found that with this tokenizer.json it is {FIRST}; use the files",
+            f"'<new>': expected id {FIRST + 1}, found id {FIRST} with this tokenizer.json; use files",
         ),
         ({str(FIRST): {"content": None}}, f"{FIRST}: expected a token with content, found {{'content': None}}"),
         ({str(FIRST): "<new>"}, f"{FIRST}: expected a token with content, found '<new>'"),

@@ -24,7 +24,7 @@ def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[PairState]]:
     """The handovers of every rank: [group][tp_rank]."""
-    size, tp_size = sum(shape.field_packets()), shape.tp_size
+    size, tp_size = sum(shape.field_sizes()), shape.tp_size
     memories = [[torch.zeros(size, dtype=torch.int64, device=device) for _ in range(tp_size)] for _ in range(2)]
     meetings = torch.zeros(2 * tp_size, 2 * tp_size, dtype=torch.int64, device=device)
     return [

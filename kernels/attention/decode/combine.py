@@ -1,13 +1,13 @@
-"""Partials of decode attention and how they are merged: device code of both decode kernels (see lean_decode.py).
+"""Partials of decode attention: how they are stored, how `A~` is sent, and how they are combined.
 
-What stores partials and sends a guess is that over bf16; for a quantised
-cache see warp_combine.py and flashq_mainloop.py.
+`combine_output` and `await_partials` serve every codec. `store_partial` and `send_spec` are for the bf16 cache; their
+counterparts for a quantised cache are in warp_combine.py and flashq_mainloop.py.
 
-A partial is `(o, lse)` of some tokens of one output, that is of the query heads of one (request, KV head), normalised,
-fp32, `lse` in base 2. Partials of one output lie in consecutive slots. A launch of its own merges them: programs of
-one warp, each for some channels of a query head. They know from the schedule where partials lie, and are on their SMs
-before the attention has ended (but for a `rest`, see `launch_combine`); so a merge is the way from one kernel to the
-next and a round of loads.
+A partial is `(o, lse)` of some tokens of one output, that is, of all query heads of one (request, KV head). It is
+normalised, fp32, with `lse` in base 2. The partials of one output have consecutive indices. A second launch combines
+them; each of its programs is one warp and computes a slice of the channels of one query head. A program computes from
+the schedule where its partials lie, and it is resident before the attention launch ends (except after a `rest`, see
+`launch_combine`). So the combine costs the transition from one kernel to the next and one round of loads.
 """
 
 from __future__ import annotations
@@ -28,174 +28,194 @@ __all__ = [
     "store_partial",
 ]
 
-LANE = tl.constexpr(4)  # channels that a lane loads at once
-# Channels of a program: few, for what one warp has to do takes longer than the loads (32 were 1 us slower, H200). Twice
-# as many where there are many programs even so: over a quantised cache, whose programs leave no registers to others
-# until they end, 512 of them took up to 0.9 us longer than 256, and 128 of 8 heads up to 0.5 us less than 64.
+LANE = tl.constexpr(4)  # channels per lane and load
+# Channels per program: beyond 8 a program, which is one warp, is issue-bound. But with more than MAX_NARROW_PROGRAMS
+# programs per request 16 are faster: over a quantised cache, attention holds all registers of an SM until it ends.
 SLICE = 8
 WIDE_SLICE = 16
-FEW_PROGRAMS = 128
-COMBINE_VALUES = 2048  # that a program loads at once: 64 registers
-# By itself ptxas aims at 64 in all, and delays loads until others have come.
+MAX_NARROW_PROGRAMS = 128
+COMBINE_VALUES = 2048  # values that a program loads in one round: 64 registers
+# The ptxas default aims at 64 registers in all, and then delays some loads until earlier ones have arrived.
 COMBINE_REGISTERS = 128
 
 
 def _slice_width(num_qo_heads: int, head_dim: int) -> int:
-    return WIDE_SLICE if num_qo_heads * -(-head_dim // SLICE) > FEW_PROGRAMS else SLICE
+    return WIDE_SLICE if num_qo_heads * -(-head_dim // SLICE) > MAX_NARROW_PROGRAMS else SLICE
 
 
 def num_sums(num_qo_heads: int, head_dim: int) -> int:
-    """R: how many pairs of sums of a request its heads leave for the verdict."""
+    """R, the number of (dist2, norm2) pairs that the heads of one request write for the verdict."""
     return num_qo_heads * -(-head_dim // _slice_width(num_qo_heads, head_dim))
 
 
-def combine_sizes(num_qo_heads: int, head_dim: int, programs_of_head: int) -> tuple[int, int, int]:
-    """Channels that a program merges, programs of a head, and how many partials they load at once: nearly always all
-    that a head has of so many programs of the attention."""
-    chunk = _slice_width(num_qo_heads, head_dim)
-    slots = 32 * int(LANE.value) // chunk  # partials that a warp loads side by side
-    most = -(-(programs_of_head + 2) // slots) * slots
-    return chunk, -(-head_dim // chunk), min(most, COMBINE_VALUES // chunk)
+def combine_sizes(num_qo_heads: int, head_dim: int, programs_per_head: int) -> tuple[int, int, int]:
+    """Sizes of the combine launch.
+
+    Args:
+        programs_per_head: programs of the attention launch divided by its outputs.
+    Returns:
+        (channels per program, programs per query head, partials loaded in one round). One round nearly always covers
+        all partials of a head.
+    """
+    width = _slice_width(num_qo_heads, head_dim)
+    side_by_side = 32 * int(LANE.value) // width  # partials that a warp loads at once
+    most = -(-(programs_per_head + 2) // side_by_side) * side_by_side
+    return width, -(-head_dim // width), min(most, COMBINE_VALUES // width)
 
 
 @triton.jit
-def store_partial(o, lse, o_ptr, lse_ptr, slot, rows, channels, HEADS_PER_KV: tl.constexpr):
-    """Write the `HEADS_PER_KV` real rows of a partial, o [D, ROWS], into its slot; rows, channels: their numbers."""
-    real = rows < HEADS_PER_KV
-    tl.store(o_ptr + (slot * HEADS_PER_KV + rows)[None, :] * o.shape[0] + channels[:, None], o, mask=real[None, :])
-    tl.store(lse_ptr + slot * HEADS_PER_KV + rows, lse, mask=real)
+def store_partial(o, lse, o_ptr, lse_ptr, partial_index, rows, channels, HEADS_PER_KV: tl.constexpr):
+    """Store a partial o [D, ROWS], lse [ROWS], without its padded rows.
+
+    Args:
+        rows: [ROWS], query heads.  channels: [D]. Both in the layout of o.
+    """
+    row_mask = rows < HEADS_PER_KV
+    tl.store(
+        o_ptr + (partial_index * HEADS_PER_KV + rows)[None, :] * o.shape[0] + channels[:, None], o,
+        mask=row_mask[None, :],
+    )  # fmt: skip
+    tl.store(lse_ptr + partial_index * HEADS_PER_KV + rows, lse, mask=row_mask)
 
 
 @triton.jit
 def send_spec(
-    o,
-    lse,
+    o,  # [D, ROWS]
+    lse,  # [ROWS]
     output,
     part,
-    parts,  # how many have tokens
+    parts,  # number of parts with tokens
     num_heads,  # query heads of all outputs
     spec_out_ptr,
     spec_lse_ptr,  # or None, with one part
     epoch,  # or None
-    rows,  # [ROWS] and
-    channels,  # [D]: the numbers of o's columns and rows, in the layouts of a kernel that chooses its own
+    rows,  # [ROWS], query heads, in the layout of o
+    channels,  # [D], in the layout of o
     HEADS_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPEC_PARTS: tl.constexpr,
 ):
-    """Write a part of `A~` of an output, o [D, ROWS] and lse [ROWS].
+    """Send `A~` of an output, or one part of it.
 
-    With an epoch as words, which need no fence and no flag behind them. The first part also writes those without
-    tokens, as partials of no weight: the receiver does not know how many parts have tokens.
+    With an epoch it is sent as LL packets, which need no fence and no flag. The receiver does not know how many parts
+    have tokens. So part 0 also sends the parts without tokens, as partials of weight 0.
     """
-    real = rows < HEADS_PER_KV
-    exists = real[None, :] & (channels < HEAD_DIM)[:, None]
-    at = (output * HEADS_PER_KV + rows)[None, :] * HEAD_DIM + channels[:, None]
+    row_mask = rows < HEADS_PER_KV
+    o_mask = row_mask[None, :] & (channels < HEAD_DIM)[:, None]
+    offsets = (output * HEADS_PER_KV + rows)[None, :] * HEAD_DIM + channels[:, None]
     to = spec_out_ptr
     if SPEC_PARTS > 1:
         to += part * (num_heads * HEAD_DIM)
     if epoch is not None:
-        store_packets(to + at, o, epoch, exists)
+        store_packets(to + offsets, o, epoch, o_mask)
     else:
-        tl.store(to + at, o.to(spec_out_ptr.dtype.element_ty), mask=exists)
+        tl.store(to + offsets, o.to(spec_out_ptr.dtype.element_ty), mask=o_mask)
     if SPEC_PARTS > 1:
-        lse_at = spec_lse_ptr + output * HEADS_PER_KV + rows
-        store_packets(lse_at + part * num_heads, lse, epoch, real)
-        nothing = tl.where(rows >= 0, float("-inf"), lse)
+        lse_dst = spec_lse_ptr + output * HEADS_PER_KV + rows
+        store_packets(lse_dst + part * num_heads, lse, epoch, row_mask)
+        # Always true here; `where` keeps the layouts of lse and o.
+        empty_lse = tl.where(rows >= 0, float("-inf"), lse)
         zeros = tl.where((channels >= 0)[:, None], 0.0, o)
-        for absent in tl.static_range(1, SPEC_PARTS):
-            if (part == 0) & (absent >= parts):
-                store_packets(lse_at + absent * num_heads, nothing, epoch, real)
-                store_packets(spec_out_ptr + absent * (num_heads * HEAD_DIM) + at, zeros, epoch, exists)
+        for empty_part in tl.static_range(1, SPEC_PARTS):
+            if (part == 0) & (empty_part >= parts):
+                store_packets(lse_dst + empty_part * num_heads, empty_lse, epoch, row_mask)
+                store_packets(spec_out_ptr + empty_part * (num_heads * HEAD_DIM) + offsets, zeros, epoch, o_mask)
 
 
 @triton.jit
-def await_partials(slot, runs):
-    """`gdc_wait`, once these are computed: the compiler would move to behind the wait what nobody needs before.
+def await_partials(partial_index, runs):
+    """`gdc_wait` after `partial_index` and `runs` are computed; returns them unchanged.
 
-    Declares shared memory, which nobody uses, for the reason given in pdl.py.
+    The wait depends on both values, because the compiler would otherwise move their computation behind the wait. It
+    also declares unused shared memory, for the reason given in pdl.py.
     """
     if not INTERPRETED:
-        slot, runs = tl.inline_asm_elementwise(
+        partial_index, runs = tl.inline_asm_elementwise(
             "{ .shared .align 4 .b8 unused[4]; .reg .pred known; .reg .b32 both, place; or.b32 both, $2, $3;"
             " setp.ne.u32 known, both, 0xFFFFFFFF; @known griddepcontrol.wait; mov.u32 place, unused;"
             " @!known st.shared.b32 [place], both; mov.b32 $0, $2; mov.b32 $1, $3; }",
-            "=&r,=r,r,r", [slot, runs], dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+            "=&r,=r,r,r", [partial_index, runs], dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
-    return slot, runs
+    return partial_index, runs
 
 
 @triton.jit
 def _load_partials(
-    o_ptr, lse_ptr, row, at, count, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
-    SPREAD: tl.constexpr,
+    o_ptr, lse_ptr, row, first_partial, count, first_channel, HEADS_PER_KV: tl.constexpr, D: tl.constexpr,
+    SLICE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """A head's partials from number `at` on, one for each LANES lanes, or with SPREAD = 0 that number in all lanes.
+    """Load partials of one head from number `first_partial` on.
 
-    All lanes that load channels of a partial load its `lse` as well, so that none is passed on.
+    With SPREAD = 1 each group of LANES lanes loads another partial; with SPREAD = 0 all lanes load the same one. Each
+    lane also loads the `lse` of its partial, so no lane has to pass it on.
 
     Args:
-        row: of the workspace, where number 0 lies.  at: a constant.  count: how many there are.  first: channel.
+        row: row of partial 0 in the workspace.  first_partial: a constant.  count: number of partials.
     Returns:
-        lse [SLOTS, LANES], -inf of those that there are none of, and o [SLOTS, LANES, LANE]; SLOTS LANES = 32.
+        lse [PARTIALS, LANES], -inf past `count`; o [PARTIALS, LANES, LANE], with PARTIALS LANES = 32.
     """
     LANES: tl.constexpr = SLICE // LANE
-    SLOTS: tl.constexpr = 32 // LANES
-    # As one dimension, of which there is one way to lie in lanes; of two, Triton 3.6 and 3.7 choose different ones.
-    place = tl.arange(0, 32) // LANES * SPREAD
-    slots, channels = tl.arange(0, SLOTS)[:, None] * SPREAD, tl.arange(0, SLICE)[None, :]
-    # What is constant is added last, and so is part of the instruction: all loads have one address.
-    lse_at = lse_ptr + row + place * HEADS_PER_KV + at * HEADS_PER_KV
-    o_at = o_ptr + (row * D + first) + (slots * (HEADS_PER_KV * D) + channels) + at * (HEADS_PER_KV * D)
-    # .cg: other SMs wrote these, and L1 may hold older bytes.
-    lse = tl.load(lse_at, mask=place + at < count, other=float("-inf"), cache_modifier=".cg")
-    o = tl.load(o_at, mask=(slots + at < count) & (channels >= 0), other=0.0, cache_modifier=".cg")
-    return tl.reshape(lse, [SLOTS, LANES]), tl.reshape(o, [SLOTS, LANES, LANE])
+    PARTIALS: tl.constexpr = 32 // LANES
+    # One-dimensional, which has only one lane layout. For two dimensions Triton 3.6 and 3.7 choose different ones.
+    lane_partial = tl.arange(0, 32) // LANES * SPREAD
+    partials, channels = tl.arange(0, PARTIALS)[:, None] * SPREAD, tl.arange(0, SLICE)[None, :]
+    # Add the constants last: they become part of the load instructions, and all loads share one address.
+    lse_ptrs = lse_ptr + row + lane_partial * HEADS_PER_KV + first_partial * HEADS_PER_KV
+    o_ptrs = (
+        o_ptr + (row * D + first_channel) + (partials * (HEADS_PER_KV * D) + channels)
+        + first_partial * (HEADS_PER_KV * D)
+    )  # fmt: skip
+    # .cg: other SMs wrote these values, and L1 may hold older ones.
+    lse = tl.load(lse_ptrs, mask=lane_partial + first_partial < count, other=float("-inf"), cache_modifier=".cg")
+    o = tl.load(o_ptrs, mask=(partials + first_partial < count) & (channels >= 0), other=0.0, cache_modifier=".cg")
+    return tl.reshape(lse, [PARTIALS, LANES]), tl.reshape(o, [PARTIALS, LANES, LANE])
 
 
 @triton.jit
 def _load_all(
-    o_ptr, lse_ptr, row, count, first, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
+    o_ptr, lse_ptr, row, count, first_channel, HEADS_PER_KV: tl.constexpr, D: tl.constexpr, SLICE: tl.constexpr,
     N: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """A head's first N partials, those of each lane, by `_load_partials`."""
+    """Load the first N partials of a head: a tuple of the (lse, o) of `_load_partials`."""
     loaded = ()
-    for at in tl.static_range(0, N, 32 * LANE // SLICE if SPREAD else 1):
-        of_lanes = _load_partials(o_ptr, lse_ptr, row, at, count, first, HEADS_PER_KV, D, SLICE, SPREAD)
-        loaded = loaded + (of_lanes,)  # noqa: RUF005 (Triton has no *)
+    for first_partial in tl.static_range(0, N, 32 * LANE // SLICE if SPREAD else 1):
+        lse_and_o = _load_partials(
+            o_ptr, lse_ptr, row, first_partial, count, first_channel, HEADS_PER_KV, D, SLICE, SPREAD
+        )  # fmt: skip
+        loaded = loaded + (lse_and_o,)  # noqa: RUF005 (Triton has no *)
     return loaded
 
 
 @triton.jit
-def _largest(loaded):
-    """The largest lse of each lane's partials."""
-    largest = loaded[0][0]
+def _max_lse(loaded):
+    """Largest lse of the partials of each lane."""
+    lse_max = loaded[0][0]
     for i in tl.static_range(1, len(loaded)):
-        largest = tl.maximum(largest, loaded[i][0])
-    return largest
+        lse_max = tl.maximum(lse_max, loaded[i][0])
+    return lse_max
 
 
 @triton.jit
-def _scaled(weight, o):
-    """weight o, of each channel."""
+def _scale(weight, o):
+    """weight * o, for each channel."""
     return weight.broadcast_to(o.shape[:2])[:, :, None] * o
 
 
 @triton.jit
-def _add_scaled(weight, o, total):
-    """weight o + total, of each channel."""
+def _scale_add(weight, o, total):
+    """weight * o + total, for each channel."""
     return tl.fma(weight.broadcast_to(o.shape[:2])[:, :, None].broadcast_to(o.shape), o, total)
 
 
 @triton.jit
 def _combine_lanes(loaded, row_max):
-    """sum 2^(lse - row_max) and sum 2^(lse - row_max) o of each lane's partials."""
+    """sum 2^(lse - row_max) and sum 2^(lse - row_max) o over the partials of each lane."""
     row_sum = tl.exp2(loaded[0][0] - row_max)
-    total = _scaled(row_sum, loaded[0][1])
+    total = _scale(row_sum, loaded[0][1])
     for i in tl.static_range(1, len(loaded)):
         weight = tl.exp2(loaded[i][0] - row_max)
         row_sum += weight
-        total = _add_scaled(weight, loaded[i][1], total)
+        total = _scale_add(weight, loaded[i][1], total)
     return row_sum, total
 
 
@@ -203,13 +223,13 @@ def _combine_lanes(loaded, row_max):
 def combine_output(
     o_ptr,  # partials
     lse_ptr,
-    slot,  # the first of the output's runs
-    runs,  # how many there are
-    spec_slot,  # where `A~` of this output begins
-    parts,  # how many it has
-    row,  # of query heads of all requests: output * HEADS_PER_KV + head
+    partial_index,  # first partial of the runs of this output
+    runs,  # number of these partials
+    spec_index,  # first partial of `A~` of this output
+    parts,  # number of these partials
+    row,  # query head among those of all requests: output * HEADS_PER_KV + head
     head,
-    chunk,  # of the head's channels
+    slice_index,  # slice of the head's channels
     out_ptr,
     out_lse_ptr,
     sums_ptr,
@@ -222,56 +242,57 @@ def combine_output(
     SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr,
 ):
-    """Merge some channels of a head's partials and write them; with a guess, also sums for the verdict.
+    """Combine a slice of channels of a head's partials; with speculation, also write the sums for the verdict.
 
     o = sum_s 2^(lse_s - m) o_s / l,   l = sum_s 2^(lse_s - m),   lse = m + log2 l,   m = max_s lse_s
 
-    What crosses lanes is the largest `lse`, and sums of what each has merged. Every lane has loaded and merged all
-    parts of the guess, which is one more partial of the first.
+    Only the maximum of `lse` and the sums over each lane's partials cross lanes. Every lane loads and combines all
+    parts of `A~`. The result counts as one more partial of the first group of lanes.
     """
     LANES: tl.constexpr = SLICE // LANE
-    SLOTS: tl.constexpr = 32 // LANES
+    PARTIALS: tl.constexpr = 32 // LANES
     tl.static_assert(ROUND * LANES % 32 == 0)
-    at, first = slot * HEADS_PER_KV + head, chunk * SLICE
-    loaded = _load_all(o_ptr, lse_ptr, at, runs, first, HEADS_PER_KV, D, SLICE, ROUND, 1)
+    first_row, first_channel = partial_index * HEADS_PER_KV + head, slice_index * SLICE
+    loaded = _load_all(o_ptr, lse_ptr, first_row, runs, first_channel, HEADS_PER_KV, D, SLICE, ROUND, 1)
     if SPEC:
-        spec_at = spec_slot * HEADS_PER_KV + head
-        guess = _load_all(o_ptr, lse_ptr, spec_at, parts, first, HEADS_PER_KV, D, SLICE, SPEC_PARTS, 0)
-    slots = tl.arange(0, SLOTS)[:, None]
-    largest = _largest(loaded)
+        spec_row = spec_index * HEADS_PER_KV + head
+        spec = _load_all(o_ptr, lse_ptr, spec_row, parts, first_channel, HEADS_PER_KV, D, SLICE, SPEC_PARTS, 0)
+    partials = tl.arange(0, PARTIALS)[:, None]
+    lse_max = _max_lse(loaded)
     if SPEC:
-        spec_max = _largest(guess)
-        spec_sum, spec_o = _combine_lanes(guess, spec_max)
-        first_lse = tl.where(slots == 0, spec_max, float("-inf"))
-        largest = tl.maximum(largest, first_lse)
-    row_max = tl.max(largest, 0)[None, :]
+        spec_max = _max_lse(spec)
+        spec_sum, spec_o = _combine_lanes(spec, spec_max)
+        first_lse = tl.where(partials == 0, spec_max, float("-inf"))
+        lse_max = tl.maximum(lse_max, first_lse)
+    row_max = tl.max(lse_max, 0)[None, :]
     row_sum, o = _combine_lanes(loaded, row_max)
     if SPEC:
         weight = tl.exp2(first_lse - row_max)
-        # Not 0 times the others' values, which may be infinite.
         row_sum = tl.fma(weight, spec_sum, row_sum)
-        o = _add_scaled(weight, tl.where((slots == 0)[:, :, None], spec_o, 0.0), o)
-        spec_o = _scaled(inverse_of_sum(spec_sum), spec_o)
+        # Select before the product: the other lanes have weight 0, but 0 * inf is NaN.
+        o = _scale_add(weight, tl.where((partials == 0)[:, :, None], spec_o, 0.0), o)
+        spec_o = _scale(inverse_of_sum(spec_sum), spec_o)
     for done in tl.range(ROUND, runs, ROUND):
         more = _load_all(
-            o_ptr, lse_ptr, at + done * HEADS_PER_KV, runs - done, first, HEADS_PER_KV, D, SLICE, ROUND, 1
+            o_ptr, lse_ptr, first_row + done * HEADS_PER_KV, runs - done, first_channel, HEADS_PER_KV, D, SLICE,
+            ROUND, 1
         )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(_largest(more), 0)[None, :])
+        new_max = tl.maximum(row_max, tl.max(_max_lse(more), 0)[None, :])
         scale = tl.exp2(row_max - new_max)
         more_sum, more_o = _combine_lanes(more, new_max)
-        row_max, row_sum, o = new_max, row_sum * scale + more_sum, _add_scaled(scale, o, more_o)
-    # All lanes get all sums, and lie over what is stored as over what was loaded: so nothing crosses them once more.
-    row_sum = tl.sum(row_sum, 0)[None, :].broadcast_to([SLOTS, LANES])
-    o = _scaled(inverse_of_sum(row_sum), tl.sum(o, 0)[None, :, :].broadcast_to([SLOTS, LANES, LANE]))
-    lanes, channels = tl.arange(0, 32), first + tl.arange(0, SLICE)[None, :]
-    exists = (channels < HEAD_DIM) & (slots >= 0)
-    out_at = out_ptr + row * HEAD_DIM + (channels + slots * 0)
-    tl.store(out_at, tl.reshape(o, [SLOTS, SLICE]).to(out_ptr.dtype.element_ty), mask=exists & (slots == 0))
-    lse = row_max.broadcast_to([SLOTS, LANES]) + log2_of_sum(row_sum)
-    tl.store(out_lse_ptr + row + lanes, tl.reshape(lse, [32]), mask=lanes + chunk == 0)
+        row_max, row_sum, o = new_max, row_sum * scale + more_sum, _scale_add(scale, o, more_o)
+    # All lanes get all sums, in the layout of the loads, which is also that of the stores: no further exchange.
+    row_sum = tl.sum(row_sum, 0)[None, :].broadcast_to([PARTIALS, LANES])
+    o = _scale(inverse_of_sum(row_sum), tl.sum(o, 0)[None, :, :].broadcast_to([PARTIALS, LANES, LANE]))
+    lanes, channels = tl.arange(0, 32), first_channel + tl.arange(0, SLICE)[None, :]
+    out_mask = (channels < HEAD_DIM) & (partials >= 0)
+    out_ptrs = out_ptr + row * HEAD_DIM + (channels + partials * 0)
+    tl.store(out_ptrs, tl.reshape(o, [PARTIALS, SLICE]).to(out_ptr.dtype.element_ty), mask=out_mask & (partials == 0))
+    lse = row_max.broadcast_to([PARTIALS, LANES]) + log2_of_sum(row_sum)
+    tl.store(out_lse_ptr + row + lanes, tl.reshape(lse, [32]), mask=lanes + slice_index == 0)
     if SPEC:
-        exists = tl.reshape(exists, [SLOTS, LANES, LANE])
-        delta, full = tl.where(exists, spec_o - o, 0.0), tl.where(exists, o, 0.0)
-        distance, norm = tl.sum(tl.sum(delta * delta, 2), 1), tl.sum(tl.sum(full * full, 2), 1)
-        both = tl.where(tl.arange(0, LANES)[None, :] == 0, distance[:, None], norm[:, None])
-        tl.store(sums_ptr + (row * SLICES + chunk) * 2 + lanes, tl.reshape(both, [32]), mask=lanes < 2)
+        out_mask = tl.reshape(out_mask, [PARTIALS, LANES, LANE])
+        delta, full = tl.where(out_mask, spec_o - o, 0.0), tl.where(out_mask, o, 0.0)
+        dist2, norm2 = tl.sum(tl.sum(delta * delta, 2), 1), tl.sum(tl.sum(full * full, 2), 1)
+        both = tl.where(tl.arange(0, LANES)[None, :] == 0, dist2[:, None], norm2[:, None])
+        tl.store(sums_ptr + (row * SLICES + slice_index) * 2 + lanes, tl.reshape(both, [32]), mask=lanes < 2)

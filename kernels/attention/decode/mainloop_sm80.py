@@ -1,6 +1,6 @@
-"""Device code of lean decode attention: streaming, where partials lie (see lean_decode.py for the method).
+"""Kernels of lean decode attention in Triton: the main loop for any GPU and batch, and the combine.
 
-The words used here (output, guess, rest, run, turn, slot) are those of tile_schedule.py.
+lean_decode.py describes the method, tile_schedule.py defines the terms (output, spec item, rest, run, partial index).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from alspec.kernels.attention.decode.combine import await_partials, combine_outp
 from alspec.kernels.attention.decode.tile_schedule import (
     REST,
     build_schedule,
-    deal,
-    give_head_start,
-    head_of,
-    lengths_of,
+    head_of_tile,
+    load_seq_lens,
     locate,
-    rest_of,
-    run_of,
-    spec_tile,
+    output_tiles,
+    program_of_tile,
+    program_work,
+    request_ranges,
+    spec_block_n,
+    spec_part_tokens,
     start_after,
-    tiles_of,
-    tokens_of_spec_part,
+    wait_head_start,
 )
 from alspec.kernels.common.device import inverse_of_sum, log2_of_sum
 from alspec.kernels.common.pdl import prefetch
@@ -32,50 +32,49 @@ __all__ = ["lean_decode_kernel", "lean_combine_kernel"]
 
 
 @triton.jit
-def _no_tokens(BLOCK_N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """The online softmax of no tokens: maximum [ROWS], sums of each place in a tile [BLOCK_N, ROWS], o [D, ROWS]."""
+def _init_softmax(BLOCK_N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+    """Initial state of the online softmax: row_max [ROWS], row_sum [BLOCK_N, ROWS] (kept per token), acc [D, ROWS]."""
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     return row_max, tl.zeros([BLOCK_N, ROWS], tl.float32), tl.zeros([D, ROWS], tl.float32)
 
 
 @triton.jit
-def _largest_of_tile(s, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+def _tile_max(s, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
     """Maximum over the tokens of s [BLOCK_N, ROWS].
 
-    `tl.max` goes through shared memory twice. This goes once: each of the 4 warps has 16 of every 64 tokens; `tl.split`
-    hands the 4 warps' values to every thread. Not with tiles of 64 tokens: on Blackwell it spills registers.
+    `tl.max` goes through shared memory twice, this only once: each of the 4 warps holds 16 of every 64 tokens, and
+    `tl.split` gives the 4 values to every thread. Not for tiles of 64 tokens, which would spill registers on Blackwell.
     """
     if BLOCK_N % 128 == 0:
         warp_max = tl.max(tl.max(tl.reshape(s, [BLOCK_N // 64, 4, 16, ROWS]), 0), 1)
         a, b = tl.split(tl.reshape(tl.trans(warp_max), [ROWS, 2, 2]))
         a, b = tl.split(tl.maximum(a, b))
-        largest = tl.maximum(a, b)
+        tile_max = tl.maximum(a, b)
     else:
-        largest = tl.max(s, 0)
-    return largest
+        tile_max = tl.max(s, 0)
+    return tile_max
 
 
 @triton.jit
-def _real(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
-    """The first REAL columns of x [N, ROWS]: all of them, or half; they stay in the same registers."""
+def _drop_padding(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
+    """The first REAL columns of x [N, ROWS]: all, or half of them; they stay in the same registers."""
     if REAL < ROWS:
         x, _ = tl.split(tl.permute(tl.reshape(x, [N, 2, REAL]), (0, 2, 1)))
     return x
 
 
 @triton.jit
-def _padded(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
-    """x [N, REAL] with columns of zeros behind, ROWS in all."""
+def _pad_columns(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
+    """Append columns of zeros to x [N, REAL], up to ROWS columns."""
     if REAL < ROWS:
         x = tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)), [N, ROWS])
     return x
 
 
 @triton.jit
-def _normalise(row_max, row_sum, acc):
-    """The end of an online softmax: o [D, ROWS] and lse [ROWS], base 2."""
-    # Only here: a sum in every tile would have another layout than the maximum, and that would go through shared memory
-    # twice a tile.
+def _finish_softmax(row_max, row_sum, acc):
+    """Finish an online softmax: o [D, ROWS], normalised, and lse [ROWS], base 2."""
+    # Sum over tokens only here: a sum in every tile would go through shared memory twice to get the maximum's layout.
     row_sum = tl.sum(row_sum, 0)
     return acc * inverse_of_sum(row_sum)[None, :], row_max + log2_of_sum(row_sum)
 
@@ -85,16 +84,16 @@ def _attend_run(
     q_ptr,
     k_ptr,
     v_ptr,
-    output,  # of the first tile
-    begin,  # first tokens [begin, end) of that output
+    output,  # output of the first tile
+    begin,  # tokens [begin, end) of that output come first
     end,
-    begin2,  # then tokens [begin2, end2): of the same output if `is_spec`, else of each output that follows
+    begin2,  # then tokens [begin2, end2): of the same output if `is_spec`, else of each further output
     end2,
     is_spec,
-    tile,  # the first, in the row of all rests
-    count,  # tiles
-    seq_lens,
-    rest_end,
+    tile,  # first tile, in the row of all rests
+    count,  # number of tiles
+    seq_lens,  # [B_PAD]
+    rest_end,  # [B_PAD], cumulative tiles of the rests
     o_ptr,  # partials
     lse_ptr,
     capacity,
@@ -111,24 +110,25 @@ def _attend_run(
     STAGES: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Online softmax over `count` tiles in one loop, whose loads run ahead from one output into the next.
+    """Online softmax over `count` tiles in one loop. Its loads run ahead across the boundary between outputs.
 
-    Products are transposed: their rows are tokens, then channels, because a Hopper matrix instruction has 64 rows; the
-    few query heads, padded to 16, are the columns.
+    Products are transposed: rows are tokens, then channels, because a Hopper matrix instruction has 64 rows. The few
+    query heads, padded to 16, are the columns.
 
     Returns:
-        o [D, ROWS], normalised, lse [ROWS], base 2, and slot of the last output. Partials of those before are stored.
+        o [D, ROWS], normalised, lse [ROWS], base 2, and the partial index of the last output. The partials of earlier
+        outputs are stored.
     """
     REAL: tl.constexpr = 8 if HEADS_PER_KV <= 8 and ROWS == 16 else ROWS
     channels = tl.arange(0, D)
     offsets = tl.arange(0, BLOCK_N)
     rows = tl.arange(0, ROWS)
-    q_at = rows[:, None] * HEAD_DIM + channels[None, :]
-    exists = (rows < HEADS_PER_KV)[:, None] & (channels < HEAD_DIM)[None, :]
-    row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
-    slot, token, limit = program + output, begin - BLOCK_N, end + 0
+    q_offsets = rows[:, None] * HEAD_DIM + channels[None, :]
+    q_mask = (rows < HEADS_PER_KV)[:, None] & (channels < HEAD_DIM)[None, :]
+    row_max, row_sum, acc = _init_softmax(BLOCK_N, REAL, D)
+    partial_index, token, limit = program + output, begin - BLOCK_N, end + 0
     for i in tl.range(0, count, num_stages=STAGES):
-        # Which tokens: carried on from the tile before, because computing them from the tile's number takes a division.
+        # Advance from the previous tile: computing the token from the tile index would take a division.
         token += BLOCK_N
         if B_PAD == 1:
             crosses = token >= limit
@@ -140,42 +140,42 @@ def _attend_run(
                 token, limit = begin2 + 0, end2 + 0
                 if not is_spec:
                     request, before = locate(tile + i, rest_end)
-                    token, limit, _, rest = rest_of(request, seq_lens, chunk_size, False, B_PAD, BLOCK_N, SPEC)
+                    token, limit, _, rest = request_ranges(request, seq_lens, chunk_size, False, B_PAD, BLOCK_N, SPEC)
                     output = request * HKV + (tile + i - before) // tl.maximum(rest, 1)
         left = limit - token
-        # Loaded with every tile, so that the wait for q and that for the first tile are one.
-        q = tl.load(q_ptr + output * (HEADS_PER_KV * HEAD_DIM) + q_at, mask=exists, other=0.0)
-        # Past the end the last token is read again: cheaper than a mask, and NaN of unused memory stays out.
+        # Load q with every tile, so that one wait covers q and the first tile.
+        q = tl.load(q_ptr + output * (HEADS_PER_KV * HEAD_DIM) + q_offsets, mask=q_mask, other=0.0)
+        # Clamp to the last token: cheaper than a mask, and never reads unused memory, which may hold NaN.
         tokens = tl.minimum(offsets, left - 1).to(tl.int64)[:, None] * HEAD_DIM
         base = output.to(tl.int64) * (capacity * HEAD_DIM) + token * HEAD_DIM
-        k_at = (k_ptr + base + channels)[None, :] + tokens
-        v_at = (v_ptr + base + channels)[None, :] + tokens
+        k_ptrs = (k_ptr + base + channels)[None, :] + tokens
+        v_ptrs = (v_ptr + base + channels)[None, :] + tokens
         if D == HEAD_DIM:
-            k = tl.load(k_at, eviction_policy="evict_first")
-            v = tl.load(v_at, eviction_policy="evict_first")
+            k = tl.load(k_ptrs, eviction_policy="evict_first")
+            v = tl.load(v_ptrs, eviction_policy="evict_first")
         else:
-            inside = (channels < HEAD_DIM)[None, :]
-            k = tl.load(k_at, mask=inside, other=0.0, eviction_policy="evict_first")
-            v = tl.load(v_at, mask=inside, other=0.0, eviction_policy="evict_first")
-        if program + output != slot:
-            o, lse = _normalise(row_max, row_sum, acc)
-            store_partial(o, lse, o_ptr, lse_ptr, slot, tl.arange(0, REAL), channels, HEADS_PER_KV)
-            row_max, row_sum, acc = _no_tokens(BLOCK_N, REAL, D)
-            # Adds 0, which the compiler does not know: with constants alone it splits the branch, and spills registers
-            # on Blackwell.
-            row_sum += (slot >> 31).to(tl.float32)
-        slot = program + output  # not `output` itself: the pipeliner gives up on a value that is used two tiles later
-        s = _real(tl.dot(k, tl.trans(q), input_precision="ieee"), BLOCK_N, ROWS, REAL) * qk_scale
+            channel_mask = (channels < HEAD_DIM)[None, :]
+            k = tl.load(k_ptrs, mask=channel_mask, other=0.0, eviction_policy="evict_first")
+            v = tl.load(v_ptrs, mask=channel_mask, other=0.0, eviction_policy="evict_first")
+        if program + output != partial_index:
+            o, lse = _finish_softmax(row_max, row_sum, acc)
+            store_partial(o, lse, o_ptr, lse_ptr, partial_index, tl.arange(0, REAL), channels, HEADS_PER_KV)
+            row_max, row_sum, acc = _init_softmax(BLOCK_N, REAL, D)
+            # Add a 0 that the compiler cannot prove: with only constants it splits the branch and spills registers on
+            # Blackwell.
+            row_sum += (partial_index >> 31).to(tl.float32)
+        partial_index = program + output  # not `output`: the pipeliner rejects a value used two tiles later
+        s = _drop_padding(tl.dot(k, tl.trans(q), input_precision="ieee"), BLOCK_N, ROWS, REAL) * qk_scale
         s = tl.where((offsets < left)[:, None], s, float("-inf"))
-        new_max = tl.maximum(row_max, _largest_of_tile(s, BLOCK_N, REAL))
+        new_max = tl.maximum(row_max, _tile_max(s, BLOCK_N, REAL))
         p = tl.exp2(s - new_max[None, :])
         alpha = tl.exp2(row_max - new_max)
         row_sum = row_sum * alpha[None, :] + p
-        p, acc = _padded(p.to(v.dtype), BLOCK_N, ROWS, REAL), _padded(acc * alpha[None, :], D, ROWS, REAL)
-        acc = _real(tl.dot(tl.trans(v), p, acc, input_precision="ieee"), D, ROWS, REAL)
+        p, acc = _pad_columns(p.to(v.dtype), BLOCK_N, ROWS, REAL), _pad_columns(acc * alpha[None, :], D, ROWS, REAL)
+        acc = _drop_padding(tl.dot(tl.trans(v), p, acc, input_precision="ieee"), D, ROWS, REAL)
         row_max = new_max
-    o, lse = _normalise(row_max, row_sum, acc)
-    return o, lse, slot
+    o, lse = _finish_softmax(row_max, row_sum, acc)
+    return o, lse, partial_index
 
 
 # One compiled kernel serves every capacity.
@@ -186,11 +186,12 @@ def lean_decode_kernel(
     v_ptr,
     capacity,
     seq_lens_ptr,  # [B] int32
-    # [B, Hkv * HEADS_PER_KV, head_dim], or [SPEC_PARTS, ...] words; may be the paired rank's mailbox
+    # [B, Hkv * HEADS_PER_KV, head_dim], or [SPEC_PARTS, ...] with parts; int64 LL packets with an epoch. May be the
+    # paired rank's mailbox.
     spec_out_ptr,
-    spec_lse_ptr,  # [SPEC_PARTS, B, Hkv * HEADS_PER_KV] words, or None where there is one part
-    epoch_ptr,  # [1] int32, where A~ goes as words, or None
-    # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32 partials: of runs, then of each head the parts of A~
+    spec_lse_ptr,  # [SPEC_PARTS, B, Hkv * HEADS_PER_KV] int64 LL packets; None with one part
+    epoch_ptr,  # [1] int32 if A~ is sent as LL packets, or None
+    # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32 partials: those of runs, then the parts of A~ of each output
     o_partial_ptr,
     lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
     gate_ptr,  # [1] int32 or None
@@ -205,7 +206,7 @@ def lean_decode_kernel(
     PROGRAMS: tl.constexpr,
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LONG: tl.constexpr,  # where runs have more tiles, they have twice as many tokens; 0: nowhere
+    LONG: tl.constexpr,  # with more tiles in an average run, tiles have 2 BLOCK_N tokens; 0: never
     STAGES: tl.constexpr,
     SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr,  # 1 with a batch
@@ -213,23 +214,23 @@ def lean_decode_kernel(
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Partials, and with a guess `A~`; grid [PROGRAMS]."""
+    """Write the partials, and with speculation `A~`. Grid [PROGRAMS]."""
     AHEAD: tl.constexpr = EARLY and not SPEC and gate_ptr is None
     if PDL and not EARLY:
         start_after(False)
-    seq_lens = lengths_of(seq_lens_ptr, num_requests, B_PAD)
+    seq_lens = load_seq_lens(seq_lens_ptr, num_requests, B_PAD)
     if PDL and EARLY:
         start_after(AHEAD)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
 
-    # 1. The schedule: every program computes all of it, from `seq_lens` alone.
+    # 1. The schedule. Every program computes all of it from `seq_lens` alone.
     program = tl.program_id(0)
     requests = tl.arange(0, B_PAD)
     epoch = None
     if epoch_ptr is not None:
-        epoch = tl.load(epoch_ptr)  # here, so that it arrives together with seq_lens
+        epoch = tl.load(epoch_ptr)  # loaded here, to arrive together with seq_lens
     is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = build_schedule(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
     )
@@ -237,85 +238,88 @@ def lean_decode_kernel(
     num_spec = num_outputs * parts if SPEC and PHASE != REST else 0
     block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     rest_end = tl.cumsum(rest_tiles, 0)
-    tile, last, guesses, turns = deal(
+    tile, last, num_spec_items, num_items = program_work(
         program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
     )
-    # With two tile loops, what neither changes is not moved ahead of both: that would spill registers and delay the
-    # first copy.
-    for turn in tl.range(turns, disable_licm=LONG > 0):
-        # 2. Which output and tokens this turn begins with.
-        give_head_start(program, turn, num_spec, total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS, SPEC, PHASE, PDL)
-        is_spec = turn < guesses
-        guess = program + turn * PROGRAMS
+    # With two tile loops, do not hoist loop invariants before both: it would spill registers and delay the first load.
+    for item in tl.range(num_items, disable_licm=LONG > 0):
+        # 2. The output and the tokens of this work item.
+        wait_head_start(program, item, num_spec, total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS, SPEC, PHASE, PDL)
+        is_spec = item < num_spec_items
+        spec_index = program + item * PROGRAMS
         part = 0
         if SPEC_PARTS > 1:
-            part = guess // HKV
+            part = spec_index // HKV
         if B_PAD == 1:
             request, before = 0, 0
         else:
             request, before = locate(tile, rest_end)
             if SPEC:
-                request = tl.where(is_spec, guess // HKV, request)
+                request = tl.where(is_spec, spec_index // HKV, request)
                 before = tl.max(tl.where(requests < request, rest_end, 0), 0)
-        sink_r, window_r, seq_len, rest_r = rest_of(request, seq_lens, chunk_size, is_long, B_PAD, BLOCK_N, SPEC)
-        head = head_of(tile - before, rest_r, HKV) if HKV <= 32 else (tile - before) // tl.maximum(rest_r, 1)
+        sink_r, window_r, seq_len, rest_r = request_ranges(request, seq_lens, chunk_size, is_long, B_PAD, BLOCK_N, SPEC)
+        head = head_of_tile(tile - before, rest_r, HKV) if HKV <= 32 else (tile - before) // tl.maximum(rest_r, 1)
         if SPEC:
-            head = tl.where(is_spec, guess % HKV, head)
+            head = tl.where(is_spec, spec_index % HKV, head)
         output = request * HKV + head
         head_tile = before + head * rest_r
         begin, end, begin2, end2 = sink_r + (tile - head_tile) * block_n, window_r, sink_r, window_r
         count = last - tile
         if AHEAD:
-            # While the kernel ahead ends. One tile only: more would arrive together, and so the first one late.
+            # Prefetch before the previous kernel ends. Only one tile: more would arrive together and delay the first.
             ELEMENT: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
             size = tl.where(count > 0, tl.minimum(block_n, end - begin) * (HEAD_DIM * ELEMENT), 0)
-            at = (output.to(tl.int64) * capacity + begin) * HEAD_DIM
-            prefetch(k_ptr + at, size)
-            prefetch(v_ptr + at, size)
+            offset = (output.to(tl.int64) * capacity + begin) * HEAD_DIM
+            prefetch(k_ptr + offset, size)
+            prefetch(v_ptr + offset, size)
             gdc_wait()
-        has_long = is_long  # tiles in this turn
+        use_long = is_long
         if SPEC:
-            SPEC_N: tl.constexpr = spec_tile(BLOCK_N, LONG)
-            first, first_end, spec_tiles = tokens_of_spec_part(
+            SPEC_N: tl.constexpr = spec_block_n(BLOCK_N, LONG)
+            first, first_end, spec_tiles = spec_part_tokens(
                 part, sink_r, window_r, seq_len, chunk_size, SPEC_N, SPEC_PARTS
             )
             if LONG > 0:
-                has_long = (has_long | is_spec) if SPEC_N > BLOCK_N else (has_long & (turn >= guesses))
+                use_long = (use_long | is_spec) if SPEC_N > BLOCK_N else (use_long & (item >= num_spec_items))
             begin, end = tl.where(is_spec, first, begin), tl.where(is_spec, first_end, end)
             begin2, end2 = tl.where(is_spec, window_r, begin2), tl.where(is_spec, seq_len, end2)
             count = tl.where(is_spec, spec_tiles, count)
 
-        # 3. Stream the tiles. The partials of outputs that this run goes beyond are stored on the way.
-        work = (
+        # 3. Stream the tiles. `_attend_run` stores the partials of all outputs but the last.
+        args = (
             q_ptr, k_ptr, v_ptr, output, begin, end, begin2, end2, is_spec, tile, count, seq_lens, rest_end,
             o_partial_ptr, lse_partial_ptr, capacity, chunk_size, qk_scale, program,
         )  # fmt: skip
-        if LONG > 0 and has_long:
-            o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC)
+        if LONG > 0 and use_long:
+            o, lse, partial_index = _attend_run(
+                *args, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC
+            )
         else:
-            o, lse, slot = _attend_run(*work, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC)
+            o, lse, partial_index = _attend_run(
+                *args, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC
+            )
 
         if count > 0:
-            # 4. Leave the partial of the last output; a guess also goes to its receiver.
-            current, rows, channels = slot - program, tl.arange(0, o.shape[1]), tl.arange(0, D)
+            # 4. Store the partial of the last output; also send it to the receiver if it is `A~`.
+            current, rows, channels = partial_index - program, tl.arange(0, o.shape[1]), tl.arange(0, D)
             if SPEC and PHASE != REST:
                 if is_spec:
                     send_spec(
                         o, lse, current, part, parts, num_outputs * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch,
                         rows, channels, HEADS_PER_KV, HEAD_DIM, SPEC_PARTS,
                     )  # fmt: skip
-                    slot = PROGRAMS + num_outputs + current * SPEC_PARTS + part
-            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, slot, rows, channels, HEADS_PER_KV)
+                    partial_index = PROGRAMS + num_outputs + current * SPEC_PARTS + part
+            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, partial_index, rows, channels, HEADS_PER_KV)
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 def lean_combine_kernel(
     seq_lens_ptr,  # [B] int32
-    o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, as the attention has left them
+    o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, from the attention kernel
     lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
     out_ptr,  # [B, Hkv * HEADS_PER_KV, head_dim]
     lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32
-    sums_ptr,  # [B, Hkv * HEADS_PER_KV * CHUNKS, 2] fp32: dist2, norm2; or None
+    sums_ptr,  # [B, Hkv * HEADS_PER_KV * SLICES, 2] fp32: dist2, norm2; or None
     gate_ptr,  # [1] int32 or None
     num_requests,
     chunk_size,
@@ -323,41 +327,41 @@ def lean_combine_kernel(
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PROGRAMS: tl.constexpr,  # of the attention
+    PROGRAMS: tl.constexpr,  # of the attention kernel
     B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LONG: tl.constexpr,
-    SLICE: tl.constexpr,  # channels of a program, and
-    SLICES: tl.constexpr,  # programs of a head
+    SLICE: tl.constexpr,  # channels per program
+    SLICES: tl.constexpr,  # programs per query head
     ROUND: tl.constexpr,  # partials loaded together
     SPEC: tl.constexpr,
     SPEC_PARTS: tl.constexpr,
-    PHASE: tl.constexpr,  # of the attention before it
+    PHASE: tl.constexpr,  # of the attention kernel
     PDL: tl.constexpr,
 ):
-    """Merge what the attention has left; grid [B Hkv HEADS_PER_KV CHUNKS]."""
+    """Combine the partials of the attention kernel. Grid [B Hkv HEADS_PER_KV SLICES]."""
     if PDL:
         gdc_launch_dependents()
-    row, chunk = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
+    row, slice_index = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
     output, head = row // HEADS_PER_KV, row % HEADS_PER_KV
-    seq_lens = lengths_of(seq_lens_ptr, num_requests, B_PAD)
+    seq_lens = load_seq_lens(seq_lens_ptr, num_requests, B_PAD)
     _, rest_tiles, _, parts, leaders, lead_run, _, run, longer = build_schedule(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
     )
-    # The rest of an output is one range of tiles, and the runs that meet it use consecutive slots.
-    first_tile, tiles = tiles_of(tl.arange(0, 1) + output, rest_tiles // HKV, HKV, B_PAD)
+    # The rest of an output is one range of tiles; the partials of its runs have consecutive indices.
+    first_tile, tiles = output_tiles(tl.arange(0, 1) + output, rest_tiles // HKV, HKV, B_PAD)
     first_tile, tiles = tl.sum(first_tile, 0), tl.sum(tiles, 0)
-    first_run = run_of(first_tile, leaders, lead_run, run, longer)
-    last_run = run_of(first_tile + tiles - 1, leaders, lead_run, run, longer)
-    slot, runs = first_run + output, tl.where(tiles > 0, last_run - first_run + 1, 0)
+    first_run = program_of_tile(first_tile, leaders, lead_run, run, longer)
+    last_run = program_of_tile(first_tile + tiles - 1, leaders, lead_run, run, longer)
+    partial_index, runs = first_run + output, tl.where(tiles > 0, last_run - first_run + 1, 0)
     num_outputs = HKV if B_PAD == 1 else num_requests * HKV
     if PDL:
-        slot, runs = await_partials(slot, runs)
+        partial_index, runs = await_partials(partial_index, runs)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
     combine_output(
-        o_partial_ptr, lse_partial_ptr, slot, runs, PROGRAMS + num_outputs + output * SPEC_PARTS, parts,
-        row, head, chunk, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, SLICE, SLICES, ROUND, SPEC,
+        o_partial_ptr, lse_partial_ptr, partial_index, runs, PROGRAMS + num_outputs + output * SPEC_PARTS, parts,
+        row, head, slice_index, out_ptr, lse_ptr, sums_ptr, HEADS_PER_KV, D, HEAD_DIM, SLICE, SLICES, ROUND, SPEC,
         SPEC_PARTS,
     )  # fmt: skip

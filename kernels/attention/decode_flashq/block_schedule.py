@@ -1,12 +1,21 @@
-"""Device code of decode over the quantised cache: the schedule, in closed form from the lengths.
+"""Device code of FlashQ decode attention: the schedule, in closed form from the sequence lengths.
 
-Words as in tile_schedule.py (output, guess, rest, run, turn, slot), with *steps* instead of tiles. Outputs lie in one
-row of steps: before the rest of each is its *lead-in*, steps without work that stand for what its guess or its tail
-takes. So a run that holds an output's first lead-in step has the guess, and is that much shorter. In two parts, the
-guess's tail is of that run, and its blocks are of the one that holds the step SPEC_STEPS behind.
+- *output*: a (request, KV head) with all query heads of that KV head; numbered `request * HKV + head`.
+- *tile*: WARPS blocks of 64 tokens of one output, one block for each warp.
+- *rest*: the blocks of an output outside sink and window, and without speculation the tail; computed in tiles.
+- *lead-in*: tiles without work before each output's rest. They stand for the time of its `A~`, or of its tail.
+- *run*: the consecutive tiles of one program.
+- *spec item*: `A~` of an output, or one part of it.
+- *work item*: what a program does at a time: a spec item, or the part of its run in one output's rest.
 
-All this is a *plan*. Outputs of one request are alike: there each has a plan of its own, an equal share of the programs
-and of the slots, and below stand one output and the programs of its share. Else there is one plan, of all.
+All outputs lie in one row of tiles: lead-in and rest of the first, lead-in and rest of the second, and so on. Runs are
+equal ranges of this row. The program whose run contains the first lead-in tile of an output computes its `A~`; the rest
+of its run is that much shorter. If `A~` comes in two parts, this program computes the tail, and the program whose run
+contains the tile SPEC_TILES behind computes the blocks.
+
+One schedule covers the whole batch, or, with one request, one head (SCHEDULES > 1): the heads of a request have equal
+work, so each has an equal share of the programs and of the partials. The functions below see one schedule: its outputs
+and its programs only.
 """
 
 from __future__ import annotations
@@ -18,25 +27,25 @@ from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST
 from alspec.kernels.common.device import inverse_of_sum
 from alspec.kernels.kv_codec.flashq.record import TOKENS
 
-__all__ = ["blocks_of_item", "spec_items_before", "pick", "build_schedule", "run_of", "run_start"]
+__all__ = ["build_schedule", "item_blocks", "pick", "program_of_tile", "run_start", "spec_items_before"]
 
-# In steps: what a guess takes beyond its blocks (its tail, and sending it away), and a tail without a guess.
-SPEC_STEPS = tl.constexpr(3)
-TAIL_STEPS = tl.constexpr(2)
+# Costs in tiles: of A~ beyond its blocks (its tail, and sending it), and of a tail without speculation.
+SPEC_TILES = tl.constexpr(3)
+TAIL_TILES = tl.constexpr(2)
 
 
 @triton.jit
 def pick(values, index):
-    """values[index] of a vector in registers."""
-    at = tl.arange(0, values.shape[0])
-    return tl.sum(tl.where(at == index, values, tl.zeros_like(values)), 0)
+    """Return values[index] of a vector in registers."""
+    indices = tl.arange(0, values.shape[0])
+    return tl.sum(tl.where(indices == index, values, tl.zeros_like(values)), 0)
 
 
 @triton.jit
 def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
-    """sink, window, full: the guess is over blocks `[0, sink)`, `[window, full)` and the tail; the rest lies between.
+    """Return sink, window, full: `A~` covers blocks `[0, sink)`, `[window, full)` and the tail; the rest lies between.
 
-    Without a guess the rest is all: the tail and blocks `[0, full)`.
+    Without speculation the rest is the tail and all blocks `[0, full)`.
     """
     full = tl.maximum(seq_len - 1, 0) // TOKENS
     if SPEC:
@@ -50,98 +59,109 @@ def _block_ranges(seq_len, chunk_blocks, SPEC: tl.constexpr):
 
 @triton.jit
 def _quotient(a, b):
-    """floor(a / b), a >= 0, b > 0, if below 2^21: that of floats is one off at most, and takes a third of the time."""
-    near = (a.to(tl.float32) * inverse_of_sum(b.to(tl.float32))).to(tl.int32)
-    near -= (near * b > a).to(tl.int32)
-    return near + ((near + 1) * b <= a).to(tl.int32)
+    """floor(a / b) for a >= 0, b > 0 and a result below 2^21, by a float division: it is wrong by at most 1."""
+    approx = (a.to(tl.float32) * inverse_of_sum(b.to(tl.float32))).to(tl.int32)
+    approx -= (approx * b > a).to(tl.int32)
+    return approx + ((approx + 1) * b <= a).to(tl.int32)
 
 
 @triton.jit
 def run_start(program, used, total):
-    """First step of a program's run: floor(program total / used), in 32 bits. Equal outputs end where runs end."""
-    place = tl.minimum(program, used)
-    run = _quotient(total, used)
-    return place * run + _quotient(place * (total - run * used), used)
+    """First tile of a program's run: floor(program total / used), in 32 bits. Equal outputs end where runs end."""
+    index = tl.minimum(program, used)
+    run_tiles = _quotient(total, used)
+    return index * run_tiles + _quotient(index * (total - run_tiles * used), used)
 
 
 @triton.jit
-def run_of(step, used, total):
-    """The program whose run holds a step: the inverse of `run_start`. The quotient of floats is one off at most."""
-    near = (step.to(tl.float32) * (used.to(tl.float32) / total.to(tl.float32))).to(tl.int32)
-    near = tl.minimum(near, used - 1)
-    near -= (run_start(near, used, total) > step).to(tl.int32)
-    return near + (run_start(near + 1, used, total) <= step).to(tl.int32)
+def program_of_tile(tile, used, total):
+    """The program whose run contains a tile: the inverse of `run_start`. The float quotient is wrong by at most 1."""
+    approx = (tile.to(tl.float32) * (used.to(tl.float32) / total.to(tl.float32))).to(tl.int32)
+    approx = tl.minimum(approx, used - 1)
+    approx -= (run_start(approx, used, total) > tile).to(tl.int32)
+    return approx + (run_start(approx + 1, used, total) <= tile).to(tl.int32)
 
 
 @triton.jit
 def build_schedule(
-    seq_lens, exists, chunk_blocks, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
+    seq_lens, output_mask, chunk_blocks, OUTPUTS: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr,
     SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """What follows from the lengths of all outputs, [OUTPUTS_PAD], alone.
+    """Compute the schedule from the lengths of all outputs.
 
+    Args:
+        seq_lens: [OUTPUTS_PAD] int32, tokens of each output.  output_mask: [OUTPUTS_PAD], which outputs exist.
+        chunk_blocks: S / 64.
     Returns:
-        Steps of each output's rest, without a guess with one for the tail; where these end in a row of all; where they
-        begin in the row with lead-ins; the lead-in of each; in how many parts a guess comes; how many programs work,
-        and steps of all in that row.
+        rest_tiles: [OUTPUTS_PAD], tiles of each output's rest; without speculation one of them is for the tail.
+        rest_ends: [OUTPUTS_PAD], end of each rest in the row of the rests alone.
+        row_starts: [OUTPUTS_PAD], start of each rest in the row with lead-ins.
+        lead_in: tiles of each lead-in.
+        parts: number of parts of each `A~`.
+        used: number of programs that work.
+        total: tiles in the row with lead-ins.
     """
     outputs = tl.arange(0, seq_lens.shape[0])
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
     sink, window, _ = _block_ranges(seq_lens, chunk_blocks, SPEC)
-    lengths = tl.where(exists, tl.cdiv(window - sink, WARPS) + OWN_TAIL, 0)
+    rest_tiles = tl.where(output_mask, tl.cdiv(window - sink, WARPS) + OWN_TAIL, 0)
     if PHASE == PREDICTOR:
-        lengths = tl.zeros_like(lengths)
-    ends = tl.cumsum(lengths, 0)
-    total = tl.sum(lengths, 0)
+        rest_tiles = tl.zeros_like(rest_tiles)
+    rest_ends = tl.cumsum(rest_tiles, 0)
+    total = tl.sum(rest_tiles, 0)
     if SPEC:
-        lead_in = tl.cdiv(2 * chunk_blocks, WARPS) + 1 + SPEC_STEPS
+        lead_in = tl.cdiv(2 * chunk_blocks, WARPS) + 1 + SPEC_TILES
         if PHASE == REST:
             lead_in = 0
     else:
-        lead_in = tl.minimum(total // (4 * PROGRAMS), TAIL_STEPS)
-    rest_at = tl.where(exists, ends - lengths + (outputs + 1) * lead_in, 2147483647)
+        lead_in = tl.minimum(total // (4 * PROGRAMS), TAIL_TILES)
+    row_starts = tl.where(output_mask, rest_ends - rest_tiles + (outputs + 1) * lead_in, 2147483647)
     total += OUTPUTS * lead_in
-    # As few programs as make the longest run no longer, because that leaves fewer partials. No run is empty, so that
-    # the runs that meet an output's rest use consecutive slots; equal outputs have the same number of runs each.
+    # Use as few programs as possible without a longer longest run: fewer partials to combine. No run is empty, so the
+    # runs in one output's rest use consecutive partials. Equal outputs get the same number of runs.
     longest = tl.maximum(tl.cdiv(total, PROGRAMS), 1)
     used = _quotient(total + longest - 1, longest)
     even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
     used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
     parts = 1
-    if SPEC_PARTS > 1:  # where both never lie in one run
-        parts += (longest <= SPEC_STEPS).to(tl.int32)
-    return lengths, ends, rest_at, lead_in, parts, used, total
+    if SPEC_PARTS > 1:  # two parts only where they are never in one run
+        parts += (longest <= SPEC_TILES).to(tl.int32)
+    return rest_tiles, rest_ends, row_starts, lead_in, parts, used, total
 
 
 @triton.jit
-def spec_items_before(step, leads_at, parts, SPEC_PARTS: tl.constexpr):
-    """How many guesses, or parts of one, begin before a step; leads_at: where the lead-in of each output begins."""
-    before = leads_at < step
-    guesses = before.to(tl.int32)
+def spec_items_before(tile, lead_in_starts, parts, SPEC_PARTS: tl.constexpr):
+    """Count the spec items that begin before a tile; lead_in_starts: where the lead-in of each output begins."""
+    is_before = lead_in_starts < tile
+    count = is_before.to(tl.int32)
     if SPEC_PARTS > 1:
-        # The tail first, then the blocks.
-        guesses += ((leads_at + SPEC_STEPS < step) & (parts > 1)).to(tl.int32)
-    return tl.sum(guesses, 0)
+        # The tail is part 0, the blocks are part 1.
+        count += ((lead_in_starts + SPEC_TILES < tile) & (parts > 1)).to(tl.int32)
+    return tl.sum(count, 0)
 
 
 @triton.jit
-def blocks_of_item(
-    is_spec, part, parts, here, last, before, seq_len, chunk_blocks, SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr,
-    WARPS: tl.constexpr,
+def item_blocks(
+    is_spec, part, parts, tile, run_end, rest_start, seq_len, chunk_blocks, SPEC: tl.constexpr,
+    SPEC_PARTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """What a turn is about, a guess or steps of an output's rest.
+    """Return the blocks of a work item: a spec item, or tiles of one output's rest.
 
     Args:
-        here, last: steps of the run, in the row of rests alone.  before: where the output's rest begins there.
+        is_spec, part, parts: whether it is a spec item; which part of `A~`, and of how many.
+        tile, run_end: next tile and end of the run, in the row of the rests alone.
+        rest_start: where the output's rest begins in that row.
     Returns:
-        Blocks, (first, split, second, count): `split` of them from `first` on, then from `second` on, `count` in all;
-        whether the tail as well; how many full blocks there are.
+        blocks: (first, split, second, count): `split` blocks from `first` on, then those from `second` on; `count` in
+            all.
+        has_tail: whether the item includes the tail.
+        full: number of full blocks of the output.
     """
     sink, window, full = _block_ranges(seq_len, chunk_blocks, SPEC)
     OWN_TAIL: tl.constexpr = 0 if SPEC else 1
-    first_step = here - before
-    first = sink + tl.maximum(first_step - OWN_TAIL, 0) * WARPS
-    split = tl.minimum(sink + (last - before - OWN_TAIL) * WARPS, window) - first
+    first_tile = tile - rest_start
+    first = sink + tl.maximum(first_tile - OWN_TAIL, 0) * WARPS
+    split = tl.minimum(sink + (run_end - rest_start - OWN_TAIL) * WARPS, window) - first
     count, second = split, first
     if SPEC:
         has_tail = is_spec
@@ -152,5 +172,5 @@ def blocks_of_item(
             count = tl.where(has_tail & (parts > 1), 0, count)
         second = window
     else:
-        has_tail = first_step == 0
+        has_tail = first_tile == 0
     return (first, split, second, count), has_tail, full

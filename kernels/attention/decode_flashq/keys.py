@@ -1,21 +1,22 @@
-"""The product with K of decode over quantised blocks, S^T = K q^T, in INT8 (see block_attention.py and values.py).
+"""Device code of FlashQ decode attention: the product with K, S^T = K q^T, in INT8 (see block_attention.py).
 
-    s_j = sum_c code_jc s_int_c q_c + sum_c z_c q_c
+    s_j = sum_c code_jc s_int_c q_c + sum_c z_c q_c      (code sum + z sum)
 
-The second sum is the same for all tokens of a block: only their largest score needs it.
+The z sum is the same for all tokens of a block. So it is added to the largest score of the block only.
 
-- q s_int is in 16 bits, n = 256 h + l, and so is q of the second sum. Both bytes have a sign and are columns of their
-  own: with up to four heads the two of each head, otherwise those of two products. The unit of n follows from the
-  largest |q| of a head and the largest s_int of a quantiser, so nothing overflows, whatever codes and z are.
-- K's words are the left operand as they are stored (layout.py). One mask keeps a field of all four bytes. The
-  upper of two fields needs none: whole bytes are multiplied by its n, and the lower field by so much less.
-- A field counts 2^shift times, by its place in its byte. The upper and the lower half of bytes have sums of their own,
-  those of the upper half in a 16th of the unit. Of 2 bits, n of the uneven fields is so in a unit four times as large.
-- Sums are positive integers, because they start high enough. They are below 2^24: read as floats, n 2^-149, which
-  multiplications take as they are.
+- q s_int has 16 bits, n = 256 h + l; so has q of the z sum. Both bytes are signed and are separate columns: with up to
+  4 heads the two columns of a head, with 8 heads the columns of two MMAs. The unit of n follows from the largest |q| of
+  the head and the largest s_int that a quantiser gives, so nothing overflows, whatever the codes and z are.
+- The stored words of K are A operands as they are (layout.py). One mask selects a field of all four bytes. The upper of
+  two fields needs no mask: whole bytes are multiplied by its n, and the n of the lower field is reduced accordingly.
+- A field is multiplied by 2^shift, from its position in the byte. The upper and the lower half of the bytes have
+  separate sums; those of the upper half are in a 16th of the unit. With 2 bits, n of fields 1 and 3 is in a unit four
+  times as large.
+- Sums are positive integers, because their accumulators start high enough, and below 2^24. Read as floats they are
+  n 2^-149; multiplications take them as they are.
 
-In *lanes*, as in values.py. Lane `4 g + t` has q and s_int of the channels 16 tile + 8 kh + g, for its heads; a
-transposition makes operands of their products.
+All values are in *lanes*, as in values.py. Lane `4 g + t` has q and s_int of the channels 16 tile + 8 kh + g, for its
+heads. A transposition makes B operands of the products q s_int.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ import struct
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode_flashq.query import LARGEST_Z, MAGIC, START_UPPER, ULP, operands_of
-from alspec.kernels.attention.decode_flashq.values import mma_m16n8k32, picked
+from alspec.kernels.attention.decode_flashq.query import MAGIC, MAX_Z_SUM_N, START_UPPER, ULP, hi_lo_operands
+from alspec.kernels.attention.decode_flashq.values import byte_perm, mma_m16n8k32
 from alspec.kernels.common.device import INTERPRETED
 
-__all__ = ["query_units", "scores"]
+__all__ = ["scale_query", "scores"]
 
-START = tl.constexpr(2**17)  # of sums of the lower half, more than 128 15 64
-UNIT = tl.constexpr(2.0**-30)  # of scores: what a code 1 and n 1 are
-# $1, $2: the upper half's sums, high and low.  $3, $4: the lower half's.  By 2^127, 2^123, 2^119 and 2^115; what they
-# started at goes first, because it is larger than what is left.
+START = tl.constexpr(2**17)  # initial accumulator of the lower half's sums; more than 128 15 64
+UNIT = tl.constexpr(2.0**-30)  # score of code 1 and n 1
+# $1, $2: sums of the upper half, high and low.  $3, $4: sums of the lower half.  Multiplied by 2^123, 2^115, 2^127 and
+# 2^119. The initial accumulators are subtracted first, because they are larger than the remaining sums.
 SCORE = tl.constexpr(
     "{ .reg .f32 u; fma.rn.f32 u, $3, 0f7F000000, 0fBITS; fma.rn.f32 u, $1, 0f7D000000, u;"
     " fma.rn.f32 u, $4, 0f7B000000, u; fma.rn.f32 $0, $2, 0f79000000, u; }".replace(
@@ -44,32 +45,32 @@ SCORE = tl.constexpr(
 
 
 @triton.constexpr_function
-def _largest_n(bits):
-    """n of the largest |q| times the largest s_int: with 128 and, of 4 bits, a 16th more, below 2^15."""
+def _max_n(bits):
+    """n of the largest |q| times the largest s_int; plus 128, and with 4 bits plus a 16th, still below 2^15."""
     return 30700.0 if bits == 4 else 32500.0
 
 
 @triton.constexpr_function
-def _largest_step(bits):
-    """The largest s_int of a quantiser: ceil(238 / (2^bits - 1))."""
+def _max_s_int(bits):
+    """Largest s_int of a quantiser: ceil(238 / (2^bits - 1))."""
     return 16.0 if bits == 4 else 80.0
 
 
 @triton.jit
-def query_units(query, qk_scale, BITS: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """`query_of_keys` for records of BITS bits.
+def scale_query(query, qk_scale, BITS: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """Scale q for records of BITS bits; query: of `prepare_query`.
 
     Returns, for each c:
-        What scores are multiplied by.
-        D / 8 values q: times s_int 2^-149 they are n ULP.
-        What a second sum has too much.
+        scales: factor of the scores.
+        scaled: D / 8 values q; times s_int 2^-149 they are n ULP.
+        excess: excess of the z sum.
     """
-    tops, values, _, offsets = query
-    FACTOR: tl.constexpr = _largest_n(BITS) / _largest_step(BITS)
-    RATIO: tl.constexpr = FACTOR / LARGEST_Z * UNIT
+    q_max, values, _, z_excess = query
+    FACTOR: tl.constexpr = _max_n(BITS) / _max_s_int(BITS)
+    RATIO: tl.constexpr = FACTOR / MAX_Z_SUM_N * UNIT
     scales, scaled, excess = (), (), ()
     for c in tl.static_range(C):
-        scales = scales + (tops[c] * qk_scale * (1.0 / FACTOR / UNIT),)  # noqa: RUF005
+        scales = scales + (q_max[c] * qk_scale * (1.0 / FACTOR / UNIT),)  # noqa: RUF005
         x = ()
         for n in tl.static_range(D // 8):
             y = values[c][n] * (FACTOR * ULP * 2.0**149)
@@ -77,28 +78,29 @@ def query_units(query, qk_scale, BITS: tl.constexpr, D: tl.constexpr, C: tl.cons
                 y *= 0.25
             x = x + (y,)  # noqa: RUF005
         scaled = scaled + (x,)  # noqa: RUF005
-        excess = excess + (offsets[c] * RATIO,)  # noqa: RUF005
+        excess = excess + (z_excess[c] * RATIO,)  # noqa: RUF005
     return scales, scaled, excess
 
 
 @triton.jit
-def _byte(x, number):
-    """Byte `number` [W, 32] of words as a float, n 2^-149."""
+def _extract_byte(x, index):
+    """Extract byte `index` [W, 32] of words, as a float n 2^-149."""
     if INTERPRETED:
-        x = (x >> 8 * number) & 255
+        x = (x >> 8 * index) & 255
     else:
         x = tl.inline_asm_elementwise(
             "{ .reg .b32 u; add.u32 u, $2, 0x4440; prmt.b32 $0, $1, 0, u; }",
-            "=r,r,r", [x, number], dtype=tl.int32, is_pure=True, pack=1,
+            "=r,r,r", [x, index], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     return x.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _integers(q, s_int, BITS: tl.constexpr):
-    """n of a channel of each field, the lowest first, in the lowest 16 bits of words; q and s_int: of these channels.
+def _quantize_q(q, s_int, BITS: tl.constexpr):
+    """Return n + 128 of q s_int in the lowest 16 bits of words, for a channel of each field, lowest field first.
 
-    Of 4 bits the upper n is multiplied by whole bytes, and its unit is a 16th: so the lower is less by a 16th of it.
+    q, s_int: of these channels, from `scale_query` and `_extract_byte`. With 4 bits the upper n is multiplied by whole
+    bytes, in a 16th of the unit: so a 16th of it is subtracted from the lower n.
     """
     if BITS == 4:
         upper = q[1] * s_int[1] + MAGIC
@@ -114,66 +116,66 @@ def _integers(q, s_int, BITS: tl.constexpr):
 
 
 @triton.jit
-def _integers_of_byte(
-    q, s_int, which, TILE: tl.constexpr, STRIDE: tl.constexpr, KH: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr
+def _quantize_q_byte(
+    q, s_int, index, TILE: tl.constexpr, STRIDE: tl.constexpr, KH: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr
 ):
-    """For each c: `_integers` of the channels 8 KH + g of the tiles that share a byte, TILE and each STRIDE further."""
-    steps, integers = (), ()
+    """For each c: `_quantize_q` of channels 8 KH + g of the channel tiles in byte `index`: TILE, TILE + STRIDE, ..."""
+    byte_s_int, integers = (), ()
     for field in tl.static_range(8 // BITS):
-        steps = steps + (_byte(s_int[TILE + STRIDE * field], which),)  # noqa: RUF005
+        byte_s_int = byte_s_int + (_extract_byte(s_int[TILE + STRIDE * field], index),)  # noqa: RUF005
     for c in tl.static_range(C):
-        factors = ()
+        field_q = ()
         for field in tl.static_range(8 // BITS):
-            factors = factors + (q[c][2 * (TILE + STRIDE * field) + KH],)  # noqa: RUF005
-        integers = integers + (_integers(factors, steps, BITS),)  # noqa: RUF005
+            field_q = field_q + (q[c][2 * (TILE + STRIDE * field) + KH],)  # noqa: RUF005
+        integers = integers + (_quantize_q(field_q, byte_s_int, BITS),)  # noqa: RUF005
     return integers
 
 
 @triton.jit
-def _operands_of_codes(q, s_int, BITS: tl.constexpr, CW: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """Right operands of codes (cw, kh, field), for each one word or two, as `operands_of`: see layout.py.
+def _code_operands(q, s_int, BITS: tl.constexpr, CW: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """B operands of the codes, (cw, kh, field), each one or two words of `hi_lo_operands` (see layout.py).
 
-    Where the two bytes of a half word are of the same channel (D = 64, 2 bits), kh is its neighbour: (field).
+    With D = 64 and 2 bits, both bytes of a half word are of one channel; the neighbouring bytes are kh: (field).
     """
     FIELDS: tl.constexpr = 8 // BITS
-    which = tl.arange(0, 32)[None, :] // 4 % 2 + tl.zeros_like(s_int[0])
+    index = tl.arange(0, 32)[None, :] // 4 % 2 + tl.zeros_like(s_int[0])
     operands = ()
     if FIELDS * CW == D // 16:
-        first = _integers_of_byte(q, s_int, which, 0, CW, 0, BITS, C)
-        second = _integers_of_byte(q, s_int, which + 2, 0, CW, 1, BITS, C)
-        operands = _operands_of_fields(first, second, FIELDS, C)
+        first = _quantize_q_byte(q, s_int, index, 0, CW, 0, BITS, C)
+        second = _quantize_q_byte(q, s_int, index + 2, 0, CW, 1, BITS, C)
+        operands = _field_operands(first, second, FIELDS, C)
     else:
         for cw in tl.static_range(CW):
             for kh in tl.static_range(2):
-                first = _integers_of_byte(q, s_int, which + 2 * kh, cw, CW, kh, BITS, C)
-                second = _integers_of_byte(q, s_int, which + 2 * kh, FIELDS * CW + cw, CW, kh, BITS, C)
-                operands = operands + _operands_of_fields(first, second, FIELDS, C)
+                first = _quantize_q_byte(q, s_int, index + 2 * kh, cw, CW, kh, BITS, C)
+                second = _quantize_q_byte(q, s_int, index + 2 * kh, FIELDS * CW + cw, CW, kh, BITS, C)
+                operands = operands + _field_operands(first, second, FIELDS, C)
     return operands
 
 
 @triton.jit
-def _operands_of_fields(first, second, FIELDS: tl.constexpr, C: tl.constexpr):
-    """`operands_of` of n (c, field) in the first and in the second byte: (field)."""
+def _field_operands(first, second, FIELDS: tl.constexpr, C: tl.constexpr):
+    """`hi_lo_operands` of n (c, field) of the first and the second byte: (field)."""
     operands = ()
     for field in tl.static_range(FIELDS):
         a, b = (), ()
         for c in tl.static_range(C):
             a, b = a + (first[c][field],), b + (second[c][field],)  # noqa: RUF005
-        operands = operands + (operands_of(a, b, C),)  # noqa: RUF005
+        operands = operands + (hi_lo_operands(a, b, C),)  # noqa: RUF005
     return operands
 
 
 @triton.jit
-def _of_token_tiles(words):
-    """Words of two token tiles, (kh, rh), as of each: (rh), kh in neighbouring bytes."""
-    lower = (picked(words[0], words[2], 0x6240), picked(words[1], words[3], 0x6240))
-    upper = (picked(words[0], words[2], 0x7351), picked(words[1], words[3], 0x7351))
+def _split_token_tiles(words):
+    """Split words (kh, rh) of two token tiles into words (rh) of each tile, with kh in neighbouring bytes."""
+    lower = (byte_perm(words[0], words[2], 0x6240), byte_perm(words[1], words[3], 0x6240))
+    upper = (byte_perm(words[0], words[2], 0x7351), byte_perm(words[1], words[3], 0x7351))
     return lower, upper
 
 
 @triton.jit
-def _masked(words, BITS: tl.constexpr, FIELD: tl.constexpr):
-    """Words of codes with a field only of each byte; for the upper one of 4 bits, the words as they are."""
+def _mask_field(words, BITS: tl.constexpr, FIELD: tl.constexpr):
+    """Mask one field in all bytes of the words; for the upper field of 4 bits, return the words unchanged."""
     MASK: tl.constexpr = ((1 << BITS) - 1 << BITS * FIELD) * 0x01010101
     SIGNED: tl.constexpr = MASK if MASK < 2**31 else MASK - 2**32
     masked = words
@@ -185,10 +187,10 @@ def _masked(words, BITS: tl.constexpr, FIELD: tl.constexpr):
 
 
 @triton.jit
-def _half(words, operands, BITS: tl.constexpr, UPPER: tl.constexpr, START: tl.constexpr, C: tl.constexpr):
-    """The product of a token tile with the fields of the upper or the lower half of bytes, for each word of operands.
+def _half_mma(words, operands, BITS: tl.constexpr, UPPER: tl.constexpr, START: tl.constexpr, C: tl.constexpr):
+    """Multiply the fields in the upper or the lower half of a token tile's bytes by q, for each word of the operands.
 
-    words: for each cw those of a lane, (kh, rh) or (rh); operands: of `_operands_of_codes`.
+    words: for each cw those of a lane, (kh, rh) or (rh).  operands: of `_code_operands`.
     """
     FIELDS: tl.constexpr = 8 // BITS
     HALF: tl.constexpr = FIELDS // 2
@@ -196,7 +198,7 @@ def _half(words, operands, BITS: tl.constexpr, UPPER: tl.constexpr, START: tl.co
     left, products = (), ()
     for cw in tl.static_range(len(words)):
         for field in tl.static_range(HALF):
-            left = left + _masked(words[cw], BITS, HALF * UPPER + field)
+            left = left + _mask_field(words[cw], BITS, HALF * UPPER + field)
     for c in tl.static_range(C):
         right = ()
         for cw in tl.static_range(len(words)):
@@ -209,7 +211,7 @@ def _half(words, operands, BITS: tl.constexpr, UPPER: tl.constexpr, START: tl.co
 
 @triton.jit
 def _score(upper_high, upper_low, high, low):
-    """UNIT (256 high + low + (256 upper_high + upper_low) / 16) of sums, without what they started at."""
+    """UNIT (256 high + low + (256 upper_high + upper_low) / 16), with the initial accumulators subtracted."""
     if INTERPRETED:
         x = (high - START) * 256 + low - START
         upper = (upper_high - START_UPPER) * 256 + upper_low - START_UPPER
@@ -222,10 +224,10 @@ def _score(upper_high, upper_low, high, low):
 
 
 @triton.jit
-def _scores_of_tile(words, operands, BITS: tl.constexpr, C: tl.constexpr):
-    """`_score` of the rows g and g + 8 of a token tile: (c, rh)."""
-    upper = _half(words, operands, BITS, 1, START_UPPER, C)
-    lower = _half(words, operands, BITS, 0, START, C)
+def _tile_scores(words, operands, BITS: tl.constexpr, C: tl.constexpr):
+    """`_score` of rows g and g + 8 of a token tile: (c, rh) at index 2 c + rh."""
+    upper = _half_mma(words, operands, BITS, 1, START_UPPER, C)
+    lower = _half_mma(words, operands, BITS, 0, START, C)
     if C == 1:
         u, x = upper[0], lower[0]
         y = (_score(u[0], u[1], x[0], x[1]), _score(u[2], u[3], x[2], x[3]))
@@ -239,8 +241,8 @@ def _scores_of_tile(words, operands, BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _product_with_z(z, operands, c: tl.constexpr, ODD: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """Of the uneven tiles, or of the even ones: in its rows g + 8, or g. The other half of it means nothing."""
+def _z_mma(z, operands, c: tl.constexpr, ODD: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """z sum over the odd channel tiles in rows g + 8, or over the even ones in rows g; the other rows are undefined."""
     right = ()
     for m in tl.static_range(D // 32):
         right = right + (operands[C * (2 * m + ODD) + c],)  # noqa: RUF005
@@ -248,29 +250,29 @@ def _product_with_z(z, operands, c: tl.constexpr, ODD: tl.constexpr, D: tl.const
 
 
 @triton.jit
-def _second_sums(z, operands, excess, BITS: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """The second sum for each c; z: words `z + 128` of each tile, the left operand as they come: tiles are its rows."""
-    RATIO: tl.constexpr = _largest_n(BITS) / _largest_step(BITS) / LARGEST_Z * UNIT
-    even, odd = _product_with_z(z, operands, 0, 0, D, C), _product_with_z(z, operands, 0, 1, D, C)
+def _z_sums(z, operands, excess, BITS: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """z sum for each c; z: words `z + 128` of each channel tile, which are A operands with channel tiles as rows."""
+    RATIO: tl.constexpr = _max_n(BITS) / _max_s_int(BITS) / MAX_Z_SUM_N * UNIT
+    even, odd = _z_mma(z, operands, 0, 0, D, C), _z_mma(z, operands, 0, 1, D, C)
     if C == 1:
         parts = ((even[0], even[1], odd[2], odd[3]),)
     else:
-        even_low, odd_low = _product_with_z(z, operands, 1, 0, D, C), _product_with_z(z, operands, 1, 1, D, C)
+        even_low, odd_low = _z_mma(z, operands, 1, 0, D, C), _z_mma(z, operands, 1, 1, D, C)
         parts = ((even[0], even_low[0], odd[2], odd_low[2]), (even[1], even_low[1], odd[3], odd_low[3]))
     sums = ()
     for c in tl.static_range(C):
-        sums = sums + (_second_sum(parts[c], RATIO) - excess[c],)  # noqa: RUF005
+        sums = sums + (_z_sum(parts[c], RATIO) - excess[c],)  # noqa: RUF005
     return sums
 
 
 @triton.jit
-def _second_sum(parts, RATIO: tl.constexpr):
-    """RATIO (256 high + low) of the sums of even tiles and of odd ones, below 2^24."""
+def _z_sum(parts, RATIO: tl.constexpr):
+    """RATIO (256 high + low) from the sums of even and of odd channel tiles, integers below 2^24."""
     even_high, even_low, odd_high, odd_low = parts
     if INTERPRETED:
         x = ((even_high + odd_high) * 256 + even_low + odd_low).to(tl.float32) * RATIO
     else:
-        # As floats they are n 2^-149.
+        # The integers, read as floats, are n 2^-149.
         LOW: tl.constexpr = RATIO * 2.0**30 * 2.0**119
         x = even_high.to(tl.float32, bitcast=True) * (256 * LOW) + odd_high.to(tl.float32, bitcast=True) * (256 * LOW)
         x += even_low.to(tl.float32, bitcast=True) * LOW + odd_low.to(tl.float32, bitcast=True) * LOW
@@ -278,33 +280,34 @@ def _second_sum(parts, RATIO: tl.constexpr):
 
 
 @triton.jit
-def scores(query, of_bits, words, s_int, z, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
-    """Scores of a block before they are multiplied.
+def scores(query, query_scale, words, s_int, z, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """Compute the scores of a block, without the factor `scales` of `scale_query` and the scale of K.
 
     Args:
-        query, of_bits: of `query_of_keys` and `query_units`.
+        query, query_scale: of `prepare_query` and `scale_query`.
         words, s_int, z: of `read_k`.
     Returns, for each c:
-        The first sums of the tokens 8 n + g, for each n; and the second sum.
+        head_scores: code sums of the tokens 8 n + g, for each n.
+        z_sum: z sum of the block.
     """
-    _, scaled, excess = of_bits
+    _, scaled, excess = query_scale
     CW: tl.constexpr = D * BITS // 256 if D * BITS > 256 else 1
-    right = _operands_of_codes(scaled, s_int, BITS, CW, D, C)
-    second = _second_sums(z, query[2], excess, BITS, D, C)
+    right = _code_operands(scaled, s_int, BITS, CW, D, C)
+    z_sum = _z_sums(z, query[2], excess, BITS, D, C)
     tiles = ()
     for row in tl.static_range(len(words) // CW):
         if len(words) < 4 * CW:
             for tile in tl.static_range(2):
-                tiles = tiles + (_scores_of_tile((_of_token_tiles(words[row])[tile],), right, BITS, C),)  # noqa: RUF005
+                tiles = tiles + (_tile_scores((_split_token_tiles(words[row])[tile],), right, BITS, C),)  # noqa: RUF005
         else:
             left = ()
             for cw in tl.static_range(CW):
                 left = left + (words[row * CW + cw],)  # noqa: RUF005
-            tiles = tiles + (_scores_of_tile(left, right, BITS, C),)  # noqa: RUF005
-    of_heads = ()
+            tiles = tiles + (_tile_scores(left, right, BITS, C),)  # noqa: RUF005
+    head_scores = ()
     for c in tl.static_range(C):
         x = ()
         for n in tl.static_range(8):
             x = x + (tiles[n // 2][2 * c + n % 2],)  # noqa: RUF005
-        of_heads = of_heads + (x,)  # noqa: RUF005
-    return of_heads, second
+        head_scores = head_scores + (x,)  # noqa: RUF005
+    return head_scores, z_sum

@@ -1,10 +1,10 @@
-"""q of decode over quantised blocks: from memory to operands of the product with K (see keys.py).
+"""Device code of FlashQ decode attention: q, from memory to the operands of the product with K (see keys.py).
 
-All warps of a program need the same few KB of q, and all programs of a head the same bytes. So with bulk copies (BULK,
-see record_loads.py) it comes once into shared memory, in 16-byte pieces apart from each other so that lanes read
-without conflicts; before the records, because behind them it would wait until their bytes have come. (Where a launch
-asks for its first records before the kernel ahead has ended, q, which that kernel writes, comes behind them.)
-Elsewhere, and in fp32, lanes load it value by value.
+All warps of a program need the same few KB of q, and all programs of a head the same bytes. With bulk copies (BULK, see
+record_loads.py) q is copied once into shared memory. The heads are padded so that lanes read without bank conflicts.
+The copy of q is issued before those of the records; behind them it would wait until their bytes have arrived.
+(Exception: a launch that copies its first records before the previous kernel has ended must issue the copy of q behind
+them, because that kernel writes q.) On older GPUs, and in fp32, lanes load q value by value.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ import triton
 import triton.language as tl
 
 from alspec.kernels.attention.decode_flashq.record_loads import QUERY_BARRIER, head_stride, query_barrier
-from alspec.kernels.attention.decode_flashq.values import over_rows, picked, transposed
+from alspec.kernels.attention.decode_flashq.values import byte_perm, reduce_rows, transpose_8x8
 from alspec.kernels.common.device import INTERPRETED, inverse_of_sum
 
-__all__ = ["FLIP_SIGNS", "LARGEST_Z", "MAGIC", "START_UPPER", "ULP", "operands_of", "query_of_keys", "send_query"]
+__all__ = [
+    "FLIP_SIGNS", "MAGIC", "MAX_Z_SUM_N", "START_UPPER", "ULP", "copy_query", "hi_lo_operands", "prepare_query",
+]  # fmt: skip
 
-# Added to n ULP, it leaves the nearest integer n + 128 in the lowest bits: their second byte is h, the first l + 128.
+# n ULP + MAGIC has the nearest integer n + 128 in its lowest bits: the second byte is h, the first is l + 128.
 ULP = tl.constexpr(2.0**-40)
 MAGIC = tl.constexpr((1.5 * 2.0**23 + 128) * ULP.value)
 MAGIC_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", MAGIC.value))[0])
-FLIP_SIGNS = tl.constexpr(0x80808080 - 2**32)  # of a word's bytes: + 128 in each
-FLIP_UPPER = tl.constexpr(0x80800000 - 2**32)  # of the upper two
-LARGEST_Z = tl.constexpr(32500.0)  # n of q in the second sum
-START_UPPER = tl.constexpr(2**21)  # what half of the second sum starts at; more than 128 255 64 (see keys.py)
+FLIP_SIGNS = tl.constexpr(0x80808080 - 2**32)  # flips the sign bit of each byte of a word: + 128
+FLIP_UPPER = tl.constexpr(0x80800000 - 2**32)  # the same for the upper two bytes only
+MAX_Z_SUM_N = tl.constexpr(32500.0)  # n of the largest |q| in the z sum (see keys.py)
+# Initial accumulator of each half of the z sum (more than 128 255 64) and of the upper half of the code sum.
+START_UPPER = tl.constexpr(2**21)
 
 
 @triton.constexpr_function
 def _copy_assembly(rows, head_dim, stride):
-    """$1: the barrier, q behind it.  $2: from.  $3: whether."""
+    """Assembly of the bulk copies of q. $1: barrier, q follows behind.  $2: source.  $3: whether to copy."""
     size = 2 * head_dim
     copies = " ".join(
         [
@@ -49,22 +52,22 @@ def _copy_assembly(rows, head_dim, stride):
 
 
 @triton.jit
-def send_query(
-    buffers, q_ptr, output, goes, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr
+def copy_query(
+    buffers, q_ptr, output, enabled, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr
 ):
-    """Ask for the query heads of an output, 16-bit values; by one lane of the first warp.
+    """Issue the bulk copies of an output's query heads, 16-bit values, by one lane of the first warp.
 
-    goes: whether anything is asked for; each request has to be awaited, by `query_of_keys`.
+    enabled: whether to copy; each copy must be awaited by `prepare_query`.
     """
     warps, lanes = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :]
-    everywhere = warps * 0 + lanes * 0
+    zeros = warps * 0 + lanes * 0
     first = (q_ptr + output.to(tl.int64) * (HEADS_PER_KV * D)).to(tl.int64)
     tl.inline_asm_elementwise(
         _copy_assembly(HEADS_PER_KV, D, head_stride(D, HEADS)), "=r,r,l,r",
         [
-            query_barrier(buffers, W, D) + everywhere,
-            first + everywhere,
-            (goes & (warps == 0)).to(tl.int32) + everywhere,
+            query_barrier(buffers, W, D) + zeros,
+            first + zeros,
+            (enabled & (warps == 0)).to(tl.int32) + zeros,
         ],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -72,7 +75,7 @@ def send_query(
 
 @triton.jit
 def _await_query(buffers, parity, W: tl.constexpr, D: tl.constexpr):
-    """Where q is, once it is there. No deadline: a copy of this program's own always ends."""
+    """Wait for the copy of q and return its address. No timeout: the program's own copy always completes."""
     barrier = query_barrier(buffers, W, D)
     barrier = tl.inline_asm_elementwise(
         "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared.b64 done, [$1], $2; @!done bra WAIT;"
@@ -84,53 +87,53 @@ def _await_query(buffers, parity, W: tl.constexpr, D: tl.constexpr):
 
 @triton.constexpr_function
 def _unpack_assembly(dtype):
-    """$0, $1: the lower and the upper half of $2, of this type, as fp32."""
+    """Assembly that converts the two 16-bit values of $2 to fp32: $0 the lower, $1 the upper."""
     if dtype == tl.bfloat16:
         return "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"
     return "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
 
 
 @triton.jit
-def _unpacked(word, dtype: tl.constexpr):
+def _unpack(word, dtype: tl.constexpr):
     return tl.inline_asm_elementwise(
         _unpack_assembly(dtype), "=f,=f,r", [word], dtype=(tl.float32, tl.float32), is_pure=True, pack=1
     )
 
 
 @triton.jit
-def _from_slot(
-    q, c: tl.constexpr, dtype: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr,
+def _query_from_shared(
+    q_address, c: tl.constexpr, dtype: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """As `_from_memory`, from where `_await_query` has found q."""
+    """As `_query_from_global`, from shared memory; q_address: of `_await_query`."""
     C: tl.constexpr = HEADS // 4
     STRIDE: tl.constexpr = head_stride(D, HEADS)
     lane = tl.arange(0, 32)[None, :] + tl.zeros([W, 32], tl.int32)
-    # Matrices of 8 rows, a row the 8 channels 8 n + g of one head: rows 2 t and 2 t + 1 become a word of lane 4 g + t.
+    # ldmatrix.trans: a row is the 8 channels 8 n + g of one head; rows 2 t and 2 t + 1 become a word of lane 4 g + t.
     head = tl.minimum(lane % 8 // 2 * C + c, HEADS_PER_KV - 1)
-    at = q + head * STRIDE + lane // 8 * 32 + lane % 2 * 16
+    address = q_address + head * STRIDE + lane // 8 * 32 + lane % 2 * 16
     values = ()
     for n in tl.static_range(D // 64):
         words = tl.inline_asm_elementwise(
             f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$0, $1, $2, $3}}, [$4+{128 * n}];", "=r,=r,=r,=r,r",
-            [at], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            [address], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         for i in tl.static_range(4):
-            values = values + _unpacked(words[i], dtype)
+            values = values + _unpack(words[i], dtype)
     head = tl.minimum(lane % 4 * C + c, HEADS_PER_KV - 1)
-    at = q + head * STRIDE + lane // 4 % 2 * 16 + lane // 8 * 4
+    address = q_address + head * STRIDE + lane // 4 % 2 * 16 + lane // 8 * 4
     pairs = ()
     for tile in tl.static_range(D // 16):
         word = tl.inline_asm_elementwise(
-            f"ld.shared.b32 $0, [$1+{32 * tile}];", "=r,r", [at], dtype=tl.int32, is_pure=True, pack=1
+            f"ld.shared.b32 $0, [$1+{32 * tile}];", "=r,r", [address], dtype=tl.int32, is_pure=True, pack=1
         )
-        pairs = pairs + (_unpacked(word, dtype),)  # noqa: RUF005 (Triton has no *)
+        pairs = pairs + (_unpack(word, dtype),)  # noqa: RUF005 (Triton has no *)
     return values, pairs
 
 
 @triton.constexpr_function
 def _load_assembly(dtype):
-    """$0: the value at $1, of this type, as fp32."""
+    """Assembly that loads the value at $1 and converts it to fp32, $0."""
     if dtype == tl.bfloat16:
         return "{ .reg .b16 low, x; mov.b16 low, 0; ld.global.b16 x, [$1]; mov.b32 $0, {low, x}; }"
     if dtype == tl.float16:
@@ -139,100 +142,112 @@ def _load_assembly(dtype):
 
 
 @triton.jit
-def _load(q_ptr, at):
-    """q at offsets [W, 32], as fp32. By assembly: a load would let the compiler choose other lanes."""
+def _load(q_ptr, offsets):
+    """Load q at offsets [W, 32] as fp32, by assembly: with `tl.load` the compiler may choose other lanes."""
     if INTERPRETED:
-        x = tl.load(q_ptr + at).to(tl.float32)
+        x = tl.load(q_ptr + offsets).to(tl.float32)
     else:
-        # Not pure: it must not move ahead of the wait for the kernel before.
+        # Not pure: it must not move ahead of the wait for the previous kernel.
         x = tl.inline_asm_elementwise(
             _load_assembly(q_ptr.dtype.element_ty),
-            "=f,l", [(q_ptr + at).to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1,
+            "=f,l", [(q_ptr + offsets).to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1,
         )  # fmt: skip
     return x
 
 
 @triton.jit
-def _from_memory(
+def _query_from_global(
     q_ptr, output, c: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr
 ):
-    """q of a lane's head c: D / 8 values, of channels 8 n + g; D / 16 pairs, of the channels of `operands_of`."""
+    """Load q of a lane's head c.
+
+    Returns:
+        values: D / 8, of channels 8 n + g.
+        pairs: D / 16, of the two channels in each channel tile that the lane contributes to `hi_lo_operands`.
+    """
     lane = tl.arange(0, 32)[None, :] + tl.zeros([W, 32], tl.int32)
     g = lane // 4
     head = output * HEADS_PER_KV + tl.minimum(lane % 4 * (HEADS // 4) + c, HEADS_PER_KV - 1)
     values, pairs = (), ()
     for n in tl.static_range(D // 8):
         values = values + (_load(q_ptr, head * D + (g + 8 * n)),)  # noqa: RUF005
-    at = head * D + (g % 2 * 8 + g // 2 * 2)
+    offsets = head * D + (g % 2 * 8 + g // 2 * 2)
     for tile in tl.static_range(D // 16):
-        pairs = pairs + ((_load(q_ptr, at + 16 * tile), _load(q_ptr, at + (16 * tile + 1))),)  # noqa: RUF005
+        pairs = pairs + ((_load(q_ptr, offsets + 16 * tile), _load(q_ptr, offsets + (16 * tile + 1))),)  # noqa: RUF005
     return values, pairs
 
 
 @triton.jit
-def operands_of(a, b, C: tl.constexpr):
-    """A word of right operands, or two, high and low, of n + 128 of each c: a in the lower byte of 16 bits, b above.
+def hi_lo_operands(a, b, C: tl.constexpr):
+    """Build B operands from the high and the low bytes of 16-bit integers.
 
-    Lane `4 g + t` gives those of the rows 2 g and 2 g + 1, its own heads' columns, and gets 4 rows of column g.
+    Args:
+        a, b: for each c, words with n + 128 in the lowest 16 bits. Lane `4 g + t` has rows 2 g and 2 g + 1 of its own
+            heads; a is for the lower byte of 16 bits, b for the upper byte.
+    Returns:
+        With C = 1 a word with the columns of h and l; with C = 2 two words, h and l. Lane `4 g + t` gets 4 rows of
+        column g.
     """
     if C == 1:
-        operands = (transposed(picked(a[0], b[0], 0x4051) ^ FLIP_UPPER),)  # l
+        operands = (transpose_8x8(byte_perm(a[0], b[0], 0x4051) ^ FLIP_UPPER),)  # l
     else:
-        even, odd = picked(a[0], b[0], 0x4051), picked(a[1], b[1], 0x4051)
-        high, low = picked(even, odd, 0x5410), picked(even, odd, 0x7632)
-        operands = (transposed(high), transposed(low ^ FLIP_SIGNS))
+        even, odd = byte_perm(a[0], b[0], 0x4051), byte_perm(a[1], b[1], 0x4051)
+        high, low = byte_perm(even, odd, 0x5410), byte_perm(even, odd, 0x7632)
+        operands = (transpose_8x8(high), transpose_8x8(low ^ FLIP_SIGNS))
     return operands
 
 
 @triton.jit
-def query_of_keys(
+def prepare_query(
     q_ptr, output, buffers, parity, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
-    SENT: tl.constexpr,
+    BULK_Q: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of an output, in lanes, relative to the largest of each. SENT: by `send_query`.
+    """Load the query heads of an output in lanes, relative to the largest |q| of each head.
 
-    Returns, each for each c but the third:
-        That largest |q|; no number if one q is none.
-        D / 8 values q, of channels 8 n + g.
-        Right operands of the second sum: those of `operands_of`, tile after tile.
-        What the second sum has too much, because bytes are z + 128 and because of its start.
+    BULK_Q: whether q comes through shared memory, by `copy_query`.
+
+    Returns, each except `operands` for each c:
+        q_max: largest |q|; NaN if a q is NaN.
+        values: D / 8 values q / q_max, of channels 8 n + g.
+        operands: B operands of the z sum: of `hi_lo_operands`, channel tile by channel tile.
+        z_excess: excess of the z sum, because bytes are z + 128 and because of its initial accumulator.
     """
     C: tl.constexpr = HEADS // 4
     TILES: tl.constexpr = D // 16
-    q = 0
-    if SENT:
-        q = _await_query(buffers, parity, W, D)
-    tops, values, even, odd, offsets = (), (), (), (), ()
+    q_address = 0
+    if BULK_Q:
+        q_address = _await_query(buffers, parity, W, D)
+    q_max, values, even, odd, z_excess = (), (), (), (), ()
     for c in tl.static_range(C):
-        if SENT:
-            x, pairs = _from_slot(q, c, q_ptr.dtype.element_ty, HEADS_PER_KV, HEADS, W, D)
+        if BULK_Q:
+            x, pairs = _query_from_shared(q_address, c, q_ptr.dtype.element_ty, HEADS_PER_KV, HEADS, W, D)
         else:
-            x, pairs = _from_memory(q_ptr, output, c, HEADS_PER_KV, HEADS, W, D)
-        top = tl.abs(x[0])
+            x, pairs = _query_from_global(q_ptr, output, c, HEADS_PER_KV, HEADS, W, D)
+        max_abs = tl.abs(x[0])
         for n in tl.static_range(1, D // 8):
-            top = tl.maximum(top, tl.abs(x[n]), propagate_nan=tl.PropagateNan.ALL)
-        top = over_rows(top, "max.NaN")
-        # A power of two first: its inverse is a number whatever q is, 0 too.
-        exponent = tl.maximum(top.to(tl.int32, bitcast=True) >> 23, 32)
+            max_abs = tl.maximum(max_abs, tl.abs(x[n]), propagate_nan=tl.PropagateNan.ALL)
+        max_abs = reduce_rows(max_abs, "max.NaN")
+        # Multiply by a power of two first: then the inverse is finite for any q, also for 0.
+        exponent = tl.maximum(max_abs.to(tl.int32, bitcast=True) >> 23, 32)
         power = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-        factor = power * inverse_of_sum(tl.maximum(top * power, 1.0))
-        tops = tops + (tl.maximum(top, 2.0**-109) + top * 0.0,)  # noqa: RUF005
+        factor = power * inverse_of_sum(tl.maximum(max_abs * power, 1.0))
+        q_max = q_max + (tl.maximum(max_abs, 2.0**-109) + max_abs * 0.0,)  # noqa: RUF005
         scaled = ()
         for n in tl.static_range(D // 8):
             scaled = scaled + (x[n] * factor,)  # noqa: RUF005
         values = values + (scaled,)  # noqa: RUF005
         a, b, total = (), (), tl.zeros([W, 32], tl.int32)
         for tile in tl.static_range(TILES):
-            low = pairs[tile][0] * (factor * (LARGEST_Z * ULP)) + MAGIC
-            high = pairs[tile][1] * (factor * (LARGEST_Z * ULP)) + MAGIC
+            low = pairs[tile][0] * (factor * (MAX_Z_SUM_N * ULP)) + MAGIC
+            high = pairs[tile][1] * (factor * (MAX_Z_SUM_N * ULP)) + MAGIC
             a, b = a + (low.to(tl.int32, bitcast=True),), b + (high.to(tl.int32, bitcast=True),)  # noqa: RUF005
             total += (a[tile] - MAGIC_BITS) + (b[tile] - MAGIC_BITS)
         even, odd = even + (a,), odd + (b,)  # noqa: RUF005
-        offsets = offsets + (over_rows(total.to(tl.float32), "add") * 128.0 + 2 * 257.0 * START_UPPER,)  # noqa: RUF005
+        z_excess = z_excess + (reduce_rows(total.to(tl.float32), "add") * 128.0 + 2 * 257.0 * START_UPPER,)  # noqa: RUF005
     operands = ()
     for tile in tl.static_range(TILES):
         a, b = (), ()
         for c in tl.static_range(C):
             a, b = a + (even[c][tile],), b + (odd[c][tile],)  # noqa: RUF005
-        operands = operands + operands_of(a, b, C)
-    return tops, values, operands, offsets
+        operands = operands + hi_lo_operands(a, b, C)
+    return q_max, values, operands, z_excess

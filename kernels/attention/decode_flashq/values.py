@@ -1,17 +1,19 @@
-"""The product with V of decode over quantised blocks, O^T = V^T P^T, in INT8 (see block_attention.py).
+"""Device code of FlashQ decode attention: the product with V, O^T = V^T P^T, in INT8 (see block_attention.py).
 
-The instruction multiplies A [16 channels, 32 tokens] by B [32 tokens, 8 columns], here bytes without sign, exactly.
+m16n8k32 multiplies A [16 channels, 32 tokens] by B [32 tokens, 8 columns], here unsigned bytes; the product is exact.
 
-- P is in 16 bits, `rint(SCALE p)` with p relative to the largest of this block and head. Its high and low bytes are
-  columns of their own: with up to four heads the two of each head, otherwise those of two products.
-- V's words are the left operand as they are stored (layout.py). One mask keeps a field of all four bytes. The
-  upper of two fields needs none: what the lower adds is the lower's own product, and is subtracted from the sums.
-- Sums are integers below 2^23, which read as floats are denormals, n 2^-149: multiplications take them as they are.
-- Factors of channels, `s_int` and `z + 128`, are bytes. A small fp16 product spreads them over lanes as floats, and by
-  the way brings in a field's power of two, or the sum of weights, in two parts of 11 bits.
+- P has 16 bits, `rint(P_SCALE p)`, with p relative to the largest weight of the block and head. Its high and its low
+  byte are separate columns: with up to 4 heads the two columns of a head, with 8 heads the columns of two MMAs.
+- The stored words of V are A operands as they are (layout.py). One mask selects a field of all four bytes. The upper of
+  two fields needs no mask: its product is that of the whole bytes minus that of the lower field.
+- Sums are integers below 2^23. Read as floats they are denormals, n 2^-149; multiplications take them as they are.
+- The factors of a channel, `s_int` and `z + 128`, are bytes. A small fp16 MMA distributes them over lanes as floats. It
+  also divides `s_int` by the power of two of a field, and multiplies `z + 128` by the sum of weights, which is split
+  into two fp16 of 11 bits each.
 
-Everything here is in *lanes*: tensors [W, 32] of a warp in each row and a lane `4 g + t` in each column, which has the
-values of head t, or of heads 2 t and 2 t + 1; C of them. So the assembly decides what lies where, not the compiler.
+All values are in *lanes*: tensors [W, 32] with a warp in each row and a lane `4 g + t` in each column. Lane `4 g + t`
+holds the values of head t, or of heads 2 t and 2 t + 1: C heads. So the assembly decides which lane holds what, not the
+compiler.
 """
 
 from __future__ import annotations
@@ -22,26 +24,26 @@ import triton.language as tl
 from alspec.kernels.common.device import INTERPRETED, stacked, unstacked
 
 __all__ = [
-    "add_values",
-    "first_values",
-    "for_heads",
-    "over_rows",
-    "picked",
+    "accumulate_block",
+    "byte_perm",
+    "heads_to_lanes",
     "mma_m16n8k32",
-    "transposed",
+    "reduce_rows",
+    "to_lane_state",
+    "transpose_8x8",
 ]
 
-# Of P. Fits 16 bits with room for the rounding of scores as large as 2^20, which can make a p more than 1.
-SCALE = tl.constexpr(61440.0)
+# Scale of P. Fits 16 bits, with room for p slightly above 1: rounding of scores as large as 2^20 can cause that.
+P_SCALE = tl.constexpr(61440.0)
 ROUND = tl.constexpr(8388608.0)  # 2^23: added to a float, it leaves the nearest integer in the lowest bits
-UNIT = tl.constexpr(2.0**-30)  # of `_sums`
-ULP = tl.constexpr(2.0**-24)  # of a denormal half
-STEP = tl.constexpr(2.0**-9)  # of `_spread`, for the lowest field
+PV_UNIT = tl.constexpr(2.0**-30)  # factor in the results of `_pv_mma`
+ULP = tl.constexpr(2.0**-24)  # lowest bit of a denormal fp16
+FACTOR_UNIT = tl.constexpr(2.0**-9)  # factor in the results of `_scale_mma`, for the lowest field
 
 
 @triton.jit
 def _to_lanes(x, W: tl.constexpr, HEADS: tl.constexpr):
-    """x [W, 8 N, HEADS], of a product, in lanes: for each of C heads and N rows, (c, n) at c N + n."""
+    """Return an MMA result x [W, 8 N, HEADS] in lanes: for each of C heads and N rows; (c, n) at index c N + n."""
     N: tl.constexpr = x.shape[1] // 8
     C: tl.constexpr = HEADS // 4
     x = tl.permute(tl.reshape(x, [W, N, 8, 4, C]), (0, 2, 3, 4, 1))
@@ -49,20 +51,20 @@ def _to_lanes(x, W: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _bytes(x):
-    """[..., 4] of words."""
+def _unpack_bytes(x):
+    """The four bytes of each word, lowest first: [..., 4]."""
     return (tl.reshape(x, x.shape + [1]) >> (8 * tl.arange(0, 4))) & 255  # noqa: RUF005
 
 
 @triton.jit
-def picked(a, b, PICK: tl.constexpr):
-    """Four bytes of a (numbers 0 to 3) and b (4 to 7), the lowest first, by the hexadecimal digits of PICK."""
+def byte_perm(a, b, PICK: tl.constexpr):
+    """Select four bytes of a (numbers 0 to 3) and b (4 to 7): the hexadecimal digits of PICK, lowest byte first."""
     if INTERPRETED:
-        both, number = tl.reshape(tl.join(_bytes(a), _bytes(b)), a.shape + [4, 2]), tl.arange(0, 4)  # noqa: RUF005
+        both, index = tl.reshape(tl.join(_unpack_bytes(a), _unpack_bytes(b)), a.shape + [4, 2]), tl.arange(0, 4)  # noqa: RUF005
         x = tl.zeros_like(a)
         for i in tl.static_range(4):
-            chosen = (number == (PICK >> 4 * i) % 4)[:, None] & (tl.arange(0, 2) == (PICK >> 4 * i) % 8 // 4)[None, :]
-            x |= tl.sum(tl.sum(tl.where(chosen, both, 0), -1), -1) << (8 * i)
+            selected = (index == (PICK >> 4 * i) % 4)[:, None] & (tl.arange(0, 2) == (PICK >> 4 * i) % 8 // 4)[None, :]
+            x |= tl.sum(tl.sum(tl.where(selected, both, 0), -1), -1) << (8 * i)
     else:
         x = tl.inline_asm_elementwise(
             f"prmt.b32 $0, $1, $2, {PICK};", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
@@ -71,8 +73,8 @@ def picked(a, b, PICK: tl.constexpr):
 
 
 @triton.jit
-def transposed(x):
-    """The matrix [8, 8] of 16 bits of each warp, a row in the words of four lanes, transposed."""
+def transpose_8x8(x):
+    """Transpose an [8, 8] matrix of 16-bit values in each warp; four lanes hold a row, two values each."""
     if INTERPRETED:
         W: tl.constexpr = x.shape[0]
         x = tl.reshape(tl.join(x & 0xFFFF, x >> 16), [W, 8, 8])
@@ -86,83 +88,86 @@ def transposed(x):
 
 
 @triton.jit
-def _right_operands(p, C: tl.constexpr):
-    """Words of the products' right operands, four for each, of P's 16 bits: p (c, n), of token 8 n + g.
+def _p_operands(p, C: tl.constexpr):
+    """B operands of the MMAs with V, four words each, from P as 16-bit integers p (c, n), token 8 n + g.
 
-    A word of a lane `4 g + t` is of column g and of tokens 2 t, 2 t + 8, 2 t + 1 and 2 t + 9 of 16.
+    A word of lane `4 g + t` holds column g and the tokens 2 t, 2 t + 8, 2 t + 1 and 2 t + 9 of 16.
     """
     if C == 1:
         operand = ()
         for i in tl.static_range(4):
-            operand = operand + (transposed(picked(p[2 * i], p[2 * i + 1], 0x4051)),)  # noqa: RUF005
+            operand = operand + (transpose_8x8(byte_perm(p[2 * i], p[2 * i + 1], 0x4051)),)  # noqa: RUF005
         operands = (operand,)
     else:
         high, low = (), ()
         for i in tl.static_range(4):
-            even = picked(p[2 * i], p[2 * i + 1], 0x4051)
-            odd = picked(p[2 * i + 8], p[2 * i + 9], 0x4051)
-            high = high + (transposed(picked(even, odd, 0x5410)),)  # noqa: RUF005
-            low = low + (transposed(picked(even, odd, 0x7632)),)  # noqa: RUF005
+            even = byte_perm(p[2 * i], p[2 * i + 1], 0x4051)
+            odd = byte_perm(p[2 * i + 8], p[2 * i + 9], 0x4051)
+            high = high + (transpose_8x8(byte_perm(even, odd, 0x5410)),)  # noqa: RUF005
+            low = low + (transpose_8x8(byte_perm(even, odd, 0x7632)),)  # noqa: RUF005
         operands = (high, low)
     return operands
 
 
 @triton.jit
-def _matrix(rows, ROWS: tl.constexpr):
-    """Interpreter: a product [W, 16, 8] of what `rows` of a lane has of it: [W, 32, 4] -> a tuple."""
-    x = tl.permute(tl.reshape(rows, [rows.shape[0], 2, 8, 4, 2]), (0, 2, 3, 1, 4))
-    return unstacked(tl.reshape(x, [rows.shape[0], 32, ROWS]), ROWS)
+def _to_fragment(product, N: tl.constexpr):
+    """Interpreter only: the N registers of each lane that hold an MMA result [W, 16, 8]: N tensors [W, 32]."""
+    x = tl.permute(tl.reshape(product, [product.shape[0], 2, 8, 4, 2]), (0, 2, 3, 1, 4))
+    return unstacked(tl.reshape(x, [product.shape[0], 32, N]), N)
 
 
 @triton.constexpr_function
-def _products(n, signed, start):
-    """Assembly of n products one after another; operands: four results, 4 n words of A, 2 n of B."""
+def _mma_assembly(n, signed, start):
+    """Assembly of n accumulating MMAs; operands: four results, 4 n words of A, 2 n words of B."""
     types = "s32.u8.s8.s32" if signed else "s32.u8.u8.s32"
-    sums, code = "{z, z, z, z}", f"{{ .reg .b32 z, u0, u1, u2, u3; mov.b32 z, {start};"
+    acc, code = "{z, z, z, z}", f"{{ .reg .b32 z, u0, u1, u2, u3; mov.b32 z, {start};"
     for i in range(n):
-        to = "{$0, $1, $2, $3}" if i == n - 1 else "{u0, u1, u2, u3}"
+        dst = "{$0, $1, $2, $3}" if i == n - 1 else "{u0, u1, u2, u3}"
         a, b = 4 + 4 * i, 4 + 4 * n + 2 * i
         left, right = f"{{${a}, ${a + 1}, ${a + 2}, ${a + 3}}}", f"{{${b}, ${b + 1}}}"
-        code += f" mma.sync.aligned.m16n8k32.row.col.{types} {to}, {left}, {right}, {sums};"
-        sums = to
+        code += f" mma.sync.aligned.m16n8k32.row.col.{types} {dst}, {left}, {right}, {acc};"
+        acc = dst
     return code + " }"
 
 
 @triton.jit
 def mma_m16n8k32(a, b, N: tl.constexpr, SIGNED: tl.constexpr, START: tl.constexpr):
-    """[16, 32 N] times [32 N, 8] of bytes, B's with a sign or without: a 4 N words of a lane, b 2 N.
+    """Multiply bytes [16, 32 N] by bytes [32 N, 8] and add START; exact, int32.
 
-    Of it, and START more, columns 2 t and 2 t + 1 of rows g and g + 8.
+    Args:
+        a: 4 N words of each lane, unsigned bytes.  b: 2 N words of each lane; SIGNED: signed bytes.
+    Returns:
+        Columns 2 t and 2 t + 1 of row g, then of row g + 8.
     """
     if INTERPRETED:
         W: tl.constexpr = a[0].shape[0]
-        left = tl.reshape(_bytes(stacked(a, 4 * N)), [W, 8, 4, N, 2, 2, 4])  # g t ks kh rh byte
+        left = tl.reshape(_unpack_bytes(stacked(a, 4 * N)), [W, 8, 4, N, 2, 2, 4])  # g t ks kh rh byte
         left = tl.reshape(tl.permute(left, (0, 5, 1, 3, 4, 2, 6)), [W, 16, 32 * N])
-        right = tl.reshape(_bytes(stacked(b, 2 * N)), [W, 8, 4, 2 * N, 4])
+        right = tl.reshape(_unpack_bytes(stacked(b, 2 * N)), [W, 8, 4, 2 * N, 4])
         right = tl.reshape(tl.permute(right, (0, 3, 2, 4, 1)), [W, 32 * N, 8])
         if SIGNED:
             right = (right ^ 128) - 128
-        x = _matrix(tl.dot(left.to(tl.float32), right.to(tl.float32)).to(tl.int32) + START, 4)
+        x = _to_fragment(tl.dot(left.to(tl.float32), right.to(tl.float32)).to(tl.int32) + START, 4)
     else:
         x = tl.inline_asm_elementwise(
-            _products(N, SIGNED, START), "=r,=r,=r,=r" + ",r" * (6 * N), a + b,
+            _mma_assembly(N, SIGNED, START), "=r,=r,=r,=r" + ",r" * (6 * N), a + b,
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     return x
 
 
 @triton.jit
-def over_rows(x, WHAT: tl.constexpr):
-    """The largest ("max"; "max.NaN": none if one is) or the sum ("add") of x [W, 32] of all lanes with the same t."""
+def reduce_rows(x, OP: tl.constexpr):
+    """Reduce x [W, 32] over all lanes with the same t. OP: "add", "max", or "max.NaN", which keeps NaN."""
     if INTERPRETED:
         rows = tl.reshape(x, [x.shape[0], 8, 4])
-        one = tl.sum(rows, 1) if WHAT == "add" else tl.max(rows, 1)
-        x = tl.reshape(tl.broadcast_to(one[:, None, :], [x.shape[0], 8, 4]), [x.shape[0], 32])
+        reduced = tl.sum(rows, 1) if OP == "add" else tl.max(rows, 1)
+        x = tl.reshape(tl.broadcast_to(reduced[:, None, :], [x.shape[0], 8, 4]), [x.shape[0], 32])
     else:
         x = tl.inline_asm_elementwise(
-            f"{{ .reg .f32 u, v; shfl.sync.bfly.b32 u, $1, 16, 31, -1; {WHAT}.f32 u, $1, u;"
-            f" shfl.sync.bfly.b32 v, u, 8, 31, -1; {WHAT}.f32 u, u, v;"
-            f" shfl.sync.bfly.b32 v, u, 4, 31, -1; {WHAT}.f32 $0, u, v; }}",
+            f"{{ .reg .f32 u, v; shfl.sync.bfly.b32 u, $1, 16, 31, -1; {OP}.f32 u, $1, u;"
+            f" shfl.sync.bfly.b32 v, u, 8, 31, -1; {OP}.f32 u, u, v;"
+            f" shfl.sync.bfly.b32 v, u, 4, 31, -1; {OP}.f32 $0, u, v; }}",
             "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return x
@@ -170,7 +175,7 @@ def over_rows(x, WHAT: tl.constexpr):
 
 @triton.jit
 def _pv_mma(a, operands, C: tl.constexpr):
-    """UNIT V^T P^T SCALE of 16 channels: for each head and row of a lane, (c, rh) at 2 c + rh."""
+    """PV_UNIT P_SCALE V^T P^T of 16 channels: for each head and row of a lane; (c, rh) at index 2 c + rh."""
     if C == 1:
         x = mma_m16n8k32(a, operands[0], 2, False, 0)
         y = (_combine_hi_lo(x[0], x[1]), _combine_hi_lo(x[2], x[3]))
@@ -187,11 +192,11 @@ def _pv_mma(a, operands, C: tl.constexpr):
 
 @triton.jit
 def _combine_hi_lo(high, low):
-    """UNIT (256 high + low), of integers below 2^23."""
+    """PV_UNIT (256 high + low) as fp32, for integers below 2^23."""
     if INTERPRETED:
-        x = (high * 256 + low).to(tl.float32) * UNIT
+        x = (high * 256 + low).to(tl.float32) * PV_UNIT
     else:
-        # By 2^119 and 2^127: as floats they are denormals.
+        # The integers, read as floats, are n 2^-149: multiply by 2^119 and 2^127.
         x = tl.inline_asm_elementwise(
             "{ .reg .f32 u; mul.rn.f32 u, $2, 0f7B000000; fma.rn.f32 $0, $1, 0f7F000000, u; }",
             "=f,r,r", [high, low], dtype=tl.float32, is_pure=True, pack=1,
@@ -201,17 +206,22 @@ def _combine_hi_lo(high, low):
 
 @triton.jit
 def _scale_mma(x, b):
-    """[16, 8] times [8, 8] in fp16: of a lane's word, bytes 0 and 2 are row g of A in each two columns, 1 and 3 g + 8.
+    """Multiply [16, 8] by [8, 8] in fp16.
 
-    Bytes are denormals, n ULP; b: the right operand's word. What a lane has of it is as of `product`.
+    Args:
+        x: a word of each lane. Bytes 0 and 2 are row g of A, columns 2 t and 2 t + 1; bytes 1 and 3 are row g + 8. As
+            fp16 they are denormals, n ULP.
+        b: the word of the B operand.
+    Returns:
+        fp32, in the order of `mma_m16n8k32`.
     """
     if INTERPRETED:
         W: tl.constexpr = x.shape[0]
-        left = tl.reshape(_bytes(x), [W, 8, 4, 2, 2])  # g t i rh
+        left = tl.reshape(_unpack_bytes(x), [W, 8, 4, 2, 2])  # g t i rh
         left = tl.reshape(tl.permute(left, (0, 4, 1, 2, 3)), [W, 16, 8]).to(tl.float32) * ULP
         right = tl.join((b & 0xFFFF).to(tl.int16), (b >> 16).to(tl.int16)).to(tl.float16, bitcast=True)
         right = tl.reshape(tl.permute(tl.reshape(right, [W, 8, 4, 2]), (0, 2, 3, 1)), [W, 8, 8])
-        y = _matrix(tl.dot(left, right.to(tl.float32)), 4)
+        y = _to_fragment(tl.dot(left, right.to(tl.float32)), 4)
     else:
         y = tl.inline_asm_elementwise(
             "{ .reg .b32 u, v; .reg .f32 z; mov.f32 z, 0f00000000;"
@@ -230,34 +240,34 @@ def _fp16_bits(x):
 
 @triton.jit
 def _split_hi_lo(x):
-    """x as the sum of two fp16: their bits, the larger one's first. 22 bits of x are kept."""
+    """Split x into the sum of two fp16; return their bits, the larger one first. Keeps 22 bits of x."""
     high = x.to(tl.float16).to(tl.float32)
     return _fp16_bits(high), _fp16_bits(x - high)
 
 
 @triton.jit
-def _operand_of_weights(sums, C: tl.constexpr):
-    """Right operands of `_spread` with the sums of weights of `_sums`: for each of two channel tiles, or for both."""
+def _weight_sum_operands(sums, C: tl.constexpr):
+    """B operands of `_scale_mma` from sums of weights (of `_pv_mma`): one for both channel tiles, or one for each."""
     row = tl.arange(0, 32)[None, :] // 4
-    high, low = _split_hi_lo(sums[0] * (STEP / ULP))
+    high, low = _split_hi_lo(sums[0] * (FACTOR_UNIT / ULP))
     if C == 1:
-        # Rows 0 and 2 for the even columns, 1 and 3 for the odd ones.
+        # Rows 0 and 2 are for the even columns, rows 1 and 3 for the odd columns.
         x = tl.where(row < 2, high, low)
         x = tl.where(row % 2 == 0, x, x << 16)
-        operands = (transposed(tl.where(row < 4, x, 0)),)
+        operands = (transpose_8x8(tl.where(row < 4, x, 0)),)
     else:
-        odd_high, odd_low = _split_hi_lo(sums[2] * (STEP / ULP))
+        odd_high, odd_low = _split_hi_lo(sums[2] * (FACTOR_UNIT / ULP))
         high |= odd_high << 16
         low |= odd_low << 16
         even = tl.where(row == 0, high, tl.where(row == 2, low, 0))
         odd = tl.where(row == 1, high, tl.where(row == 3, low, 0))
-        operands = (transposed(even), transposed(odd))
+        operands = (transpose_8x8(even), transpose_8x8(odd))
     return operands
 
 
 @triton.jit
-def _of_sums(z, operands, C: tl.constexpr):
-    """`z + 128` of a word times sums of weights, UNIT STEP: of each of two tiles as of `_sums`."""
+def _zero_point_terms(z, operands, C: tl.constexpr):
+    """`z + 128` of a word times the sums of weights, in PV_UNIT FACTOR_UNIT: for two channel tiles, as `_pv_mma`."""
     x = _scale_mma(z, operands[0])
     if C == 1:
         y = ((x[0], x[2]), (x[1], x[3]))
@@ -268,17 +278,20 @@ def _of_sums(z, operands, C: tl.constexpr):
 
 
 @triton.jit
-def _operand_of_powers(W: tl.constexpr, BITS: tl.constexpr, FIELD: tl.constexpr):
-    """Right operand of `_spread` that takes the places of FIELD and the next one out of `s_int`: even columns, odd."""
-    EVEN: tl.constexpr = (30 - BITS * FIELD) << 10  # 2^15 without a place, in fp16
+def _field_scale_operand(W: tl.constexpr, BITS: tl.constexpr, FIELD: tl.constexpr):
+    """B operand of `_scale_mma` that divides `s_int` by the power of two of a field.
+
+    Even columns are for FIELD, odd columns for the next field.
+    """
+    EVEN: tl.constexpr = (30 - BITS * FIELD) << 10  # 2^(15 - BITS FIELD) as fp16 bits
     ODD: tl.constexpr = (30 - BITS * (FIELD + 1)) << 26
     lane = tl.arange(0, 32)[None, :] + tl.zeros([W, 32], tl.int32)
     return tl.where(lane % 4 == 0, tl.where(lane // 4 % 2 == 0, EVEN, ODD), 0)
 
 
 @triton.jit
-def _field(words, BITS: tl.constexpr, FIELD: tl.constexpr):
-    """Codes of a field in their bytes; for the upper of two, the words as they are."""
+def _mask_field(words, BITS: tl.constexpr, FIELD: tl.constexpr):
+    """Mask one field in all bytes of the words; for the upper of two fields, return the words unchanged."""
     if BITS == 4 and FIELD == 1:
         masked = words
     else:
@@ -291,42 +304,49 @@ def _field(words, BITS: tl.constexpr, FIELD: tl.constexpr):
 
 
 @triton.jit
-def _pair(
-    words, s_int, z, operands, of_weights, W: tl.constexpr, BITS: tl.constexpr, FIELD: tl.constexpr, C: tl.constexpr
+def _dequantized_pv(
+    words, s_int, z, operands, sum_operands, W: tl.constexpr, BITS: tl.constexpr, FIELD: tl.constexpr, C: tl.constexpr
 ):
-    """What a block adds to the channel tiles of FIELD and the next one, UNIT STEP SCALE: (c, tile, rh)."""
-    low = _pv_mma(_field(words, BITS, FIELD), operands, C)
-    high = _pv_mma(_field(words, BITS, FIELD + 1), operands, C)
-    of_rows = _scale_mma(s_int, _operand_of_powers(W, BITS, FIELD))
-    of_sums = _of_sums(z, of_weights, C)
+    """Product of a block with `s_int` and `z` applied, for the channel tiles of FIELD and the next field.
+
+    Returns:
+        In PV_UNIT FACTOR_UNIT P_SCALE; (c, tile, rh) at index 4 c + 2 tile + rh.
+    """
+    low = _pv_mma(_mask_field(words, BITS, FIELD), operands, C)
+    high = _pv_mma(_mask_field(words, BITS, FIELD + 1), operands, C)
+    row_scales = _scale_mma(s_int, _field_scale_operand(W, BITS, FIELD))
+    zero_terms = _zero_point_terms(z, sum_operands, C)
     x = ()
     for c in tl.static_range(C):
         for rh in tl.static_range(2):
-            x = x + (low[2 * c + rh] * of_rows[2 * rh] + of_sums[0][2 * c + rh],)  # noqa: RUF005
+            x = x + (low[2 * c + rh] * row_scales[2 * rh] + zero_terms[0][2 * c + rh],)  # noqa: RUF005
         for rh in tl.static_range(2):
-            both = high[2 * c + rh]
+            product = high[2 * c + rh]
             if BITS == 4:
-                both -= low[2 * c + rh]
-            x = x + (both * of_rows[2 * rh + 1] + of_sums[1][2 * c + rh],)  # noqa: RUF005
+                product -= low[2 * c + rh]
+            x = x + (product * row_scales[2 * rh + 1] + zero_terms[1][2 * c + rh],)  # noqa: RUF005
     return x
 
 
 @triton.jit
-def for_heads(x, W: tl.constexpr, HEADS: tl.constexpr):
-    """x [W, HEADS] for each head of a lane."""
-    # Of 16 rows, as products have them: a lane then has each value in registers of its own, as those of `_to_lanes`.
-    both = _to_lanes(tl.broadcast_to(x[:, None, :], [W, 16, HEADS]), W, HEADS)
+def heads_to_lanes(x, W: tl.constexpr, HEADS: tl.constexpr):
+    """Return x [W, HEADS] in lanes: one tensor for each head of a lane."""
+    # Broadcast to 16 rows, as an MMA result has: then each lane already holds its values, as in `_to_lanes`.
+    rows = _to_lanes(tl.broadcast_to(x[:, None, :], [W, 16, HEADS]), W, HEADS)
     values = ()
     for c in tl.static_range(HEADS // 4):
-        values = values + (both[2 * c],)  # noqa: RUF005
+        values = values + (rows[2 * c],)  # noqa: RUF005
     return values
 
 
 @triton.jit
-def first_values(row_sum, acc, W: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr):
-    """An online softmax, row_sum [W, 16, HEADS] (rows alike) and acc [W, D, HEADS], as `add_values` goes on with it.
+def to_lane_state(row_sum, acc, W: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr):
+    """Convert sums of an online softmax to the state of `accumulate_block`.
 
-    In lanes: for each c the sum, what acc has too much because bytes are z + 128, and D / 8 values of acc.
+    Args:
+        row_sum: [W, 16, HEADS], all rows equal.  acc: [W, D, HEADS].
+    Returns:
+        In lanes, for each c: the row sum; the excess of acc, because bytes are z + 128 (0 here); D / 8 values of acc.
     """
     N: tl.constexpr = D // 8
     sums, values, state = _to_lanes(row_sum, W, HEADS), _to_lanes(acc, W, HEADS), ()
@@ -338,46 +358,46 @@ def first_values(row_sum, acc, W: tl.constexpr, D: tl.constexpr, HEADS: tl.const
 
 
 @triton.jit
-def add_values(
-    state,  # of `first_values`
-    p,  # weights relative to the largest of the block: (c, n), of token 8 n + g
-    alphas,  # for each c: what the values so far are rescaled by, and
-    betas,  # those of this block
+def accumulate_block(
+    state,  # of `to_lane_state`, `empty_softmax` or this function
+    p,  # weights relative to the largest of the block: (c, n), token 8 n + g
+    alphas,  # for each c: factor of the values so far
+    betas,  # for each c: factor of this block
     v_scale,  # [W]
     words,  # of `read_v`
-    s_int,
-    z,
+    s_int,  # of `read_v`
+    z,  # of `read_v`
     HEADS: tl.constexpr,
     W: tl.constexpr,
     D: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Add a block's weights and values to an online softmax."""
+    """Add a block's weights and weighted values to the state of an online softmax."""
     FIELDS: tl.constexpr = 8 // BITS
     C: tl.constexpr = HEADS // 4
     N: tl.constexpr = D // 8
     integers = ()
     for n in tl.static_range(8 * C):
-        integers = integers + ((p[n] * SCALE + ROUND).to(tl.int32, bitcast=True),)  # noqa: RUF005
-    operands = _right_operands(integers, C)
-    one = tl.full([W, 32], 0x01010101, tl.int32)
-    weights = _pv_mma((one, one, one, one, one, one, one, one), operands, C)
-    of_weights = _operand_of_weights(weights, C)
-    pairs = ()
+        integers = integers + ((p[n] * P_SCALE + ROUND).to(tl.int32, bitcast=True),)  # noqa: RUF005
+    operands = _p_operands(integers, C)
+    ones = tl.full([W, 32], 0x01010101, tl.int32)
+    weight_sums = _pv_mma((ones, ones, ones, ones, ones, ones, ones, ones), operands, C)
+    sum_operands = _weight_sum_operands(weight_sums, C)
+    pv = ()
     for pair in tl.static_range(D // 32):
-        added = _pair(
+        pv_pair = _dequantized_pv(
             words[2 * (2 * pair // FIELDS)] + words[2 * (2 * pair // FIELDS) + 1], s_int[pair], z[pair], operands,
-            of_weights, W, BITS, 2 * pair % FIELDS, C,
+            sum_operands, W, BITS, 2 * pair % FIELDS, C,
         )  # fmt: skip
-        pairs = pairs + (added,)  # noqa: RUF005
+        pv = pv + (pv_pair,)  # noqa: RUF005
     new_state = ()
     for c in tl.static_range(C):
-        factor = betas[c] * (v_scale[:, None] * (1.0 / (SCALE * UNIT * STEP)))
+        factor = betas[c] * (v_scale[:, None] * (1.0 / (P_SCALE * PV_UNIT * FACTOR_UNIT)))
         old = state[c * (N + 2)] * alphas[c]
-        new_state = new_state + (old + weights[2 * c] * (betas[c] * (1.0 / (SCALE * UNIT))),)  # noqa: RUF005
+        new_state = new_state + (old + weight_sums[2 * c] * (betas[c] * (1.0 / (P_SCALE * PV_UNIT))),)  # noqa: RUF005
         old = state[c * (N + 2) + 1] * alphas[c]
-        new_state = new_state + (old + weights[2 * c] * (factor * (128.0 * STEP)),)  # noqa: RUF005
+        new_state = new_state + (old + weight_sums[2 * c] * (factor * (128.0 * FACTOR_UNIT)),)  # noqa: RUF005
         for n in tl.static_range(N):
             old = state[c * (N + 2) + 2 + n] * alphas[c]
-            new_state = new_state + (old + pairs[n // 4][4 * c + n % 4] * factor,)  # noqa: RUF005
+            new_state = new_state + (old + pv[n // 4][4 * c + n % 4] * factor,)  # noqa: RUF005
     return new_state

@@ -1,1 +1,1 @@
-"""INT8 prefill attention (TurboAttention)."""
+"""INT8 attention for prompts (TurboAttention)."""

@@ -1,1 +1,1 @@
-"""FlashQ block progressive quantisation (TurboAttention, section 3)."""
+"""FlashQ: block progressive quantisation of the KV cache (TurboAttention, section 3)."""

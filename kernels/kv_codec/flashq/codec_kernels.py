@@ -1,8 +1,8 @@
-"""The quantised cache written and read back on a GPU: store of a prompt, a token, a full tail; restore of a prefix.
+"""GPU kernels that write the quantised KV cache and restore it: store a prompt, append a token, compact a full tail.
 
-How a block becomes the words of a record, and back, is in record.py; the oracles are in flashq_reference.py.
+record.py converts a block to the words of a record and back. The oracles are in flashq_reference.py.
 
-Shapes: B requests, H KV heads of this rank, D head_dim, n tokens, NB blocks of capacity, W words of a layer.
+Shapes: B requests, H KV heads of this rank, D head_dim, n tokens, NB capacity in blocks, W words of a layer, L layers.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ from alspec.kernels.kv_codec.flashq.record import TOKENS, largest, record_at, re
 __all__ = ["flashq_restore", "flashq_store", "flashq_append", "flashq_compact"]
 
 NUM_WARPS = 4
-STORE_WARPS = 8  # with fewer, a block of 128 channels spills
-COMPACT_ROWS = 64  # heads of all requests and layers at work together: with K and V a program for each SM of an H200
+STORE_WARPS = 8  # with fewer, a block of 128 channels spills registers
+COMPACT_ROWS = 64  # rows (request, head, layer) per launch of `flashq_compact`; K and V make that 128 programs
 
 
 @triton.jit
 def _store_tensor(
-    x_ptr,  # of the head: [n, D]
-    x_stride,
-    q1_ptr,  # of the head: [n, D] int8
-    scale_ptr,  # where this block's stage-1 scale goes, for the prefill
-    tail_scale_ptr,  # the head's universal scale
-    cache_scale_ptr,  # where a record's scale goes
+    x_ptr,  # [n, D] of this head
+    x_stride,  # between tokens
+    q1_ptr,  # [n, D] int8 of this head
+    scale_ptr,  # stage-1 scale of this block, for prefill attention
+    tail_scale_ptr,  # universal scale of this head
+    cache_scale_ptr,  # scale of the record
     record_ptr,
     bits,
     n,
-    chunk_block,
+    chunk_block,  # index of the block in the prompt chunk
     D: tl.constexpr,
     IS_V: tl.constexpr,
 ):
-    """Stages 1 and 2 of one block of K or V."""
+    """Stages 1 and 2 of one block of K or V. An incomplete block passes only stage 1."""
     c = tl.arange(0, D)
     t = chunk_block * TOKENS + tl.arange(0, TOKENS)
-    exists = (t < n)[:, None]
-    x = tl.load(x_ptr + t[:, None].to(tl.int64) * x_stride + c[None, :], mask=exists, other=0.0).to(tl.float32)
+    token_mask = (t < n)[:, None]
+    x = tl.load(x_ptr + t[:, None].to(tl.int64) * x_stride + c[None, :], mask=token_mask, other=0.0).to(tl.float32)
     raw = tl.div_rn(largest(largest(x, 1), 0), 119.0)
     scale = tl.where(raw == 0, 1.0, raw)
     tl.atomic_max(tail_scale_ptr, raw, sem="relaxed")
     tl.store(scale_ptr, scale)
     q1 = to_int8(x, scale)
-    tl.store(q1_ptr + t[:, None].to(tl.int64) * D + c[None, :], q1.to(tl.int8), mask=exists)
+    tl.store(q1_ptr + t[:, None].to(tl.int64) * D + c[None, :], q1.to(tl.int8), mask=token_mask)
     if (chunk_block + 1) * TOKENS <= n:
         tl.store(cache_scale_ptr, scale)
         write_side(q1, record_ptr, bits, D, IS_V)
 
 
-# Lengths, and what lies where they say, are not specialised: prompts of all lengths are served by one compiled kernel.
+# Lengths are not specialised, nor the alignment of pointers that depend on lengths or layers. So one compiled kernel
+# serves all prompts and layers.
 @triton.jit(
     do_not_specialize=["n", "request", "first_block", "num_blocks", "scale_head_stride"],
     do_not_specialize_on_alignment=[*PER_HEAD, "k_scale_ptr", "v_scale_ptr"],
@@ -87,22 +88,22 @@ def _store_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
 ):
-    """One block of one head; grid [ceil(n / 64), H]."""
+    """Quantise one block of one head, K and V. Grid [ceil(n / 64), H]."""
     chunk_block = tl.program_id(0)
     block = first_block + chunk_block
     head = tl.program_id(1).to(tl.int64)
     row = request * H + head
     bits = tl.load(bits_ptr + row)
     record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
-    at_scale = head * scale_head_stride + chunk_block
-    at_cache = scales_ptr + (row * num_blocks + block) * 2
+    scale_offset = head * scale_head_stride + chunk_block
+    cache_scale_ptr = scales_ptr + (row * num_blocks + block) * 2
     _store_tensor(
-        k_ptr + head * k_head_stride, k_token_stride, k8_ptr + head * q8_head_stride, k_scale_ptr + at_scale,
-        tail_scale_ptr + row * 2, at_cache, record_ptr, bits, n, chunk_block, D, 0,
+        k_ptr + head * k_head_stride, k_token_stride, k8_ptr + head * q8_head_stride, k_scale_ptr + scale_offset,
+        tail_scale_ptr + row * 2, cache_scale_ptr, record_ptr, bits, n, chunk_block, D, 0,
     )  # fmt: skip
     _store_tensor(
-        v_ptr + head * v_head_stride, v_token_stride, v8_ptr + head * q8_head_stride, v_scale_ptr + at_scale,
-        tail_scale_ptr + row * 2 + 1, at_cache + 1, record_ptr, bits, n, chunk_block, D, 1,
+        v_ptr + head * v_head_stride, v_token_stride, v8_ptr + head * q8_head_stride, v_scale_ptr + scale_offset,
+        tail_scale_ptr + row * 2 + 1, cache_scale_ptr + 1, record_ptr, bits, n, chunk_block, D, 1,
     )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def _store_tail_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
 ):
-    """The prompt's incomplete block under the universal scale; grid [H, 2], K then V."""
+    """Write the prompt's incomplete last block into the tail, with the universal scale. Grid [H, 2], K then V."""
     head = tl.program_id(0).to(tl.int64)
     is_v = tl.program_id(1)
     row = (request * H + head) * 2 + is_v
@@ -130,10 +131,10 @@ def _store_tail_kernel(
         x_ptr, token_stride = v_ptr + head * v_head_stride, v_token_stride
     c = tl.arange(0, D)
     t = tl.arange(0, TOKENS)
-    exists = (t < rest)[:, None]
-    x = tl.load(x_ptr + t[:, None].to(tl.int64) * token_stride + c[None, :], mask=exists, other=0.0).to(tl.float32)
+    token_mask = (t < rest)[:, None]
+    x = tl.load(x_ptr + t[:, None].to(tl.int64) * token_stride + c[None, :], mask=token_mask, other=0.0).to(tl.float32)
     q1 = to_int8(x, tl.load(tail_scale_ptr + row))
-    tl.store(tail_ptr + (row * TOKENS + t[:, None]) * D + c[None, :], q1.to(tl.int8), mask=exists)
+    tl.store(tail_ptr + (row * TOKENS + t[:, None]) * D + c[None, :], q1.to(tl.int8), mask=token_mask)
 
 
 def flashq_store(
@@ -147,16 +148,18 @@ def flashq_store(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Quantise a chunk of one request's prompt into the cache, each block once. Oracle: `flashq_store_ref`.
+    """Quantise one prompt chunk of one request and write it into the cache. Oracle: `flashq_store_ref`.
 
-    Full blocks become records. The universal scale becomes the largest stage-1 scale of the prompt so far; under it, an
-    incomplete last block, with which the prompt ends, goes into the tail. Source: TurboAttention, sections 3.1 and 3.3.
+    Full blocks become records. The universal scale becomes the largest stage-1 scale of the prompt so far. If the last
+    block is incomplete, the prompt ends here, and this block goes into the tail with the universal scale.
+    Source: TurboAttention, sections 3.1 and 3.3.
 
     Args:
-        k, v: [n, H, D] bf16, fp16 or fp32, channels contiguous.  layer: written; its `bits` and `offset` are read.
+        k, v: [n, H, D] bf16, fp16 or fp32, channels contiguous.
+        layer: written; its `bits` and `offset` are only read.  request: index of the request.
         start: position of the first token, a multiple of 64; 0 begins a new prompt.
         k8, v8: [H, n, D] int8, stage 1 of the chunk, written; any stride between heads, the same for both.
-        k_scale, v_scale: [H, ceil(n / 64)] fp32, likewise.
+        k_scale, v_scale: [H, ceil(n / 64)] fp32, scales of stage 1, written; strides as for k8, v8.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     """
@@ -183,7 +186,7 @@ def flashq_store(
 def _flashq_append_kernel(
     k_ptr,  # [B, H, D]
     v_ptr,
-    seq_lens_ptr,  # [B] int32, with the new token
+    seq_lens_ptr,  # [B] int32, including the new token
     tail_ptr,  # [B, H, 2, 64, D] int8
     tail_scale_ptr,  # [B, H, 2] fp32
     k_request_stride,
@@ -194,7 +197,7 @@ def _flashq_append_kernel(
     D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """K or V of one request and head; grid [B H, 2]."""
+    """Append one token of one request and head, K or V. Grid [B H, 2]."""
     if PDL:
         gdc_launch_dependents()
         wait_for_previous_kernel()
@@ -205,12 +208,12 @@ def _flashq_append_kernel(
         x_ptr = v_ptr + request * v_request_stride + head * v_head_stride
     c = tl.arange(0, D)
     q1 = to_int8(tl.load(x_ptr + c).to(tl.float32), tl.load(tail_scale_ptr + row))
-    slot = (tl.load(seq_lens_ptr + request) - 1) % TOKENS
-    tl.store(tail_ptr + (row * TOKENS + slot) * D + c, q1.to(tl.int8))
+    tail_index = (tl.load(seq_lens_ptr + request) - 1) % TOKENS
+    tl.store(tail_ptr + (row * TOKENS + tail_index) * D + c, q1.to(tl.int8))
 
 
 def flashq_append(k: Tensor, v: Tensor, layer: FlashQLayer, seq_lens: Tensor) -> None:
-    """One new token of each request into the tail, where neither `qkv_rope_append` nor a handover has put it.
+    """Append one new token of each request to the tail, unless `qkv_rope_append` or a handover wrote it there.
 
         tail[(n - 1) % 64] = clamp(rint(x / universal scale), -119, 119)
 
@@ -218,7 +221,7 @@ def flashq_append(k: Tensor, v: Tensor, layer: FlashQLayer, seq_lens: Tensor) ->
 
     Args:
         k, v: [B, H, D] bf16, fp16 or fp32, channels contiguous.  layer: its tail is written.
-        seq_lens: [B] int32 with the new token (n).
+        seq_lens: [B] int32, including the new token (n).
     Raises:
         ValueError: shape or layout, naming the argument.
     Capture: graph-safe; allocates nothing.
@@ -236,14 +239,14 @@ def flashq_append(k: Tensor, v: Tensor, layer: FlashQLayer, seq_lens: Tensor) ->
 
 @triton.jit
 def _compact_tensor(tail_ptr, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
-    """Stage 2 of a full tail [64, D] int8 of K or V, into its record."""
-    at = tl.arange(0, TOKENS)[:, None] * D + tl.arange(0, D)[None, :]
-    write_side(tl.load(tail_ptr + at).to(tl.int32), record_ptr, bits, D, IS_V)
+    """Stage 2: write a full tail [64, D] int8 of K or V into its record."""
+    offsets = tl.arange(0, TOKENS)[:, None] * D + tl.arange(0, D)[None, :]
+    write_side(tl.load(tail_ptr + offsets).to(tl.int32), record_ptr, bits, D, IS_V)
 
 
 @triton.jit(do_not_specialize=["num_layers", "num_rows", "num_blocks"], do_not_specialize_on_alignment=PER_HEAD)
 def _flashq_compact_kernel(
-    seq_lens_ptr,  # [B] int32, with the new token
+    seq_lens_ptr,  # [B] int32, including the new token
     words_ptr,  # [L, W] int32
     offset_ptr,  # [L, B, H] int64
     bits_ptr,  # [L, B, H] int32
@@ -258,7 +261,7 @@ def _flashq_compact_kernel(
     D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """K or V of one request and head, in every `num_programs(2)`-th layer; grid [B H, 2, up to L]."""
+    """Compact one request and head, K or V, in every `num_programs(2)`-th layer. Grid [B H, 2, up to L]."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -274,28 +277,30 @@ def _flashq_compact_kernel(
         record_ptr = record_at(words_ptr + layer * layer_words, tl.load(offset_ptr + row), bits, block, D)
         scale = tl.load(tail_scale_ptr + row * 2 + is_v)
         tl.store(scales_ptr + (row * num_blocks + block) * 2 + is_v, scale)
-        at_tail = tail_ptr + (row * 2 + is_v) * (TOKENS * D)
+        own_tail_ptr = tail_ptr + (row * 2 + is_v) * (TOKENS * D)
         if is_v == 0:
-            _compact_tensor(at_tail, record_ptr, bits, D, 0)
+            _compact_tensor(own_tail_ptr, record_ptr, bits, D, 0)
         else:
-            _compact_tensor(at_tail, record_ptr, bits, D, 1)
+            _compact_tensor(own_tail_ptr, record_ptr, bits, D, 1)
         layer += tl.num_programs(2)
 
 
 def flashq_compact(layers: FlashQLayer, seq_lens: Tensor) -> None:
-    """Where n is a multiple of 64, a request's tail into record `n / 64 - 1`, in all layers; elsewhere nothing.
+    """Write full tails into records, in all layers: the tail of a request becomes record `n / 64 - 1` if 64 divides n.
 
-    Launched at the end of a step: attention of this step reads the tail, which stays, and that of the next the record.
-    A second launch changes nothing. Source: TurboAttention, section 3.3. Oracle: `flashq_compact_ref`.
+    Other requests do not change. Launch it at the end of a step: attention of this step reads the tail, which stays
+    unchanged, attention of the next step reads the record. A second launch has no further effect.
+    Source: TurboAttention, section 3.3. Oracle: `flashq_compact_ref`.
 
     Args:
-        layers: one or a stack; written.  seq_lens: [B] int32 with the new token (n), at most 64 NB + 63.
+        layers: one layer or a stack; written.
+        seq_lens: [B] int32, including the new token (n), at most 64 NB + 63.
     Capture: graph-safe; allocates nothing.
     """
     num_layers, num_rows = layers.tail.shape[:-5].numel(), layers.batch_size * layers.num_kv_heads
-    # Few programs, each for several layers: in 63 steps of 64 they have nothing to do.
-    together = min(num_layers, triton.cdiv(COMPACT_ROWS, num_rows))
-    jit_launch(_flashq_compact_kernel, (num_rows, 2, together))(
+    # Few programs, each for several layers: in 63 of 64 steps of a request they return at once.
+    layer_programs = min(num_layers, triton.cdiv(COMPACT_ROWS, num_rows))
+    jit_launch(_flashq_compact_kernel, (num_rows, 2, layer_programs))(
         seq_lens, layers.words, layers.offset, layers.bits, layers.scales, layers.tail, layers.tail_scale,
         layers.words.shape[-1], num_layers, num_rows, layers.num_blocks, H=layers.num_kv_heads, D=layers.head_dim,
         num_warps=NUM_WARPS, **pdl_options(seq_lens.device),
@@ -322,32 +327,33 @@ def _restore_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
 ):
-    """One record; grid [nb, H]."""
+    """Restore one record, K and V. Grid [nb, H]."""
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = request * H + head
-    at_q1 = head * q8_head_stride + block * (TOKENS * D)
-    at_scale = head * scale_head_stride + block
-    at_cache = scales_ptr + (row * num_blocks + block) * 2
-    tl.store(k_scale_ptr + at_scale, tl.load(at_cache))
-    tl.store(v_scale_ptr + at_scale, tl.load(at_cache + 1))
+    q1_offset = head * q8_head_stride + block * (TOKENS * D)
+    scale_offset = head * scale_head_stride + block
+    cache_scale_ptr = scales_ptr + (row * num_blocks + block) * 2
+    tl.store(k_scale_ptr + scale_offset, tl.load(cache_scale_ptr))
+    tl.store(v_scale_ptr + scale_offset, tl.load(cache_scale_ptr + 1))
     bits = tl.load(bits_ptr + row)
     record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
     if bits == 4:
-        restore_side(record_ptr, k8_ptr + at_q1, 4, D, 0)
-        restore_side(record_ptr, v8_ptr + at_q1, 4, D, 1)
+        restore_side(record_ptr, k8_ptr + q1_offset, 4, D, 0)
+        restore_side(record_ptr, v8_ptr + q1_offset, 4, D, 1)
     else:
-        restore_side(record_ptr, k8_ptr + at_q1, 2, D, 0)
-        restore_side(record_ptr, v8_ptr + at_q1, 2, D, 1)
+        restore_side(record_ptr, k8_ptr + q1_offset, 2, D, 0)
+        restore_side(record_ptr, v8_ptr + q1_offset, 2, D, 1)
 
 
 def flashq_restore(
     layer: FlashQLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
 ) -> None:
-    """Records `[0, num_blocks)` of one request back at INT8, `q2 s_int + z`. Oracle: `flashq_restore_ref`.
+    """Restore records `[0, num_blocks)` of one request to INT8, `q1' = q2 s_int + z`. Oracle: `flashq_restore_ref`.
 
     Args:
-        layer: read.  k8, v8: [H, 64 num_blocks, D] int8, written; any stride between heads, the same for both.
-        k_scale, v_scale: [H, num_blocks] fp32, likewise.
+        layer: read.  request: index of the request.
+        k8, v8: [H, 64 num_blocks, D] int8, written; any stride between heads, the same for both.
+        k_scale, v_scale: [H, num_blocks] fp32, written; strides as for k8, v8.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     """
@@ -363,7 +369,7 @@ def flashq_restore(
 
 def _check_chunk(k: Tensor, v: Tensor, layer: FlashQLayer, start: int) -> None:
     num_tokens, num_heads, head_dim = k.shape
-    record_words(4, head_dim)  # refuses other sizes of heads
+    record_words(4, head_dim)  # raises for an unsupported head_dim
     if v.shape != k.shape or (num_heads, head_dim) != (layer.num_kv_heads, layer.head_dim):
         expected = f"[n, {layer.num_kv_heads}, {layer.head_dim}]"
         raise ValueError(f"k, v: expected two {expected}, found {list(k.shape)} and {list(v.shape)}")
@@ -371,7 +377,7 @@ def _check_chunk(k: Tensor, v: Tensor, layer: FlashQLayer, start: int) -> None:
         raise ValueError("k, v: expected contiguous channels")
     if start % BLOCK or start // BLOCK + num_tokens // BLOCK > layer.num_blocks:
         raise ValueError(
-            f"start: expected a multiple of {BLOCK} with room for {num_tokens} tokens in {layer.num_blocks} blocks, "
+            f"start: expected a multiple of {BLOCK} with space for {num_tokens} tokens in {layer.num_blocks} blocks, "
             f"found {start}"
         )
 
@@ -386,6 +392,6 @@ def _check_stage_1(k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor, sha
         if x.shape != expected or x.dtype != dtype:
             raise ValueError(f"{name}: expected {list(expected)} {dtype}, found {list(x.shape)} {x.dtype}")
     if k8.stride() != v8.stride() or k8.stride()[1:] != (head_dim, 1) or k_scale.stride() != v_scale.stride():
-        raise ValueError("k8, v8, k_scale, v_scale: expected the same strides for both, and contiguous tokens")
+        raise ValueError("k8, v8, k_scale, v_scale: expected the same strides for K and V, and contiguous tokens")
     if k_scale.stride(1) != 1:
         raise ValueError("k_scale: expected contiguous blocks")

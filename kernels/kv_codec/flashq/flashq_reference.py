@@ -1,6 +1,6 @@
-"""The quantised cache in PyTorch operators: the oracles of codec_kernels.py, and what CPU tensors use instead.
+"""PyTorch oracles of codec_kernels.py, also used for CPU tensors.
 
-They write the same bits into the same places as the launchers, under the same arguments.
+With the same arguments, an oracle writes the same bits to the same places as its launcher.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def flashq_store_ref(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """As `flashq_store`."""
+    """Oracle of `flashq_store`; same arguments."""
     num_tokens = k.shape[0]
-    whole = num_tokens // BLOCK
+    full_blocks = num_tokens // BLOCK
     if start == 0:
         layer.tail_scale[request] = MIN_SCALE
     for index, (x, q1, scale) in enumerate(((k, k8, k_scale), (v, v8, v_scale))):
@@ -43,18 +43,18 @@ def flashq_store_ref(
         codes, scales = quantize_int8(heads)
         q1.copy_(codes)
         scale.copy_(scales)
-        layer.scales[request, :, start // BLOCK : start // BLOCK + whole, index] = scales[:, :whole]
+        layer.scales[request, :, start // BLOCK : start // BLOCK + full_blocks, index] = scales[:, :full_blocks]
         universal = layer.tail_scale[request, :, index]
         universal.copy_(torch.maximum(universal, int8_scale(heads)))
-        rest = heads[:, whole * BLOCK :]
-        layer.tail[request, :, index, : rest.shape[1]] = to_int8(rest, universal)
-    for head in range(layer.num_kv_heads if whole else 0):
-        blocks = (q1[head, : whole * BLOCK].unflatten(0, (whole, BLOCK)) for q1 in (k8, v8))
+        tail_tokens = heads[:, full_blocks * BLOCK :]
+        layer.tail[request, :, index, : tail_tokens.shape[1]] = to_int8(tail_tokens, universal)
+    for head in range(layer.num_kv_heads if full_blocks else 0):
+        blocks = (q1[head, : full_blocks * BLOCK].unflatten(0, (full_blocks, BLOCK)) for q1 in (k8, v8))
         _write_records(layer, request, head, start // BLOCK, *blocks)
 
 
 def flashq_append_ref(k: Tensor, v: Tensor, layer: FlashQLayer, seq_lens: Tensor) -> None:
-    """As `flashq_append`; reads lengths on the host."""
+    """Oracle of `flashq_append`; same arguments. Reads `seq_lens` on the host."""
     for request, n in enumerate(seq_lens.tolist()):
         for index, x in enumerate((k, v)):
             universal = layer.tail_scale[request, :, index]
@@ -62,7 +62,7 @@ def flashq_append_ref(k: Tensor, v: Tensor, layer: FlashQLayer, seq_lens: Tensor
 
 
 def flashq_compact_ref(layers: FlashQLayer, seq_lens: Tensor) -> None:
-    """As `flashq_compact`; reads lengths on the host."""
+    """Oracle of `flashq_compact`; same arguments. Reads `seq_lens` on the host."""
     if layers.tail.dim() == 6:
         for index in range(layers.tail.shape[0]):
             flashq_compact_ref(layers.select(index), seq_lens)
@@ -78,7 +78,7 @@ def flashq_compact_ref(layers: FlashQLayer, seq_lens: Tensor) -> None:
 def flashq_restore_ref(
     layer: FlashQLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
 ) -> None:
-    """As `flashq_restore`."""
+    """Oracle of `flashq_restore`; same arguments."""
     k_scale.copy_(layer.scales[request, :, :num_blocks, 0])
     v_scale.copy_(layer.scales[request, :, :num_blocks, 1])
     for head in range(layer.num_kv_heads if num_blocks else 0):
@@ -90,36 +90,39 @@ def flashq_restore_ref(
 def flashq_dequantize(
     layer: FlashQLayer, seq_lens: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values that decode attention reads: K, V [B, H, max n, D] in `dtype`, zero past each request's length.
+    """Dequantise the keys and values that decode attention reads.
 
     Args:
-        seq_lens: [B] integers (n), the newest token included; read on the host.
+        layer: one layer.  seq_lens: [B] integers (n), including the newest token; read on the host.
+        dtype: of the results.
+    Returns:
+        k, v: [B, H, max n, D], zero past the length of each request.
     """
     lengths = seq_lens.tolist()
     shape = (layer.num_kv_heads, max(lengths), layer.head_dim)
-    found = layer.tail.new_zeros((2, len(lengths), *shape), dtype=dtype)
+    kv = layer.tail.new_zeros((2, len(lengths), *shape), dtype=dtype)
     for request, n in enumerate(lengths):
-        whole = (n - 1) // BLOCK
-        q1 = layer.tail.new_empty((2, shape[0], whole * BLOCK, shape[2]))
-        scales = layer.scales.new_empty((2, shape[0], whole))
-        flashq_restore_ref(layer, request, whole, *q1, *scales)
+        full_blocks = (n - 1) // BLOCK
+        q1 = layer.tail.new_empty((2, shape[0], full_blocks * BLOCK, shape[2]))
+        scales = layer.scales.new_empty((2, shape[0], full_blocks))
+        flashq_restore_ref(layer, request, full_blocks, *q1, *scales)
         per_token = scales.repeat_interleave(BLOCK, -1)[..., None]
-        found[:, request, :, : whole * BLOCK].copy_(q1).mul_(per_token.to(dtype))
-        tail = layer.tail[request, :, :, : n - whole * BLOCK].to(dtype)
+        kv[:, request, :, : full_blocks * BLOCK].copy_(q1).mul_(per_token.to(dtype))
+        tail = layer.tail[request, :, :, : n - full_blocks * BLOCK].to(dtype)
         tail *= layer.tail_scale[request, :, :, None, None].to(dtype)
-        found[:, request, :, whole * BLOCK : n] = tail.movedim(1, 0)
-    return found[0], found[1]
+        kv[:, request, :, full_blocks * BLOCK : n] = tail.movedim(1, 0)
+    return kv[0], kv[1]
 
 
 def _write_records(layer: FlashQLayer, request: int, head: int, first: int, k: Tensor, v: Tensor) -> None:
-    """Stage 2 of blocks k, v [m, 64, D] int8, from block `first` on."""
+    """Stage 2: write blocks k, v [m, 64, D] int8 into records `first`, `first + 1`, ..."""
     words, bits = _records(layer, request, head, first, k.shape[0])
     k_codes, v_codes = (BlockCodes(q2, s_int, z.int()) for q2, s_int, z in (compress(k, bits), compress(v, bits)))
     words.copy_(pack_record(k_codes, v_codes, bits))
 
 
 def _records(layer: FlashQLayer, request: int, head: int, first: int, count: int) -> tuple[Tensor, int]:
-    """The words of `count` records, [count, record_words] (a view), and their bits."""
+    """Return the words of `count` records, [count, record_words] (a view), and their bits."""
     bits = int(layer.bits[request, head])
     size = record_words(bits, layer.head_dim)
     start = int(layer.offset[request, head]) + first * size

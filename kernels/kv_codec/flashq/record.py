@@ -1,10 +1,10 @@
-"""Blocks in registers and records in memory: device code of the quantised cache, the counterpart of layout.py.
+"""Device functions that convert a block in registers to a record in memory and back; layout.py gives the format.
 
-Codes are put into fragment order (layout.py) in registers, as one permutation of a block's axes. What must match
-the oracles to the bit is exact: division is `tl.div_rn`, and half-to-even rounding adds and subtracts 1.5 * 2^23, after
-the clamp, which for an integer bound comes to the same.
+One permutation of a block's axes, in registers, brings codes into the order of layout.py. Results equal those of the
+oracles to the bit: division is `tl.div_rn`; rounding half to even adds and subtracts 1.5 * 2^23. Rounding comes after
+the clamp here. That gives the same result, because the bounds are integers.
 
-A record has two sides, K's and V's, each with codes and then parameters (`s_int`, `z`).
+A record has two sides, K's and V's. Each side holds codes, then parameters (`s_int`, `z`).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ TOKENS = tl.constexpr(BLOCK)
 
 @triton.jit
 def largest(x, axis: tl.constexpr):
-    """max |x| over an axis, NaN if there is one: as integers, because the maximum of floats leaves NaN out."""
+    """max |x| over an axis; NaN if x has one. Compares bits as integers, because the float maximum ignores NaN."""
     return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def to_int8(x, scale):
-    """`rint(clamp(x / scale, -119, 119))` as int32."""
+    """Compute `rint(clamp(x / scale, -119, 119))` as int32."""
     ratio = tl.minimum(tl.maximum(tl.div_rn(x, scale), -119.0), 119.0)
     return ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
 
 
 @triton.jit
 def _pack_fields(x, BITS: tl.constexpr, LOG: tl.constexpr):
-    """Rows of 2^LOG integers of BITS bits, [N, 2^LOG] -> words [N], the first in the lowest bits.
+    """Pack rows of 2^LOG integers of BITS bits, [N, 2^LOG], into words [N]; the first integer gets the lowest bits.
 
-    By halves and not as a sum of shifted fields: Triton 3.6 and 3.7 compile such a sum wrongly where permuted rows lie
-    in several warps (2-bit codes of 64 channels with 8 warps).
+    Joins halves instead of summing shifted fields: Triton 3.6 and 3.7 miscompile such a sum when the permuted rows
+    span several warps (2-bit codes of 64 channels with 8 warps).
     """
     for level in tl.static_range(LOG):
         low, high = tl.split(tl.reshape(x, [x.shape[0], 2 ** (LOG - level - 1), 2]))
@@ -47,7 +47,7 @@ def _pack_fields(x, BITS: tl.constexpr, LOG: tl.constexpr):
 
 @triton.jit
 def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    """[64, D] int32 -> [2 D BITS] words; the permutation of `flashq_layout._pack_codes`."""
+    """Pack codes [64, D] int32 into words [2 D BITS]; the permutation of `_pack_codes` in layout.py."""
     CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
     CW: tl.constexpr = D // 16 // CF
     TF: tl.constexpr = 16 // BITS // CF
@@ -63,7 +63,7 @@ def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
 
 @triton.jit
 def _unpack_codes(words, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    """The inverse of `_pack_codes`."""
+    """Unpack words [2 D BITS] into codes [64, D]; the inverse of `_pack_codes`."""
     CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
     CW: tl.constexpr = D // 16 // CF
     TF: tl.constexpr = 16 // BITS // CF
@@ -78,7 +78,7 @@ def _unpack_codes(words, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr
 
 @triton.jit
 def _pack_params(values, D: tl.constexpr, IS_V: tl.constexpr):
-    """Bytes [D] int32 of the channels -> [D / 4] words."""
+    """Pack one byte per channel, [D] int32, into words [D / 4]."""
     if IS_V:
         x = tl.permute(tl.reshape(values, [D // 16, 2, 8]), [2, 0, 1])
     else:
@@ -88,7 +88,7 @@ def _pack_params(values, D: tl.constexpr, IS_V: tl.constexpr):
 
 @triton.jit
 def _unpack_params(words, D: tl.constexpr, IS_V: tl.constexpr):
-    """The inverse of `_pack_params`."""
+    """Unpack words [D / 4] into bytes [D] int32; the inverse of `_pack_params`."""
     x = (words[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255
     if IS_V:
         x = tl.permute(tl.reshape(x, [8, D // 16, 2]), [1, 2, 0])
@@ -99,32 +99,32 @@ def _unpack_params(words, D: tl.constexpr, IS_V: tl.constexpr):
 
 @triton.jit
 def _write_side(q1, record_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    """As `write_side`, of BITS bits."""
+    """`write_side` for a constant number of bits."""
     LEVELS: tl.constexpr = (1 << BITS) - 1
     CODES: tl.constexpr = 2 * D * BITS
-    low = tl.min(q1, 0)
-    step = (tl.max(q1, 0) - low + LEVELS - 1) // LEVELS
-    step = tl.maximum(step, 1)
-    # floor(m / 2 s_int) of small integers: a half more than m is never within rounding of the next multiple.
-    inverse = 0.5 / step.to(tl.float32)
-    codes = ((2 * (q1 - low[None, :]) + step[None, :]).to(tl.float32) + 0.5) * inverse[None, :]
+    z = tl.min(q1, 0)
+    s_int = (tl.max(q1, 0) - z + LEVELS - 1) // LEVELS
+    s_int = tl.maximum(s_int, 1)
+    # floor(m / (2 s_int)) in fp32: m + 0.5 is farther from the next multiple than the rounding error.
+    inv_divisor = 0.5 / s_int.to(tl.float32)
+    codes = ((2 * (q1 - z[None, :]) + s_int[None, :]).to(tl.float32) + 0.5) * inv_divisor[None, :]
     words = _pack_codes(codes.to(tl.int32), BITS, D, IS_V)
     side_ptr = record_ptr + IS_V * (CODES + D // 2)
     tl.store(side_ptr + tl.arange(0, CODES), words)
     params_ptr = side_ptr + CODES + tl.arange(0, D // 4)
-    tl.store(params_ptr, _pack_params(step, D, IS_V))
-    tl.store(params_ptr + D // 4, _pack_params(low + 128, D, IS_V))
+    tl.store(params_ptr, _pack_params(s_int, D, IS_V))
+    tl.store(params_ptr + D // 4, _pack_params(z + 128, D, IS_V))
 
 
 @triton.jit
 def record_at(words_ptr, offset, bits, block, D: tl.constexpr):
-    """Address of record `block` of one request and head."""
+    """Return the address of record `block` of one request and head; `offset` is where their records begin."""
     return words_ptr + offset + block.to(tl.int64) * tl.where(bits == 4, 17 * D, 9 * D)
 
 
 @triton.jit
 def write_side(q1, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
-    """Stage 2 of a block [64, D] int32 of K or of V, and its side of a record of so many bits."""
+    """Stage 2: quantise a block q1 [64, D] int32 of K or V, and write its side of the record."""
     if bits == 4:
         _write_side(q1, record_ptr, 4, D, IS_V)
     else:
@@ -133,13 +133,13 @@ def write_side(q1, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
 
 @triton.jit
 def restore_side(record_ptr, q1_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    """K's or V's side of a record -> [64, D] int8."""
+    """Read K's or V's side of a record and store `q1' = q2 s_int + z`, [64, D] int8."""
     CODES: tl.constexpr = 2 * D * BITS
     side_ptr = record_ptr + IS_V * (CODES + D // 2)
     codes = _unpack_codes(tl.load(side_ptr + tl.arange(0, CODES)), BITS, D, IS_V)
     params_ptr = side_ptr + CODES + tl.arange(0, D // 4)
-    step = _unpack_params(tl.load(params_ptr), D, IS_V)
-    low = _unpack_params(tl.load(params_ptr + D // 4), D, IS_V) - 128
-    q1 = codes * step[None, :] + low[None, :]
+    s_int = _unpack_params(tl.load(params_ptr), D, IS_V)
+    z = _unpack_params(tl.load(params_ptr + D // 4), D, IS_V) - 128
+    q1 = codes * s_int[None, :] + z[None, :]
     t = tl.arange(0, TOKENS)[:, None]
     tl.store(q1_ptr + t * D + tl.arange(0, D)[None, :], q1.to(tl.int8))

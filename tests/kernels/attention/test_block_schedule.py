@@ -18,9 +18,9 @@ from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST
 from alspec.kernels.attention.decode_flashq.block_schedule import build_schedule
 from alspec.kernels.attention.decode_flashq.flashq_decode import schedule_sizes
 from alspec.kernels.attention.decode_flashq.flashq_mainloop import (
-    number_of_program,
     partials_to_combine,
-    share_of_program,
+    program_in_schedule,
+    program_work,
 )
 
 pytestmark = pytest.mark.skipif(HAS_CUDA, reason="interpreted only where there is no GPU")
@@ -45,14 +45,14 @@ def _deal_kernel(
     PHASE: tl.constexpr,
 ):
     """What each program of the attention does; grid [PROGRAMS]."""
-    first_output, program = number_of_program(PROGRAMS, PER_SM, SCHEDULES)
+    first_output, program = program_in_schedule(PROGRAMS, PER_SM, SCHEDULES)
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < OUTPUTS // SCHEDULES
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=exists, other=0)
     lengths, ends, rest_at, lead_in, parts, used, total = build_schedule(
         seq_lens, exists, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS, PHASE
     )
-    here, last, guess, guesses_end, turns = share_of_program(
+    here, last, guess, guesses_end, turns = program_work(
         program, lengths, ends, rest_at, lead_in, parts, used, total, SPEC, SPEC_PARTS, PHASE
     )
     at = dealt_ptr + tl.program_id(0) * 8

@@ -247,7 +247,7 @@ def test_a_guess_in_two_parts_arrives_as_one(device: torch.device, length: int, 
     launch.speculation = pair_spec_output(source, layer, S, launch.speculation.sums)
     launch.run()
     launch.compare()
-    target.receives.fill_(1)
+    target.is_receiver.fill_(1)
     target.own.inbox.fill_(EPOCH << 32)
     x, attn_out = torch.zeros(1, 64, device=device), torch.full((1, 4, 64), math.nan, device=device)
     k, v = torch.zeros(2, 1, 2, length, 64, device=device)

@@ -21,12 +21,12 @@ from alspec.kernels.attention.decode.lean_decode import (
     LeanWorkspace,
     Phase,
     SpecOutput,
-    _by_copies,
     _settings,
+    _uses_tma,
     lean_decode_attention,
     spec_parts,
 )
-from alspec.kernels.attention.decode.tile_schedule import MANY_TILES, head_start, plan
+from alspec.kernels.attention.decode.tile_schedule import MANY_TILES, build_schedule, head_start
 from alspec.kernels.comm.ll_packets import unpack_packets
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
@@ -333,7 +333,7 @@ def test_what_it_refuses(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
         refused("seq_lens", seq_lens=seq_lens)
     for phase in ("predictor", "rest"):
         refused("phase: .* needs speculation", phase)
-    refused("3 heads are no multiple of 2", q=launch.q[:, :3].contiguous())
+    refused("3 heads are not a multiple of 2", q=launch.q[:, :3].contiguous())
     refused("overflow", k_cache=torch.empty(2, 2, 2**27, 16, device="meta"))
     for name, tensor in (("k_cache", launch.k), ("v_cache", launch.v)):
         refused(f"{name}: expected .*, as q has", **{name: tensor.double()})
@@ -476,7 +476,7 @@ def _plan_kernel(
     """The schedule of one request with as many tokens as there are programs up to this one; grid [N]."""
     at = facts_ptr + tl.program_id(0) * 6
     seq_lens = tl.zeros([1], tl.int32) + (tl.program_id(0) + 1)
-    is_long, _, total_rest, parts, _, lead_run, followers, _, _ = plan(
+    is_long, _, total_rest, parts, _, lead_run, followers, _, _ = build_schedule(
         seq_lens, 1, chunk_size, HKV, PROGRAMS, 1, BLOCK_N, LONG, SPEC, SPEC_PARTS, 0
     )
     tl.store(at, tl.where(is_long, 1, 0))
@@ -492,7 +492,7 @@ def lengths_at_switches(launch: Launch, capacity: int) -> list[int]:
     device, programs = launch.q.device, launch.workspace.num_programs
     num_kv_heads, head_dim = launch.k.shape[1], launch.k.shape[3]
     spec, row_bytes = launch.speculation, head_dim * launch.q.itemsize
-    copies = _by_copies(device, 1, launch.q.shape[1] // num_kv_heads, head_dim, launch.q.dtype)
+    copies = _uses_tma(device, 1, launch.q.shape[1] // num_kv_heads, head_dim, launch.q.dtype)
     block_n, long_run, *_ = _settings(device, row_bytes, copies)
     facts = torch.empty(capacity, 6, dtype=torch.int32, device=device)
     _plan_kernel[(capacity,)](

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from alspec.kernels.attention import dispatch
-from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, _by_copies, _settings, spec_parts
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, _settings, _uses_tma, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
 
 
@@ -104,8 +104,8 @@ def test_what_is_streamed_by_copies(
     gpu: Callable[..., torch.device],
 ) -> None:
     sizes = (batch_size, heads_per_kv, head_dim, dtype)
-    assert _by_copies(gpu(major, 232448), *sizes) == expected
-    assert not _by_copies(torch.device("cpu"), *sizes)
+    assert _uses_tma(gpu(major, 232448), *sizes) == expected
+    assert not _uses_tma(torch.device("cpu"), *sizes)
 
 
 def test_programs_are_on_all_sms_but_those_that_are_spared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,18 @@ from attention_launch import HAS_CUDA
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from alspec.kernels.attention.decode.lean_decode import LONG_RUN, MAX_SPEC_PARTS, PHASES, _padded
+from alspec.kernels.attention.decode.lean_decode import LONG_RUN, MAX_SPEC_PARTS, PHASES, _pad_batch
 from alspec.kernels.attention.decode.tile_schedule import (
     HEAD_START,
     PREDICTOR,
     REST,
     SPEC_OVERHEAD,
     build_schedule,
-    deal,
     head_start,
-    lengths_of,
-    run_of,
-    tiles_of,
+    load_seq_lens,
+    output_tiles,
+    program_of_tile,
+    program_work,
 )
 
 pytestmark = pytest.mark.skipif(HAS_CUDA, reason="interpreted only where there is no GPU")
@@ -51,7 +51,7 @@ def _schedule_kernel(
     PHASE: tl.constexpr,
 ):
     """What the attention kernel asks for in each program, and the merge for each output."""
-    seq_lens = lengths_of(seq_lens_ptr, num_requests, B_PAD)
+    seq_lens = load_seq_lens(seq_lens_ptr, num_requests, B_PAD)
     is_long, rest_tiles, total_rest, parts, leaders, lead_run, followers, run, longer = build_schedule(
         seq_lens, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
     )
@@ -64,7 +64,7 @@ def _schedule_kernel(
     tl.store(facts_ptr + 4, lead_run)
 
     program = tl.arange(0, PROGRAMS_PAD)
-    tile, last, guesses, turns = deal(
+    tile, last, guesses, turns = program_work(
         program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
     )
     exists, at = program < PROGRAMS, dealt_ptr + program
@@ -74,12 +74,12 @@ def _schedule_kernel(
     tl.store(at + 3 * PROGRAMS, turns, mask=exists)
 
     output = tl.arange(0, OUTPUTS_PAD)
-    first, tiles = tiles_of(output, rest_tiles // HKV, HKV, B_PAD)
+    first, tiles = output_tiles(output, rest_tiles // HKV, HKV, B_PAD)
     exists, at = output < num_outputs, merged_ptr + output
     tl.store(at, first, mask=exists)
     tl.store(at + num_outputs, tiles, mask=exists)
-    tl.store(at + 2 * num_outputs, run_of(first, leaders, lead_run, run, longer), mask=exists)
-    tl.store(at + 3 * num_outputs, run_of(first + tiles - 1, leaders, lead_run, run, longer), mask=exists)
+    tl.store(at + 2 * num_outputs, program_of_tile(first, leaders, lead_run, run, longer), mask=exists)
+    tl.store(at + 3 * num_outputs, program_of_tile(first + tiles - 1, leaders, lead_run, run, longer), mask=exists)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Dealt:
         _schedule_kernel[(1,)](
             torch.tensor(work.lengths, dtype=torch.int32), facts, dealt, merged, batch, work.chunk_size,
             HKV=work.num_kv_heads, PROGRAMS=work.num_programs, PROGRAMS_PAD=triton.next_power_of_2(work.num_programs),
-            OUTPUTS_PAD=triton.next_power_of_2(num_outputs), B_PAD=_padded(batch), BLOCK_N=work.block_n,
+            OUTPUTS_PAD=triton.next_power_of_2(num_outputs), B_PAD=_pad_batch(batch), BLOCK_N=work.block_n,
             LONG=work.long_run, SPEC=work.chunk_size > 0, SPEC_PARTS=work.parts, PHASE=PHASES[work.phase],
         )  # fmt: skip
         is_long, *numbers = facts.tolist()

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.kernels.torch_ref import torch_ref
-from alspec.kernels.torch_ref.reference import (
+from alspec.kernels.attention import torch_ref
+from alspec.kernels.attention.reference import (
     combine_partials_ref,
     decode_attention_ref,
     prefill_attention_ref,
     speculative_decode_attention_ref,
 )
-from alspec.kernels.torch_ref.torch_ref import (
+from alspec.kernels.attention.torch_ref import (
     SCORES_AT_ONCE,
     combine_partials,
     decode_attention,

@@ -89,7 +89,7 @@ def test_a_rank_whose_sums_do_not_come_is_named_and_nothing_is_accepted(tp_size:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_whose_logits_do_not_come_is_named(world_size: int, batch: int) -> None:
     """And not blamed for bad numbers, as which a missing logit is read."""
-    rows, slot, vocab_size = 900, 20, 900 * world_size - 7
+    rows, reduce_index, vocab_size = 900, 20, 900 * world_size - 7
     device = torch.device("cuda")
     shards = torch.randn(world_size, batch, rows, device=device)
     packets = shards.view(torch.int32).long() & 0xFFFFFFFF | EPOCH << 32
@@ -108,7 +108,7 @@ def test_a_rank_whose_logits_do_not_come_is_named(world_size: int, batch: int) -
         logits = torch.zeros(batch, vocab_size, device=device)
         best = nan(device, torch.float32, batch, num_candidates(vocab_size))
         best_token = torch.zeros_like(best, dtype=torch.int32)
-        collect_logits(exchange, shards, TIMEOUT_NS, slot, logits, best, best_token)
+        collect_logits(exchange, shards, TIMEOUT_NS, reduce_index, logits, best, best_token)
         found = split_fault(int(exchange.fault))
-        assert found == ((LATE_PACKET, slot, missing) if missing is not None else (0, 0, 0))
+        assert found == ((LATE_PACKET, reduce_index, missing) if missing is not None else (0, 0, 0))
         assert torch.allclose(logits, expected, rtol=0, atol=0, equal_nan=True)

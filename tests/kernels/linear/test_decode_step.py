@@ -57,10 +57,12 @@ def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def build_exchanges(
-    device: torch.device, batch: int, hidden: int, slots: int, tp_size: int, epoch: int
+    device: torch.device, batch: int, hidden: int, num_reduces: int, tp_size: int, epoch: int
 ) -> list[Exchange]:
     """The exchange of every rank of a group; the words begin as those of another step."""
-    packets = [torch.full((slots, batch, tp_size, hidden), (epoch - 1) << 32, device=device) for _ in range(tp_size)]
+    packets = [
+        torch.full((num_reduces, batch, tp_size, hidden), (epoch - 1) << 32, device=device) for _ in range(tp_size)
+    ]
     peers = torch.tensor([each.data_ptr() for each in packets], device=device)
     return [
         Exchange(
@@ -208,12 +210,12 @@ def test_long_rows_behind_a_gate_come_in_chunks(
 def test_all_reduce_over_words(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, width: int, tp_size: int, check: Check
 ) -> None:
-    epoch, slot = 7, 1
+    epoch, reduce_index = 7, 1
     ranks = build_exchanges(device, batch, hidden, 3, tp_size, epoch)
     acts = [normal(device, dtype, batch, width) for _ in ranks]
     weights = [normal(device, dtype, hidden, width) for _ in ranks]
     for exchange, act, weight in zip(ranks, acts, weights, strict=True):
-        push_partial(act, weight, exchange, slot)
+        push_partial(act, weight, exchange, reduce_index)
     partials = torch.stack([push_partial_ref(act, weight) for act, weight in zip(acts, weights, strict=True)])
     start, gamma = normal(device, torch.float32, batch, hidden), normal(device, dtype, hidden)
     expected = reduce_norm_ref(partials, start, gamma)
@@ -222,7 +224,7 @@ def test_all_reduce_over_words(
         x, x_norm = start.clone(), nan(device, dtype, batch, hidden)
         squares = nan(device, torch.float32, batch, num_square_sums(hidden))
         inbox, _ = inbox_of(device, batch, hidden + 5)
-        reduce_norm(exchange, slot, TIMEOUT_NS, x, gamma, x_norm, squares, inbox=inbox)
+        reduce_norm(exchange, reduce_index, TIMEOUT_NS, x, gamma, x_norm, squares, inbox=inbox)
         assert torch.equal(unpack_packets(inbox[:, :hidden], epoch), x)
         assert (inbox[:, hidden:] == -1).all(), "keys and values are not the residual's"
         check(x, expected[0], torch.float32)
@@ -332,7 +334,7 @@ def test_a_request_has_the_same_bits_among_two_and_among_eight(
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_bad_numbers_name_slot_and_rank(device: torch.device, bad: float) -> None:
+def test_bad_numbers_name_reduce_index_and_rank(device: torch.device, bad: float) -> None:
     ranks = build_exchanges(device, 1, 64, 4, 2, 3)
     act = torch.ones(1, 32, device=device)
     weight = torch.ones(64, 32, device=device)

@@ -110,7 +110,7 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
         assert torch.equal(found, expected)
     assert torch.equal(theirs.attn_out, guess)
     assert int(target.exchange.fault) == 0
-    # Nothing came to the sender, and only this layer's slot was written.
+    # Nothing came to the sender, and only this layer's buffer was written.
     assert all(torch.equal(now, then) for now, then in zip(copied(source.own), boxes, strict=True))
     assert not target.own.inbox[:layer].any()
     assert not target.own.inbox[-1].any()
@@ -296,8 +296,8 @@ def test_a_late_paired_rank_is_named_after_the_deadline() -> None:
             assert state.x.isnan().all()
         else:
             receive_handover(target, 2, state.x, KVLayer(state.k, state.v), seq_lens, state.attn_out, 10**7)
-        late_slot = 2 * (5 if missing == "stream" else 2)
-        assert split_fault(int(target.exchange.fault)) == (LATE_PACKET, late_slot, 0), missing
+        late_index = 2 * (5 if missing == "stream" else 2)
+        assert split_fault(int(target.exchange.fault)) == (LATE_PACKET, late_index, 0), missing
 
 
 @pytest.mark.gpu
@@ -380,7 +380,7 @@ def test_attention_puts_the_guess_into_the_paired_rank_unless_its_gate_is_closed
 
 def test_mailboxes_keep_apart_and_aligned(device: torch.device) -> None:
     shape = PairShape(3, 3, 2, 97, 9, 3, 20, 5)
-    memory = torch.zeros(sum(shape.field_packets()), dtype=torch.int64, device=device)
+    memory = torch.zeros(sum(shape.field_sizes()), dtype=torch.int64, device=device)
     mailbox = Mailbox.view(memory, shape)
     for number, field in enumerate(fields(mailbox)):
         part = getattr(mailbox, field.name)

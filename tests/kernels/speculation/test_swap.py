@@ -1,4 +1,4 @@
-"""The kernels of a pair that swaps boxes, with all ranks in one process; what a collective does, the tests copy."""
+"""The kernels of a pair that swaps buffers, with all ranks in one process; what a collective does, the tests copy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def swaps(device: torch.device, shape: PairShape) -> list[list[Swap]]:
                 rank=group * shape.tp_size + tp_rank,
             )
             swap = Swap.allocate(shape, exchange, group, SwapCalls(no_call, no_call, no_call, no_call))
-            for buffer in (swap.boxes, swap.residuals, swap.sums):
+            for buffer in (swap.handover_buffers, swap.residuals, swap.sums):
                 buffer.fill_(torch.nan)
             swap.verdicts.fill_(NOTHING)
             found[-1].append(swap)
@@ -89,7 +89,7 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     speculation = source.spec_output(64)
     speculation.spec_out.copy_(torch.randn_like(speculation.spec_out).to(dtype))
     pack_handover(source, layer, x, k, v, seq_lens)
-    target.boxes[source.group].copy_(source.boxes[source.group])
+    target.handover_buffers[source.group].copy_(source.handover_buffers[source.group])
 
     new_k, new_v = old_k.clone(), old_v.clone()
     new_x = nan(device, torch.float32, *x.shape)
@@ -100,7 +100,7 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
     for found, sent, old in ((new_k, k, old_k), (new_v, v, old_v)):
         assert torch.equal(found, torch.where(is_newest, sent, old))
     assert torch.equal(attn_out, speculation.spec_out.to(dtype))
-    assert source.boxes[1 - source.group].isnan().all(), "the sender wrote into the other group's box"
+    assert source.handover_buffers[1 - source.group].isnan().all(), "the sender wrote into the other group's box"
 
 
 def test_a_handover_goes_into_a_tail(device: torch.device) -> None:
@@ -113,7 +113,7 @@ def test_a_handover_goes_into_a_tail(device: torch.device) -> None:
     k, v = torch.randn(2, 3, 2, 1, 64, device=device).bfloat16()
     source.spec_output(64).spec_out.zero_()
     pack_handover(source, 1, x, k, v, torch.ones_like(seq_lens))
-    target.boxes[source.group].copy_(source.boxes[source.group])
+    target.handover_buffers[source.group].copy_(source.handover_buffers[source.group])
     layer = noisy_layer(3, [2, 4], 64, 2, device)
     expected = on_cpu(layer)
     new_x, attn_out = nan(device, torch.float32, *x.shape), nan(device, torch.bfloat16, 3, 6, 64)
@@ -143,7 +143,7 @@ def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capa
     unpack_handover(target, 0, x, KVLayer(k, v), seq_lens, written[3])
     unpack_residual(target, x, x[0].clone(), written[4], written[5])
     assert all(torch.equal(now, then) for now, then in zip(written, before, strict=True))
-    assert source.boxes.isnan().all()
+    assert source.handover_buffers.isnan().all()
     assert source.residuals.isnan().all()
 
 

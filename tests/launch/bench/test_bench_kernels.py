@@ -64,7 +64,7 @@ def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
     def plain(_: int) -> tuple[torch.Tensor, ...]:
         raise AssertionError("not run")
 
-    def guess(_: int) -> tuple[torch.Tensor, ...]:
+    def spec(_: int) -> tuple[torch.Tensor, ...]:
         raise AssertionError("not run")
 
     def times_us(runs: list[object], copies: int) -> list[dict[str, float]]:
@@ -74,10 +74,10 @@ def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(bench_kernels, "check", lambda _, run, chunk_size: done.append((run, chunk_size)))
     monkeypatch.setattr(bench_kernels, "times_us", times_us)
-    runs = [("a", "ours", plain, 0), ("a", "theirs", None, 0), ("b", "ours", guess, 128)]
+    runs = [("a", "ours", plain, 0), ("a", "theirs", None, 0), ("b", "ours", spec, 128)]
     results: Any = Results()
     assert bench_kernels.add_runs(results, {"context": 7}, case, runs) == 3.0
-    assert done == [(plain, 0), (guess, 128), [plain, guess], ("a", "ours", 3.0, 3.0), ("b", "ours", 4.0, 3.0)]
+    assert done == [(plain, 0), (spec, 128), [plain, spec], ("a", "ours", 3.0, 3.0), ("b", "ours", 4.0, 3.0)]
     assert bench_kernels.add_runs(results, {"context": 7}, case, runs, 12.0) == 12.0
     assert done[-1] == ("b", "ours", 4.0, 12.0)
 
@@ -107,11 +107,11 @@ def test_rivals_see_the_tokens_of_each_request() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2])
-def test_output_guess_and_sums_are_each_checked(wrong: int | None) -> None:
-    """The guess of 500 tokens is another one than the output; sums come in parts."""
+def test_full_and_spec_output_and_sums_are_each_checked(wrong: int | None) -> None:
+    """A~ of 500 tokens differs from A; sums come in parts."""
     case = drawn_case([500])
-    guess, out, sums = speculative_decode_attention_ref(*case.last(), 128, 16**-0.5)
-    found = [out, guess, torch.stack([sums / 4, sums * 3 / 4], dim=1)]
+    spec_out, out, sums = speculative_decode_attention_ref(*case.last(), 128, 16**-0.5)
+    found = [out, spec_out, torch.stack([sums / 4, sums * 3 / 4], dim=1)]
     if wrong is None:
         bench_kernels.check(case, lambda _: tuple(found), 128)
         bench_kernels.check(case, lambda _: (out,))
@@ -121,7 +121,7 @@ def test_output_guess_and_sums_are_each_checked(wrong: int | None) -> None:
         bench_kernels.check(case, lambda _: tuple(found), 128)
 
 
-def test_parts_of_a_guess_are_merged_by_their_lse() -> None:
+def test_parts_of_a_spec_output_are_combined_by_their_lse() -> None:
     """To base 2: of 3 and 1, the first has four times the weight; a part without tokens has none."""
     words = torch.zeros(3, 1, 1, 2, 2, dtype=torch.int32)  # value, epoch
     words[..., 1] = 5

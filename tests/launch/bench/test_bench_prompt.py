@@ -15,12 +15,12 @@ import torch
 from paths import ROOT
 from rich.console import Console
 from torch import Tensor
-from torch.nn.torch_ref import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from alspec.config import BenchConfig, EngineConfig, SpeculationConfig
 from alspec.errors import AlspecError, UserError
-from alspec.kernels.torch_ref import torch_ref
+from alspec.kernels.attention import torch_ref
 from alspec.launch import bench_kernels
 from alspec.launch.bench import bench_prompt
 from alspec.launch.bench.bench_prompt import matrix_peak, measure_prompts, prompt_engines, prompt_flops, prompt_table
@@ -160,7 +160,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_that_are_not_finite_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_prompt, "_check", lambda engine: engine.model.weights.lm_head.fill_(torch.nan))
-    with pytest.raises(AlspecError, match="prefill of 16 tokens left logits that are not finite"):
+    with pytest.raises(AlspecError, match="prefill of 16 tokens gave logits that are not finite"):
         measured([16])
 
 

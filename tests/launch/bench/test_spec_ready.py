@@ -28,7 +28,7 @@ def test_the_quickest_round_says_how_far_ahead_a_clock_is(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_word_that_did_not_come_is_no_quick_round(side: int) -> None:
+def test_a_missing_packet_is_no_quick_round(side: int) -> None:
     times = [[[1000, 3000], [4000, 6500]], [[0, 2100], [0, 5100]]]
     assert clocks(*times).ahead_ns() == 100
     times[side][1][1] = spec_ready.NEVER

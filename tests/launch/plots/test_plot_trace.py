@@ -19,7 +19,7 @@ def bar(op: str, rank: int, begin: float, end: float, step: int = 1, kernel: str
 
 
 def test_overlap_is_that_of_the_first_post_attention() -> None:
-    """Work on the guess began before the full attention had ended, what its sender does again did not."""
+    """Work on A~ began before the full attention had ended; the recompute of its sender did not."""
     bars = [bar("full_attention", 0, 0, 10), bar("post_attention", 1, 4, 8), bar("post_attention", 0, 12, 15)]
     assert plot_trace.overlap(bars).endswith("in 1 of 1 layers")
     # Clocks of other hosts may begin later.
@@ -41,15 +41,15 @@ def test_kernels_that_overlap_are_one_bar_up_to_the_last_end() -> None:
     assert (part["begin"], part["end"]) == (0, 10)
 
 
-def test_the_guess_lies_within_the_attention_of_each_sender() -> None:
-    """Of a group of two, one attends after the guess has arrived, the other one has done so before."""
+def test_the_predictor_lies_within_the_attention_of_each_sender() -> None:
+    """In a group of two, one rank attends after A~ has arrived, the other one before."""
     bars = [
         bar("full_attention", 0, 5, 10),
         bar("full_attention", 1, 0, 2),
         bar("post_attention", 2, 3, 8),
         bar("post_attention", 3, 3, 8),
     ]
-    parts = plot_trace._parts(bars, plot_trace.guesses(bars))
+    parts = plot_trace._parts(bars, plot_trace.spec_outputs(bars))
     spans = [(part["rank"], part["op"], part["begin"], part["end"]) for part in parts if part["rank"] < 2]
     assert spans == [
         (0, "predictor", 5, 5),
@@ -62,12 +62,12 @@ def test_the_guess_lies_within_the_attention_of_each_sender() -> None:
 @pytest.mark.parametrize(
     ("senders", "receivers", "sender", "receiver"), [({0, 1}, {2, 3}, 1, 2), ({2, 3}, {0, 1}, 2, 1)]
 )
-def test_the_arrow_of_a_guess_joins_the_lanes_that_are_next_to_each_other(
+def test_the_arrow_of_a_spec_output_joins_neighbouring_lanes(
     senders: set[int], receivers: set[int], sender: int, receiver: int
 ) -> None:
     axes = mock.Mock()
-    guess = {"senders": senders, "receivers": receivers, "arrival": 3.0, "end": 4.0, "accepted": True}
-    plot_trace._draw_guess(axes, guess, 0.0, 100.0)
+    spec = {"senders": senders, "receivers": receivers, "arrival": 3.0, "end": 4.0, "accepted": True}
+    plot_trace._draw_spec_output(axes, spec, 0.0, 100.0)
     (_, head, tail), _ = axes.annotate.call_args
     assert [round(y) for _, y in (tail, head)] == [sender, receiver]
     assert abs(head[1] - tail[1]) == pytest.approx(1 - 2 * plot_trace.HALF)

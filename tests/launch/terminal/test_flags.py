@@ -334,20 +334,6 @@ def test_text_prompt_for_random_weights(refused: Refused) -> None:
 # Execution.
 
 
-@pytest.mark.parametrize(
-    ("flags", "name", "remedy"),
-    [
-        (("--speculation", "colocated"), "speculation: colocated", "use off, paired or simulated"),
-        (("--kv-cache", "turboquant3"), "kv_cache: turboquant3", "use bf16, turbo4, turbo2, turbo-mixed"),
-        (("--kv-cache", "turboquant2"), "kv_cache: turboquant2", "use bf16, turbo4, turbo2, turbo-mixed"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
-)
-def test_not_available_yet(flags: tuple[str, ...], name: str, remedy: str, refused: Refused, checkpoint: Path) -> None:
-    message = refused("--model", checkpoint, "--prompt", "a", *flags)
-    assert message == f"{name} is not available yet; {remedy}"
-
-
 @pytest.mark.parametrize("plan", [(), ("--plan",)], ids=["run", "plan"])
 def test_sas_without_a_quantised_cache(plan: tuple[str, ...], refused: Refused, checkpoint: Path) -> None:
     message = refused("--model", checkpoint, "--prompt", "a", "--softmax", "sas", *plan)
@@ -436,7 +422,7 @@ def test_model_folder_missing(refused: Refused, tmp_path: Path) -> None:
 def test_model_is_a_name_on_a_hub(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     message = refused("--model", "meta-llama/Llama-3.1-8B", "--prompt", "a")
-    assert "names on a hub are not downloaded; `hf download meta-llama/Llama-3.1-8B --local-dir DIR`" in message
+    assert "models are not downloaded from a hub; run `hf download meta-llama/Llama-3.1-8B --local-dir DIR`" in message
 
 
 def test_model_is_empty(refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,10 +517,6 @@ def test_every_flag_with_a_value_has_a_bad_one_here() -> None:
 def test_stdin_that_is_not_utf8(refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 ")))
     assert refused("--model", checkpoint) == "prompt: standard input is not UTF-8 at byte 3; give UTF-8 text"
-
-
-def test_plan_refuses_what_is_not_available(refused: Refused) -> None:
-    assert "turboquant3 is not available yet" in refused("--plan", "--kv-cache", "turboquant3")
 
 
 @pytest.mark.parametrize("flag", ["--json", "--trace"])

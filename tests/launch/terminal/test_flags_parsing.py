@@ -16,7 +16,8 @@ from paths import ROOT
 from alspec.config import BenchConfig, CommandConfig, DoctorConfig, EvaluateConfig, GenerateConfig, LatencyConfig
 from alspec.errors import DoesNotFitError
 from alspec.launch import bench_kernels, doctor, evaluate, generate, latency
-from alspec.launch.terminal.flags import Parser, check_picture, run_command
+from alspec.launch.terminal.flags import Parser, check_picture, parse_command
+from alspec.launch.terminal.output import exit_code
 
 SCHEMAS: dict[ModuleType, type[CommandConfig]] = {
     generate: GenerateConfig,
@@ -64,11 +65,10 @@ def test_debug_shows_where_a_wrong_flag_was_found(command: ModuleType, capsys: p
 
 
 def run_with(argv: list[str], found: list[argparse.Namespace]) -> int:
-    def run(config: CommandConfig, args: argparse.Namespace) -> int:
-        found.append(args)
+    with exit_code(argv) as outcome:
+        found.append(parse_command(Parser(prog="some"), CommandConfig, argv, outcome)[1])
         raise DoesNotFitError("too much")
-
-    return run_command(Parser(prog="some"), CommandConfig, argv, run)
+    return outcome.code
 
 
 def test_errors_of_the_run_end_with_their_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,10 @@ def test_only_the_first_rank_shows_the_configuration(
     for rank, shown in (("0", "debug: false\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert run_command(Parser(prog="some"), CommandConfig, ["--print-config"], lambda *_: 1) == 0
+        with exit_code(["--print-config"]) as outcome:
+            parse_command(Parser(prog="some"), CommandConfig, ["--print-config"], outcome)
+            raise AssertionError("the command goes on")
+        assert outcome.code == 0
         assert capsys.readouterr() == (shown, "")
 
 
@@ -113,7 +116,7 @@ def test_lists_in_help_are_written_as_flags(capsys: pytest.CaptureFixture[str]) 
         evaluate.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "--thresholds THRESHOLDS lambda values (default: 0,0.05,0.1,0.15,0.2,0.25,inf)" in shown
-    assert "of needle prompts (default: 1024,8192)" in shown
+    assert "of the needle prompts (default: 1024,8192)" in shown
 
 
 @every_command

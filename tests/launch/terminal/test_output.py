@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from paths import ROOT
 from alspec.config import CommandConfig
 from alspec.errors import BadNumbersError, InterruptedJobError, RankFailureError, UserError
 from alspec.launch import bench_kernels, doctor, evaluate, generate, latency, plot_trace
-from alspec.launch.terminal.flags import Parser, run_command
+from alspec.launch.terminal.flags import Parser, parse_command
 from alspec.launch.terminal.output import append_rows, exit_code, exit_on_interrupt, write_text
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.engine.generation import Token
@@ -39,11 +39,10 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def run_with(work: Callable[[], object]) -> int:
     """The exit code of a command that does this."""
 
-    def run(config: CommandConfig, args: argparse.Namespace) -> int:
+    with exit_code([]) as outcome:
+        parse_command(Parser(prog="some"), CommandConfig, [], outcome)
         work()
-        return 0
-
-    return run_command(Parser(prog="some"), CommandConfig, [], run)
+    return outcome.code
 
 
 @needs_full
@@ -196,7 +195,10 @@ def test_a_failure_is_told_where_standard_output_is_lost_as_well(
     """As doctor's, whose exit code says what has failed."""
     with FULL.open("w", encoding="utf-8") as full, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", full)
-        assert exit_code(lambda: (print("table"), 5)[1]) == 5
+        with exit_code([]) as outcome:
+            print("table")
+            outcome.code = 5
+    assert outcome.code == 5
     assert capsys.readouterr().err == ""
 
 
@@ -359,6 +361,12 @@ def test_a_command_takes_interrupts_over() -> None:
     assert seen == [signal.default_int_handler, signal.SIG_IGN]
 
 
+@contextmanager
+def ending_in(action: Callable[..., object]) -> Iterator[None]:
+    yield
+    action()
+
+
 @pytest.mark.parametrize("when", ["in a mode", "between modes"])
 def test_interrupted_latency_shows_what_it_measured(
     when: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -366,9 +374,9 @@ def test_interrupted_latency_shows_what_it_measured(
     measure = latency.measure
     if when == "in a mode":
         monkeypatch.setattr(latency, "measure", lambda *args: (interrupt if args[1] == 24 else measure)(*args))
-        monkeypatch.setattr(latency, "run_guarded", lambda heartbeat, work, advice: work())
+        monkeypatch.setattr(latency, "guarded", lambda heartbeat, advice: nullcontext())
     else:
-        monkeypatch.setattr(latency, "run_guarded", lambda heartbeat, work, advice: (work(), interrupt()))
+        monkeypatch.setattr(latency, "guarded", lambda heartbeat, advice: ending_in(interrupt))
     flags = ["--model", str(checkpoint), "--transport", "gloo", "--contexts", "16,24", "--steps", "1"]
     assert latency.main(flags) == 130
     out, err = capsys.readouterr()

@@ -144,4 +144,4 @@ def test_batch_hit_map(generate_json: Callable[..., Any], tmp_path: Path) -> Non
     assert [[len(layer) for layer in step] for step in found["hit_map"]] == [[2, 2, 2]] * 11
     # The short request's sink and window meet: it always hits; at this threshold the long one never does.
     assert all(layer == [1, 0] for step in found["hit_map"] for layer in step)
-    assert found["summary"]["hit_rate"] == 0.0, "the short one has no guess that leaves a token out"
+    assert found["summary"]["hit_rate"] == 0.0, "no A~ of the short one leaves a token out"

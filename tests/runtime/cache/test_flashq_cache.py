@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alspec.config import FLASHQ_CODECS, SamplingConfig
 from alspec.errors import UserError
-from alspec.kernels.attention.dispatch import DecodeAttention
+from alspec.kernels.attention.dispatch import DecodeAttention, attend
 from alspec.kernels.attention.reference import (
     decode_attention_ref,
     prefill_attention_ref,
@@ -299,7 +299,7 @@ def test_fused_decoding_takes_over_and_attends_as_the_step_program_appends(codec
     seq_lens = torch.tensor([127], dtype=torch.int32, device=place)
     decode = DecodeCache(fused.layers, seq_lens, num_heads, torch.float32)
     _, (receiver,) = pairs(place, PairShape(1, 1, 1, 16, num_heads, 2, head_dim), 6)
-    receiver.receives.fill_(1)
+    receiver.is_receiver.fill_(1)
     receiver.own.spec_out.fill_(6 << 32)
     x = torch.zeros(1, 16, device=place)
     attention = DecodeAttention(plain.layer(0), num_heads, 128, head_dim**-0.5, place)
@@ -313,7 +313,7 @@ def test_fused_decoding_takes_over_and_attends_as_the_step_program_appends(codec
         receiver.own.inbox[0, 0, 16:] = words
         receive_handover(receiver, 0, x, decode.layers[0], seq_lens, torch.empty_like(q), TIMEOUT_NS)
         out, lse = torch.full_like(q, torch.nan), torch.empty(1, num_heads, device=place)
-        decode.attend(0, q, out, lse)
+        attend(q, decode.layers[0], seq_lens, decode.sm_scale, decode.workspace, out, lse)
         assert error(out, expected) < 2**-10
         decode.compact()
         for name, tensor in plain.layer(0).tensors.items():
@@ -337,7 +337,8 @@ def test_attention_weighs_by_the_softmax_of_the_cache(device: str) -> None:
         outs[softmax] += [attention.predict(newest, layer, seq_lens).clone()]
         outs[softmax] += [attention.verify(newest, layer, seq_lens)[0].clone()]
         out, lse = torch.full_like(newest, torch.nan), torch.empty(1, num_heads, device=place)
-        DecodeCache(cache.layers, seq_lens, num_heads, torch.float32).attend(0, newest, out, lse)
+        decode = DecodeCache(cache.layers, seq_lens, num_heads, torch.float32)
+        attend(newest, decode.layers[0], seq_lens, decode.sm_scale, decode.workspace, out, lse)
         outs[softmax] += [out]
     most = 2 * (RELATIVE_ERROR + DROPPED_MASS) * float(v.abs().max())
     for exact, sas in zip(outs["exact"], outs["sas"], strict=True):

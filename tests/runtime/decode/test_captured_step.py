@@ -14,7 +14,7 @@ import pytest
 import torch
 from paired_ranks import pairs
 
-from alspec.config import SamplingConfig
+from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.errors import RankFailureError
 from alspec.kernels.comm.ll_packets import BAD_NUMBERS, split_fault
 from alspec.kernels.comm.pair_state import PairShape
@@ -27,15 +27,16 @@ from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode import captured_step
+from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decoder import Decoder
 from alspec.runtime.decode.eager_sampling import sample
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
-from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.paired_decoder import PairedDecoder
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.engine.composition import build_captured_step
 
 CPU = torch.device("cpu")
 CAPACITY = 48
@@ -67,12 +68,12 @@ class Setting:
         return torch.cat(logits).argmax(1).tolist()
 
     def loop(self) -> CapturedStep:
-        return CapturedStep.build(self.model, self.cache, self.transport, None, False, no_hook)
+        return build_captured_step(self.model, self.cache, self.transport, None, False, no_hook)
 
     def tokens(self, sampling: SamplingConfig) -> list[list[int]]:
         """The reference: each step's tokens, by the step program and `sample`."""
         token_ids = self.prefill()
-        program = EagerStep(self.model, self.cache, self.transport, "off", 0.1, 128, no_hook)
+        program = EagerStep(self.model, self.cache, self.transport, "off", SpeculationConfig(), no_hook)
         steps = []
         for step in range(1, sampling.max_new_tokens):
             seq_lens = torch.tensor([len(ids) + step for ids in self.prompts], dtype=torch.int32)
@@ -133,7 +134,7 @@ def test_a_quantised_cache_fills_blocks_as_the_step_program_does(turbo_folder: P
     layers = range(setting.cache.num_layers)
     kept = [flashq_dequantize(setting.cache.layer(layer), lengths) for layer in layers]
     # Nothing of the reference is left to be read.
-    setting.cache.layers.packets.fill_(-1)
+    setting.cache.layers.words.fill_(-1)
     setting.cache.layers.scales.fill_(torch.nan)
     loop = setting.loop()
     loop.prepare(sampling)
@@ -159,7 +160,7 @@ class Graph:
         self._loop = loop
         self._left = 3
 
-    def graph_loop(self) -> None:
+    def replay(self) -> None:
         self._left -= 1
         if self._left == 0:
             signal.raise_signal(signal.SIGINT)
@@ -230,7 +231,7 @@ def test_half_a_step_leaves_nothing_behind(setting: Setting) -> None:
     expected = setting.tokens(SAMPLED)
     loop = setting.loop()
     loop.prepare(SAMPLED)
-    launch = sampler.launch
+    launch = sampler.jit_launch
 
     def interrupted(kernel: object, grid: tuple[int, ...]) -> object:
         if kernel is sampler._token_kernel:
@@ -322,7 +323,7 @@ def test_requests_of_a_batch_before_are_not_remembered(setting: Setting) -> None
     loop.prepare(GREEDY)
     pairing = mock.Mock(live=torch.ones(2, dtype=torch.int32), hits=torch.zeros(2, 2, dtype=torch.int32))
     with (
-        mock.patch.object(loop, "_pairing", pairing),
+        mock.patch.object(loop, "_speculation", pairing),
         mock.patch.object(loop, "_issue"),
         mock.patch.object(loop, "_await_stamp"),
     ):
@@ -356,7 +357,7 @@ def test_logits_have_the_models_epsilon(small_folder: Path, tmp_path: Path) -> N
     loop.begin(first, lengths)
     loop.step(remaining=1)
     found = loop._decoder.buffers.logits.clone()
-    program = EagerStep(setting.model, setting.cache, setting.transport, "off", 0.1, 128, no_hook)
+    program = EagerStep(setting.model, setting.cache, setting.transport, "off", SpeculationConfig(), no_hook)
     live = torch.ones(2, dtype=torch.bool)
     state = DecodeState(torch.tensor(first), torch.tensor(lengths, dtype=torch.int32), live)
     torch.testing.assert_close(found, program.run(state).logits, rtol=1e-3, atol=1e-3)
@@ -366,7 +367,7 @@ def test_another_threshold_needs_another_captured_step(setting: Setting) -> None
     """Launches take it as it is."""
     loop, pairing = setting.loop(), mock.Mock()
     loop.prepare(GREEDY)
-    with mock.patch.object(loop, "_pairing", pairing):
+    with mock.patch.object(loop, "_speculation", pairing):
         loop.speculate(0.2)
     assert (pairing.threshold, pairing.forced) == (0.2, None)
     with mock.patch.object(loop, "_capture", mock.Mock(wraps=loop._capture)) as capture:
@@ -384,7 +385,7 @@ def test_steps_wait_for_the_host_where_verdicts_ask_who_is_live(
     loop.prepare(GREEDY)
     pairing = mock.Mock(live=torch.ones(2, dtype=torch.int32))
     with (
-        mock.patch.object(loop, "_pairing", pairing),
+        mock.patch.object(loop, "_speculation", pairing),
         mock.patch.object(loop, "_issue") as issue,
         mock.patch.object(loop, "_await_stamp"),
     ):
@@ -393,3 +394,19 @@ def test_steps_wait_for_the_host_where_verdicts_ask_who_is_live(
             loop.step(remaining, live)
             found.append(issue.call_count)
     assert found == launched
+
+
+def test_a_step_takes_what_the_devices_clock_says(setting: Setting) -> None:
+    """The host times the first one, because no step before it has left a time."""
+    step = setting.loop()
+    step.prepare(GREEDY)
+    clocks_ns = iter([7 * 10**18 + 1000 * us for us in (0, 250, 1000)])
+
+    def set_clock(index: int) -> None:
+        step._ring_view[index, 0] = next(clocks_ns)
+
+    step.begin([1, 2], [9, 9])
+    with mock.patch.object(step, "_wait_for_stamp", set_clock):
+        first, *others = [step.step(remaining=remaining).step_us for remaining in (3, 2, 1)]
+    assert 0 < first < 60e6
+    assert others == [250.0, 750.0]

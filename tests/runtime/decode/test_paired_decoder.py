@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from alspec.config import SpeculationConfig
 from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import SpecOutput
-from alspec.kernels.attention.dispatch import KVLayer
+from alspec.kernels.attention.dispatch import KVLayer, attend
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.comm.pair_state import PairShape, PairState
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, new_cache
-from alspec.runtime.cache.decode_cache import DecodeCache
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
 from alspec.runtime.decode.hooks import no_hook
@@ -50,7 +50,7 @@ class Pair:
         shape = PairShape(
             config.num_layers, 1, 1, config.hidden_size, config.num_qo_heads, config.num_kv_heads, config.head_dim
         )
-        memories = [torch.zeros(sum(shape.field_packets()), dtype=torch.int64) for _ in range(2)]
+        memories = [torch.zeros(sum(shape.field_sizes()), dtype=torch.int64) for _ in range(2)]
         meetings = torch.zeros(2, 2, dtype=torch.int64)
         self.epoch = torch.ones(1, dtype=torch.int32)
         self.ranks = []
@@ -107,7 +107,7 @@ class Pair:
         for rank in self.ranks:
             rank.logits()
         self.epoch += 1
-        return [rank.buffers.logits for rank in self.ranks], [rank.pairing.hits.bool() for rank in self.ranks]
+        return [rank.buffers.logits for rank in self.ranks], [rank.speculation.hits.bool() for rank in self.ranks]
 
 
 class OneRank:
@@ -126,7 +126,6 @@ class OneRank:
             LogitExchange(torch.zeros(1, config.vocab_size), epoch, fault), transport.all_reduce,
             transport.all_gather_world,
         )  # fmt: skip
-        self.attention = DecodeCache(self.cache.layers, self.buffers.seq_lens, config.num_qo_heads, torch.float32)
 
     def step(self, token_id: int, seq_len: int) -> Tensor:
         """Logits [1, V]."""
@@ -138,7 +137,11 @@ class OneRank:
         decoder.embed()
         for layer, accepted in enumerate(self.verdicts):
             decoder.pre_attention(layer)
-            self.attention.attend(layer, at.q, at.attn_out, at.lse, speculation)
+            cache = decoder.cache
+            attend(
+                at.q, cache.layers[layer], at.seq_lens, cache.sm_scale, cache.workspace, at.attn_out, at.lse,
+                speculation,
+            )  # fmt: skip
             assert not torch.equal(at.attn_out, speculation.spec_out)
             if accepted:
                 at.attn_out.copy_(speculation.spec_out)
@@ -165,7 +168,9 @@ def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, req
     model = Llama(config, weights, transport)
     cache = _cache(config, codec)
     prefill(model, cache, transport, 0, PROMPT, no_hook)
-    program = EagerStep(model, cache, transport, "simulated", threshold, S, no_hook)
+    program = EagerStep(
+        model, cache, transport, "simulated", SpeculationConfig(threshold=threshold, chunk_size=S), no_hook
+    )
     pair = Pair(model, threshold, codec)
     token_id, verdicts = 5, set()
     for step in range(1, STEPS + 1):

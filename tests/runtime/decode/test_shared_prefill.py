@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from paths import WORKERS
-from prefill_worker import CHUNK, LEAST_SHARED, LEAST_SPREAD
+from prefill_worker import CHUNK, LEAST_SPREAD, MIN_SHARED_TOKENS
 
 from alspec.runtime.decode import prefill as prefill_module
-from alspec.runtime.decode.prefill import Turn, turns_of
+from alspec.runtime.decode.prefill import PromptPart, prompt_parts
 
 WORKER = WORKERS / "prefill_worker.py"
 Ranks = list[dict[str, Any]]  # what each found
@@ -85,10 +85,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def shared_turns(length: int) -> list[Turn]:
+def shared_turns(length: int) -> list[PromptPart]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_module, "LEAST_SHARED", LEAST_SHARED)
-        return turns_of(length, CHUNK, 2)
+        patch.setattr(prefill_module, "LEAST_SHARED", MIN_SHARED_TOKENS)
+        return prompt_parts(length, CHUNK, 2)
 
 
 def test_one_group_alone_leaves_the_same(place: tuple[str, int], ranks: Ranks, alone: Ranks) -> None:
@@ -98,8 +98,8 @@ def test_one_group_alone_leaves_the_same(place: tuple[str, int], ranks: Ranks, a
         of_group = rank % len(alone)
         for (codec, lengths), (name, expected) in zip(CASES, alone[of_group].items(), strict=True):
             assert name == f"{codec} {lengths}"
-            turns = [turn for length in lengths for turn in shared_turns(length)]
-            is_exact = codec == "bf16" or all(turn.chunks == turn.shares for turn in turns)
+            parts = [part for length in lengths for part in shared_turns(length)]
+            is_exact = codec == "bf16" or all(part.chunks == part.shares for part in parts)
             for tensor, of in (expected if is_exact else ranks[of_group][name])["cache"].items():
                 assert torch.equal(found[name]["cache"][tensor], of), (name, rank, tensor)
             assert error(found[name]["read"], expected["read"]) < QUANTISED[place[0]], (name, rank)
@@ -118,14 +118,14 @@ def test_each_group_does_its_share(ranks: Ranks, codec: str, lengths: list[int])
     expected: list[list[list[int]]] = [[], []]
     for length in lengths:
         ids = torch.randint(301, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-        for turn in shared_turns(length):
+        for part in shared_turns(length):
             for group in (0, 1):
-                share = turn.shares[group % len(turn.shares)]
+                share = part.shares[group % len(part.shares)]
                 expected[group].append(ids[share.start : share.stop])
     for rank, found in enumerate(ranks):
         assert found[name]["processed"] == expected[rank // (len(ranks) // 2)]
         assert all(bool(sums.isfinite().all()) for sums in found[name]["sums"])
-        done = [turn.chunks[-1].stop for length in lengths for turn in shared_turns(length)[:-1]]
+        done = [part.chunks[-1].stop for length in lengths for part in shared_turns(length)[:-1]]
         assert found[name]["done"] == done
 
 
@@ -152,9 +152,9 @@ def test_tokens_spread_over_ranks_leave_what_they_do_together(world_size: int, n
 )
 def test_turns_are_all_tokens_in_order(num_tokens: int, blocks: int, num_groups: int) -> None:
     chunk_tokens = 64 * blocks
-    turns = turns_of(num_tokens, chunk_tokens, num_groups)
-    chunks = [chunk for turn in turns for chunk in turn.chunks]
-    shares = [share for turn in turns for share in turn.shares]
+    parts = prompt_parts(num_tokens, chunk_tokens, num_groups)
+    chunks = [chunk for part in parts for chunk in part.chunks]
+    shares = [share for part in parts for share in part.shares]
     for ranges in (chunks, shares):
         assert ranges[0].start == 0
         assert ranges[-1].stop == num_tokens
@@ -162,6 +162,6 @@ def test_turns_are_all_tokens_in_order(num_tokens: int, blocks: int, num_groups:
         assert all(0 < len(of) <= chunk_tokens for of in ranges)
         assert all(len(of) % 64 == 0 for of in ranges[:-1])
     assert all(chunk.start % chunk_tokens == 0 for chunk in chunks), "what is cached depends on no group"
-    assert all(turn.chunks == turn.shares and len(turn.shares) == num_groups for turn in turns[:-1])
-    assert len(turns[-1].shares) == num_groups or len(chunks[-1]) < prefill_module.LEAST_SHARED
-    assert len(turns[-1].shares[0]) >= len(turns[-1].shares[-1])
+    assert all(part.chunks == part.shares and len(part.shares) == num_groups for part in parts[:-1])
+    assert len(parts[-1].shares) == num_groups or len(chunks[-1]) < prefill_module.MIN_SHARED_TOKENS
+    assert len(parts[-1].shares[0]) >= len(parts[-1].shares[-1])

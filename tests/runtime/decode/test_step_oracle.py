@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from alspec.config import SpeculationConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
@@ -44,7 +45,14 @@ class Setting:
 
     def program(self, mode: str, threshold: float) -> EagerStep:
         transport = Transport(Placement(), CPU, "gloo", None)
-        return EagerStep(self.model, self.cache, transport, mode, threshold, S, lambda *_: nullcontext())
+        return EagerStep(
+            self.model,
+            self.cache,
+            transport,
+            mode,
+            SpeculationConfig(threshold=threshold, chunk_size=S),
+            lambda *_: nullcontext(),
+        )
 
     def simulate(self, step: int, threshold: float, live: Tensor) -> SimulatedStep:
         """One step of the oracle; `self` keeps its caches."""

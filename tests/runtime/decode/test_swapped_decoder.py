@@ -12,6 +12,7 @@ import pytest
 import torch
 from paths import WORKERS
 
+from alspec.config import SpeculationConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
@@ -77,7 +78,8 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     cache = new_cache(case["kv_cache"], config, 1, len(prompts), capacity, torch.float32, CPU)
     found = []
     for threshold in case["thresholds"]:
-        program = EagerStep(model, cache, transport, "simulated", float(threshold["value"]), S, no_hook)
+        of_threshold = SpeculationConfig(threshold=float(threshold["value"]), chunk_size=S)
+        program = EagerStep(model, cache, transport, "simulated", of_threshold, no_hook)
         tokens = [
             int(prefill(model, cache, transport, request, ids, no_hook)[0].argmax())
             for request, ids in enumerate(prompts)

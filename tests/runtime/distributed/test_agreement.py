@@ -66,13 +66,13 @@ def test_long_values_are_compared_and_not_told() -> None:
     for message in on_ranks(store, work):
         beginning = ("long " * 8)[:40]
         value = rf"'{beginning}\.\.\. \(SHA-256 [0-9a-f]{{64}}\)'"
-        assert re.match(f"ranks disagree on prompt: rank . has {value}, rank . has {value}; give the same", message)
+        assert re.match(f"ranks disagree on prompt: rank . has {value}, rank . has {value}; pass the same", message)
 
 
 def test_short_values_are_told() -> None:
     def work(agreement: Agreement, rank: int) -> None:
         with pytest.raises(
-            UserError, match=r"ranks disagree on seed: rank . has ., rank . has .; give the same to all"
+            UserError, match=r"ranks disagree on seed: rank . has ., rank . has .; pass the same to every rank"
         ):
             agreement.require_same({"seed": rank})
 

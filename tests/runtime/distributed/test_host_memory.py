@@ -51,7 +51,7 @@ def test_what_a_rank_writes_all_read(device: str, world_size: int, tmp_path: Pat
         ("no room", "no room for 0.0 MB"),
         ("no file", "AttributeError"),
         ("not allowed", "rank 1: [Errno 13] Permission denied"),
-        ("another file", "rank 1: ranks see different processes: they are in containers of their own"),
+        ("another file", "rank 1: ranks see different processes: they run in separate containers"),
         ("not pinned", "no such device"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -136,7 +137,7 @@ def test_a_value_that_arrives_wrong_is_found(
         values = [job.given[rank][place].clone() for rank in range(world_size)]
         values[writer] = word[0].view(torch.float32)
         wrong = sum(values[1:], values[0]).item()
-        assert job.self_test(reader) == f"wrong sum: {wrong!r} for {right!r}", (reader, writer)
+        assert job.self_test(reader) == f"wrong sum: {wrong!r}, expected {right!r}", (reader, writer)
         assert not any(job.self_test(rank) for rank in range(world_size) if rank != reader), (reader, writer)
 
 
@@ -156,7 +157,7 @@ def test_a_word_that_does_not_arrive_is_found(device: torch.device, world_size: 
     job.packets(0, 1)[200] = 0  # as the memory was
     found = [job.self_test(rank) for rank in range(world_size)]
     # The interpreter does not wait, and notes no fault: there the missing value is NaN.
-    assert found[0] == ("a word did not arrive" if device.type == "cuda" else "wrong sum: nan for -0.0")
+    assert found[0] == ("a packet did not arrive" if device.type == "cuda" else "wrong sum: nan, expected -0.0")
     assert found[1:] == [""] * (world_size - 1)
 
 
@@ -210,7 +211,7 @@ class Ranks:
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
 def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups: int, peer_memory: PeerMemory) -> None:
     """Partial sums of a group's ranks and logits of all, of odd sizes, over several steps."""
-    batch, hidden, inputs, vocab, slot = 2, 80, 32, 37, 1
+    batch, hidden, inputs, vocab, reduce_index = 2, 80, 32, 37, 1
     world_size = tp_size * num_groups
     ranks = Ranks(device, peer_memory, tp_size, num_groups, batch_size=batch, hidden_size=hidden, vocab_size=vocab)
     generator = torch.Generator().manual_seed(tp_size)
@@ -223,13 +224,13 @@ def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups:
     for _ in range(2):
         x, begin = random(world_size, batch, inputs), random(batch, hidden)
         for rank in range(world_size):
-            push_partial(x[rank], weights[rank], ranks.exchanges[rank], slot)
-            lm_head(x[0], ones, shards[rank], ranks.logit_exchanges[rank], 0.0, slot)
+            push_partial(x[rank], weights[rank], ranks.exchanges[rank], reduce_index)
+            lm_head(x[0], ones, shards[rank], ranks.logit_exchanges[rank], 0.0, reduce_index)
         for exchange, logit_exchange in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
             first = exchange.rank - exchange.tp_rank
             out, x_norm, square_sums = new_residual(batch, hidden, torch.float32, device)
             out.copy_(begin)
-            reduce_norm(exchange, slot, 10**9, out, gamma, x_norm, square_sums)
+            reduce_norm(exchange, reduce_index, 10**9, out, gamma, x_norm, square_sums)
             partials = [x[rank].double() @ weights[rank].double().T for rank in range(first, first + tp_size)]
             torch.testing.assert_close(out.double(), begin.double() + sum(partials), rtol=1e-5, atol=1e-5)
             assert logit_exchange.packets is not None
@@ -264,9 +265,7 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
     assert len({box.data_ptr() for box in boxes}) == len(boxes) == (world_size if num_groups == 2 else 0)
     own = [pair for pair in ranks.handovers if pair is not None]
     fields = [logits.packets, *(packets for packets in first.values() if packets is not None)]
-    fields += [
-        each.own_packets for each in (*ranks.exchanges, *ranks.logit_exchanges) if each.own_packets is not None
-    ]
+    fields += [each.own_packets for each in (*ranks.exchanges, *ranks.logit_exchanges) if each.own_packets is not None]
     fields += [each for pair in own for each in (*vars(pair.own).values(), pair.barrier)]
     ranges = sorted((field.data_ptr(), field.data_ptr() + 8 * field.numel()) for field in fields if field.numel())
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
@@ -277,7 +276,7 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
 def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
     device: torch.device, tp_size: int, num_groups: int
 ) -> None:
-    batch, hidden, vocab, slot = 2, 80, 37, 3
+    batch, hidden, vocab, reduce_index = 2, 80, 37, 3
     shape = {"batch_size": batch, "hidden_size": hidden, "vocab_size": vocab}
     ranks, world_size = Ranks(device, "host", tp_size, num_groups, **shape), tp_size * num_groups
     generator = torch.Generator().manual_seed(tp_size)
@@ -287,8 +286,8 @@ def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
     sums_weight, rows_weight = torch.eye(hidden, device=device), torch.eye(rows, device=device)
     ones = torch.full((batch, 1), float(rows), device=device)  # of inputs that are normal already
     for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
-        push_partial(partials[exchange.rank], sums_weight, exchange, slot)
-        lm_head(shards[exchange.rank], ones, rows_weight, logits, 0.0, slot)
+        push_partial(partials[exchange.rank], sums_weight, exchange, reduce_index)
+        lm_head(shards[exchange.rank], ones, rows_weight, logits, 0.0, reduce_index)
     for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
         first = exchange.rank - exchange.tp_rank
         shared = [logits.packets[:, exchange.rank]]
@@ -298,11 +297,11 @@ def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
         for packets in shared:
             packets.zero_()
         x, *norm = new_residual(batch, hidden, torch.float32, device)
-        reduce_norm(exchange, slot, 10**7, x, torch.ones(hidden, device=device), *norm)
+        reduce_norm(exchange, reduce_index, 10**7, x, torch.ones(hidden, device=device), *norm)
         torch.testing.assert_close(x, partials[first : first + tp_size].sum(0))
         found = torch.zeros(batch, vocab, device=device)
         best, best_token = torch.zeros(batch, 1, device=device), torch.zeros(batch, 1, dtype=torch.int32, device=device)
-        collect_logits(logits, logits.shard, 10**7, slot, found, best, best_token)
+        collect_logits(logits, logits.shard, 10**7, reduce_index, found, best, best_token)
         torch.testing.assert_close(found, shards.transpose(0, 1).flatten(1)[:, :vocab])
         assert int(exchange.fault) == 0
         for packets, old in zip(shared, before, strict=True):
@@ -370,7 +369,7 @@ def test_pages_that_do_not_fit_are_told_so(device: torch.device) -> None:
     transport: Any = SimpleNamespace(placement=Placement(0, 2, 0, 2), device=device)
     with (
         mock.patch.object(module, "share_host_memory", side_effect=HostMemoryError("rank 1: no room for 9.0 MB")),
-        pytest.raises(DoesNotFitError, match=r"^transport: host: rank 1: no room for 9\.0 MB; nccl needs none"),
+        pytest.raises(DoesNotFitError, match=r"^transport: host: rank 1: no room for 9\.0 MB; use --transport nccl"),
     ):
         module.build_exchanges(transport, "host", 4, 1, 64, 100)
 
@@ -413,6 +412,6 @@ def test_a_way_that_is_asked_for_and_does_not_work_is_an_error(asked: PeerMemory
 def engine_that_tries(asked: str, candidates: tuple[PeerMemory, ...]) -> Engine:
     """On a CPU, as on GPUs: which ways are tried there, test_placement.py has."""
     engine = Engine.from_pretrained(transport="gloo")
-    engine._candidates = candidates
+    engine._choices = replace(engine._choices, candidates=candidates)
     engine.config = engine.config.model_copy(update={"transport": asked})
     return engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from alspec.config import EngineConfig, SpeculationConfig, refuse_unavailable
+from alspec.config import EngineConfig
 from alspec.errors import UserError
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
@@ -137,11 +137,6 @@ def test_model_must_divide(mode: str, world_size: int) -> None:
     """The message lists the sizes that would do."""
     with pytest.raises(UserError, match="1, 2, 4"):
         choose_mode(mode, model(), world_size)
-
-
-def test_colocated_is_not_available() -> None:
-    with pytest.raises(UserError, match="colocated is not available yet"):
-        refuse_unavailable(EngineConfig(speculation=SpeculationConfig(mode="colocated")))
 
 
 @pytest.fixture

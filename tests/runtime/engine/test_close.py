@@ -26,12 +26,11 @@ ERRORS = {
     "guarded": (
         "RuntimeError",
         """
-def guarded():
+with guarded(engine.heartbeat):
     try:
         work()
     finally:
         engine.close()
-run_guarded(engine.heartbeat, guarded)
 """,
     ),
     "caught": (
@@ -89,7 +88,7 @@ def test_close_after_an_error_of_all(tiny_folder: Path, tmp_path: Path) -> None:
         tmp_path,
         """
 from alspec.runtime.faults import heartbeat
-faults.NOTICE_S = 2
+heartbeat.NOTICE_S = 2
 for error in (ValueError, RuntimeError, SystemExit):
     try:
         list(stream(engine))
@@ -126,17 +125,18 @@ def test_a_transport_that_does_not_work_leaves_nothing_behind(tiny_folder: Path,
     program = write_program(
         tmp_path,
         """
-import alspec.runtime.engine.engine as module
+import dataclasses
+import alspec.runtime.engine.composition as module
 works = module.probe_peer_memory
-module.probe_peer_memory = lambda ways, transport: (None, "a word did not arrive")
-engine._candidates = ("symm",)
+module.probe_peer_memory = lambda ways, transport: (None, "a packet did not arrive")
+engine._choices = dataclasses.replace(engine._choices, candidates=("symm",))
 lines = []
 for attempt in range(2):
     try:
         list(stream(engine))
     except module.UserError as error:
-        lines.append(f"{error} {module.dist.is_initialized()}")
-module.probe_peer_memory, engine._candidates = works, ()
+        lines.append(f"{error} {torch.distributed.is_initialized()}")
+module.probe_peer_memory, engine._choices = works, dataclasses.replace(engine._choices, candidates=())
 lines.append(str([token.token_id for token in stream(engine)]))
 engine.close()
 with Engine.from_pretrained(sys.argv[1], transport="gloo") as another:
@@ -148,7 +148,7 @@ if rank == 0:
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
         assert running.torchrun.wait(timeout=60) == 0, running.stderr
         lines = running.stdout.splitlines()
-    refused = "transport: gloo does not work here: a word did not arrive; use auto or nccl False"
+    refused = "transport: gloo does not work here: a packet did not arrive; use auto or nccl False"
     assert lines[:2] == [refused] * 2
     assert re.fullmatch(r"\[\d+, \d+, \d+\]", lines[2])
     assert lines[3:] == [lines[2]]
@@ -165,4 +165,4 @@ def test_ranks_that_cannot_connect_say_so(tiny_folder: Path, tmp_path: Path, mon
     assert len(lines) == 2
     for line in lines:
         assert line.startswith("alspec: exit 5: transport: gloo cannot connect the ranks: ")
-        assert "nosuch9; see that host names resolve; GLOO_SOCKET_IFNAME names the network interface" in line
+        assert "nosuch9; check that host names resolve; GLOO_SOCKET_IFNAME selects the network interface" in line

@@ -13,8 +13,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -34,11 +35,13 @@ from alspec.models.llama import Shard
 from alspec.runtime.distributed import transport as transport_module
 from alspec.runtime.distributed.agreement import fingerprint, shared_settings
 from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.engine import composition
 from alspec.runtime.engine import engine as engine_module
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.engine.generation import Generation
+from alspec.runtime.engine.generation import Generation, Token
 from alspec.runtime.engine.memory import plan_memory
-from alspec.runtime.faults.heartbeat import Heartbeat, run_guarded
+from alspec.runtime.faults.guard import guarded
+from alspec.runtime.faults.heartbeat import Heartbeat
 
 MakePrompt = Callable[[int, int], list[int]]
 SAMPLING = SamplingConfig(max_new_tokens=4, ignore_eos=True)
@@ -81,7 +84,7 @@ def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: p
     [
         ("read_weights", KeyboardInterrupt),
         ("new_cache", torch.OutOfMemoryError),
-        ("EagerStep", torch.OutOfMemoryError),
+        ("build_decode_step", torch.OutOfMemoryError),
     ],
 )
 def test_an_engine_that_failed_to_load_loads_again(
@@ -205,11 +208,8 @@ def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_is_exit_3() -> None:
-    def work() -> int:
+    with pytest.raises(DoesNotFitError) as error, guarded(Heartbeat(Placement()), "Lower --contexts"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nmore")
-
-    with pytest.raises(DoesNotFitError) as error:
-        run_guarded(Heartbeat(Placement()), work, "Lower --contexts")
     assert str(error.value) == "out of memory: CUDA out of memory. Tried to allocate 1 GiB. Lower --contexts"
 
 
@@ -260,16 +260,16 @@ def test_a_cache_loaded_by_another_thread_is_not_taken_for_ones_own(
 ) -> None:
     """For as many requests, or as many tokens, as the other generation has."""
     expected = [token.text for token in engine.stream("It was a", SAMPLING)]
-    start_generation, found = engine.start_generation, list[str]()
+    generate, found = engine._generate, list[str]()
     second = threading.Thread(target=lambda: found.extend(token.text for token in engine.stream("It was a", SAMPLING)))
 
-    def overtaken(prompts: list[list[int]], sampling: SamplingConfig) -> Generation:
-        if len(prompts) == 2:
+    def overtaken(number: int, generation: Generation, *rest: Any) -> Iterator[Token]:
+        if len(generation.requests) == 2:
             second.start()
             second.join(timeout=30)
-        return start_generation(prompts, sampling)
+        return generate(number, generation, *rest)
 
-    monkeypatch.setattr(engine, "start_generation", overtaken)
+    monkeypatch.setattr(engine, "_generate", overtaken)
     with pytest.raises(UserError, match="another generation of this engine has begun"):
         next(engine.stream(["The road", "It was a"], SAMPLING))
     assert found == expected
@@ -290,10 +290,10 @@ def test_steps_of_other_ranks_are_caught_up_with(engine: Engine, monkeypatch: py
         told.append(own)
         return [own, "7", "5"]
 
-    loop = SimpleNamespace(launched=5, catch_up=found.append)
-    monkeypatch.setattr(engine, "loop", loop)
+    step = SimpleNamespace(launched=5, catch_up=found.append)
+    monkeypatch.setattr(engine, "decode_step", step)
     engine._catch_up(exchange)
-    monkeypatch.setattr(engine, "loop", None)
+    monkeypatch.setattr(engine, "decode_step", None)
     engine._catch_up(exchange)
     assert (told, found) == (["5", "0"], [7])
     calls = []
@@ -319,7 +319,7 @@ def test_token_ids_need_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"tokenizer.json: expected a tokenizer, found none"):
             next(engine.stream("a"))
     (folder / "tokenizer.json").symlink_to("../blobs/1")
-    with pytest.raises(UserError, match=r"tokenizer.json: expected a tokenizer, found a link that leads nowhere"):
+    with pytest.raises(UserError, match=r"tokenizer.json: expected a tokenizer, found a broken symbolic link"):
         Engine.from_pretrained(folder, transport="gloo")
 
 
@@ -333,7 +333,7 @@ def test_a_pair_that_nobody_asked_for_is_told(
     monkeypatch.setattr(engine_module, "connect_store", lambda placement: dist.HashStore())
     engine = Engine.from_pretrained(random_weights=str(tmp_path), transport="gloo", speculation=mode)
     assert engine.mode == ("off" if (mode, kv_heads) == ("auto", 2) else "paired")
-    line = "a pair, because heads do not divide over 2 ranks; guesses within lambda 0.1 are accepted"
+    line = "a pair, because heads do not divide over 2 ranks; A~ within lambda 0.1 is accepted"
     assert any(line in notice for notice in engine.notices) == ((mode, kv_heads) == ("auto", 1))
 
 
@@ -364,17 +364,17 @@ def test_a_block_closes_the_engine_after_an_error_only_where_nobody_else_is_met(
     assert "model" not in vars(engine)
 
 
-@pytest.mark.parametrize("has_decoder", [False, True], ids=["program", "loop"])
-def test_a_closed_engine_gives_its_memory_back(has_decoder: bool, tiny_folder: Path) -> None:
+@pytest.mark.parametrize("is_fused", [False, True], ids=["eager", "fused"])
+def test_a_closed_engine_gives_its_memory_back(is_fused: bool, tiny_folder: Path) -> None:
     """At once, for the next engine of this process needs the room: garbage may be collected much later."""
     left: list[weakref.ref[object]] = []
     gc.disable()
     try:
         for _ in range(3):
             with Engine.from_pretrained(tiny_folder, transport="gloo") as engine:
-                engine._has_decoder = has_decoder
+                engine._choices = replace(engine._choices, has_fused_step=is_fused)
                 engine.load(1, 64)
-                assert (engine.loop is not None) == has_decoder
+                assert engine.is_fused == is_fused
                 left += [weakref.ref(engine.model.weights), weakref.ref(engine.cache)]
             assert (engine.mode, engine.transport_name, engine.uses_graph) == ("off", "gloo", False)
         assert all(found() is None for found in left)
@@ -391,7 +391,7 @@ def test_hit_rates_are_those_of_guesses_that_leave_tokens_out(tiny_folder: Path,
 
 def test_batches_beyond_the_fused_kernels_are_told_or_refused(tiny_folder: Path) -> None:
     engine = Engine.from_pretrained(tiny_folder, transport="gloo")
-    engine._has_decoder = True
+    engine._choices = replace(engine._choices, has_fused_step=True, uses_graph=False)
     for batch_size in (8, 9, 9):
         engine.load(batch_size, 16)
     assert engine.notices == ["9 requests: operations are launched one by one; captured steps serve up to 8"]
@@ -404,7 +404,7 @@ def test_batches_beyond_the_fused_kernels_are_told_or_refused(tiny_folder: Path)
 
 @pytest.mark.parametrize("mode", ["off", "simulated"])
 def test_simulated_steps_of_a_gpu_are_told(mode: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "choose_device", lambda *_: (torch.device("cuda", 0), "nccl", ""))
+    monkeypatch.setattr(composition, "choose_device", lambda *_: (torch.device("cuda", 0), "nccl", ""))
     told = ["simulated: operations are launched one by one; captured steps serve off and paired"]
     assert Engine.from_pretrained(tiny_folder, speculation=mode).notices == (told if mode == "simulated" else [])
 
@@ -430,12 +430,12 @@ def test_ranks_share_all_settings_but_files_and_what_the_first_one_reads() -> No
 
 def test_an_interrupt_is_one_line() -> None:
     program = """
-from alspec.runtime.faults.heartbeat import Heartbeat, run_guarded
+from alspec.runtime.faults.guard import guarded
+from alspec.runtime.faults.heartbeat import Heartbeat
 from alspec.runtime.distributed.placement import Placement
-def work():
+with guarded(Heartbeat(Placement())):
     print("half a", end="")
     raise KeyboardInterrupt
-run_guarded(Heartbeat(Placement()), work)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "half a", "\nalspec: exit 130: interrupted\n")
@@ -454,7 +454,7 @@ run_guarded(Heartbeat(Placement()), work)
         ),
         (
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"},
-            "cannot meet 1 other rank(s) at 127.0.0.1:",
+            "cannot connect to 1 other rank(s) at 127.0.0.1:",
         ),
     ],
     ids=["world", "letter", "negative", "zero", "large", "huge", "taken"],
@@ -481,7 +481,7 @@ def test_who_waits_for_ranks_that_do_not_start_says_so(
         port = free.getsockname()[1]
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"cannot meet 1 other rank\(s\) at 127.0.0.1:.*; start them all, or choose"):
+    with pytest.raises(UserError, match=r"cannot connect to 1 other rank\(s\) at 127.0.0.1:.*; start them all"):
         Engine.from_pretrained(transport="gloo", dtype="fp32")
     assert f"alspec: waiting for 1 other rank(s) at 127.0.0.1:{port}\n" in capfd.readouterr().err
 
@@ -519,16 +519,16 @@ def test_progress_counts_the_prompts_before(engine: Engine, monkeypatch: pytest.
     monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None))
     engine.load(2, 200)
     done: list[int] = []
-    next(engine.run(engine.start_generation([[1] * 100, [2] * 150], SAMPLING), SAMPLING, done.append))
+    next(engine.stream([[1] * 100, [2] * 150], SAMPLING, progress=done.append))
     assert done == [0, 64, 100, 164, 228]
 
 
 def test_times_are_those_that_have_passed(engine: Engine) -> None:
     engine.load(1, 400)
-    generation = engine.start_generation([[1] * 300], SAMPLING)
     moments = [time.perf_counter()]
-    tokens = engine.run(generation, SAMPLING)
+    tokens = engine.stream([1] * 300, SAMPLING)
     next(tokens)
+    generation = engine.generation
     moments.append(time.perf_counter())
     assert len(list(tokens)) == len(generation.step_us) == 3
     moments.append(time.perf_counter())

@@ -42,10 +42,9 @@ def decode(engine: Engine, prompt_len: int, threshold: float, new_tokens: int) -
     text = " ".join(random.Random(prompt_len).choices(words, k=prompt_len))
     prompt = engine.tokenizer.encode(text)[:prompt_len]
     sampling = SamplingConfig(max_new_tokens=new_tokens, ignore_eos=True)
-    engine.program.threshold = threshold
-    generation = engine.start_generation([prompt], sampling)
-    tokens = [token.token_id for token in engine.run(generation, sampling)]
-    return prompt, tokens, torch.stack(generation.hits)[:, :, 0].T
+    engine.decode_step.threshold = threshold
+    tokens = [token.token_id for token in engine.stream(prompt, sampling)]
+    return prompt, tokens, torch.stack(engine.generation.hits)[:, :, 0].T
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.2, math.inf])

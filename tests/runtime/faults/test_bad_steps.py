@@ -21,12 +21,12 @@ LM_HEAD, START, HANDED_OVER = 2 * NUM_LAYERS, 2 * NUM_LAYERS + 1, 2 * NUM_LAYERS
 Fault = tuple[int, int]  # step, fault word
 
 
-def bad(step: int, slot: int, rank: int) -> Fault:
-    return step, fault_code(BAD_NUMBERS, slot, rank)
+def bad(step: int, reduce_index: int, rank: int) -> Fault:
+    return step, fault_code(BAD_NUMBERS, reduce_index, rank)
 
 
-def late(step: int, slot: int, rank: int) -> Fault:
-    return step, fault_code(LATE_PACKET, slot, rank)
+def late(step: int, reduce_index: int, rank: int) -> Fault:
+    return step, fault_code(LATE_PACKET, reduce_index, rank)
 
 
 def errors_of(*faults: Fault, late_s: float = 0.0) -> list[AlspecError]:
@@ -57,7 +57,7 @@ def test_who_waits_for_one_that_waits_names_the_one_that_is_late() -> None:
     """Rank 1 waits for layer 1 of rank 2, which waits for layer 2 of rank 1."""
     for error in errors_of(late(5, 2, 2), late(5, 4, 1)):
         assert isinstance(error, RankFailureError)
-        assert str(error) == "rank 2 stalled at step 5, operation attention output, layer 1: no data came"
+        assert str(error) == "rank 2 stalled at step 5, operation attention output, layer 1: no data arrived"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_who_waits_for_one_that_waits_names_the_one_that_is_late() -> None:
     [
         # Bad numbers of a step come before a wait in the next.
         ((late(6, 0, 2), bad(5, 7, 2)), "rank 2, MLP output, layer 3, step 5;"),
-        # The start of a step is the last slot, and comes first.
+        # The start of a step has the last index, and comes first.
         ((bad(6, 0, 1), late(6, START, 1)), "the start of a step"),
         ((bad(6, LM_HEAD, 1), late(6, 7, 1)), "MLP output, layer 3: no data"),
         # What the last layer left is handed over behind that layer, and ahead of the LM head.

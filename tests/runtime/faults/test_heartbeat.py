@@ -147,7 +147,8 @@ def work():
     if rank == 0:
         engine.transport.barrier()
     time.sleep(60)
-run_guarded(engine.heartbeat, work)
+with guarded(engine.heartbeat):
+    work()
 """,
     )
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
@@ -182,7 +183,8 @@ def work():
     if rank == 0:
         raise {error}
     engine.transport.barrier()
-run_guarded(engine.heartbeat, work)
+with guarded(engine.heartbeat):
+    work()
 """,
     )
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
@@ -249,7 +251,8 @@ def work():
         sys.exit(0)
     time.sleep(2)
     raise RuntimeError("a bug")
-run_guarded(engine.heartbeat, work)
+with guarded(engine.heartbeat):
+    work()
 """,
     )
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
@@ -270,7 +273,7 @@ def work():
     list(stream(engine))
     sampling = SamplingConfig(max_new_tokens=3)
     try:
-        list(engine.run(engine.start_generation([[1, 2, 3]], sampling), sampling, cancel))
+        list(engine.stream([1, 2, 3], sampling, progress=cancel))
     except RuntimeError:
         pass
     if rank == 1:
@@ -280,7 +283,8 @@ def work():
     engine.heartbeat.stop()
     raise ValueError("no such row")
 try:
-    run_guarded(engine.heartbeat, work)
+    with guarded(engine.heartbeat):
+        work()
 except ValueError as error:
     print(error)
 """,
@@ -292,7 +296,7 @@ except ValueError as error:
 
 @pytest.mark.slow
 def test_uncaught_error(tiny_folder: Path, tmp_path: Path) -> None:
-    """Of a program without `run_guarded`: the other rank names it, whether its own collective fails first or not."""
+    """Of a program without `guarded`: the other rank names it, whether its own collective fails first or not."""
     program = write_program(
         tmp_path,
         """
@@ -333,7 +337,8 @@ time.sleep(6)
 print("alone", flush=True)
 def work():
     {missed}
-run_guarded(engine.heartbeat, work)
+with guarded(engine.heartbeat):
+    work()
 """
     ended = failed(tmp_path, tiny_folder, text)
     assert ended.stdout.splitlines() == ["alone"]  # as long as nobody is waited for
@@ -363,8 +368,8 @@ def test_ranks_that_part(other: str, line: str, tiny_folder: Path, tmp_path: Pat
 
 
 SOON_GONE = {
-    "ends": ("sys.exit(0)", "rank 1 ended at step 0, operation start, and took no part; see its own .+"),
-    "closes": ("engine.close(); time.sleep(60)", "rank 1 closed its engine at step 0, operation start, and did not .+"),
+    "ends": ("sys.exit(0)", "rank 1 ended at step 0, operation start, before it joined the job; see its own .+"),
+    "closes": ("engine.close(); time.sleep(60)", "rank 1 closed its engine at step 0, operation start without .+"),
     # Before the heartbeat tells of a step; it took part.
     "killed": ("next(stream(engine)); os.kill(os.getpid(), 9)", "rank 1 died at step .+"),
 }
@@ -494,8 +499,8 @@ def test_a_cause_that_is_told_is_the_last_word(monkeypatch: pytest.MonkeyPatch) 
 SILENCES = {
     "another host": ({}, "silent", 4.1, True),
     "another host, in time": ({}, "silent", 3.9, False),
-    "another host, patient": ({"patience_s": 60.0}, "silent", 59.0, False),
-    "patient for too long": ({"patience_s": 60.0}, "running", 61.0, True),
+    "another host, patient": ({"grace_s": 60.0}, "silent", 59.0, False),
+    "patient for too long": ({"grace_s": 60.0}, "running", 61.0, True),
     "closed meanwhile": ({"ended": "closed"}, "silent", 61.0, False),
     "not started": ({"has_started": False}, "silent", 61.0, False),
 }
@@ -504,7 +509,7 @@ SILENCES = {
 @pytest.mark.parametrize(("said", "state", "silent_s", "is_lost"), SILENCES.values(), ids=SILENCES)
 def test_how_long_a_rank_may_be_silent(said: dict[str, Any], state: str, silent_s: float, is_lost: bool) -> None:
     """On another host nothing but its beats tells of a process; some ranks say that they will be long."""
-    beat = {"step": 7, "op": "decode", "ended": "", "has_started": True, "patience_s": 0.0} | said
+    beat = {"step": 7, "op": "decode", "ended": "", "has_started": True, "grace_s": 0.0} | said
     lost = faults._stalled_rank_error(1, beat, state, silent_s, cpu_s=0.0, limit_s=4.0)
     line = f"rank 1 stalled at step 7, operation decode: {state}, no heartbeat for {silent_s:.1f} s"
     assert str(lost) == (line if is_lost else "None")

@@ -76,7 +76,7 @@ class Job:
             for group in (sends, 1 - sends):
                 begun_at = self.launch(group, "lean_decode", group == sends)
                 guess_at = begun_at + PREDICTOR_US if group == sends else guess_at
-                self.launch(group, "lean_merge", group == sends)
+                self.launch(group, "lean_combine", group == sends)
                 self.launch(group, "decide", group == sends)
                 if group == sends:
                     verdict_at = self.now[-1 if group else 0]

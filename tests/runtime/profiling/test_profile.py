@@ -16,10 +16,12 @@ from torch import Tensor
 from alspec.config import EngineConfig, SamplingConfig
 from alspec.errors import BadNumbersError
 from alspec.models.llama import Shard
-from alspec.runtime.decode.captured_step import CapturedStep, StepRecord
+from alspec.runtime.decode.captured_step import CapturedStep
+from alspec.runtime.decode.decode_step import StepRecord
+from alspec.runtime.decode.eager_step import EagerStep
 from alspec.runtime.distributed.placement import Placement
+from alspec.runtime.engine.composition import build_captured_step
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.engine.generation import Generation
 from alspec.runtime.profiling.profile import (
     WARMUP_STEPS,
     Profile,
@@ -70,10 +72,8 @@ class FakeEngine:
     def decode(self, token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
         assert self.transport.barriers == 1
         self.started.append((token_ids, seq_lens, num_steps))
-        clock_ns = 7_000_000_000_000_000_000
         for step_us in self._step_us[:num_steps]:
-            clock_ns += 1000 * step_us
-            yield StepRecord(token_ids, self.hits, clock_ns, 0)
+            yield StepRecord(token_ids, self.hits, step_us, 0)
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def engine(small_folder: Path) -> Engine:
 
 
 def interpreted(engine: Engine, batch_size: int, capacity: int) -> None:
-    """Load, and give the engine the fused kernels' loop that GPUs have."""
+    """Load, and give the engine the fused step that GPUs have."""
     engine.load(batch_size, capacity)
     assert engine.transport is not None
     operation = lambda name, layer: nullcontext()  # noqa: E731
-    engine.loop = CapturedStep.build(engine.model, engine.cache, engine.transport, None, False, operation)
+    engine.decode_step = build_captured_step(engine.model, engine.cache, engine.transport, None, False, operation)
 
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank(engine: Engine) -> None:
@@ -119,12 +119,15 @@ def test_one_step() -> None:
 
 
 def test_prompted_steps_are_those_of_the_same_lengths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the loop: the first warm-up step reads `context` tokens, and the last one fits."""
+    """The first warm-up step of an eager step reads `context` tokens, and the last one fits."""
     engine.load(2, room(24, 3))
     prepare(engine)
     lengths = []
-    run = engine.program.run
-    monkeypatch.setattr(engine.program, "run", lambda state: (lengths.append(state.seq_lens.tolist()), run(state))[1])
+    assert isinstance(engine.decode_step, EagerStep)
+    run = engine.decode_step.run
+    monkeypatch.setattr(
+        engine.decode_step, "run", lambda state: (lengths.append(state.seq_lens.tolist()), run(state))[1]
+    )
     profile = measure(engine, 24, 3)
     assert lengths == [[24 + step] * 2 for step in range(WARMUP_STEPS + 3)]
     assert [len(times) for times in profile.step_us] == [3]
@@ -140,10 +143,10 @@ def test_the_loop_is_prepared_and_its_lengths_end_inside_the_cache(
     assert 0.9 < float(engine.cache.k.float().std()) < 1.1
     profile = measure(engine, 20, 2)
     assert [len(times) for times in profile.step_us] == [2]
-    assert engine.loop is not None
+    assert isinstance(engine.decode_step, CapturedStep)
     # The next step would read what is one token longer than the last measured one.
-    assert engine.loop._decoder.buffers.seq_lens.tolist() == [room(20, 2)]
-    assert engine.loop.next_step == 2 + 2 + 1, "no step is launched behind the last one"
+    assert engine.decode_step._decoder.buffers.seq_lens.tolist() == [room(20, 2)]
+    assert engine.decode_step.next_step == 2 + 2 + 1, "no step is launched behind the last one"
 
 
 def test_bad_numbers_end_the_measurement(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,11 +163,8 @@ def test_generation_over_the_loop_is_that_without_it(engine: Engine) -> None:
 
     def run(*stop: str) -> list[int]:
         sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True, stop=stop)
-        generation = engine.start_generation([[7, 30, 200, 5, 5, 60]], sampling)
-        for _ in engine.run(generation, sampling):
-            pass
-        made = generation.requests[0].token_ids
-        assert len(generation.step_us) == len(made) - 1
+        made = [token.token_id for token in engine.stream([7, 30, 200, 5, 5, 60], sampling)]
+        assert len(engine.generation.step_us) == len(made) - 1
         return made
 
     engine.load(1, 16)
@@ -225,9 +225,8 @@ def test_steps_after_a_text_are_those_of_its_generation(engine: Engine, monkeypa
     interpreted(engine, 2, room(9, 2))
     prepare(engine)
     sampling = SamplingConfig(max_new_tokens=5, ignore_eos=True)
-    generation = engine.start_generation(prompts_of(text_ids, 2, 8), sampling)
-    for _ in engine.run(generation, sampling):
-        pass
+    list(engine.stream(prompts_of(text_ids, 2, 8), sampling))
+    generation = engine.generation
     assert len(set(map(tuple, (request.token_ids for request in generation.requests)))) == 2
     fill(engine.cache, seed=3)
     made = []
@@ -251,10 +250,8 @@ def test_sampled_tokens_are_those_of_request_and_position(engine: Engine) -> Non
     sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True, temperature=1.5, seed=3)
 
     def run(batch_size: int) -> list[list[int]]:
-        generation = engine.start_generation([[7, 30, 200, 5, 5, 60]] * batch_size, sampling)
-        for _ in engine.run(generation, sampling):
-            pass
-        return [request.token_ids for request in generation.requests]
+        list(engine.stream([[7, 30, 200, 5, 5, 60]] * batch_size, sampling))
+        return [request.token_ids for request in engine.generation.requests]
 
     engine.load(1, 16)
     (alone,) = run(1)
@@ -263,25 +260,3 @@ def test_sampled_tokens_are_those_of_request_and_position(engine: Engine) -> Non
     assert expected[0] == alone != expected[1]
     interpreted(engine, 2, 16)
     assert run(2) == expected
-
-
-def test_launched_steps_of_the_warm_up_do_not_count(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = [torch.full((3, 1), step >= WARMUP_STEPS) for step in range(WARMUP_STEPS + 4)]
-    generation = Generation([], 1.0, [9e4] * WARMUP_STEPS + [10.0] * 4, verdicts)
-    monkeypatch.setattr("alspec.runtime.profiling.profile._generate", lambda *_: generation)
-    engine.load(1, 64)
-    profile = measure(engine, 400, 4)
-    assert (profile.hit_rate, profile.step_us) == (1.0, [[10.0] * 4])
-
-
-def test_a_step_of_the_loop_takes_what_the_devices_clock_says(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But the first one, before which no step has left it."""
-    clocks_ns = [7 * 10**18 + 1000 * us for us in (0, 250, 1000)]
-    interpreted(engine, 1, 16)
-    monkeypatch.setattr(engine, "decode", lambda *_: (StepRecord([5], None, ns, 0) for ns in clocks_ns))
-    sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True)
-    generation = engine.start_generation([[7, 30, 200]], sampling)
-    for _ in engine.run(generation, sampling):
-        pass
-    assert generation.step_us[1:] == [250.0, 750.0]
-    assert 0 < generation.step_us[0] < 60e6

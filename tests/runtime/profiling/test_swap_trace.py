@@ -63,7 +63,7 @@ class Job:
         self.receiver_us: list[float] = []
         self.skipped_us: list[float] = []
 
-    def meets(self, name: str, rank: int, op: str, branch: int) -> list[int]:
+    def rendezvous(self, name: str, rank: int, op: str, branch: int) -> list[int]:
         """The ranks of a collective."""
         if op == "handover":
             return [rank % self.tp_size, rank % self.tp_size + self.tp_size]
@@ -83,7 +83,7 @@ class Job:
                 self.streams[branch] = number
         ready = [clock[branch] for clock in self.now]
         # Behind a fork and a join launches are ordinary ones, and start when they are ready.
-        early = 0.125 if part not in ("lean_hopper", "pack") and not is_collective else 0.0
+        early = 0.125 if part not in ("lean_sm90", "pack") and not is_collective else 0.0
         late = self.late_us if is_collective else 0.0
         starts = [each - early + late * self.random.random() for each in ready]
         for rank, clock in enumerate(self.now):
@@ -112,7 +112,7 @@ class Job:
         # The sender and the receiver of each pair.
         pairs = [[group * self.tp_size + tp_rank for group in sends + receives] for tp_rank in range(self.tp_size)]
         begun = [clock[MAIN] for clock in self.now]
-        self.kernel("lean_hopper", "predictor", layer, sends)
+        self.kernel("lean_sm90", "predictor", layer, sends)
         self.kernel("pack", "predictor", layer, sends)
         for clock in self.now:
             clock[ASIDE] = clock[MAIN]
@@ -120,8 +120,8 @@ class Job:
         self.kernel("unpack_handover", "handover", layer, receives, ASIDE)
         self.receiver_us += [self.now[receiver][ASIDE] - begun[sender] for sender, receiver in pairs]
         self.go_on(layer, receives, ASIDE)
-        self.kernel("lean_merge", "full_attention", layer, sends, us=self.attention_us)
-        self.kernel("lean_merge", "full_attention", layer, sends)
+        self.kernel("lean_combine", "full_attention", layer, sends, us=self.attention_us)
+        self.kernel("lean_combine", "full_attention", layer, sends)
         if self.tp_size > 1:
             self.kernel("AllGather", "verdict", layer, sends)
         self.kernel("decide", "verdict", layer, sends)
@@ -130,7 +130,7 @@ class Job:
             clock[VERDICT] = clock[MAIN]
         waits = sends if accepted else ()
         self.kernel("AllGather", "verdict", layer, waits, VERDICT)
-        self.kernel("settle", "verdict", layer, waits, VERDICT)
+        self.kernel("apply_verdict", "verdict", layer, waits, VERDICT)
         self.go_on(layer, () if accepted else sends, MAIN)
         if accepted and layer + 1 < NUM_LAYERS:
             # What a receiver waits for: the verdict's way to it, or its own closed branch.
@@ -237,11 +237,11 @@ def test_branches_that_change_streams_are_refused() -> None:
     for row in traced[1]:
         if row["step"] == 3 and row["stream"] == stretch["stream"]:
             row["stream"] = 5
-    with pytest.raises(AlspecError, match=r"^trace: a layer's branches cannot be told apart"):
+    with pytest.raises(AlspecError, match=r"^trace: cannot tell a layer's branches apart"):
         label(traced, VERDICTS["mixed"])
 
 
-@pytest.mark.parametrize("part", ["unpack_handover", "settle", "AllReduce", "gate_up", "finish_step", ""])
+@pytest.mark.parametrize("part", ["unpack_handover", "apply_verdict", "AllReduce", "gate_up", "finish_step", ""])
 def test_lost_kernels_are_named(part: str) -> None:
     """One of a step, or with "" all of it."""
     job = Job(0, 90.0, False, 2)
@@ -252,5 +252,5 @@ def test_lost_kernels_are_named(part: str) -> None:
     for row in found if not part else found[:1]:
         traced[3].remove(row)
     left = sum(row["step"] == 4 for row in traced[3])
-    with pytest.raises(AlspecError, match=f"^trace: the profiler lost kernels: it has {left} of rank 3 in step 4, in"):
+    with pytest.raises(AlspecError, match=f"^trace: the profiler lost kernels: it has {left} of rank 3 in step 4,"):
         label(traced, VERDICTS["mixed"])

@@ -32,7 +32,7 @@ from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
 from alspec.kernels.linear import gemv_tile, mma_tile, projections, push
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
-from alspec.kernels.sampler import next_token, sampler
+from alspec.kernels.sampling import next_token, sampler
 from alspec.kernels.speculation import handover, roles, swap
 from alspec.launch.bench import bench_reading
 
@@ -117,7 +117,7 @@ def lean(
 def lean_by_copies(capability: int, heads_per_kv: int, head_dim: int, batch_size: int) -> bool:
     """Whether `lean` is the kernel of mainloop_sm90.py, in bf16."""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
-        return lean_decode._by_copies(torch.device("cuda"), batch_size, heads_per_kv, head_dim, torch.bfloat16)
+        return lean_decode._uses_tma(torch.device("cuda"), batch_size, heads_per_kv, head_dim, torch.bfloat16)
 
 
 def descriptor(name: str, kind: Any, tile: list[int]) -> str:
@@ -158,7 +158,7 @@ def _lean_plan(
     block_n, long_run, _, _ = _lean_settings(capability, head_dim, copies)
     return {
         "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": triton.next_power_of_2(head_dim), "HEAD_DIM": head_dim,
-        "PROGRAMS": 132, "B_PAD": lean_decode._padded(batch_size), "BLOCK_N": block_n, "LONG": long_run,
+        "PROGRAMS": 132, "B_PAD": lean_decode._pad_batch(batch_size), "BLOCK_N": block_n, "LONG": long_run,
         "SPEC": spec, "SPEC_PARTS": spec_parts, "PHASE": lean_decode.PHASES[phase], "PDL": capability >= 90,
     }  # fmt: skip
 

@@ -108,7 +108,7 @@ def all_reduce(late: bool, verdict: float | None = None, own: bool = False, **ho
         own_packets[:, :, 0] = 0
     exchange = Exchange(
         torch.zeros(1, hidden), torch.tensor([epoch], dtype=torch.int32), zero.int(), tp_rank=1, tp_size=2, rank=1,
-        words=words, own_packets=own_packets,
+        packets=words, own_packets=own_packets,
     )  # fmt: skip
     gates = ()
     if verdict is not None:
@@ -162,7 +162,7 @@ def logits_of_all(late: bool, own: bool = False, **how: Any) -> Found:
 
 def logits_past_a_deadline(missing: int, edit: Callable[[str], str] = str) -> Found:
     """A word that a rank of two never sends, while there is time to wait: the fault word names it."""
-    rows, epoch, slot = 750, 6, 3
+    rows, epoch, reduce_index = 750, 6, 3
     shards = torch.randn(1, 2, rows)
     words = pack(shards, epoch)
     words[0, missing, 500] -= 1 << 32
@@ -174,8 +174,8 @@ def logits_past_a_deadline(missing: int, edit: Callable[[str], str] = str) -> Fo
         next_token._collect_logits_kernel, 90, edit=lambda ptx: edit(ptx).replace("%globaltimer", "%clock64")
     )
     with mock.patch.object(next_token, "_collect_logits_kernel", ticking):
-        next_token.collect_logits(exchange, shards, 1000, slot, logits, best, best_token)
-    assert split_fault(int(fault)) == (LATE_PACKET, slot, missing)
+        next_token.collect_logits(exchange, shards, 1000, reduce_index, logits, best, best_token)
+    assert split_fault(int(fault)) == (LATE_PACKET, reduce_index, missing)
     assert logits.isnan().nonzero().tolist() == [[0, missing * rows + 500]]
     return {"error": 0.0, "instructions": ticking.counts["instructions"]}  # who reads the fault word early is not said
 

@@ -91,7 +91,7 @@ def hopper(
     with (
         mock.patch.multiple(lean_decode, **kernels),
         mock.patch.object(lean_decode, "_settings", return_value=(block_n, long_run, stages, True)),
-        mock.patch.object(lean_decode, "_by_copies", return_value=True),
+        mock.patch.object(lean_decode, "_uses_tma", return_value=True),
         mock.patch.object(test_lean_decode, "lean_decode_attention", attend),
     ):
         launch.run()

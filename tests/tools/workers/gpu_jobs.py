@@ -12,7 +12,6 @@ import pytest
 import torch
 from paths import WORKERS
 
-HERE = WORKERS
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 MAX_RANKS = 4 if NUM_GPUS and os.environ.get("ALSPEC_SHARE_GPUS") == "1" else NUM_GPUS
 
@@ -31,7 +30,7 @@ def gpus(first: int, count: int) -> str:
 def torchrun(num_ranks: int, visible: str, program: list[str]) -> list[str]:
     """The command of a job on the GPUs that it will see."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    shares = [str(HERE / "shared_gpu.py")] if num_ranks > len(visible.split(",")) else []
+    shares = [str(WORKERS / "shared_gpu.py")] if num_ranks > len(visible.split(",")) else []
     return [*command, *shares, *program]
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from alspec.config import EngineConfig, SamplingConfig, validate
-from alspec.runtime.decode.captured_step import CapturedStep, StepRecord
+from alspec.runtime.decode.captured_step import CapturedStep
+from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.faults.guard import guarded
 
 WARM = SamplingConfig(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
 
@@ -38,8 +39,8 @@ def main() -> int:
     for run in cases["runs"]:
         engine = Engine(validate(EngineConfig, run["engine"], "worker"))
         found[run["name"]] = rows = []
-        code = run_guarded(engine.heartbeat, lambda engine=engine, run=run, rows=rows: work(engine, run, cases, rows))
-        assert code == 0
+        with guarded(engine.heartbeat):
+            work(engine, run, cases, rows)
         rank = engine.placement.rank
         print(f"rank {rank}: {run['name']} after {time.monotonic() - start:.0f} s", flush=True)
         engine.close()
@@ -51,7 +52,7 @@ def main() -> int:
     return 0
 
 
-def work(engine: Engine, run: dict, cases: dict, rows: list[dict]) -> int:
+def work(engine: Engine, run: dict, cases: dict, rows: list[dict]) -> None:
     greedy = SamplingConfig(max_new_tokens=cases["max_new_tokens"], ignore_eos=True)
     for size in sorted({len(batch) for batch in cases["batches"]}):
         batches = [batch for batch in cases["batches"] if len(batch) == size]
@@ -68,20 +69,17 @@ def work(engine: Engine, run: dict, cases: dict, rows: list[dict]) -> int:
         engine.load(1, len(cases["long"]["prompt"]) + long.max_new_tokens)
         judge(engine, cases["long"]["threshold"])
         rows.append(generate(engine, [cases["long"]["prompt"]], long) | {"threshold": "long"})
-    return 0
 
 
 def judge(engine: Engine, threshold: str) -> None:
-    if engine.loop is None:
-        engine.program.threshold = float(threshold)
-    elif engine.mode == "paired":
-        engine.loop.speculate(float(threshold))
+    if engine.mode != "off":
+        engine.decode_step.speculate(float(threshold))
 
 
 def generate(engine: Engine, batch: list[list[int]], sampling: SamplingConfig) -> dict:
-    generation = engine.start_generation(batch, sampling)
-    for _ in engine.run(generation, sampling):
+    for _ in engine.stream(batch, sampling):
         pass
+    generation = engine.generation
     return {
         "prompt_lens": [len(ids) for ids in batch],
         "tokens": [request.token_ids for request in generation.requests],

@@ -131,7 +131,7 @@ def failed(folder: Path, model: Path, text: str, within_s: float = 60.0) -> Job:
 PROGRAM = """
 import asyncio, os, signal, sys, threading, time
 from alspec import Engine, SamplingConfig
-from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.faults.guard import guarded
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 def stream(engine, length=3):
     return engine.stream("The road", SamplingConfig(max_new_tokens=length, ignore_eos=True))

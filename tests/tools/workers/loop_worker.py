@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -21,7 +22,7 @@ from alspec.kernels.norm import residual
 from alspec.runtime.decode import decoder
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.faults.heartbeat import run_guarded
+from alspec.runtime.faults.guard import guarded
 
 LOST_LAYER = 2
 SPOILT_LAYERS = {"off": 3, "paired": 2}  # with all guesses accepted, rank 1 of a pair computes the even ones
@@ -40,7 +41,8 @@ def main() -> int:
     try:
         config = {"speculation": {"mode": mode}, "dtype": "fp32", "transport": transport}
         engine = Engine(validate(EngineConfig, config, "worker"))
-        return run_guarded(engine.heartbeat, lambda: WORK[case](engine))
+        with guarded(engine.heartbeat):
+            return WORK[case](engine)
     except AlspecError as error:
         return report(error)
 
@@ -48,8 +50,8 @@ def main() -> int:
 def delay(engine: Engine) -> int:
     """The same generation with no slow host, then with each rank's in turn."""
     engine.load(1, CAPACITY)
-    loop = engine.loop
-    assert loop is not None
+    loop = engine.decode_step
+    assert loop.is_fused
     step = loop.step
     results: list[dict] = []
     # The first one loads and compiles.
@@ -64,11 +66,10 @@ def delay(engine: Engine) -> int:
 
 def _timed(engine: Engine) -> dict:
     engine.prepare(GREEDY)
-    generation = engine.start_generation([PROMPT], GREEDY)
     started = time.monotonic()
-    for _ in engine.run(generation, GREEDY):
+    for _ in engine.stream(PROMPT, GREEDY):
         pass
-    seconds = time.monotonic() - started
+    seconds, generation = time.monotonic() - started, engine.generation
     hits = [step_hits.int().tolist() for step_hits in generation.hits]
     return {"tokens": generation.requests[0].token_ids, "hits": hits, "seconds": seconds}
 
@@ -97,16 +98,16 @@ def pause(engine: Engine) -> int:
     torch.cuda._sleep(1)
     engine.transport.synchronize()
     results = [_timed(engine)]
-    captures = engine._wants_graph
+    choices = engine._choices
     for run in range(PAUSED_RUNS):
         rank, round_of_ranks = run % engine.placement.world_size, run // engine.placement.world_size
-        engine._wants_graph = captures and round_of_ranks % 2 == 0
+        engine._choices = replace(choices, uses_graph=choices.uses_graph and round_of_ranks % 2 == 0)
         engine.load(1, CAPACITY)  # a loop that has captured nothing
         places: list[tuple[str, int]] = []
-        issue = _pausing(engine.loop._issue, random.Random(run), engine.placement.rank == rank, places)
-        with mock.patch.object(engine.loop, "_issue", issue):
+        issue = _pausing(engine.decode_step._issue, random.Random(run), engine.placement.rank == rank, places)
+        with mock.patch.object(engine.decode_step, "_issue", issue):
             results.append(_timed(engine) | {"rank": rank, "graph": engine.uses_graph, "places": places})
-    engine._wants_graph = captures
+    engine._choices = choices
     _tell(engine, results)
     engine.close()
     return 0
@@ -154,29 +155,29 @@ def lost(engine: Engine) -> int:
     return _generate(engine)
 
 
-def _lose_sums(act, weight, exchange, slot, *rest):
+def _lose_sums(act, weight, exchange, reduce_index, *rest):
     """Every push but one."""
-    if slot != 2 * LOST_LAYER + 1:
-        push.push_partial(act, weight, exchange, slot, *rest)
+    if reduce_index != 2 * LOST_LAYER + 1:
+        push.push_partial(act, weight, exchange, reduce_index, *rest)
 
 
-def _lose_handover(exchange, slot, *rest):
+def _lose_handover(exchange, reduce_index, *rest):
     """Every x but one layer's, which the layer before pushes."""
     *rest, inbox = rest
-    residual.reduce_norm(exchange, slot, *rest, None if slot == 2 * LOST_LAYER - 1 else inbox)
+    residual.reduce_norm(exchange, reduce_index, *rest, None if reduce_index == 2 * LOST_LAYER - 1 else inbox)
 
 
 def nan(engine: Engine) -> int:
     """A weight of rank 1 goes bad after prefill, which reads the same ones."""
     engine.load(1, CAPACITY)
     if engine.mode == "paired":
-        engine.loop.speculate(torch.inf)
+        engine.decode_step.speculate(torch.inf)
     return _generate(engine, spoils=engine.placement.rank == 1)
 
 
 def _generate(engine: Engine, spoils: bool = False) -> int:
     sampling = SamplingConfig(max_new_tokens=40, ignore_eos=True)
-    for token in engine.run(engine.start_generation([PROMPT], sampling), sampling):
+    for token in engine.stream(PROMPT, sampling):
         if engine.placement.rank == 0:
             print(f"token {token.token_id}", flush=True)
         if spoils:
@@ -189,9 +190,9 @@ def endless(engine: Engine) -> int:
     """Steps without end, at the cache's last position once it is full; each rank tells its process."""
     engine.load(1, CAPACITY)
     sampling = SamplingConfig(max_new_tokens=1, ignore_eos=True)
-    generation = engine.start_generation([PROMPT], sampling)
-    for _ in engine.run(generation, sampling):
+    for _ in engine.stream(PROMPT, sampling):
         pass
+    generation = engine.generation
     assert engine.uses_graph
     assert engine.transport_name == engine.config.transport
     for count, _ in enumerate(engine.decode(generation.requests[0].token_ids, [len(PROMPT) + 1], 10**9)):

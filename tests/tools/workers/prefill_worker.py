@@ -26,7 +26,7 @@ from alspec.runtime.cache.codecs import new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode import prefill as prefill_module
 from alspec.runtime.decode.hooks import no_hook
-from alspec.runtime.decode.prefill import Turn, prefill, turns_of
+from alspec.runtime.decode.prefill import PromptPart, prefill, prompt_parts
 from alspec.runtime.distributed import transport as transport_module
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport, connect_store
@@ -35,13 +35,13 @@ CONFIG = LlamaConfig(
     hidden_size=96, intermediate_size=128, num_layers=3, num_qo_heads=8, num_kv_heads=4, head_dim=64, vocab_size=301
 )
 CHUNK = 128
-LEAST_SHARED = 80
+MIN_SHARED_TOKENS = 80
 LEAST_SPREAD = 100  # tokens, unless told otherwise: some chunks are spread
 
 
-def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, cached_together: bool) -> list[Turn]:
-    parts = [part for turn in turns_of(num_tokens, chunk_tokens, 2) for part in turn[0 if cached_together else 1]]
-    return [Turn([part], [part]) for part in parts]
+def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, cached_together: bool) -> list[PromptPart]:
+    parts = [part for part in prompt_parts(num_tokens, chunk_tokens, 2) for part in part[0 if cached_together else 1]]
+    return [PromptPart([part], [part]) for part in parts]
 
 
 @torch.no_grad()
@@ -63,13 +63,13 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spre
 
     done: list[int] = []
     found: dict[str, Any] = {"logits": [], "sums": [], "done": done, "processed": processed}
-    turns = turns_of
+    parts = prompt_parts
     if transport.placement.num_groups == 1:
-        turns = partial(one_by_one, cached_together=codec != "bf16")
+        parts = partial(one_by_one, cached_together=codec != "bf16")
     with (
         mock.patch.object(model, "embed", noting_embed),
-        mock.patch.object(prefill_module, "LEAST_SHARED", LEAST_SHARED),
-        mock.patch.object(prefill_module, "turns_of", turns),
+        mock.patch.object(prefill_module, "LEAST_SHARED", MIN_SHARED_TOKENS),
+        mock.patch.object(prefill_module, "prompt_parts", parts),
         mock.patch.multiple(transport_module, LEAST_SPREAD=least_spread, FEWEST_SPREADING=2),
     ):
         for request, length in enumerate(lengths):

@@ -1,6 +1,6 @@
 """One rank of the several-process tests: runs every case of a spec and writes what it saw.
 
-Run as `worker.py FOLDER` under torchrun's variables except MASTER_PORT; reads FOLDER/spec.json, writes
+Run as `step_worker.py FOLDER` under torchrun's variables except MASTER_PORT; reads FOLDER/spec.json, writes
 FOLDER/rank{RANK}.json. A case: name, threshold, prompts, max_new_tokens and eos per request, and `slow_us` by which
 full attention and post-attention are made slower.
 """
@@ -43,7 +43,7 @@ def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     """Generate one batch; every load starts the step program, its priorities included, from the beginning."""
     prompts = case["prompts"]
     engine.load(len(prompts), engine.check_prompts(prompts, max(case["max_new_tokens"])))
-    engine.program.threshold = case["threshold"]
+    engine.decode_step.speculate(case["threshold"])
     samplings = [SamplingConfig(max_new_tokens=limit) for limit in case["max_new_tokens"]]
     requests = [
         Request(ids, IdDecoder(), sampling, case.get("eos", ()))
@@ -51,7 +51,7 @@ def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
     ]
     generation = Generation(requests)
     with mock.patch.object(Timeline, "span", slowed(case.get("slow_us", 0) / 1e6)):
-        for _ in engine.run(generation, samplings[0]):
+        for _ in engine._generate(engine._own(generation), generation, samplings[0], None):
             pass
     return {
         "tokens": [request.token_ids for request in requests],

@@ -23,11 +23,11 @@ from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, new_cache
 from alspec.runtime.cache.kv_cache import KVCache
-from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport, connect_store
+from alspec.runtime.engine.composition import build_captured_step
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
     tp_size = transport.placement.tp_size
     cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
     speculation = SpeculationConfig(mode="paired", chunk_size=128)
-    loop = CapturedStep.build(model, cache, transport, None, False, no_hook, speculation)
+    loop = build_captured_step(model, cache, transport, None, False, no_hook, speculation)
     found = []
     for threshold in case["thresholds"]:
         forced = torch.tensor(threshold["forced"], dtype=torch.int32) if "forced" in threshold else None

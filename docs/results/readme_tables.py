@@ -1,0 +1,77 @@
+"""The three small tables of the project's README, made from the measured rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from result_rows import REPORTED, read, table
+
+__all__ = ["attention_at_a_glance", "speculation_at_a_glance", "steps_at_a_glance"]
+
+Row = dict[str, Any]
+CONTEXTS = (1024, 8192, 131072)
+PAIR_CONTEXTS = (8192, 131072)
+
+
+def _steps(**wanted: object) -> dict[int, Row]:
+    """Captured steps of the 8B shape with one request over bf16, by context; the last row of each."""
+    wanted = {"shape": "llama-3.1-8b", "batch": 1, "cuda_graph": True, "kv_cache": "bf16"} | wanted
+    rows = [row for row in read("decode_step.jsonl") if not row["case"].get("text")]
+    return {row["case"]["context"]: row for row in rows if wanted.items() <= row["case"].items()}
+
+
+def _per_s(row: Row) -> str:
+    return f"{row['tokens_per_s']:.0f}"
+
+
+def steps_at_a_glance() -> str:
+    """Tensor parallelism on one, two and four GPUs beside gpt-fast's published steps on the same GPUs."""
+    lines = []
+    for world in (1, 2, 4):
+        found = _steps(mode="off", world=world, transport=None if world == 1 else "symm")
+        cells = [f"{_per_s(found[at])} ({found[at]['share_of_limit']:.0%})" if at in found else "" for at in CONTEXTS]
+        reported = REPORTED.get(world, {})
+        cells += [str(reported[at]) if at in reported else "" for at in PAIR_CONTEXTS]
+        lines.append([f"{world} x H200", *cells])
+    head = ["", *(f"{context} tokens" for context in CONTEXTS), *(f"gpt-fast, {context}" for context in PAIR_CONTEXTS)]
+    return table(head, lines)
+
+
+def attention_at_a_glance() -> str:
+    """Attention of one layer, 32/8 heads of 128, on one H200: ours over each cache, SDPA and FlashInfer."""
+    names = {"torch.sdpa": "torch SDPA, bf16", "flashinfer": "FlashInfer, bf16"}
+    found: dict[str, dict[int, float]] = {}
+    for row in read("decode_attention.jsonl"):
+        case = row["case"]
+        if row["bench"] == "decode_attention" and (case["heads"], case["head_dim"]) == ("32/8", 128):
+            found.setdefault(names.get(row["impl"], "alspec, bf16"), {})[case["context"]] = row["us"]["p50"]
+    for row in read("turbo_attention.jsonl"):
+        case = row["case"]
+        is_plain = row["bench"] == "decode_attention" and row["impl"].startswith("alspec") and "sas" not in row["impl"]
+        if is_plain and case["heads"] == "32/8" and case["codec"] in ("turbo4", "turbo-mixed"):
+            found.setdefault(f"alspec, {case['codec']}", {})[case["context"]] = row["us"]["p50"]
+    contexts = (8192, 32768, 131072)
+    lines = [[name, *(f"{us[at]:.1f}" if at in us else "" for at in contexts)] for name, us in found.items()]
+    return table(["1 x H200", *(f"{context} tokens" for context in contexts)], lines)
+
+
+def speculation_at_a_glance() -> str:
+    """A pair of 1 + 1 H200s beside two in tensor parallelism over the same transport, and one alone."""
+    alone = _steps(mode="off", world=1)
+    lines = []
+    for transport, label in (("symm", "NVLink"), ("nccl without peer access", "NCCL without peer access")):
+        two = _steps(mode="off", world=2, transport=transport)
+        for hit_rate in (0.0, 0.5, 1.0):
+            pair = _steps(mode="paired", world=2, transport=transport, hit_rate=hit_rate)
+            cells = []
+            for at in PAIR_CONTEXTS:
+                us = pair[at]["us"]["p50"]
+                cells += [
+                    _per_s(pair[at]),
+                    f"{two[at]['us']['p50'] / us:.2f}x",
+                    f"{alone[at]['us']['p50'] / us:.2f}x",
+                ]
+            lines.append([label, f"{hit_rate:.0%}", *cells])
+    head = ["link", "hits"]
+    head += [f"{name}, {at}" for at in PAIR_CONTEXTS for name in ("tokens/s", "against two", "against one")]
+    return table(head, lines)

@@ -1,0 +1,80 @@
+"""One decode step, as the engine drives it: the protocol of the eager and of the captured step.
+
+step.prepare(sampling)              compile, and capture a graph
+step.begin(token_ids, seq_lens)     the newest token of each request, and the tokens in its cache with that one
+record = step.step(remaining)       one more token for each request
+step.release()                      give back the graph, before the memory that it refers to
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from alspec.config import SamplingConfig
+
+__all__ = ["DecodeStep", "StepRecord"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step leaves on the host."""
+
+    token_ids: list[int]
+    hits: Tensor | None  # [L, B] bool: each request's verdict in each layer; None without speculation
+    step_us: float  # from the end of the step before; of the first step, from `begin`
+    fault: int  # 0, or a fault word (kernels/comm/ll_packets.py)
+
+
+class DecodeStep(Protocol):
+    """The decode steps of one batch on one rank. Every rank makes the same calls in the same order."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Steps run the fused kernels, captured or not."""
+
+    @property
+    def uses_graph(self) -> bool:
+        """Steps are replays of a captured graph."""
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that is launched next, or is being launched; the first after `begin` is 1."""
+
+    @property
+    def launched(self) -> int:
+        """Steps launched ahead of the host so far, over all generations."""
+
+    def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
+        """Change how `A~` is judged; call `prepare` next.
+
+        Args:
+            threshold: lambda.
+            forced: [L] int32 verdicts for profiling: 1 accepts, 0 rejects, -1 leaves it to the sums.
+        """
+
+    def prepare(self, sampling: SamplingConfig) -> int:
+        """Compile and capture for this way of sampling. Overwrites the start of the cache.
+
+        Returns:
+            The fault word of the steps that it tried: 0, or see kernels/comm/ll_packets.py.
+        """
+
+    def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
+        """Set the state: the newest token of each request, and lengths that count it."""
+
+    def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
+        """Decode one token for each request.
+
+        Args:
+            remaining: steps that may still follow, this one included.
+            live: [B], requests that are still generating and have a say in verdicts; all where not given.
+        """
+
+    def catch_up(self, launched: int) -> None:
+        """Launch the steps that another rank has launched ahead, before anything waits for the device."""
+
+    def release(self) -> None:
+        """Give the graph back; before the buffers and process groups that it refers to."""

@@ -1,0 +1,195 @@
+"""The composition root: mode, device, peer memory and decoder of an engine are chosen and put together here.
+
+`choose` takes no device memory and finds the user's mistakes. Every rank calls the other functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from alspec.config import EngineConfig, SpeculationConfig
+from alspec.errors import UserError
+from alspec.kernels.attention.decode.combine import num_sums
+from alspec.kernels.attention.decode.lean_decode import spec_parts
+from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_spec_parts
+from alspec.kernels.comm.pair_state import PairShape
+from alspec.kernels.common.limits import MAX_BATCH
+from alspec.kernels.speculation.swap import Swap
+from alspec.models.llama import Llama
+from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim
+from alspec.runtime.cache.kv_cache import KVCache
+from alspec.runtime.decode.captured_step import CapturedStep
+from alspec.runtime.decode.decode_step import DecodeStep
+from alspec.runtime.decode.decoder import DecodeBuffers, Decoder, SpeculationState
+from alspec.runtime.decode.eager_step import EagerStep
+from alspec.runtime.decode.hooks import OperationHook
+from alspec.runtime.decode.paired_decoder import PairedDecoder
+from alspec.runtime.decode.swapped_decoder import SPARE_SMS, SwappedDecoder
+from alspec.runtime.distributed.peer_memory import build_exchanges, probe_peer_memory
+from alspec.runtime.distributed.placement import (
+    PeerMemory,
+    Placement,
+    choose_device,
+    choose_graph,
+    choose_mode,
+    peer_memory_candidates,
+)
+from alspec.runtime.distributed.transport import Transport
+from alspec.runtime.engine.memory import DTYPES
+
+__all__ = ["Choices", "build_captured_step", "build_decode_step", "choose", "find_peer_memory"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What follows from the configuration, the model and the ranks of the job."""
+
+    mode: str  # off, simulated or paired
+    placement: Placement
+    device: torch.device
+    backend: str  # nccl or gloo
+    dtype_name: str
+    has_fused_step: bool  # a whole step runs as fused kernels: it can be captured, and ranks can exchange packets
+    uses_graph: bool
+    candidates: tuple[PeerMemory, ...]  # memory through which packets may travel, best first; `connect` tries them
+    notices: list[str] = field(default_factory=list)  # choices that a user may not expect
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return DTYPES[self.dtype_name]
+
+
+def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices:
+    """Choose mode, device, dtype and how steps run.
+
+    Args:
+        has_trace: each operation is timed, which needs steps launched one by one.
+    Raises:
+        UserError: what was asked for is not available here.
+    """
+    environment = Placement.from_environment()
+    mode, num_groups = choose_mode(config.speculation.mode, model, environment.world_size)
+    placement = replace(environment, num_groups=num_groups)
+    check_codec(config.kv_cache, model, placement.tp_size)
+    device, backend, notice = choose_device(config, placement)
+    check_head_dim(model, device)
+    notices = [notice] if notice else []
+    if mode == "paired" and config.speculation.mode == "auto":
+        notices.append(
+            f"speculation: a pair, because heads do not divide over {placement.world_size} ranks; A~ within lambda "
+            f"{config.speculation.threshold:g} is accepted (threshold 0 accepts none)"
+        )
+    has_fused_step = device.type == "cuda" and mode in ("off", "paired")
+    if device.type == "cuda" and not has_fused_step:
+        notices.append(f"{mode}: operations are launched one by one; captured steps serve off and paired")
+    candidates = peer_memory_candidates(config, mode, placement.world_size, has_fused_step)
+    uses_graph = choose_graph(config, mode, device, has_fused_step, has_trace)
+    if has_trace and has_fused_step:
+        notices.append("operations are launched one by one, because --trace times each of them")
+    dtype_name = config.dtype or (model.dtype if device.type == "cuda" else "fp32")
+    return Choices(mode, placement, device, backend, dtype_name, has_fused_step, uses_graph, candidates, notices)
+
+
+def find_peer_memory(choices: Choices, requested: str, transport: Transport) -> tuple[PeerMemory | None, list[str]]:
+    """Find the memory through which the ranks' kernels exchange packets; every rank calls it.
+
+    Args:
+        requested: `--transport`.
+    Returns:
+        Peer memory, or None where collectives carry everything; notices.
+    Raises:
+        UserError: the transport asked for does not work here.
+    """
+    if not choices.candidates:
+        return None, []
+    peer_memory, reason = probe_peer_memory(choices.candidates, transport)
+    if peer_memory is None and requested != "auto":
+        raise UserError(f"transport: {requested} does not work here: {reason}; use auto or nccl")
+    used = peer_memory or choices.backend
+    return peer_memory, [f"transport: {used}, because symm does not work here ({reason})"] if reason else []
+
+
+def build_decode_step(
+    choices: Choices,
+    speculation: SpeculationConfig,
+    model: Llama,
+    cache: Cache,
+    transport: Transport,
+    peer_memory: PeerMemory | None,
+    operation: OperationHook,
+) -> DecodeStep:
+    """The decode step for one cache: captured where a fused step exists and the batch is small enough, else eager."""
+    if choices.has_fused_step and cache.batch_size <= MAX_BATCH:
+        paired = speculation if choices.mode == "paired" else None
+        return build_captured_step(model, cache, transport, peer_memory, choices.uses_graph, operation, paired)
+    return EagerStep(model, cache, transport, choices.mode, speculation, operation)
+
+
+def build_captured_step(
+    model: Llama,
+    cache: Cache,
+    transport: Transport,
+    peer_memory: PeerMemory | None,
+    uses_graph: bool,
+    operation: OperationHook,
+    speculation: SpeculationConfig | None = None,
+) -> CapturedStep:
+    """The fused step of one model and cache, with its buffers: one group, a pair over packets, or over collectives.
+
+    Args:
+        speculation: given for two paired groups.
+    """
+    config, batch_size, device = model.config, cache.batch_size, transport.device
+    tp_size = transport.placement.tp_size
+    shape = _pair_shape(model, cache, transport, peer_memory, speculation)
+    exchange, logit_exchange, pair = build_exchanges(
+        transport, peer_memory, 2 * config.num_layers, batch_size, config.hidden_size, config.vocab_size,
+        shape if speculation and peer_memory else None,
+    )  # fmt: skip
+    common = (
+        config, model.weights, model.inv_freq, cache.layers,
+        DecodeBuffers.allocate(config, tp_size, batch_size, model.weights.embedding.dtype, device),
+        exchange, logit_exchange, transport.all_reduce, transport.all_gather_world,
+    )  # fmt: skip
+    if speculation is None:
+        return CapturedStep(Decoder(*common), None, cache.max_context, uses_graph, operation)
+    state = SpeculationState(
+        speculation.threshold,
+        speculation.chunk_size,
+        hits=torch.zeros(config.num_layers, batch_size, dtype=torch.int32, device=device),
+        live=torch.ones(batch_size, dtype=torch.int32, device=device),
+    )
+    decoder: Decoder
+    if pair is not None:
+        sums = torch.zeros(batch_size, num_sums(shape.num_qo_heads, config.head_dim), 2, device=device)
+        decoder = PairedDecoder(*common, state, pair, sums, stops_early=peer_memory == "symm")
+    else:
+        swap = Swap.allocate(shape, exchange, transport.placement.group, transport.swap_calls(SPARE_SMS))
+        decoder = SwappedDecoder(*common, state, swap)
+    return CapturedStep(decoder, state, cache.max_context, uses_graph, operation)
+
+
+def _pair_shape(
+    model: Llama,
+    cache: Cache,
+    transport: Transport,
+    peer_memory: PeerMemory | None,
+    speculation: SpeculationConfig | None,
+) -> PairShape:
+    """Sizes of a pair's memory. `A~` comes in parts over `symm`; in the host's memory readers would wait in line."""
+    config, batch_size, tp_size = model.config, cache.batch_size, transport.placement.tp_size
+    num_heads, parts = config.num_qo_heads // tp_size, 1
+    if speculation is not None and peer_memory == "symm":
+        if isinstance(cache, KVCache):
+            heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
+            parts = spec_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)
+        else:
+            parts = flashq_spec_parts(batch_size, num_heads // cache.num_kv_heads, transport.device)
+    return PairShape(
+        config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim,
+        parts,
+    )  # fmt: skip
