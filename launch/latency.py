@@ -59,7 +59,7 @@ CONTEXTS = (1024, 8192, 32768, 131072)
 Measured = tuple[dict[str, Any], Profile]  # a row, and the profile behind it
 EPILOG = (
     "The time of a step is that of its slowest rank. On GPUs it comes from the device's clock, over a cache of random"
-    " numbers; on the CPU from the host's clock, after prompts of random tokens. Verdicts on random numbers mean"
+    " numbers; on the CPU, and in eager steps, from the host's clock. Verdicts on random numbers mean"
     " nothing: give a text with --prompt-file. Context and steps must then fit into the model's positions. --trace"
     " profiles further captured steps after the measured ones, which slows them down; for a pair it also writes rows"
     " with the time of each part of a layer (bench decode_parts). Without a CUDA graph it records the measured steps,"
@@ -369,7 +369,7 @@ def _title(row: dict[str, Any]) -> str:
 
 def _table(found: list[Measured]) -> Table:
     rows = [row for row, _ in found]
-    filled = "the cache holds random numbers" if rows[0]["gpu"] else "after prompts of random tokens"
+    filled = "the cache holds random numbers"
     if rows[0]["case"]["text"] is not None:
         filled = f"after prompts from {rows[0]['case']['text']}"
     streams = [f"limit: bytes at {1e3 * row['stream_tb_s']:.0f} GB/s, a copy's rate" for row in rows if _reads_all(row)]

@@ -19,6 +19,7 @@ def project(tmp_path: Path) -> Path:
     """What the tables are made from and written to, in a folder of its own."""
     shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
     shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copy(ROOT / "docs" / "performance.md", tmp_path / "docs")
     return tmp_path
 
 
@@ -32,12 +33,12 @@ def make_tables(project: Path, **rows: list[str]) -> list[str]:
 
 def test_tables_are_those_of_the_rows(project: Path) -> None:
     make_tables(project)
-    for name in ("README.md", "docs/results/README.md"):
+    for name in ("README.md", "docs/performance.md", "docs/results/README.md"):
         assert (project / name).read_text() == (ROOT / name).read_text(), f"run docs/results/tables.py: {name} is old"
 
 
 def test_tables_of_decode_steps(project: Path) -> None:
-    """A line for each configuration, a column for each context; the README has captured steps of the 8B shape alone."""
+    """A line for each configuration, a column for each context; performance.md has captured steps of the 8B shape."""
     (project / "docs" / "results" / "turbo_attention.jsonl").unlink()  # so that whole steps are what is quantised
 
     def row(
@@ -75,15 +76,15 @@ def test_tables_of_decode_steps(project: Path) -> None:
     ]
     for _ in range(2):
         long = make_tables(project, decode_step=rows)
-        readme = (project / "README.md").read_text()
-        short = readme.split("<!-- decode_step -->")[1].split("<!-- /decode_step -->")[0]
+        performance = (project / "docs" / "performance.md").read_text()
+        short = performance.split("<!-- decode_step -->")[1].split("<!-- /decode_step -->")[0]
         assert [line for line in short.splitlines() if line.startswith("|")] == [
             "| GPUs, off | 1024 | 8192 |",
             "| --- | --- | --- |",
             "| 1 | 250 (88%) | 240 (88%) |",
             "| 4 | 800 (88%) |  |",
         ]
-        caches = readme.split("<!-- quantised -->")[1].split("<!-- /quantised -->")[0]
+        caches = performance.split("<!-- quantised -->")[1].split("<!-- /quantised -->")[0]
         assert [line for line in caches.splitlines() if line.startswith("|")] == [
             "| whole step, ms | 1024 |",
             "| --- | --- |",
@@ -348,7 +349,7 @@ def test_tables_of_quality_measured_again(project: Path) -> None:
         for measure, value in (("record recall", 0.25), ("recall", 0.5), ("bits per byte", 1.5))
     ]
     make_tables(project, quality=[*of_lambda, *of_lambda])
-    short = (project / "README.md").read_text().split("<!-- quality -->")[1].split("<!-- /quality -->")[0]
+    short = (project / "docs" / "performance.md").read_text().split("<!-- quality -->")[1].split("<!-- /quality -->")[0]
     assert "\n| 0.1 | 50% | 1.5000 | 50% | 25% |\n" in short
 
 

@@ -14,14 +14,23 @@ PAIR_CONTEXTS = (8192, 131072)
 
 
 def _steps(**wanted: object) -> dict[int, Row]:
-    """Captured steps of the 8B shape with one request over bf16, by context; the last row of each."""
+    """Captured steps of the 8B shape, one request, bf16, by context; the last of repeated rows counts."""
     wanted = {"shape": "llama-3.1-8b", "batch": 1, "cuda_graph": True, "kv_cache": "bf16"} | wanted
     rows = [row for row in read("decode_step.jsonl") if not row["case"].get("text")]
     return {row["case"]["context"]: row for row in rows if wanted.items() <= row["case"].items()}
 
 
-def _per_s(row: Row) -> str:
-    return f"{row['tokens_per_s']:.0f}"
+def _per_s(row: Row | None) -> str:
+    return f"{row['tokens_per_s']:.0f}" if row else ""
+
+
+def _with_share(row: Row | None) -> str:
+    share = row["share_of_limit"] if row else None
+    return _per_s(row) + ("" if share is None else f" ({share:.0%})")
+
+
+def _speedup(base: Row | None, row: Row | None) -> str:
+    return f"{base['us']['p50'] / row['us']['p50']:.2f}x" if base and row else ""
 
 
 def steps_at_a_glance() -> str:
@@ -29,7 +38,7 @@ def steps_at_a_glance() -> str:
     lines = []
     for world in (1, 2, 4):
         found = _steps(mode="off", world=world, transport=None if world == 1 else "symm")
-        cells = [f"{_per_s(found[at])} ({found[at]['share_of_limit']:.0%})" if at in found else "" for at in CONTEXTS]
+        cells = [_with_share(found.get(at)) for at in CONTEXTS]
         reported = REPORTED.get(world, {})
         cells += [str(reported[at]) if at in reported else "" for at in PAIR_CONTEXTS]
         lines.append([f"{world} x H200", *cells])
@@ -65,12 +74,8 @@ def speculation_at_a_glance() -> str:
             pair = _steps(mode="paired", world=2, transport=transport, hit_rate=hit_rate)
             cells = []
             for at in PAIR_CONTEXTS:
-                us = pair[at]["us"]["p50"]
-                cells += [
-                    _per_s(pair[at]),
-                    f"{two[at]['us']['p50'] / us:.2f}x",
-                    f"{alone[at]['us']['p50'] / us:.2f}x",
-                ]
+                row = pair.get(at)
+                cells += [_per_s(row), _speedup(two.get(at), row), _speedup(alone.get(at), row)]
             lines.append([label, f"{hit_rate:.0%}", *cells])
     head = ["link", "hits"]
     head += [f"{name}, {at}" for at in PAIR_CONTEXTS for name in ("tokens/s", "against two", "against one")]

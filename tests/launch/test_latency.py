@@ -79,7 +79,7 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
     assert " ".join(header) == COLUMNS
     assert [line[:2] for line in lines] == [["16", "off"], ["24", "off"]]
     assert "1 rank(s) on CPU, fp32, batch 2" in out
-    assert "after prompts of random tokens" in out
+    assert "the cache holds random numbers" in out
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["rows"] == read_rows(tmp_path)
     assert written["config"]["contexts"] == [24, 16]
@@ -119,7 +119,7 @@ def test_alone_on_the_cpu(profile: Profile, checkpoint: Path, tmp_path: Path) ->
         )
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == written["rows"][-1]
     steps = {event["args"]["step"] for event in slices(tmp_path)}
-    assert steps == set(range(WARMUP_STEPS + 4)), "of the last context alone; step 0 is the prompt"
+    assert steps == set(range(1, WARMUP_STEPS + 4)), "of the last context alone"
 
 
 def test_caches_follow_each_other_in_one_run(profile: Profile, tmp_path: Path) -> None:
@@ -317,16 +317,12 @@ def test_picture_of_a_trace_says_that_verdicts_were_forced(tmp_path: Path, capsy
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 def test_picture_of_the_trace_in_docs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what README says of it."""
     trace, picture = ROOT / "docs" / "results" / "paired_trace.json.gz", tmp_path / "picture.png"
     assert plot_trace.main([str(trace), str(picture), "--step", "3", "--layers", "4:8"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
-    accepted, rejected = re.findall(r"began (\d+) us after this one", out)
-    prose = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"it is {accepted} us if the guess was accepted (median of the trace), {rejected} us if it was" in prose
+    assert len(re.findall(r"began (\d+) us after this one", out)) == 2
     assert "had ended in 160 of 160 layers" in out
-    assert "In each of the 160 layers of that trace" in prose
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from alspec.launch.terminal.display import Printer, print_panel
@@ -13,13 +10,11 @@ from alspec.runtime.engine.generation import Token
 
 def test_requests_that_end_together_are_printed_together(capsys: pytest.CaptureFixture[str]) -> None:
     """In order, once those before them have ended; as they are, not in ASCII."""
-    requests = [SimpleNamespace(live=index == 0, text=text, finish_reason="eos") for index, text in enumerate("aäb")]
-    generation: Any = SimpleNamespace(requests=requests)
-    printer, token = Printer(generation, is_batch=True, color=False), Token(0, 1, "x", None, None)
-    printer.show(token)
+    printer = Printer(3, is_batch=True, color=False)
+    for request, text in ((2, "b"), (1, "ä")):
+        printer.show(Token(request, 1, text, None, "eos"))
     assert capsys.readouterr().out == ""
-    requests[0].live = False
-    printer.show(token)
+    printer.show(Token(0, 1, "a", None, "eos"))
     printer.close()
     lines = [f'{{"request": {index}, "text": "{text}", "finish_reason": "eos"}}\n' for index, text in enumerate("aäb")]
     assert capsys.readouterr().out == "".join(lines)

@@ -299,12 +299,12 @@ def test_an_error_behind_a_text_stands_on_a_line_of_its_own(
 ) -> None:
     """Where both go to the same terminal, which shows ^C behind the text: after that, one line end is for both."""
 
-    def run(engine: Engine, *_: object) -> Iterator[Token]:
+    def stream(engine: Engine, *_: object, **options: object) -> Iterator[Token]:
         yield from (Token(0, 1, text, None, None) for text in texts)
         end(engine)
 
     shown = io.StringIO()
-    monkeypatch.setattr(Engine, "run", run)
+    monkeypatch.setattr(Engine, "stream", stream)
     monkeypatch.setattr("os._exit", sys.exit)
     monkeypatch.setattr("sys.stdout", shown)
     monkeypatch.setattr("sys.stderr", shown)

@@ -325,7 +325,7 @@ def test_requests_of_a_batch_before_are_not_remembered(setting: Setting) -> None
     with (
         mock.patch.object(loop, "_speculation", pairing),
         mock.patch.object(loop, "_issue"),
-        mock.patch.object(loop, "_await_stamp"),
+        mock.patch.object(loop, "_wait_for_stamp"),
     ):
         found = []
         for live in ([True, True], [True, False], [True, False], None, [False, True]):
@@ -387,7 +387,7 @@ def test_steps_wait_for_the_host_where_verdicts_ask_who_is_live(
     with (
         mock.patch.object(loop, "_speculation", pairing),
         mock.patch.object(loop, "_issue") as issue,
-        mock.patch.object(loop, "_await_stamp"),
+        mock.patch.object(loop, "_wait_for_stamp"),
     ):
         found = []
         for remaining in (3, 2, 1):

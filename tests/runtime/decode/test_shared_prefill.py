@@ -87,7 +87,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def shared_turns(length: int) -> list[PromptPart]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_module, "LEAST_SHARED", MIN_SHARED_TOKENS)
+        patch.setattr(prefill_module, "MIN_SHARED_TOKENS", MIN_SHARED_TOKENS)
         return prompt_parts(length, CHUNK, 2)
 
 

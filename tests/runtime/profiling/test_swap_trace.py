@@ -63,7 +63,7 @@ class Job:
         self.receiver_us: list[float] = []
         self.skipped_us: list[float] = []
 
-    def rendezvous(self, name: str, rank: int, op: str, branch: int) -> list[int]:
+    def meets(self, name: str, rank: int, op: str, branch: int) -> list[int]:
         """The ranks of a collective."""
         if op == "handover":
             return [rank % self.tp_size, rank % self.tp_size + self.tp_size]

@@ -68,7 +68,7 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spre
         parts = partial(one_by_one, cached_together=codec != "bf16")
     with (
         mock.patch.object(model, "embed", noting_embed),
-        mock.patch.object(prefill_module, "LEAST_SHARED", MIN_SHARED_TOKENS),
+        mock.patch.object(prefill_module, "MIN_SHARED_TOKENS", MIN_SHARED_TOKENS),
         mock.patch.object(prefill_module, "prompt_parts", parts),
         mock.patch.multiple(transport_module, LEAST_SPREAD=least_spread, FEWEST_SPREADING=2),
     ):
