@@ -9,7 +9,7 @@ SEED ?= 1
 
 .PHONY: generate test test-full lint ci clean
 
-# The bundled prompt is long enough for guesses: all of a short one is sink and window. One of your own goes through the
+# The bundled prompt is long enough to speculate: of a short one, sink and window are everything. One of your own goes through the
 # environment, whatever quotes it has.
 export PROMPT
 # The seed is one of four looked at; `make generate SEED=7` gives another text. OMP_NUM_THREADS only keeps torchrun from

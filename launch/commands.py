@@ -7,7 +7,7 @@ from importlib import import_module
 
 from alspec.launch.terminal.output import exit_on_interrupt
 
-__all__ = ["bench_kernels", "doctor", "evaluate", "generate", "latency"]
+__all__ = ["bench_kernels", "doctor", "evaluate", "generate", "latency", "plot_trace"]
 
 
 def _run(module: str) -> int:
@@ -21,3 +21,4 @@ doctor = partial(_run, "doctor")
 evaluate = partial(_run, "evaluate")
 generate = partial(_run, "generate")
 latency = partial(_run, "latency")
+plot_trace = partial(_run, "plot_trace")

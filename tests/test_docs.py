@@ -30,7 +30,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_files_that_comments_name_exist() -> None:
-    for folder in FOLDERS.split("|"):
+    for folder in set(FOLDERS.split("|")) - {"tests"}:
         for path in (ROOT / folder).rglob("*.py"):
             for named in NAMED_FILE.findall(path.read_text(encoding="utf-8")):
                 assert (ROOT / named).exists(), f"{path.relative_to(ROOT)}: {named}"

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,35 +10,35 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import results_folder
 from paths import ROOT
+from results_folder import copy_results, run_script
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """What the tables are made from and written to, in a folder of its own."""
-    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
-    shutil.copy(ROOT / "README.md", tmp_path)
-    shutil.copy(ROOT / "docs" / "performance.md", tmp_path / "docs")
-    return tmp_path
+    """A copy of the files that the tables read and write."""
+    return copy_results(tmp_path)
 
 
 def make_tables(project: Path, **rows: list[str]) -> list[str]:
-    """Lines of docs/results/README.md, with other rows in the files named."""
+    """Lines of docs/results/README.md, with other rows in the named files."""
     for name, lines in rows.items():
         (project / "docs" / "results" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    subprocess.run([sys.executable, project / "docs" / "results" / "tables.py"], check=True)
-    return (project / "docs" / "results" / "README.md").read_text().splitlines()
+    return results_folder.make_tables(project)
 
 
 def test_tables_are_those_of_the_rows(project: Path) -> None:
-    make_tables(project)
+    subprocess.run([sys.executable, project / "docs" / "results" / "tables.py"], check=True)
     for name in ("README.md", "docs/performance.md", "docs/results/README.md"):
         assert (project / name).read_text() == (ROOT / name).read_text(), f"run docs/results/tables.py: {name} is old"
 
 
 def test_tables_of_decode_steps(project: Path) -> None:
     """A line for each configuration, a column for each context; performance.md has captured steps of the 8B shape."""
-    (project / "docs" / "results" / "turbo_attention.jsonl").unlink()  # so that whole steps are what is quantised
+    (
+        project / "docs" / "results" / "turbo_attention.jsonl"
+    ).unlink()  # so that the quantised table is that of whole steps
 
     def row(
         shape: str, world: int, context: int, tokens_per_s: float, cuda_graph: bool = True, kv_cache: str = "bf16"
@@ -171,7 +170,7 @@ def step_row(mode: str, p50: float, **of_case: object) -> dict[str, Any]:
 
 
 def test_a_pair_stands_beside_off_over_the_same_cache(tables: ModuleType) -> None:
-    """Of the same softmax; and the latency model says nothing of several requests."""
+    """`off` has the same softmax; the latency model has no value for several requests."""
     of_pair = {"hit_rate": 0.5, "kv_cache": "turbo4", "softmax": "sas", "batch": 2}
     rows = [step_row("paired", 900.0, **of_pair)]
     rows += [
@@ -188,7 +187,7 @@ def test_a_pair_stands_beside_off_over_the_same_cache(tables: ModuleType) -> Non
 
 
 def test_other_spec_settings_have_lines_of_their_own(tables: ModuleType) -> None:
-    """Rows that do not say lambda and S are of the default ones; forced verdicts do not look at lambda."""
+    """Rows without lambda and S have the defaults; forced verdicts do not depend on lambda."""
     ways: list[dict[str, Any]] = [{}, {"threshold": 0.1, "chunk_size": 128}, {"threshold": 0.2, "chunk_size": 128}]
     ways += [{"threshold": "inf", "chunk_size": 512}, {"threshold": 0.2, "chunk_size": 128, "forced": True}]
     rows = [step_row("paired", 1000.0 - at, hit_rate=0.5, **way) for at, way in enumerate(ways)]
@@ -211,7 +210,7 @@ def test_other_spec_settings_have_lines_of_their_own(tables: ModuleType) -> None
 def test_short_tables_are_of_random_numbers_and_the_exact_softmax(
     tables: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was measured after those."""
+    """Later rows of other kinds change nothing."""
     alone = {"world": 1, "transport": None}
     rows = [
         step_row("off", p50, kv_cache=codec, **alone)
@@ -226,7 +225,7 @@ def test_short_tables_are_of_random_numbers_and_the_exact_softmax(
 
 
 def test_sampling_is_compared_at_the_same_length(tables: ModuleType) -> None:
-    """Whatever the order of rows, and where a length is missing."""
+    """The order of rows does not matter, and a length may be missing."""
     measured = [
         (8192, 2000.0, {}),
         (1024, 1000.0, {}),
@@ -326,7 +325,7 @@ def test_tables_of_caches(project: Path) -> None:
 
 
 def test_tables_of_quality_measured_again(project: Path) -> None:
-    """Of repeated rows the last counts, once; their order does not matter, and no cell is of a shorter context."""
+    """The last of repeated rows counts; their order does not matter, and no cell has a shorter context."""
     bf16, turbo4 = ({"cache": cache, "threshold": "0.1"} for cache in ("bf16", "turbo4"))
     again = [
         quality_row("needle", 8192, 0.5, **turbo4 | {"depth": 0.0}),
@@ -375,13 +374,13 @@ def test_table_of_selectors(project: Path) -> None:
 
 def test_pictures(project: Path) -> None:
     pytest.importorskip("matplotlib")
-    subprocess.run([sys.executable, project / "docs" / "results" / "pictures.py", project], check=True)
+    run_script(project, "pictures.py", str(project))
     for name in ("latency.png", "needles.png"):
         assert (project / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_picture_of_needles_has_every_lambda_of_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each of the maps of facts and of pairs, and hit rates, for every cache; of a repeated row the last value."""
+    """Maps of facts and of pairs, and hit rates, for every cache; the last value of a repeated row counts."""
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(ROOT / "docs" / "results")
     pictures = importlib.import_module("pictures")
@@ -404,7 +403,7 @@ def test_picture_of_needles_has_every_lambda_of_the_rows(monkeypatch: pytest.Mon
 
 
 def test_picture_has_the_steps_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact softmax and no text, as in the README's table beside it."""
+    """The exact softmax and no text, as in the README's table beside it."""
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(ROOT / "docs" / "results")
     pictures, axes = importlib.import_module("pictures"), mock.Mock()

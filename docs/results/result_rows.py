@@ -10,7 +10,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PARTS = "decode_parts"
 
-# tokens/s of gpt-fast for the same decode (8B shape, bf16, one request) on 1 and 4 H200s, as published, by context.
+# tokens/s of gpt-fast for the same decode (8B shape, bf16, one request) on 1 and 4 H200s, by context: published figures,
+# not rows; they were not measured beside ours.
 REPORTED = {1: {8192: 158, 131072: 84}, 4: {8192: 221, 131072: 156}}
 
 

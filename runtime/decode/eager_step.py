@@ -261,7 +261,7 @@ class EagerStep:
             full_out, hits = self._verify(layer, qkv[0])
             self._transport.send(hits.float())
             with self._operation("verdict", layer):
-                self._decide(hits.cpu())
+                self._record_verdict(hits.cpu())
             return x, full_out
         with self._operation("handover", layer):
             x, k, v, spec_out = self._receive_handover(x)
@@ -283,10 +283,10 @@ class EagerStep:
         """As the receiver of the previous layer: learn whether the work on its `A~` stands."""
         if self._verdict is not None:
             with self._operation("verdict", len(self._hits)):  # every layer so far has one verdict
-                self._decide(self._verdict.wait().cpu() > 0)
+                self._record_verdict(self._verdict.wait().cpu() > 0)
             self._verdict = None
 
-    def _decide(self, hits: Tensor) -> None:
+    def _record_verdict(self, hits: Tensor) -> None:
         self._hits.append(hits)
         accepted = bool(layer_verdict(hits, self._state.live))
         self._priority = after_verdict(self._priority, accepted)

@@ -3,10 +3,10 @@
 One layer l; every rank launches all of it; [g] = skipped where gate g is 0 (ALSpec, Algorithm 2; docs/protocol.md):
 
     1 qkv_rope_append            [pre_attention]   q; appends k, v; pushes k, v to the paired rank
-    2 update_roles                                 roles of layer l from the verdict on layer l - 1
+    2 update_roles                                 roles, priorities and gates of layer l from the verdict on l - 1
     3 speculative attention      [is_sender]       A~ -> paired rank, early; A, dist2, norm2
     4 decide                     [is_sender]       verdict -> paired rank; own priority 0 (accept) or 2 (reject)
-    5 receive_handover           [is_receiver]     waits for x, k, v and A~; priority 1
+    5 receive_handover           [is_receiver]     waits for x, k, v and A~
     6 o_proj, all-reduce, norm   [o]               sender: only after a reject; receiver: on A~, stops early on a reject
     7 MLP, all-reduce, norm      [mlp]             pushes x of layer l + 1 to the paired rank
 

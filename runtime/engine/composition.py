@@ -54,7 +54,7 @@ class Choices:
     dtype_name: str
     has_fused_step: bool  # a whole step runs as fused kernels: it can be captured, and ranks can exchange packets
     uses_graph: bool
-    candidates: tuple[PeerMemory, ...]  # memory through which packets may travel, best first; `connect` tries them
+    candidates: tuple[PeerMemory, ...]  # memory through which packets may travel, best first; see `find_peer_memory`
     notices: list[str] = field(default_factory=list)  # choices that a user may not expect
 
     @property

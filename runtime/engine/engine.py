@@ -273,6 +273,8 @@ class Engine:
     ) -> Iterator[Token]:
         """Generate from a prompt, or from several at once, the same on every rank, loading the model on first use.
 
+        A generator: nothing happens, and no error is raised, before its first token is asked for.
+
         With several, `token.request` says whose a token is. An engine serves one call at a time: another call, in any
         thread, ends this one. What was measured is in `generation`.
 
