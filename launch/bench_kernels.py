@@ -27,7 +27,7 @@ from alspec.config import FLASHQ_CODECS, BenchConfig
 from alspec.errors import UserError
 from alspec.kernels.attention.decode.lean_decode import lean_decode_attention, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
-from alspec.kernels.attention.reference import decode_attention_ref, speculative_decode_attention_ref
+from alspec.kernels.attention.oracles import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench.bench_common import check_close, combined, new_spec_output, written
 from alspec.launch.bench.bench_flashq import FlashQCase, flashq_run
@@ -303,14 +303,14 @@ def add_runs(
 
 
 def add_reading(results: Results, case: dict[str, Any], num_bytes: int, copies: int, base: float | None) -> None:
-    """Add the time to read as many bytes as attention must, and do nothing else."""
+    """Add the time of a kernel that only reads as many bytes as attention must read."""
     if can_read_alone(torch.device("cuda")):
         (us,) = times_us([reading_alone(num_bytes, copies)], copies)
         results.add("reading", "reading alone", case, us, num_bytes, base)
 
 
 def bench_ready(results: Results, contexts: list[int]) -> None:
-    """Time until `A~` can be used, by the same GPU and, if there is one, by a second GPU."""
+    """Measure the time until `A~` can be used by the same GPU and, if there is one, by a second GPU."""
     places = ["this GPU"]
     if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(0, 1):
         # A copy in each direction makes PyTorch enable peer access.

@@ -118,7 +118,7 @@ def _check_effects(config: EvaluateConfig) -> None:
 
 
 def _check_baselines(config: EvaluateConfig, longest: int) -> None:
-    """Refuse --baselines if no context is long enough for hit rates: they choose the fixed layers."""
+    """Refuse --baselines if no context is long enough for hit rates, which determine the fixed layers."""
     chunk_size = config.speculation.chunk_size
     if config.baselines and longest <= first_lossy_position(chunk_size):
         raise UserError(
@@ -161,7 +161,7 @@ def _tasks(engine: Engine, config: EvaluateConfig, contexts: list[int], text: st
             raise UserError(
                 f"flags: --text: {config.windows} windows of {longest} tokens needed, {config.text} has {len(ids)}"
             )
-        begin = tokenizer.encode("")  # windows begin as a prompt does
+        begin = tokenizer.encode("")  # each window begins like a prompt
         tasks += [text_task(begin, ids[:needed], context) for context in contexts]
     if config.recall:
         tasks.append(recall_task(engine, text, longest, config.recall))

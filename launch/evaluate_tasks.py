@@ -51,7 +51,7 @@ class Task:
     measure: str
     context: int  # tokens, of the longest text
     texts: list[list[int]]
-    answers: list[list[int]] | None = None  # the right continuation of each text; None: predict the texts themselves
+    answers: list[list[int]] | None = None  # the right continuation of each text; None: the text itself is predicted
     depth: float | None = None  # position of the answer in its text, 0 to 1
 
     def run(self, engine: Engine, thresholds: Sequence[Sequence[float]], cache: CacheSetting) -> list[Quality]:
@@ -165,7 +165,7 @@ def records_task(engine: Engine, path: Path, count: int) -> Task:
 def record_needle_tasks(
     engine: Engine, path: Path, contexts: list[int], depths: Sequence[float], count: int
 ) -> list[Task]:
-    """As `records_task`, with as many pairs as fit into each context, and the pair of `key` at each depth.
+    """As `records_task`, but each context is filled with pairs, and the pair of `key` is placed at each depth.
 
     Stops at the first context that holds all pairs of every case: longer contexts would give the same prompts. The
     tasks of this context are labelled with the length of these prompts.
@@ -218,7 +218,7 @@ def _record_prompt(engine: Engine, case: RecordCase, pairs: list[tuple[str, str]
 
 
 def _pairs_within(engine: Engine, case: RecordCase, context: int, depth: float) -> list[tuple[str, str]]:
-    """As many pairs, ordered by `RecordCase.ordered`, as fit with prompt and answer into `context` tokens."""
+    """Return as many pairs, in the order of `RecordCase.ordered`, as fit `context` tokens with prompt and answer."""
     pairs = case.ordered(len(case.pairs), depth)
     while pairs and (length := _num_tokens(_record_prompt(engine, case, pairs))) > context:
         fewer = min(len(pairs) - 1, max(len(pairs) * context // length, 1))
@@ -284,7 +284,7 @@ def _bits_per_byte(
 
 
 def _recall(engine: Engine, task: Task, thresholds: Sequence[Sequence[float]], cache: CacheSetting) -> list[Quality]:
-    """Share of prompts whose whole answer greedy decoding gives. The prompt is read with full attention."""
+    """Return the share of prompts for which greedy decoding gives the whole answer. Prompts use full attention."""
     assert task.answers is not None
     first_lossy = first_lossy_position(engine.config.speculation.chunk_size)
     counted = 0

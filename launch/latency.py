@@ -42,11 +42,11 @@ from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.kernel_trace import kernel_rows, label, layer_parts
 from alspec.runtime.profiling.profile import (
     Profile,
+    cache_tokens,
     first_tokens,
     forced_verdicts,
     measure,
     prepare,
-    room,
     stream_limit,
 )
 from alspec.runtime.profiling.provenance import provenance
@@ -59,11 +59,11 @@ CONTEXTS = (1024, 8192, 32768, 131072)
 Measured = tuple[dict[str, Any], Profile]  # a row, and the profile behind it
 EPILOG = (
     "The time of a step is that of its slowest rank. On GPUs it comes from the device's clock, over a cache of random"
-    " numbers; on the CPU, and in eager steps, from the host's clock. Verdicts on random numbers mean"
-    " nothing: give a text with --prompt-file. Context and steps must then fit into the model's positions. --trace"
-    " profiles further captured steps after the measured ones, which slows them down; for a pair it also writes rows"
-    " with the time of each part of a layer (bench decode_parts). Without a CUDA graph it records the measured steps,"
-    " and what came before them."
+    " numbers; on the CPU, and in eager steps, from the host's clock. Hit rates of real verdicts need a text"
+    " (--prompt-file). With a text, context + steps must not exceed the model's maximum. --trace profiles further"
+    " captured steps after the measured ones. Profiling slows the traced steps, not the measured ones. For a pair,"
+    " --trace also writes one row per layer part (bench decode_parts). Without a CUDA graph, --trace records the"
+    " measured steps and everything before them."
 )
 
 
@@ -87,24 +87,24 @@ def _run(config: LatencyConfig, command: str) -> int:
         if "paired" not in _modes(config):
             notices += speculation_without_effect(config, "add --modes paired")
         notify(notices)
-    found: list[Measured] = []
-    with _show_if_stopped(found):
-        for one in _each(config):
-            _measure(one, command, found)
+    results: list[Measured] = []
+    with _show_if_stopped(results):
+        for single in _configs(config):
+            _measure(single, command, results)
     if Placement.from_environment().rank == 0:
-        _write(config, found)
+        _write(config, results)
     return 0
 
 
 @contextlib.contextmanager
-def _show_if_stopped(found: list[Measured]) -> Iterator[None]:
+def _show_if_stopped(results: list[Measured]) -> Iterator[None]:
     """After Ctrl-C or an error, rank 0 prints the table of the results so far, once."""
     try:
         yield
     except (KeyboardInterrupt, AlspecError):
-        if found and Placement.from_environment().rank == 0:
-            _show(found)
-        found.clear()
+        if results and Placement.from_environment().rank == 0:
+            _show(results)
+        results.clear()
         raise
 
 
@@ -116,8 +116,8 @@ def _codecs(config: LatencyConfig) -> list[str]:
     return list(dict.fromkeys(config.codecs or [config.kv_cache]))
 
 
-def _each(config: LatencyConfig) -> list[LatencyConfig]:
-    """One configuration for each mode over each cache; each gets its own engine."""
+def _configs(config: LatencyConfig) -> list[LatencyConfig]:
+    """One configuration for each mode over each cache. Each configuration gets its own engine."""
     return [
         config.model_copy(
             update={"kv_cache": codec, "speculation": config.speculation.model_copy(update={"mode": mode})}
@@ -133,14 +133,14 @@ def _check(config: LatencyConfig) -> None:
         raise UserError("flags: --kv-cache: --codecs names the caches to measure; leave --kv-cache out")
     if config.codecs is not None and config.softmax == "sas" and "bf16" in config.codecs:
         raise UserError("flags: --softmax: sas needs quantised caches; leave bf16 out of --codecs")
-    if config.trace is not None and len(_each(config)) > 1:
+    if config.trace is not None and len(_configs(config)) > 1:
         raise UserError("flags: --trace: records one mode over one cache; give one value to --modes and to --codecs")
-    for one in _each(config):
-        check_softmax(one)
+    for single in _configs(config):
+        check_softmax(single)
     if config.speculation.mode not in ("auto", "off"):
-        raise UserError("flags: --speculation: latency measures --modes; leave --speculation out")
+        raise UserError("flags: --speculation: not used by latency; use --modes instead")
     if "paired" not in _modes(config) and any(rate != "real" for rate in config.hit_rates):
-        raise UserError("flags: --hit-rates: only paired takes verdicts; add --modes paired, or leave it out")
+        raise UserError("flags: --hit-rates: forced rates need --modes paired; otherwise leave --hit-rates out")
     if config.batch > MAX_BATCH:
         raise UserError(f"flags: --batch: a captured step serves up to {MAX_BATCH} requests, found {config.batch}")
     check_picture("flags: --plot", config.plot)
@@ -149,14 +149,14 @@ def _check(config: LatencyConfig) -> None:
 
 
 def _check_modes(config: LatencyConfig) -> None:
-    """Refuse a mode that cannot run here before the first one is measured."""
+    """Before anything is measured, reject modes that cannot run here."""
     placement = Placement.from_environment()
     model = model_config(config)
     for mode in _modes(config):
         if mode == "paired" and placement.world_size % 2:
             raise UserError(
-                f"flags: --modes: paired needs an even number of ranks, found {placement.world_size}; start it with "
-                "torchrun --nproc-per-node 2 (or 4, ...), or leave it out"
+                f"flags: --modes: paired needs an even number of ranks, found {placement.world_size}; start the "
+                "program with torchrun --nproc-per-node 2 (or 4, ...), or leave paired out"
             )
         _, num_groups = choose_mode(mode, model, placement.world_size)
         for codec in _codecs(config):
@@ -167,15 +167,15 @@ def _check_modes(config: LatencyConfig) -> None:
 
 
 def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
-    # After a text, the steps need positions that the model has. Over random numbers only their time counts.
-    steps = 0 if config.prompt_file is None else room(0, config.steps)
+    # With a text, the steps must stay within the model's positions. With random numbers that does not matter.
+    steps = 0 if config.prompt_file is None else cache_tokens(0, config.steps)
     if config.contexts is None:
         limit = max(engine.model_config.longest_context - steps, 2)
         contexts = [context for context in CONTEXTS if context <= limit] or [limit]
     else:
         contexts = sorted(set(config.contexts))
     check_positions(contexts[-1], engine.model_config, steps)
-    needed = room(contexts[-1], config.steps)
+    needed = cache_tokens(contexts[-1], config.steps)
     if config.max_context is not None and config.max_context < needed:
         raise UserError(
             f"flags: --max-context: {contexts[-1]} tokens and the steps after them need {needed}, "
@@ -184,8 +184,8 @@ def _contexts(config: LatencyConfig, engine: Engine) -> list[int]:
     return contexts
 
 
-def _measure(config: LatencyConfig, command: str, found: list[Measured]) -> None:
-    """Measure one mode over one cache with its own engine. Append each result to `found` at once."""
+def _measure(config: LatencyConfig, command: str, results: list[Measured]) -> None:
+    """Measure one mode over one cache, with a new engine. Append each result to `results` at once."""
     engine = Engine(config)
     contexts = _contexts(config, engine)
     text_ids = None if config.prompt_file is None else read_text_ids(config.prompt_file, engine)
@@ -193,10 +193,10 @@ def _measure(config: LatencyConfig, command: str, found: list[Measured]) -> None
 
     with (
         guarded(engine.heartbeat, OUT_OF_MEMORY),
-        _show_if_stopped(found),
+        _show_if_stopped(results),
         StatusLine(engine.placement.rank == 0) as status,
     ):
-        _sweep(config, engine, contexts, rates, text_ids, command, found, status)
+        _sweep(config, engine, contexts, rates, text_ids, command, results, status)
 
 
 def _sweep(
@@ -206,13 +206,13 @@ def _sweep(
     rates: tuple[HitRate, ...],
     text_ids: list[int] | None,
     command: str,
-    found: list[Measured],
+    results: list[Measured],
     status: StatusLine,
 ) -> None:
     is_first = engine.placement.rank == 0
     name = f"{engine.mode}, {config.kv_cache}"
     status.show(f"{name}: loading weights")
-    engine.load(config.batch, config.max_context or room(contexts[-1], config.steps))
+    engine.load(config.batch, config.max_context or cache_tokens(contexts[-1], config.steps))
     status.clear()
     notify(engine.take_notices() if is_first else [])
     # Eager steps are recorded while they run. Captured steps are profiled afterwards, by `_trace`.
@@ -222,17 +222,17 @@ def _sweep(
             engine.decode_step.speculate(config.speculation.threshold, _forced(engine, rate))
         status.show(f"{name}: preparing")
         prepare(engine, config.sampling)
-        stream = stream_limit(engine)
+        copy_bandwidth = stream_limit(engine)
         for context in contexts:
             status.show(f"{name}: {context} tokens")
             profile = measure(engine, context, config.steps, text_ids, rate != "real", config.sampling)
-            row = _row(config, engine, profile, rate, stream, command)
-            found.append((row, profile))
+            row = _row(config, engine, profile, rate, copy_bandwidth, command)
+            results.append((row, profile))
             if is_first:
                 append_rows(config.rows, [row])
     if config.trace is not None:
         status.show(f"{name}: trace")
-        _trace(config, engine, contexts[-1], text_ids, found[-1][0])
+        _trace(config, engine, contexts[-1], text_ids, results[-1][0])
     status.clear()
     engine.close()
 
@@ -240,7 +240,7 @@ def _sweep(
 def _trace(
     config: LatencyConfig, engine: Engine, context: int, text_ids: list[int] | None, row: dict[str, Any]
 ) -> None:
-    """Write a trace of steps like those of `row`; for a pair, also the rows of their parts."""
+    """Write a trace of steps measured like those of `row`; for a pair, also one row per layer part."""
     assert config.trace is not None
     verdicts: list[list[int]] = []
     if not engine.is_fused:
@@ -259,7 +259,7 @@ def _trace(
 
 
 def parts_rows(row: dict[str, Any], parts: dict[str, list[float]], num_layers: int) -> list[dict[str, Any]]:
-    """Rows of bench `decode_parts`, one for each part of the traced steps. `row` is the row of the untraced steps."""
+    """Rows of bench `decode_parts`, one per layer part of the traced steps. `row` belongs to the untraced steps."""
     kept = {name: value for name, value in row.items() if name not in ("us", "bytes", "tokens_per_s", "share_of_limit")}
     return [
         kept
@@ -282,12 +282,12 @@ def _forced(engine: Engine, rate: HitRate) -> torch.Tensor | None:
     return torch.tensor(verdicts, dtype=torch.int32, device=engine.device)
 
 
-def _write(config: LatencyConfig, found: list[Measured]) -> None:
+def _write(config: LatencyConfig, results: list[Measured]) -> None:
     """Write table, samples and picture; rank 0 calls it."""
-    rows = [row for row, _ in found]
-    _show(found)
+    rows = [row for row, _ in results]
+    _show(results)
     if config.json_file is not None:
-        samples = [{"case": row["case"], "step_us": profile.step_us} for row, profile in found]
+        samples = [{"case": row["case"], "step_us": profile.step_us} for row, profile in results]
         everything = {"rows": rows, "samples": samples, "config": config.model_dump(mode="json", by_alias=True)}
         write_text(config.json_file, json.dumps(everything))
     if config.plot is not None:
@@ -295,12 +295,12 @@ def _write(config: LatencyConfig, found: list[Measured]) -> None:
             draw(config.plot, rows, _title(rows[0]))
 
 
-def _show(found: list[Measured]) -> None:
-    Console(width=130).print(_table(found))
+def _show(results: list[Measured]) -> None:
+    Console(width=130).print(_table(results))
 
 
 def _row(
-    config: LatencyConfig, engine: Engine, profile: Profile, rate: HitRate, stream: float, command: str
+    config: LatencyConfig, engine: Engine, profile: Profile, rate: HitRate, copy_bandwidth: float, command: str
 ) -> dict[str, Any]:
     ranks = engine.placement.world_size
     return {
@@ -325,16 +325,16 @@ def _row(
         },
         "us": {name: round(profile.us[name], 3) for name in ("p20", "p50", "p80", "p99")},
         "bytes": profile.read_bytes,
-        "stream_tb_s": round(stream / 1e12, 3),
+        "stream_tb_s": round(copy_bandwidth / 1e12, 3),
         "tokens_per_s": round(profile.tokens_per_s, 2),
-        # A pair does not read all of `bytes`: skipped launches do not read their weights.
-        "share_of_limit": round(profile.bytes_per_s / stream, 4) if engine.mode == "off" else None,
+        # A pair skips launches, which then do not read their weights. So its share of the limit is undefined.
+        "share_of_limit": round(profile.bytes_per_s / copy_bandwidth, 4) if engine.mode == "off" else None,
         **provenance(ranks if engine.device.type == "cuda" else 0, command),
     }
 
 
 def _speculation_of(config: LatencyConfig, mode: str) -> dict[str, Any]:
-    """lambda and S; empty in mode off. JSON has no infinity, so an infinite lambda is a text."""
+    """lambda and S; empty in mode off. JSON has no infinity, so an infinite lambda is a string."""
     if mode == "off":
         return {}
     return config.speculation.model_dump(mode="json", include={"threshold", "chunk_size"})
@@ -347,8 +347,8 @@ def _sampling_of(sampling: SamplingConfig) -> dict[str, Any]:
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
-def _reads_all(row: dict[str, Any]) -> bool:
-    """Whether every step of this row reads all of its `bytes`. The steps of a pair do not."""
+def _has_share(row: dict[str, Any]) -> bool:
+    """Whether the row has a share of the byte limit. Rows of a pair have none, see `_row`."""
     return row["share_of_limit"] is not None
 
 
@@ -367,13 +367,15 @@ def _title(row: dict[str, Any]) -> str:
     return ", ".join([part for part in parts if part] + (["captured graph"] if case["cuda_graph"] else []))
 
 
-def _table(found: list[Measured]) -> Table:
-    rows = [row for row, _ in found]
+def _table(results: list[Measured]) -> Table:
+    rows = [row for row, _ in results]
     filled = "the cache holds random numbers"
     if rows[0]["case"]["text"] is not None:
         filled = f"after prompts from {rows[0]['case']['text']}"
-    streams = [f"limit: bytes at {1e3 * row['stream_tb_s']:.0f} GB/s, a copy's rate" for row in rows if _reads_all(row)]
-    caption = "; ".join([*streams[:1], filled])
+    limits = [
+        f"limit = bytes / copy bandwidth ({1e3 * row['stream_tb_s']:.0f} GB/s)" for row in rows if _has_share(row)
+    ]
+    caption = "; ".join([*limits[:1], filled])
     table = Table(title=_title(rows[0]), caption=caption)
     for name in (
         "context",
@@ -385,15 +387,15 @@ def _table(found: list[Measured]) -> Table:
         "p80",
         "p99",
         "tokens/s",
-        "MB a rank",
+        "MB/rank",
         "GB/s",
-        "of limit",
+        "% of limit",
     ):
         table.add_column(name, justify="left" if name in ("mode", "cache") else "right")
-    for row, profile in found:
+    for row, profile in results:
         times = [f"{row['us'][name] / 1e3:.3f}" for name in ("p50", "p20", "p80", "p99")]
         read = ["-", "-", "-"]
-        if _reads_all(row):
+        if _has_share(row):
             read = [f"{profile.read_bytes / 1e6:.1f}", f"{profile.bytes_per_s / 1e9:.0f}"]
             read.append(f"{row['share_of_limit']:.1%}")
         mode, forced = row["case"]["mode"], " forced" if row["case"]["forced"] else ""

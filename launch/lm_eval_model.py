@@ -33,7 +33,7 @@ def open_engine(threshold: float = 0.1, **options: Any) -> Engine:
     """Load an engine of one rank that simulates speculation. Options are fields of `EngineConfig`."""
     engine = Engine.from_pretrained(speculation={"mode": "simulated", "threshold": threshold}, **options)
     # Likelihoods read no cache. `generate_until` allocates what its texts need.
-    engine.load(1, min(WARM_UP_TOKENS, engine.most_tokens))
+    engine.load(1, min(WARM_UP_TOKENS, engine.max_total_tokens))
     return engine
 
 
@@ -62,7 +62,7 @@ def loglikelihood(engine: Engine, context: str, continuation: str, cache: CacheS
         ids, start = ids if ids[:1] == prefix else prefix + ids, 1
     if start >= len(ids):
         raise UserError(f"lm-eval: expected a continuation that adds tokens, found {continuation!r}")
-    dropped = min(max(len(ids) - engine.most_tokens, 0), start - 1)
+    dropped = min(max(len(ids) - engine.max_total_tokens, 0), start - 1)
     ids, start = ids[dropped:], start - dropped
     score = _score(engine, ids, start, cache)
     answer = torch.tensor(ids[start:])
@@ -76,7 +76,7 @@ def loglikelihood_rolling(engine: Engine, text: str, cache: CacheSetting = PLAIN
     """
     prefix = _prefix(engine)
     ids = _encode(engine, text)[len(_encode(engine, "")) :]
-    stride = engine.most_tokens - 1
+    stride = engine.max_total_tokens - 1
     windows = [prefix + ids[start : start + stride] for start in range(0, len(ids), stride)]
     return -sum(float(_score(engine, ids, 0, cache).nll.double().sum()) for ids in windows)
 
@@ -96,9 +96,9 @@ def generate_until(engine: Engine, context: str, settings: dict[str, Any], seed:
     if settings.get("do_sample"):
         values |= {"temperature": 1.0} | {name: settings[name] for name in CHOICE if name in settings}
     sampling = validate(SamplingConfig, values, "lm-eval")
-    room = engine.most_tokens - sampling.max_new_tokens
+    room = engine.max_total_tokens - sampling.max_new_tokens
     if room < 1:
-        raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {engine.most_tokens} tokens")
+        raise UserError(f"max_gen_toks: {sampling.max_new_tokens} leaves no room in {engine.max_total_tokens} tokens")
     prompts = [_encode(engine, context)[-room:] or _prefix(engine)]
     return "".join(token.text for token in engine.stream(prompts, sampling))
 
@@ -164,7 +164,7 @@ def _encode(engine: Engine, text: str) -> list[int]:
 
 
 def _prefix(engine: Engine) -> list[int]:
-    """The tokens of an empty context."""
+    """Return the tokens that stand for an empty context."""
     assert engine.tokenizer is not None
     token_id = engine.tokenizer.prefix_token_id
     if token_id is None:

@@ -104,7 +104,7 @@ def _layers(text: str) -> tuple[int, int]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], str, str]:
-    """The operations of a trace, as bars; what was run; and a note if verdicts were forced.
+    """Read a trace. Returns its operations as bars, a line on what was run, and a note if verdicts were forced.
 
     Raises:
         UserError: the file is unreadable, or not a trace of this project.
@@ -141,7 +141,7 @@ def _what_was_run(measured: dict[str, Any] | None) -> tuple[str, str]:
 def active_bars(event: dict[str, Any]) -> list[dict[str, Any]]:
     """The bar in which an operation of the trace did work; empty if it did none.
 
-    A kernel of a captured step did none if its gate was closed. A kernel that was launched early began its work only
+    A kernel of a captured step did no work if its gate was closed. A kernel that was launched early began to work only
     when it was ready.
     """
     args = event["args"]

@@ -23,7 +23,7 @@ __all__ = ["LayerWeights", "Llama", "LlamaWeights", "Shard", "load_weights", "ra
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of the weights a rank holds.
+    """The part of the weights that one rank holds.
 
     The `tp_size` ranks of a group split QKV and gate/up by rows of the weight (columns of the product), and o and down
     by columns. All ranks of the job split the LM head by vocabulary.
@@ -147,10 +147,10 @@ class Group(Protocol):
         """[n, hidden] on each rank -> [P, n, hidden], P = 1 or T; the sum over P is the sum over the ranks."""
 
     def scatter_partials(self, partial: Tensor) -> Tensor:
-        """[n, hidden] on each rank -> [T, m, hidden]: the T partials of this rank's own m of the n tokens."""
+        """[n, hidden] on each rank -> [T, m, hidden]: the partials of all T ranks for the m tokens of this rank."""
 
     def gather_tokens(self, own: Tensor, num_tokens: int) -> Tensor:
-        """[m, hidden] on each rank, of its own tokens -> [n, hidden]."""
+        """[m, hidden] on each rank, for that rank's tokens -> [n, hidden], all tokens on every rank."""
 
 
 class Llama:
@@ -158,7 +158,7 @@ class Llama:
 
     `Decoder` (runtime/decode/decoder.py) has the operations of captured steps.
 
-    In a long prompt each rank keeps the residual stream of only its own m of the n tokens; otherwise m = n.
+    In a long prompt each rank keeps the residual stream of only m of the n tokens; otherwise m = n.
     """
 
     def __init__(self, config: LlamaConfig, weights: LlamaWeights, group: Group) -> None:
@@ -174,7 +174,7 @@ class Llama:
         return self.config.num_layers
 
     def first_layers(self, num_layers: int) -> Llama:
-        """A model of only the first `num_layers` layers (or all, if there are fewer) that shares these weights."""
+        """Return a model of the first `num_layers` layers (or all, if there are fewer) that shares these weights."""
         layers = self.weights.layers[:num_layers]
         config = self.config.model_copy(update={"num_layers": len(layers)})
         return Llama(config, replace(self.weights, layers=layers), self._group)

@@ -305,7 +305,7 @@ def _required_sizes(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _rope_settings(raw: dict[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
-    """Name and content of the mapping with the RoPE settings; empty content if there is none.
+    """Return the name and content of the mapping with the RoPE settings; the content is empty if there is none.
 
     As in transformers, `rope_scaling` (older) replaces all of `rope_parameters` if both are present.
     """

@@ -1,4 +1,4 @@
-"""Decode attention of one rank over the cache of any codec: plain, or `A~` followed by verification.
+"""Decode attention of one rank over a cache of any codec, without speculation or with `A~` and its verification.
 
 CPU tensors: PyTorch, on dequantised K and V if the cache is quantised. CUDA tensors: the kernel of the codec.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, Phase, SpecOutput, lean_decode_attention
 from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_decode_attention, flashq_settings
-from alspec.kernels.attention.torch_ref import decode_attention, predictor_attention, verify_attention
+from alspec.kernels.attention.torch_attention import decode_attention, predictor_attention, verify_attention
 from alspec.kernels.common.jit_launch import num_sms
 from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_dequantize
 from alspec.kernels.kv_codec.flashq.layout import FlashQLayer

@@ -27,7 +27,7 @@ class Exchange:
     tp_size: int = 1
     rank: int = 0  # in the job; faults are reported under it
     packets: Tensor | None = None  # [num_reduces, B, T, hidden] int64: what this rank reads
-    own_packets: Tensor | None = None  # as `packets`, only this rank's part is used: read instead of that part
+    own_packets: Tensor | None = None  # shape of `packets`: this rank's part is read here instead of there
     peers: Tensor | None = None  # [T or 2] int64, on the device: addresses of all `packets` that this rank writes
 
 

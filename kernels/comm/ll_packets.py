@@ -1,9 +1,9 @@
 """LL packets: 4 bytes of data (fp32) and 4 bytes of epoch in one 8-byte store, as in NCCL's LL protocol.
 
-Data and flag arrive together. So a rank pushes packets to the memory that its peers read, theirs or the host's, without
-a fence, a separate flag, or a memset between steps. The reader polls until the upper half is the epoch that it expects.
-Every wait has a timeout. After it, the reader writes the missing rank into the fault word and continues, so that no
-kernel hangs; later waits of that step return at once.
+Data and flag arrive together. So a rank pushes packets into peer memory (GPU memory of its peers, or host memory)
+without a fence, a separate flag, or a memset between steps. The reader polls until the upper half is the right epoch.
+Every wait has a timeout. After the timeout, the reader writes the missing rank into the fault word and continues, so
+that no kernel hangs. Later waits of that step return at once.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def wait_packets(ptr, mask, epoch, timeout_ns, fault_ptr, code, end_ptr=None, en
     if INTERPRETED:
         value = tl.where(flag == epoch, value, 0x7FC00000)
     else:
-        # A packet was late in this step: its other waits return at once. After bad numbers waits stay: all packets
-        # still arrive, and a rank that runs ahead would overwrite packets that another one has not read.
+        # After a late packet, all further waits of this step return at once. After bad numbers they do not: all packets
+        # still arrive, and a rank that ran ahead would overwrite packets that another rank has not read.
         fault = tl.load(fault_ptr, volatile=True)
         remaining_ns = tl.where(fault >> 28 == LATE, 0, timeout_ns).to(tl.int64)
         if end_ptr is None:

@@ -1,4 +1,4 @@
-"""Memory of paired ranks: each rank's mailbox, which its paired rank and its own group write, and its roles and gates.
+"""Memory of paired ranks: the mailbox of each rank, and its roles and gates. The paired rank and the group write it.
 
 Every layer has its own buffers and every packet carries the epoch. So nothing is reset between steps, and nothing is
 overwritten before it was read: the exchange of the logits at the end of a step orders the steps of all ranks.
@@ -60,11 +60,11 @@ class PairShape:
 
 @dataclass(frozen=True)
 class Mailbox:
-    """What one rank reads from its paired rank and from its own group, which write it. All 0 before the first step."""
+    """Packets that the paired rank and this rank's group write, and this rank reads. All 0 before the first step."""
 
     inbox: Tensor  # [L + 1, B, M] int64: x, k and v; row 0 has no x, row L has only x
     verdicts: Tensor  # [L, B + 1] int64: each request's hit, then the layer's verdict
-    sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads, from the own group
+    sums: Tensor  # [L, T, B, 2] int64: dist2 and norm2 over each rank's heads, from this rank's group
     spec_out: Tensor  # [L, P, B, Hq, D] int64: A~, in partials
     spec_lse: Tensor  # [L, P, B, Hq] int64: lse of each partial, base 2; unused if P = 1
 
@@ -89,7 +89,7 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class PairState:
-    """The state of one rank of a pair. `exchange` is its group's: the epoch, the fault word, the ranks."""
+    """The state of one rank of a pair. `exchange` belongs to its group and holds the epoch, fault word and ranks."""
 
     shape: PairShape
     exchange: Exchange
@@ -101,8 +101,8 @@ class PairState:
     priority: Tensor  # [2] int32: own group's, other group's
     is_sender: Tensor  # [1] int32
     is_receiver: Tensor  # [1] int32
-    # [3, GATE_STRIDE] int32; the first word of each row is the gate, 1 if this group computes what is behind it. On a
-    # receiver, later gates may close when the verdict arrives while it computes on a rejected A~.
+    # [3, GATE_STRIDE] int32; the first word of each row is the gate, 1 if this group runs the kernels behind it. On a
+    # receiver, later gates close if a reject arrives while the receiver computes on A~.
     gates: Tensor
     barrier: Tensor  # [world] int64: a packet from each rank of the job at the start of its step
     barrier_peers: Tensor  # [world] int64, on the device: address of each rank's `barrier`
@@ -123,8 +123,8 @@ class PairState:
         """Create the state from the memory of both mailboxes; group 0 is the first sender.
 
         Args:
-            memory, paired_memory: [sum(shape.field_sizes())] int64 each, own and paired rank's.
-            group_addresses: address of the mailbox memory of each rank of the own group, in rank order.
+            memory, paired_memory: [sum(shape.field_sizes())] int64 each: this rank's mailbox, the paired rank's.
+            group_addresses: address of the mailbox memory of each rank of this rank's group, in rank order.
             barrier: [world] int64.  barrier_addresses: address of every rank's `barrier`, in rank order.
         """
         device = memory.device
@@ -153,7 +153,7 @@ class PairState:
         self.priority[1].fill_(2 * (self.group == 1))
         self.gates.fill_(int(self.group == 0))
 
-    def inbox(self, layer: int) -> Tensor:
+    def peer_inbox(self, layer: int) -> Tensor:
         """[B, M] int64: where the paired rank reads x, k and v of a layer; layer L: x after the last layer."""
         return self.paired.inbox[layer]
 
@@ -161,10 +161,10 @@ class PairState:
         """[1] int32: one of `gates`; which: GATE_O, GATE_MLP or GATE_PRE_ATTENTION."""
         return self.gates[which, :1]
 
-    def verdict(self, layer: int) -> Tensor:
-        """[1] int64: the packet with the paired rank's verdict on what it handed over in this layer."""
+    def own_verdict(self, layer: int) -> Tensor:
+        """[1] int64: the packet with the paired rank's verdict on the `A~` that it sent in this layer."""
         return self.own.verdicts[layer, -1:]
 
     def late_fault(self, layer: int) -> int:
-        """The fault code for a late paired rank in this layer; layer L + 1: with x after the last layer."""
+        """Return the fault code for a late packet of the paired rank in this layer; L + 1: x after the last layer."""
         return fault_code(LATE_PACKET, 2 * layer, self.paired_rank)

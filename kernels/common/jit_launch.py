@@ -113,7 +113,7 @@ class _RaiseSmemLimit:
 
 
 def set_l1_carveout(compiled: Any, per_sm: int = 0) -> None:
-    """Prefer L1 on every SM that runs this kernel: only `per_sm` programs' worth of memory becomes shared memory.
+    """Prefer L1 on every SM that runs this kernel: shared memory is reserved for only `per_sm` programs.
 
     Loads into registers (weight tiles, quantised records) pass through L1. The bf16 attention kernel takes most of an
     SM as shared memory, and with dependent launches no SM becomes idle in between. Without this preference every SM
@@ -121,7 +121,7 @@ def set_l1_carveout(compiled: Any, per_sm: int = 0) -> None:
 
     Args:
         compiled: the return value of a launch; None in the interpreter.
-        per_sm: programs per SM to reserve shared memory for; 0 asks for none.
+        per_sm: programs per SM to reserve shared memory for; 0: none.
     """
     if compiled is not None:
         _set_l1_carveout(compiled.function, compiled.metadata.shared, per_sm)

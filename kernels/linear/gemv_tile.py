@@ -4,7 +4,7 @@ A program holds a tile of whole weight rows in registers. It loads its first til
 kernel (programmatic dependent launch), so that the stream of weights does not stop between kernels. Then it loads the
 activations, multiplies, and runs the epilogue: RoPE and cache append, SiLU (projections.py), or the push of partial
 sums to the group (push.py). With a gate, it loads early only if the gate looks open: a group that does not compute must
-not take memory bandwidth from others.
+not take memory bandwidth from other kernels.
 
 The input of a normalised projection is `x * gamma` in the weights' dtype. The product is multiplied by `1 / rms(x)`,
 computed from the sums of squares that the previous kernel wrote.
@@ -41,16 +41,16 @@ __all__ = [
 ]
 
 TILE_BYTES = 16384  # weights in the registers of one program; a longer row is one tile, or is read in slices (below)
-# Programs on an SM where each takes several tiles, and loads the next one while it uses the previous one. With a gate,
-# few programs make a closed launch cheap. Without a gate, only the row-parallel projections do this.
+# Programs per SM of launches whose programs take several tiles and load the next tile while they use the current one.
+# With a gate, few programs make a closed launch cheap. Without a gate, only row-parallel projections use such launches.
 PROGRAMS_PER_SM = 4
 
 
 @triton.jit
 def gate_open(gate_ptr, PDL: tl.constexpr):
-    """Whether to read weights. A gate that looks closed may be about to open: then wait for its final value.
+    """Return whether the gate is open. If it looks closed, wait for the previous kernel, which may open it.
 
-    Warps may read different values. They diverge only until each has waited, and share nothing until then.
+    Warps may read different values before the wait. That is safe: they share nothing until each of them has waited.
     """
     is_open = tl.load(gate_ptr, volatile=True) != 0
     if PDL:
@@ -84,13 +84,13 @@ def load_inputs(x_ptr, request, K: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def dot(w, x):
-    """Multiply a tile by one request's activations: [rows] fp32."""
+    """Multiply a tile by one request's activations. Returns [rows] fp32."""
     return tl.sum(w.to(tl.float32) * x[None, :], 1)
 
 
 @triton.jit
 def dot_pairs(w, x, PAIRS: tl.constexpr):
-    """Products of the even and of the odd rows of a tile, by one reduction for both."""
+    """Return the products of the even rows and of the odd rows of a tile, with one reduction for both."""
     return tl.split(tl.reshape(dot(w, x), [PAIRS, 2]))
 
 
@@ -134,13 +134,13 @@ def rstd_of(squares_ptr, request, eps, K: tl.constexpr, S: tl.constexpr, SP: tl.
 
 
 def rows_in_tile(num_rows: int, width: int, itemsize: int, matrices: int) -> int:
-    """Rows of each of `matrices` in a program's tile: a power of two that divides `num_rows` (0: no limit)."""
+    """Return the rows of each matrix in a program's tile: a power of two that divides `num_rows` (0: no limit)."""
     rows = max(1, TILE_BYTES // (width * itemsize * matrices))
     return min(rows, num_rows & -num_rows) if num_rows else rows
 
 
 def inputs_at_once(batch_size: int, num_inputs: int, itemsize: int, closes: bool) -> int:
-    """KP, inputs of a tile of two rows: all (next power of two); for one request and with a gate, what a tile holds.
+    """Return KP, inputs of a tile of two rows: the whole row, or for one request with a gate what fits a tile.
 
     A program of whole long rows needs many warps. An SM holds few such programs, and fewer still with two tiles each.
     """
@@ -149,16 +149,16 @@ def inputs_at_once(batch_size: int, num_inputs: int, itemsize: int, closes: bool
 
 
 def num_programs_on(num_tiles: int, per_sm: int, device: torch.device) -> int:
-    """Programs of a launch on a device, about `per_sm` on each SM; 0: one for each tile."""
+    """Return the number of programs, about `per_sm` on each SM. `per_sm` 0: one program per tile."""
     return programs_for(num_tiles, per_sm * (num_sms(device) if device.type == "cuda" else 1))
 
 
 def programs_for(num_tiles: int, at_once: int) -> int:
-    """Number of programs with equal shares of the tiles, about `at_once`; 0: one for each tile."""
+    """Return a number of programs near `at_once` that gives equal shares of the tiles. 0: one program per tile."""
     return -(-num_tiles // max(1, round(num_tiles / at_once))) if at_once else num_tiles
 
 
 def num_warps_for(rows: int, width: int, itemsize: int) -> int:
-    """Warps of a program: 64 weights for each thread, 32 in rows longer than a tile."""
+    """Return the warps of a program: 64 weights per thread, or 32 if its rows are longer than a tile."""
     weights_per_thread = 64 if rows * width * itemsize <= TILE_BYTES else 32
     return max(1, min(16, rows * width // (32 * weights_per_thread)))

@@ -6,8 +6,8 @@ g and g + 8, and of request g. Without any shuffle these registers are its opera
 of two instructions are a *k-block*.
 
 A row is read in *slices*. In a slice each warp has its own `STEPS` k-blocks; the sums of the warps are added up at the
-end of the row. A program loads its first slice before it waits for the previous kernel, and every other slice while it
-uses the one before, also across tiles. A request's result has the same bits with 2 requests and with 8.
+end of the row. A program loads its first slice before it waits for the previous kernel. It loads each further slice
+while it uses the previous slice, also across tiles. A request's result has the same bits with 2 requests and with 8.
 
 As in kernels/attention/decode_flashq/values.py, tensors [W, 32] have a warp in each row and a lane in each column. They
 are loaded by inline assembly, because the compiler would choose another layout for a load.
@@ -34,14 +34,14 @@ LANE = tl.constexpr(8)  # inputs that a lane reads at once: 16 bytes
 def tile_of(
     batch_size: int, num_inputs: int, itemsize: int, num_rows: int, matrices: int, closes: bool = False
 ) -> tuple[int, int, int]:
-    """How a projection is divided: rows of each of `matrices` in a program's tile, STEPS, warps of a program.
+    """Return how a projection is divided: rows of each matrix in a program's tile, STEPS, warps of a program.
 
     STEPS is 0 if a program reads its tile at once and multiplies it by one request after another (gemv_tile.py): for
     one request, in fp32, and for shapes that no known model has.
 
     Args:
         num_rows: a multiple of the returned rows; 0: the last tile may be partial.
-        closes: the launch has a gate; then long rows are read in slices (`inputs_at_once`).
+        closes: True if the launch has a gate; then long rows are read in slices (`inputs_at_once`).
     """
     is_aligned = itemsize == 2 and num_inputs % int(LANE.value) == 0
     if batch_size > 1 and is_aligned and (matrices == 1 or num_rows % (ROWS // matrices) == 0):
@@ -52,7 +52,7 @@ def tile_of(
 
 
 def _slice_k_blocks(num_inputs: int) -> int:
-    """k-blocks of a warp in a slice: the largest number that makes all slices whole, if above half of the maximum."""
+    """Return the k-blocks of a warp per slice: the largest number without a partial slice, if over half the maximum."""
     inputs = NUM_WARPS * int(K_BLOCK.value)
     whole = [n for n in range(SLICE_K_BLOCKS, SLICE_K_BLOCKS // 2, -1) if num_inputs % (inputs * n) == 0]
     return whole[0] if whole else min(SLICE_K_BLOCKS, triton.cdiv(num_inputs, inputs))
@@ -75,13 +75,13 @@ def _loads(index, is_conditional, clears):
 
 @triton.constexpr_function
 def _num_slices(num_inputs, warps, k_blocks):
-    """Slices of a row; the last one may be partial."""
+    """Return the number of slices of a row; the last slice may be partial."""
     return -(-num_inputs // (warps * k_blocks * K_BLOCK.value))
 
 
 @triton.constexpr_function
 def _has_partial_slice(num_inputs, warps, k_blocks):
-    """Whether the last slice is not a whole one."""
+    """Return whether the last slice is partial."""
     return num_inputs % (warps * k_blocks * K_BLOCK.value) != 0
 
 
@@ -129,7 +129,7 @@ def load_rows(w_ptr, row, last_row, STRIDE: tl.constexpr, K: tl.constexpr, W: tl
 
 @triton.jit
 def _load_two(first, second, mask, INDEX: tl.constexpr, CLEARS: tl.constexpr):
-    """Load 16 bytes of two rows in each lane. CLEARS: 0 where the mask is False, otherwise undefined there."""
+    """Load 16 bytes of two rows in each lane. Where the mask is False: 0 with CLEARS, else undefined."""
     if INTERPRETED:
         x = _interpreted_load(first, mask, INDEX) + _interpreted_load(second, mask, INDEX)
     else:
@@ -232,7 +232,7 @@ def _add_mma(sums, w, x, BF16: tl.constexpr):
 
 @triton.jit
 def _load_squares(squares_ptr, request, B: tl.constexpr, S: tl.constexpr, W: tl.constexpr):
-    """Each lane's part, [W, 32], of the sums of squares of its request [1, 32], which is the same for all g."""
+    """Load each lane's part, [W, 32], of the square sums of its request; request: [1, 32], the same for all g."""
     index = tl.arange(0, W)[:, None] * 8 + tl.arange(0, 32)[None, :] // 4
     row = squares_ptr + tl.minimum(request, B - 1) * S
     total = tl.zeros([W, 32], tl.float32)
@@ -272,7 +272,7 @@ def _add_slice(
     even, odd, words, x_ptr, request, slice_index, addresses, has_next, LOADS: tl.constexpr, K: tl.constexpr,
     W: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Add a slice's products to two chains of sums. LOADS: also load the next slice, at `addresses`, if `has_next`."""
+    """Add a slice's products to two chains of sums. With LOADS, also load the slice at `addresses` if `has_next`."""
     BF16: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     next_words = ()
     inputs = _load_slice_inputs(x_ptr, request, slice_index, K, W, STEPS)
@@ -310,12 +310,12 @@ def products(
         addresses = _row_addresses(w_ptr, row, last_row, slice_index + 1, STRIDE, K, W, STEPS)
         even, odd, words = _add_slice(even, odd, words, x_ptr, request, slice_index, addresses, None, True, K, W, STEPS)
     if squares_ptr is not None:
-        # Load the squares here and not earlier: the loads of the inputs would queue up behind them.
+        # Do not load the squares earlier: the loads of the inputs would queue behind them.
         column = tl.arange(0, 32)[None, :] % 4 * 2
         squares = _load_squares(squares_ptr, column, B, S, W), _load_squares(squares_ptr, column + 1, B, S, W)
     addresses = _row_addresses(w_ptr, next_row, last_row, 0, STRIDE, K, W, STEPS)
     even, odd, words = _add_slice(even, odd, words, x_ptr, request, SLICES - 1, addresses, has_next, LOOP, K, W, STEPS)
-    # One reduction over all warps for everything, because each needs barriers.
+    # One reduction over the warps for all values, because each reduction needs barriers.
     sums = (even[0] + odd[0], even[1] + odd[1], even[2] + odd[2], even[3] + odd[3])
     if squares_ptr is None:
         sums = tl.reduce(sums, 0, _add_four)

@@ -231,12 +231,12 @@ def qkv_rope_append(
     inbox: Tensor | None = None,
     epoch: Tensor | None = None,
 ) -> None:
-    """RMSNorm factor, QKV projection, RoPE; append the new key and value to the cache. Oracle: `qkv_rope_append_ref`.
+    """QKV projection with the RMSNorm factor, RoPE, and append of k and v to the cache. Oracle: `qkv_rope_append_ref`.
 
         y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
 
-    With a quantised `layer`, k and v also go into its tail, as by `flashq_append`; k_cache and v_cache then hold only
-    the newest token, not quantised. Oracle of the tail: `flashq_append_ref`.
+    With a quantised `layer`, k and v are also quantised into its tail, as `flashq_append` does. Then k_cache and
+    v_cache hold only the newest token, unquantised. Oracle of the tail: `flashq_append_ref`.
 
     Args:
         x_norm: [B, K] in weight's dtype, `x * gamma`.

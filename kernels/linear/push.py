@@ -1,6 +1,6 @@
 """Projections whose results other ranks read: partial sums for the group, logits of a vocabulary shard for all ranks.
 
-They travel as LL packets (ll_packets.py) if kernels can write the memory that peers read. gemv_tile.py and mma_tile.py
+With peer memory, the kernels send the results as LL packets (ll_packets.py). gemv_tile.py and mma_tile.py
 describe how a tile of weights is read and multiplied.
 
 Shapes: B requests, K inputs, T ranks of the group, S sums of squares of each request.
@@ -73,7 +73,7 @@ def _push_partial_kernel(
     x_ptr,  # [B, K]
     squares_ptr,  # [B, S] fp32, or None: the input is not normalised
     w_ptr,  # [num_rows, K]
-    out_ptr,  # [B, out_width] fp32: used if nothing is pushed
+    out_ptr,  # [B, out_width] fp32: written if there are no peers
     peers_ptr,  # [PEERS] int64: addresses of all packets [num_reduces, B, SOURCES, out_width] to write
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
@@ -160,9 +160,9 @@ def push_partial(x: Tensor, weight: Tensor, exchange: Exchange, reduce_index: in
 
         partial = x W^T, fp32
 
-    With peers, the sums go into the packets of `reduce_index` that every rank reads, and into `own_packets` if there is
-    one; without, into `exchange.partial`. In both cases `reduce_norm` adds them up. A sum that is not finite sets the
-    fault word.
+    With peers, the sums go into the packets of `reduce_index` of every rank, and into `own_packets` if that exists.
+    Without peers, they go into `exchange.partial`. In both cases `reduce_norm` adds them up. A sum that is not finite
+    sets the fault word.
 
     Args:
         x: [B, K] in weight's dtype.

@@ -1,4 +1,4 @@
-"""The residual stream of a decode step: embedding, all-reduce, and the inputs of the next RMSNorm.
+"""The residual stream of a decode step: embedding, all-reduce, and the input of the next normalised projection.
 
 The stream `x` is fp32 and has the same bits on every rank of a group. Each kernel that changes it also writes, for the
 next projection, `x * gamma` in the weights' dtype and partial sums of `x^2`.
@@ -25,7 +25,7 @@ BLOCK = 32  # channels of one program: small, so that many programs poll a few p
 
 
 def num_square_sums(hidden_size: int) -> int:
-    """S: partial sums of `x^2` of each request."""
+    """Return S, the number of partial sums of `x^2` per request."""
     return int(triton.cdiv(hidden_size, BLOCK))
 
 
@@ -116,7 +116,7 @@ def embed_norm(
 )
 def _reduce_norm_kernel(
     packets_ptr,  # [num_reduces, B, T, hidden] int64
-    own_packets_ptr,  # the same, or None: read this rank's part here
+    own_packets_ptr,  # as `packets`, or None: this rank's part is read here
     partial_ptr,  # [B, hidden] fp32, used without packets
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
@@ -202,8 +202,8 @@ def reduce_norm(
 
         x += sum over ranks of partial;  x_norm = x * gamma;  square_sums = partial sums of x^2
 
-    With packets, the kernel waits for those of all ranks, at most `timeout_ns`. Every rank adds them in the same order,
-    so `x` has the same bits on all of them. Without packets, `exchange.partial` already holds the sum.
+    With packets, the kernel waits for the packets of all ranks, at most `timeout_ns`. Every rank adds them in the same
+    order, so `x` has the same bits on all ranks. Without packets, `exchange.partial` already holds the sum.
 
     Args:
         reduce_index: as given to `push_partial`.

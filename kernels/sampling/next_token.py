@@ -24,7 +24,7 @@ RING_HEADER = 2  # int64 before the tokens of a step: the device clock in ns, th
 
 
 def num_candidates(vocab_size: int) -> int:
-    """C: programs, each of which writes its most likely token."""
+    """Return C, the number of programs; each of them writes the most likely token of its block."""
     return int(triton.cdiv(vocab_size, BLOCK))
 
 
@@ -89,8 +89,8 @@ def collect_logits(
 ) -> None:
     """Collect the logits of the whole vocabulary, and the most likely token of each block of 1024.
 
-    With packets, waits for those of all ranks, at most `timeout_ns`. A logit that is not finite sets the fault word.
-    Oracle: `collect_logits_ref`.
+    With packets, the kernel waits for the packets of all ranks, at most `timeout_ns`. A logit that is not finite sets
+    the fault word. Oracle: `collect_logits_ref`.
 
     Args:
         gathered: [world, B, rows] fp32, used without packets.
@@ -190,11 +190,11 @@ def finish_step(
     hits: Tensor | None = None,
     hits_ring: Tensor | None = None,
 ) -> None:
-    """The last kernel of a step: write each request's next token into the state of the next step, and to the host.
+    """Launch the last kernel of a step: it writes each request's next token for the next step and for the host.
 
     Args:
         best, best_token: from `collect_logits`.
-        sampled: [B] int64, tokens chosen otherwise; None: take the most likely token, the lowest id among equals.
+        sampled: [B] int64, tokens from the sampler; None: take the most likely token, the lowest id among equals.
         token_ids: [B] int64, written.
         seq_lens: [B] int32, increased by 1, up to `capacity`.
         ring: [RING_STEPS, RING_HEADER + B] int64, in pinned host memory.

@@ -1,11 +1,11 @@
-"""Top-k / top-p sampling inside a captured step: the token that a sort of all logits would find, without the sort.
+"""Top-k / top-p sampling inside a captured step. It chooses the same token as a full sort would, without sorting.
 
 Tokens are ordered by logit, largest first, and among equals by id, lowest first. Three *cuts* are positions in this
 order: the end of the first `top_k` tokens, the end of a share `top_p` of their probability, and the token that the
 random number draws. A radix select finds each cut, digit by digit of the logit's 32-bit sort key. One launch makes a
-histogram over the next digit of the tokens whose digits so far equal those of the cut. In the next launch every program
-finds the digit in the histogram by itself. All cuts share the histogram of the first digit, because what lies before a
-position does not depend on where the order is cut off.
+histogram of the next digit, over the tokens whose earlier digits equal those of the cut. In the next launch every
+program finds the cut's digit in this histogram by itself. All cuts share the histogram of the first digit, because it
+counts all tokens.
 
 Probabilities are summed as integers, 2^45 for the most likely token of 128K. Integer sums do not depend on the order of
 additions, so all ranks choose the same token. Oracle: `alspec.runtime.decode.eager_sampling.sample`.
@@ -82,7 +82,7 @@ class Sampler:
         )
 
     def set(self, temperature: float, top_k: int, top_p: float, seed: int) -> None:
-        """Use these settings, which must have the same cuts, from the next step on. seed: 63 bits."""
+        """Use these settings from the next step on. They must have the same cuts as before. seed: 63 bits."""
         self.shares.copy_(torch.tensor([temperature, top_p], dtype=torch.float64))
         self.numbers.copy_(torch.tensor([top_k, seed], dtype=torch.int64))
 
@@ -134,7 +134,7 @@ def _find_group(counts, weights, target, count, weight, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def _find_digit(counts_ptr, weights_ptr, target, count, weight, BY_COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """As `_find_group`, for the digits of a table [SIZE]. First the row: sums over the whole table are slower."""
+    """As `_find_group`, for the digits of a table [SIZE]. Finds the row first: sums over the whole table are slower."""
     column = tl.arange(0, ROW)
     offsets = tl.arange(0, SIZE // ROW)[:, None] * ROW + column[None, :]
     weights = tl.sum(tl.load(weights_ptr + offsets), 1)
@@ -174,7 +174,7 @@ def _add_to_histogram(
 
 @triton.jit
 def _load_block(logits_ptr, best_ptr, request, vocab_size, C: tl.constexpr, C_PAD: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's logits, their sort keys and the mask of those that exist; and the request's largest logit."""
+    """Load this program's logits. Returns them, their sort keys, their mask, and the request's largest logit."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = tokens < vocab_size
     x = tl.load(logits_ptr + request.to(tl.int64) * vocab_size + tokens, mask=mask, other=float("-inf"))
@@ -225,7 +225,7 @@ def _first_digit_kernel(
 
 @triton.jit
 def _kept_weight(counts_ptr, weights_ptr, state_ptr, max_logit, temperature, CUT: tl.constexpr, SCALE: tl.constexpr):
-    """Weight of the tokens that a cut keeps: all before its last logit, and as many tokens with that logit as it takes.
+    """Return the weight of the tokens that a cut keeps: all with a larger logit, and some with the logit of the cut.
 
     counts_ptr, weights_ptr: tables of the cut's third digit.  state_ptr: of the launch that made them.
     """
@@ -252,7 +252,7 @@ def _cut_target(
     request, max_logit, temperature, seq_lens_ptr, shares_ptr, numbers_ptr, counts_ptr, weights_ptr, state_ptr,
     TABLE: tl.constexpr, CUT: tl.constexpr, CUT_BEFORE: tl.constexpr, TABLES: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The target of a cut: a number of tokens, or a share of the weight that the previous cut keeps.
+    """Return the target of a cut: a number of tokens, or a share of the weight that the previous cut keeps.
 
     TABLE: the first table of the cut.  CUT_BEFORE: the previous cut, or None.
     """
@@ -291,7 +291,7 @@ def _next_digit_kernel(
     weights_ptr,  # [B, tables] int64
     state_ptr,  # [B, TABLES, STATE] int64
     vocab_size,
-    TABLE: tl.constexpr,  # the table made here: of the cut's second digit if odd, of its third if even
+    TABLE: tl.constexpr,  # the table that this launch fills: of the cut's second digit if odd, of its third if even
     CUT: tl.constexpr,
     CUT_BEFORE: tl.constexpr,  # the previous cut, or None
     TABLES: tl.constexpr,

@@ -1,12 +1,12 @@
 """The handover between paired groups, over LL packets: x, the newest k and v, and `A~` of a layer; at the end x alone.
 
-A group that computes pushes each of them from the kernel that makes it: `reduce_norm` pushes x (for the next layer, or
-after the last one), `qkv_rope_append` pushes k and v, attention pushes `A~`. The receiver waits for each packet. Roles
-and verdicts are in roles.py. A receiver that computes on a rejected `A~` also pushes; its paired rank is the sender and
-does not read that. Layer 0 needs no x: both groups have the embedding.
+The kernel that computes a value also pushes it: `reduce_norm` pushes x (for the next layer, or after the last one),
+`qkv_rope_append` pushes k and v, attention pushes `A~`. The receiver waits for each packet. Roles and verdicts are in
+roles.py. A receiver that computes on a rejected `A~` also pushes; its paired rank is the sender and does not read these
+packets. Layer 0 needs no x: both groups have the embedding.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, S sums of squares
-of each request, R pairs of sums of each request, M = hidden + 2 Hkv D packets of a request's message: x, k and v.
+of each request, R (dist2, norm2) pairs per request, M = hidden + 2 Hkv D packets of a request's message: x, k and v.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def store_message(
 
 
 def pair_spec_output(pair: PairState, layer: int, chunk_size: int, sums: Tensor) -> SpecOutput:
-    """Where the attention of a layer's sender writes `A~` (the paired rank's mailbox) and the sums for the verdict.
+    """Return where a sender's attention writes `A~` (the paired rank's mailbox) and the sums for the verdict.
 
     Args:
-        sums: [B, R, 2] fp32, written: dist2 and norm2 of parts of heads.
+        sums: [B, R, 2] fp32, written: (dist2, norm2) of slices of heads.
     """
     mailbox, in_parts = pair.paired, pair.shape.spec_parts > 1
     return SpecOutput(
@@ -76,7 +76,7 @@ def pair_spec_output(pair: PairState, layer: int, chunk_size: int, sums: Tensor)
 
 
 def cache_args(cache: CacheLayer) -> tuple[Tensor | int | None, ...]:
-    """k_ptr, v_ptr, tail_ptr, tail_scale_ptr and capacity for `store_message`."""
+    """Return the arguments k_ptr, v_ptr, tail_ptr, tail_scale_ptr and capacity of `store_message`."""
     if isinstance(cache, KVLayer):
         return cache.k, cache.v, None, None, cache.k.shape[2]
     return None, None, cache.tail, cache.tail_scale, 0
@@ -192,8 +192,8 @@ def receive_handover(
 ) -> None:
     """Receive k, v and `A~` from the paired rank, and from layer 1 on x. Gate: `is_receiver`.
 
-    Waits at most `timeout_ns` for each packet. Launch it after the sender's kernels of the layer: their gate is closed
-    on a receiver, so that nothing delays the post-attention after `A~`.
+    Waits at most `timeout_ns` for each packet. Launch it after the sender's kernels of the layer. Their gate is
+    closed on a receiver, so that they do not delay post-attention after `A~` has arrived.
 
     Args:
         x: [B, hidden] fp32, written.
@@ -204,7 +204,8 @@ def receive_handover(
     """
     shape, exchange, own = pair.shape, pair.exchange, pair.own
     # One packet for each thread, because a thread polls its packets one after the other. With several partials, a
-    # channel has several packets; then programs are larger, not more: on a sender, every program starts only to return.
+    # channel has several packets. Then each program has more threads, instead of more programs: on a sender, every
+    # program starts only to return.
     block = BLOCK if shape.spec_parts == 1 else 4 * BLOCK
     values = block if shape.spec_parts == 1 else block // (2 * triton.next_power_of_2(shape.spec_parts))
     spec_blocks = triton.cdiv(shape.num_qo_heads * shape.head_dim, values)

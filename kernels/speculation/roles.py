@@ -2,14 +2,12 @@
 
 Source: Attention-Level Speculation, section 4.2 and Algorithm 2. The rules on the host: alspec/priority.py.
 
-Every rank launches the same kernels. Two priorities, (own group, other group), select what a rank skips. Before layer l
-they are
+Every rank launches the same kernels. Two priorities, (own group, other group), select what a rank skips. Before layer 0
+they are (2, 0) on the sender and (0, 2) on the receiver. Before any later layer they are
 
-    (2, 0)  sender, layer 0
-    (0, 2)  receiver, layer 0
-    (2, 1)  sender, last output rejected
-    (0, 1)  last output accepted: receiver from now on
-    (1, 2)  receiver, verdict not yet known
+    (2, 1)  on the sender of the previous layer, if its A~ was rejected: it stays the sender
+    (0, 1)  on the sender of the previous layer, if its A~ was accepted: it is the receiver from now on
+    (1, 2)  on the receiver of the previous layer, which does not know the verdict yet
 
 One layer; [g] = skipped when gate g is 0:
 
@@ -21,11 +19,11 @@ One layer; [g] = skipped when gate g is 0:
     o_proj, all-reduce, norm  [GATE_O]
     MLP, all-reduce, norm     [GATE_MLP]
 
-The gates of pre- and post-attention are 1 while the own priority is not 0. On a receiver, `reduce_norm` may close them
-earlier, when the verdict is a reject. A rank sends its packets to the rank with the same `tp_rank` in the other group
-(pair_state.py). The data that it hands over is described in handover.py.
+The gates of pre- and post-attention are open unless this group's priority is 0. On a receiver, `reduce_norm` may close
+them earlier, when the verdict is a reject. A rank sends its packets to the rank with the same `tp_rank` in the other
+group (pair_state.py). handover.py describes the data that the sender hands over.
 
-Shapes: B requests, L layers, T ranks of a group, R pairs of sums of a request.
+Shapes: B requests, L layers, T ranks of a group, R (dist2, norm2) pairs per request.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_car
 __all__ = ["add_sums", "decide", "request_verdicts", "step_barrier", "squared_threshold", "update_roles"]
 
 NUM_GATES, GATE_STRIDE = tl.constexpr(pair_state.NUM_GATES), tl.constexpr(pair_state.GATE_STRIDE)
-# Pairs of sums that `add_sums` loads at once for each request: with 8 requests, more do not fit a warp's registers.
+# (dist2, norm2) pairs that `add_sums` loads at once per request: 256 is what fits a warp's registers for 8 requests.
 SUMS_LOADED = tl.constexpr(256)
 
 
-@triton.jit(do_not_specialize=["rank", "timeout_ns", "code"])
+@triton.jit(do_not_specialize=["rank", "timeout_ns", "late_code"])
 def _step_barrier_kernel(
     barrier_ptr,  # [WORLD] int64
     peers_ptr,  # [WORLD] int64: address of each rank's `barrier`
@@ -58,7 +56,7 @@ def _step_barrier_kernel(
     fault_ptr,  # [1] int32
     rank,
     timeout_ns,
-    code,
+    late_code,
     WORLD: tl.constexpr,
     PAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -71,7 +69,7 @@ def _step_barrier_kernel(
     ranks = tl.arange(0, PAD)
     address = tl.load(peers_ptr + ranks, mask=ranks < WORLD, other=0) + 8 * rank
     store_packets(address.to(tl.pointer_type(tl.int64)), tl.zeros([PAD], tl.float32), epoch, ranks < WORLD)
-    wait_packets(barrier_ptr + ranks, ranks < WORLD, epoch, timeout_ns, fault_ptr, code + ranks)
+    wait_packets(barrier_ptr + ranks, ranks < WORLD, epoch, timeout_ns, fault_ptr, late_code + ranks)
 
 
 def step_barrier(pair: PairState, timeout_ns: int) -> None:
@@ -92,16 +90,18 @@ def step_barrier(pair: PairState, timeout_ns: int) -> None:
 
 @triton.jit
 def _set_gates(gates_ptr, is_open):
-    """Set all gates of the layer now, and that of the next pre-attention.
+    """Set the o and MLP gates of this layer, and the pre-attention gate of the next layer.
 
-    Kernels test them before `griddepcontrol.wait` to decide whether to prefetch weights. With the gates of the previous
-    layer they would prefetch for nothing, or too late. `reduce_norm` may close later ones again.
+    A dependent launch starts before the previous kernel has finished. A kernel that reads weights tests its gate before
+    `griddepcontrol.wait`, to decide whether to prefetch them, and again after it, to decide whether to compute. So all
+    gates are set here: an old gate makes such a kernel prefetch needlessly, or miss the prefetch. `reduce_norm` may
+    close later gates again.
     """
     for gate in tl.static_range(NUM_GATES):
         tl.store(gates_ptr + gate * GATE_STRIDE, is_open)
 
 
-@triton.jit(do_not_specialize=["layer", "num_layers", "timeout_ns", "code"])
+@triton.jit(do_not_specialize=["layer", "num_layers", "timeout_ns", "late_code"])
 def _update_roles_kernel(
     verdicts_ptr,  # [L, B + 1] int64
     priority_ptr,  # [2] int32
@@ -114,12 +114,12 @@ def _update_roles_kernel(
     layer,
     num_layers,
     timeout_ns,
-    code,
+    late_code,
     B: tl.constexpr,
     P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid [1]. Writes the gates of all later launches: each of them waits until this kernel has finished."""
+    """Grid [1]. Writes the gates of later launches. Each of them computes only after this kernel has finished."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -129,15 +129,15 @@ def _update_roles_kernel(
         epoch = tl.load(epoch_ptr)
         lane = tl.arange(0, P)
         ptrs = verdicts_ptr + (layer - 1) * (B + 1) + lane
-        verdicts = wait_packets(ptrs, lane <= B, epoch, timeout_ns, fault_ptr, code + tl.zeros_like(lane))
+        verdicts = wait_packets(ptrs, lane <= B, epoch, timeout_ns, fault_ptr, late_code + tl.zeros_like(lane))
         tl.store(hits_ptr + (layer - 1) * B + lane, (verdicts == 1.0).to(tl.int32), mask=lane < B)
         accepted = tl.sum(((lane == B) & (verdicts == 1.0)).to(tl.int32), 0)
         other = tl.where(accepted == 1, 0, 2)
     is_sender = own > other
     tl.store(is_sender_ptr, is_sender.to(tl.int32))
     tl.store(is_receiver_ptr, 1 - is_sender.to(tl.int32))
-    # While handing over: sender 2, receiver 1. After the last layer reset to (2, 0) for the next step: both groups have
-    # the right x then.
+    # While handing over: sender 2, receiver 1. After the last layer: sender 2, receiver 0. Both groups then get the
+    # right x, so the last sender starts the next step.
     receiver = tl.where(layer == num_layers, 0, 1)
     new_own = tl.where(is_sender, 2, receiver)
     tl.store(priority_ptr, new_own)
@@ -148,13 +148,13 @@ def _update_roles_kernel(
 def update_roles(pair: PairState, layer: int, hits: Tensor, timeout_ns: int) -> None:
     """Set this layer's roles from the verdict on the previous layer.
 
-    Writes `is_sender`, `is_receiver`, the gates, and the priorities during the handover. The receiver of the previous
-    layer waits for its verdict, at most `timeout_ns`; a late verdict counts as a reject. With `layer = L`, after the
-    last layer, `is_sender` and `is_receiver` apply to the residual stream, and the priorities are those of the next
-    step. Rules: `alspec.priority`.
+    Writes `is_sender`, `is_receiver`, the gates, and the priorities that hold during the handover. The receiver of the
+    previous layer waits for the verdict, at most `timeout_ns`; a late verdict counts as a reject. With `layer = L`,
+    after the last layer, `is_sender` and `is_receiver` say who sends x in `receive_residual`, and the priorities are
+    already those of the next step. Rules: `alspec.priority`.
 
     Args:
-        hits: [L, B] int32; the row of the previous layer is written on its receiver.
+        hits: [L, B] int32; the receiver of the previous layer writes row `layer - 1`.
         timeout_ns: longest wait for the verdict.
     Capture: graph-safe; allocates nothing.
     """
@@ -170,7 +170,7 @@ def update_roles(pair: PairState, layer: int, hits: Tensor, timeout_ns: int) -> 
 
 @triton.jit
 def add_sums(sums_ptr, B: tl.constexpr, B_PAD: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr):
-    """Add up dist2 and norm2 of each request: [B, SUMS, 2] fp32 to [2 B_PAD], a request's two side by side."""
+    """Add up dist2 and norm2 of each request: [B, SUMS, 2] fp32 to [2 B_PAD], two adjacent values per request."""
     lane, total = tl.arange(0, 2 * B_PAD), tl.zeros([2 * B_PAD], tl.float32)
     BLOCK_SUMS: tl.constexpr = min(SUMS_PAD, SUMS_LOADED)
     for first in tl.static_range(0, SUMS_PAD, BLOCK_SUMS):
@@ -183,16 +183,16 @@ def add_sums(sums_ptr, B: tl.constexpr, B_PAD: tl.constexpr, SUMS: tl.constexpr,
 
 @triton.jit
 def request_verdicts(
-    total, live_ptr, forced_ptr, layer, threshold2, ALWAYS: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr
+    total, live_ptr, forced_ptr, layer, threshold2, ACCEPT_ALL: tl.constexpr, B: tl.constexpr, B_PAD: tl.constexpr
 ):
-    """Each request's verdict [B_PAD], False where it is not live, and the layer's verdict.
+    """Return each request's verdict [B_PAD], False for ended requests, and the layer's verdict.
 
         accept = dist2 < threshold^2 norm2;  layer: every live request accepts
 
     total: [2 B_PAD], dist2 and norm2 of each request.
     """
     dist2, norm2 = tl.split(tl.reshape(total, [B_PAD, 2]))
-    accepted = (dist2 < norm2 * threshold2) | ALWAYS
+    accepted = (dist2 < norm2 * threshold2) | ACCEPT_ALL
     if forced_ptr is not None:
         # Read the sums even if the verdict is forced, so that forced runs take as long as real ones.
         forced = tl.load(forced_ptr + layer)
@@ -202,7 +202,7 @@ def request_verdicts(
     return accepted & is_live, tl.sum((is_live & ~accepted).to(tl.int32), 0) == 0
 
 
-@triton.jit(do_not_specialize=["layer", "rank", "timeout_ns", "code"])
+@triton.jit(do_not_specialize=["layer", "rank", "timeout_ns", "late_code"])
 def _decide_kernel(
     sums_ptr,  # [B, SUMS, 2] fp32
     live_ptr,  # [B] int32
@@ -215,13 +215,13 @@ def _decide_kernel(
     gates_ptr,  # [3, GATE_STRIDE] int32
     epoch_ptr,  # [1] int32
     fault_ptr,  # [1] int32
-    gate_ptr,  # [1] int32
+    is_sender_ptr,  # [1] int32
     layer,
     rank,
     timeout_ns,
-    code,
+    late_code,
     threshold2,
-    ALWAYS: tl.constexpr,
+    ACCEPT_ALL: tl.constexpr,
     B: tl.constexpr,
     B_PAD: tl.constexpr,
     SUMS: tl.constexpr,
@@ -234,7 +234,7 @@ def _decide_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if tl.load(gate_ptr) == 0:
+    if tl.load(is_sender_ptr) == 0:
         return
     epoch = tl.load(epoch_ptr)
     total = add_sums(sums_ptr, B, B_PAD, SUMS, SUMS_PAD)
@@ -245,14 +245,14 @@ def _decide_kernel(
             base = tl.load(peers_ptr + peer).to(tl.pointer_type(tl.int64))
             store_packets(base + (layer * T + rank) * (2 * B) + lane, total, epoch, mask)
         ranks = tl.arange(0, T_PAD)
-        codes = (code + ranks)[:, None] + tl.zeros([T_PAD, 2 * B_PAD], tl.int32)
+        codes = (late_code + ranks)[:, None] + tl.zeros([T_PAD, 2 * B_PAD], tl.int32)
         ptrs = packets_ptr + (layer * T + ranks)[:, None] * (2 * B) + lane[None, :]
         rank_sums = wait_packets(ptrs, (ranks < T)[:, None] & mask[None, :], epoch, timeout_ns, fault_ptr, codes)
         # Add in rank order: all ranks get the same bits, so the same verdict.
         total = tl.sum(tl.where((ranks == 0)[:, None], rank_sums, 0.0), 0)
         for source in tl.static_range(1, T):
             total += tl.sum(tl.where((ranks == source)[:, None], rank_sums, 0.0), 0)
-    accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
+    accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ACCEPT_ALL, B, B_PAD)
     requests = tl.arange(0, B_PAD)
     # Send to the paired rank first: it is waiting.
     dst = verdicts_ptr + layer * (B + 1)
@@ -276,7 +276,7 @@ def decide(
     timeout_ns: int,
     forced: Tensor | None = None,
 ) -> None:
-    """Compute the sender's verdict; send it to the paired rank; set the own priority and gates. Gate: `is_sender`.
+    """Compute the sender's verdict, send it to the paired rank, set this rank's priority and gates. Gate: `is_sender`.
 
         request accepts:  dist2 < threshold^2 norm2, summed over all heads of the group
         layer accepts:    every live request accepts
@@ -294,12 +294,12 @@ def decide(
         ValueError: `threshold` is negative or NaN.
     Capture: graph-safe; allocates nothing.
     """
-    threshold2, always = squared_threshold(threshold)
+    threshold2, accept_all = squared_threshold(threshold)
     shape, exchange = pair.shape, pair.exchange
     compiled = jit_launch(_decide_kernel, (1,))(
         sums, live, forced, hits, pair.own.sums, pair.sums_peers, pair.paired.verdicts, pair.priority,
         pair.gates, exchange.epoch, exchange.fault, pair.is_sender, layer, exchange.tp_rank, timeout_ns,
-        fault_code(LATE_PACKET, 2 * layer, exchange.rank - exchange.tp_rank), threshold2, ALWAYS=always,
+        fault_code(LATE_PACKET, 2 * layer, exchange.rank - exchange.tp_rank), threshold2, ACCEPT_ALL=accept_all,
         B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), SUMS=sums.shape[1],
         SUMS_PAD=triton.next_power_of_2(sums.shape[1]), T=shape.tp_size, T_PAD=triton.next_power_of_2(shape.tp_size),
         num_warps=1, **pdl_options(sums.device),
@@ -308,12 +308,12 @@ def decide(
 
 
 def squared_threshold(threshold: float) -> tuple[float, bool]:
-    """Return threshold^2 as the kernels compare with it, in fp32, and whether every `A~` is accepted (lambda = inf).
+    """Return threshold^2, the fp32 value that the kernels use, and whether every `A~` is accepted (lambda = inf).
 
     Raises:
         ValueError: `threshold` is negative or NaN.
     """
     if not threshold >= 0:
         raise ValueError(f"threshold: expected a number >= 0, found {threshold}")
-    always = math.isinf(threshold)
-    return 0.0 if always else float(torch.tensor(threshold * threshold, dtype=torch.float32)), always
+    accept_all = math.isinf(threshold)
+    return 0.0 if accept_all else float(torch.tensor(threshold * threshold, dtype=torch.float32)), accept_all

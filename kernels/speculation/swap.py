@@ -1,15 +1,15 @@
 """Paired decoding over collectives, where ranks cannot write each other's memory: handover by swapped buffers.
 
 A collective cannot be skipped on one rank. So paired ranks always send each other a handover buffer, although only the
-sender's is read. Every rank sends its verdict to all ranks, although only the sending group's counts. Each layer has
-three gates:
+sender's buffer is read. Every rank sends its verdict to all ranks, although only the sender's verdict counts. Each
+layer has three gates:
 
-    is_sender, is_receiver  roles; swapped after each accepted `A~`, and carried over from the last step to layer 0
-    recompute               sender whose `A~` was rejected: it computes on `A` what its receiver computes on `A~`
+    is_sender, is_receiver  roles; swapped after each accepted `A~`; layer 0 takes the final roles of the last step
+    recompute               on a sender whose `A~` was rejected: it repeats on `A` what the receiver computed on `A~`
 
 One layer has three branches between a fork and a join; [g] = skipped when gate g is 0:
 
-    predictor                        [is_sender]    A~ into the own handover buffer
+    predictor                        [is_sender]    A~ into its handover buffer
     pack_handover                    [is_sender]    x, k, v into it
     fork
       spec branch:
@@ -26,13 +26,13 @@ One layer has three branches between a fork and a join; [g] = skipped when gate 
         apply_verdict                               roles of the next layer
     join
 
-A sender knows its own verdict before the other group does, and continues while the verdict travels. On no rank do both
-the spec branch and the main branch run post- and pre-attention, so both use the same activation buffers. Each layer has
-its own gates, because these two branches read them while the verdict branch sets those of the next layer.
+A sender has its verdict before the other group does, and continues while the verdict travels. On each rank only one of
+the spec branch and the main branch runs post- and pre-attention, so both use the same activation buffers. Each layer
+has separate gates: the two branches read this layer's gates while the verdict branch sets the gates of the next layer.
 
 Shapes: B requests, L layers, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity, T ranks of a
-group, R pairs of sums of a request for its verdict, S sums of squares of each request, M = hidden + 2 Hkv D values of a
-request's message: x and the newest k and v.
+group, R (dist2, norm2) pairs per request, S partial sums of x^2 per request, M = hidden + 2 Hkv D values of a request's
+message: x and the newest k and v.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ class Swap:
 
     shape: PairShape
     group: int
-    # [2, B Hq D + B M, rounded up to a multiple of 4] fp32: A~, then x, k, v of each group
+    # [2, B Hq D + B M, rounded up to a multiple of 4] fp32: for each group A~, then x, k, v
     handover_buffers: Tensor
     residuals: Tensor  # [2, B, hidden] fp32: each group's x after the last layer
     sums: Tensor  # [T, B, R, 2] fp32: dist2 and norm2 of parts of heads, from each rank of the group
-    verdicts: Tensor  # [2 T, B + 1] int32, from each rank of the job: each request's verdict, then the layer's
+    verdicts: Tensor  # [2 T, B + 1] int32, a row from each rank of the job: each request's verdict, then the layer's
     # [3, L + 1, GATE_STRIDE] int32: is_sender, is_receiver, recompute; the gate is the first word of each row
     gate_buffer: Tensor
     spec_branch: Exchange  # partial sums of the spec branch
@@ -142,7 +142,7 @@ class Swap:
         )  # fmt: skip
 
     def gates(self, layer: int) -> Gates:
-        """The gates of a layer; layer L: of what follows the last layer."""
+        """Return the gates of a layer. Layer L stands for the launches after the last layer."""
         return Gates(*(word[:1] for word in self.gate_buffer[:, layer]))
 
     @property
@@ -151,7 +151,7 @@ class Swap:
         return self.sums[self.spec_branch.tp_rank]
 
     def spec_output(self, chunk_size: int) -> SpecOutput:
-        """For the attention of a layer: `A~` into this group's handover buffer, the sums into `own_sums`."""
+        """Return where attention writes: `A~` into this group's handover buffer, the sums into `own_sums`."""
         spec_out, shape = self.handover_parts(self.group)[0], self.shape
         return SpecOutput(
             chunk_size, spec_out.view(shape.batch_size, shape.num_qo_heads, shape.head_dim), self.own_sums
@@ -166,7 +166,7 @@ class Swap:
 
     @contextmanager
     def fork(self, branch: Literal["spec", "verdict"]) -> Iterator[None]:
-        """Launches in this block run after those before it, and concurrently with those after it until `join`."""
+        """Run the launches of this block after earlier launches, and concurrently with later launches until `join`."""
         if self.streams is None:
             yield
             return
@@ -176,15 +176,15 @@ class Swap:
             yield
 
     def join(self) -> None:
-        """Later launches run after all branches.
+        """Make later launches run after all branches.
 
-        The first of them must not be a programmatic dependent launch: that waits for one kernel, not for three.
+        The next launch must not be a programmatic dependent launch, which would wait for one kernel instead of three.
         """
         for stream in self.streams or ():
             torch.cuda.current_stream().wait_stream(stream)
 
     def next_step(self) -> None:
-        """After the last layer: the final roles become those of layer 0 of the next step."""
+        """Copy the roles after the last layer to layer 0 of the next step."""
         self.gate_buffer[:, 0].copy_(self.gate_buffer[:, -1])
 
 
@@ -193,7 +193,7 @@ def _load_message(
     index, request, x_ptr, k_ptr, v_ptr, seq_lens_ptr, capacity, HIDDEN: tl.constexpr, HKV: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Channels `index` of a request's message (x, then the newest k and v), fp32; and which of them exist."""
+    """Channels `index` of a request's message (x, then the newest k and v) as fp32, and their mask."""
     mask = index < HIDDEN
     value = tl.load(x_ptr + request * HIDDEN + index, mask=mask, other=0.0)
     if k_ptr is not None:
@@ -397,7 +397,7 @@ def _decide_kernel(
     rank,
     layer,
     threshold2,
-    ALWAYS: tl.constexpr,
+    ACCEPT_ALL: tl.constexpr,
     B: tl.constexpr,
     B_PAD: tl.constexpr,
     SUMS: tl.constexpr,
@@ -413,7 +413,7 @@ def _decide_kernel(
     # Add in rank order: all ranks of the group get the same bits, so the same verdict.
     for tp_rank in tl.static_range(T):
         total += add_sums(sums_ptr + tp_rank * (B * SUMS * 2), B, B_PAD, SUMS, SUMS_PAD)
-    accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ALWAYS, B, B_PAD)
+    accepted, verdict = request_verdicts(total, live_ptr, forced_ptr, layer, threshold2, ACCEPT_ALL, B, B_PAD)
     requests = tl.arange(0, B_PAD)
     tl.store(recompute_ptr, tl.where(verdict, 0, tl.load(is_sender_ptr)))
     verdict_ptr = verdicts_ptr + rank * (B + 1)
@@ -435,11 +435,11 @@ def decide(swap: Swap, layer: int, live: Tensor, threshold: float, forced: Tenso
         ValueError: `threshold` is negative or NaN.
     Capture: graph-safe; allocates nothing.
     """
-    threshold2, always = squared_threshold(threshold)
+    threshold2, accept_all = squared_threshold(threshold)
     shape, gates = swap.shape, swap.gates(layer)
     compiled = jit_launch(_decide_kernel, (1,))(
         swap.sums, live, forced, swap.verdicts, gates.is_sender, gates.recompute, swap.spec_branch.rank, layer,
-        threshold2, ALWAYS=always, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
+        threshold2, ACCEPT_ALL=accept_all, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
         SUMS=swap.sums.shape[2], SUMS_PAD=triton.next_power_of_2(swap.sums.shape[2]), T=shape.tp_size,
         num_warps=1, **pdl_options(live.device),
     )  # fmt: skip

@@ -72,7 +72,7 @@ class AllReduce:
         self._next_epoch()
 
     def nothing(self) -> None:
-        """As many launches as `ours`, with the same grids, that do nothing."""
+        """Launch empty kernels, as many as `ours` and with the same grids."""
         device = self.partial.device
         for _ in range(REDUCTIONS):
             nothing((HIDDEN // PUSHED, self.batch_size), 2, device)
@@ -102,7 +102,7 @@ class AllReduce:
 
     @property
     def rivals(self) -> dict[str, tuple[Callable[[], None], int, int]]:
-        """The other all-reduces that work here, in the form of `time_chains`."""
+        """Return the other all-reduces that work here, as `chains` of `time_chains`."""
         found: dict[str, tuple[Callable[[], None], int, int]] = {"nccl": (self.nccl, RIVAL_CALLS, 1)}
         if self._symmetric is not None:
             found["torch.symm_mem.one_shot"] = (self.one_shot, RIVAL_CALLS, 1)

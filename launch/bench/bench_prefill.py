@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from alspec.kernels.attention.oracles import int8_prefill_attention_ref
 from alspec.kernels.attention.prefill.int8_prefill import int8_prefill_attention
-from alspec.kernels.attention.reference import int8_prefill_attention_ref
-from alspec.kernels.attention.torch_ref import newest_causal_mask, prefill_attention
+from alspec.kernels.attention.torch_attention import newest_causal_mask, prefill_attention
 from alspec.launch.bench.bench_common import check_close
 
 __all__ = ["PREFILL_CASES", "PrefillCase", "check_prefill", "prefill_runs"]

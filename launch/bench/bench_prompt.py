@@ -80,7 +80,7 @@ def prompt_flops(config: LlamaConfig, num_tokens: int) -> int:
 
 
 def matrix_peak(device: torch.device) -> float:
-    """Operations/s of a product of two bf16 matrices: the median of `PRODUCTS` in a row, after a warm-up."""
+    """Measure operations/s of a bf16 matrix product: the median of `PRODUCTS` in a row, after a warm-up."""
     size = MATRIX_SIZE
     # Not zeros: a GPU multiplies zeros faster.
     a, b = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
@@ -172,7 +172,7 @@ def _measure(engine: Engine, context: int, peak: float) -> Row:
         "us": {name: round(value, 3) for name, value in us.items()},
         "prompts": len(samples),
         "flops": flops,
-        "tflop_s": round(rate / 1e12, 3),  # of one GPU; so are the next two
+        "tflop_s": round(rate / 1e12, 3),  # of one GPU, like the next two fields
         "peak_tflop_s": round(peak / 1e12, 3),
         "share_of_peak": round(rate / peak, 4),
         "memory_bytes": used_bytes,  # peak of PyTorch's tensors on the fullest GPU; 0 on the CPU

@@ -9,7 +9,7 @@ from torch import Tensor
 from alspec.errors import RankFailureError
 from alspec.kernels.attention.decode.lean_decode import SpecOutput, lean_decode_attention, spec_parts
 from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
-from alspec.kernels.attention.reference import decode_attention_ref
+from alspec.kernels.attention.oracles import decode_attention_ref
 from alspec.kernels.bench.measuring import NEVER, POLLED, compare_clocks, stamp_time, watch_packets
 from alspec.kernels.comm.ll_packets import unpack_packets
 from alspec.kernels.common.jit_launch import num_sms
@@ -27,7 +27,7 @@ WATCHERS, WATCHERS_PER_SM = 6, 28
 # Delay the first launch until everything after it is queued and the waiting kernels poll.
 HEAD_START_CYCLES = 2_000_000
 DEADLINE_NS = 50_000_000
-ROUNDS = 16  # packets sent there and back, to compare two clocks
+ROUNDS = 16  # round trips of a packet, to compare the clocks of two GPUs
 TOLERANCE = 1e-2
 
 
@@ -77,7 +77,7 @@ class _Clocks:
         self.first += ROUNDS
 
     def ahead_ns(self) -> float:
-        """The difference in ns by the last exchange, which must have ended.
+        """Return the clock difference in ns, from the last exchange, which must have ended.
 
         Raises:
             RankFailureError: a packet did not arrive in time.
@@ -137,7 +137,7 @@ def spec_ready_us(q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, chunk_size:
             if clocks is not None:
                 clocks.start()
             with torch.cuda.device(there):
-                watch.start(-1)  # this epoch never comes: the kernel waits until its deadline
+                watch.start(-1)  # no packet has this epoch: the kernel waits until its deadline
             _synchronize(here, there)
             watch.reset()
         if clocks is not None:

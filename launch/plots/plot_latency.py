@@ -22,7 +22,7 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
         p20, p50, p80 = ([row["us"][name] / 1e3 for row in line] for name in ("p20", "p50", "p80"))
         axes.fill_between(contexts, p20, p80, alpha=0.3)
         axes.plot(contexts, p50, marker="o", label=f"{label}{_measured_hits(line)}, p50 (band: p20 to p80)")
-    # No limit for a pair: its skipped launches do not read their weights.
+    # No limit for a pair: it skips launches, which then do not read their weights.
     off = [row for row in rows if row["case"]["mode"] == "off"]
     for codec, style in zip(
         dict.fromkeys(row["case"]["kv_cache"] for row in off), ("--", ":", "-.", "-"), strict=False
@@ -44,7 +44,7 @@ def draw(picture: Path, rows: list[dict[str, Any]], title: str) -> None:
 
 
 def _label(row: dict[str, Any]) -> str:
-    """The name of a line, such as `off` or `paired over turbo4, 88% hits (forced)`. Measured rates are not in it."""
+    """Return the name of a line, such as `off` or `paired over turbo4, 88% hits (forced)`, without measured rates."""
     case = row["case"]
     name = case["mode"] + ("" if case["kv_cache"] == "bf16" else f" over {case['kv_cache']}")
     if case["hit_rate"] is None:

@@ -117,7 +117,7 @@ def shows_color() -> bool:
 
 
 def _shade(hit_rate: float) -> Style:
-    """From red (every layer rejected A~) to green (every layer accepted it)."""
+    """Return a colour from red (every layer rejected A~) to green (every layer accepted A~)."""
     return Style(
         bgcolor=Color.from_rgb(200 * (1 - hit_rate), 60 + 80 * hit_rate, 60), color=Color.from_rgb(255, 255, 255)
     )

@@ -102,7 +102,7 @@ def _add_flags(parser: argparse.ArgumentParser, schema: type[BaseModel]) -> None
 
 
 def _written(default: Any) -> str:
-    """The default value, as the flag is written."""
+    """Return the default value in the spelling of the flag."""
     if isinstance(default, tuple):
         return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in default)
     return str(default)
@@ -187,7 +187,7 @@ def _set(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def check_distinct(config: BaseModel, config_file: Path | None) -> None:
-    """Refuse a file that two flags name if one of them writes it: the content of the other would be lost.
+    """Refuse a file that two flags name if the command writes it: the content for the other flag would be lost.
 
     Raises:
         UserError: names both flags, and the file.
@@ -247,7 +247,7 @@ def notify(notices: Iterable[str]) -> None:
 
 
 def cuts_without_effect(config: ChoiceConfig) -> list[str]:
-    """A notice if `--top-k` or `--top-p` is given and sampling is greedy."""
+    """Return notices: `--top-k` and `--top-p` have no effect if sampling is greedy."""
     given = [flag for flag, is_given in (("--top-k", config.top_k > 0), ("--top-p", config.top_p < 1.0)) if is_given]
     if not given or config.temperature > 0.0:
         return []
@@ -255,7 +255,7 @@ def cuts_without_effect(config: ChoiceConfig) -> list[str]:
 
 
 def speculation_without_effect(config: EngineConfig, advice: str) -> list[str]:
-    """A notice if `--threshold` or `--chunk` is given; call it in mode off, which does not speculate."""
+    """Return notices: `--threshold` and `--chunk` have no effect in mode off. Call it only in mode off."""
     default, own = SpeculationConfig(), config.speculation
     changed = (("--threshold", own.threshold != default.threshold), ("--chunk", own.chunk_size != default.chunk_size))
     given = [flag for flag, is_changed in changed if is_changed]

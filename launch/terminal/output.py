@@ -175,12 +175,12 @@ def _stream_at(path: Path) -> TextIO | None:
 
 
 def _is_open_already(path: Path) -> bool:
-    """Whether the name is that of an open file, such as /dev/stdout or /dev/fd/3."""
+    """Return whether the path names an open file, such as /dev/stdout or /dev/fd/3."""
     return os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
 
 
 def is_special(path: Path) -> bool:
-    """Whether the path cannot be replaced: a device, a pipe, or a file that is open, such as standard output."""
+    """Return whether the path cannot be replaced: a device, a pipe, or an open file such as standard output."""
     if os.path.exists(path) and not os.path.isfile(path):
         return True
     return _is_open_already(path) or _stream_at(path) is not None

@@ -126,7 +126,7 @@ def print_plan(config: GenerateConfig) -> None:
 
 
 def _what_speculation_changes(threshold: float, num_layers: int) -> str | None:
-    """A sentence on the error that accepted A~ add to a step's output.
+    """Return a sentence about the error that accepted A~ add to the output of a step.
 
     The unit is the norm of an attention output, taken to be equal in all layers. The constant of
     `high_probability_bound` is not known: it is taken to be 1.

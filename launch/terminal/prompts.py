@@ -72,7 +72,7 @@ def _is_batch(path: Path) -> bool:
 
 
 def _read(config: GenerateConfig) -> list[str | list[int]]:
-    """One text, or list of token ids, for each request."""
+    """Return one text, or one list of token ids, for each request."""
     if config.prompt_ids is not None:
         return [list(config.prompt_ids)]
     if config.prompt is not None:
@@ -161,9 +161,9 @@ def _encode(prompt: str | list[int], config: GenerateConfig, engine: Engine) -> 
         return prompt
     tokenizer = engine.text_tokenizer("use --prompt-ids or prompt_ids in a JSONL file")
     if not config.chat:
-        return tokenizer.encode(prompt, most_tokens=engine.most_tokens)
+        return tokenizer.encode(prompt, max_total_tokens=engine.max_total_tokens)
     # Check here: the error can name the flag and the position in its text.
     messages = [{"role": "user", "content": check_utf8(prompt, "prompt")}]
     if config.system is not None:
         messages.insert(0, {"role": "system", "content": check_utf8(config.system, "--system")})
-    return tokenizer.encode_chat(messages, most_tokens=engine.most_tokens)
+    return tokenizer.encode_chat(messages, max_total_tokens=engine.max_total_tokens)

@@ -35,12 +35,12 @@ def check_utf8(text: str, where: str) -> str:
 
 
 def is_there(path: Path) -> bool:
-    """Whether the path exists. A broken symbolic link counts, so that it is reported instead of ignored."""
+    """Return whether the path exists. A broken symbolic link counts, so that it is reported instead of ignored."""
     return os.path.lexists(path)
 
 
 def absent(path: Path) -> str:
-    """Describe what is in place of a missing file: nothing, or a broken link, as in a cache that has lost files."""
+    """Return, as text, what is found in place of a missing file: a broken symbolic link, or 'none'."""
     if path.is_symlink() and not path.exists():
         return f"a broken symbolic link ({show(os.readlink(path))})"
     return "none"

@@ -112,9 +112,9 @@ class Tokenizer:
         return None if token is None else self._core.token_to_id(token)
 
     def _find_begin_ids(self, settings: dict[str, Any]) -> list[int]:
-        """Ids that a text begins with: by `add_bos_token` where it is obeyed, else what tokenizer.json puts in front.
+        """Return the ids that each text begins with: by `add_bos_token` if the class obeys it, else by tokenizer.json.
 
-        The latter may differ from the begin token of tokenizer_config.json.
+        The ids of tokenizer.json may differ from the begin token of tokenizer_config.json.
         """
         adds_bos = settings.get("add_bos_token") if settings.get("tokenizer_class") in _FOLLOW_ADD_BOS else None
         if adds_bos is False:
@@ -127,7 +127,7 @@ class Tokenizer:
         return list(encoding.ids[:num_before])
 
     def encode(
-        self, text: str, add_bos: bool = True, most_tokens: int | None = None, where: str = "prompt"
+        self, text: str, add_bos: bool = True, max_total_tokens: int | None = None, where: str = "prompt"
     ) -> list[int]:
         """Token ids of `text`.
 
@@ -140,7 +140,7 @@ class Tokenizer:
         Args:
             text: the text to encode.
             add_bos: begin with BOS.
-            most_tokens: largest number of tokens that is possible. A text whose length alone exceeds it is refused
+            max_total_tokens: largest number of tokens that is possible. A text whose length alone exceeds it is refused
                 before encoding, which could take minutes and all memory.
             where: origin of the text, for messages.
         Raises:
@@ -148,12 +148,13 @@ class Tokenizer:
                 contains a token that has no embedding.
         """
         check_utf8(text, where)
-        if most_tokens is not None and len(text) > most_tokens:
+        if max_total_tokens is not None and len(text) > max_total_tokens:
             # A token decodes to at most as many characters as its name has: in names, each byte is one character.
-            max_characters = most_tokens * max(map(len, self._core.get_vocab(with_added_tokens=True)))
+            max_characters = max_total_tokens * max(map(len, self._core.get_vocab(with_added_tokens=True)))
             if len(text) > max_characters:
                 raise UserError(
-                    f"{where}: {len(text)} characters are more than {most_tokens} tokens can hold; shorten the prompt"
+                    f"{where}: {len(text)} characters are more than {max_total_tokens} tokens can hold; "
+                    "shorten the prompt"
                 )
         ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         if (largest := max(ids, default=0)) >= self._vocab_size:
@@ -196,14 +197,14 @@ class Tokenizer:
             )
         return render_chat(template, messages, self._special_tokens, str(self._folder))
 
-    def encode_chat(self, messages: list[dict[str, Any]], most_tokens: int | None = None) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], max_total_tokens: int | None = None) -> list[int]:
         """Token ids of the rendered chat, with exactly one BOS whether or not the template writes it (see `encode`).
 
         If the template begins with tokenizer_config.json's begin token, no other begin token is added.
         """
         text, bos = self.apply_chat_template(messages), self._special_tokens.get("bos_token")
         has_own = bos is not None and text.startswith(bos) and self._begin_ids != [self.bos_token_id]
-        return self.encode(text, add_bos=not has_own, most_tokens=most_tokens)
+        return self.encode(text, add_bos=not has_own, max_total_tokens=max_total_tokens)
 
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> StreamDecoder:
         """A decoder for one sequence of generated tokens; its text continues the text of the prompt."""
@@ -226,7 +227,7 @@ def _is_array(value: object) -> bool:
 
 
 def encode_prompts(
-    prompt: Prompt | Sequence[Prompt], tokenizer: Callable[[], Tokenizer], most_tokens: int
+    prompt: Prompt | Sequence[Prompt], tokenizer: Callable[[], Tokenizer], max_total_tokens: int
 ) -> list[list[int]]:
     """Token ids of each of `prompts_of`. `tokenizer` is called only if a prompt is text.
 
@@ -239,7 +240,7 @@ def encode_prompts(
         if not isinstance(item, str):
             encoded.append(token_ids(item, where))
         elif item:
-            encoded.append(tokenizer().encode(item, most_tokens=most_tokens, where=where))
+            encoded.append(tokenizer().encode(item, max_total_tokens=max_total_tokens, where=where))
         else:
             raise UserError(f"{where}: expected a text, found an empty one")
     return encoded
@@ -263,7 +264,7 @@ def token_ids(prompt: object, where: str = "prompt") -> list[int]:
 
 
 def spelled(prompt: object) -> str:
-    """A prompt, or a list of prompts, as one string for ranks to compare; for an invalid prompt, the error message."""
+    """Return prompts as one string that ranks can compare; for an invalid prompt, the error message."""
     if isinstance(prompt, str):
         return f"text: {prompt}"
     if _is_batch(prompt):

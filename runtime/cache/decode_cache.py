@@ -1,4 +1,4 @@
-"""The cache as the fused decode kernels use it, for all codecs: where a new token is written, attention workspace."""
+"""The cache of the fused decode kernels, for all codecs, with the place of the newest token and the workspace."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["DecodeCache"]
 class DecodeCache:
     """All layers of one rank's cache, with workspace for attention.
 
-    With a quantised cache, a projection writes the newest token into the tail (`quantised`), and also unquantised into
-    `newest`; a handover over collectives sends the unquantised one. After the last layer, `compact` makes records of
-    full tails.
+    With a quantised cache, the QKV projection writes the newest token twice: quantised into the tail (`quantised`), and
+    unquantised into `newest`. A handover over collectives sends the unquantised token. After the last layer, `compact`
+    makes records of full tails.
 
     Args:
         layers: all layers, stacked.
@@ -55,7 +55,7 @@ class DecodeCache:
         return self._k, self._v, self._one
 
     def quantised(self, layer: int) -> FlashQLayer | None:
-        """Return the layer of a quantised cache, which the projection must write too; None for bf16."""
+        """Return the quantised layer, whose tail the QKV projection also writes; None for bf16."""
         cache = self.layers[layer]
         return cache if isinstance(cache, FlashQLayer) else None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alspec.config import FLASHQ_CODECS
 from alspec.kernels.attention.prefill.int8_prefill import int8_prefill_attention
-from alspec.kernels.attention.torch_ref import dequantized_prefill_attention
+from alspec.kernels.attention.torch_attention import dequantized_prefill_attention
 from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_append, flashq_compact, flashq_restore, flashq_store
 from alspec.kernels.kv_codec.flashq.flashq_reference import (
     flashq_append_ref,

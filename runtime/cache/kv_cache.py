@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.attention.dispatch import KVLayer
-from alspec.kernels.attention.torch_ref import prefill_attention
+from alspec.kernels.attention.torch_attention import prefill_attention
 
 __all__ = ["KVCache"]
 
@@ -14,7 +14,7 @@ __all__ = ["KVCache"]
 class KVCache:
     """Keys and values of all layers, `[L, B, Hkv, N, D]` each; N = `max_context`.
 
-    A cache class owns its layout, bytes per token, append, prefill write and, with the kernels of its layout, reading.
+    A cache class defines its layout, the bytes per token, and how tokens are appended, stored by prefill, and read.
     """
 
     def __init__(

@@ -23,12 +23,12 @@ from alspec.runtime.decode.hooks import OperationHook, no_hook
 
 __all__ = ["CapturedStep"]
 
-# Steps in flight: one runs while the host reads the one before. The number depends on the tokens alone, so every rank
-# launches the same.
+# Steps in flight: one step runs while the host reads the previous one. Every rank must launch the same number of steps,
+# so the number depends on the tokens alone.
 DEPTH = 2
 POLL_S = 20e-6
-CHECK_S = 0.5  # between two questions to the driver whether the device still works
-# A step counts as hung after this time, which is longer than kernels wait: behind a collective none has a timeout.
+CHECK_S = 0.5  # time between two checks that the device still works
+# A step counts as hung after this time. Kernels time out earlier, but collectives have no timeout on the device.
 STEP_S = STEP_TIMEOUT_NS / 1e9 + 60
 
 
@@ -45,7 +45,7 @@ class CapturedStep:
         uses_graph: bool,
         operation: OperationHook,
     ) -> None:
-        """`speculation`: that of a pair's decoder.  `capacity`: tokens that the cache of a request holds."""
+        """Create the step; `prepare` captures it. speculation: of a pair's decoder. capacity: tokens per request."""
         self.uses_graph = uses_graph
         self._decoder = decoder
         self._speculation = speculation
@@ -61,8 +61,8 @@ class CapturedStep:
         # NumPy views, because the device writes this memory without PyTorch's knowledge.
         self._ring_view, self._stamps_view = self._ring.numpy(), self._stamps.numpy()
         self._hits_ring = None if speculation is None else self._pinned(RING_STEPS, *speculation.hits.shape)
-        self._live = [True] * self._batch_size  # as the devices of a pair have it
-        self._live_flags = self._pinned(self._batch_size).fill_(1)  # they read it from here
+        self._live = [True] * self._batch_size  # the flags that the devices of a pair have
+        self._live_flags = self._pinned(self._batch_size).fill_(1)  # source of the copy to the device
         self._begun = self._launched = self._taken = int(decoder.exchange.epoch) - 1
         self._begun_s, self._last_clock_ns = 0.0, 0
 
@@ -70,13 +70,13 @@ class CapturedStep:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._is_cuda)
 
     def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
-        """See `DecodeStep`. The next `prepare` captures again: threshold and verdicts are fixed at capture."""
+        """Change threshold and forced verdicts; the next `prepare` captures again. See `DecodeStep.speculate`."""
         assert self._speculation is not None, "nothing is speculated"
         self._speculation.threshold, self._speculation.forced = threshold, forced
         self._prepared = False
 
     def prepare(self, sampling: SamplingConfig) -> int:
-        """See `DecodeStep`. One captured step serves every temperature, top_k, top_p and seed with the same cuts."""
+        """Capture the step, unless the captured one has the same cuts (top_k, top_p). See `DecodeStep.prepare`."""
         how = (sampling.temperature, sampling.top_k, sampling.top_p)
         cuts = Sampler.cuts_of(*how, self._decoder.config.vocab_size)
         is_captured = self._prepared and cuts == (self._sampler.cuts if self._sampler else ())
@@ -94,9 +94,9 @@ class CapturedStep:
         if self._is_cuda:
             # Collectives and copies of the step are not kernels of ours: they run here.
             with compiling():
-                self._issue(no_hook)
+                self._launch_kernels(no_hook)
         for _ in range(2):
-            self._issue(no_hook)
+            self._launch_kernels(no_hook)
             self._launched += 1
         self._taken = self._launched
         fault = int(self._decoder.exchange.fault)
@@ -107,25 +107,25 @@ class CapturedStep:
             stream = torch.cuda.Stream(self._device, priority=self._decoder.stream_priority)
             # thread_local: the heartbeat and NCCL's watchdog may call CUDA during the capture.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._issue(no_hook)
+                self._launch_kernels(no_hook)
             self._graph = graph
         self._prepared = True
         return 0
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
-        """See `DecodeStep`."""
+        """Set tokens and lengths, and drop steps in flight. See `DecodeStep.begin`."""
         self._decoder.begin(token_ids, seq_lens)
-        # Steps of the generation before that were launched ahead and not read are dropped.
+        # Drop the steps of the previous generation that were launched ahead and not read.
         self._begun = self._taken = self._launched = int(self._decoder.exchange.epoch) - 1
         self._begun_s, self._last_clock_ns = time.perf_counter(), 0
 
     @property
     def launched(self) -> int:
-        """See `DecodeStep`."""
+        """Number of steps launched so far. See `DecodeStep.launched`."""
         return self._launched
 
     def catch_up(self, launched: int) -> None:
-        """See `DecodeStep`. An interrupt may stop ranks at different steps, and a step that runs on one needs all."""
+        """Launch the steps that other ranks have launched: each step needs all ranks. See `DecodeStep.catch_up`."""
         while self._graph is not None and self._launched < launched:
             self._replay(self._graph)
 
@@ -137,11 +137,11 @@ class CapturedStep:
 
     @property
     def next_step(self) -> int:
-        """See `DecodeStep`."""
+        """Number of the step that is launched next. See `DecodeStep.next_step`."""
         return self._launched - self._begun + 1
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
-        """See `DecodeStep`. Leaves up to `DEPTH` - 1 further steps in flight."""
+        """Read the oldest step in flight; up to `DEPTH` - 1 later steps stay in flight. See `DecodeStep.step`."""
         depth = min(DEPTH, remaining)
         if live is not None and self._batch_size > 1 and self._speculation is not None:
             depth = 1  # `live` may change after every step, and verdicts read it
@@ -152,10 +152,10 @@ class CapturedStep:
                 if self._graph is not None:
                     self._replay(self._graph)
                 else:
-                    self._issue(self._operation)
+                    self._launch_kernels(self._operation)
                     self._launched += 1
             except BaseException:
-                self._prepared = False  # half a step has left the sampler half of its counts
+                self._prepared = False  # an incomplete step leaves counts in the sampler
                 raise
         self._taken += 1
         index = self._taken % RING_STEPS
@@ -192,7 +192,7 @@ class CapturedStep:
             time.sleep(POLL_S)
 
     def release(self) -> None:
-        """See `DecodeStep`."""
+        """Wait for the device, then destroy the graph. See `DecodeStep.release`."""
         if self._is_cuda:
             # Steps in flight still write to the ring.
             torch.cuda.synchronize(self._device)
@@ -200,7 +200,7 @@ class CapturedStep:
             self._graph.reset()
             self._graph = None
 
-    def _issue(self, operation: OperationHook) -> None:
+    def _launch_kernels(self, operation: OperationHook) -> None:
         """Launch every operation of one step, in order."""
         decoder, buffers, speculation = self._decoder, self._decoder.buffers, self._speculation
         with operation("embed", 0):

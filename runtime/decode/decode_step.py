@@ -1,9 +1,9 @@
-"""One decode step, as the engine drives it: the protocol of the eager and of the captured step.
+"""The interface through which the engine runs decode steps, eager or captured.
 
 step.prepare(sampling)              compile, and capture a graph
-step.begin(token_ids, seq_lens)     the newest token of each request, and the tokens in its cache with that one
+step.begin(token_ids, seq_lens)     set each request's newest token, and its length with this token
 record = step.step(remaining)       one more token for each request
-step.release()                      give back the graph, before the memory that it refers to
+step.release()                      destroy the graph, before its buffers are freed
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["DecodeStep", "StepRecord"]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step leaves on the host."""
+    """Results of one step on the host."""
 
     token_ids: list[int]
     hits: Tensor | None  # [L, B] bool: each request's verdict in each layer; None without speculation
-    step_us: float  # from the end of the step before; of the first step, from `begin`
+    step_us: float  # from the end of the previous step to the end of this one; for the first step, from `begin`
     fault: int  # 0, or a fault word (kernels/comm/ll_packets.py)
 
 
@@ -41,40 +41,40 @@ class DecodeStep(Protocol):
 
     @property
     def next_step(self) -> int:
-        """Number of the step that is launched next, or is being launched; the first after `begin` is 1."""
+        """Number of the step that is launched next, or is being launched. The first step after `begin` is 1."""
 
     @property
     def launched(self) -> int:
         """Steps launched ahead of the host so far, over all generations."""
 
     def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
-        """Change how `A~` is judged; call `prepare` next.
+        """Change the rule for verdicts. Call `prepare` before the next step.
 
         Args:
             threshold: lambda.
-            forced: [L] int32 verdicts for profiling: 1 accepts, 0 rejects, -1 leaves it to the sums.
+            forced: [L] int32 verdicts for profiling: 1 accepts, 0 rejects, -1 decides from the sums.
         """
 
     def prepare(self, sampling: SamplingConfig) -> int:
-        """Compile and capture for this way of sampling. Overwrites the start of the cache.
+        """Compile and capture the step for these sampling settings. Overwrites the start of the cache.
 
         Returns:
-            The fault word of the steps that it tried: 0, or see kernels/comm/ll_packets.py.
+            The fault word of the trial steps: 0, or see kernels/comm/ll_packets.py.
         """
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
-        """Set the state: the newest token of each request, and lengths that count it."""
+        """Set each request's newest token, and its length with this token."""
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
         """Decode one token for each request.
 
         Args:
             remaining: steps that may still follow, this one included.
-            live: [B], requests that are still generating and have a say in verdicts; all where not given.
+            live: [B], requests that are still generating; only these count in verdicts. None: all requests.
         """
 
     def catch_up(self, launched: int) -> None:
         """Launch the steps that another rank has launched ahead, before anything waits for the device."""
 
     def release(self) -> None:
-        """Give the graph back; before the buffers and process groups that it refers to."""
+        """Destroy the graph. Call it before the graph's buffers and process groups are freed."""

@@ -31,10 +31,10 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.decode_cache import DecodeCache
 from alspec.runtime.decode.hooks import OperationHook
 
-__all__ = ["TIMEOUT_NS", "STEP_TIMEOUT_NS", "Branch", "DecodeBuffers", "Decoder", "SpeculationState"]
+__all__ = ["TIMEOUT_NS", "STEP_TIMEOUT_NS", "DecodeBuffers", "Decoder", "LaunchContext", "SpeculationState"]
 
-# Longest waits of a kernel for its peers. The first wait of a step also covers a peer whose host is late (a full pipe,
-# a debugger): the heartbeat decides about that.
+# Longest waits of a kernel for its peers. The first wait of a step is longer, because the host of a peer may be late
+# (a full pipe, a debugger). The heartbeat detects hosts that never come.
 STEP_TIMEOUT_NS = 600 * 10**9
 TIMEOUT_NS = 5 * 10**9
 
@@ -96,19 +96,19 @@ class SpeculationState:
 
 
 @dataclass(frozen=True)
-class Branch:
-    """How post-attention and the next pre-attention all-reduce over the group, and the gates of their kernels.
+class LaunchContext:
+    """Settings of post-attention and the next pre-attention: how they all-reduce, and the gates of their kernels.
 
-    A gate is [1] int32; a kernel returns at once where it is 0; None is always open. With `verdict` a receiver stops
-    early: each `reduce_norm` reads that packet and closes the gate of the kernels behind it after a reject.
+    A gate is [1] int32. At gate 0 a kernel returns at once; None is always open. With `verdict` a receiver stops early:
+    each `reduce_norm` reads that packet, and after a reject it closes the gate of the kernels behind it.
     """
 
     exchange: Exchange
-    all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` where no packets travel
+    all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` over the group if there are no packets
     o_gate: Tensor | None = None
     mlp_gate: Tensor | None = None
     pre_attention_gate: Tensor | None = None
-    verdict: Tensor | None = None  # [1] int64: on the A~ that this rank computes on
+    verdict: Tensor | None = None  # [1] int64: packet with the verdict on the A~ that this rank computes on
     # [B, M] int64: where the paired rank reads this layer's k and v, and the next layer's x.
     inbox: Tensor | None = None
     next_inbox: Tensor | None = None
@@ -125,8 +125,8 @@ class Decoder:
     buffers: DecodeBuffers
     exchange: Exchange
     logit_exchange: LogitExchange
-    all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` over the group where no packets travel
-    all_gather: Callable[[Tensor], Tensor]  # [B, rows] of each rank -> [world, B, rows], likewise
+    all_reduce: Callable[[Tensor], Tensor]  # sums `exchange.partial` over the group if there are no packets
+    all_gather: Callable[[Tensor], Tensor]  # [B, rows] of each rank -> [world, B, rows], if there are no packets
 
     first_timeout_ns: ClassVar[int] = STEP_TIMEOUT_NS  # of the first all-reduce
     spare_sms: ClassVar[int] = 0  # SMs that attention leaves free
@@ -141,7 +141,7 @@ class Decoder:
         self.cache = DecodeCache(
             self.cache_layers, buffers.seq_lens, buffers.q.shape[1], buffers.q.dtype, self.spare_sms
         )
-        # The norm behind each all-reduce: after attention this layer's second, after the MLP the next layer's first.
+        # The norm after each all-reduce: after attention this layer's second, after the MLP the next layer's first.
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, self.weights.final_norm))
 
@@ -162,7 +162,7 @@ class Decoder:
         )  # fmt: skip
 
     def run_layers(self, operation: OperationHook) -> None:
-        """Everything between `embed` and `logits`; each operation is launched inside the hook."""
+        """Launch all layers, each operation inside the hook. Call it between `embed` and `logits`."""
         for layer in range(self.config.num_layers):
             with operation("pre_attention", layer):
                 self.pre_attention(layer)
@@ -171,12 +171,12 @@ class Decoder:
             with operation("post_attention", layer):
                 self.post_attention(layer)
 
-    def _branch(self, layer: int) -> Branch:
-        """The branch of a layer, where the caller gives no other."""
-        return Branch(self.exchange, self.all_reduce)
+    def _branch(self, layer: int) -> LaunchContext:
+        """Return the default branch of a layer."""
+        return LaunchContext(self.exchange, self.all_reduce)
 
-    def pre_attention(self, layer: int, branch: Branch | None = None) -> None:
-        """QKV, RoPE, append. The all-reduce before it belongs to `post_attention` here."""
+    def pre_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
+        """Launch QKV, RoPE and append. The all-reduce before them is part of `post_attention` here."""
         buffers, branch = self.buffers, branch or self._branch(layer)
         k, v, _ = self.cache.newest(layer)
         qkv_rope_append(
@@ -194,7 +194,7 @@ class Decoder:
             buffers.lse, prefetch_before_wait=True,
         )  # fmt: skip
 
-    def post_attention(self, layer: int, branch: Branch | None = None) -> None:
+    def post_attention(self, layer: int, branch: LaunchContext | None = None) -> None:
         """o, all-reduce, MLP, all-reduce."""
         buffers, weights, branch = self.buffers, self.weights.layers[layer], branch or self._branch(layer)
         o_gate, mlp_gate, next_gate = branch.o_gate, branch.mlp_gate, branch.pre_attention_gate
@@ -213,12 +213,12 @@ class Decoder:
         act: Tensor,
         weight: Tensor,
         gamma: Tensor,
-        branch: Branch,
+        branch: LaunchContext,
         gate: Tensor | None,
         next_gate: Tensor | None,
         inbox: Tensor | None,
     ) -> None:
-        """A layer's first (o) or second (down) row-parallel product, summed over the group, then residual and norm."""
+        """Launch a row-parallel product (o or down), its all-reduce, then residual and norm."""
         buffers, exchange, verdict = self.buffers, branch.exchange, branch.verdict
         push_partial(act, weight, exchange, reduce_index, gate)
         if exchange.packets is None:
@@ -231,7 +231,7 @@ class Decoder:
         )  # fmt: skip
 
     def logits(self) -> None:
-        """Compact full tails, then the LM head over the vocabulary shards of all ranks and the most likely tokens."""
+        """Compact full tails. Then compute the logits of all vocabulary shards, and the most likely tokens."""
         self.cache.compact()
         buffers, exchange, reduce_index = self.buffers, self.logit_exchange, 2 * self.config.num_layers
         lm_head(

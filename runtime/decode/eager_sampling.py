@@ -1,4 +1,4 @@
-"""The next token from the logits in plain torch: greedy, or top-k / top-p with counter-based random numbers.
+"""Choose the next token from the logits in plain torch: greedy, or top-k / top-p with counter-based random numbers.
 
 Every rank computes the same token from the same logits: the random number of a token depends on (seed, request,
 position) alone, not on a generator's state, device or number of ranks.
@@ -77,7 +77,7 @@ def sample(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> Tensor:
-    """`sample` for temperature > 0, from random numbers in [0, 1), [B] fp64."""
+    """Choose tokens as `sample` does for temperature > 0. The random numbers, [B] fp64, are in [0, 1)."""
     ordered, tokens = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
     if top_k:
         ordered = ordered[:, :top_k]

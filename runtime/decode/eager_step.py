@@ -2,7 +2,7 @@
 
 It runs every mode on any device, and it is the program that reads like the method: `_paired` is ALSpec's Algorithm 2.
 For each layer: `pre_attention` (gated), speculative attention (never gated), `post_attention` (gated). A gated
-operation is skipped on a rank whose own priority is 0, because the other group holds the right `x`.
+operation is skipped on the ranks of a group with priority 0, because the other group holds the right `x`.
 
 Shapes: B requests, Hq and Hkv query and KV heads of this rank, D head_dim, L layers, V vocabulary.
 """
@@ -35,7 +35,7 @@ WARM_UP_TOKENS = 2  # tokens of the step that `prepare` runs; a cache must have 
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What a step reads: the newest token of each request, lengths that count it, and who is still generating."""
+    """Inputs of a step: each request's newest token, its length with this token, and whether it is still generating."""
 
     token_ids: Tensor  # [B] int64, on the device
     seq_lens: Tensor  # [B] int32, on the device
@@ -44,7 +44,7 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the layers and the LM head leave."""
+    """Results of the layers and the LM head of one step."""
 
     logits: Tensor  # [B, V] fp32, the same bits on every rank
     hits: Tensor | None  # [L, B] bool on the host; False for a request that has ended; None without speculation
@@ -131,16 +131,16 @@ class EagerStep:
 
     @property
     def next_step(self) -> int:
-        """See `DecodeStep`."""
+        """Number of the running step: eager steps are never launched ahead. See `DecodeStep.next_step`."""
         return self._steps
 
     def speculate(self, threshold: float, forced: Tensor | None = None) -> None:
-        """See `DecodeStep`. Verdicts cannot be forced here: only captured steps are profiled that way."""
+        """Change the threshold. Eager steps cannot force verdicts. See `DecodeStep.speculate`."""
         assert forced is None, "verdicts of an eager step are not forced"
         self.threshold = threshold
 
     def prepare(self, sampling: SamplingConfig) -> int:
-        """See `DecodeStep`. Nothing is captured; on a GPU the first call runs one step, which compiles its kernels."""
+        """On a GPU, run one step the first time, to compile its kernels. See `DecodeStep.prepare`."""
         self._sampling = sampling
         if not self._is_warm:
             batch_size = self._cache.batch_size
@@ -150,13 +150,13 @@ class EagerStep:
         return 0
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
-        """See `DecodeStep`. Group 0 is the first sender of every generation."""
+        """Set tokens and lengths, and make group 0 the first sender. See `DecodeStep.begin`."""
         self._token_ids, self._seq_lens = list(token_ids), list(seq_lens)
         self._priority = INITIAL_PRIORITY
         self._steps = 0
 
     def step(self, remaining: int, live: list[bool] | None = None) -> StepRecord:
-        """See `DecodeStep`. A request that has ended keeps its newest token.
+        """Run one step; a request that has ended keeps its newest token. See `DecodeStep.step`.
 
         Raises:
             BadNumbersError: logits are NaN or Inf; no token of this step is returned.
@@ -179,10 +179,10 @@ class EagerStep:
         return StepRecord(self._token_ids, result.hits, (time.perf_counter() - started) * 1e6, fault=0)
 
     def catch_up(self, launched: int) -> None:
-        """See `DecodeStep`. No step is ever in flight."""
+        """Do nothing: no eager step is ever in flight. See `DecodeStep.catch_up`."""
 
     def release(self) -> None:
-        """See `DecodeStep`. There is no graph."""
+        """Do nothing: there is no graph. See `DecodeStep.release`."""
 
     def run(self, state: DecodeState) -> StepResult:
         """The layers and the LM head of one step."""
@@ -209,7 +209,7 @@ class EagerStep:
         return StepResult(logits, hits, layer_sums)
 
     def _skip_compute(self) -> bool:
-        """The gate: this rank's group holds no right `x` to compute on."""
+        """Return whether this rank skips gated operations, because its group does not hold the right `x`."""
         return self._is_paired and skips_compute(self._priority, self._group)
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -219,7 +219,7 @@ class EagerStep:
         return self._cache.layer(layer), self._state.seq_lens
 
     def _full(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """No speculation."""
+        """Append k and v, then full attention, without speculation."""
         q, k, v = qkv
         with self._operation("attention", layer):
             self._append(layer, k, v)
@@ -240,7 +240,7 @@ class EagerStep:
             return full_out, accepts(sums, self.threshold)
 
     def _simulated(self, layer: int, x: Tensor, qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The reference semantics in one group: `A~`, then `A`; an accepted `A~` goes on."""
+        """Compute `A~`, then `A`, in one group. The next layer gets `A~` if it is accepted, else `A`."""
         spec_out = self._predict(layer, *qkv)
         full_out, hits = self._verify(layer, qkv[0])
         self._hits.append(hits)
@@ -255,7 +255,7 @@ class EagerStep:
         self._read_verdict()
         if self._group == sender(self._priority):
             spec_out = self._predict(layer, *qkv)
-            # Sent on a stream of its own (or by Gloo's thread): the full attention below does not wait for it.
+            # The message has its own stream (or Gloo's thread), so the full attention below does not wait for it.
             self._transport.send(_pack(x, *qkv[1:], spec_out))
             self._priority = after_handover(self._priority)
             full_out, hits = self._verify(layer, qkv[0])
@@ -280,7 +280,7 @@ class EagerStep:
         return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
     def _read_verdict(self) -> None:
-        """As the receiver of the previous layer: learn whether the work on its `A~` stands."""
+        """On the receiver of the previous layer, wait for the verdict on that layer's `A~`."""
         if self._verdict is not None:
             with self._operation("verdict", len(self._hits)):  # every layer so far has one verdict
                 self._record_verdict(self._verdict.wait().cpu() > 0)
@@ -307,5 +307,5 @@ class EagerStep:
 
 
 def _pack(*tensors: Tensor) -> Tensor:
-    """One flat fp32 message; bf16 and fp16 values pass through fp32 unchanged."""
+    """Concatenate tensors to one flat fp32 message. The conversion keeps bf16 and fp16 values exactly."""
     return torch.cat([tensor.float().flatten() for tensor in tensors])

@@ -10,7 +10,7 @@ One layer l; every rank launches all of it; [g] = skipped where gate g is 0 (ALS
     6 o_proj, all-reduce, norm   [o]               sender: only after a reject; receiver: on A~, stops early on a reject
     7 MLP, all-reduce, norm      [mlp]             pushes x of layer l + 1 to the paired rank
 
-Shapes: B requests, L layers, R pairs of sums of a request.
+Shapes: B requests, L layers, R (dist2, norm2) pairs per request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from alspec.kernels.attention.dispatch import attend
 from alspec.kernels.comm.pair_state import GATE_MLP, GATE_O, GATE_PRE_ATTENTION, PairState
 from alspec.kernels.speculation.handover import pair_spec_output, receive_handover, receive_residual
 from alspec.kernels.speculation.roles import decide, step_barrier, update_roles
-from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, TIMEOUT_NS, Branch, Decoder, SpeculationState
+from alspec.runtime.decode.decoder import STEP_TIMEOUT_NS, TIMEOUT_NS, Decoder, LaunchContext, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook
 
 __all__ = ["PairedDecoder"]
@@ -38,13 +38,13 @@ class PairedDecoder(Decoder):
     pair: PairState
     sums: Tensor  # [B, R, 2] fp32: dist2 and norm2 of parts of heads, from the sender's attention
     # A receiver stops within a layer whose A~ is rejected, because each program of `reduce_norm` reads the verdict.
-    # Off in the host's memory, where programs that read one line wait for each other.
+    # Off in host memory, because programs that read the same line there wait for each other.
     stops_early: bool
 
     first_timeout_ns: ClassVar[int] = TIMEOUT_NS  # `step_barrier` has waited for a late host
 
     def begin(self, token_ids: list[int], seq_lens: list[int]) -> None:
-        """Set the state, roles included. Every rank calls it after the same number of steps in flight."""
+        """Set tokens, lengths and roles. Every rank must have launched the same number of steps before."""
         super().begin(token_ids, seq_lens)
         self.pair.reset_roles()
 
@@ -54,21 +54,21 @@ class PairedDecoder(Decoder):
         step_barrier(self.pair, STEP_TIMEOUT_NS)
 
     def run_layers(self, operation: OperationHook) -> None:
-        """As `Decoder`; then the right x goes to both groups."""
+        """Launch all layers as `Decoder` does, then give the right x to both groups."""
         super().run_layers(operation)
         with operation("agree", self.config.num_layers):
             self.finish_layers()
 
-    def _branch(self, layer: int) -> Branch:
-        gate, inbox = self.pair.gate, self.pair.inbox
-        verdict = self.pair.verdict(layer) if self.stops_early else None
-        return Branch(
+    def _branch(self, layer: int) -> LaunchContext:
+        gate, inbox = self.pair.gate, self.pair.peer_inbox
+        verdict = self.pair.own_verdict(layer) if self.stops_early else None
+        return LaunchContext(
             self.exchange, self.all_reduce, gate(GATE_O), gate(GATE_MLP), gate(GATE_PRE_ATTENTION), verdict,
             inbox(layer), inbox(layer + 1),
         )  # fmt: skip
 
     def attention(self, layer: int) -> None:
-        """Lines 2 to 5 of the module's docstring."""
+        """Launch the roles, the attention, its verdict and the handover: lines 2 to 5 of the module's docstring."""
         buffers, cache, pair, speculation = self.buffers, self.cache, self.pair, self.speculation
         update_roles(pair, layer, speculation.hits, TIMEOUT_NS)
         spec_output = pair_spec_output(pair, layer, speculation.chunk_size, self.sums)
@@ -83,7 +83,7 @@ class PairedDecoder(Decoder):
         receive_handover(pair, layer, buffers.x, cache.layers[layer], buffers.seq_lens, buffers.attn_out, TIMEOUT_NS)
 
     def finish_layers(self) -> None:
-        """After the last layer: the right x in both groups."""
+        """Give the right x to both groups after the last layer."""
         buffers, pair = self.buffers, self.pair
         update_roles(pair, self.config.num_layers, self.speculation.hits, TIMEOUT_NS)
         receive_residual(pair, buffers.x, self.weights.final_norm, buffers.x_norm, buffers.square_sums, TIMEOUT_NS)

@@ -18,7 +18,7 @@ __all__ = ["CHUNK_TOKENS", "PromptPart", "prefill", "prompt_parts"]
 
 # Bounds the activations (n x intermediate_size) and keeps the products large; a multiple of a quantised cache's blocks.
 CHUNK_TOKENS = 8192
-# Two groups share a prompt chunk of at least so many tokens; for fewer, launching takes longer than the kernels.
+# Two groups share a prompt chunk of at least this many tokens. With fewer, the launches take longer than the kernels.
 MIN_SHARED_TOKENS = 2048
 
 
@@ -34,9 +34,9 @@ def prefill(
 ) -> tuple[Tensor, Tensor]:
     """Process one request's prompt with full causal attention. Two groups share the work; both cache all of it.
 
-    Group 0 takes the first and group 1 the second of two prompt chunks, layer by layer side by side: in a layer, the
-    second chunk's attention needs only the keys and values of the first, which the groups exchange. A last chunk alone
-    is computed as two halves and cached as one.
+    Group 0 computes the first and group 1 the second of two prompt chunks, both at the same layer. In each layer the
+    groups exchange keys and values, because the attention of the second chunk reads those of the first chunk. A single
+    last chunk is split into two halves for the groups, but it is cached as one chunk.
 
     Args:
         request: index in the batch.  token_ids: the prompt, at least one token.
@@ -85,7 +85,7 @@ class PromptPart(NamedTuple):
 
 
 def prompt_parts(num_tokens: int, chunk_tokens: int, num_groups: int) -> list[PromptPart]:
-    """Parts of a prompt: one prompt chunk for each group; a last chunk alone gives each group a half."""
+    """Divide a prompt into parts: one prompt chunk per group, or half of the last chunk if only one remains."""
     chunks = [range(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
     parts = [PromptPart(of, of) for of in (chunks[at : at + num_groups] for at in range(0, len(chunks), num_groups))]
     last = chunks[-1]

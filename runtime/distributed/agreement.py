@@ -68,7 +68,7 @@ class Agreement:
         return str(self._store.get(key).decode())
 
     def gather_within(self, name: str, text: str, timeout_s: float) -> list[str]:
-        """The texts of this rank and of all others that call within `timeout_s`, in rank order; others need not call.
+        """Return the texts of all ranks that call this within `timeout_s`, in rank order. Other ranks need not call it.
 
         Args:
             name: unique to this call.
@@ -104,7 +104,7 @@ class Agreement:
 
 
 def _digested(value: Any) -> Any:
-    """The value itself, or for a long one, such as a prompt, its beginning and a SHA-256."""
+    """Return a short value unchanged; for a long value, such as a prompt, its beginning and a SHA-256."""
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text) <= LONG:
         return value
@@ -112,7 +112,7 @@ def _digested(value: Any) -> Any:
 
 
 def shared_settings(config: EngineConfig) -> dict[str, Any]:
-    """Settings that must be the same on every rank: all except paths and what only rank 0 reads or shows."""
+    """Return the settings that must agree on all ranks: all but paths and settings that only rank 0 uses."""
     rank_0 = {"prompt", "prompt_ids", "chat", "system", "color", "debug"}
     names = {name for name, field in type(config).model_fields.items() if "Path" not in str(field.annotation)}
     settings: dict[str, Any] = {}

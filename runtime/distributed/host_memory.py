@@ -40,7 +40,7 @@ def share_host_memory(num_words: int, transport: Transport) -> Tensor:
         num_words: size, the same on all ranks.
         transport: connects the ranks.
     Returns:
-        [num_words] int64, addressed by this rank's GPU; the same memory on all ranks.
+        [num_words] int64 on this rank's GPU device; the same host memory on all ranks.
     Raises:
         HostMemoryError: this rank or another one cannot allocate, open or pin the memory.
     """

@@ -1,7 +1,7 @@
 """Peer memory: buffers through which the kernels of several ranks exchange LL packets.
 
 `symm` is GPU memory of peers (symmetric memory) and needs peer access. `host` is pinned memory of one host. NVLink
-multicast is never used.
+multicast is never used: a program that crashes while using it can disable the GPUs of the host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AnyExchange = TypeVar("AnyExchange", Exchange, LogitExchange)
 
 NAMES: dict[PeerMemory, str] = {"symm": "symmetric memory", "host": "the host's memory"}
 
-# Timeout of the self-test for the first packets to arrive.
+# How long the self-test waits for packets.
 SELF_TEST_TIMEOUT_NS = 20 * 10**9
 
 
@@ -53,7 +53,7 @@ def build_exchanges(
 
     Args:
         transport: connects the ranks.
-        peer_memory: where packets are stored; None for collectives. A pair needs peer memory.
+        peer_memory: where packets are stored; None for collectives. `pair_shape` requires peer memory.
         num_reduces: all-reduces of a step.
         batch_size: B.
         hidden_size: size of the residual stream.
@@ -62,7 +62,7 @@ def build_exchanges(
     Returns:
         The exchange of partial sums, the exchange of logits, and the state of the pair (None without `pair_shape`).
     Raises:
-        DoesNotFitError: host memory for the packets cannot be allocated; on every rank.
+        DoesNotFitError: host memory for the packets cannot be allocated; raised on all ranks.
     """
     placement, device = transport.placement, transport.device
     tp_size, world_size = placement.tp_size, placement.world_size
@@ -87,9 +87,11 @@ def build_exchanges(
         world_size if pair_shape else 0,
     ]
     all_ranks = range(world_size)
-    homes = [[rank // tp_size for rank in all_ranks], [0] * world_size, all_ranks, all_ranks]
+    # In host memory, a group shares the buffer of its partial sums, and all ranks share that of the logits. Mailboxes
+    # and barriers are not shared.
+    buffer_ids = [[rank // tp_size for rank in all_ranks], [0] * world_size, all_ranks, all_ranks]
     try:
-        partials, logits, mailboxes, barriers = allocate_packets(peer_memory, sizes, homes, transport)
+        partials, logits, mailboxes, barriers = allocate_packets(peer_memory, sizes, buffer_ids, transport)
     except HostMemoryError as error:
         raise DoesNotFitError(f"transport: host: {error}; use --transport nccl, which needs no host memory") from error
     rank, group = placement.rank, range(placement.group * tp_size, (placement.group + 1) * tp_size)
@@ -105,19 +107,20 @@ def build_exchanges(
     return exchange, logit_exchange, pair
 
 
-def _addresses(memories: Sequence[Tensor], ranks: range) -> list[int]:
-    """Addresses where packets for these ranks are stored; a memory that several of them read appears once."""
-    return list(dict.fromkeys(memories[rank].data_ptr() for rank in ranks))
+def _addresses(buffers: Sequence[Tensor], ranks: range) -> list[int]:
+    """Addresses where packets for these ranks are stored; a shared buffer is listed once."""
+    return list(dict.fromkeys(buffers[rank].data_ptr() for rank in ranks))
 
 
 def _with_packets(
-    exchange: AnyExchange, memories: Sequence[Tensor], ranks: range, shape: tuple[int, ...]
+    exchange: AnyExchange, buffers: Sequence[Tensor], ranks: range, shape: tuple[int, ...]
 ) -> AnyExchange:
-    """The exchange with its packets in these memories; `ranks` are its peers."""
-    packets, addresses = memories[exchange.rank].view(shape), _addresses(memories, ranks)
+    """Return a copy of `exchange` that uses these buffers, one per rank of the job; `ranks` are its peers."""
+    packets, addresses = buffers[exchange.rank].view(shape), _addresses(buffers, ranks)
     own_packets = None
     if len(addresses) < len(ranks):
-        # Several ranks share one host memory. Keep a copy of the own packets on the GPU, to not read them over PCIe.
+        # Several ranks share one host buffer. Keep a copy of this rank's packets on the GPU, so as not to read them
+        # back over PCIe.
         own_packets = torch.zeros_like(packets)
         addresses.append(own_packets.data_ptr())
     peers = torch.tensor(addresses, device=packets.device)
@@ -125,40 +128,41 @@ def _with_packets(
 
 
 def allocate_packets(
-    peer_memory: PeerMemory, sizes: Sequence[int], homes: Sequence[Sequence[int]], transport: Transport
+    peer_memory: PeerMemory, sizes: Sequence[int], buffer_ids: Sequence[Sequence[int]], transport: Transport
 ) -> list[list[Tensor]]:
     """Allocate zeroed packet buffers for several fields, each aligned to a line of 128 bytes.
 
-    All ranks of the job call it together. A rank reads its own buffer and writes those of others.
+    All ranks of the job call it together. A rank writes to all buffers and reads its own.
 
     Args:
         peer_memory: where to allocate.
         sizes: packets of each field.
-        homes: [field][rank] number. In host memory, ranks of a field with the same number share one buffer.
+        buffer_ids: [field][rank]. In host memory, ranks with equal ids share one buffer of that field. `symm` ignores
+            the ids.
         transport: connects the ranks.
     Returns:
         [field][rank] int64 tensors of `size` packets that this rank's kernels can write.
     Raises:
-        HostMemoryError: host memory cannot be allocated; on every rank.
+        HostMemoryError: host memory cannot be allocated; raised on all ranks.
         RuntimeError: symmetric memory cannot be allocated.
     """
     own, device = transport.placement.rank, transport.device
-    lines = [-(-size // PACKETS_PER_LINE) * PACKETS_PER_LINE for size in sizes]
+    padded_sizes = [-(-size // PACKETS_PER_LINE) * PACKETS_PER_LINE for size in sizes]
     if peer_memory == "host":
-        keys = [(field, home) for field, numbers in enumerate(homes) for home in dict.fromkeys(numbers)]
-        aligned = [lines[field] for field, _ in keys]
+        keys = [(field, buffer_id) for field, numbers in enumerate(buffer_ids) for buffer_id in dict.fromkeys(numbers)]
+        aligned = [padded_sizes[field] for field, _ in keys]
         found = dict(zip(keys, share_host_memory(sum(aligned), transport).split(aligned), strict=True))
-        return [[found[field, home][:size] for home in homes[field]] for field, size in enumerate(sizes)]
+        return [[found[field, buffer_id][:size] for buffer_id in buffer_ids[field]] for field, size in enumerate(sizes)]
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     # Not `symm_mem.empty`: it loads SymPy to compute the strides of one dimension, which is slow.
-    memory = _SymmetricMemory.empty_strided_p2p((sum(lines),), (1,), torch.int64, device)
+    memory = _SymmetricMemory.empty_strided_p2p((sum(padded_sizes),), (1,), torch.int64, device)
     assert dist.group.WORLD is not None
     handle = symm_mem.rendezvous(memory, dist.group.WORLD.group_name)
     memory.zero_()
     transport.barrier()
-    buffers = [handle.get_buffer(rank, (sum(lines),), torch.int64) for rank in range(handle.world_size)]
+    buffers = [handle.get_buffer(rank, (sum(padded_sizes),), torch.int64) for rank in range(handle.world_size)]
     buffers[own] = memory
-    fields = zip(*(buffer.split(lines) for buffer in buffers), strict=True)
+    fields = zip(*(buffer.split(padded_sizes) for buffer in buffers), strict=True)
     return [[packets[:size] for packets in field] for field, size in zip(fields, sizes, strict=True)]
 
 
@@ -169,11 +173,11 @@ def probe_peer_memory(candidates: Sequence[PeerMemory], transport: Transport) ->
         candidates: peer memories to try, best first.
         transport: connects the ranks.
     Returns:
-        The first that works (None if none does), and why those before it do not; the same on every rank.
+        The first that works (None if none does), and why each earlier one failed; the same on every rank.
     """
     reasons: list[str] = []
     for peer_memory in candidates:
-        reason = _why_not(peer_memory, transport)
+        reason = _problem(peer_memory, transport)
         if not reason:
             return peer_memory, "; ".join(reasons)
         if reason not in reasons:
@@ -181,33 +185,36 @@ def probe_peer_memory(candidates: Sequence[PeerMemory], transport: Transport) ->
     return None, "; ".join(reasons)
 
 
-def _why_not(peer_memory: PeerMemory, transport: Transport) -> str:
-    """Why the kernels of this job cannot use this peer memory; '' if they can. The same on every rank.
+def _problem(peer_memory: PeerMemory, transport: Transport) -> str:
+    """Return why the kernels of this job cannot use this peer memory; '' if they can. The same on every rank.
 
-    It checks hosts and links first. Then it compares an all-reduce over LL packets with NCCL's, bit for bit, on values
-    whose sums are exact: -0.0, subnormal numbers, large numbers and integers.
+    It checks hosts and links first. Then it compares an all-reduce over LL packets with NCCL's, bit for bit. The values
+    are -0.0, subnormal numbers, large numbers and integers. Their sums are exact, so any order of addition gives the
+    same bits.
     """
-    reason = transport.first_reason(_out_of_reach(peer_memory, transport.placement))
+    reason = transport.first_reason(_topology_problem(peer_memory, transport.placement))
     if reason:
         return reason
     try:
-        wrong = _differs_from_nccl(peer_memory, transport)
+        problem = _self_test_problem(peer_memory, transport)
     except RuntimeError as error:
-        wrong = one_line(error)
-    reason = transport.first_reason(wrong)
+        problem = one_line(error)
+    reason = transport.first_reason(problem)
     return f"{NAMES[peer_memory]} failed: {reason}" if reason else ""
 
 
-def _out_of_reach(peer_memory: PeerMemory, placement: Placement) -> str:
+def _topology_problem(peer_memory: PeerMemory, placement: Placement) -> str:
+    """Return why hosts or links rule out this peer memory; '' if they do not."""
     if placement.local_world_size != placement.world_size:
         return "ranks on several hosts"
     return why_no_peers(placement.world_size) if peer_memory == "symm" else ""
 
 
-def _differs_from_nccl(peer_memory: PeerMemory, transport: Transport) -> str:
+def _self_test_problem(peer_memory: PeerMemory, transport: Transport) -> str:
+    """Compare one all-reduce over LL packets with NCCL's. Returns the difference as text; '' if there is none."""
     device, rank, world_size = transport.device, transport.placement.rank, transport.placement.world_size
     hidden = 256
-    (memories,) = allocate_packets(peer_memory, [world_size * hidden], [[0] * world_size], transport)
+    (buffers,) = allocate_packets(peer_memory, [world_size * hidden], [[0] * world_size], transport)
     exchange = Exchange(
         partial=torch.zeros(1, hidden, device=device),
         epoch=torch.ones(1, dtype=torch.int32, device=device),
@@ -216,18 +223,19 @@ def _differs_from_nccl(peer_memory: PeerMemory, transport: Transport) -> str:
         tp_size=world_size,
         rank=rank,
     )
-    exchange = _with_packets(exchange, memories, range(world_size), (1, 1, world_size, hidden))
+    exchange = _with_packets(exchange, buffers, range(world_size), (1, 1, world_size, hidden))
     values = torch.full((hidden,), -0.0, device=device)
     values[:64] = 1e-41 * (rank + 1)
     values[64 + rank : 128 : world_size] = 3e38 * (-1) ** rank
     generator = torch.Generator(device).manual_seed(rank)
     values[128:192] = torch.randint(-1000, 1000, (64,), generator=generator, device=device).float()
-    # One column of values, the others -0.0: the sum of a row is its value, including the sign of zero.
+    # The other columns are -0.0. So the product of a row with ones is exactly its value, including the sign of zero.
     weight = torch.full((hidden, 16), -0.0, device=device)
     weight[:, 0] = values
     x, x_norm, square_sums = new_residual(1, hidden, torch.float32, device)
     x.fill_(-0.0)
     push_partial(torch.ones(1, 16, device=device), weight, exchange, 0)
+    # `values` stands in for gamma: the norm's output is not used.
     reduce_norm(exchange, 0, SELF_TEST_TIMEOUT_NS, x, values, x_norm, square_sums)
     dist.all_reduce(values)
     transport.synchronize()

@@ -180,13 +180,13 @@ def peer_memory_candidates(
 
 
 def pairs_without_access(num_gpus: int) -> list[tuple[int, int]]:
-    """Pairs (a, b) among this host's first GPUs in which a cannot access the memory of b."""
+    """Return the pairs (a, b) of this host's first `num_gpus` GPUs where a cannot access the memory of b."""
     pairs = itertools.permutations(range(num_gpus), 2)
     return [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
 
 
 def why_no_peers(num_gpus: int) -> str:
-    """Why this host's first GPUs cannot write into each other's memory; '' if they can."""
+    """Return why the first `num_gpus` GPUs of this host cannot write to each other's memory; '' if they can."""
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return "NCCL_P2P_DISABLE=1"
     without = pairs_without_access(num_gpus)

@@ -32,8 +32,9 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 REASON_BYTES = 200  # length of a text in `first_reason`
 
 MAX_GATHERED = 4  # up to this many ranks, 16-bit partial sums are gathered
-# Least tokens of a prompt and ranks for which the residual stream is spread over the ranks. For fewer tokens, two
-# collectives take longer than one; two ranks receive the same bytes either way. T (T - 1) tokens give every rank some.
+# The residual stream of a prompt is spread over the ranks from this many tokens and ranks on. With fewer tokens, two
+# collectives take longer than one. Two ranks would receive the same bytes either way. With at least T (T - 1) tokens,
+# every rank has some.
 LEAST_SPREAD, FEWEST_SPREADING = 1024, 3
 
 
@@ -174,7 +175,7 @@ class Transport:
         return tensor
 
     def gather_partials(self, partial: Tensor) -> Tensor:
-        """Tensors whose sum over the first dimension is the sum over the tensor-parallel group.
+        """Return tensors whose sum over the first dimension is the sum over the tensor-parallel group.
 
         Up to four ranks gather 16-bit values. A rank then receives 2 (T - 1) bytes per value, an fp32 all-reduce takes
         8 (T - 1) / T: 2 against 4 bytes for two ranks, 6 either way for four. A 16-bit all-reduce would round the sums.
@@ -190,7 +191,7 @@ class Transport:
         return self.all_reduce(partial.float())[None]
 
     def own_tokens(self, num_tokens: int) -> range:
-        """The tokens of a prompt whose residual stream this rank keeps: an equal part, or all of a short prompt."""
+        """Return which tokens' residual stream this rank keeps: an equal part, or all tokens of a short prompt."""
         placement = self.placement
         if placement.tp_size < FEWEST_SPREADING or num_tokens < LEAST_SPREAD:
             return range(num_tokens)
@@ -298,7 +299,7 @@ class Transport:
         return group
 
     def first_reason(self, reason: str) -> str:
-        """The reason of the first rank that passes one; '' if none does. All ranks call it and get the same text."""
+        """Exchange reasons: return that of the first rank with a non-empty one, else ''. All ranks call it."""
         own = torch.frombuffer(bytearray(reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")), dtype=torch.uint8)
         rows = self.all_gather_world(own.to(self.device)).tolist()
         reasons = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -40,7 +40,7 @@ class Check:
     status: Literal["pass", "fail", "skip"]
     found: str
     advice: str = ""
-    exit_code: int = 0  # of a failure: 2 if the setup is wrong, 5 if the rank's work failed
+    exit_code: int = 0  # exit code of a failure: 2 if the setup is wrong, 5 if the rank's work failed
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Scope:
             skip("--transport gloo" if self.num_gpus and self.transport_name == "gloo" else "no CUDA GPU here")
 
     def need_ranks(self) -> dist.Store:
-        """The job's store; skips the check if there is one rank only."""
+        """Return the job's store; skip the check if there is only one rank."""
         if self.store is None and self.num_gpus == 1:
             skip("one GPU, nothing to connect")
         if self.store is None:

@@ -325,7 +325,7 @@ def symmetric_memory(scope: Scope) -> str:
 
 @check("host memory", "--transport nccl does not need it; a container may prevent processes from sharing memory")
 def host_memory(scope: Scope) -> str:
-    """The same as symmetric memory, through host memory that every rank has pinned."""
+    """A kernel of each rank writes to host memory that every rank has pinned, and reads what the others wrote."""
     transport = _transport_of_one_host(scope)
     try:
         return _exchange_result(transport, "host")
@@ -336,7 +336,7 @@ def host_memory(scope: Scope) -> str:
 
 
 def _transport_of_one_host(scope: Scope) -> Transport:
-    """The transport of several connected GPUs; skips the check without them, or if ranks are on several hosts."""
+    """Connect the GPUs of one host; skip the check if there is one rank, no GPU, or more than one host."""
     scope.need_gpu()
     scope.need_ranks()
     if scope.transport is None or scope.transport.device.type != "cuda":

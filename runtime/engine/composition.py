@@ -19,7 +19,7 @@ from alspec.kernels.common.limits import MAX_BATCH
 from alspec.kernels.speculation.swap import Swap
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim
+from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decode_step import DecodeStep
@@ -40,7 +40,7 @@ from alspec.runtime.distributed.placement import (
 from alspec.runtime.distributed.transport import Transport
 from alspec.runtime.engine.memory import DTYPES
 
-__all__ = ["Choices", "build_captured_step", "build_decode_step", "choose", "find_peer_memory"]
+__all__ = ["Choices", "build_cache", "build_captured_step", "build_decode_step", "choose", "find_peer_memory"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,14 @@ def find_peer_memory(choices: Choices, requested: str, transport: Transport) -> 
         raise UserError(f"transport: {requested} does not work here: {reason}; use auto or nccl")
     used = peer_memory or choices.backend
     return peer_memory, [f"transport: {used}, because symm does not work here ({reason})"] if reason else []
+
+
+def build_cache(choices: Choices, config: EngineConfig, model: LlamaConfig, batch_size: int, max_context: int) -> Cache:
+    """The KV cache of this rank, in the codec of `--kv-cache`."""
+    tp_size = choices.placement.tp_size
+    return new_cache(
+        config.kv_cache, model, tp_size, batch_size, max_context, choices.dtype, choices.device, config.softmax
+    )
 
 
 def build_decode_step(

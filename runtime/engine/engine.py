@@ -23,14 +23,14 @@ from alspec.models.checkpoint.source import model_config, model_folder
 from alspec.models.generation_config import notice_of_settings
 from alspec.models.llama import Llama
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
-from alspec.runtime.cache.codecs import Cache, new_cache
+from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
 from alspec.runtime.decode.eager_step import choose_tokens
 from alspec.runtime.decode.prefill import prefill
 from alspec.runtime.distributed.agreement import Agreement, fingerprint, shared_settings
 from alspec.runtime.distributed.placement import PeerMemory
 from alspec.runtime.distributed.transport import TIMEOUT, Transport, connect_store
-from alspec.runtime.engine.composition import build_decode_step, choose, find_peer_memory
+from alspec.runtime.engine.composition import build_cache, build_decode_step, choose, find_peer_memory
 from alspec.runtime.engine.generation import (
     Completion,
     Generation,
@@ -38,7 +38,7 @@ from alspec.runtime.engine.generation import (
     Request,
     Token,
     check_prompts,
-    most_tokens,
+    max_total_tokens,
 )
 from alspec.runtime.engine.loading import open_model, read_weights, take_device, warm_up
 from alspec.runtime.engine.memory import MemoryPlan, available_bytes, check_fits, check_max_context
@@ -108,7 +108,7 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error the other ranks may be anywhere: there is no meeting them.
+        # After an error the other ranks may be at any place: do not wait for them.
         if kind is None or self.placement.world_size == 1:
             self.close()
 
@@ -128,9 +128,9 @@ class Engine:
         return self.decode_step is not None and self.decode_step.uses_graph
 
     @property
-    def most_tokens(self) -> int:
+    def max_total_tokens(self) -> int:
         """The most tokens that a prompt and its answer may have together."""
-        return most_tokens(self.config, self.model_config)
+        return max_total_tokens(self.config, self.model_config)
 
     def take_notices(self) -> list[str]:
         """Choices that a user may not expect, for a command that prints them; `stream` then shows none."""
@@ -138,15 +138,15 @@ class Engine:
         return self.notices
 
     def check_prompts(self, prompts: list[list[int]], max_new_tokens: int) -> int:
-        """The cache room that these prompts need; refuses what the model or `max_context` has no room for."""
+        """Return the tokens that the cache must hold for these prompts; refuse too long prompts."""
         needed = check_prompts(prompts, max_new_tokens, self.config, self.model_config)
         return self.config.max_context or needed
 
     def load(self, batch_size: int, max_context: int) -> None:
         """Take memory: connect the ranks, read this rank's weights, allocate the cache.
 
-        Called again for a larger batch or context, it replaces the cache only; after an error it starts over with what
-        it lacks.
+        A second call, for a larger batch or context, replaces only the cache. A call after an error loads what is
+        missing.
 
         Raises:
             DoesNotFitError: before anything is allocated; for packets in the host's memory, after weights and cache.
@@ -171,7 +171,7 @@ class Engine:
             config, placement.shard, self.dtype, batch_size, max_context, available, codec, self.device.type
         )
         if "cache" in vars(self):
-            # The old cache goes before the new one comes, and a graph before what it refers to.
+            # Free the graph, then the cache that it refers to, before the new cache is allocated.
             self._release()
             self.memory = self.decode_step = None
             del self.cache
@@ -181,9 +181,7 @@ class Engine:
             with self.heartbeat.waiting("load"):
                 self._load_model()
             self._weights_bytes = memory.weights_bytes
-        self.cache = new_cache(
-            codec, config, placement.tp_size, batch_size, max_context, self.dtype, self.device, self.config.softmax
-        )
+        self.cache = build_cache(self._choices, self.config, config, batch_size, max_context)
         notice = f"{batch_size} requests: operations are launched one by one; captured steps serve up to {MAX_BATCH}"
         if self._choices.has_fused_step and batch_size > MAX_BATCH and notice not in self.notices:
             self.notices.append(notice)
@@ -243,7 +241,7 @@ class Engine:
         self.agreement.require_same(shared_settings(self.config) | chosen)
 
     def connected(self) -> Transport:
-        """The transport; `load` comes first."""
+        """The transport. Call `load` first."""
         assert self.transport is not None, "load comes first"
         return self.transport
 
@@ -319,7 +317,7 @@ class Engine:
             self.agreement.require_same({"prompt": spelled(prompt)} | settings)
             self._catch_up(self.agreement.exchange)
             tokenizer = partial(self.text_tokenizer, "give token ids")
-            prompts = encode_prompts(prompt, tokenizer, self.most_tokens)
+            prompts = encode_prompts(prompt, tokenizer, self.max_total_tokens)
             needed, batch_size = self.check_prompts(prompts, sampling.max_new_tokens), len(prompts)
             if self.memory is None or self.cache.batch_size != batch_size or self.cache.max_context < needed:
                 self.load(batch_size, needed)
@@ -418,8 +416,11 @@ class Engine:
         self._step = 0
         self._attempts += 1
         is_warm, self._is_warm = self._is_warm, False
-        self._raise_fault(self.decode_step.prepare(sampling))
-        self._is_warm = is_warm
+        try:
+            fault = self.decode_step.prepare(sampling)
+        finally:
+            self._is_warm = is_warm
+        self._raise_fault(fault)
 
     def decode(self, token_ids: list[int], seq_lens: list[int], num_steps: int) -> Iterator[StepRecord]:
         """Steps of the prepared decode step behind what the cache holds; for profiling.
@@ -476,18 +477,18 @@ class Engine:
         return [json.loads(text) for text in self.agreement.exchange(json.dumps(rows))]
 
     def close(self) -> None:
-        """Leave in order: all ranks meet, the heartbeat says goodbye, the process groups end, memory is given back.
+        """End in order: wait for all ranks, stop the heartbeat, end the process groups, free the memory.
 
-        Every rank calls it, or leaves a `with` block, before it ends: one that ends without leaves at its exit, and
-        does not wait for the others. Called while an error is on its way, as in a `finally` block, it meets the others
-        only where they close as well; those that wait for this rank in a step end, and name it.
+        Every rank calls it, or leaves a `with` block, before it ends. A rank that ends without `close` does not wait
+        for the others. If an error is pending, as in a `finally` block, `close` waits only for ranks that close as
+        well; ranks that wait for this one in a step end with an error that names it.
         """
         with self._lock:
             self._close()
             self._is_closed = True
 
     def _close(self) -> None:
-        # At the interpreter's end, this may come after the heartbeat has left: nobody is met then.
+        # At the interpreter's end the heartbeat may have stopped before: then wait for no rank.
         has_left = self.placement.world_size > 1 and not self.heartbeat.watching
         if self.transport is None:
             self.heartbeat.stop(has_met=False)
@@ -499,12 +500,12 @@ class Engine:
                         self.transport.flush()
                         self._close_together(self.transport)
             elif self.heartbeat.rendezvous(error):
-                # Messages may have no receiver any more; and the error on its way is the one to be seen.
+                # Messages may have no receiver any more, and the pending error is the one to report.
                 with suppress(RuntimeError):
                     self._close_together(self.transport)
 
     def _close_together(self, transport: Transport) -> None:
-        """Every rank is here, or on its way."""
+        """The part of `close` that every rank runs, if all ranks close."""
         with self.heartbeat.waiting("close"):
             self._catch_up(lambda own: self.agreement.gather_within("launched", own, TIMEOUT.total_seconds()))
             transport.barrier()
@@ -515,8 +516,8 @@ class Engine:
         self._free()
 
     def _free(self) -> None:
-        """Give weights and cache back: the next engine of this process needs the room."""
-        # The decode step and this engine refer to each other, and may live long after their use, weights with them.
+        """Free weights and cache for the next engine of this process."""
+        # The decode step and this engine form a reference cycle, which would keep the weights alive.
         self.decode_step = self.memory = None
         for name in ("model", "cache"):
             vars(self).pop(name, None)

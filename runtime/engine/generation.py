@@ -14,7 +14,16 @@ from alspec.kernels.common.limits import MAX_BATCH
 from alspec.models.llama_config import LlamaConfig
 from alspec.predictor import first_lossy_length
 
-__all__ = ["Completion", "Generation", "IdDecoder", "Request", "TextDecoder", "Token", "check_prompts", "most_tokens"]
+__all__ = [
+    "Completion",
+    "Generation",
+    "IdDecoder",
+    "Request",
+    "TextDecoder",
+    "Token",
+    "check_prompts",
+    "max_total_tokens",
+]
 
 
 class TextDecoder(Protocol):
@@ -181,7 +190,7 @@ class Generation:
         ]
 
 
-def most_tokens(config: EngineConfig, model: LlamaConfig) -> int:
+def max_total_tokens(config: EngineConfig, model: LlamaConfig) -> int:
     """The most tokens of a prompt and its answer: `max_context`, or the positions of the model."""
     return config.max_context or model.longest_context
 
@@ -208,7 +217,7 @@ def check_prompts(prompts: list[list[int]], max_new_tokens: int, config: EngineC
                 f"give ids from 0 to {model.vocab_size - 1}"
             )
     needed = max(map(len, prompts)) + max_new_tokens
-    limit = most_tokens(config, model)
+    limit = max_total_tokens(config, model)
     if needed > limit:
         name = "max_context" if config.max_context else model.longest_context_name
         advice = "shorten the prompt or lower --max-new-tokens"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from alspec.errors import DoesNotFitError, UserError
-from alspec.kernels.attention.torch_ref import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
+from alspec.kernels.attention.torch_attention import QUERIES_AT_ONCE, SCORE_BYTES, SCORES_AT_ONCE
 from alspec.models.llama import Shard
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import cache_bytes

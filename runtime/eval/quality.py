@@ -1,8 +1,8 @@
-"""Quality under speculation: the verdicts and predictions that token-by-token decoding of a given text would have.
+"""Quality under speculation: verdicts and predictions as in token-by-token decoding of a given text.
 
 The verdict at a position depends on its own activations and on the keys and values of the tokens before it. For a given
 text all of them are known, so one pass over all positions, layer by layer, equals `simulated` decoding step by step.
-This holds for a quantised cache too: what a position reads of a token depends on the two positions only.
+This holds for a quantised cache too: how a position reads an earlier token depends only on their two positions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alspec.kernels.attention.torch_ref import predictor_attention_all, prefill_attention
+from alspec.kernels.attention.torch_attention import predictor_attention_all, prefill_attention
 from alspec.models.llama import Llama
 from alspec.runtime.decode.eager_step import gather_logits
 from alspec.runtime.distributed.transport import Transport
@@ -107,7 +107,7 @@ def _score(
     prompt_tokens: int,
     cache: CacheSetting,
 ) -> list[TextScore]:
-    """Rows of activations: the prompt's, then for each lambda in turn those of the tokens after it."""
+    """Score all lambdas in one pass. Rows of activations: first the prompt, then the other tokens once per lambda."""
     num_texts, num_decoded = len(thresholds), len(token_ids) - prompt_tokens
     ids = torch.tensor(token_ids, device=transport.device)
     positions = torch.arange(len(ids), device=transport.device)

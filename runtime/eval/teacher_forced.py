@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from alspec.config import FLASHQ_CODECS
-from alspec.kernels.attention.torch_ref import SCORES_AT_ONCE, prefill_attention
+from alspec.kernels.attention.torch_attention import SCORES_AT_ONCE, prefill_attention
 from alspec.kernels.kv_codec.flashq.quantize import (
     BLOCK,
     MIN_SCALE,

@@ -1,4 +1,4 @@
-"""Turn what a failed step left on the device into an error that names the rank, the layer and the step."""
+"""Turn a fault word or bad logits of a failed step into an error that names the rank, the layer and the step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from alspec.runtime.distributed.transport import Transport
 
 __all__ = ["bad_logits_error", "fault_error"]
 
-FAULT_EXCHANGE_S = 1.0  # ranks read the fault of a step at nearly the same time, unless their hosts are late
+FAULT_EXCHANGE_S = 1.0  # all ranks read the fault of a step at nearly the same time, unless a host is late
 
 
 def fault_error(code: int, step: int, num_layers: int, agreement: Agreement, attempt: int) -> AlspecError:
     """The error for a fault word: bad numbers, or a rank whose data did not arrive in time.
 
-    A fault may be a consequence of one on another rank: bad numbers spread, and a rank that waits makes others wait.
-    All ranks that find a fault within `FAULT_EXCHANGE_S` therefore report the earliest one.
+    A fault on one rank may cause faults on others: bad numbers spread, and a rank that waits makes others wait. So all
+    ranks that find a fault within `FAULT_EXCHANGE_S` report the earliest of these faults.
 
     Args:
         code: fault word, not 0; see kernels/comm/ll_packets.py.

@@ -44,9 +44,9 @@ TERMINATED_LIMIT_S = 2.0
 # While a rank reads weights, it may be busy in one long call.
 LOADING = "load"
 LOAD_LIMIT_S = 60.0
-# A rank without a beat that has used more than this share of a core since its last one is in a long call that holds
-# Python's lock (a large json.load, a regular expression); it gets as much time as while it reads weights. A smaller
-# share means a deadlock: work from before it, at most one period, is a small share by the time of the limit.
+# A rank that has used more than this share of a core since its last beat is not dead. It is in a long call that holds
+# Python's lock (a large json.load, a regular expression), and gets as much time as while it reads weights. A smaller
+# share means a deadlock: CPU time from before the deadlock, at most one period, is a small share of the limit.
 BUSY_SHARE = 0.15
 # Time for Python's own handling of Ctrl-C before another thread ends a command.
 STORE_GONE = "the job's key-value store is gone: torchrun (or rank 0) died"
@@ -77,14 +77,14 @@ class Heartbeat:
         self._progress_s = time.monotonic()  # time of the last mark
         self._waits = ""  # where this rank waits for others
         self._is_reported = False  # this wait has been printed
-        self._wait_failed = False  # the last wait ended with an error that others may have caused
+        self._wait_failed = False  # the last wait ended with an error that other ranks may have caused
         self._stopped = threading.Event()
         self._reporting = threading.Lock()
         self._beating = threading.Lock()
         self._counter = 0
         self._cause: AlspecError | None = None  # why this process ends; the others repeat it
         self._is_closing = False
-        # This rank closes after an error, which is the cause: a rank that waits for it ends, and this one goes on.
+        # This rank closes after an error. A rank that waits for it ends and names this error; this rank continues.
         self._has_failed = False
         self._ended: Literal["", "closed", "unmet", "left"] = ""
         # For each other rank: its newest beat, when that was first seen, and the CPU time of its process then.
@@ -147,10 +147,11 @@ class Heartbeat:
             self._waits = outer  # also after an error: a program that catches it no longer waits
 
     def rendezvous(self, error: BaseException | None) -> bool:
-        """In `close`: wait until all other ranks are in `close` too.
+        """Wait in `close` until all other ranks are in `close` too.
 
-        After an `error` they arrive if all of them had it, or if no rank needed this one any more. A rank that waits
-        for this one elsewhere ends instead and names this rank and its error; the caller then shows the error.
+        After an `error` the other ranks arrive only if all of them had this error, or if no rank needed this one any
+        more. Otherwise a rank that waits for this rank elsewhere ends, and names this rank and its error. The caller
+        then shows the error.
 
         Args:
             error: the error after which this rank closes, or None.
@@ -278,7 +279,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def _ending(self, end_output: Callable[[], None]) -> Iterator[None]:
-        """For the one thread that ends the process: write out stdout first, unless that blocks."""
+        """Let one thread end the process: take the lock for good, and flush stdout unless that blocks."""
         self._reporting.acquire(timeout=2.0)  # never released: the thread that has it ends the process
         flush = threading.Thread(target=end_output, daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
@@ -344,12 +345,12 @@ class Heartbeat:
                 os._exit(128 + signal.SIGTERM)
 
     def _is_stuck(self) -> bool:
-        """This rank has waited for others longer than any operation takes in which all of them take part."""
+        """Return whether this rank has waited for others longer than any collective operation can take."""
         limit_s = LOAD_LIMIT_S if self._progress[1] == LOADING else STALL_LIMIT_S
         return self._waits != "" and time.monotonic() - self._progress_s > limit_s
 
     def _mismatched_wait(self) -> AlspecError | None:
-        """The error of a rank that waits for this one in a different place; None if there is none."""
+        """Return an error if another rank waits for this rank in a different place; else None."""
         step, operation = self._step_and_operation()
         own = (self._placement.rank, self._waits, step, operation, self._is_stuck())
         for rank, (beat, *_) in list(self._seen.items()):
@@ -379,7 +380,7 @@ class Heartbeat:
             print(f"alspec: {line}", file=sys.stderr, flush=True)
 
     def _lost_rank(self, limit_s: float, is_waiting: bool) -> AlspecError | None:
-        """The error of a rank that died, was interrupted or sent no beat for `limit_s`; None if there is none.
+        """Return an error if another rank died, was interrupted or sent no beat for `limit_s`; else None.
 
         Args:
             is_waiting: this rank waits for others, so that a rank that left without `close` counts as lost.
@@ -408,7 +409,7 @@ class Heartbeat:
         return None
 
     def _store_is_needed(self) -> bool:
-        """This process hosts the store, and other ranks have not ended yet."""
+        """Return whether this process hosts the store and other ranks have not ended yet."""
         if self._placement.rank != 0 or agent_hosts_store():
             return False
         assert self._store is not None
@@ -417,7 +418,7 @@ class Heartbeat:
         return len(beats) < len(keys) or not all(beat["ended"] or process_state(beat)[0] == "dead" for beat in beats)
 
     def _store_host_has_left(self) -> bool:
-        """Rank 0 hosted the store and has published its end."""
+        """Return whether rank 0 hosted the store and has published that it ends."""
         beat, *_ = self._seen.get(0, ({}, 0.0, 0.0))
         return not agent_hosts_store() and bool(beat.get("ended"))
 
@@ -425,7 +426,7 @@ class Heartbeat:
 def _dead_rank_error(
     rank: int, beat: dict[str, Any], state: str, is_waiting: bool, is_closing: bool
 ) -> AlspecError | None:
-    """The error of a rank that died, was interrupted, failed or left; None if it did not.
+    """Return an error if the rank died, was interrupted, failed or left; else None.
 
     Args:
         beat: its newest beat.
@@ -457,7 +458,7 @@ def _dead_rank_error(
 def _stalled_rank_error(
     rank: int, beat: dict[str, Any], state: str, silent_s: float, cpu_s: float, limit_s: float
 ) -> RankFailureError | None:
-    """The error of a rank that is not dead, but has sent no beat for longer than it is tolerated; else None.
+    """Return an error if the rank is not dead, but has sent no beat for longer than is tolerated; else None.
 
     Args:
         beat: its newest beat.
@@ -513,10 +514,10 @@ def may_come_from_others(error: BaseException | None) -> bool:
 
 
 def pending_error() -> BaseException | None:
-    """The error that this thread is handling (also in a `finally` block), or the uncaught one; None without any."""
+    """Return the error that this thread handles (also in a `finally` block), or the uncaught error; else None."""
     return sys.exception() or _uncaught_error()
 
 
 def _uncaught_error() -> BaseException | None:
-    """The error that ended the program, which has been printed; None while the program runs."""
+    """Return the printed error that ended the program; None while the program runs."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

@@ -12,7 +12,7 @@ __all__ = ["born", "host", "kill_stalled", "process_state"]
 
 
 def host() -> str:
-    """Identifier of this boot and PID namespace: where it is equal, a process id means the same process."""
+    """Return an identifier of this boot and PID namespace. Process ids can be compared only if it is equal."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot_id:
             return f"{boot_id.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -27,7 +27,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def born(pid: int) -> str:
-    """Start time of a process in clock ticks since boot, which differs from that of a later process with its id."""
+    """Return the start time of a process, in clock ticks since boot. It tells apart processes that reuse an id."""
     try:
         return _stat(pid)[19]
     except OSError:

@@ -1,4 +1,4 @@
-"""Delivery of signals to a thread: a main thread that is blocked in a collective runs no Python handler."""
+"""Deliver signals to another thread, because a main thread blocked in a collective runs no Python handler."""
 
 from __future__ import annotations
 

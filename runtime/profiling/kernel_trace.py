@@ -32,9 +32,9 @@ TRACE_STEPS = 5
 def kernel_rows(engine: Engine, context: int, token_ids: list[int]) -> tuple[list[Row], list[list[int]]]:
     """Trace `TRACE_STEPS` steps of `engine.decode` from `context` tokens on; every rank calls it.
 
-    Time zero is the end of the step before them. On one host all ranks share the profiler's clock, and zero is that end
-    on the first rank to reach it. On several hosts clocks may differ, and zero is that end on each rank; ranks end a
-    step nearly together, when the last rank's logits have arrived.
+    Time zero is the end of the previous step. On one host all ranks share the profiler's clock, so zero is the earliest
+    end of that step on any rank. On several hosts clocks may differ, so each rank has its own zero. Ranks end a step
+    nearly together, when the last rank's logits have arrived.
 
     Args:
         engine: loaded and prepared.
@@ -211,11 +211,11 @@ def _senders(labelled: list[list[Row]], verdicts: list[list[int]]) -> list[list[
 
 
 def _is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bool:
-    """True if the gate of a kernel was open for this group; senders [L + 1] and accepted [L] of the row's step."""
+    """Return whether a kernel's gate was open for this group; senders [L + 1], accepted [L]: of the row's step."""
     op, layer = row["op"], row["layer"]
 
     def computes(after: int) -> bool:
-        """True if the group computes after a layer's verdict: the receiver on `A~`, the sender only after a reject."""
+        """Return whether the group runs post-attention: the receiver does (on `A~`), the sender only after a reject."""
         return group != senders[after] or not accepted[after]
 
     if op == "pre_attention":
@@ -239,7 +239,7 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
         Samples in us of each part:
 
         attention: the sender's attention and its combine.
-        sender: from the end of pre-attention to the end of the verdict, without the wait for the previous verdict.
+        sender: from the end of pre-attention to the end of `decide`, without the wait for the previous layer's verdict.
         receiver: from the same start until the receiver has all of the handover.
         layer: post-attention and the next pre-attention.
         fixed: what precedes and follows the layers.

@@ -23,7 +23,7 @@ __all__ = [
     "measure",
     "prepare",
     "prompts_of",
-    "room",
+    "cache_tokens",
     "stream_limit",
 ]
 
@@ -40,7 +40,7 @@ class Profile:
     context: int
     batch_size: int
     step_us: list[list[float]]  # [world][steps]
-    hit_rate: float | None  # accepted share of the verdicts that could reject (see `measure`); None without any
+    hit_rate: float | None  # accepted share of the verdicts that could reject (see `measure`); None if there are none
     read_bytes: int  # read by this rank in a step of mean length
 
     @property
@@ -64,8 +64,8 @@ class Profile:
         return self.read_bytes / self.us["p50"] * 1e6
 
 
-def room(context: int, num_steps: int) -> int:
-    """Cache size in tokens that `num_steps` measured steps from `context` on need."""
+def cache_tokens(context: int, num_steps: int) -> int:
+    """Cache size in tokens for `num_steps` measured steps that begin at `context` tokens, warm-up included."""
     return context + WARMUP_STEPS + num_steps
 
 
@@ -87,7 +87,7 @@ def fill(cache: Cache, seed: int) -> None:
 
 
 def forced_verdicts(num_layers: int, hit_rate: float) -> list[int]:
-    """Verdicts of a step's layers with this hit rate r, spread as evenly as possible: 1 accepts, 0 rejects."""
+    """Return one verdict per layer (1 accepts, 0 rejects) with this hit rate; the hits are spread evenly."""
     # 1e-9 as in the latency model: L r may be a few ulp below a whole number.
     hits = [int(layer * hit_rate + 1e-9) for layer in range(num_layers + 1)]
     return [after - before for before, after in itertools.pairwise(hits)]
@@ -133,7 +133,7 @@ def measure(
 
 
 def prompts_of(text_ids: list[int], batch_size: int, num_tokens: int) -> list[list[int]]:
-    """A prompt of `num_tokens` for each request: `text_ids` repeated, with another starting point for each request.
+    """Make a prompt of `num_tokens` for each request: `text_ids` repeated, from a different start per request.
 
     The first token of the text begins every prompt and is not repeated.
     """
@@ -145,9 +145,9 @@ def prompts_of(text_ids: list[int], batch_size: int, num_tokens: int) -> list[li
 
 
 def first_tokens(engine: Engine, context: int, text_ids: list[int] | None, sampling: SamplingConfig) -> list[int]:
-    """The newest token of each request, from which `engine.decode` continues with `context` tokens.
+    """Return each request's newest token, from which `engine.decode` continues at `context` tokens.
 
-    With a text, its prompts are read into the cache first.
+    With a text, prompts from the text are processed into the cache first.
     """
     batch_size = engine.cache.batch_size
     if text_ids is None:
@@ -158,7 +158,7 @@ def first_tokens(engine: Engine, context: int, text_ids: list[int] | None, sampl
 
 
 def stream_limit(engine: Engine) -> float:
-    """Bytes per second that a copy moves on the fastest rank; all ranks call it and measure at the same time."""
+    """Measure the copy bandwidth of the fastest rank in bytes/s. All ranks call it and measure at the same time."""
     transport = engine.connected()
     transport.barrier()
     own = torch.tensor(stream_bandwidth(engine.device), dtype=torch.float64, device=engine.device)

@@ -69,7 +69,7 @@ def mean_lengths(generation: Generation, goes_on: bool) -> list[float]:
 
     Args:
         generation: with at least one step.
-        goes_on: requests that have ended keep growing, because the devices still append to them.
+        goes_on: True if the devices still append to requests that have ended, so that their lengths grow.
     """
     steps = len(generation.step_us)
     lengths = []

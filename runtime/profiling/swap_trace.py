@@ -22,7 +22,7 @@ __all__ = ["is_open", "is_swapped", "place", "swap_parts"]
 
 
 def is_swapped(rows: list[Row]) -> bool:
-    """True if these kernels are of a step of a pair over collectives."""
+    """Return whether these kernels belong to a pair over collectives."""
     return any(APPLY_VERDICT in row["kernel"] for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""The configuration schema: one line for every mistake, YAML as data, flags over file over defaults."""
+"""The configuration schema: one line for each mistake, YAML as data, flags over file over defaults."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_field_has_a_description_and_a_default(schema: type[BaseModel]) ->
 
 
 @pytest.mark.parametrize("schema", COMMANDS)
-def test_defaults_would_be_accepted(schema: type[BaseModel]) -> None:
+def test_written_defaults_are_accepted(schema: type[BaseModel]) -> None:
     assert validate(schema, schema().model_dump(by_alias=True), "source") == schema()
 
 
@@ -86,7 +86,7 @@ def test_defaults_are_valid() -> None:
         ({"mode": "off"}, "mode", "speculation.mode"),
     ],
 )
-def test_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, nearest: str | None) -> None:
+def test_an_unknown_key_names_the_nearest_one(values: dict[str, Any], unknown: str, nearest: str | None) -> None:
     message = refused(values)
     assert f"unknown key {unknown!r}" in message
     hint = "see --help" if nearest is None else f"the nearest valid name is {nearest!r}"
@@ -94,14 +94,14 @@ def test_unknown_key_names_the_nearest(values: dict[str, Any], unknown: str, nea
 
 
 @pytest.mark.parametrize("schema", [GenerateConfig, LatencyConfig, DoctorConfig])
-def test_a_file_has_the_name_of_the_flag(schema: type[BaseModel]) -> None:
-    """Not that of the field behind it."""
-    expected = "source: unknown key 'json_file'; the nearest valid name is 'json'"
-    assert refused({"json_file": "out.json"}, schema) == expected
+def test_a_file_uses_the_name_of_the_flag(schema: type[BaseModel]) -> None:
+    """The name of the field is an unknown key."""
+    message = refused({"json_file": "out.json"}, schema)
+    assert message == "source: unknown key 'json_file'; the nearest valid name is 'json'"
 
 
-def test_unknown_option_from_python_shows_the_valid_ones() -> None:
-    """There is no --help to see; `prompt` is a key of a command."""
+def test_an_unknown_option_from_python_lists_the_valid_ones() -> None:
+    """Python has no --help. `prompt` is a key of commands only."""
     expected = f"valid names: {', '.join(SamplingConfig.model_fields)}"
     assert refused({"prompt": "x"}, SamplingConfig) == f"source: unknown key 'prompt'; {expected}"
 
@@ -170,14 +170,14 @@ def test_unknown_option_from_python_shows_the_valid_ones() -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_wrong_value_names_the_field(values: dict[str, Any], field: str) -> None:
+def test_a_wrong_value_names_the_field(values: dict[str, Any], field: str) -> None:
     message = refused(values)
     assert message.startswith(f"source: {field}"), message
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_an_integer_that_python_does_not_write(sign: int) -> None:
-    """Its text has too many digits: nothing but the found value is left out."""
+def test_an_integer_that_python_does_not_print_is_refused(sign: int) -> None:
+    """It has too many digits. The message leaves out the found value only."""
     number = sign * 10**5000
     for path, field in (*fields(EngineConfig), *fields(SamplingConfig)):
         if isinstance(field.default, BaseModel):
@@ -213,7 +213,7 @@ def test_an_integer_that_python_does_not_write(sign: int) -> None:
     ],
     ids=str,
 )
-def test_bounds_themselves_are_valid(values: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_bounds_are_valid_values(values: dict[str, Any], expected: dict[str, Any]) -> None:
     config = validate(GenerateConfig, values, "source")
     left = {name: value for name, value in vars(config).items() if value != getattr(GenerateConfig(), name)}
     default = {name: value for name, value in expected.items() if value == getattr(GenerateConfig(), name)}
@@ -240,8 +240,8 @@ def test_bounds_themselves_are_valid(values: dict[str, Any], expected: dict[str,
     ],
     ids=str,
 )
-def test_lists(schema: type[BaseModel], values: dict[str, Any], expected: object) -> None:
-    """As a flag writes them, as YAML does, and one value alone."""
+def test_lists_are_read(schema: type[BaseModel], values: dict[str, Any], expected: object) -> None:
+    """In the form of a flag, in the form of YAML, and one value alone."""
     found = getattr(validate(schema, values, "source"), next(iter(values)))
     assert found == expected
     assert [type(item) for item in found or ()] == [type(item) for item in expected or ()]
@@ -276,26 +276,26 @@ def test_lists(schema: type[BaseModel], values: dict[str, Any], expected: object
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_wrong_values_of_other_commands(schema: type[BaseModel], values: dict[str, Any], message: str) -> None:
+def test_wrong_values_of_other_commands_are_refused(
+    schema: type[BaseModel], values: dict[str, Any], message: str
+) -> None:
     assert refused(values, schema).startswith(f"source: {message}")
 
 
 @pytest.mark.parametrize("schema", COMMANDS)
-def test_paths_that_no_file_can_have(schema: type[BaseModel]) -> None:
+def test_impossible_paths_are_refused(schema: type[BaseModel]) -> None:
     names = [field.alias or name for name, field in schema.model_fields.items() if "Path" in str(field.annotation)]
     assert names
     for name in names:
         for value in ("a\0b", "\ud800", "a\udc7f", Path("a\0b")):
-            message = refused({name: value}, schema)
-            assert message == f"source: {name}: expected a path, found {value!r}"
-        # As Python reads the byte FF of a file's name.
-        assert getattr(validate(schema, {name: "\udcff"}, "source"), name.replace("json", "json_file")) == Path(
-            "\udcff"
-        )
+            assert refused({name: value}, schema) == f"source: {name}: expected a path, found {value!r}"
+        # Python reads the byte FF of a file's name as this.
+        found = validate(schema, {name: "\udcff"}, "source")
+        assert getattr(found, name.replace("json", "json_file")) == Path("\udcff")
 
 
-def test_numbers_are_never_true_or_false() -> None:
-    """In no field of any command but switches."""
+def test_true_is_no_number() -> None:
+    """In no field of any command except switches."""
     for schema in (SpeculationConfig, *COMMANDS):
         for name, field in schema.model_fields.items():
             for value in (True, [True]):
@@ -303,7 +303,7 @@ def test_numbers_are_never_true_or_false() -> None:
                     refused({field.alias or name: value}, schema)
 
 
-def test_json_has_no_infinity() -> None:
+def test_json_writes_infinity_as_text() -> None:
     config = EvaluateConfig(thresholds=(0.5, math.inf), speculation=SpeculationConfig(threshold=math.inf))
     shown = json.loads(json.dumps(config.model_dump(mode="json", by_alias=True), allow_nan=False))
     assert (shown["thresholds"], shown["speculation"]["threshold"]) == ([0.5, "inf"], "inf")
@@ -323,7 +323,7 @@ def test_json_has_no_infinity() -> None:
         ({"chat": True, "prompt_ids": "1"}, ("chat", "prompt_ids")),
     ],
 )
-def test_inconsistent_fields(values: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_inconsistent_fields_are_refused(values: dict[str, Any], words: tuple[str, ...]) -> None:
     message = refused(values)
     assert all(word in message for word in words)
 
@@ -381,7 +381,7 @@ def test_python_tags_are_refused(text: str, tmp_path: Path) -> None:
     ],
     ids=range(16),
 )
-def test_broken_yaml(content: bytes, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_broken_yaml_is_refused(content: bytes, words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -391,20 +391,20 @@ def test_broken_yaml(content: bytes, words: tuple[str, ...], tmp_path: Path) -> 
 
 
 def test_merged_keys_are_no_duplicates(tmp_path: Path) -> None:
-    """A mapping may say anew what `<<` brings, and others may merge it in turn, whatever stands deeper."""
+    """A mapping may override keys of `<<`, and other mappings may merge it again, at any depth."""
     text = "a: &a {x: 1}\nlist: [[&b {<<: *a, x: 2}]]\nb: {<<: *b, y: 3}\nlong: " + "9" * 1000
     found = load_yaml(write(tmp_path / "config.yaml", text))
     assert (found["list"], found["b"], found["long"]) == ([[{"x": 2}]], {"x": 2, "y": 3}, 10**1000 - 1)
 
 
-def test_missing_yaml(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(UserError, match="cannot read") as caught:
             load_yaml(path)
         assert str(path) in str(caught.value)
 
 
-def test_empty_yaml_is_no_setting(tmp_path: Path) -> None:
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     assert load_yaml(write(tmp_path / "config.yaml", "# nothing\n")) == {}
 
 
@@ -438,14 +438,16 @@ def parse_generate(*argv: str) -> GenerateConfig:
     ],
     ids=["default", "text", "ids", "chat"],
 )
-def test_print_config_is_read_back(config: GenerateConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_printed_configuration_is_read_back(
+    config: GenerateConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     print_config(config)
     printed = capsys.readouterr().out
     assert list(yaml.safe_load(printed)) == [field.alias or name for name, field in GenerateConfig.model_fields.items()]
     assert parse_generate("--config", str(write(tmp_path / "config.yaml", printed))) == config
 
 
-def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path: Path) -> None:
     path = write(
         tmp_path / "config.yaml",
         "max_new_tokens: 5\ntemperature: 0.5\nstop: [a]\nspeculation: {threshold: 0.2, chunk_size: 256}\n",
@@ -458,7 +460,7 @@ def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None
     assert config.top_k == GenerateConfig().top_k
 
 
-def test_every_field_has_its_flag() -> None:
+def test_every_field_has_a_flag() -> None:
     argv = {
         "model": "dir",
         "speculation": "simulated",
@@ -493,8 +495,8 @@ def test_every_field_has_its_flag() -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "paired", "simulated"])
-def test_speculation_alone_is_its_mode(mode: str, tmp_path: Path) -> None:
-    """In a file and from Python; flags add to it."""
+def test_speculation_may_be_given_as_its_mode(mode: str, tmp_path: Path) -> None:
+    """In a file and from Python. Flags are added to it."""
     path = write(tmp_path / "config.yaml", f"speculation: {mode}\n")
     assert parse_generate("--config", str(path)).speculation == SpeculationConfig(mode=mode)
     both = parse_generate("--config", str(path), "--threshold", "0.2").speculation
@@ -505,40 +507,34 @@ def test_speculation_alone_is_its_mode(mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spelt", "expected"),
     [
-        ("bfloat16", "bf16"),
-        ("float16", "fp16"),
-        ("float32", "fp32"),
-        ("bf16", "bf16"),
-        (torch.bfloat16, "bf16"),
-        (torch.float16, "fp16"),
-        (torch.float32, "fp32"),
-        (None, None),
+        *(("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32"), ("bf16", "bf16"), (None, None)),
+        *((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")),
     ],
     ids=str,
 )
-def test_spellings_of_dtype(spelt: Any, expected: str | None) -> None:
+def test_dtype_has_several_spellings(spelt: Any, expected: str | None) -> None:
     assert validate(EngineConfig, {"dtype": spelt}, "source").dtype == expected
     assert refused({"dtype": torch.int8}).startswith("source: dtype: ")
     if isinstance(spelt, str):
         assert parse_generate("--dtype", spelt).dtype == expected
 
 
-def test_off_and_on_in_a_file_are_text(tmp_path: Path) -> None:
-    """They are values of some fields; where a field is true or false, every spelling of that is."""
+def test_off_and_on_in_a_file_are_text_unless_the_field_is_a_switch(tmp_path: Path) -> None:
+    """A switch takes every spelling of true and false."""
     text = "speculation: {mode: off}\ncuda_graph: on\nchat: on\ncolor: true\ndebug: off\nsystem: yes\nprompt: trueish\n"
     config = parse_generate("--config", str(write(tmp_path / "config.yaml", text)))
     assert (config.speculation.mode, config.cuda_graph) == ("off", "on")
     assert (config.chat, config.color, config.debug) == (True, True, False)
     assert (config.system, config.prompt) == ("yes", "trueish")
     assert load_yaml(write(tmp_path / "config.yaml", "a: [true, FALSE, no]")) == {"a": [True, False, "no"]}
-    assert yaml.safe_load("off") is False, "other readers of YAML are left as they are"
+    assert yaml.safe_load("off") is False, "other readers of YAML do not change"
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [("010", 10), ("-7", -7), ("+3", 3), ("0o17", 15), ("0x1f", 31), ("1:30", "1:30"), ("1_0", "1_0")],
 )
-def test_integers_in_a_file_are_those_of_yaml_1_2(text: str, value: int, tmp_path: Path) -> None:
+def test_a_file_has_integers_of_yaml_1_2(text: str, value: int, tmp_path: Path) -> None:
     assert load_yaml(write(tmp_path / "config.yaml", f"seed: {text}")) == {"seed": value}
 
 
@@ -555,7 +551,7 @@ def test_integers_in_a_file_are_those_of_yaml_1_2(text: str, value: int, tmp_pat
         ("1: 2", ("1",)),
     ],
 )
-def test_wrong_file_is_named(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_wrong_file_is_named(text: str, words: tuple[str, ...], tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", text)
     with pytest.raises(UserError) as caught:
         parse_generate("--config", str(path), "--top-p", "0.5", "--speculation", "off")
@@ -564,7 +560,7 @@ def test_wrong_file_is_named(text: str, words: tuple[str, ...], tmp_path: Path) 
     assert all(word in message for word in words)
 
 
-def test_short_ways_to_say_it() -> None:
+def test_short_forms_are_accepted() -> None:
     assert validate(EngineConfig, {"max_context": "128k"}, "here").max_context == 131072
     assert parse_generate("--max-context", "8K").max_context == 8192
     assert validate(SamplingConfig, {"stop": "day"}, "here").stop == ("day",)
@@ -579,7 +575,7 @@ def test_short_ways_to_say_it() -> None:
         (("--prompt-file", "F"), (None, Path("F"), None)),
     ],
 )
-def test_a_prompt_of_the_command_line_takes_the_place_of_that_of_the_file(
+def test_a_prompt_flag_replaces_the_prompt_of_the_file(
     flags: tuple[str, ...], found: tuple[object, ...], tmp_path: Path
 ) -> None:
     path = write(tmp_path / "config.yaml", "prompt: a\nseed: 3")

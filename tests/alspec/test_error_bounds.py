@@ -1,3 +1,5 @@
+"""Error bounds of the paper against hand calculation, its recurrence, and random networks."""
+
 import math
 
 import pytest
@@ -13,7 +15,7 @@ SMALL = st.floats(0, 2)
 
 def test_worst_case_by_hand() -> None:
     assert worst_case_bound([], 0.5, 1, 2) == 0
-    assert worst_case_bound([3], 0.5, 10, 10) == 4.5  # (1 + alpha) delta: the attention Lipschitz constant has no part
+    assert worst_case_bound([3], 0.5, 10, 10) == 4.5  # (1 + alpha) delta, without the attention's constant
     # (1.5)^2 (1 + 2*0.25) * 1 + 1.5 * 2
     assert worst_case_bound([1, 2], 0.5, 0.25, 2) == pytest.approx(2.25 * 1.5 + 3)
 
@@ -103,8 +105,8 @@ def test_worst_case_holds_on_a_random_residual_network(seed: int, alpha: float, 
         assert 0 < distance <= bound
 
 
-def test_worst_case_is_reached_when_all_errors_point_one_way() -> None:
-    """Linear positive layers in one dimension: the bound is the error, so nothing smaller could be claimed."""
+def test_worst_case_is_reached_when_all_errors_have_one_direction() -> None:
+    """Linear positive layers in one dimension: the error equals the bound, so no smaller bound holds."""
     alpha, beta, f, deltas = 0.25, 0.5, 0.75, [0.1, 0.4, 0.2]
 
     def run(errors: list[float]) -> float:
@@ -117,7 +119,7 @@ def test_worst_case_is_reached_when_all_errors_point_one_way() -> None:
     assert run(deltas) - run([0.0] * 3) == pytest.approx(worst_case_bound(deltas, alpha, beta, f))
 
 
-def test_high_probability_published_number() -> None:
+def test_high_probability_gives_the_published_number() -> None:
     """The paper's form for 95 %: `||error|| / ||H|| <= lambda sqrt(7 N / c)`, 7 being 4 - ln 0.05 = 6.996 rounded."""
     n, threshold, c, norm = 32, 0.1, 2.0, 3.0
     bound = high_probability_bound([norm] * n, threshold, 0.05, c)
@@ -145,7 +147,7 @@ def test_high_probability_scales() -> None:
     assert high_probability_bound([3.0, 4.0], 1.0, 1.0, 1.0) == pytest.approx(10)  # sqrt(4 * 25)
 
 
-def test_self_attention_lipschitz() -> None:
+def test_self_attention_lipschitz_by_hand() -> None:
     assert self_attention_lipschitz(0, 3) == 0
     assert self_attention_lipschitz(1, 1) == pytest.approx(math.e)
     assert self_attention_lipschitz(2, 0.5) == pytest.approx(2 * math.exp(2))
@@ -161,7 +163,7 @@ def test_self_attention_lipschitz_grows(radius: float, constant: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan])
-def test_negative_and_nan_arguments(bad: float) -> None:
+def test_negative_and_nan_arguments_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="deltas"):
         worst_case_bound([1, bad], 1, 1, 1)
     with pytest.raises(ValueError, match="alpha"):
@@ -175,6 +177,6 @@ def test_negative_and_nan_arguments(bad: float) -> None:
 
 
 @pytest.mark.parametrize("probability", [0, -0.1, 1.5, math.nan])
-def test_failure_probability_range(probability: float) -> None:
+def test_a_failure_probability_out_of_range_is_refused(probability: float) -> None:
     with pytest.raises(ValueError, match="failure_probability"):
         high_probability_bound([1], 1, probability, 1)

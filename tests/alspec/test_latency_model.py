@@ -1,10 +1,10 @@
 """The latency model against the numbers that Attention-Level Speculation prints.
 
 Tables 4 to 7 give the parts of one token on 1, 2, 4 and 8 N150 chips: per-layer operations, flash decode at 1K tokens,
-and the operations outside the layers. Their totals are reproduced to the nanosecond, but for the LM head of Table 5,
-whose rows sum to 42 ns more than the printed total. Token latencies made from them, and flash decode at other context
-lengths, are printed only as plots (Figures 7 and 12), so that no token latency can be compared; what the text says of
-them is. Table 3 (H100) prints parts and projected throughput, and is reproduced.
+and the operations outside the layers. Their totals are reproduced to the nanosecond, except for the LM head of Table 5:
+its rows sum to 42 ns more than the printed total. Figures 7 and 12 show token latencies and flash decode at other
+context lengths as plots only, so the tests compare what the text says about them. Table 3 (H100) prints parts and
+projected throughput, and is reproduced.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ def n150_costs(chips: int, attention_us: float | None = None) -> StepCosts:
 
 
 def h100_costs(context: str) -> StepCosts:
-    """Table 3's parts; `fixed` is not printed, and is what its TP throughput leaves over."""
+    """The parts of Table 3. It does not print `fixed`, which is the rest of its TP throughput."""
     attention_us, other_us, tp_tokens_per_s, _ = TABLE_3[context]
     fixed_us = 1e6 / tp_tokens_per_s - 32 * (attention_us + other_us)
     return StepCosts(32, fixed_us, other_us, attention_us, sender_us=attention_us, receiver_us=0)
@@ -105,8 +105,8 @@ def test_tensor_parallel_scaling_stops_at_four_chips() -> None:
     assert eight > 0.95 * four
 
 
-def test_published_best_speedup_is_within_the_models_reach() -> None:
-    """Section 5.2: at best 1.65x, at 87.5 % hits, 4 + 4 chips against 8; attention (not printed) taken equal."""
+def test_the_model_can_give_the_published_best_speedup() -> None:
+    """Section 5.2: at best 1.65x, at 87.5 % hits, 4 + 4 chips against 8. Attention is taken as equal."""
 
     def speedup(attention_us: float) -> float:
         paired = speculative_step_us(n150_costs(4, attention_us), 0.875)
@@ -119,10 +119,10 @@ def test_published_best_speedup_is_within_the_models_reach() -> None:
 
 @pytest.mark.parametrize("context", TABLE_3)
 def test_table_3_projection(context: str) -> None:
-    """Table 3 at 0.65 x 32 = 20.8 hits: its projection keeps the fraction that the printed formula's floor drops.
+    """Table 3 projects 0.65 x 32 = 20.8 hits: it keeps the fraction that the printed formula's floor drops.
 
-    It also takes a receiver latency of 0. So it is the per-layer times that are compared with it, to 0.1 % (rounding
-    its parts to 1 us allows 0.2 %); the formula with `floor` is an upper bound on the latency, and within 1.1 %.
+    It also takes a receiver latency of 0. The per-layer times reproduce it to 0.1 %; rounding its parts to 1 us allows
+    0.2 %. The formula with `floor` is an upper bound on the latency, at most 1.1 % larger.
     """
     costs = h100_costs(context)
     hits = 32 * 0.65
@@ -147,7 +147,7 @@ def test_layers_by_hand() -> None:
     assert miss_layer_us(attention_bound) == 120
     assert speculative_step_us(attention_bound, 0.5) == 100 + 2 * 70 + 2 * 120
 
-    # What follows an accepted guess on the sender only counts where that is what the next layer waits for.
+    # The sender's closed kernels after an accept count only if the next layer waits for them.
     for short, skipped_us, hit_us in ((attention_bound, 15, 85), (receiver_bound, 15, 55), (receiver_bound, 30, 62)):
         costs = dataclasses.replace(short, skipped_us=skipped_us)
         assert hit_layer_us(costs) == hit_us
@@ -155,7 +155,9 @@ def test_layers_by_hand() -> None:
 
 
 @given(TIME, TIME, TIME, RATE, st.integers(1, 100))
-def test_printed_formula(layer: float, sender_us: float, receiver_us: float, rate: float, layers: int) -> None:
+def test_the_step_time_is_the_printed_formula(
+    layer: float, sender_us: float, receiver_us: float, rate: float, layers: int
+) -> None:
     """`floor` and `ceil` of the printed formula in exact arithmetic, on rates that are ratios of counts."""
     r = Fraction(rate).limit_denominator(1000)
     costs = StepCosts(layers, 7.0, layer, sender_us, sender_us, receiver_us)
@@ -169,7 +171,7 @@ def test_printed_formula(layer: float, sender_us: float, receiver_us: float, rat
 
 @pytest.mark.parametrize("layers", range(1, 130))
 def test_a_whole_number_of_hits_is_never_rounded_down(layers: int) -> None:
-    """One hit saves 1 us: the latency counts them. `floor(100 * 0.29)` in doubles is 28."""
+    """One hit saves 1 us, so the latency counts hits. `floor(100 * 0.29)` in doubles is 28."""
     costs = StepCosts(layers, 0, layer_us=1, attention_us=1, sender_us=1, receiver_us=0)
     for hits in range(layers + 1):
         assert speculative_step_us(costs, hits / layers) == 2 * layers - hits
@@ -192,14 +194,14 @@ def test_more_hits_are_never_slower(layer: float, sender_us: float, lead: float,
 
 
 @pytest.mark.parametrize("rate", [-0.01, 1.01, math.nan])
-def test_hit_rate_range(rate: float) -> None:
+def test_a_hit_rate_out_of_range_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="hit_rate"):
         speculative_step_us(n150_costs(4), rate)
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(StepCosts)])
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf])
-def test_costs_that_cannot_be_measured(field: str, value: float) -> None:
+def test_impossible_costs_are_refused(field: str, value: float) -> None:
     parts: dict[str, Any] = {**dataclasses.asdict(n150_costs(4)), field: value}
     with pytest.raises(ValueError, match=field):
         StepCosts(**parts)

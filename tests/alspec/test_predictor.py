@@ -1,3 +1,5 @@
+"""The predictor reads sink and window, each token once."""
+
 import pytest
 import torch
 

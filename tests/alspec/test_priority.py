@@ -1,3 +1,5 @@
+"""The priority protocol: who sends, who skips, and how verdicts change it."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,13 +29,13 @@ def test_the_papers_example_accept_then_reject() -> None:
     assert [skips_compute(third, g) for g in (0, 1)] == [False, False]
 
 
-def test_a_sender_with_priority_one_is_told_from_its_receiver_after_the_handover() -> None:
+def test_a_sender_with_priority_one_still_sends_after_the_handover() -> None:
     assert sender(after_handover((0, 1))) == 1
     assert sender(after_handover((1, 0))) == 0
 
 
 @given(VERDICTS)
-def test_protocol(verdicts: list[bool]) -> None:
+def test_one_group_sends_and_has_the_right_x_in_every_layer(verdicts: list[bool]) -> None:
     priority = INITIAL_PRIORITY
     has_right_x = {0, 1}  # both groups embed the same token
     for accepted in verdicts:
@@ -52,7 +54,7 @@ def test_protocol(verdicts: list[bool]) -> None:
         assert priority[source] == (0 if accepted else 2)
         assert priority[receiver] == 1
         assert sender(priority) == (receiver if accepted else source)
-        # After the verdict only one of A~ and A is the layer's attention, and only one group goes on with it.
+        # After the verdict one of A~ and A is the layer's attention, and one group goes on with it.
         has_right_x = {receiver} if accepted else {source}
         assert {sender(priority)} == has_right_x
         assert skips_compute(priority, source) == accepted

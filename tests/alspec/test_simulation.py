@@ -1,3 +1,5 @@
+"""The simulated step against the same step written with masks, and the bookkeeping of priorities."""
+
 import dataclasses
 import math
 from collections.abc import Callable
@@ -67,7 +69,7 @@ def make_case(lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.floa
     cache_shape = (2, L, len(lengths), HKV, CAPACITY, D)
     k_cache, v_cache = torch.randn(cache_shape, generator=generator, dtype=torch.float64).to(dtype)
     seq_lens = torch.tensor(lengths)
-    for request, n in enumerate(lengths):  # the current token's slot and the unused tail must never be read
+    for request, n in enumerate(lengths):  # the current token's place and what lies beyond it must not be read
         k_cache[:, request, :, n - 1 :] = math.nan
         v_cache[:, request, :, n - 1 :] = math.nan
     x = torch.randn(len(lengths), HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
@@ -86,7 +88,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def run_decoder(
     case: Case, choose: Callable[[int, Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """The step written with masks; `choose(layer, spec, full)` is the attention that a layer goes on with.
+    """The step written with masks. `choose(layer, spec, full)` returns the attention that a layer goes on with.
 
     Returns x, the new keys of each layer, and each layer's (spec, full).
     """
@@ -157,8 +159,8 @@ def test_a_gap_rejects_a_tiny_lambda() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_each_layer_goes_on_with_what_the_rule_says(seed: int) -> None:
-    """Lambda amid the layers' largest relative errors: some layers and requests accept, others do not."""
+def test_each_layer_goes_on_with_the_output_of_its_verdict(seed: int) -> None:
+    """Lambda is the median of the layers' largest relative errors: some layers and requests accept, others reject."""
     case = make_case([480, 400, 330], seed)
     _, _, outputs = run_decoder(case, lambda layer, spec, full: full)
     threshold = float(relative_error(outputs).amax(dim=1).quantile(0.5))
@@ -188,7 +190,7 @@ def test_both_layer_verdicts_occur_and_accepted_errors_reach_later_layers() -> N
         assert same == (layer <= first_hit)
 
 
-def test_one_rejecting_request_holds_the_layer_back_unless_it_is_not_live() -> None:
+def test_one_live_request_that_rejects_rejects_the_layer() -> None:
     case = make_case([100, 480, 200])
     result = case.simulate(1e-6)
     assert result.hit_map.tolist() == [[True, False, True]] * L
@@ -219,7 +221,7 @@ def test_requests_of_a_batch_do_not_mix() -> None:
 
 
 def test_several_steps_go_on_from_the_returned_caches() -> None:
-    """Each step adds its own token's keys and values and leaves every other slot as it was."""
+    """Each step writes keys and values of its own token and nothing else."""
     case = make_case([320], seed=1)
     start, tokens = case, torch.randn(3, 1, HIDDEN, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     for i, token in enumerate(tokens):
@@ -250,7 +252,7 @@ def test_attend_reads_only_the_listed_tokens() -> None:
     torch.testing.assert_close(attend(q, k, v, [[1, 4]], 1.0), torch.full((1, 2, 4), 4.0, dtype=torch.float64))
 
 
-def test_attend_survives_large_scores() -> None:
+def test_attend_does_not_overflow_with_large_scores() -> None:
     q, k = torch.full((1, 1, 1), 1e4, dtype=torch.float64), torch.tensor([[[[1.0], [2.0]]]], dtype=torch.float64)
     assert attend(q, k, k, [[0, 1]], 1.0).item() == 2.0
 
@@ -269,9 +271,9 @@ def test_replay_counts_gated_operations_by_hand() -> None:
 
 
 def test_replay_of_only_hits_or_only_misses() -> None:
-    # Each hit hands the layer over: post-attention and the next pre-attention run on one group only.
+    # After a hit, post-attention and the next pre-attention run on one group only.
     assert replay_priorities([True] * 6) == ([0, 1, 0, 1, 0, 1], (6, 6), (1, 0))
-    # After the first handover nobody skips: 2 operations per layer, but for the receiver's first pre-attention.
+    # After the first handover no group skips: 2 operations per layer, without the receiver's first pre-attention.
     assert replay_priorities([False] * 6) == ([0] * 6, (12, 11), (2, 1))
     assert replay_priorities([]) == ([], (0, 0), (2, 0))
 
@@ -289,7 +291,7 @@ def test_bookkeeping_of_a_step_follows_its_verdicts_and_the_priority_given() -> 
 
 
 @pytest.mark.parametrize("lengths", [[0], [CAPACITY + 1]])
-def test_sequence_length_outside_the_cache(lengths: list[int]) -> None:
+def test_a_length_outside_the_cache_is_refused(lengths: list[int]) -> None:
     case = dataclasses.replace(make_case([5]), seq_lens=torch.tensor(lengths))
     with pytest.raises(ValueError, match="seq_lens"):
         case.simulate(0.1)

@@ -1,3 +1,5 @@
+"""The verdict: sums over all heads of all ranks, a strict comparison in fp32, and the verdict of a layer."""
+
 import math
 
 import numpy as np
@@ -126,7 +128,7 @@ def test_nan_sums_reject() -> None:
 
 
 @pytest.mark.parametrize("threshold", [-0.1, -math.inf, math.nan])
-def test_bad_threshold(threshold: float) -> None:
+def test_a_bad_threshold_is_refused(threshold: float) -> None:
     with pytest.raises(ValueError, match="threshold"):
         accepts(sums((0, 1)), threshold)
 

@@ -1,4 +1,4 @@
-"""One thread for kernel tests, and how they compare."""
+"""One thread for kernel tests, and the comparison that they share."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def write_checkpoint(folder: Path, chat_template: str | None = CHAT_TEMPLATE) ->
     )
     model.save_pretrained(folder)
     # Byte-level tokenizers spell bytes as visible characters.
-    spelt = [pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(letter)[0][0] for letter in CHARACTERS]
-    core = tokenizers.Tokenizer(models.BPE(vocab={letter: id_ for id_, letter in enumerate(spelt)}, merges=[]))
+    spelled = [pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(letter)[0][0] for letter in CHARACTERS]
+    core = tokenizers.Tokenizer(models.BPE(vocab={letter: id_ for id_, letter in enumerate(spelled)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIAL_TOKENS))
@@ -72,15 +72,15 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that forgets its prompt must not wait for a person or read pytest's stdin."""
+    """A test without a prompt must not wait for a user or read pytest's stdin."""
     monkeypatch.setattr("sys.stdin", Terminal())
 
 
 class Terminal(io.StringIO):
-    """Standard input that somebody sits at."""
+    """Standard input that is a terminal."""
 
     def isatty(self) -> bool:
-        """As a terminal answers."""
+        """A terminal."""
         return True
 
 

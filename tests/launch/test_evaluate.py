@@ -85,8 +85,8 @@ def test_rows_and_table(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "bits per byte" in capsys.readouterr().out
 
 
-def test_a_cache_that_no_text_uses_is_small(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts are scored without it, however long they are."""
+def test_an_unused_cache_is_small(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts are scored without a cache too."""
     loaded: list[tuple[int, int]] = []
     load = Engine.load
 
@@ -103,7 +103,7 @@ def test_a_cache_that_no_text_uses_is_small(text: Path, monkeypatch: pytest.Monk
 def test_hit_rates_where_no_spec_output_leaves_out_a_token(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is counted up to 2 S + 63 tokens: rows have no rate, and the table has a dash for it."""
+    """Nothing is counted up to 2 S + 63 tokens: rows have no hit rate, and the table has a dash."""
     rows = tmp_path / "rows.jsonl"
     flags = ["--text", str(text), "--windows", "1", "--thresholds", "0,inf", "--transport", "gloo"]
     plot = ["--plot", str(tmp_path / "plot.svg")] if HAS_MATPLOTLIB else []
@@ -117,7 +117,7 @@ def test_hit_rates_where_no_spec_output_leaves_out_a_token(
 
 
 def test_caches_needles_and_baselines(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every combination of the flags once, and in fixed layers the verdicts that their hit rates give."""
+    """Every combination of the flags is measured once; fixed layers get the verdicts that their hit rates give."""
     rows = tmp_path / "rows.jsonl"
     flags = ["--contexts", "350", "--windows", "1", "--needles", "1", "--depths", "0.5", "--transport", "gloo"]
     flags += ["--codecs", "bf16,turbo4", "--thresholds", "0.02", "--threshold", "0.02", "--baselines"]
@@ -136,7 +136,7 @@ def test_caches_needles_and_baselines(text: Path, tmp_path: Path, capsys: pytest
 
 
 def test_records_over_context_and_depth(text: Path, tmp_path: Path) -> None:
-    """As many pairs as a context holds, the one asked for where it should be; all pairs are the last length."""
+    """A context holds as many pairs as fit, with the requested one at its depth; the last length holds all pairs."""
     records, rows = tmp_path / "records.jsonl.gz", tmp_path / "rows.jsonl"
     pairs = [(f"key-{i}", f"value-{i}") for i in range(40)]
     case = {"ordered_kv_records": pairs, "key": "key-17", "value": "value-17"}
@@ -165,7 +165,7 @@ def test_records_over_context_and_depth(text: Path, tmp_path: Path) -> None:
     assert [(case["context"], case["depth"]) for case in found] == [(220, 0.0), (220, 1.0), (350, 0.0), (350, 1.0)]
 
 
-def test_softmaxes(text: Path, tmp_path: Path) -> None:
+def test_every_softmax_is_measured_over_every_cache(text: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     flags = ["--contexts", "200", "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
     flags += ["--codecs", "bf16,turbo4", "--softmaxes", "exact,sas"]
@@ -176,6 +176,7 @@ def test_softmaxes(text: Path, tmp_path: Path) -> None:
     assert found["turbo4, sas"] != found["turbo4"]
 
 
+@pytest.mark.full
 def test_ablations_measure_each_setting_once(text: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     flags = ["--contexts", "200", "--windows", "1", "--thresholds", "0", "--codecs", "bf16,turbo4,turbo-mixed"]
@@ -183,12 +184,12 @@ def test_ablations_measure_each_setting_once(text: Path, tmp_path: Path) -> None
     assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows), "--transport", "gloo"]) == 0
     found = {row["case"]["cache"]: row["value"] for row in rows_of(rows)}
     assert len(found) == 1 + 2 + 2 * 2 * 2
-    # Without a head at 2 bits, whatever selects it, turbo-mixed is turbo4.
+    # Without heads at 2 bits, turbo-mixed is turbo4 with any selector.
     assert found["turbo-mixed, blocks of 32, entropy, 0 heads low"] == found["turbo4, blocks of 32"]
     assert found["turbo-mixed, blocks of 32, 1 heads low"] != found["turbo4, blocks of 32"]
 
 
-def test_a_terminal_shows_what_is_measured(
+def test_a_terminal_shows_progress(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
@@ -201,8 +202,8 @@ def test_a_terminal_shows_what_is_measured(
     assert err.endswith("\r\x1b[K"), "the table does not begin on an empty line"
 
 
-def asked_to_plot(monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: list[list[dict[str, Any]]]) -> Path:
-    """The picture that `plot_trace.main` is to draw, of layers 0 to 2 of step 1 of a trace."""
+def request_plot(monkeypatch: pytest.MonkeyPatch, folder: Path, ranks: list[list[dict[str, Any]]]) -> Path:
+    """Set the arguments of `plot_trace.main`: layers 0 to 2 of step 1 of a trace; returns the picture's path."""
     (folder / "trace.json").write_text(trace_json(ranks))
     picture = folder / "picture.svg"
     flags = [str(folder / "trace.json"), str(picture), "--step", "1", "--layers", "0:3"]
@@ -220,7 +221,7 @@ def test_plot(text: Path, tmp_path: Path) -> None:
 
 
 def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A model to which every token is equally likely spends log2(vocabulary) bits on each."""
+    """A model that gives every token the same probability spends log2(vocabulary) bits on each."""
     monkeypatch.setattr("alspec.models.llama.Llama.lm_head", lambda self, x: torch.zeros(x.shape[0], 4096))
     rows = tmp_path / "rows.jsonl"
     flags = ["--contexts", "256", "--windows", "1", "--thresholds", "0", "--rows", str(rows), "--transport", "gloo"]
@@ -230,7 +231,7 @@ def test_bits_per_byte_of_a_known_model(text: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_bytes_of_characters_that_windows_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each byte counts once, also where a character begins in one window and ends in the next."""
+    """Each byte counts once, also if a character begins in one window and ends in the next."""
     monkeypatch.setattr("alspec.models.llama.Llama.lm_head", lambda self, x: torch.zeros(x.shape[0], 4096))
     text = "道可道。非常道。名可名。非常名。 " * 60
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
@@ -314,7 +315,7 @@ def test_recall_needs_words_for_keys(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
     ids=range(6),
 )
-def test_settings_with_an_effect_are_taken(settings: dict[str, Any]) -> None:
+def test_settings_with_an_effect_are_accepted(settings: dict[str, Any]) -> None:
     evaluate._check(validate(EvaluateConfig, {"text": "text.txt"} | settings, "test"))
 
 
@@ -335,7 +336,7 @@ def test_settings_from_a_file(text: Path, tmp_path: Path) -> None:
     assert all(row["command"].startswith("launch/evaluate.py --config ") for row in rows_of(rows))
 
 
-def test_choices_are_those_of_the_runtime() -> None:
+def test_choices_equal_those_of_the_runtime() -> None:
     config = EvaluateConfig.model_validate(
         {"codecs": list(CODECS), "softmaxes": list(SOFTMAXES), "selectors": list(SELECTORS)}
     )
@@ -347,7 +348,7 @@ def test_choices_are_those_of_the_runtime() -> None:
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
-def test_plot_that_is_no_picture(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_with_an_unknown_extension(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plot.foo"
     assert evaluate.main(["--text", str(text), "--plot", str(picture)]) == 2
     expected = f"flags: --plot: expected a file that ends in .png, .svg, .pdf, found {str(picture)!r}"
@@ -372,7 +373,7 @@ def test_work_of_prefill_attention() -> None:
     assert case.num_bytes("alspec.int8_prefill_attention") == q_and_o + 2 * (2 * 64 * 8 + 2 * 4)
 
 
-def test_a_wrong_result_ends_a_bench_as_bad_numbers_do() -> None:
+def test_a_wrong_result_ends_a_bench_like_bad_numbers() -> None:
     check_close("sum", torch.full((3,), 1.0009), torch.ones(3).double(), 1e-3)
     for wrong in (0.0, 1.0011, torch.nan):
         with pytest.raises(BadNumbersError, match=r"wrong sum: relative error .*, tolerance 1e-03"):
@@ -432,7 +433,7 @@ def test_plot_trace_draws_and_counts(
 def test_plot_trace_of_captured_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Closed kernels are no work, and one that was launched early began only when it was ready."""
+    """Closed kernels are not work, and a kernel that was launched early began only when it was ready."""
 
     def row(op: str, layer: int, times: tuple[float, float, float], is_open: bool = True) -> dict[str, Any]:
         """Times: start, ready, end."""
@@ -458,7 +459,7 @@ def test_plot_trace_of_captured_steps(
             row("lm_head", 3, (41, 42, 45.5)),
         ],
     ]
-    picture = asked_to_plot(monkeypatch, tmp_path, ranks)
+    picture = request_plot(monkeypatch, tmp_path, ranks)
     drawn = []
     draw = plot_trace._draw
     monkeypatch.setattr(plot_trace, "_draw", lambda bars, *rest: (drawn.extend(bars), draw(bars, *rest)))
@@ -481,7 +482,7 @@ def test_plot_trace_of_captured_steps(
 def test_plot_trace_counts_accepted_spec_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The A~ of the second of three layers is rejected: its sender recomputes and stays the sender."""
+    """`A~` of the second of three layers is rejected: its sender recomputes and stays the sender."""
 
     def row(op: str, layer: int, start: float, end: float) -> dict[str, Any]:
         return {"op": op, "kernel": op, "layer": layer, "step": 1, "start_us": start, "end_us": end, "open": True}
@@ -501,7 +502,7 @@ def test_plot_trace_counts_accepted_spec_outputs(
             row("full_attention", 2, 32, 42),
         ],
     ]
-    picture = asked_to_plot(monkeypatch, tmp_path, ranks)
+    picture = request_plot(monkeypatch, tmp_path, ranks)
     parts = []
     original = plot_trace._parts
     monkeypatch.setattr(plot_trace, "_parts", lambda *given: parts.extend(original(*given)) or parts)

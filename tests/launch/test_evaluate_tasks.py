@@ -1,4 +1,4 @@
-"""What `launch/evaluate.py` measures, and the files that it reads."""
+"""The tasks of `launch/evaluate.py`, and the files that it reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from alspec.runtime.eval.teacher_forced import CacheSetting
 
 
 def test_hit_rates_of_answers_where_no_spec_output_leaves_out_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an answer that reaches position 2 S + 63, only the rest counts: before it, nothing can miss."""
+    """Only tokens of an answer from position 2 S + 63 on count: before it, nothing can miss."""
     engine = Engine(validate(EngineConfig, {"speculation": {"mode": "simulated"}, "transport": "gloo"}, "test"))
     num_layers = engine.model_config.num_layers
 
@@ -62,14 +62,14 @@ def test_recall_is_a_share_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(("begin", "step"), [([7], 10), ([], 11)])
 def test_windows_use_all_tokens(begin: list[int], step: int) -> None:
-    """Three of them of 11 tokens, the BOS among these; one token less makes two."""
+    """Three windows of 11 tokens, BOS included; one token less makes two windows."""
     for num_tokens, count in ((3 * step, 3), (3 * step - 1, 2)):
         ids = list(range(100, 100 + num_tokens))
         windows = [begin + ids[step * at : step * (at + 1)] for at in range(count)]
         assert evaluate_tasks.text_task(begin, ids, 11).texts == windows
 
 
-def test_a_text_of_exactly_as_many_tokens_is_enough() -> None:
+def test_a_text_of_exactly_the_needed_tokens_is_enough() -> None:
     engine = simulated()
     assert engine.tokenizer is not None
     text = "The old man walked slowly down the road to the village."
@@ -82,8 +82,8 @@ def test_a_text_of_exactly_as_many_tokens_is_enough() -> None:
     engine.close()
 
 
-def test_as_many_records_as_were_asked_for_up_to_the_last_position(tmp_path: Path) -> None:
-    """All pairs are used where they fit to the token."""
+def test_records_fill_a_context_up_to_the_last_position(tmp_path: Path) -> None:
+    """All pairs are used if they fit exactly."""
     engine, path = simulated(), tmp_path / "records.jsonl.gz"
     pairs = [[f"key-{i}", f"value-{i}"] for i in range(5)]
     lines = [json.dumps({"ordered_kv_records": pairs, "key": f"key-{i}", "value": f"value-{i}"}) for i in range(3)]
@@ -126,7 +126,7 @@ def test_the_table_averages_over_depths_and_has_the_hit_rate_of_the_longest_text
     }
 
 
-def test_heads_of_two_bits_need_another_one_on_the_rank() -> None:
+def test_heads_of_two_bits_need_another_head_on_the_rank() -> None:
     model_config, placement = SimpleNamespace(num_kv_heads=4), SimpleNamespace(tp_size=4)
     engine: Any = SimpleNamespace(model_config=model_config, placement=placement)
     with pytest.raises(UserError, match="turbo-mixed needs two KV heads on each rank; run fewer ranks"):
@@ -148,8 +148,8 @@ def test_the_first_rank_alone_writes_rows(rank: int, tmp_path: Path, monkeypatch
     assert (tmp_path / "rows.jsonl").exists() == (rank == 0)
 
 
-def test_texts_hold_every_line_end(tmp_path: Path) -> None:
-    """Those that JSON allows inside a string as well; a byte order mark is no text."""
+def test_texts_may_hold_every_line_end(tmp_path: Path) -> None:
+    """Also line ends that JSON allows inside a string; a byte order mark is not text."""
     texts = ["a\u2028b", "c\u2029\x85d"]
     path = tmp_path / "text.jsonl"
     path.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), "utf-8-sig")

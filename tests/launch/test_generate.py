@@ -1,4 +1,4 @@
-"""The command line end to end on a tiny checkpoint: what it prints, what it writes, what it leaves alone."""
+"""The command line end to end on a tiny checkpoint: what it prints and writes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import yaml
 from generated import LONG_PROMPT, PROMPT, SMALL, read_json
 from paths import ROOT
+from tiers import fast
 
 import alspec
 from alspec import Engine, SamplingConfig, SpeculationConfig
@@ -33,10 +34,11 @@ from alspec.runtime.profiling.stats import step_bytes
 Run = Callable[..., tuple[int, str, str]]
 GenerateText = Callable[..., str]
 
+full = pytest.mark.full
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def test_a_terminal_sees_what_is_waited_for(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_progress(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--model", checkpoint, "--transport", "gloo", *SMALL)
     prompt = ("--prompt", LONG_PROMPT)
     code, text, plain = run(*flags, *prompt)
@@ -56,7 +58,7 @@ def test_a_terminal_sees_what_is_waited_for(run: Run, checkpoint: Path, monkeypa
 
 
 @pytest.mark.parametrize(("is_first", "expected"), [(True, "\r\x1b[Kalspec: loading\r\x1b[K"), (False, "")])
-def test_an_error_stands_on_a_line_of_its_own(
+def test_an_error_gets_its_own_line(
     is_first: bool, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
@@ -81,7 +83,7 @@ def test_stdout_is_the_text_and_a_newline(run: Run, checkpoint: Path, tmp_path: 
     assert err.startswith("mode: off, 1 rank(s) on CPU, fp32\n")
     for name in ("prompt tokens: 50\n", "new tokens: 12\n", "TTFT: ", "tokens/s: ", "ms/token: p50 ", "memory: "):
         assert name in err
-    assert "\x1b" not in out + err, "plain where nobody sits at a terminal"
+    assert "\x1b" not in out + err, "no colours without a terminal"
 
 
 def test_default_length_and_one_token(generate_json: Callable[..., Any]) -> None:
@@ -127,7 +129,7 @@ def test_json(generate_json: Callable[..., Any], checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])
 def test_bytes_read(kv_cache: str, run: Run, tmp_path: Path) -> None:
-    """Step i of 11 reads the prompt and i tokens after it, as the cache holds them: 6 on the average."""
+    """Step i of 11 reads the prompt and i tokens after it, as the cache holds them: 6 on average."""
     flags = ("--transport", "gloo", "--kv-cache", kv_cache, "--json", tmp_path / "out.json", *SMALL)
     code, _, err = run("--prompt", "The road", *flags)
     assert code == 0, err
@@ -139,7 +141,7 @@ def test_bytes_read(kv_cache: str, run: Run, tmp_path: Path) -> None:
 
 
 def test_requests_that_have_ended_read_no_more(generate_json: Callable[..., Any]) -> None:
-    """Steps that are launched one by one append nothing to them; those of the device's loop would."""
+    """Eager steps append nothing to them; captured steps would."""
     with mock.patch.object(generate, "mean_lengths", wraps=generate.mean_lengths) as lengths:
         generate_json("--prompt", PROMPT, "--max-new-tokens", 2)
     assert [call.kwargs for call in lengths.call_args_list] == [{"goes_on": False}]
@@ -154,8 +156,8 @@ def test_threshold_limits(threshold: str, hit_rate: float, generate_json: Callab
     assert float(found["summary"]["threshold"]) == float(threshold)
 
 
-def test_a_hit_rate_that_means_nothing_says_so(run: Run, checkpoint: Path) -> None:
-    """Below two chunks and a tile a guess is exact; of one token no verdict is taken."""
+def test_a_hit_rate_of_a_short_text_is_not_shown(run: Run, checkpoint: Path) -> None:
+    """Below two chunks and a tile `A~` is exact; one token has no verdict."""
     for prompt, is_short in ((PROMPT, True), (LONG_PROMPT, False)):
         code, _, err = run("--model", checkpoint, "--prompt", prompt, *SMALL, "--speculation", "simulated")
         assert code == 0
@@ -190,19 +192,19 @@ def test_stop_text_is_cut(generate_text: GenerateText) -> None:
     assert len(whole) > 6
     stop = whole[3:5]
     assert generate_text("--prompt", PROMPT, *SMALL, "--stop", stop) == whole[: whole.index(stop)] + "\n"
-    # The earliest of several counts, in whatever order they are given.
+    # The earliest of several stop texts counts, in any order.
     assert generate_text("--prompt", PROMPT, *SMALL, "--stop", stop, "--stop", whole[1]) == (
         whole[: min(whole.index(stop), whole.index(whole[1]))] + "\n"
     )
 
 
-def test_stop_text_that_never_comes(generate_text: GenerateText) -> None:
+def test_stop_text_that_never_occurs(generate_text: GenerateText) -> None:
     flags = ("--prompt", PROMPT, *SMALL)
     assert generate_text(*flags, "--stop", "no such text") == generate_text(*flags)
 
 
 def test_stop_at_a_special_token(generate_json: Callable[..., Any], make_checkpoint: Callable[..., Path]) -> None:
-    """It leaves no text; here it is a letter that greedy decoding says."""
+    """It leaves no text; here it is a letter that greedy decoding generates."""
     flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--ignore-eos")
     before = generate_json(*flags)["requests"][0]
     token_id = before["token_ids"][3]
@@ -226,8 +228,9 @@ def test_seed(generate_text: GenerateText) -> None:
     def sample(seed: int) -> str:
         return generate_text("--prompt", PROMPT, *SMALL, "--temperature", 1.5, "--seed", seed)
 
-    assert sample(1) == sample(1)
-    assert len({sample(seed) for seed in range(4)}) == 4
+    texts = [sample(seed) for seed in range(4)]
+    assert sample(1) == texts[1]
+    assert len(set(texts)) == 4
 
 
 def test_sampling_cut_to_one_token_is_greedy(generate_text: GenerateText) -> None:
@@ -239,17 +242,17 @@ def test_sampling_cut_to_one_token_is_greedy(generate_text: GenerateText) -> Non
 
 
 def test_ignore_eos(generate_json: Callable[..., Any], make_checkpoint: Callable[..., Path]) -> None:
-    """A checkpoint whose end token is what greedy decoding says fourth."""
+    """The end token is the fourth token of greedy decoding."""
     flags = ("--prompt", PROMPT, "--max-new-tokens", 12)
     ids = generate_json(*flags, "--ignore-eos")["requests"][0]["token_ids"]
     end = ids[3]
-    at = ids.index(end)
+    position = ids.index(end)
     folder = make_checkpoint()
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [97, end]}))
     stopped = generate_json("--model", folder, *flags)["requests"][0]
     assert stopped["finish_reason"] == "eos"
-    assert stopped["token_ids"] == ids[: at + 1]
+    assert stopped["token_ids"] == ids[: position + 1]
     assert generate_json("--model", folder, *flags, "--ignore-eos")["requests"][0]["token_ids"] == ids
 
 
@@ -259,7 +262,7 @@ def test_max_context_sizes_the_cache(generate_json: Callable[..., Any]) -> None:
     assert larger["cache_bytes"] == needed // 6 * 600
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", fast(["bf16", "fp16"], keep=["bf16"]))
 def test_half_precision(dtype: str, generate_json: Callable[..., Any]) -> None:
     full = generate_json("--prompt", PROMPT, *SMALL)["summary"]["memory"]
     found = generate_json("--prompt", PROMPT, *SMALL, "--dtype", dtype)["summary"]
@@ -283,7 +286,7 @@ def test_color(terminal: bool, generate_text: GenerateText, monkeypatch: pytest.
     colored = generate_text(*flags, "--color")
     assert "\x1b" not in plain
     assert ANSI.sub("", colored) == plain
-    assert len(set(re.findall(r"48;2;\d+;\d+;\d+", colored))) > 1, "one shade for every hit rate"
+    assert len(set(re.findall(r"48;2;\d+;\d+;\d+", colored))) > 1, "a shade for each hit rate"
     assert colored.count("\x1b[0m") == len(ANSI.findall(colored)) / 2
 
 
@@ -299,7 +302,7 @@ def test_color_is_for_terminals(run: Run, checkpoint: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("flags", "notice"),
     [
-        (("--top-k", 3), "--top-k without effect: temperature 0 takes the most likely token"),
+        pytest.param(("--top-k", 3), "--top-k without effect: temperature 0 takes the most likely token", marks=full),
         (
             ("--top-k", 3, "--top-p", 0.5),
             "--top-k and --top-p without effect: temperature 0 takes the most likely token",
@@ -310,12 +313,12 @@ def test_color_is_for_terminals(run: Run, checkpoint: Path, monkeypatch: pytest.
             "--threshold and --chunk without effect: mode off does not speculate; use --speculation simulated, "
             "or paired on two ranks",
         ),
-        (("--threshold", 0.3, "--speculation", "simulated"), ""),
-        ((), ""),
+        pytest.param(("--threshold", 0.3, "--speculation", "simulated"), "", marks=full),
+        pytest.param((), "", marks=full),
     ],
     ids=str,
 )
-def test_flags_without_effect_are_noticed_once(
+def test_flags_without_effect_give_one_notice(
     flags: tuple[object, ...], notice: str, run: Run, checkpoint: Path
 ) -> None:
     code, _, err = run("--model", checkpoint, "--transport", "gloo", "--prompt", PROMPT, *SMALL, *flags)
@@ -327,16 +330,20 @@ def test_flags_without_effect_are_noticed_once(
     ("settings", "listed"),
     [
         ({"repetition_penalty": 1.3, "temperature": 0.6}, "repetition_penalty 1.3"),
-        ({"num_beams": 3, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size 2, num_beams 3"),
-        ({"suppress_tokens": [5], "begin_suppress_tokens": [6]}, "suppress_tokens [5], begin_suppress_tokens [6]"),
+        pytest.param({"num_beams": 3, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size 2, num_beams 3", marks=full),
+        pytest.param(
+            {"suppress_tokens": [5], "begin_suppress_tokens": [6]},
+            "suppress_tokens [5], begin_suppress_tokens [6]",
+            marks=full,
+        ),
         ({"bad_words_ids": [[5, 6, 7], [8, 9, 10]]}, "bad_words_ids [[5, 6, 7], [8, 9..."),
-        ({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 97}, ""),
+        pytest.param({"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": 97}, "", marks=full),
         ({"repetition_penalty": 1, "no_repeat_ngram_size": 0, "bad_words_ids": None, "num_beams": 1}, ""),
-        ({"suppress_tokens": [], "begin_suppress_tokens": None}, ""),
+        pytest.param({"suppress_tokens": [], "begin_suppress_tokens": None}, "", marks=full),
     ],
     ids=str,
 )
-def test_settings_that_are_not_applied_are_noticed_once(
+def test_settings_that_are_not_applied_give_one_notice(
     settings: dict[str, Any], listed: str, run: Run, make_checkpoint: Callable[..., Path]
 ) -> None:
     folder = make_checkpoint()
@@ -399,7 +406,7 @@ def test_plan_needs_no_weights(run: Run, make_checkpoint: Callable[..., Path]) -
     assert (code, err) == (0, "")
     assert "512 tokens, fp32" in out
     assert "memory on H200s" in " ".join(out.split())
-    # lambda sqrt(L (4 - ln 0.01)), of three layers
+    # lambda sqrt(L (4 - ln 0.01)) for three layers
     assert "lambda 0.1: if every layer accepts" in " ".join(out.split())
     assert "by about 0.51 norms" in " ".join(out.split())
     assert "lambda" not in run("--model", folder, "--plan", "--max-context", 512, "--threshold", "inf")[1]
@@ -434,7 +441,7 @@ def test_plan_of_a_published_shape(run: Run) -> None:
 
 
 def test_print_config(run: Run, tmp_path: Path) -> None:
-    """Prints what is in force, opens nothing, and is read back by --config."""
+    """The settings in force are printed, nothing is opened, and --config reads them back."""
     flags = ("--model", "no/such/folder", "--threshold", "inf", "--stop", "a", "--stop", "b", "--prompt", "x: y\n")
     code, out, err = run(*flags, "--print-config")
     assert (code, err) == (0, "")
@@ -537,21 +544,25 @@ def test_rules_do_not_import_the_runtime() -> None:
     assert done.stdout == "[]\n"
 
 
+def run_script(folder: Path, *flags: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """launch/generate.py in a process of its own, started in `folder`."""
+    command = [sys.executable, str(ROOT / "launch" / "generate.py"), *map(str, flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, input=stdin, capture_output=True, text=True, timeout=120
+    )
+
+
 def test_script_works_from_any_folder(checkpoint: Path, generate_text: GenerateText, tmp_path: Path) -> None:
     expected = generate_text("--prompt", PROMPT, *SMALL)
-    script = ROOT / "launch" / "generate.py"
-
-    def start(*flags: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(script), *map(str, flags)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, input=stdin, capture_output=True, text=True, timeout=120
-        )
-
-    done = start("--model", checkpoint, "--transport", "gloo", *SMALL, stdin=PROMPT)
+    done = run_script(tmp_path, "--model", checkpoint, "--transport", "gloo", *SMALL, stdin=PROMPT)
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected
-    done = start("--promt", "x")
+
+
+@full
+def test_script_reports_a_mistake_in_one_line(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "--promt", "x")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "alspec: exit 2: flags: unknown flag --promt; the nearest valid name is --prompt\n"
 
@@ -564,8 +575,10 @@ def test_the_beginning_of_a_flag_suggests_it(word: str, meant: str, capsys: pyte
 
 
 @pytest.mark.parametrize(("value", "layer"), [(math.nan, 1), (1e37, 2)], ids=["nan", "squares overflow"])
-def test_numbers_gone_bad(run: Run, make_checkpoint: Callable[..., Path], value: float, layer: int) -> None:
-    """Exit 4, naming where it began, and no token printed."""
+def test_bad_numbers_are_named_by_their_origin(
+    run: Run, make_checkpoint: Callable[..., Path], value: float, layer: int
+) -> None:
+    """Exit 4, with the rank, layer and step of the first; no token is printed."""
     import safetensors.torch
 
     folder = make_checkpoint()

@@ -1,4 +1,4 @@
-"""The latency profiler end to end: what it prints and writes, and what it refuses."""
+"""The latency profiler end to end: its output, its files and its refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from alspec.runtime.profiling.timeline import trace_json
 
 HAS_GPU = torch.cuda.is_available()
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
-COLUMNS = "context mode cache hits ms/token p50 p20 p80 p99 tokens/s MB a rank GB/s of limit"
+COLUMNS = "context mode cache hits ms/token p50 p20 p80 p99 tokens/s MB/rank GB/s % of limit"
 SMALL = ("--contexts", "24,16", "--steps", 3)
 
 Profile = Callable[..., tuple[int, str, str]]
@@ -51,7 +51,7 @@ def profile(capsys: pytest.CaptureFixture[str]) -> Profile:
 
 
 def cells(out: str) -> list[list[str]]:
-    """Texts of the table's rows, the header first."""
+    """The texts of the table's rows, the header first."""
     lines = [re.split(r" *[\u2502\u2503] *", line)[1:-1] for line in out.splitlines()]
     return [line for line in lines if line]
 
@@ -66,7 +66,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def slices(folder: Path) -> list[dict[str, Any]]:
-    """Operations in the trace."""
+    """The operations in the trace."""
     events = json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     return [event for event in events if event["ph"] == "X"]
 
@@ -145,19 +145,19 @@ def test_a_printed_configuration_is_read_back(profile: Profile, tmp_path: Path) 
         )
 
 
-def test_what_has_no_effect_is_told(profile: Profile, checkpoint: Path) -> None:
+def test_flags_without_effect_give_a_notice(profile: Profile, checkpoint: Path) -> None:
     flags = ("--model", checkpoint, "--transport", "gloo", "--contexts", 16, "--steps", 1, "--top-k", 5)
     assert profile(*flags)[2] == "alspec: --top-k without effect: temperature 0 takes the most likely token\n"
     assert profile(*flags, "--temperature", 1)[2] == ""
-    told = "alspec: --threshold without effect: mode off does not speculate; add --modes paired\n"
-    assert profile(*flags, "--temperature", 1, "--threshold", 0.3)[2] == told
+    notice = "alspec: --threshold without effect: mode off does not speculate; add --modes paired\n"
+    assert profile(*flags, "--temperature", 1, "--threshold", 0.3)[2] == notice
 
 
 def test_sampled_steps(profile: Profile, checkpoint: Path, tmp_path: Path) -> None:
-    """They are chosen as asked for, and rows and title say so."""
-    how = ("--temperature", 0.8, "--top-p", 0.9, "--seed", 5)
+    """Tokens are sampled with the given settings, and rows and title say so."""
+    sampling = ("--temperature", 0.8, "--top-p", 0.9, "--seed", 5)
     with mock.patch.object(eager_step, "sample", wraps=eager_step.sample) as sample:
-        code, out, _ = profile("--model", checkpoint, "--contexts", 16, "--steps", 2, *how, *outputs(tmp_path))
+        code, out, _ = profile("--model", checkpoint, "--contexts", 16, "--steps", 2, *sampling, *outputs(tmp_path))
     assert code == 0
     assert "temperature 0.8, top_k 0, top_p 0.9" in out
     assert {call.args[1:5] for call in sample.call_args_list} == {(0.8, 0, 0.9, 5)}
@@ -167,7 +167,7 @@ def test_sampled_steps(profile: Profile, checkpoint: Path, tmp_path: Path) -> No
     }  # fmt: skip
 
 
-def test_a_terminal_shows_what_is_measured(profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_progress(profile: Profile, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     code, out, err = profile("--model", checkpoint, "--transport", "gloo", *SMALL)
     assert code == 0
@@ -190,7 +190,7 @@ def test_rows_are_appended_and_nothing_else_is_written(
 def test_steps_after_a_text(
     profile: Profile, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompts are the text, over and over, from a place of its own for each request; rows name the file."""
+    """The prompts repeat the text, each request from another place; rows name the file."""
     (tmp_path / "text.txt").write_text("The quick brown fox. ", encoding="utf-8")
     prompts = []
     stream = Engine.stream
@@ -235,18 +235,18 @@ def test_rows_of_parts() -> None:
     assert [(one["case"]["part"], one["us"]["p50"]) for one in found] == [("layer", 2.0), ("fixed", 5.0)]
 
 
-def test_default_contexts_are_those_the_model_has(checkpoint: Path) -> None:
-    """After a text, for its steps as well, of which ten are the warm-up."""
+def test_default_contexts_fit_the_model(checkpoint: Path) -> None:
+    """After a text there must be room for the steps too, ten warm-up steps included."""
     engine = Engine.from_pretrained(checkpoint, transport="gloo")
-    of_text = {"prompt_file": "text.txt", "steps": 90}
+    after_text = {"prompt_file": "text.txt", "steps": 90}
     for longest, settings, expected in (
         (1024, {}, [1024]),
         (9000, {}, [1024, 8192]),
         (500, {}, [500]),
         (10**6, {}, [1024, 8192, 32768, 131072]),
-        (1024, of_text, [924]),
-        (8192 + 99, of_text, [1024]),
-        (8192 + 100, of_text, [1024, 8192]),
+        (1024, after_text, [924]),
+        (8192 + 99, after_text, [1024]),
+        (8192 + 100, after_text, [1024, 8192]),
     ):
         engine.model_config = engine.model_config.model_copy(update={"max_position_embeddings": longest})
         assert latency._contexts(latency.LatencyConfig(**settings), engine) == expected
@@ -280,7 +280,7 @@ def test_plot_of_one_context(tmp_path: Path) -> None:
 
 
 def paired_row(p50: float) -> dict[str, Any]:
-    """A pair that takes less than all its bytes would."""
+    """A pair that takes less time than all its bytes would."""
     case = {"shape": "tiny", "world": 2, "mode": "paired", "transport": "symm", "cuda_graph": True, "dtype": "bf16"}
     case |= {"batch": 1, "context": 1024, "text": None, "kv_cache": "bf16", "hit_rate": 1.0, "forced": True}
     us = {name: p50 for name in ("p20", "p50", "p80", "p99")}
@@ -289,7 +289,7 @@ def paired_row(p50: float) -> dict[str, Any]:
 
 
 def plot_pair(folder: Path, measured: dict[str, Any] | None, *flags: str) -> str:
-    """What `plot_trace.py` draws of a pair's trace, an SVG."""
+    """The SVG that `plot_trace.py` draws for a pair's trace."""
     moments = {"layer": 0, "step": 1, "start_us": 0.0, "end_us": 4.0}
     ranks = [[{"op": op} | moments] for op in ("full_attention", "post_attention")]
     (folder / "trace.json").write_text(trace_json(ranks, measured))
@@ -300,7 +300,7 @@ def plot_pair(folder: Path, measured: dict[str, Any] | None, *flags: str) -> str
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 def test_picture_of_a_trace_says_that_verdicts_were_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under a title that was given as well; real verdicts are no news, and older traces do not say."""
+    """Also with a given title. Real verdicts are not mentioned, and older traces do not say."""
     row = paired_row(100.0)
     run = "tiny, 2 x one, bf16, paired, 1024 tokens"
     drawn = plot_pair(tmp_path, row | {"case": row["case"] | {"hit_rate": 0.5}})
@@ -353,14 +353,14 @@ def test_each_cache_has_a_line_and_a_limit_in_the_picture(tmp_path: Path) -> Non
 
 
 def test_table_shows_no_bytes_of_a_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    """It reads only some of them, and has no limit; that of `off` beside it is of its own run."""
+    """A pair reads only some bytes and has no limit; the limit of `off` beside it is of the run of `off`."""
     pair = paired_row(100.0)
     off = pair | {"case": pair["case"] | {"mode": "off", "hit_rate": None}, "stream_tb_s": 4.0, "share_of_limit": 0.5}
     profiles = [latency.Profile(1024, 1, [[100.0]], rate, 10**9) for rate in (1.0, None)]
     latency._show(list(zip((pair, off), profiles, strict=True)))
     out = capsys.readouterr().out
     assert [line[-3:] for line in cells(out)[1:]] == [["-", "-", "-"], ["1000.0", "10000", "50.0%"]]
-    assert "limit: bytes at 4000 GB/s" in out
+    assert "limit = bytes / copy bandwidth (4000 GB/s)" in out
     latency._show([(pair, profiles[0])])
     assert "limit" not in capsys.readouterr().out.partition("of limit")[2]
 
@@ -371,12 +371,12 @@ MISTAKES = [
     (("--hit-rates", "half"), "flags: --hit-rates: expected real or numbers from 0 to 1, found 'half'"),
     (
         ("--hit-rates", "real,0.5"),
-        "flags: --hit-rates: only paired takes verdicts; add --modes paired, or leave it out",
+        "flags: --hit-rates: forced rates need --modes paired; otherwise leave --hit-rates out",
     ),
     (
         ("--modes", "off,paired"),
-        "flags: --modes: paired needs an even number of ranks, found 1; start it with torchrun --nproc-per-node 2 "
-        "(or 4, ...), or leave it out",
+        "flags: --modes: paired needs an even number of ranks, found 1; start the program with torchrun "
+        "--nproc-per-node 2 (or 4, ...), or leave paired out",
     ),
     (
         ("--modes", "off,paired", "--trace", "t.json"),
@@ -387,7 +387,7 @@ MISTAKES = [
         ("--prompt-file", "no/such/file"),
         "prompt_file: cannot read no/such/file: No such file or directory; give an existing text file",
     ),
-    (("--speculation", "paired"), "flags: --speculation: latency measures --modes; leave --speculation out"),
+    (("--speculation", "paired"), "flags: --speculation: not used by latency; use --modes instead"),
     (("--batch", 9), "flags: --batch: a captured step serves up to 8 requests, found 9"),
     (("--batch", 0), "flags: --batch: expected 1 or more, found '0'"),
     (("--steps", 0), "flags: --steps: expected 1 or more, found '0'"),
@@ -465,10 +465,10 @@ def test_plot_without_matplotlib(profile: Profile, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
 @pytest.mark.parametrize("name", ["plot.foo", "plot"])
-def test_plot_that_is_no_picture(
+def test_plot_with_an_unknown_extension(
     name: str, profile: Profile, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found before anything is measured, and nothing is written."""
+    """The mistake is found before the measurement, and nothing is written."""
     monkeypatch.setattr(latency, "Engine", None)
     picture = tmp_path / name
     expected = f"flags: --plot: expected a file that ends in .png, .svg, .pdf, found {str(picture)!r}"
@@ -484,8 +484,9 @@ def test_what_does_not_fit(profile: Profile, checkpoint: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    """Each rank's samples are written, its operations are in the trace, and rank 0 alone prints."""
+    """Samples and operations of each rank are written; rank 0 alone prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "launch" / "latency.py"), "--model", str(checkpoint), "--transport", "gloo"]
     done = subprocess.run(
@@ -564,7 +565,7 @@ def test_forced_verdicts_are_refused_before_the_first_mode(
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 def test_captured_steps(profile: Profile, tmp_path: Path) -> None:
-    """The demo checkpoint, replayed: times of the device's clock, and the kernels inside the replays."""
+    """The demo checkpoint, replayed: times are the device's, and the trace has the kernels of the replays."""
     flags = ("--contexts", "256,4k", "--steps", 20, "--cuda-graph", "on")
     code, out, err = profile(*flags, *outputs(tmp_path))
     assert (code, err) == (0, "")

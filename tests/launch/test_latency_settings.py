@@ -1,4 +1,4 @@
-"""What latency.py measures and says of it, without a measurement: settings, notices, rows and headings."""
+"""Settings, notices, rows and headings of latency.py, without a measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from alspec.errors import UserError
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.launch import latency
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.profiling.profile import Profile, room
+from alspec.runtime.profiling.profile import Profile, cache_tokens
 
 
 def config_of(**settings: Any) -> LatencyConfig:
@@ -26,7 +26,7 @@ def config_of(**settings: Any) -> LatencyConfig:
 
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """`as_rank(rank, world size)`: as torchrun starts it."""
+    """`as_rank(rank, world size)`: set what torchrun sets for this rank."""
 
     def pretend(rank: int, world_size: int) -> None:
         for name, value in {"RANK": rank, "WORLD_SIZE": world_size}.items():
@@ -37,20 +37,20 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 
 def test_each_mode_and_cache_is_measured_once() -> None:
-    found = latency._each(config_of(modes=["off", "paired", "off"], codecs=["turbo4", "bf16", "turbo4"]))
+    found = latency._configs(config_of(modes=["off", "paired", "off"], codecs=["turbo4", "bf16", "turbo4"]))
     assert [(one.kv_cache, one.speculation.mode) for one in found] == [
         (codec, mode) for codec in ("turbo4", "bf16") for mode in ("off", "paired")
     ]
 
 
-def test_as_many_requests_as_a_captured_step_serves_are_taken() -> None:
+def test_a_batch_may_be_as_large_as_a_captured_step_serves() -> None:
     latency._check(config_of(batch=MAX_BATCH))
     with pytest.raises(UserError, match="--batch"):
         latency._check(config_of(batch=MAX_BATCH + 1))
 
 
 def test_a_cache_is_checked_for_the_heads_of_a_rank(as_rank: Callable[[int, int], None]) -> None:
-    """The demo checkpoint has four KV heads: two on each of four ranks as a pair, one where all share."""
+    """The demo checkpoint has four KV heads: on four ranks, a pair has two on each rank, one group has one."""
     as_rank(0, 4)
     latency._check_modes(config_of(modes=["paired"], codecs=["turbo-mixed"], transport="gloo"))
     with pytest.raises(UserError, match="turbo-mixed needs two KV heads on a rank, found 1"):
@@ -58,7 +58,7 @@ def test_a_cache_is_checked_for_the_heads_of_a_rank(as_rank: Callable[[int, int]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_alone_tells_what_has_no_effect(
+def test_only_the_first_rank_prints_notices(
     rank: int,
     as_rank: Callable[[int, int], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -72,8 +72,8 @@ def test_the_first_rank_alone_tells_what_has_no_effect(
     assert capsys.readouterr().err == ("" if rank else told)
 
 
-def test_the_cache_has_the_room_that_was_asked_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is needed is enough."""
+def test_the_cache_has_the_requested_room(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room that is needed is enough."""
     loaded: list[int] = []
     load = Engine.load
 
@@ -83,14 +83,14 @@ def test_the_cache_has_the_room_that_was_asked_for(checkpoint: Path, monkeypatch
 
     monkeypatch.setattr(Engine, "load", record)
     flags = ["--model", str(checkpoint), "--transport", "gloo", "--contexts", "16", "--steps", "1"]
-    needed = room(16, 1)
+    needed = cache_tokens(16, 1)
     for given in (needed, needed + 50):
         assert latency.main([*flags, "--max-context", str(given)]) == 0
     assert loaded == [needed, needed + 50]
 
 
 def engine_of(mode: str, transport_name: str) -> Any:
-    """What a row says of an engine of two ranks."""
+    """An engine of two ranks, as far as a row describes it."""
     return SimpleNamespace(
         placement=SimpleNamespace(world_size=2, local_world_size=2),
         mode=mode,
@@ -102,7 +102,7 @@ def engine_of(mode: str, transport_name: str) -> Any:
 
 
 def test_a_row_of_a_pair_has_no_share_of_a_limit() -> None:
-    """Its steps do not read all bytes; those of `off` do: here 10^6 in 100 us, a fifth of what a copy moves."""
+    """Its steps do not read all bytes. Steps of `off` do: here 10^6 in 100 us, a fifth of a copy's rate."""
     profile = Profile(1024, 1, [[100.0], [90.0]], None, 10**6)
     shares = [
         latency._row(config_of(), engine_of(mode, "symm"), profile, "real", 5e10, "command")["share_of_limit"]
@@ -113,7 +113,7 @@ def test_a_row_of_a_pair_has_no_share_of_a_limit() -> None:
 
 @pytest.mark.parametrize(("given", "written"), [(0.1, 0.1), (math.inf, "inf")])
 def test_a_row_of_a_pair_has_lambda_and_s(given: float, written: float | str) -> None:
-    """As JSON can hold them; mode off has neither."""
+    """In values that JSON can hold; mode off has neither."""
     config = config_of(speculation={"threshold": given, "chunk_size": 256})
     profile = Profile(1024, 1, [[100.0], [90.0]], None, 10**6)
     pair, off = (

@@ -1,4 +1,4 @@
-"""What `--plan` predicts against the measured rows in docs/results."""
+"""`--plan` predicts the measured rows in docs/results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.engine.memory import GIB, plan_memory
 
 PART_NAMES = ("fixed", "layer", "attention", "sender", "receiver")
-STEP_TOLERANCE = 0.10  # of a whole step
-PART_TOLERANCE = 0.03  # of a part, against the row that its constant comes from
+STEP_TOLERANCE = 0.10  # for a whole step
+PART_TOLERANCE = 0.03  # for a part, against the row that its constant comes from
 ROWS = [json.loads(line) for line in (ROOT / "docs" / "results" / "decode_step.jsonl").read_text().splitlines()]
-# What the plan is of: captured steps of one request over peer memory.
+# The plan is for captured steps of one request over peer memory.
 STEPS = [
     row
     for row in ROWS
@@ -30,9 +30,9 @@ STEPS = [
     and row["case"]["cuda_graph"]
     and row["case"]["batch"] == 1
     and row["case"]["transport"] in (None, "symm")
-    and row["case"]["shape"] not in ("half", "slice4")  # folders, of which the rows know the names alone
+    and row["case"]["shape"] not in ("half", "slice4")  # folders: rows have their names only
 ]
-# Those of the runs that constants come from, and a layer of another shape.
+# The commits of the runs that constants come from, and a layer of another shape.
 PARTS = [
     row
     for row in ROWS
@@ -92,10 +92,10 @@ def test_spec_output_comes_no_later_than_attention_ends() -> None:
     ],
     ids=["3 KV heads", "32 KV heads"],
 )
-def test_ranks_of_a_plan_are_those_that_can_run(
+def test_a_plan_lists_the_ranks_that_can_run(
     heads: tuple[int, int, int], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One group of as many ranks as share the heads, or two; up to 16."""
+    """One group of as many ranks as can share the heads, or two groups; up to 16 ranks."""
     raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8"))
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     (tmp_path / "config.json").write_text(json.dumps(raw | dict(zip(names, heads, strict=True))), encoding="utf-8")
@@ -105,7 +105,7 @@ def test_ranks_of_a_plan_are_those_that_can_run(
 
 
 def test_a_plan_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """70B in bf16 takes 131 GiB: with a long cache it needs two ranks, and as pairs four."""
+    """70B in bf16 takes 131 GiB: with a long cache one group needs two ranks, a pair needs four."""
     for context, expected in (("8k", {("1", "off"): False}), ("128k", {("1", "off"): True, ("2", "off"): False})):
         assert generate.main(["--random-weights", "llama-3.1-70b", "--max-context", context, "--plan"]) == 0
         rows = [line.strip("│| ").replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
@@ -116,7 +116,7 @@ def test_a_plan_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the type that is asked for; ranks of a pair hold all of a layer, and half of the LM head's rows."""
+    """In the requested dtype. Ranks of a pair hold whole layers, and half of the LM head's rows."""
     flags = ["--random-weights", "llama-3.1-8b", "--dtype", "fp32", "--max-context", "4k", "--plan"]
     assert generate.main(flags) == 0
     out = capsys.readouterr().out
@@ -137,8 +137,8 @@ def test_a_plan_has_the_bytes_and_milliseconds_of_a_rank(capsys: pytest.CaptureF
         assert found[str(world), mode] == [*(f"{size / GIB:.2f}" for size in sizes), f"{us / 1e3:.2f}"]
 
 
-def test_a_plan_is_of_caches_that_ranks_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """turbo-mixed needs two KV heads on each: of eight, up to four ranks share them; some heads have no codec."""
+def test_a_plan_lists_caches_that_ranks_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """turbo-mixed needs two KV heads on each rank, so up to four ranks share eight. Some head sizes have no codec."""
     flags = ["--random-weights", "llama-3.1-8b", "--max-context", "4k", "--plan", "--kv-cache"]
     for codec, expected in (("turbo4", {"1", "2", "4", "8"}), ("turbo-mixed", {"1", "2", "4"})):
         assert generate.main([*flags, codec]) == 0

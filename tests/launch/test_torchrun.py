@@ -1,4 +1,4 @@
-"""The command line under torchrun: two processes, one text, one story on errors."""
+"""The command line under torchrun: two processes print one text, and all name the same mistake."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from tiers import fast
 
 pytestmark = pytest.mark.slow
 
-# Longer than 2 S + 64 characters, so that sink and window leave something out.
+GENERATE = ROOT / "launch" / "generate.py"
+
+# Longer than 2 S + 64 characters, so that sink and window leave tokens out.
 PROMPT = "".join(f"line {number}: the value is {number * 7919 % 997}.\n" for number in range(16))
 FLAGS = ("--transport", "gloo", "--max-new-tokens", 12, "--ignore-eos", "--threshold", "0.3")
 
 GenerateText = Callable[..., str]
 
 
-def torchrun(*flags: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Two processes of the command line, on the CPU."""
+def torchrun(*program: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Two processes of a program on the CPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "launch" / "generate.py"), *map(str, flags)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command,
-        env=environment,
+        [*command, *map(str, program)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
@@ -39,19 +40,17 @@ def torchrun(*flags: object, stdin: str | None = None) -> subprocess.CompletedPr
     )
 
 
-def test_flags_that_are_not_the_same_everywhere(checkpoint: Path) -> None:
-    """As a job on two hosts may be started; without the comparison, ranks would wait for each other."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    generate = f"{sys.executable} {ROOT / 'launch' / 'generate.py'} --model {checkpoint} --prompt The"
-    command += ["bash", "-c", f"{generate} --max-new-tokens $((3 + RANK)) --transport gloo"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+@pytest.mark.full
+def test_flags_that_differ_between_ranks_are_refused(checkpoint: Path) -> None:
+    """A job on two hosts may be started so. Without the comparison, ranks would wait for each other."""
+    generate = f"{sys.executable} {GENERATE} --model {checkpoint} --prompt The"
+    done = torchrun("--no-python", "bash", "-c", f"{generate} --max-new-tokens $((3 + RANK)) --transport gloo")
     assert done.returncode != 0
     assert "alspec: exit 2: ranks disagree on max_new_tokens: rank " in done.stderr
 
 
-def test_a_stream_of_other_prompts_on_other_ranks(checkpoint: Path, tmp_path: Path) -> None:
-    """It is refused on all, and the next one, which they share, goes on."""
+@pytest.mark.full
+def test_prompts_that_differ_between_ranks_are_refused_and_the_next_ones_run(checkpoint: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         f"""
@@ -68,29 +67,29 @@ with Engine.from_pretrained({str(checkpoint)!r}, transport="gloo") as engine:
 """,
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    done = torchrun(program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("<3 tokens>") == 4
     assert done.stdout.count("<ranks disagree on prompt: rank ") == 4
 
 
-def test_paired_is_simulated(checkpoint: Path, generate_text: GenerateText, tmp_path: Path) -> None:
-    """The same text and hit map; only rank 0 reads the prompt from stdin, prints and writes."""
+def test_paired_prints_and_writes_what_simulated_does(
+    checkpoint: Path, generate_text: GenerateText, tmp_path: Path
+) -> None:
+    """Text and hit map are the same. Only rank 0 reads the prompt from stdin, prints and writes."""
     expected = generate_text(
         *FLAGS, "--speculation", "simulated", "--prompt", PROMPT, "--json", tmp_path / "simulated.json"
     )
     outputs = ("--json", tmp_path / "paired.json", "--trace", tmp_path / "trace.json")
-    # The last line end is `echo`'s, not the prompt's.
-    done = torchrun("--model", checkpoint, *FLAGS, "--speculation", "paired", *outputs, stdin=PROMPT + "\n")
+    # The last newline is `echo`'s, not the prompt's.
+    done = torchrun(GENERATE, "--model", checkpoint, *FLAGS, "--speculation", "paired", *outputs, stdin=PROMPT + "\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected
     assert done.stderr.count("mode: paired, 2 rank(s) on CPU, fp32") == 1
     simulated, paired = (json.loads((tmp_path / f"{mode}.json").read_text()) for mode in ("simulated", "paired"))
     assert paired["requests"] == simulated["requests"]
     assert paired["hit_map"] == simulated["hit_map"]
-    assert 0 < paired["summary"]["hit_rate"] < 1, "a threshold that both swaps and keeps the roles"
+    assert 0 < paired["summary"]["hit_rate"] < 1, "the threshold must both swap and keep the roles"
     assert (paired["summary"]["tp_size"], paired["summary"]["transport"]) == (1, "gloo")
     # Neither rank reads all weights and the whole cache in a step.
     assert (paired["summary"]["gb_per_s"], paired["summary"]["share_of_limit"]) == (None, None)
@@ -100,30 +99,30 @@ def test_paired_is_simulated(checkpoint: Path, generate_text: GenerateText, tmp_
     assert {event["pid"] for event in events} == {0, 1}
 
 
-def test_tensor_parallel_is_one_rank(checkpoint: Path, generate_text: GenerateText) -> None:
+@pytest.mark.full
+def test_tensor_parallel_prints_what_one_rank_does(checkpoint: Path, generate_text: GenerateText) -> None:
     flags = (*FLAGS, "--speculation", "off", "--prompt", PROMPT)
-    done = torchrun("--model", checkpoint, *flags)
+    done = torchrun(GENERATE, "--model", checkpoint, *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout == generate_text(*flags)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--temperature", "-1"), "flags: --temperature: expected 0 or more, found '-1'"),
-        ((), "prompt: none given; give --prompt, --prompt-file, --prompt-ids or text on standard input"),
-    ],
-    ids=["flags", "empty-stdin"],
-)
+MISTAKES = [
+    (("--temperature", "-1"), "flags: --temperature: expected 0 or more, found '-1'"),
+    ((), "prompt: none given; give --prompt, --prompt-file, --prompt-ids or text on standard input"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), fast(MISTAKES, keep=MISTAKES[1:]), ids=["flags", "empty-stdin"])
 def test_every_rank_names_the_mistake(flags: tuple[str, ...], message: str, checkpoint: Path) -> None:
-    """The second mistake is rank 0's alone to see. torchrun fails, and nobody waits for anybody."""
+    """Only rank 0 can see the second mistake. torchrun fails, and no rank waits for another."""
     started = time.monotonic()
-    done = torchrun("--model", checkpoint, "--speculation", "paired", "--transport", "gloo", *flags)
+    done = torchrun(GENERATE, "--model", checkpoint, "--speculation", "paired", "--transport", "gloo", *flags)
     assert time.monotonic() - started < 20
     assert done.returncode != 0
     assert done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if line.startswith("alspec: exit")]
-    # torchrun ends the ranks that are still on their way to the same line once the first has failed.
+    # Once the first rank has failed, torchrun ends the others, perhaps before they print the same line.
     assert lines
     assert set(lines) == {f"alspec: exit 2: {message}"}
 

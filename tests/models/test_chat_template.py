@@ -125,7 +125,7 @@ def test_blocks_and_filters_against_transformers(template: str, single_folder: P
     assert tokenizer.apply_chat_template(TWO_TURNS) == expected
 
 
-def test_tojson_escapes_nothing() -> None:
+def test_tojson_does_not_escape() -> None:
     assert render("{{ messages | tojson }}", [{"a": "<\u00e9 & 'x'>"}]) == '[{"a": "<\u00e9 & \'x\'>"}]'
     assert render("{{ messages[0] | tojson(indent=2) }}", [{"a": 1}]) == '{\n  "a": 1\n}'
 
@@ -180,13 +180,13 @@ def test_failing_template(template: str, needles: list[str]) -> None:
 
 
 @pytest.mark.parametrize("template", ["", " \n", "{% for m in messages %}{% endfor %}", "{{ messages[0].name }}\n"])
-def test_a_template_that_says_nothing(template: str) -> None:
-    """What is generated after it could not depend on the messages."""
+def test_a_template_without_messages_is_refused(template: str) -> None:
+    """A text generated after it could not depend on the messages."""
     with pytest.raises(UserError, match="model: chat template: expected a prompt, found a blank text"):
         render(template)
 
 
-def test_where_the_template_comes_from(tmp_path: Path) -> None:
+def test_the_template_comes_from_the_right_file(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
     assert find_template(tmp_path, {}) is None
     assert find_template(tmp_path, {"chat_template": None}) is None

@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,8 +68,17 @@ def test_a_slice_is_private(single_folder: Path) -> None:
     assert torch.equal(stored_tensors(single_folder)[Q_PROJ], before)
 
 
+@pytest.fixture
+def _default_interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also if pytest was started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_default_interrupts")
 def test_an_interrupt_waits_for_the_end_of_a_read(single_folder: Path) -> None:
-    """PyTorch makes a ValueError of what a handler raises while it looks into a storage."""
+    """PyTorch turns an exception of a signal handler into a ValueError while it reads a storage."""
     checkpoint, handler = open_folder(single_folder), signal.getsignal(signal.SIGINT)
     name = "model.norm.weight"
     expected = checkpoint.tensor_slice(name).clone()
@@ -95,7 +104,7 @@ def test_an_interrupt_waits_for_the_end_of_a_read(single_folder: Path) -> None:
         checkpoint.tensor_slice(name)
     assert reached
     assert signal.getsignal(signal.SIGINT) is handler
-    with ThreadPoolExecutor(1) as pool:  # signals are the main thread's
+    with ThreadPoolExecutor(1) as pool:  # signals go to the main thread
         del checkpoint._handles[path]
         assert torch.equal(pool.submit(checkpoint.tensor_slice, name).result(), expected)
 
@@ -135,10 +144,8 @@ def test_single_file_comes_before_an_index(single_folder: Path, sharded_folder: 
     assert {path.name for path in open_folder(single_folder).files.values()} == {"model.safetensors"}
 
 
-def test_a_head_of_its_own_is_not_passed_over(
-    make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside embeddings that the configuration says are tied: in its last row, of other numbers, of another shape."""
+def test_a_separate_head_is_not_ignored(make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration says it is tied to the embedding; its last row, all numbers, or its shape differ."""
     monkeypatch.setattr("alspec.models.checkpoint.checkpoint.ROWS_AT_ONCE", 5)
     folder = make_folder(tie_word_embeddings=True)
     path = folder / "model.safetensors"
@@ -150,13 +157,13 @@ def test_a_head_of_its_own_is_not_passed_over(
         save_file(tensors | {"lm_head.weight": head}, path)
         with pytest.raises(UserError, match=r"lm_head.weight'.* tie_word_embeddings is true, found other values; set"):
             open_folder(folder)
-    embedding[0, 0] = torch.nan  # which is told elsewhere
+    embedding[0, 0] = torch.nan  # another error reports this
     save_file(tensors | {"lm_head.weight": embedding.clone()}, path)
     open_folder(folder)
 
 
 def test_a_tied_head_alone_is_the_embedding(make_folder: Callable[..., Path]) -> None:
-    """Of tensors that share memory, `save_model` writes one; of an untied model, each has to be there."""
+    """`save_model` writes one of the tensors that share memory; an untied model needs both."""
     from transformers import LlamaForCausalLM
 
     folder = make_folder(tie_word_embeddings=True)
@@ -178,7 +185,7 @@ def test_a_tied_head_alone_is_the_embedding(make_folder: Callable[..., Path]) ->
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["single", "sharded"])
 def test_tolerated_tensors(is_sharded: bool, make_folder: Callable[..., Path]) -> None:
-    """In shards also where the index does not name them, where they are not, and twice."""
+    """In shards also if the index does not name them, names them elsewhere, or they occur twice."""
     folder = make_folder(tie_word_embeddings=True)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -273,7 +280,7 @@ def test_checksums_name_every_fault(sharded_folder: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
 @pytest.mark.parametrize("has_template", [False, True])
-def test_the_manifest_that_is_asked_for(has_template: bool, sharded_folder: Path) -> None:
+def test_the_requested_manifest_is_used(has_template: bool, sharded_folder: Path) -> None:
     if has_template:
         (sharded_folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     with pytest.raises(UserError, match="found none; write one in a good copy of the folder: ") as caught:
@@ -313,7 +320,7 @@ def test_checksums_cover_the_chat_template(single_folder: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("  ", "  ./"), ("  ", " *./")])
 def test_other_spellings_of_a_manifest(before: str, after: str, single_folder: Path) -> None:
-    """As `sha256sum ./*` writes it, and with digests in capitals, as other programs do."""
+    """`sha256sum ./*` writes paths with ./, and other programs write digests in capitals."""
     manifest = write_checksums(single_folder)
     lines = [line.split(before) for line in manifest.read_text(encoding="utf-8").splitlines()]
     manifest.write_text("".join(f"{digest.upper()}{after}{name}\n" for digest, name in lines), encoding="utf-8")

@@ -27,7 +27,7 @@ Fault = Callable[[Path], object]
 
 
 def open_all(folder: Path) -> None:
-    """What a command reads of a model before it takes memory."""
+    """Read what a command reads of a model before it takes memory."""
     config = LlamaConfig.from_folder(folder)
     Checkpoint.open(folder, config)
     Tokenizer.from_folder(folder, config)
@@ -50,7 +50,7 @@ def write(name: str, content: bytes) -> Fault:
 
 
 def dangle(name: str) -> Fault:
-    """As in a cache of a hub whose files were removed."""
+    """A link without a target, as in a hub's cache whose files were removed."""
 
     def fault(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -369,7 +369,7 @@ def test_fault_is_named_in_one_line(name: str, request: pytest.FixtureRequest) -
 
 
 def test_every_cut_is_found(single_folder: Path) -> None:
-    """Whatever byte a download stops at, the header check notices it."""
+    """The header check notices a download that stops at any byte."""
     path = single_folder / "model.safetensors"
     data = path.read_bytes()
     header_end = 8 + int.from_bytes(data[:8], "little")

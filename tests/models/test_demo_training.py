@@ -83,7 +83,7 @@ def test_training_lowers_loss_and_hinge():
     shape = Shape(64, 2, 64, 128, 4, 2, 16, global_layers=(1,))
     model = DemoLlama(shape)
     with torch.no_grad():
-        model.wq.mul_(6)  # sharp attention to random places: a visible miss to begin with
+        model.wq.mul_(6)  # sharp attention to random places: most layers miss at first
         model.wk.mul_(6)
     muon = Muon(model.matrices(), lr=0.02)
     pattern = torch.randint(64, (1, 16)).repeat(2, 32)[:, :385].to(torch.int32)
@@ -111,5 +111,5 @@ def test_tokenizer_files(tmp_path: Path):
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 512
 
 
-def test_model_parameters_fit_the_promise():
+def test_model_parameters_fit_the_documented_size():
     assert sum(p.numel() for p in DemoLlama(replace(Shape())).parameters()) * 2 <= 24_000_000

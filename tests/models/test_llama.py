@@ -307,7 +307,7 @@ def on_ranks(tp_size: int, work: Callable[[ThreadTransport], Tensor]) -> Iterato
 @pytest.mark.parametrize("vocab_size", [151, 5], ids=["uneven", "empty-shard"])
 @torch.no_grad()
 def test_tensor_parallel_logits_are_transformers(tp_size: int, vocab_size: int, tmp_path: Path) -> None:
-    """The collectives of the runtime at their places, between threads: prefill and decode on T shards."""
+    """Prefill and decode on T shards, with the runtime's collectives between threads."""
     reference = save_reference(
         tmp_path, num_attention_heads=8, head_dim=12, vocab_size=vocab_size, bos_token_id=0, eos_token_id=1
     )

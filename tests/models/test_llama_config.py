@@ -57,7 +57,7 @@ def write(folder: Path, raw: dict[str, Any], **others: Any) -> Path:
     return folder
 
 
-def test_no_token_as_some_folders_write_it(tmp_path: Path) -> None:
+def test_no_token_may_be_written_in_several_ways(tmp_path: Path) -> None:
     config = LlamaConfig.from_folder(write(tmp_path, LLAMA_2_CHAT | {"bos_token_id": -1, "eos_token_id": [-1, 7]}))
     assert (config.bos_token_id, config.eos_token_ids) == (None, (7,))
 
@@ -101,7 +101,7 @@ def test_unknown_shape_lists_the_known_ones() -> None:
 
 
 def test_a_folder_without_weights_is_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absolute or not; of a folder that is called like a published shape, the shape."""
+    """The path may be absolute or not; a folder named like a published shape is the published shape."""
     raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8")) | {"num_hidden_layers": 3}
     folder = write(tmp_path, raw)
     assert LlamaConfig.from_shape(str(folder)) == LlamaConfig.from_folder(folder)
@@ -125,7 +125,9 @@ def test_a_folder_without_weights_is_a_shape(tmp_path: Path, monkeypatch: pytest
         ({"model": Path("../there")}, "there"),
     ],
 )
-def test_names_in_rows(options: dict, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_in_rows_is_the_last_part_of_the_path(
+    options: dict, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert model_name(EngineConfig(**options)) == name
@@ -176,7 +178,7 @@ def test_expected_tensors_have_the_published_number_of_parameters(name: str, par
         ({"quantization_config": None, "mlp_bias": False, "unknown_setting": [1]}, {}),
     ],
 )
-def test_spellings(overrides: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+def test_every_spelling_is_read(overrides: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     config = LlamaConfig.from_folder(write(tmp_path, LLAMA_2_CHAT | overrides))
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -195,7 +197,7 @@ def test_spellings(overrides: dict[str, Any], expected: dict[str, Any], tmp_path
         ({"eos_token": "<end>"}, None, (2, 5, 6)),
     ],
 )
-def test_eos_is_the_union(
+def test_eos_is_the_union_of_both_files(
     tokenizer_config: dict[str, Any] | None,
     tokenizer: dict[str, Any] | None,
     expected: tuple[int, ...],
@@ -240,7 +242,7 @@ def test_an_impossible_eos_is_named_where_it_stands(
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"])
-def test_names_on_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_a_hub_is_not_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hint = f"(models are not downloaded from a hub; run `hf download {name} --local-dir DIR`, then give DIR)"
     with pytest.raises(UserError, match=re.escape(hint)):
@@ -450,7 +452,7 @@ def test_longest_context(scaling: dict[str, Any] | None, longest: int, stretched
         ({"rope_scaling": {"type": "linear", "factor": 1e308}}, "factor"),
     ],
 )
-def test_contexts_that_no_model_has(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_impossible_contexts_are_refused(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"config\.json: .*{named}.* less than or equal to"):
         LlamaConfig.from_folder(write(tmp_path, LLAMA_2_CHAT | settings))
 
@@ -467,7 +469,7 @@ def test_llama3_scaling_keeps_and_divides() -> None:
 
 
 def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what it does to a look at its files: who runs the tests may be allowed everything."""
+    """Simulated, because root may enter every folder."""
 
     def refuse(path: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
@@ -479,7 +481,7 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.Mo
         LlamaConfig.from_folder(tmp_path)
 
 
-def test_what_is_left_out_is_as_in_transformers(tmp_path: Path) -> None:
+def test_defaults_equal_those_of_transformers(tmp_path: Path) -> None:
     from transformers import LlamaConfig as Oracle
 
     names = ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")

@@ -52,7 +52,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory, byte_level_core: Callab
 
 
 def metaspace_core() -> Core:
-    """A sentencepiece-style tokenizer as Llama 2 folders have it: spaces as a letter, byte tokens for all the rest."""
+    """A sentencepiece-style tokenizer as in Llama 2 folders: spaces are a letter, byte tokens are for all the rest."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581t", "he", "\u2581the", "\u2581\u2581"]
     vocab = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *bytes_, *letters])}
@@ -88,7 +88,7 @@ def old_metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_pairs(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A byte-level tokenizer some of whose tokens are several bytes, that begin or end within a character."""
+    """A byte-level tokenizer with tokens of several bytes that begin or end within a character."""
     core = Core(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
@@ -153,7 +153,7 @@ def test_one_bos(byte_level: Tokenizer) -> None:
         (False, {"bos_token": "<|begin|>", "add_bos_token": True, "tokenizer_class": FAST}, None, False),
     ],
 )
-def test_the_folder_says_whether_texts_begin_with_bos(
+def test_the_folder_decides_whether_texts_begin_with_bos(
     post_processor: bool,
     settings: dict[str, Any],
     config_bos: int | None,
@@ -180,7 +180,7 @@ CHATML = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|ass
 def test_texts_begin_with_what_the_post_processor_puts_in_front(
     single: str, begin: list[int], byte_level_core: Callable[[], Core], tmp_path: Path
 ) -> None:
-    """Also where the folder's begin token is another one, which a chat template then writes."""
+    """Also if the folder's begin token is another one, which a chat template then writes."""
     core = byte_level_core()
     core.post_processor = tokenizers.processors.TemplateProcessing(
         single=single, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)]
@@ -258,18 +258,18 @@ def test_special_tokens_by_their_text(byte_level: Tokenizer, metaspace: Tokenize
 
 
 def test_a_text_of_too_many_tokens_by_its_length(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused before it is encoded; one that may fit is not, down to the longest token over and over."""
+    """It is refused before it is encoded. A text that may fit is encoded: the longest token repeated is the limit."""
     vocab = byte_level._core.get_vocab(with_added_tokens=True)
     text = "a" * (10 * max(map(len, vocab)))
-    assert byte_level.encode(text, most_tokens=10) == byte_level.encode(text)
+    assert byte_level.encode(text, max_total_tokens=10) == byte_level.encode(text)
     monkeypatch.setattr(byte_level, "_core", Vocabulary(vocab))
     with pytest.raises(UserError, match=f"prompt: {len(text) + 1} characters are more than 10 tokens can hold"):
-        byte_level.encode(text + "a", most_tokens=10)
+        byte_level.encode(text + "a", max_total_tokens=10)
 
 
 @pytest.mark.parametrize("text", [CJK, EMOJI, "na\u00efve caf\u00e9", "the cat", " the", "a\n\n b", "\ufffd!", ""])
 @pytest.mark.parametrize("name", ["byte_level", "metaspace"])
-def test_streaming_is_whole_characters(name: str, text: str, request: pytest.FixtureRequest) -> None:
+def test_streaming_gives_whole_characters(name: str, text: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
     ids = tokenizer.encode(text, add_bos=False)
     pieces = stream(tokenizer, ids)
@@ -277,7 +277,7 @@ def test_streaming_is_whole_characters(name: str, text: str, request: pytest.Fix
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-def test_byte_level_streaming_comes_as_soon_as_it_can(byte_level: Tokenizer) -> None:
+def test_byte_level_streaming_does_not_delay_text(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("x\u4f60y", add_bos=False)
     assert len(ids) == 5
     assert stream(byte_level, ids) == ["x", "", "", "\u4f60", "y", ""]
@@ -305,7 +305,7 @@ def test_metaspace_streaming_of_byte_runs(metaspace: Tokenizer) -> None:
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_byte_level_round_trip(byte_level: Tokenizer, text: str) -> None:
-    assume("<|" not in text)  # the name of a special token is that token, which decoding leaves out
+    assume("<|" not in text)  # the name of a special token is encoded as that token, and decoding leaves it out
     ids = byte_level.encode(text)
     pieces = stream(byte_level, ids)
     assert ids.count(BOS) == 1
@@ -331,7 +331,7 @@ class Counting:
 
 @pytest.mark.parametrize("broken", [b"\x82", b"\xe2", b"\xe2\x82", b"\xf0\x9f\xa6", b"\xf0\x9f\xa6\xe2\x82\x82\x82"])
 def test_endless_broken_characters_are_streamed_in_linear_time(broken: bytes, byte_level: Tokenizer) -> None:
-    """All but the last one are final."""
+    """All characters but the last are final."""
     characters = ("a", "\u2082", "\U0001f9aa")
     of_byte = {
         byte: token_id
@@ -355,11 +355,9 @@ def test_endless_broken_characters_are_streamed_in_linear_time(broken: bytes, by
 @pytest.mark.parametrize("name", ["byte_level", "byte_pairs", "metaspace", "old_metaspace"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_streaming_any_tokens_equals_decoding_them(
-    name: str, data: st.DataObject, request: pytest.FixtureRequest
-) -> None:
+def test_streaming_equals_decoding(name: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
-    # Mostly bytes, so that valid, broken and partial characters come up beside words, special and unknown tokens.
+    # Mostly bytes: valid, broken and partial characters occur beside words, special and unknown tokens.
     some = data.draw(st.lists(st.integers(0, 291), min_size=1, max_size=30))
     ids = data.draw(st.lists(st.sampled_from(some), max_size=60))
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
@@ -375,8 +373,8 @@ def test_a_whole_folder(make_folder: Callable[..., Path]) -> None:
     assert tokenizer.decode(ids) == "the cat"
 
 
-def test_an_interrupt_is_no_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the library panics with is no `Exception` either."""
+def test_an_interrupt_is_not_reported_as_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panic of the library is not an `Exception` either."""
 
     def interrupted(_: str) -> None:
         raise KeyboardInterrupt
@@ -388,7 +386,7 @@ def test_an_interrupt_is_no_unreadable_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_text_continues_the_prompts(metaspace: Tokenizer, byte_level: Tokenizer) -> None:
-    """A decoder that drops the first space of all drops none behind a prompt."""
+    """A decoder that drops the first space of a text drops none after a prompt."""
     for tokenizer in (metaspace, byte_level):
         for text in ("he the the he", "the at\u20ac the", "a\u20ac", 3 * "\u20ac\u4e2d\u6587" + "\u20ac the"):
             ids = tokenizer.encode(text)
@@ -439,7 +437,7 @@ def test_prompts_are_told_from_token_ids() -> None:
 
 
 def test_all_of_a_prompt_is_spelled() -> None:
-    """Also what no tokenizer has, and what is no prompt: ranks compare it before any of them refuses it."""
+    """Also unknown ids and values that are not prompts: ranks compare them before one of them refuses."""
     assert [spelled(prompt) for prompt in ("The road", [3, -1], (2**63 - 1,))] == [
         "text: The road",
         "[3, -1]",
@@ -454,8 +452,8 @@ def test_all_of_a_prompt_is_spelled() -> None:
     assert len({spelled(prompt) for prompt in alike}) == len(alike)
 
 
-def test_text_behind_a_special_token_is_a_text_of_its_own(metaspace: Tokenizer) -> None:
-    """As an answer behind the opening of the assistant's turn: it does not begin with a space."""
+def test_a_text_after_a_special_token_is_a_new_text(metaspace: Tokenizer) -> None:
+    """Such as an answer after the opening of the assistant's message: it does not begin with a space."""
     prompt, (*_, token_id) = [*metaspace.encode("he"), metaspace.eos_token_ids[0]], metaspace.encode("he the")
     assert metaspace.stream_decoder(prompt).push(token_id) == "the"
     assert metaspace.stream_decoder(prompt[:-1]).push(token_id) == " the"

@@ -15,7 +15,7 @@ from alspec.models.llama_config import LlamaConfig
 from alspec.models.tokenizer.tokenizer import Tokenizer
 
 Core = tokenizers.Tokenizer
-FIRST = 283  # behind the tokens of `byte_level_core`
+FIRST = 283  # after the tokens of `byte_level_core`
 VOCAB = 4096  # rows of the embedding
 FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
 
@@ -40,7 +40,7 @@ def load(folder: Path) -> Tokenizer:
 
 
 def test_tokens_that_tokenizer_json_lacks(write: Callable[..., Path]) -> None:
-    """In the order of their ids, special or not, one that strips spaces, and one that ends a text."""
+    """In the order of their ids: special or not, one that strips spaces, one that ends a text."""
     from transformers import PreTrainedTokenizerFast
 
     added = {
@@ -60,7 +60,7 @@ def test_tokens_that_tokenizer_json_lacks(write: Callable[..., Path]) -> None:
     assert tokenizer.decode(ids) == streamed == oracle.decode(ids, skip_special_tokens=True) == "the<tool> catthecat"
 
 
-def test_a_token_that_is_special_there_is_not_printed(
+def test_a_token_that_the_settings_make_special_is_not_printed(
     write: Callable[..., Path], byte_level_core: Callable[[], Core]
 ) -> None:
     folder = write({"added_tokens_decoder": {str(FIRST): FLAGS | {"content": "<plain>"}}})
@@ -89,7 +89,7 @@ def test_a_token_that_is_special_there_is_not_printed(
         (["<new>"], "expected tokens by id, found ['<new>']"),
     ],
 )
-def test_tokens_that_cannot_be_had(added: Any, needle: str, write: Callable[..., Path]) -> None:
+def test_tokens_that_cannot_be_added_are_refused(added: Any, needle: str, write: Callable[..., Path]) -> None:
     folder = write({"added_tokens_decoder": added})
     with pytest.raises(UserError) as caught:
         load(folder)
@@ -105,8 +105,8 @@ def test_tokens_that_cannot_be_had(added: Any, needle: str, write: Callable[...,
         pytest.param({str(FIRST): ""}, id="empty"),
     ],
 )
-def test_tokens_that_a_text_can_do_without(added: dict[str, str], write: Callable[..., Path]) -> None:
-    """What tokenizer.json says of its own tokens stands; those that no embedding belongs to are split as before."""
+def test_tokens_that_can_be_ignored_change_nothing(added: dict[str, str], write: Callable[..., Path]) -> None:
+    """The entries of tokenizer.json win; tokens without an embedding are split as before."""
     plain = load(write({}))
     text = "the<|end|> cat<pad>"
     expected = plain.encode(text)
@@ -133,14 +133,14 @@ def test_the_map_supplies_what_the_settings_do_not_name(settings: dict[str, Any]
 
 
 @pytest.mark.parametrize("mapped", [{}, {"bos_token": "<|user|>", "eos_token": "<|user|>"}])
-def test_an_empty_token_is_none(mapped: dict[str, str], write: Callable[..., Path]) -> None:
+def test_an_empty_token_is_no_token(mapped: dict[str, str], write: Callable[..., Path]) -> None:
     tokenizer = load(write({"bos_token": "", "eos_token": {"content": ""}, "tokenizer_class": "X"}, mapped))
     assert tokenizer.eos_token_ids == ((2,) if mapped else ())
-    assert tokenizer.bos_token_id == (2 if mapped else 0)  # of config.json
+    assert tokenizer.bos_token_id == (2 if mapped else 0)  # in config.json
     assert tokenizer.encode("the")[0] == 0
 
 
-def test_the_settings_come_before_the_map(write: Callable[..., Path]) -> None:
+def test_the_settings_win_over_the_map(write: Callable[..., Path]) -> None:
     tokenizer = load(write({"bos_token": "<|begin|>", "eos_token": "<|user|>"}, {"eos_token": "<|end|>"}))
     assert tokenizer.eos_token_ids == (2,)
 
@@ -149,7 +149,7 @@ def test_the_settings_come_before_the_map(write: Callable[..., Path]) -> None:
     ("settings", "mapped", "file"),
     [({}, {"eos_token": "<no>"}, "special_tokens_map"), ({"eos_token": "<no>"}, {}, "tokenizer_config")],
 )
-def test_an_unknown_token_is_named_where_it_stands(
+def test_an_unknown_token_is_named_with_its_file(
     settings: dict[str, Any], mapped: dict[str, Any], file: str, write: Callable[..., Path]
 ) -> None:
     with pytest.raises(UserError, match=rf"{file}\.json: eos_token: expected a token of tokenizer.json, found '<no>'"):

@@ -1,4 +1,4 @@
-"""A tiny random Llama folder, its oracle in fp64, and the launch of several ranks."""
+"""Tiny random Llama folders, their oracle in fp64, and a launcher of several ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level vocabulary without merges: every byte is a token."""
+    """Write a byte-level tokenizer without merges: every byte is a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,7 +43,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_folder(folder: Path, **other: int) -> None:
-    """A random Llama whose weights are large enough that what distant tokens add differs between layers."""
+    """Write a random Llama. Its weights are so large that distant tokens matter in some layers and not in others."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -53,7 +53,7 @@ def write_folder(folder: Path, **other: int) -> None:
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 16,
-        "vocab_size": 301,  # does not divide by the ranks
+        "vocab_size": 301,  # not a multiple of the number of ranks
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -77,7 +77,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with 3 layers, the first, one between and the last, for kernels in the interpreter."""
+    """The tiny model with 3 layers (first, middle, last), for kernels in the interpreter."""
     folder = tmp_path_factory.mktemp("model") / "small"
     write_folder(folder, num_hidden_layers=3)
     return folder
@@ -85,7 +85,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def turbo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As small, with 4 query and 2 KV heads of 64 channels, which a quantised cache takes."""
+    """The small model with 4 query and 2 KV heads of 64 channels, which a quantised cache needs."""
     folder = tmp_path_factory.mktemp("model") / "turbo"
     write_folder(folder, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     return folder
@@ -93,14 +93,14 @@ def turbo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class OracleRun:
-    """What the oracle generated: tokens per request, and of each decode step what `simulate_step` left."""
+    """The tokens that the oracle generated for each request, and the result of `simulate_step` for each decode step."""
 
     tokens: list[list[int]]
     steps: list[SimulatedStep] = field(default_factory=list)
 
 
 class Oracle:
-    """The tiny model in fp64 and plain torch, written from the published equations; decodes by `simulate_step`."""
+    """The tiny model in fp64 and plain torch, written from the published equations. It decodes by `simulate_step`."""
 
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -116,11 +116,11 @@ class Oracle:
         return x / (x.square().mean(-1, keepdim=True) + self._eps).sqrt() * self._weights[name]
 
     def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Each channel pair (c, c + D/2) as a complex number, turned by its angle."""
+        """RoPE: each channel pair (c, c + D/2) is a complex number that is rotated by its angle."""
         first, second = heads.chunk(2, dim=-1)
-        turn = torch.polar(torch.ones_like(first), positions[:, None, None] * self._inv_freq.expand_as(first))
-        turned = torch.complex(first, second) * turn
-        return torch.cat([turned.real, turned.imag], dim=-1)
+        rotation = torch.polar(torch.ones_like(first), positions[:, None, None] * self._inv_freq.expand_as(first))
+        rotated = torch.complex(first, second) * rotation
+        return torch.cat([rotated.real, rotated.imag], dim=-1)
 
     def embed(self, token_ids: list[int]) -> Tensor:
         """x [n, hidden]."""
@@ -149,12 +149,12 @@ class Oracle:
         return self._norm(x, "model.norm.weight") @ self._weights["lm_head.weight"].T
 
     def empty_cache(self, batch_size: int, capacity: int) -> list[Tensor]:
-        """L x [B, Hkv, capacity, D], all NaN: what is not written must not be read."""
+        """L x [B, Hkv, capacity, D], all NaN: elements that were not written must not be read."""
         shape = (batch_size, self.num_kv_heads, capacity, self.head_dim)
         return [torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(self.num_layers)]
 
     def prefill(self, ids: list[int], k_cache: list[Tensor], v_cache: list[Tensor], request: int) -> Tensor:
-        """Full causal attention over a prompt, into the caches; logits [V] of its last token."""
+        """Process a prompt with full causal attention and fill the caches; returns logits [V] of its last token."""
         n = len(ids)
         positions, x = torch.arange(n), self.embed(ids)
         future = torch.ones(n, n, dtype=torch.bool).triu(1)
@@ -172,7 +172,7 @@ class Oracle:
     def generate(
         self, prompts: list[list[int]], max_new_tokens: list[int], threshold: float, eos: tuple[int, ...] = ()
     ) -> OracleRun:
-        """Greedy tokens of a batch; a request ends at its own length or at an `eos`. S = 128."""
+        """Greedy tokens of a batch with S = 128. A request ends at its own length or at an `eos` token."""
         capacity = max(map(len, prompts)) + max(max_new_tokens)
         k_cache, v_cache = self.empty_cache(len(prompts), capacity), self.empty_cache(len(prompts), capacity)
         tokens = [[int(self.prefill(ids, k_cache, v_cache, r).argmax())] for r, ids in enumerate(prompts)]
@@ -212,7 +212,7 @@ def oracle(tiny_folder: Path) -> Oracle:
 
 
 def repeated_passage(length: int, seed: int) -> list[int]:
-    """A prompt of a repeated passage with some noise: distant tokens say little new, so layers accept and reject."""
+    """A repeated passage with some noise: distant tokens add little, so some layers accept and some reject."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(256, (8,), generator=generator).repeat(length // 8 + 1)[:length]
     noise = torch.randint(256, (length,), generator=generator)
@@ -221,7 +221,7 @@ def repeated_passage(length: int, seed: int) -> list[int]:
 
 @pytest.fixture(scope="session")
 def make_prompt() -> Callable[[int, int], list[int]]:
-    """`make_prompt(length, seed)`: token ids without an end-of-text."""
+    """`make_prompt(length, seed)`: token ids without an end token."""
     return repeated_passage
 
 
@@ -231,7 +231,7 @@ RunRanks = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def run_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunRanks:
-    """`run_ranks(world_size, spec)`: run worker.py's `spec` on that many processes; what each rank recorded."""
+    """`run_ranks(world_size, spec)`: run step_worker.py's `spec` on that many processes; returns each rank's record."""
 
     def run(
         world_size: int, spec: Spec, model: Path = tiny_folder, kv_cache: str = "bf16", softmax: str = "exact"

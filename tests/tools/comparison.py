@@ -1,4 +1,4 @@
-"""How the kernel tests compare a result with an oracle's."""
+"""How the kernel tests compare a result with its oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["TOLERANCES", "check", "close"]
 
-# One bound on |found - expected| / |expected| for each dtype the kernel reads; they bound the rounding of one result.
+# One bound on |found - expected| / |expected| for each dtype that a kernel reads. It bounds the rounding of one result.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 

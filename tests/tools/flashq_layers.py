@@ -1,4 +1,4 @@
-"""Layers of a quantised cache, for the tests of what writes into them."""
+"""Layers of a quantised cache, for the tests of the kernels that write into them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["assert_same", "noisy_layer", "on_cpu"]
 
 
 def noisy_layer(batch_size: int, bits: list[int], head_dim: int, num_blocks: int, device: torch.device) -> FlashQLayer:
-    """A layer of noise, with heads of `bits` in every request (the other way round in odd ones)."""
+    """A layer of noise. Its heads have `bits`, in reverse order in odd requests."""
     heads = len(bits)
     rows = torch.tensor([bits if request % 2 == 0 else bits[::-1] for request in range(batch_size)])
     sizes = torch.tensor([num_blocks * record_words(b, head_dim) for b in rows.flatten().tolist()])

@@ -1,4 +1,4 @@
-"""What the tests of generate.py ask for, and how they read what it writes."""
+"""Prompts and flags for tests of generate.py, and a strict reader of its JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Run before the first kernel is launched, this takes from Triton's interpreter what costs most and does nothing.
+"""Remove expensive work without effect from Triton's interpreter. Run it before the first kernel is launched.
 
-Kernels compute the same, many times as fast.
+Kernels compute the same results, many times faster.
 """
 
 import functools
@@ -18,11 +18,10 @@ from triton.runtime import interpreter
 
 
 def patch_language_once() -> None:
-    """A launch patches `triton.language`, and so does every call of one of its functions by another, in vain: it goes
-    through all names, which are patched already."""
+    """Patch `triton.language` once for each launch: every call from one kernel function to another patches it again."""
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    patched: set[int] = set()  # modules, by the launch under way
-    rewritten: dict[Any, Callable[..., Any]] = {}  # functions, likewise
+    patched: set[int] = set()  # modules patched by the current launch
+    rewritten: dict[Any, Callable[..., Any]] = {}  # functions rewritten by the current launch
 
     @functools.cache
     def used(function: Callable[..., Any]) -> set[int]:
@@ -61,7 +60,7 @@ def patch_language_once() -> None:
 
 
 def call_directly() -> None:
-    """Each function of the language goes through two others, which look for an argument that is always given."""
+    """Call functions of the language without two wrappers, which look for an argument that is always given."""
     semantic = interpreter.interpreter_semantic
     made: dict[tuple[Any, str], Callable[..., Any]] = {}
 
@@ -83,15 +82,15 @@ def call_directly() -> None:
 
 
 def leave_out_overflow_checks() -> None:
-    """Every sum and product of 32-bit integers is computed a second time, in 64 bits, and compared with the limits;
-    without debugging, the interpreter does not look at the result."""
+    """Skip overflow checks: each sum and product of 32-bit integers is computed again in 64 bits and compared with the
+    limits. Without debugging, the interpreter does not use the result."""
     options = interpreter.interpreter_builder.options
     assert not options.debug
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
 def remember_types() -> None:
-    """The type of every value is made anew, with its name and number of elements, and so are sizes as constants."""
+    """Keep the types of values with their names and sizes: the interpreter builds them again for each value."""
     make, look_up = core.block_type.__init__, interpreter._get_np_dtype
     broadcast = TritonSemantic.broadcast_impl_value
     blocks: dict[Any, dict[str, Any]] = {}
@@ -100,7 +99,7 @@ def remember_types() -> None:
     found: dict[str, Any] = {}
 
     def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        # Tuples of Triton's are hashed and compared value by value: most are those of a type made before.
+        # Triton hashes and compares its tuples value by value; most belong to a type that exists already.
         key = element_ty.name, id(shape)
         if key not in blocks:
             of = (*map(int, core._unwrap_if_constexpr(core._unwrap_if_constexpr(shape))),)
@@ -112,7 +111,7 @@ def remember_types() -> None:
         vars(self).update(blocks[key], element_ty=element_ty)
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        if type.name not in sizes:  # equal tuples of Triton's are found by comparing them value by value
+        if type.name not in sizes:  # Triton compares equal tuples value by value
             shape = [int(size) for size in type.shape] if type.is_block() else []
             sizes[type.name] = core.constexpr(math.prod(shape)), core.tuple(list(map(core.constexpr, shape)))
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -133,8 +132,7 @@ def remember_types() -> None:
 
 
 def compare_what_differs() -> None:
-    """Values are asked whether they are constants or tuples of them, and types whether they are equal: mostly plain
-    numbers and tensors, and the very same types."""
+    """Test for frequent classes first: most values are numbers and tensors, and most compared types are identical."""
     unwrap, equals = core._unwrap_if_constexpr, core.dtype.__eq__
     as_they_are = {int, float, bool, str, type(None), core.tensor}
 
@@ -149,7 +147,7 @@ def compare_what_differs() -> None:
 
 
 def look_at_operands_once() -> None:
-    """Two operands of one type and shape stay as they are, and a number becomes the same constant each time."""
+    """Skip type checks of operands of one type and shape; make the constant of each number once."""
     check, make = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant
     as_they_are = {"int1", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "fp32", "fp64"}
     constants: dict[Any, Any] = {}
@@ -172,40 +170,40 @@ def look_at_operands_once() -> None:
     TritonSemantic.binary_op_type_checking_impl, TritonSemantic.scalar_constant = check_others, constant
 
 
-# What follows is for functions that go through some ten others, which look at types. What types give is remembered: the
-# first time the interpreter computes, and where NumPy finds the same, NumPy alone is called from then on. The
-# interpreter calls it too: for these types there is nothing that it does for some values and not for others.
+# Functions of the language call some ten others, which look at types. The result for given types is kept: first, the
+# interpreter computes, and if NumPy finds the same, only NumPy is called later. The interpreter calls the same
+# NumPy function: for these types it treats all values alike.
 
-# Types whose values are NumPy's.
+# Types that NumPy has.
 NATIVE = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"int1", "fp16", "fp32", "fp64"}
 
 
 class Result:
-    """The type of a result, and how to make one."""
+    """The type of a result; makes results of this type."""
 
     def __init__(self, like: core.tensor) -> None:
         self.tensor = {name: value for name, value in vars(like).items() if name != "handle"}
         self.dtype, self.data = like.handle.dtype, like.handle.data
 
     def of(self, data: np.ndarray) -> core.tensor:
-        """A tensor of `data`."""
+        """Return `data` as a tensor."""
         handle, tensor = object.__new__(interpreter.TensorHandle), object.__new__(core.tensor)
         handle.data, handle.dtype, handle.attr = data, self.dtype, {}
         tensor.__dict__ = {**self.tensor, "handle": handle}
         return tensor
 
     def is_of(self, data: np.ndarray) -> bool:
-        """Whether the interpreter found `data`."""
+        """Whether the interpreter's result was `data`."""
         expected = self.data
         is_alike = data.dtype == expected.dtype and data.shape == expected.shape
         return is_alike and np.array_equal(data, expected, equal_nan=data.dtype.kind == "f")
 
 
 def elementwise(compute: Callable[..., Any], first: int = 0) -> Callable[..., Any]:
-    """For operators: `compute` of arrays, which are of one type from the `first` on."""
+    """Replace an operator by `compute` of arrays; all from the `first` on have one type."""
 
     def operands(args: tuple[Any, ...]) -> list[Any] | None:
-        """A number as an array of the others' type, None for a tensor; None altogether where types differ."""
+        """For each argument None if it is a tensor, else its number as an array; None if types differ."""
         tensors = [arg for arg in args if arg.__class__ is core.tensor]
         types = {arg.dtype.name for arg in args[first:] if arg.__class__ is core.tensor}
         if len(types) != 1 or not {tensor.dtype.name for tensor in tensors} <= NATIVE:
@@ -221,7 +219,7 @@ def elementwise(compute: Callable[..., Any], first: int = 0) -> Callable[..., An
         return numbers
 
     def fits(number: Any, dtype: np.dtype) -> bool:
-        """Whether a number is the same in this type as in that which Triton may give it first."""
+        """Whether a number is the same in this type and in the type that Triton may convert it to first."""
         if number.__class__ is int and dtype.kind in "iu":
             return bool(np.iinfo(dtype).min <= number <= np.iinfo(dtype).max)
         if number.__class__ not in (int, float) or dtype.kind != "f":
@@ -264,8 +262,10 @@ def elementwise(compute: Callable[..., Any], first: int = 0) -> Callable[..., An
 def of_one(
     describe: Callable[..., Any], compute: Callable[[np.ndarray, Result, Any], np.ndarray]
 ) -> Callable[..., Any]:
-    """For functions of one tensor: `compute` of its array, what a result was like, and the other arguments' values,
-    which `describe` tells; None leaves them to the interpreter."""
+    """Replace a function of one tensor by `compute` of its array, the type of the result, and the other arguments.
+
+    `describe` returns the values of these arguments, or None to call the interpreter.
+    """
 
     def faster(slow: Callable[..., Any]) -> Callable[..., Any]:
         plans: dict[Any, Result | None] = {}
@@ -292,13 +292,13 @@ def of_one(
 
 
 def native(tensor: core.tensor, dtype: Any, *other: Any) -> str | None:
-    """To which type."""
+    """Describe the type of a conversion."""
     dtype = core._unwrap_if_constexpr(dtype)
     return None if other or tensor.dtype.name not in NATIVE or dtype.name not in NATIVE else dtype.name
 
 
 def sizes(tensor: core.tensor, *shape: Any) -> tuple[int, ...] | None:
-    """Of a new shape."""
+    """Describe a new shape."""
     if len(shape) == 1 and shape[0].__class__ is core.constexpr:
         shape = (shape[0].value,)
     if len(shape) == 1 and isinstance(shape[0], list | tuple | core.tuple):
@@ -307,42 +307,42 @@ def sizes(tensor: core.tensor, *shape: Any) -> tuple[int, ...] | None:
 
 
 def axis(tensor: core.tensor, index: Any) -> int | None:
-    """Which is new."""
+    """Describe a new axis."""
     return index if isinstance(index := core._unwrap_if_constexpr(index), int) else None
 
 
 def axes(tensor: core.tensor, index: Any) -> str:
-    """Which are new."""
+    """Describe new axes."""
     return repr((*index,) if isinstance(index, tuple | core.tuple) else index)
 
 
 def convert(data: np.ndarray, result: Result, values: Any) -> np.ndarray:
-    """Another type of the same values; only of native ones."""
+    """Convert values between native types."""
     return data.astype(result.data.dtype)
 
 
 def reshape(data: np.ndarray, result: Result, values: Any) -> np.ndarray:
-    """Another shape of the same elements."""
+    """Give the elements another shape."""
     return data.reshape(result.data.shape)
 
 
 def permute(data: np.ndarray, result: Result, values: Any) -> np.ndarray:
-    """Another order of axes."""
+    """Reorder axes."""
     return data.transpose(values)
 
 
 def join(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Side by side in a last axis."""
+    """Stack in a new last axis."""
     return np.stack((left, right) if left.shape == right.shape else np.broadcast_arrays(left, right), axis=-1)
 
 
 def divide(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Towards zero."""
+    """Divide integers, rounding towards zero."""
     return (left - np.fmod(left, right)) // right
 
 
 def add(slow: Callable[..., Any]) -> Callable[..., Any]:
-    """Sums, at the left of which pointers may be."""
+    """Replace addition; the left operand may be pointers."""
     plans: dict[Any, Result | None] = {}
     of_values = elementwise(np.add)(slow)
 
@@ -372,13 +372,13 @@ def add(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arange(slow: Callable[..., Any]) -> Callable[..., Any]:
-    """The same numbers each time."""
+    """Replace `arange`: its results are kept."""
 
     @functools.cache
     def result(start: int, end: int) -> Result:
         return Result(slow(start, end))
 
-    def call(start: Any, end: Any, **named: Any) -> Any:  # from within the language: who computes
+    def call(start: Any, end: Any, **named: Any) -> Any:  # the language itself passes named arguments
         found = result(core._unwrap_if_constexpr(start), core._unwrap_if_constexpr(end))
         return found.of(found.data)
 
@@ -386,7 +386,7 @@ def arange(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def split(slow: Callable[..., Any]) -> Callable[..., Any]:
-    """The two halves of a last axis."""
+    """Replace `split`, of a last axis of two."""
     plans: dict[str, Result] = {}
 
     def call(tensor: core.tensor, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Handovers of all ranks of a pair in one process, and roles by the rules, for the tests of kernels between groups."""
+"""Pair states of all ranks of a pair in one process, and the expected roles, for tests of kernels between groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[PairState]]:
-    """The handovers of every rank: [group][tp_rank]."""
+    """The pair state of every rank: [group][tp_rank]."""
     size, tp_size = sum(shape.field_sizes()), shape.tp_size
     memories = [[torch.zeros(size, dtype=torch.int64, device=device) for _ in range(tp_size)] for _ in range(2)]
     meetings = torch.zeros(2 * tp_size, 2 * tp_size, dtype=torch.int64, device=device)
@@ -54,7 +54,7 @@ def pairs(device: torch.device, shape: PairShape, epoch: int) -> list[list[PairS
 
 
 def sums_for(device: torch.device, accept: list[bool], num_heads: int) -> Tensor:
-    """[B, Hq, 2] sums of requests that accept, or do not, at a threshold of 0.5."""
+    """[B, Hq, 2] sums for requests that accept or reject at a threshold of 0.5."""
     sums = torch.rand(len(accept), num_heads, 2) + 1
     sums[..., 0] *= torch.tensor([0.1 if each else 10.0 for each in accept])[:, None]
     return sums.to(device)
@@ -62,20 +62,20 @@ def sums_for(device: torch.device, accept: list[bool], num_heads: int) -> Tensor
 
 @dataclass(frozen=True)
 class LayerRoles:
-    """A layer by the rules of `alspec.priority`."""
+    """The roles in a layer by the rules of `alspec.priority`."""
 
     layer: int
     source: int  # the group that sends
     before: Priority
     handed: Priority  # after the handover
     after: Priority  # after the verdict
-    accept: list[bool]  # of each request; the layer accepts if all do
+    accept: list[bool]  # for each request; the layer accepts if all requests do
 
 
 def roles_by_the_rules(
     num_steps: int, num_layers: int, batch: int, hit_rate: float, seed: int
 ) -> Iterator[list[LayerRoles]]:
-    """The layers of each step, with random verdicts; a step begins with the group that ended the one before."""
+    """The layers of each step, with random verdicts. The group that ended a step is the sender in the next one."""
     rng, source = random.Random(seed), sender(INITIAL_PRIORITY)
     for _ in range(num_steps):
         priority: Priority = (2, 0) if source == 0 else (0, 2)

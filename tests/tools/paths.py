@@ -1,4 +1,4 @@
-"""Where the project and the programs that tests start lie."""
+"""Folders of the project, and of the programs that tests start."""
 
 from pathlib import Path
 
@@ -6,4 +6,4 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tests" / "tools"
 PTX = TOOLS / "ptx"
 WORKERS = TOOLS / "workers"
-SHARED = ROOT.parent / "shared"  # optional material; tests that use it skip where it is absent
+SHARED = ROOT.parent / "shared"  # optional; tests that need it are skipped without it

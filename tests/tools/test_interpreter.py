@@ -1,4 +1,4 @@
-"""What the interpreter lets NumPy compute at once, against PyTorch: after zeros, by which types get to be known."""
+"""Operators that interpreter.py computes with NumPy, against PyTorch. Zeros come first: they fix the kept types."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def truths_and_ratios_kernel(left_ptr, right_ptr, truths_ptr, ratios_ptr, SIZE: 
 
 
 def values(left: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
-    """What `values_kernel` stores, one after the other."""
+    """The results that `values_kernel` stores, in order."""
     pairs = torch.stack((left, right), -1).reshape(SIZE // 2, 2, 2).permute(2, 0, 1)
     smaller = torch.where(left < right, left, 7).to(left.dtype)
     found = [left + right, left - right, left * right, left + 3, 5 - left, torch.where(left > 1, left, right), smaller]
@@ -72,7 +72,7 @@ def values(left: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
 
 
 def operands(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All of a type's range, some equal, and zeros."""
+    """Operands from the whole range of a type, with equal ones and zeros."""
     generator = torch.Generator().manual_seed(seed)
     if dtype in INTEGERS:
         limits = torch.iinfo(dtype)
@@ -87,7 +87,7 @@ def operands(dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("dtype", INTEGERS + FLOATS, ids=str)
-def test_operators_after_zeros(dtype: torch.dtype) -> None:
+def test_operators_match_torch_after_zeros(dtype: torch.dtype) -> None:
     zeros = torch.zeros(SIZE, dtype=dtype), torch.zeros(SIZE, dtype=dtype)
     for left, right in (zeros, operands(dtype, 1), operands(dtype, 2)):
         expected = torch.cat([each.flatten() for each in values(left, right)])
@@ -98,7 +98,7 @@ def test_operators_after_zeros(dtype: torch.dtype) -> None:
         truths, ratios = torch.empty(7, SIZE, dtype=torch.bool), torch.empty(4, SIZE)
         truths_and_ratios_kernel[1,](left, right, truths, ratios, SIZE)
         orders = [left < right, left <= right, left > 0, left >= 2, left == right, (left != right) & (left != 0)]
-        orders += [left.double() < torch.tensor(0.1).double()]  # 32 bits for a constant
+        orders += [left.double() < torch.tensor(0.1).double()]  # a constant has 32 bits
         assert truths.equal(torch.stack(orders))
         x, y = left.float(), right.float()
         expected = torch.stack([x / y, 1.0 / x, 0.0 * x, 0.0 * x])  # Triton has no constant of -0.0
@@ -117,8 +117,8 @@ def rare_kernel(x_ptr, flags_ptr, out_ptr, SIZE: tl.constexpr, TO: tl.constexpr)
     tl.store(out_ptr + SIZE + 1, tl.argmax(x, 0).to(TO))
 
 
-def test_rare_arguments_are_left_to_the_interpreter() -> None:
-    """A flag against a number, two scalars of a pair, a number of its own inside the language."""
+def test_rare_arguments_take_the_slow_path() -> None:
+    """A flag is compared with a number, a pair of scalars is split, and the language calls an operator itself."""
     for flag in (False, True):
         x, flags = torch.randn(SIZE, generator=torch.Generator().manual_seed(int(flag))), torch.full((SIZE,), flag)
         out = torch.empty(SIZE + 2)

@@ -7,7 +7,7 @@ A partial is `(o, lse)` of some tokens of one output, that is, of all query head
 normalised, fp32, with `lse` in base 2. The partials of one output have consecutive indices. A second launch combines
 them; each of its programs is one warp and computes a slice of the channels of one query head. A program computes from
 the schedule where its partials lie, and it is resident before the attention launch ends (except after a `rest`, see
-`launch_combine`). So the combine costs the transition from one kernel to the next and one round of loads.
+`launch_combine`). So the combine costs only one kernel transition and one round of loads.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ def combine_sizes(num_qo_heads: int, head_dim: int, programs_per_head: int) -> t
 
 
 @triton.jit
-def store_partial(o, lse, o_ptr, lse_ptr, partial_index, rows, channels, HEADS_PER_KV: tl.constexpr):
-    """Store a partial o [D, ROWS], lse [ROWS], without its padded rows.
+def store_partial(o, lse, o_ptr, lse_ptr, partial_index, heads, channels, HEADS_PER_KV: tl.constexpr):
+    """Store a partial o [D, HEADS_PAD], lse [HEADS_PAD], without its padded heads.
 
     Args:
-        rows: [ROWS], query heads.  channels: [D]. Both in the layout of o.
+        heads: [HEADS_PAD], query heads.  channels: [D]. Both in the layout of o.
     """
-    row_mask = rows < HEADS_PER_KV
+    head_mask = heads < HEADS_PER_KV
     tl.store(
-        o_ptr + (partial_index * HEADS_PER_KV + rows)[None, :] * o.shape[0] + channels[:, None], o,
-        mask=row_mask[None, :],
+        o_ptr + (partial_index * HEADS_PER_KV + heads)[None, :] * o.shape[0] + channels[:, None], o,
+        mask=head_mask[None, :],
     )  # fmt: skip
-    tl.store(lse_ptr + partial_index * HEADS_PER_KV + rows, lse, mask=row_mask)
+    tl.store(lse_ptr + partial_index * HEADS_PER_KV + heads, lse, mask=head_mask)
 
 
 @triton.jit
 def send_spec(
-    o,  # [D, ROWS]
-    lse,  # [ROWS]
+    o,  # [D, HEADS_PAD]
+    lse,  # [HEADS_PAD]
     output,
     part,
     parts,  # number of parts with tokens
@@ -89,7 +89,7 @@ def send_spec(
     spec_out_ptr,
     spec_lse_ptr,  # or None, with one part
     epoch,  # or None
-    rows,  # [ROWS], query heads, in the layout of o
+    heads,  # [HEADS_PAD], query heads, in the layout of o
     channels,  # [D], in the layout of o
     HEADS_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -100,25 +100,25 @@ def send_spec(
     With an epoch it is sent as LL packets, which need no fence and no flag. The receiver does not know how many parts
     have tokens. So part 0 also sends the parts without tokens, as partials of weight 0.
     """
-    row_mask = rows < HEADS_PER_KV
-    o_mask = row_mask[None, :] & (channels < HEAD_DIM)[:, None]
-    offsets = (output * HEADS_PER_KV + rows)[None, :] * HEAD_DIM + channels[:, None]
-    to = spec_out_ptr
+    head_mask = heads < HEADS_PER_KV
+    o_mask = head_mask[None, :] & (channels < HEAD_DIM)[:, None]
+    offsets = (output * HEADS_PER_KV + heads)[None, :] * HEAD_DIM + channels[:, None]
+    dst = spec_out_ptr
     if SPEC_PARTS > 1:
-        to += part * (num_heads * HEAD_DIM)
+        dst += part * (num_heads * HEAD_DIM)
     if epoch is not None:
-        store_packets(to + offsets, o, epoch, o_mask)
+        store_packets(dst + offsets, o, epoch, o_mask)
     else:
-        tl.store(to + offsets, o.to(spec_out_ptr.dtype.element_ty), mask=o_mask)
+        tl.store(dst + offsets, o.to(spec_out_ptr.dtype.element_ty), mask=o_mask)
     if SPEC_PARTS > 1:
-        lse_dst = spec_lse_ptr + output * HEADS_PER_KV + rows
-        store_packets(lse_dst + part * num_heads, lse, epoch, row_mask)
+        lse_dst = spec_lse_ptr + output * HEADS_PER_KV + heads
+        store_packets(lse_dst + part * num_heads, lse, epoch, head_mask)
         # Always true here; `where` keeps the layouts of lse and o.
-        empty_lse = tl.where(rows >= 0, float("-inf"), lse)
+        empty_lse = tl.where(heads >= 0, float("-inf"), lse)
         zeros = tl.where((channels >= 0)[:, None], 0.0, o)
         for empty_part in tl.static_range(1, SPEC_PARTS):
             if (part == 0) & (empty_part >= parts):
-                store_packets(lse_dst + empty_part * num_heads, empty_lse, epoch, row_mask)
+                store_packets(lse_dst + empty_part * num_heads, empty_lse, epoch, head_mask)
                 store_packets(spec_out_ptr + empty_part * (num_heads * HEAD_DIM) + offsets, zeros, epoch, o_mask)
 
 

@@ -8,10 +8,11 @@
 4. A second launch combines the partials in tile order. Most of its programs are resident before the first launch ends.
    No program waits for another, so there is no deadlock, and the result is bitwise reproducible.
 
-With `chunk_size` (S), sink and window of each output are the first work of one program, or of several, one part each.
-The result is `A~`: it is sent at once, and it is also one more partial of the full output. The run of such a program is
-shorter in return. tile_schedule.py defines the terms of the schedule (output, run, rest, leader, ...). On Hopper, tiles
-of one request are loaded as mainloop_sm90.py describes; otherwise the compiler pipelines the loads (mainloop_sm80.py).
+With `chunk_size` (S), the attention over sink and window of each output is computed first, by one program or by several
+(one part each). The result is `A~`. It is sent at once, and it is also a partial of the full output. In return, the run
+of such a program is shorter. tile_schedule.py defines the vocabulary of the schedule (output, run, rest, leader, ...).
+On Hopper, tiles of one request are loaded as mainloop_sm90.py describes. Otherwise the compiler pipelines the loads
+(mainloop_sm80.py).
 
 Sources: Lean Attention (Sanovar et al., 2024), section 4; Attention-Level Speculation (Cai et al., 2025), Algorithm 3.
 Own additions: a dependent launch combines, where the paper has a host block that waits; the schedule is on the device.
@@ -192,8 +193,8 @@ def lean_decode_attention(
     jit_launch(kernel, (workspace.num_programs,))(
         q, *caches, seq_lens, spec.spec_out if spec else None, spec.spec_lse if spec else None,
         spec.epoch if spec else None, workspace.o, workspace.lse, gate, *scalars, sm_scale * math.log2(math.e),
-        ROWS=max(8 if use_tma else 16, heads_pad), STAGES=num_stages,
-        EARLY=pdl and prefetch_before_wait, num_warps=NUM_WARPS, **options,
+        HEADS_PAD=max(8 if use_tma else 16, heads_pad), STAGES=num_stages,
+        READ_LENGTHS_EARLY=pdl and prefetch_before_wait, num_warps=NUM_WARPS, **options,
     )  # fmt: skip
     if phase != "predictor":
         launch_combine(lean_combine_kernel, seq_lens, workspace, out, lse, spec, gate, scalars, head_dim, options)
@@ -267,12 +268,12 @@ def launch_combine(
 
     Args:
         kernel: the combine kernel of the codec.
-        scalars: its further arguments.  options: its launch options. Both as for the attention launch.
+        scalars, options: further arguments and launch options of the combine kernel, as in the attention launch.
         Others as for `lean_decode_attention`.
     """
     if options["PHASE"] == PHASES["rest"]:
-        # Not a dependent launch: programs that wait on the SMs left free for collectives would set those SMs' shared
-        # memory to the L1 split, and the collectives could not start before attention has ended.
+        # Not a dependent launch. Its programs would wait on the SMs that are left free for collectives, and would set
+        # these SMs to a large L1. Then the collectives could not start before attention has ended.
         options = {name: value for name, value in options.items() if name != "launch_pdl"} | {"PDL": False}
     outputs = lse.numel() // options["HEADS_PER_KV"]
     slice_width, num_slices, round_size = combine_sizes(lse.shape[1], head_dim, workspace.num_programs // outputs)
@@ -308,7 +309,7 @@ def spec_parts(
 ) -> int:
     """Number of parts in which `A~` is sent; 1 except for one request on Hopper.
 
-    A part has one tile less than `_settings` keeps in flight, but at least one. The number is limited so that enough
+    A part has one tile less than `num_stages` of `_settings`, but at least one. The number is limited so that enough
     programs remain for the rest, and so that combining the parts does not spill registers: at most 3 with more than 4
     query heads per KV head, 1 with more than 8. Other GPUs are not measured.
     """

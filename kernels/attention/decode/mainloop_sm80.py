@@ -1,6 +1,7 @@
 """Kernels of lean decode attention in Triton: the main loop for any GPU and batch, and the combine.
 
-lean_decode.py describes the method, tile_schedule.py defines the terms (output, spec item, rest, run, partial index).
+lean_decode.py describes the method. tile_schedule.py defines the vocabulary (output, spec item, rest, run, partial
+index).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from alspec.kernels.attention.decode.combine import await_partials, combine_outp
 from alspec.kernels.attention.decode.tile_schedule import (
     REST,
     build_schedule,
+    delay_for_predictor,
     head_of_tile,
     load_seq_lens,
     locate,
@@ -23,7 +25,6 @@ from alspec.kernels.attention.decode.tile_schedule import (
     spec_block_n,
     spec_part_tokens,
     start_after,
-    wait_head_start,
 )
 from alspec.kernels.common.device import inverse_of_sum, log2_of_sum
 from alspec.kernels.common.pdl import prefetch
@@ -32,22 +33,25 @@ __all__ = ["lean_decode_kernel", "lean_combine_kernel"]
 
 
 @triton.jit
-def _init_softmax(BLOCK_N: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """Initial state of the online softmax: row_max [ROWS], row_sum [BLOCK_N, ROWS] (kept per token), acc [D, ROWS]."""
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    return row_max, tl.zeros([BLOCK_N, ROWS], tl.float32), tl.zeros([D, ROWS], tl.float32)
+def _init_softmax(BLOCK_N: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr):
+    """Initial state of the online softmax: row_max [HEADS_PAD], weight_sums [BLOCK_N, HEADS_PAD], acc [D, HEADS_PAD].
+
+    weight_sums adds up each token lane of the tiles by itself; `_finish_softmax` adds up the lanes.
+    """
+    row_max = tl.full([HEADS_PAD], float("-inf"), tl.float32)
+    return row_max, tl.zeros([BLOCK_N, HEADS_PAD], tl.float32), tl.zeros([D, HEADS_PAD], tl.float32)
 
 
 @triton.jit
-def _tile_max(s, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Maximum over the tokens of s [BLOCK_N, ROWS].
+def _tile_max(s, BLOCK_N: tl.constexpr, HEADS_PAD: tl.constexpr):
+    """Maximum over the tokens of s [BLOCK_N, HEADS_PAD].
 
     `tl.max` goes through shared memory twice, this only once: each of the 4 warps holds 16 of every 64 tokens, and
     `tl.split` gives the 4 values to every thread. Not for tiles of 64 tokens, which would spill registers on Blackwell.
     """
     if BLOCK_N % 128 == 0:
-        warp_max = tl.max(tl.max(tl.reshape(s, [BLOCK_N // 64, 4, 16, ROWS]), 0), 1)
-        a, b = tl.split(tl.reshape(tl.trans(warp_max), [ROWS, 2, 2]))
+        warp_max = tl.max(tl.max(tl.reshape(s, [BLOCK_N // 64, 4, 16, HEADS_PAD]), 0), 1)
+        a, b = tl.split(tl.reshape(tl.trans(warp_max), [HEADS_PAD, 2, 2]))
         a, b = tl.split(tl.maximum(a, b))
         tile_max = tl.maximum(a, b)
     else:
@@ -56,27 +60,27 @@ def _tile_max(s, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _drop_padding(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
-    """The first REAL columns of x [N, ROWS]: all, or half of them; they stay in the same registers."""
-    if REAL < ROWS:
+def _drop_padding(x, N: tl.constexpr, HEADS_PAD: tl.constexpr, REAL: tl.constexpr):
+    """Return the first REAL columns of x [N, HEADS_PAD], all or half of them. They stay in the same registers."""
+    if REAL < HEADS_PAD:
         x, _ = tl.split(tl.permute(tl.reshape(x, [N, 2, REAL]), (0, 2, 1)))
     return x
 
 
 @triton.jit
-def _pad_columns(x, N: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr):
-    """Append columns of zeros to x [N, REAL], up to ROWS columns."""
-    if REAL < ROWS:
-        x = tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)), [N, ROWS])
+def _pad_columns(x, N: tl.constexpr, HEADS_PAD: tl.constexpr, REAL: tl.constexpr):
+    """Append columns of zeros to x [N, REAL], up to HEADS_PAD columns."""
+    if REAL < HEADS_PAD:
+        x = tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)), [N, HEADS_PAD])
     return x
 
 
 @triton.jit
-def _finish_softmax(row_max, row_sum, acc):
-    """Finish an online softmax: o [D, ROWS], normalised, and lse [ROWS], base 2."""
-    # Sum over tokens only here: a sum in every tile would go through shared memory twice to get the maximum's layout.
-    row_sum = tl.sum(row_sum, 0)
-    return acc * inverse_of_sum(row_sum)[None, :], row_max + log2_of_sum(row_sum)
+def _finish_softmax(row_max, weight_sums, acc):
+    """Finish an online softmax: o [D, HEADS_PAD], normalised, and lse [HEADS_PAD], base 2."""
+    # Sum over tokens here, once. In every tile it would go through shared memory twice, to get the layout of row_max.
+    weight_sums = tl.sum(weight_sums, 0)
+    return acc * inverse_of_sum(weight_sums)[None, :], row_max + log2_of_sum(weight_sums)
 
 
 @triton.jit
@@ -102,7 +106,7 @@ def _attend_run(
     program,
     HKV: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     B_PAD: tl.constexpr,
@@ -110,22 +114,22 @@ def _attend_run(
     STAGES: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Online softmax over `count` tiles in one loop. Its loads run ahead across the boundary between outputs.
+    """Online softmax over `count` tiles in one loop. Loads for the next output start before this output ends.
 
-    Products are transposed: rows are tokens, then channels, because a Hopper matrix instruction has 64 rows. The few
-    query heads, padded to 16, are the columns.
+    Products are transposed: their rows are tokens, then channels, because a Hopper matrix instruction has 64 rows. The
+    few query heads, padded to HEADS_PAD, are the columns.
 
     Returns:
-        o [D, ROWS], normalised, lse [ROWS], base 2, and the partial index of the last output. The partials of earlier
-        outputs are stored.
+        o [D, HEADS_PAD], normalised, lse [HEADS_PAD], base 2, and the partial index, all of the last output. The
+        partials of earlier outputs are stored here.
     """
-    REAL: tl.constexpr = 8 if HEADS_PER_KV <= 8 and ROWS == 16 else ROWS
+    REAL: tl.constexpr = 8 if HEADS_PER_KV <= 8 and HEADS_PAD == 16 else HEADS_PAD
     channels = tl.arange(0, D)
     offsets = tl.arange(0, BLOCK_N)
-    rows = tl.arange(0, ROWS)
-    q_offsets = rows[:, None] * HEAD_DIM + channels[None, :]
-    q_mask = (rows < HEADS_PER_KV)[:, None] & (channels < HEAD_DIM)[None, :]
-    row_max, row_sum, acc = _init_softmax(BLOCK_N, REAL, D)
+    heads = tl.arange(0, HEADS_PAD)
+    q_offsets = heads[:, None] * HEAD_DIM + channels[None, :]
+    q_mask = (heads < HEADS_PER_KV)[:, None] & (channels < HEAD_DIM)[None, :]
+    row_max, weight_sums, acc = _init_softmax(BLOCK_N, REAL, D)
     partial_index, token, limit = program + output, begin - BLOCK_N, end + 0
     for i in tl.range(0, count, num_stages=STAGES):
         # Advance from the previous tile: computing the token from the tile index would take a division.
@@ -158,23 +162,26 @@ def _attend_run(
             k = tl.load(k_ptrs, mask=channel_mask, other=0.0, eviction_policy="evict_first")
             v = tl.load(v_ptrs, mask=channel_mask, other=0.0, eviction_policy="evict_first")
         if program + output != partial_index:
-            o, lse = _finish_softmax(row_max, row_sum, acc)
+            o, lse = _finish_softmax(row_max, weight_sums, acc)
             store_partial(o, lse, o_ptr, lse_ptr, partial_index, tl.arange(0, REAL), channels, HEADS_PER_KV)
-            row_max, row_sum, acc = _init_softmax(BLOCK_N, REAL, D)
+            row_max, weight_sums, acc = _init_softmax(BLOCK_N, REAL, D)
             # Add a 0 that the compiler cannot prove: with only constants it splits the branch and spills registers on
             # Blackwell.
-            row_sum += (partial_index >> 31).to(tl.float32)
+            weight_sums += (partial_index >> 31).to(tl.float32)
         partial_index = program + output  # not `output`: the pipeliner rejects a value used two tiles later
-        s = _drop_padding(tl.dot(k, tl.trans(q), input_precision="ieee"), BLOCK_N, ROWS, REAL) * qk_scale
+        s = _drop_padding(tl.dot(k, tl.trans(q), input_precision="ieee"), BLOCK_N, HEADS_PAD, REAL) * qk_scale
         s = tl.where((offsets < left)[:, None], s, float("-inf"))
         new_max = tl.maximum(row_max, _tile_max(s, BLOCK_N, REAL))
         p = tl.exp2(s - new_max[None, :])
         alpha = tl.exp2(row_max - new_max)
-        row_sum = row_sum * alpha[None, :] + p
-        p, acc = _pad_columns(p.to(v.dtype), BLOCK_N, ROWS, REAL), _pad_columns(acc * alpha[None, :], D, ROWS, REAL)
-        acc = _drop_padding(tl.dot(tl.trans(v), p, acc, input_precision="ieee"), D, ROWS, REAL)
+        weight_sums = weight_sums * alpha[None, :] + p
+        p, acc = (
+            _pad_columns(p.to(v.dtype), BLOCK_N, HEADS_PAD, REAL),
+            _pad_columns(acc * alpha[None, :], D, HEADS_PAD, REAL),
+        )
+        acc = _drop_padding(tl.dot(tl.trans(v), p, acc, input_precision="ieee"), D, HEADS_PAD, REAL)
         row_max = new_max
-    o, lse = _finish_softmax(row_max, row_sum, acc)
+    o, lse = _finish_softmax(row_max, weight_sums, acc)
     return o, lse, partial_index
 
 
@@ -200,7 +207,7 @@ def lean_decode_kernel(
     qk_scale,
     HKV: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
     D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -212,15 +219,15 @@ def lean_decode_kernel(
     SPEC_PARTS: tl.constexpr,  # 1 with a batch
     PHASE: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
+    READ_LENGTHS_EARLY: tl.constexpr,
 ):
     """Write the partials, and with speculation `A~`. Grid [PROGRAMS]."""
-    AHEAD: tl.constexpr = EARLY and not SPEC and gate_ptr is None
-    if PDL and not EARLY:
+    PREFETCH_TILE: tl.constexpr = READ_LENGTHS_EARLY and not SPEC and gate_ptr is None
+    if PDL and not READ_LENGTHS_EARLY:
         start_after(False)
     seq_lens = load_seq_lens(seq_lens_ptr, num_requests, B_PAD)
-    if PDL and EARLY:
-        start_after(AHEAD)
+    if PDL and READ_LENGTHS_EARLY:
+        start_after(PREFETCH_TILE)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
@@ -238,13 +245,13 @@ def lean_decode_kernel(
     num_spec = num_outputs * parts if SPEC and PHASE != REST else 0
     block_n = tl.where(is_long, 2 * BLOCK_N, BLOCK_N)
     rest_end = tl.cumsum(rest_tiles, 0)
-    tile, last, num_spec_items, num_items = program_work(
+    tile, run_end, num_spec_items, num_items = program_work(
         program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
     )
     # With two tile loops, do not hoist loop invariants before both: it would spill registers and delay the first load.
     for item in tl.range(num_items, disable_licm=LONG > 0):
         # 2. The output and the tokens of this work item.
-        wait_head_start(program, item, num_spec, total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS, SPEC, PHASE, PDL)
+        delay_for_predictor(program, item, num_spec, total_rest, is_long, BLOCK_N, HEAD_DIM, PROGRAMS, SPEC, PHASE, PDL)
         is_spec = item < num_spec_items
         spec_index = program + item * PROGRAMS
         part = 0
@@ -264,8 +271,8 @@ def lean_decode_kernel(
         output = request * HKV + head
         head_tile = before + head * rest_r
         begin, end, begin2, end2 = sink_r + (tile - head_tile) * block_n, window_r, sink_r, window_r
-        count = last - tile
-        if AHEAD:
+        count = run_end - tile
+        if PREFETCH_TILE:
             # Prefetch before the previous kernel ends. Only one tile: more would arrive together and delay the first.
             ELEMENT: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
             size = tl.where(count > 0, tl.minimum(block_n, end - begin) * (HEAD_DIM * ELEMENT), 0)
@@ -292,24 +299,24 @@ def lean_decode_kernel(
         )  # fmt: skip
         if LONG > 0 and use_long:
             o, lse, partial_index = _attend_run(
-                *args, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC
+                *args, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, B_PAD, 2 * BLOCK_N, STAGES, SPEC
             )
         else:
             o, lse, partial_index = _attend_run(
-                *args, HKV, HEADS_PER_KV, ROWS, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC
+                *args, HKV, HEADS_PER_KV, HEADS_PAD, D, HEAD_DIM, B_PAD, BLOCK_N, STAGES, SPEC
             )
 
         if count > 0:
             # 4. Store the partial of the last output; also send it to the receiver if it is `A~`.
-            current, rows, channels = partial_index - program, tl.arange(0, o.shape[1]), tl.arange(0, D)
+            current, heads, channels = partial_index - program, tl.arange(0, o.shape[1]), tl.arange(0, D)
             if SPEC and PHASE != REST:
                 if is_spec:
                     send_spec(
                         o, lse, current, part, parts, num_outputs * HEADS_PER_KV, spec_out_ptr, spec_lse_ptr, epoch,
-                        rows, channels, HEADS_PER_KV, HEAD_DIM, SPEC_PARTS,
+                        heads, channels, HEADS_PER_KV, HEAD_DIM, SPEC_PARTS,
                     )  # fmt: skip
                     partial_index = PROGRAMS + num_outputs + current * SPEC_PARTS + part
-            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, partial_index, rows, channels, HEADS_PER_KV)
+            store_partial(o, lse, o_partial_ptr, lse_partial_ptr, partial_index, heads, channels, HEADS_PER_KV)
 
 
 @triton.jit(do_not_specialize=["num_requests"])

@@ -1,17 +1,19 @@
 """Main loop of lean decode attention for one request on Hopper: K and V are loaded by TMA.
 
-It computes what mainloop_sm80.py does, with the schedule and the terms of tile_schedule.py. Only the loads differ: one
-TMA instruction copies K or V of a tile into shared memory. As soon as all warps have read a tile, the program issues
-the copy of the tile STAGES later into the same buffer. So it always has the same number of bytes in flight. 64 KB per
-SM keep the memory busy; with more in flight, later loads such as those of the predictor would wait longer.
+It computes what mainloop_sm80.py does, with the schedule and the vocabulary of tile_schedule.py. Only the loads differ:
+one TMA instruction copies K or V of a tile into shared memory. As soon as all warps have read tile i, the program
+starts loading tile i + STAGES into the same buffer. So the program always has the same number of bytes in flight. 64 KB
+per SM keep the memory busy. More would only lengthen the queue in which the predictor's loads wait.
 
-A tile that would extend past the end of its tokens starts earlier instead, and ends there. So it never reads unused
-memory, which may hold NaN. Tokens before the start of the cache are zeros, written by the copy. Tokens that repeat the
-previous tile have weight 0. (If one of them is infinite, 0 * inf is NaN, but it has spoilt the output already.)
+The last tile of a range is shifted back, so that it ends where the range ends. So no tile reads unused memory, which
+may hold NaN. The copy writes zeros for tokens before the start of the cache. Tokens before the `token` of a cursor are
+masked: they belong to the previous tile or range. (If V of such a token is infinite, 0 * inf is NaN. But that token is
+part of the same full output, which is then not finite either way.)
 
     S^T = K q^T,   O^T = V^T P^T
 
-The 64 rows of a matrix instruction are tokens, then channels; its columns are 8 or 16 query heads.
+The 64 rows of a matrix instruction are tokens in the first product and channels in the second. Its columns are the
+query heads, padded to HEADS_PAD = 8 or 16.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from alspec.kernels.attention.decode.tile_schedule import (
     REST,
     build_schedule,
     count_tiles,
+    delay_for_predictor,
     head_of_tile,
     num_spec_parts,
     program_work,
@@ -43,7 +46,6 @@ from alspec.kernels.attention.decode.tile_schedule import (
     spec_part_tokens,
     start_after,
     token_ranges,
-    wait_head_start,
 )
 from alspec.kernels.common.device import inverse_of_sum, log2_of_sum
 from alspec.kernels.common.pdl import spin_cycles
@@ -55,42 +57,42 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton
 
 
 @gluon.constexpr_function
-def _mma_layout(rows):
-    """Layout of both products, [64 n, rows]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+def _mma_layout(columns):
+    """Layout of both products, [64 n, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
-def _warp_values_layout(rows):
-    """Layout [4, rows] of one value per warp: every warp holds all 4, its lanes the same columns as in a product."""
-    registers = [[0, 1], [1, 0], [2, 0]] + ([[0, 8]] if rows == 16 else [])
+def _warp_values_layout(columns):
+    """Layout [4, columns] of one value per warp. Every warp holds all 4; lanes hold columns as in the MMA layout."""
+    registers = [[0, 1], [1, 0], [2, 0]] + ([[0, 8]] if columns == 16 else [])
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, rows])
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, columns])
 
 
 @gluon.constexpr_function
-def _store_layout(d, rows, heads):
-    """Layout [d, rows] in which a partial is stored.
+def _store_layout(d, columns, heads):
+    """Layout [d, columns] in which a partial is stored.
 
-    It is the layout of the products, but with up to 4 heads the columns 4 to 7, which are padding, lie in registers. If
-    they were in lanes, those lanes would store nothing, and the compiler would branch around each store.
+    Like the MMA layout, but with up to 4 heads the padding columns 4 to 7 lie in registers. In lanes, they would leave
+    lanes that store nothing, and the compiler would branch around each store.
     """
     lane, register = ([8, 0], [0, 4]) if heads <= 4 else ([0, 4], [8, 0])
-    more_rows = [[0, 8]] if rows == 16 else []
-    registers = [[0, 1], register, *more_rows, *([2**i, 0] for i in range(6, d.bit_length() - 1))]
+    more_columns = [[0, 8]] if columns == 16 else []
+    registers = [[0, 1], register, *more_columns, *([2**i, 0] for i in range(6, d.bit_length() - 1))]
     lanes = [[0, 2], lane, [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [d, rows])
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [d, columns])
 
 
 @gluon.jit
 def _tile_start(cursor, BLOCK_N: gl.constexpr):
-    """First token of the tile at a cursor (output, token, end): earlier than `token` if the tile would pass `end`."""
+    """First token of the tile at a cursor (output, token, end): `token`, or `end - BLOCK_N` if that is smaller."""
     return gl.minimum(cursor[1], cursor[2] - BLOCK_N)
 
 
 @gluon.jit
 def _advance(cursor, next_range, BLOCK_N: gl.constexpr):
-    """The cursor (output, token, end) of the next tile; after `end` it continues with `next_range`.
+    """Return the cursor (output, token, end) of the next tile; after `end` the tiles of `next_range` follow.
 
     Args:
         next_range: (token, end, increment of the output).
@@ -104,14 +106,17 @@ def _advance(cursor, next_range, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _stage_and_parity(tile, STAGES: gl.constexpr):
-    """Buffer stage of a program's tile, and its barrier's parity. Unsigned arithmetic needs fewer instructions."""
+    """Return the buffer stage and the mbarrier parity of a program's tile. Unsigned arithmetic is shorter code."""
     tile = tile.to(gl.uint32)
     return (tile % STAGES).to(gl.int32), (tile // STAGES).to(gl.int32) & 1
 
 
 @gluon.jit
 def _issue_copy(desc, bars, tiles, stage, cursor, enable):
-    """Issue the TMA copy of the tile at a cursor, if `enable`. The loop must wait for every copy that is issued."""
+    """Issue the TMA copy of the tile at a cursor, if `enable`.
+
+    Each issued copy must be waited for; otherwise the mbarrier parity of later tiles is wrong.
+    """
     bar, start = bars.index(stage), _tile_start(cursor, tiles.shape[2])
     mbarrier.expect(bar, desc.block_type.nbytes, pred=enable)
     tma.async_copy_global_to_shared(desc, [cursor[0], start, 0], bar, tiles.index(stage), pred=enable)
@@ -119,15 +124,15 @@ def _issue_copy(desc, bars, tiles, stage, cursor, enable):
 
 @gluon.jit
 def _load_query(
-    q_ptr, output, HKV: gl.constexpr, ROWS: gl.constexpr, HEADS_PER_KV: gl.constexpr, D: gl.constexpr,
+    q_ptr, output, HKV: gl.constexpr, HEADS_PAD: gl.constexpr, HEADS_PER_KV: gl.constexpr, D: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Load q [ROWS, D] of an output; padding is 0."""
+    """Load q [HEADS_PAD, D] of one output, that is, of the query heads of one KV head; padding is 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    heads = gl.arange(0, HEADS_PAD, layout=gl.SliceLayout(1, layout))[:, None]
     channels = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
-    q_mask = (rows < HEADS_PER_KV) & (channels < HEAD_DIM) & (output < HKV)
-    return gl.load(q_ptr + (output * HEADS_PER_KV + rows) * HEAD_DIM + channels, mask=q_mask, other=0.0)
+    q_mask = (heads < HEADS_PER_KV) & (channels < HEAD_DIM) & (output < HKV)
+    return gl.load(q_ptr + (output * HEADS_PER_KV + heads) * HEAD_DIM + channels, mask=q_mask, other=0.0)
 
 
 @gluon.jit
@@ -139,73 +144,77 @@ def _store_query(q_tile, q):
 
 
 @gluon.jit
-def _init_softmax(BLOCK_N: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    """Initial state of the online softmax: row_max [ROWS], row_sum [BLOCK_N, ROWS] (kept per token), acc [D, ROWS]."""
-    layout: gl.constexpr = _mma_layout(ROWS)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
-    return row_max, gl.zeros([BLOCK_N, ROWS], gl.float32, layout), gl.zeros([D, ROWS], gl.float32, layout)
+def _init_softmax(BLOCK_N: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr):
+    """Initial state of the online softmax: row_max [HEADS_PAD], weight_sums [BLOCK_N, HEADS_PAD], acc [D, HEADS_PAD].
+
+    weight_sums adds up each token lane of the tiles by itself; `_finish_softmax` adds up the lanes.
+    """
+    layout: gl.constexpr = _mma_layout(HEADS_PAD)
+    row_max = gl.full([HEADS_PAD], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
+    return row_max, gl.zeros([BLOCK_N, HEADS_PAD], gl.float32, layout), gl.zeros([D, HEADS_PAD], gl.float32, layout)
 
 
 @gluon.jit
 def _split_by_warp(s):
-    """View s [BLOCK_N, ROWS] as [BLOCK_N / 64, 4, 16, ROWS]: each of the 4 warps holds 16 of every 64 tokens."""
+    """View s [BLOCK_N, HEADS_PAD] as [BLOCK_N / 64, 4, 16, HEADS_PAD]. Each of 4 warps holds 16 of every 64 tokens."""
     return s.reshape([s.shape[0] // 64, 4, 16, s.shape[1]])
 
 
 @gluon.jit
-def _finish_softmax(row_max, row_sum, acc, warp_buffer, HEADS_PER_KV: gl.constexpr):
-    """Finish an online softmax: o [D, ROWS], normalised, and lse [ROWS], base 2, in the layout for the store.
+def _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV: gl.constexpr):
+    """Finish an online softmax: o [D, HEADS_PAD], normalised, and lse [HEADS_PAD], base 2, in the layout for the store.
 
     Args:
-        warp_buffer: shared memory [4, ROWS]. Through it a sum over the warps takes one barrier; `gl.sum` takes two.
+        warp_buffer: shared memory [4, HEADS_PAD]. A sum over the warps through it takes one barrier; `gl.sum` takes 2.
     """
-    ROWS: gl.constexpr = acc.shape[1]
-    warp_buffer.store(gl.sum(gl.sum(_split_by_warp(row_sum), 0), 1))
+    HEADS_PAD: gl.constexpr = acc.shape[1]
+    warp_buffer.store(gl.sum(gl.sum(_split_by_warp(weight_sums), 0), 1))
     _barrier()
-    row_sum = gl.sum(warp_buffer.load(_warp_values_layout(ROWS)), 0)
-    row_sum = gl.convert_layout(row_sum, row_max.type.layout, assert_trivial=True)
-    layout: gl.constexpr = _store_layout(acc.shape[0], ROWS, HEADS_PER_KV)
-    o, lse = acc * inverse_of_sum(row_sum)[None, :], row_max + log2_of_sum(row_sum)
+    weight_sums = gl.sum(warp_buffer.load(_warp_values_layout(HEADS_PAD)), 0)
+    weight_sums = gl.convert_layout(weight_sums, row_max.type.layout, assert_trivial=True)
+    layout: gl.constexpr = _store_layout(acc.shape[0], HEADS_PAD, HEADS_PER_KV)
+    o, lse = acc * inverse_of_sum(weight_sums)[None, :], row_max + log2_of_sum(weight_sums)
     return gl.convert_layout(o, layout), gl.convert_layout(lse, gl.SliceLayout(0, layout))
 
 
 @gluon.jit
 def _partial_indices(o):
-    """Return (query heads [ROWS], channels [D]) of a partial o [D, ROWS], in its layout."""
+    """Return (query heads [HEADS_PAD], channels [D]) of a partial o [D, HEADS_PAD], in its layout."""
     layout: gl.constexpr = o.type.layout
-    rows = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, layout))
-    return rows, gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, layout))
+    heads = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, layout))
+    return heads, gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, layout))
 
 
 @gluon.jit
-def _issue_first_copies(streams, cursor, next_range, count, tiles_done, has_waited, AHEAD: gl.constexpr):
+def _issue_first_copies(streams, cursor, next_range, count, tiles_done, was_delayed, PREFETCH_TILE: gl.constexpr):
     """Issue the copies of the first tiles of a work item.
 
-    With AHEAD, the first tile is issued before the wait for the previous kernel, which writes q and each head's newest
-    token: only one tile, because q would arrive behind further tiles, and not a tile with the newest token.
+    With PREFETCH_TILE, tile 0 is issued before `gdc_wait`. No further tile is, because q would queue behind it. Tile 0
+    is not issued early if it holds the newest token, which the previous kernel may not have written yet.
 
     Args:
         count: tiles of the work item.
-        has_waited: from `wait_head_start`; if True, PAUSE cycles pass after the first tile.
+        was_delayed: from `delay_for_predictor`; if True, PAUSE cycles pass after the first tile.
     Returns:
-        Cursors of tile STAGES - 1, whose V the loop issues together with K of the next tile, and of tile STAGES.
+        The cursors of the first copies that the loop issues: V of tile STAGES - 1 (not in the first iteration), and K
+        of tile STAGES.
     """
     k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars = streams
     BLOCK_N: gl.constexpr = k_tiles.shape[2]
     STAGES: gl.constexpr = k_tiles.shape[0]
     is_issued = False
-    if AHEAD:
+    if PREFETCH_TILE:
         is_issued = (count > 0) & (_tile_start(cursor, BLOCK_N) + BLOCK_N < cursor[2])
         _issue_copy(k_desc, k_bars, k_tiles, 0, cursor, is_issued)
         _issue_copy(v_desc, v_bars, v_tiles, 0, cursor, is_issued)
         gdc_wait()
     last_cursor = cursor
     for i in gl.static_range(STAGES):
-        if i == 1 and has_waited is not None:
-            if has_waited:
+        if i == 1 and was_delayed is not None:
+            if was_delayed:
                 spin_cycles(PAUSE)
         enable = i < count
-        if AHEAD and i == 0:
+        if PREFETCH_TILE and i == 0:
             enable = enable & (is_issued == 0)
         stage, _ = _stage_and_parity(tiles_done + i, STAGES)
         _issue_copy(k_desc, k_bars, k_tiles, stage, cursor, enable)
@@ -218,61 +227,66 @@ def _issue_first_copies(streams, cursor, next_range, count, tiles_done, has_wait
 @gluon.jit
 def _attend_run(
     streams, q_ptr, q_tile, warp_buffer, cursor, next_range, count, tiles_done, o_ptr, lse_ptr, qk_scale, program,
-    has_waited, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, IS_SPEC: gl.constexpr,
-    AHEAD: gl.constexpr,
+    was_delayed, HKV: gl.constexpr, HEADS_PER_KV: gl.constexpr, HEAD_DIM: gl.constexpr, IS_SPEC: gl.constexpr,
+    PREFETCH_TILE: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax over `count` tiles. The copies run ahead across the boundary from one output to the next.
+    """Online softmax over `count` tiles. Copies for the next output start before this output ends.
 
     Args:
         streams: descriptors, tiles [STAGES, 1, BLOCK_N, D] and barriers [STAGES, 1], each of K and of V.
         cursor: (output, token, end) of the first tile.
-        next_range: (token, end, increment of the output) of the tokens after `end`. The increment is 0 with IS_SPEC
-            (same output); else it is 1, and the range is that of each further output.
+        next_range: (token, end, increment of the output) of the range that follows `end`. With IS_SPEC it belongs to
+            the same output, and the increment is 0. Otherwise it is the range of every further output, and the
+            increment is 1.
         tiles_done: tiles that this program has loaded before; gives the stage and parity of the next tile.
-        has_waited: as for `_issue_first_copies`.
+        was_delayed: as for `_issue_first_copies`.
     Returns:
-        o [D, ROWS], normalised, and lse [ROWS], base 2, in the layout for the store, of the last output; and that
-        output. The partials of earlier outputs are stored.
+        (o, lse, output) of the last output: o [D, HEADS_PAD], normalised, and lse [HEADS_PAD], base 2, both in the
+        layout for the store. The partials of earlier outputs are stored here.
     """
     k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars = streams
     BLOCK_N: gl.constexpr = k_tiles.shape[2]
     STAGES: gl.constexpr = k_tiles.shape[0]
-    ROWS: gl.constexpr = q_tile.shape[0]
+    HEADS_PAD: gl.constexpr = q_tile.shape[0]
     D: gl.constexpr = q_tile.shape[1]
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], q_tile.dtype)
-    p_tile = gl.allocate_shared_memory(q_tile.dtype, [ROWS, BLOCK_N], p_layout)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS_PAD, BLOCK_N], q_tile.dtype)
+    p_tile = gl.allocate_shared_memory(q_tile.dtype, [HEADS_PAD, BLOCK_N], p_layout)
     _barrier()  # every warp sees the initialised barriers, and has read the previous contents of the buffers
     output, token, end = cursor
-    if AHEAD:
-        v_cursor, k_cursor = _issue_first_copies(streams, cursor, next_range, count, tiles_done, has_waited, AHEAD)
-    # Load q before the tiles if it is ready. Also load q of the next output early, so that no run waits for it.
-    q = _load_query(q_ptr, output, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
+    if PREFETCH_TILE:
+        v_cursor, k_cursor = _issue_first_copies(
+            streams, cursor, next_range, count, tiles_done, was_delayed, PREFETCH_TILE
+        )
+    # Without PREFETCH_TILE q is ready: load it before the tiles. Load q of the next output early, to hide its latency.
+    q = _load_query(q_ptr, output, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
     if not IS_SPEC:
-        next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
-    if not AHEAD:
-        v_cursor, k_cursor = _issue_first_copies(streams, cursor, next_range, count, tiles_done, has_waited, AHEAD)
+        next_q = _load_query(q_ptr, output + 1, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
+    if not PREFETCH_TILE:
+        v_cursor, k_cursor = _issue_first_copies(
+            streams, cursor, next_range, count, tiles_done, was_delayed, PREFETCH_TILE
+        )
     _store_query(q_tile, q)
-    zero_scores = gl.zeros([BLOCK_N, ROWS], gl.float32, _mma_layout(ROWS))
+    zero_scores = gl.zeros([BLOCK_N, HEADS_PAD], gl.float32, _mma_layout(HEADS_PAD))
     offsets = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, zero_scores.type.layout))
-    row_max, row_sum, acc = _init_softmax(BLOCK_N, ROWS, D)
+    row_max, weight_sums, acc = _init_softmax(BLOCK_N, HEADS_PAD, D)
     for i in range(count):
         if token >= end:
             token, end = next_range[0], next_range[1]
             if not IS_SPEC:
-                o, lse = _finish_softmax(row_max, row_sum, acc, warp_buffer, HEADS_PER_KV)
+                o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV)
                 store_partial(o, lse, o_ptr, lse_ptr, program + output, *_partial_indices(o), HEADS_PER_KV)
-                row_max, row_sum, acc = _init_softmax(BLOCK_N, ROWS, D)
+                row_max, weight_sums, acc = _init_softmax(BLOCK_N, HEADS_PAD, D)
                 output += 1
                 _store_query(q_tile, next_q)
-                next_q = _load_query(q_ptr, output + 1, HKV, ROWS, HEADS_PER_KV, D, HEAD_DIM)
+                next_q = _load_query(q_ptr, output + 1, HKV, HEADS_PAD, HEADS_PER_KV, D, HEAD_DIM)
         stage, parity = _stage_and_parity(tiles_done + i, STAGES)
         mbarrier.wait(k_bars.index(stage), parity)
         k = k_tiles.index(stage).reshape([BLOCK_N, D])
         s = warpgroup_mma(k, q_tile.permute((1, 0)), zero_scores, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, [s]) * qk_scale
-        # Mask the tokens that the previous tile has covered.
-        own = offsets >= token - _tile_start((output, token, end), BLOCK_N)
-        s = gl.where(own[:, None], s, float("-inf"))
+        # Mask the tokens before `token`: the tile may start earlier (`_tile_start`).
+        own_tokens = offsets >= token - _tile_start((output, token, end), BLOCK_N)
+        s = gl.where(own_tokens[:, None], s, float("-inf"))
         warp_buffer.store(gl.max(gl.max(_split_by_warp(s), 0), 1))
         _barrier()
         # Every warp has now read K of this tile and V of the previous one, so both buffers can be refilled.
@@ -280,11 +294,11 @@ def _attend_run(
         _issue_copy(v_desc, v_bars, v_tiles, last_stage, v_cursor, (i > 0) & (i + STAGES <= count))
         _issue_copy(k_desc, k_bars, k_tiles, stage, k_cursor, i + STAGES < count)
         v_cursor, k_cursor = k_cursor, _advance(k_cursor, next_range, BLOCK_N)
-        tile_max = gl.max(warp_buffer.load(_warp_values_layout(ROWS)), 0)
+        tile_max = gl.max(warp_buffer.load(_warp_values_layout(HEADS_PAD)), 0)
         new_max = gl.maximum(row_max, gl.convert_layout(tile_max, row_max.type.layout, assert_trivial=True))
         p = gl.exp2(s - new_max[None, :])
         alpha = gl.exp2(row_max - new_max)
-        row_max, row_sum = new_max, row_sum * alpha[None, :] + p
+        row_max, weight_sums = new_max, weight_sums * alpha[None, :] + p
         p_tile.permute((1, 0)).store(p.to(p_tile.dtype))
         fence_async_shared()
         _barrier()
@@ -293,25 +307,26 @@ def _attend_run(
         acc = warpgroup_mma(v.permute((1, 0)), p_tile.permute((1, 0)), acc * alpha[None, :], is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         token += BLOCK_N
-    o, lse = _finish_softmax(row_max, row_sum, acc, warp_buffer, HEADS_PER_KV)
+    o, lse = _finish_softmax(row_max, weight_sums, acc, warp_buffer, HEADS_PER_KV)
     return o, lse, output
 
 
-# Not specialised: a size of 1 would become a constant, which cannot be passed to other functions.
+# Not specialised: Triton makes an argument of 1 a constexpr, and calls with it would not compile.
 @gluon.jit(do_not_specialize=["num_requests", "chunk_size"])
 def lean_sm90_kernel(
     q_ptr, k_desc, v_desc, k_long, v_long, seq_lens_ptr, spec_out_ptr, spec_lse_ptr, epoch_ptr,
     o_partial_ptr, lse_partial_ptr, gate_ptr, num_requests, chunk_size, qk_scale, HKV: gl.constexpr,
-    HEADS_PER_KV: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr, PROGRAMS: gl.constexpr,
-    B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr, STAGES: gl.constexpr, SPEC: gl.constexpr,
-    SPEC_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    HEADS_PER_KV: gl.constexpr, HEADS_PAD: gl.constexpr, D: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PROGRAMS: gl.constexpr, B_PAD: gl.constexpr, BLOCK_N: gl.constexpr, LONG: gl.constexpr, STAGES: gl.constexpr,
+    SPEC: gl.constexpr, SPEC_PARTS: gl.constexpr, PHASE: gl.constexpr, PDL: gl.constexpr,
+    READ_LENGTHS_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Write the partials of one request, and with speculation `A~`. Grid [PROGRAMS].
 
     Arguments as for `lean_decode_kernel`, except that K and V are TMA descriptors of [Hkv, capacity, head_dim]:
     k_desc, v_desc with tiles of BLOCK_N tokens; k_long, v_long with tiles of 2 BLOCK_N (BLOCK_N if LONG is 0).
     """
-    # Short tiles use half of the buffer of a long tile.
+    # A short tile fills half a buffer.
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_long.block_shape, k_long.layout)  # noqa: RUF005
     v_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_long.block_shape, k_long.layout)  # noqa: RUF005
     k_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -324,15 +339,15 @@ def lean_sm90_kernel(
     v_tiles = v_buffers._reinterpret(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)  # noqa: RUF005
     streams = (k_desc, v_desc, k_tiles, v_tiles, k_bars, v_bars)
     long_streams = (k_long, v_long, k_buffers, v_buffers, k_bars, v_bars)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)
-    q_tile = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], q_layout)
-    warp_buffer = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    AHEAD: gl.constexpr = EARLY and not SPEC and gate_ptr is None
-    if PDL and not EARLY:
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEADS_PAD, D], k_desc.dtype)
+    q_tile = gl.allocate_shared_memory(k_desc.dtype, [HEADS_PAD, D], q_layout)
+    warp_buffer = gl.allocate_shared_memory(gl.float32, [4, HEADS_PAD], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    PREFETCH_TILE: gl.constexpr = READ_LENGTHS_EARLY and not SPEC and gate_ptr is None
+    if PDL and not READ_LENGTHS_EARLY:
         start_after(False)
     seq_len = gl.load(seq_lens_ptr)
-    if PDL and EARLY:
-        start_after(AHEAD)
+    if PDL and READ_LENGTHS_EARLY:
+        start_after(PREFETCH_TILE)
     if gate_ptr is not None:
         if gl.load(gate_ptr) == 0:
             return
@@ -346,9 +361,9 @@ def lean_sm90_kernel(
     lengths = gl.full([1], seq_len, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0]))
     num_spec = 0
 
-    tiles_done = program * 0
+    tiles_done = program * 0  # 0 as a tensor: `_stage_and_parity` converts it
     if SPEC and PHASE != REST:
-        # 2. Spec items, before the schedule, which they do not need. Each is sent before the next one begins.
+        # 2. Compute and send the spec items, one after another. They come first: they do not depend on the schedule.
         SPEC_N: gl.constexpr = spec_block_n(BLOCK_N, LONG)
         sinks, windows = token_ranges(lengths, chunk_size, SPEC)
         parts = num_spec_parts(sinks, lengths - windows, chunk_size, SPEC_N, SPEC_PARTS)
@@ -358,6 +373,7 @@ def lean_sm90_kernel(
             part = (spec_index.to(gl.uint32) // HKV).to(gl.int32)
             output = spec_index - part * HKV
             first, end, count = spec_part_tokens(part, sink, window, seq_len, chunk_size, SPEC_N, SPEC_PARTS)
+            # was_delayed is None, IS_SPEC True, PREFETCH_TILE False.
             o, lse, _ = _attend_run(
                 long_streams if SPEC_N > BLOCK_N else streams, q_ptr, q_tile, warp_buffer, (output, first, end),
                 (window, seq_len, 0), count, tiles_done, o_partial_ptr, lse_partial_ptr, qk_scale, program, None, HKV,
@@ -377,25 +393,27 @@ def lean_sm90_kernel(
         is_long, _, total_rest, _, leaders, lead_run, followers, run, longer = build_schedule(
             lengths, num_requests, chunk_size, HKV, PROGRAMS, B_PAD, BLOCK_N, LONG, SPEC, SPEC_PARTS, PHASE
         )
-        tile, last, num_spec_items, _ = program_work(
+        tile, run_end, num_spec_items, _ = program_work(
             program, num_spec, leaders, lead_run, followers, run, longer, PROGRAMS, SPEC, PHASE
         )
         if SPEC and PHASE == ALL:
-            if (num_spec_items > 0) & (tile >= last):
+            if (num_spec_items > 0) & (tile >= run_end):
                 return
-        has_waited = wait_head_start(
+        was_delayed = delay_for_predictor(
             program, 0, num_spec, total_rest, is_long, BLOCK_N, D, PROGRAMS, SPEC, PHASE, PDL
         )  # fmt: skip
         rest = count_tiles(window - sink, is_long, BLOCK_N)
         head = head_of_tile(tile, rest, HKV)
         begin = sink + (tile - head * rest) * gl.where(is_long, 2 * BLOCK_N, BLOCK_N)
         args = (
-            q_ptr, q_tile, warp_buffer, (head, begin, window), (sink, window, 1), last - tile, tiles_done,
+            q_ptr, q_tile, warp_buffer, (head, begin, window), (sink, window, 1), run_end - tile, tiles_done,
             o_partial_ptr, lse_partial_ptr, qk_scale, program,
         )  # fmt: skip
         if LONG > 0 and is_long:
-            o, lse, output = _attend_run(long_streams, *args, has_waited, HKV, HEADS_PER_KV, HEAD_DIM, False, AHEAD)
+            o, lse, output = _attend_run(
+                long_streams, *args, was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, False, PREFETCH_TILE
+            )
         else:
-            o, lse, output = _attend_run(streams, *args, has_waited, HKV, HEADS_PER_KV, HEAD_DIM, False, AHEAD)
-        if tile < last:
+            o, lse, output = _attend_run(streams, *args, was_delayed, HKV, HEADS_PER_KV, HEAD_DIM, False, PREFETCH_TILE)
+        if tile < run_end:
             store_partial(o, lse, o_partial_ptr, lse_partial_ptr, program + output, *_partial_indices(o), HEADS_PER_KV)

@@ -7,12 +7,12 @@ Terms (the method is described in lean_decode.py):
 - *rest*: the tokens of an output outside sink and window; without speculation, all tokens. The rests of all outputs
   form one row of tiles, in the order of the outputs.
 - *run*: the consecutive tiles of that row that one program computes.
-- *leader*: a program that begins with a spec item; its run is shorter by the cost of that item. *Follower*: any other
-  program. With at least as many spec items as programs there are no leaders.
+- *leader*: a program that begins with a spec item. Its run is shorter by the cost of that item. *Follower*: any other
+  program. If there are at least as many spec items as programs, no program is a leader.
 - *work item*: a spec item or a run. A program computes its spec items first, then its run.
-- *partial index*: the place of a partial in the workspace. The partial of a run for an output has the index
-  `program + output`. Each further run adds one, and so does each further output within a run, so no two partials share
-  an index. The partials of spec items come after those of all runs.
+- *partial index*: the place of a partial in the workspace. The partial that a program writes for an output of its run
+  has the index `program + output`. The index grows by one with each further run, and with each further output within a
+  run, so no two partials share an index. The partials of spec items come after the partials of all runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "PREDICTOR",
     "REST",
     "program_work",
-    "wait_head_start",
+    "delay_for_predictor",
     "spec_block_n",
     "head_of_tile",
     "head_start",
@@ -290,19 +290,19 @@ def program_work(
     Args:
         leaders, ..., longer: the schedule, from `_divide_work`.
     Returns:
-        (tile, last, num_spec_items, num_items): the run is tiles [tile, last).
+        (tile, run_end, num_spec_items, num_items): the run is tiles [tile, run_end).
     """
     tile = _run_start(program, leaders, lead_run, followers, run, longer)
-    last = _run_start(program + 1, leaders, lead_run, followers, run, longer)
+    run_end = _run_start(program + 1, leaders, lead_run, followers, run, longer)
     if PHASE == PREDICTOR:
-        tile = last + 0
+        tile = run_end + 0
     # At least one work item, even an empty one. The loop body is then no branch, so the compiler computes what it can
     # of it while `seq_lens` is loaded.
     num_spec_items, num_items = 0, (program >= 0).to(tl.int32)
     if SPEC:
         num_spec_items = _udiv_const(num_spec + PROGRAMS - 1 - program, PROGRAMS)
-        num_items = tl.maximum(num_spec_items + (tile < last).to(tl.int32), 1)
-    return tile, last, num_spec_items, num_items
+        num_items = tl.maximum(num_spec_items + (tile < run_end).to(tl.int32), 1)
+    return tile, run_end, num_spec_items, num_items
 
 
 @triton.jit
@@ -314,38 +314,38 @@ def head_start(total_rest, is_long, BLOCK_N: tl.constexpr, D: tl.constexpr, PROG
 
 
 @triton.jit
-def wait_head_start(
+def delay_for_predictor(
     program, item, num_spec, total_rest, is_long, BLOCK_N: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr,
     SPEC: tl.constexpr, PHASE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Delay the first work item of a program without a spec item, so that the predictor's loads come first.
 
-    Call it at the beginning of a work item, not before the loop over them: there its branch would keep the compiler
-    from moving work that all items share ahead, into the time while the lengths are loaded.
+    Call it at the beginning of a work item. Before the loop over work items, its branch would keep the compiler from
+    moving work that all items share into the time in which the lengths are loaded.
 
     Args:
         item: index of the work item in this program.  num_spec: number of spec items in the launch.
     Returns:
-        True if the program has waited; None in launches without this wait.
+        True if the program was delayed; None in launches without a delay.
     """
-    waits = None
+    is_delayed = None
     if SPEC and PHASE == ALL and PDL:
         cycles = head_start(total_rest, is_long, BLOCK_N, D, PROGRAMS)
-        waits = (program >= num_spec) & (item == 0) & (cycles > 0)
-        if waits:
+        is_delayed = (program >= num_spec) & (item == 0) & (cycles > 0)
+        if is_delayed:
             spin_cycles(cycles)
-    return waits
+    return is_delayed
 
 
 @triton.jit
-def start_after(AHEAD: tl.constexpr):
+def start_after(PREFETCH_TILE: tl.constexpr):
     """Begin a dependent launch: wait for the previous kernel, then let the combine launch start.
 
-    With AHEAD the caller waits later. The combine kernel reads the lengths at its start, so it may start only when the
-    previous kernels have ended, or if they do not write the lengths (`prefetch_before_wait`). A kernel behind a gate
-    also waits first: a later kernel that tests its gate early would otherwise start before the gate is written.
+    With PREFETCH_TILE the caller waits later. The combine kernel reads the lengths at its start. So it may start only
+    when the previous kernels have ended, or if they do not write the lengths (`prefetch_before_wait`). A kernel with a
+    gate also waits first. Otherwise a later kernel that tests its gate early could start before the gate is written.
     """
-    if AHEAD:
+    if PREFETCH_TILE:
         gdc_launch_dependents()
     else:
         gdc_wait()
@@ -368,7 +368,7 @@ def build_schedule(
     seq_lens, num_requests, chunk_size, HKV: tl.constexpr, PROGRAMS: tl.constexpr, B_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, LONG: tl.constexpr, SPEC: tl.constexpr, SPEC_PARTS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Compute everything that depends on the lengths [B_PAD] alone.
+    """Compute the schedule and all other values that depend on the lengths [B_PAD] alone.
 
     Returns:
         is_long: the rest has long tiles.

@@ -3,15 +3,15 @@
 - *output*: a (request, KV head) with all query heads of that KV head; numbered `request * HKV + head`.
 - *tile*: WARPS blocks of 64 tokens of one output, one block for each warp.
 - *rest*: the blocks of an output outside sink and window, and without speculation the tail; computed in tiles.
-- *lead-in*: tiles without work before each output's rest. They stand for the time of its `A~`, or of its tail.
+- *lead-in*: tiles without work before each output's rest. They represent the cost of its `A~`, or of its tail.
 - *run*: the consecutive tiles of one program.
 - *spec item*: `A~` of an output, or one part of it.
 - *work item*: what a program does at a time: a spec item, or the part of its run in one output's rest.
 
 All outputs lie in one row of tiles: lead-in and rest of the first, lead-in and rest of the second, and so on. Runs are
-equal ranges of this row. The program whose run contains the first lead-in tile of an output computes its `A~`; the rest
-of its run is that much shorter. If `A~` comes in two parts, this program computes the tail, and the program whose run
-contains the tile SPEC_TILES behind computes the blocks.
+equal ranges of this row. The program whose run contains the first lead-in tile of an output computes that output's
+`A~`, so it has less time for other tiles. If `A~` comes in two parts, this program computes the tail, and the program
+whose run contains the tile SPEC_TILES later computes the blocks.
 
 One schedule covers the whole batch, or, with one request, one head (SCHEDULES > 1): the heads of a request have equal
 work, so each has an equal share of the programs and of the partials. The functions below see one schedule: its outputs
@@ -124,7 +124,7 @@ def build_schedule(
     even_used = tl.cdiv(used, OUTPUTS) * OUTPUTS
     used = tl.maximum(tl.where(even_used <= tl.minimum(PROGRAMS, total), even_used, used), 1)
     parts = 1
-    if SPEC_PARTS > 1:  # two parts only where they are never in one run
+    if SPEC_PARTS > 1:  # two parts only if no run can contain both
         parts += (longest <= SPEC_TILES).to(tl.int32)
     return rest_tiles, rest_ends, row_starts, lead_in, parts, used, total
 

@@ -5,8 +5,8 @@ launch combines the partials, and A~ over sink and window is computed and sent f
 
 - The unit of work is a *tile*: WARPS blocks of 64 tokens of one (request, KV head), one block for each warp. Each warp
   has its own online softmax. The warps are combined once, when the program leaves the head.
-- A tile counts the same with records of 4 and of 2 bits, because both take about the same time: with 2 bits the
-  arithmetic on codes limits it. The tail counts as one to three tiles. With speculation it belongs to A~.
+- A tile has the same cost with 4-bit and with 2-bit records, because both take about the same time: with 2 bits the
+  arithmetic on codes is the limit. The tail costs as much as one to three tiles. With speculation it is part of A~.
 - A~ may come in two parts, the tail and the blocks (`flashq_spec_parts`). Where runs are short, two programs compute
   them in parallel.
 - A program has four warps, and two programs share an SM. The four warps write one partial; they combine it through
@@ -76,9 +76,9 @@ def flashq_settings(device: torch.device) -> FlashQSettings:
 def flashq_spec_parts(batch_size: int, heads_per_kv: int, device: torch.device) -> int:
     """Return the number of parts in which `A~` is sent: 1 or 2.
 
-    With one request it is 2, so that the blocks do not wait for the tail. Where runs are long, both parts would be in
-    one program; the device then makes them one part. With more than 4 query heads per KV head, 2 parts would spill
-    registers.
+    With one request there are 2, so that the blocks do not wait for the tail. If runs are so long that one program
+    would compute both parts, the device makes them one part. With more than 4 query heads per KV head, 2 parts would
+    spill registers.
     """
     return MAX_PARTS if batch_size == 1 and heads_per_kv <= 4 and device.type == "cuda" else 1
 
@@ -188,7 +188,7 @@ def flashq_decode_attention(
         chunk_blocks,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
         SAS=layer.softmax == "sas",
-        EARLY=pdl and prefetch_before_wait,
+        READ_LENGTHS_EARLY=pdl and prefetch_before_wait,
         BULK=settings.sm90,
         num_warps=warps,
         maxnreg=REGISTERS,

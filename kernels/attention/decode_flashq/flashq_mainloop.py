@@ -194,7 +194,7 @@ def flashq_decode_kernel(
     SPEC_PARTS: tl.constexpr,  # 1; with one request also 2: the tail, and the blocks
     PHASE: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,  # `prefetch_before_wait`
+    READ_LENGTHS_EARLY: tl.constexpr,  # `prefetch_before_wait`
     BULK: tl.constexpr,  # whether records come by bulk copies into shared memory
 ):
     """Write the partials of all runs; with speculation also `A~`. Grid [PROGRAMS]."""
@@ -207,12 +207,12 @@ def flashq_decode_kernel(
     # In units of 16 bytes: these fit 32 bits, so `pick` needs one reduction instruction.
     offsets = (tl.load(offset_ptr + first_output + outputs, mask=output_mask, other=0) // 4).to(tl.int32)
     buffers, parity, query_parity = init_buffers(WARPS, D, BULK), 0, 0
-    AHEAD: tl.constexpr = EARLY and not SPEC and gate_ptr is None
-    if PDL and not EARLY:
+    PREFETCH_TILE: tl.constexpr = READ_LENGTHS_EARLY and not SPEC and gate_ptr is None
+    if PDL and not READ_LENGTHS_EARLY:
         start_after(False)
     seq_lens = tl.load(seq_lens_ptr + outputs // HKV, mask=output_mask, other=0)
-    if PDL and EARLY:
-        start_after(AHEAD)
+    if PDL and READ_LENGTHS_EARLY:
+        start_after(PREFETCH_TILE)
     if gate_ptr is not None:
         if tl.load(gate_ptr) == 0:
             return
@@ -261,12 +261,12 @@ def flashq_decode_kernel(
                 prefetch(tail, 2 * TOKENS * D)
             prefetch(scales + first * 2, (tl.where(count > 0, blocks[1], 0) * 8 + 15) // 16 * 16)
         # Copy q before the records, if the previous kernel has already written it.
-        if BULK_Q and not AHEAD:
+        if BULK_Q and not PREFETCH_TILE:
             copy_query(buffers, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
         if BULK:
             copy_side(buffers, records, 0, blocks, width, count > 0, (), False, WARPS, D)
             copy_side(buffers, records, 0, blocks, width, count > 0, (), True, WARPS, D)
-        if AHEAD:
+        if PREFETCH_TILE:
             gdc_wait()
             if BULK_Q:
                 copy_query(buffers, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)

@@ -2,9 +2,9 @@
 
 In lanes, as in values.py: lane `4 g + t` has head t, or heads 2 t and 2 t + 1 (c of C), and the channels 8 n + g.
 
-Each warp writes its values into its own buffers in shared memory (record_loads.py); it has read all records there by
-then. After one barrier each warp computes a slice of the channels from the buffers of all warps. This is inline
-assembly, because Triton's reductions would need many barriers.
+Each warp writes its values into its buffers in shared memory (record_loads.py), after it has read all records there.
+After one barrier each warp computes a slice of the channels from the buffers of all warps. This is inline assembly,
+because Triton's reductions would need many barriers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The schedule of decode over the quantised cache, in the interpreter: all is dealt once, and slots are a merge's."""
+"""The schedule of decode over the quantised cache, in the interpreter.
+
+One program computes each tile, and the combine reads the partials that programs write. A tile is one block per warp.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import triton.language as tl
 from attention_launch import HAS_CUDA
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tiers import fast
 
 from alspec.kernels.attention.decode.lean_decode import PHASES
 from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST
@@ -29,9 +33,9 @@ BLOCK = 64
 
 
 @triton.jit
-def _deal_kernel(
+def _program_kernel(
     seq_lens_ptr,  # [B] int32
-    dealt_ptr,  # [PROGRAMS, 8] int32
+    programs_ptr,  # [PROGRAMS, 8] int32
     chunk_blocks,
     HKV: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -44,7 +48,7 @@ def _deal_kernel(
     SPEC_PARTS: tl.constexpr,
     PHASE: tl.constexpr,
 ):
-    """What each program of the attention does; grid [PROGRAMS]."""
+    """The work of each program of the attention; grid [PROGRAMS]."""
     first_output, program = program_in_schedule(PROGRAMS, PER_SM, SCHEDULES)
     outputs = tl.arange(0, OUTPUTS_PAD)
     exists = outputs < OUTPUTS // SCHEDULES
@@ -52,24 +56,24 @@ def _deal_kernel(
     lengths, ends, rest_at, lead_in, parts, used, total = build_schedule(
         seq_lens, exists, chunk_blocks, OUTPUTS // SCHEDULES, PROGRAMS // SCHEDULES, WARPS, SPEC, SPEC_PARTS, PHASE
     )
-    here, last, guess, guesses_end, turns = program_work(
+    tile, last, part, parts_end, work_items = program_work(
         program, lengths, ends, rest_at, lead_in, parts, used, total, SPEC, SPEC_PARTS, PHASE
     )
-    at = dealt_ptr + tl.program_id(0) * 8
-    tl.store(at, first_output)
-    tl.store(at + 1, program)
-    tl.store(at + 2, here)
-    tl.store(at + 3, last)
-    tl.store(at + 4, guess)
-    tl.store(at + 5, guesses_end)
-    tl.store(at + 6, turns)
-    tl.store(at + 7, parts)
+    row_ptr = programs_ptr + tl.program_id(0) * 8
+    tl.store(row_ptr, first_output)
+    tl.store(row_ptr + 1, program)
+    tl.store(row_ptr + 2, tile)
+    tl.store(row_ptr + 3, last)
+    tl.store(row_ptr + 4, part)
+    tl.store(row_ptr + 5, parts_end)
+    tl.store(row_ptr + 6, work_items)
+    tl.store(row_ptr + 7, parts)
 
 
 @triton.jit
-def _merge_kernel(
+def _combine_kernel(
     seq_lens_ptr,  # [B] int32
-    merged_ptr,  # [B HKV, 2] int32
+    combined_ptr,  # [B HKV, 2] int32
     chunk_blocks,
     HKV: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -81,18 +85,18 @@ def _merge_kernel(
     SPEC_PARTS: tl.constexpr,
     PHASE: tl.constexpr,
 ):
-    """Which slots each output's merge takes; grid [B HKV]."""
-    slot, runs, _ = partials_to_combine(
+    """The partials that the combine reads for each output; grid [B HKV]."""
+    first, runs, _ = partials_to_combine(
         seq_lens_ptr, tl.program_id(0), chunk_blocks, HKV, OUTPUTS, SCHEDULES, OUTPUTS_PAD, PROGRAMS, WARPS, SPEC,
         SPEC_PARTS, PHASE,
     )  # fmt: skip
-    tl.store(merged_ptr + tl.program_id(0) * 2, slot)
-    tl.store(merged_ptr + tl.program_id(0) * 2 + 1, runs)
+    tl.store(combined_ptr + tl.program_id(0) * 2, first)
+    tl.store(combined_ptr + tl.program_id(0) * 2 + 1, runs)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Sizes of a launch."""
+    """The sizes of a launch."""
 
     lengths: tuple[int, ...]
     num_kv_heads: int
@@ -103,19 +107,19 @@ class Work:
     parts: int = 1
     phase: str = "all"
 
-    def deal(self) -> tuple[list[list[int]], list[list[int]]]:
-        """What each program does, and the slots that each output's merge takes."""
+    def schedule(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The work of each program, and the partials that the combine reads for each output."""
         seq_lens = torch.tensor(self.lengths, dtype=torch.int32)
         sizes = schedule_sizes(len(self.lengths), self.num_kv_heads, self.num_programs)
         common = sizes | {
             "WARPS": self.warps, "SPEC": self.chunk_size > 0, "SPEC_PARTS": self.parts, "PHASE": PHASES[self.phase],
         }  # fmt: skip
-        dealt = torch.full((self.num_programs, 8), -1, dtype=torch.int32)
+        programs = torch.full((self.num_programs, 8), -1, dtype=torch.int32)
         per_sm = self.per_sm if self.num_programs % self.per_sm == 0 else 1
-        _deal_kernel[(self.num_programs,)](seq_lens, dealt, self.chunk_size // BLOCK, PER_SM=per_sm, **common)
-        merged = torch.full((sizes["OUTPUTS"], 2), -1, dtype=torch.int32)
-        _merge_kernel[(sizes["OUTPUTS"],)](seq_lens, merged, self.chunk_size // BLOCK, **common)
-        return dealt.tolist(), merged.tolist()
+        _program_kernel[(self.num_programs,)](seq_lens, programs, self.chunk_size // BLOCK, PER_SM=per_sm, **common)
+        combined = torch.full((sizes["OUTPUTS"], 2), -1, dtype=torch.int32)
+        _combine_kernel[(sizes["OUTPUTS"],)](seq_lens, combined, self.chunk_size // BLOCK, **common)
+        return programs.tolist(), combined.tolist()
 
 
 @st.composite
@@ -136,62 +140,64 @@ def works(draw: st.DrawFn) -> Work:
 @example(Work((8192,), 2, 264, 2, 4, 128, 2))
 @example(Work((100_000,), 8, 7, 1))  # fewer programs than heads
 @settings(max_examples=40, deadline=None)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # where nothing is to be merged
-def test_everything_is_dealt_once(work: Work) -> None:
-    dealt, merged = work.deal()
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # for outputs without partials
+def test_one_program_computes_each_tile(work: Work) -> None:
+    programs, combined = work.schedule()
     heads, chunk = work.num_kv_heads, work.chunk_size // BLOCK
     phase, spec = PHASES[work.phase], work.chunk_size > 0
     apart = len(work.lengths) == 1 and work.num_programs >= heads
-    assert len({tuple(program[:2]) for program in dealt}) == work.num_programs
+    assert len({tuple(program[:2]) for program in programs}) == work.num_programs
 
-    # Steps of each output's rest.
-    steps = []
+    # The number of tiles in the rest of each output.
+    tiles = []
     for n in work.lengths:
         full = (n - 1) // BLOCK
         sink = min(chunk, full)
         rest = max(sink, max(n - chunk * BLOCK, 0) // BLOCK) - sink if spec else full
-        steps += [0 if phase == PREDICTOR.value else -(-rest // work.warps) + (not spec)] * heads
-    starts = [0, *itertools.accumulate(steps)]
+        tiles += [0 if phase == PREDICTOR.value else -(-rest // work.warps) + (not spec)] * heads
+    starts = [0, *itertools.accumulate(tiles)]
 
-    met: list[dict[int, tuple[int, int]]] = [{} for _ in steps]  # of each output: steps by slot
-    guessed: list[int] = []
-    for first, program, here, last, guess, guesses_end, turns, parts in dealt:
-        assert guess <= guesses_end
-        # In the row of this program's plan: of one head, or of all.
-        outputs, per_plan = ([first], work.num_programs // heads) if apart else (range(len(steps)), 0)
-        number = 0
-        for place, output in enumerate(outputs):
+    runs_of: list[dict[int, tuple[int, int]]] = [{} for _ in tiles]  # for each output: the tiles of each partial
+    spec_parts: list[int] = []
+    for first, program, tile, last, part, parts_end, work_items, parts in programs:
+        assert part <= parts_end
+        # The schedule of this program has one head, or all.
+        outputs, per_schedule = ([first], work.num_programs // heads) if apart else (range(len(tiles)), 0)
+        num_runs = 0
+        for index, output in enumerate(outputs):
             begin = 0 if apart else starts[output]
-            part = max(here, begin), min(last, begin + steps[output])
-            if part[0] < part[1]:
-                slot = first * per_plan + program + place
-                assert slot not in met[output]
-                met[output][slot] = (part[0] - begin, part[1] - begin)
-                number += 1
-        guessed += [first * parts + number for number in range(guess, guesses_end)]
-        assert turns == guesses_end - guess + number
+            run = max(tile, begin), min(last, begin + tiles[output])
+            if run[0] < run[1]:
+                partial = first * per_schedule + program + index
+                assert partial not in runs_of[output]
+                runs_of[output][partial] = (run[0] - begin, run[1] - begin)
+                num_runs += 1
+        spec_parts += [first * parts + number for number in range(part, parts_end)]
+        assert work_items == parts_end - part + num_runs
 
-    has_guess = spec and phase != REST.value
-    parts = {program[-1] for program in dealt}
+    has_predictor = spec and phase != REST.value
+    parts = {program[-1] for program in programs}
     assert len(parts) == 1
-    assert sorted(guessed) == (list(range(len(steps) * parts.pop())) if has_guess else [])
-    taken: set[int] = set()
-    for output, ((slot, runs), length) in enumerate(zip(merged, steps, strict=True)):
-        # One run behind the other, in the slots that the merge takes and no other output has.
-        assert sorted(met[output]) == (list(range(slot, slot + runs)) if length else [])
-        assert runs == len(met[output])
-        bounds = [met[output][at] for at in sorted(met[output])]
+    assert sorted(spec_parts) == (list(range(len(tiles) * parts.pop())) if has_predictor else [])
+    used: set[int] = set()
+    for output, ((partial, runs), length) in enumerate(zip(combined, tiles, strict=True)):
+        # The runs are consecutive. Their partials are those that the combine reads, and no other output has them.
+        assert sorted(runs_of[output]) == (list(range(partial, partial + runs)) if length else [])
+        assert runs == len(runs_of[output])
+        bounds = [runs_of[output][index] for index in sorted(runs_of[output])]
         assert [begin for begin, _ in bounds] == ([0, *(end for _, end in bounds[:-1])] if length else [])
         assert not length or bounds[-1][1] == length
-        assert taken.isdisjoint(met[output])
-        taken |= set(met[output])
-    assert max(taken, default=0) < work.num_programs + len(steps)
+        assert used.isdisjoint(runs_of[output])
+        used |= set(runs_of[output])
+    assert max(used, default=0) < work.num_programs + len(tiles)
 
 
-@pytest.mark.parametrize("chunk_size", [0, 128])
-@pytest.mark.parametrize("length", [1, 700, 8192, 131_072])
-def test_one_head_after_another_shares_as_all_at_once(length: int, chunk_size: int) -> None:
-    """A plan for each head of one request is that of two requests of its length: equal heads have equal runs."""
-    alone = Work((length,), 4, 60, chunk_size=chunk_size).deal()
-    both = Work((length, length), 4, 120, chunk_size=chunk_size).deal()
+CASES = list(itertools.product([1, 700, 8192, 131_072], [0, 128]))
+
+
+@pytest.mark.parametrize(("length", "chunk_size"), fast(CASES, keep=[(1, 0), (700, 128), (8192, 0), (131_072, 128)]))
+def test_one_schedule_per_head_gives_the_runs_of_one_for_all_heads(length: int, chunk_size: int) -> None:
+    """One request has a schedule per head. Two requests of its length have one for all heads, with equal runs."""
+    alone = Work((length,), 4, 60, chunk_size=chunk_size).schedule()
+    both = Work((length, length), 4, 120, chunk_size=chunk_size).schedule()
     assert [runs for _, runs in alone[1]] * 2 == [runs for _, runs in both[1]]

@@ -1,4 +1,4 @@
-"""Tiles, loads and parts of a guess that lean decode attention chooses for a GPU, without one."""
+"""The tiles, loads and parts of `A~` that lean decode attention chooses for a GPU. The tests need no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], torch.device]]:
-    """`gpu(major, shared memory)`: as if there were a GPU of that compute capability, of 132 SMs."""
+    """`gpu(major, shared memory)` pretends that there is a GPU of that compute capability, with 132 SMs."""
 
     def pretend(major: int, shared_memory: int) -> torch.device:
         properties = SimpleNamespace(
@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], torch.
 def test_tiles_fit_into_shared_memory(
     major: int, shared_memory: int, row_bytes: int, gpu: Callable[[int, int], torch.device]
 ) -> None:
-    """K and V of every tile in flight, with 16 rows of q beside each, and 16 KiB for the rest."""
+    """Every tile in flight needs K, V and 16 rows of q. All else needs 16 KiB."""
     block_n, long_run, num_stages, pdl = _settings(gpu(major, shared_memory), row_bytes, False)
     longest = 2 * block_n if long_run else block_n
     assert num_stages * (2 * longest + 16) * row_bytes + 16384 <= shared_memory
@@ -65,13 +65,13 @@ def test_tiles_of_gpus(
     expected: tuple[int, int, int, bool],
     gpu: Callable[..., torch.device],
 ) -> None:
-    """Two kinds of tiles on Hopper alone."""
+    """Only Hopper has two kinds of tiles."""
     assert _settings(gpu(major, shared_memory), 2 * head_dim, False) == expected
 
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(64, (128, 16)), (128, (64, 3)), (256, (64, 0))])
-def test_tiles_that_are_copied(head_dim: int, expected: tuple[int, int], gpu: Callable[..., torch.device]) -> None:
-    """Two tiles of K and two of V on their way: 128 KB at most, and 32 KB or more."""
+def test_tiles_of_tma_copies(head_dim: int, expected: tuple[int, int], gpu: Callable[..., torch.device]) -> None:
+    """Two tiles of K and two of V are in flight: 32 to 128 KB."""
     block_n, long_run, num_stages, pdl = _settings(gpu(9, 232448), 2 * head_dim, True)
     assert (block_n, long_run) == expected
     assert 2**15 <= 2 * num_stages * block_n * 2 * head_dim <= 2**17
@@ -94,7 +94,7 @@ def test_tiles_that_are_copied(head_dim: int, expected: tuple[int, int], gpu: Ca
         (10, 1, 4, 128, torch.bfloat16, False),
     ],
 )
-def test_what_is_streamed_by_copies(
+def test_which_caches_tma_copies(
     major: int,
     batch_size: int,
     heads_per_kv: int,
@@ -108,8 +108,8 @@ def test_what_is_streamed_by_copies(
     assert not _uses_tma(torch.device("cpu"), *sizes)
 
 
-def test_programs_are_on_all_sms_but_those_that_are_spared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives run on these while attention does; without a GPU there are four programs."""
+def test_attention_leaves_the_spare_sms_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives run on the spare SMs during attention. Without a GPU there are four programs."""
     monkeypatch.setattr(dispatch, "num_sms", lambda _: 132)
     monkeypatch.setattr(LeanWorkspace, "allocate", lambda *sizes: sizes)
     layer = KVLayer(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
@@ -121,20 +121,20 @@ def test_programs_are_on_all_sms_but_those_that_are_spared(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("chunk_size", "batch_size", "heads", "kv_heads", "major", "expected"),
     [
-        (128, 1, 32, 8, 9, 3),  # a tile of 128 tokens each
+        (128, 1, 32, 8, 9, 3),  # each part has a tile of 128 tokens
         (256, 1, 32, 8, 9, 5),
         (512, 1, 32, 8, 9, 5),
         (512, 1, 16, 4, 9, 5),
         (512, 1, 20, 4, 9, 3),
         (512, 1, 64, 8, 9, 3),
         (512, 1, 72, 8, 9, 1),
-        (512, 1, 32, 32, 9, 1),  # 44 programs for the guess of 32 heads
+        (512, 1, 32, 32, 9, 1),  # 44 programs for the predictor of 32 heads
         (512, 2, 32, 8, 9, 1),
         (512, 1, 32, 8, 8, 1),
         (512, 1, 32, 8, 10, 1),
     ],
 )
-def test_parts_of_a_guess(
+def test_the_number_of_parts(
     chunk_size: int,
     batch_size: int,
     heads: int,

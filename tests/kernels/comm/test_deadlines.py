@@ -1,6 +1,6 @@
-"""A word that never comes: its reader goes on after the deadline, and the fault word says whose it was, and where.
+"""A packet that never comes: its reader goes on after the timeout, and the fault word names the rank and the place.
 
-Waits of `reduce_norm` are in test_decode_step.py, those for what is handed over and for verdicts in test_handover.py.
+test_decode_step.py tests the waits of `reduce_norm`, test_handover.py those for handovers and verdicts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from alspec.kernels.comm.pair_state import PairShape, PairState
 from alspec.kernels.sampling.next_token import collect_logits, num_candidates
 from alspec.kernels.speculation.roles import decide, step_barrier
 
-# The interpreter knows no waiting.
+# The interpreter cannot wait.
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 EPOCH, TIMEOUT_NS = 6, 10**7
-OVER = fault_code(LATE_PACKET, 0, 0)  # after it, waits of this step are over at once
+OVER = fault_code(LATE_PACKET, 0, 0)  # with this fault, all later waits of the step end at once
 
 
 def lose(packets: Tensor) -> None:
-    """One word, as the step before left it."""
+    """Leave one packet as the previous step left it."""
     packets.sub_(1 << 32)
 
 
@@ -37,7 +37,7 @@ def test_a_rank_that_does_not_begin_the_step_is_named(tp_size: int) -> None:
         step_barrier(rank, TIMEOUT_NS)
     for index, rank in enumerate(ranks):
         for missing in (None, *range(len(ranks))):
-            if missing == index:  # it has its own word
+            if missing == index:  # a rank has its own packet
                 continue
             if missing is not None:
                 lose(rank.barrier[missing])
@@ -50,7 +50,7 @@ def test_a_rank_that_does_not_begin_the_step_is_named(tp_size: int) -> None:
 
 
 def sources_of(shape: PairShape, layer: int, sums: Tensor, live: Tensor, group: int) -> list[PairState]:
-    """The ranks of the group that sends, each with the sums of all of them."""
+    """The ranks of the sender group, each with the sums of all of them."""
     sources = pairs(torch.device("cuda"), shape, EPOCH)[group]
     for rank in sources:
         rank.is_sender.fill_(1)
@@ -88,7 +88,7 @@ def test_a_rank_whose_sums_do_not_come_is_named_and_nothing_is_accepted(tp_size:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_whose_logits_do_not_come_is_named(world_size: int, batch: int) -> None:
-    """And not blamed for bad numbers, as which a missing logit is read."""
+    """The fault is a late packet, not bad numbers, although a missing logit is read as NaN."""
     rows, reduce_index, vocab_size = 900, 20, 900 * world_size - 7
     device = torch.device("cuda")
     shards = torch.randn(world_size, batch, rows, device=device)

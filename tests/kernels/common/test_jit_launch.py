@@ -17,7 +17,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 class FakeKernel:
-    """What Triton's kernels do in `compiling`, without a GPU: compiling here is waiting for all others to begin."""
+    """Acts as a Triton kernel in `compiling`, without a GPU: each compilation waits until all others have begun."""
 
     def __init__(self, together: threading.Barrier) -> None:
         self.together = together
@@ -55,9 +55,9 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
-def test_variants_are_compiled_at_once_and_loaded_once(no_device: None) -> None:
-    kernel = FakeKernel(threading.Barrier(3))  # one after the other they would wait in vain
-    for _ in range(2):  # the second time all are there
+def test_variants_compile_in_parallel_and_load_once(no_device: None) -> None:
+    kernel = FakeKernel(threading.Barrier(3))  # compiled one after another, they would time out
+    for _ in range(2):  # the second time, all are compiled
         with compiling():
             for size in (1, 2, 2, 3, 1):
                 jit_launch(kernel, (1,))(size)
@@ -67,7 +67,7 @@ def test_variants_are_compiled_at_once_and_loaded_once(no_device: None) -> None:
     assert kernel.launched == [2]
 
 
-def test_an_error_is_told_and_leaves_no_mode_on(no_device: None) -> None:
+def test_a_compilation_error_is_raised_and_ends_the_mode(no_device: None) -> None:
     kernel = FakeKernel(threading.Barrier(2))
 
     def compile_both() -> None:
@@ -82,28 +82,28 @@ def test_an_error_is_told_and_leaves_no_mode_on(no_device: None) -> None:
     assert kernel.launched == [5]
 
 
-def test_a_kernel_with_shared_memory_of_its_own_asks_for_the_rest_when_it_is_loaded(
+def test_the_limit_of_shared_memory_is_raised_when_the_kernel_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[tuple[int | None, int, int]] = []
+    calls: list[tuple[int | None, int, int]] = []
 
     class Driver:
         def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> None:  # noqa: N802 (CUDA's name)
-            asked.append((function.value, attribute, value))
+            calls.append((function.value, attribute, value))
 
     monkeypatch.setattr(launch_module, "_driver", Driver)
     monkeypatch.setattr(triton.knobs.runtime.kernel_load_end_hook, "calls", [])
     raise_smem_limit(_increment_kernel)
     for function, name in ((1, "other_kernel"), (2, "_increment_kernel")):
         triton.knobs.runtime.kernel_load_end_hook(None, function, name, {}, "hash")
-    assert asked == [(2, 8, 48 * 1024)]
+    assert calls == [(2, 8, 48 * 1024)]
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_kernels_are_compiled_once_and_launched_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compile_once_and_launch_later(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **event: compiled.append(event["repr"]))
     x = torch.ones(1000, device="cuda")
     outs = [torch.zeros_like(x) for _ in range(3)]
     sizes = [64, 128, 128]  # two variants
@@ -124,7 +124,7 @@ def test_kernels_are_compiled_once_and_launched_later(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 @needs_gpu
-def test_what_cannot_be_compiled_is_told() -> None:
+def test_a_kernel_that_cannot_compile_raises() -> None:
     with pytest.raises(Exception, match="BLOCK"), compiling():
         jit_launch(_increment_kernel, (1,))(torch.ones(4, device="cuda"), torch.ones(4, device="cuda"), 4, PDL=False)
     x = torch.ones(4, device="cuda")

@@ -1,125 +1,234 @@
-"""The decode kernels compile for Ampere, Hopper and Blackwell, keep everything in registers and load ahead."""
+"""Kernels compile for Ampere, Hopper and Blackwell, do not spill, load ahead, and wait before they write.
 
+The fast tier compiles a part of the variants for Hopper (`FAST` in compile_kernels.py). Every part is compiled once.
+"""
+
+from __future__ import annotations
+
+import functools
 import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from paths import PTX, TOOLS
 
+Reports = dict[str, dict[str, Any]]
 
-def _run(*program: str) -> str:
-    """What Python prints that has Triton compile for GPUs, in this folder."""
+COVERING = [
+    pytest.param(90, "fast", id="90-fast"),
+    *(pytest.param(capability, "all", id=f"{capability}-all", marks=pytest.mark.full) for capability in (80, 90, 100)),
+]
+HOPPER = [pytest.param("fast"), pytest.param("all", marks=pytest.mark.full)]
+by_capability = pytest.mark.parametrize(("capability", "part"), COVERING)
+on_hopper = pytest.mark.parametrize("part", HOPPER)
+
+# Before the wait, a kernel may read what only the last kernel of a step writes (epoch) or it reads again later (gate).
+STEADY = {"w_ptr", "gamma_ptr", "peers_ptr", "epoch_ptr", "gate_ptr"}
+LENGTHS = {"seq_lens_ptr"}
+RECORD_PLACES = {"bits_ptr", "offset_ptr"}
+# Tiles of K and V without the newest token, which the previous projection writes: see compiled_lean_cases.py.
+TILES = {"k_desc", "v_desc", "k_long", "v_long"}
+# The first kernel after two streams have met, and the first one of a step, do not overlap with the previous kernel.
+NOT_DEPENDENT = ("pack_residual", "embed_norm")
+
+
+def run_python(*arguments: str) -> str:
+    """The output of a Python process in which Triton compiles for GPUs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{PTX}{os.pathsep}{TOOLS}"
-    command = [sys.executable, *program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_decode_kernels_do_not_spill_and_lean_decode_loads_ahead(capability: int) -> None:
-    found = json.loads(_run("-P", str(PTX / "compile_kernels.py"), str(capability)))
-    more = 4 + 3 + 7 + 11 + 12 + 9 + 1 if capability == 90 else 4 * 4 + 4
-    assert len(found) == 8 + 8 + 8 + 7 + 3 + 3 * (12 + 9 + 15) + 2 + more
-    assert {name: usage["spills"] for name, usage in found.items() if usage["spills"]} == {}
-    assert {name for name, usage in found.items() if usage["serialised"]} == set()
+@functools.cache
+def compiled(capability: int, part: str) -> dict[str, Any]:
+    """The output of kernel_report.py: `fast`, `rest` or all variants; for Hopper, all are both parts."""
+    if (capability, part) == (90, "all"):
+        fast, rest = compiled(90, "fast"), compiled(90, "rest")
+        return {"kernels": fast["kernels"], "variants": fast["variants"] | rest["variants"]}
+    found: dict[str, Any] = json.loads(run_python("-P", str(PTX / "kernel_report.py"), str(capability), part))
+    return found
+
+
+def reports(capability: int, part: str) -> Reports:
+    variants: Reports = compiled(capability, part)["variants"]
+    return variants
+
+
+@by_capability
+def test_every_kernel_is_compiled(capability: int, part: str) -> None:
+    found = {report["kernel"] for report in reports(capability, part).values()}
+    assert found == set(compiled(capability, part)["kernels"])
+    expected = {(80, "all"): 168, (90, "fast"): 77, (90, "all"): 242, (100, "all"): 168}[capability, part]
+    assert len(reports(capability, part)) == expected
+
+
+@by_capability
+def test_no_kernel_spills_registers(capability: int, part: str) -> None:
+    found = reports(capability, part)
+    assert {name: report["spills"] for name, report in found.items() if report["spills"]} == {}
+
+
+@by_capability
+def test_tensor_core_products_are_asynchronous(capability: int, part: str) -> None:
+    assert {name for name, report in reports(capability, part).items() if report["serialised"]} == set()
+
+
+@by_capability
+def test_prompt_kernels_load_more_than_two_bytes_at_once(capability: int, part: str) -> None:
+    found = reports(capability, part)
     assert [found[name]["narrow_loads"] for name in ("add_rms_norm", "rotate_heads", "silu_mul")] == [0, 0, 0]
-    # A copy by every thread is 2 KB; a loop that does not load ahead has those of one tile (K, V and q) and no more, of
-    # heads of 64 half as many.
-    of_one_tile = 18 if capability >= 100 else 34
-    lean = {name: usage["async_copies"] for name, usage in found.items() if name.startswith("lean,")}
-    by_copies = {name: found[name]["tensor_copies"] for name in lean if found[name]["tensor_copies"]}
-    by_loads = {
-        name: copies * (2 if "head 64" in name else 1) for name, copies in lean.items() if name not in by_copies
-    }
-    assert all(copies > of_one_tile for copies in by_loads.values())
-    assert set(by_copies) == {name for name in lean if "batch 8" not in name and capability == 90}
-    if capability == 90:
-        # Of several requests, heads of 64 have two loops, of tiles of 17 copies and of 33, of 128 those of 18 and 34;
-        # three in flight.
-        narrow = {copies for name, copies in lean.items() if name not in by_copies and "head 64" in name}
-        wide = {copies for name, copies in lean.items() if name not in by_copies and "head 64" not in name}
-        assert (narrow, wide) == ({3 * 50}, {3 * 52})
-        # Of one request, K and V of two tiles ahead of a loop, of one in it, and without a guess of one ahead of the
-        # wait. Loops: of a run one for each length of tiles, and one of a guess.
-        plain = {name for name in by_copies if "spec False" in name or "KV heads" in name}
-        of_runs = {name: 0 if "predictor" in name else 1 if "x 256" in name else 2 for name in by_copies}
-        of_guess = {name: int(name not in plain and "rest" not in name) for name in by_copies}
-        expected = {name: (8 if name in plain else 6) * (of_runs[name] + of_guess[name]) for name in by_copies}
-        assert by_copies == expected
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        *("4, 128, 1, False", "4, 128, 8, True", "8, 128, 1, False", "2, 64, 1, True, sas=True", "7, 64, 1, True"),
-        "4, 128, 1, True, spec_parts=2",
-    ],
-)
-def test_warps_go_over_records_by_themselves(form: str) -> None:
-    """In both loops, over 4-bit and 2-bit records, nothing passes between warps: what a lane reads is its operand.
+@by_capability
+def test_lean_decode_loads_ahead(capability: int, part: str) -> None:
+    """A loop that does not load ahead has the copies of one tile (K, V and q) only, half as many for heads of 64.
 
-    Two copies are sent, and a lane reads 16 bytes at once. Where the compiler gave a value another layout, it would go
-    through shared memory, with barriers of all warps: 1.3 times as many instructions.
+    A copy by every thread is 2 KB.
     """
-    program = (
-        f"import compile_kernels, json, waiting; kernel = compile_kernels.turbo(90, {form})\n"
-        "over_records = [loop for loop in waiting.loops(kernel.asm['cubin']) if loop.count('UBLKCP') == 2][:2]\n"
-        "names = ('BAR', 'STS', 'STL', 'LDL', 'LDSM', 'LDS', 'SYNCS', 'LDG')\n"
-        "counts = [{name: loop.count(name) for name in names} for loop in over_records]\n"
-        "names = [instruction.name for instruction in waiting.instructions(kernel.asm['cubin'])[0]]\n"
-        "behind = names[len(names) - names[::-1].index('UBLKCP'):].count('BAR')\n"
-        "print(json.dumps([counts, behind, compile_kernels.lanes_elsewhere(kernel.asm['ttgir'])]))"
-    )
+    found = reports(capability, part)
+    lean = {name: report for name, report in found.items() if report["kernel"].endswith(".lean_decode_kernel")}
+    one_tile = 18 if capability >= 100 else 34
+    copies = {name: report["async_copies"] * (2 if "head 64" in name else 1) for name, report in lean.items()}
+    assert copies
+    assert all(count > one_tile for count in copies.values())
+    if capability == 90:
+        # Several requests: heads of 64 have two loops, over tiles of 17 and of 33 copies; heads of 128 have those of 18
+        # and 34. Three tiles are in flight.
+        by_head = {("head 64" in name, report["async_copies"]) for name, report in lean.items()}
+        assert by_head == {(True, 3 * 50), (False, 3 * 52)}
+
+
+@on_hopper
+def test_lean_decode_of_one_request_copies_tiles_ahead_on_hopper(part: str) -> None:
+    """K and V of two tiles ahead of a loop and of one in it; without `A~` also of one ahead of the wait.
+
+    A run has one loop for each length of tiles, and `A~` one loop.
+    """
+    found = reports(90, part)
+    lean = {name for name in found if name.startswith("lean,")}
+    copies = {name: found[name]["tensor_copies"] for name in lean if found[name]["tensor_copies"]}
+    assert set(copies) == {name for name in lean if "batch 8" not in name}
+    expected = {}
+    for name in copies:
+        plain = "spec" not in name
+        run_loops = 0 if "predictor" in name else 1 if "x 256" in name else 2
+        spec_loops = 0 if plain or "rest" in name else 1
+        gated_plain = name == "lean, gated"
+        expected[name] = (8 if plain and not gated_plain else 6) * (run_loops + spec_loops)
+    assert copies == expected
+
+
+@on_hopper
+def test_warps_read_records_without_each_other(part: str) -> None:
+    """In both loops, over 4-bit and 2-bit records, nothing passes between warps: a lane reads its own operand.
+
+    Two copies are issued, and a lane reads 16 bytes at once. A value in another layout would pass through shared memory
+    with barriers of all warps: 1.3 times as many instructions.
+    """
+    found = {name: report for name, report in reports(90, part).items() if "loops" in report}
+    assert len(found) == {"fast": 2, "all": 11}[part]
     by_lanes = {"BAR": 0, "STS": 0, "STL": 0, "LDL": 0, "LDSM": 0, "SYNCS": 4, "LDG": 2}
-    # K and V codes, then parameters: 4 of K and 2 of V, of heads of 64 half as many of K.
-    reads = {"128": (14, 22), "64": (8, 12)}[form.split(", ")[1]]
-    counts, behind, elsewhere = json.loads(_run("-c", program))
-    assert elsewhere == []
-    # Warps meet once, or once for each head of a lane, and before the next turn: of one head without a guess is none.
-    heads_per_kv, _, batch_size, spec = form.split(", ")[:4]
-    one_turn = batch_size == "1" and spec == "False"
-    assert behind == (2 if int(heads_per_kv) > 4 else 1) + (not one_turn)
-    found = sorted(counts, key=lambda loop: loop["LDS"])
-    assert found == [by_lanes | {"LDS": count} for count in reads]
+    for name, report in found.items():
+        assert report["lanes_elsewhere"] == [], name
+        # Codes of K and V, then 4 parameters of K and 2 of V; heads of 64 have half as many codes of K.
+        reads = (8, 12) if "x 64" in name else (14, 22)
+        loops = sorted(report["loops"], key=lambda loop: loop["LDS"])
+        assert loops == [by_lanes | {"LDS": count} for count in reads], name
+        # Warps meet once for each head of a lane, and before the next work item; plain attention of one has none.
+        heads_per_lane = 2 if "7 x" in name or "8 x" in name else 1
+        one_item = "batch 8" not in name and "spec" not in name
+        assert report["barriers_behind"] == heads_per_lane + (not one_item), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 100])
-def test_assembly_has_its_lanes(capability: int) -> None:
-    """Where records are read from memory, and on Blackwell; on Hopper, see above."""
-    program = (
-        f"import compile_kernels; kernel = compile_kernels.turbo({capability}, 4, 128, 1, False)\n"
-        "assert compile_kernels.lanes_elsewhere(kernel.asm['ttgir']) == []\n"
-        "assert compile_kernels.report(kernel.asm['ptx'])['spills'] == 0"
-    )
-    _run("-c", program)
+def test_flashq_assembly_has_its_lanes(capability: int) -> None:
+    """On Ampere, where records are read from memory, and on Blackwell."""
+    report = reports(capability, "all")["flashq"]
+    assert report["lanes_elsewhere"] == []
+    assert report["spills"] == 0
 
 
-@pytest.mark.parametrize(
-    ("form", "most_shuffles"),
-    [
-        ("lean_merge(90, 4, 128, 1, False)", 28),
-        ("lean_merge(90, 4, 128, 1, True, spec_parts=3)", 25),
-        ("turbo_merge(90, 4, 128, 1, True, 2)", 25),
-    ],
-)
-def test_merges_know_where_partials_lie_when_the_wait_ends(form: str, most_shuffles: int) -> None:
-    """Divisions, which find that, come before it. Behind it nothing crosses lanes but the largest `lse`, in a second
-    round again, five sums over 16 lanes, or 8 with a guess, and two for the verdict. Shared memory is declared, and not
-    used."""
+@on_hopper
+def test_combine_kernels_know_their_partials_when_the_wait_ends(part: str) -> None:
+    """The divisions that find partials come before the wait. Behind it, lanes exchange only sums and the largest `lse`.
+
+    The largest `lse` takes a second round in part, then come five sums over 16 lanes, or 8 with `A~`, and two for the
+    verdict. Shared memory is declared and not used.
+    """
+    found = {name: report for name, report in reports(90, part).items() if "combine" in name}
+    assert len(found) == {"fast": 4, "all": 10}[part]
+    for name, report in found.items():
+        assert report["conversions_before"] > 0, name
+        assert report["conversions_after"] == report["barriers"] == report["shared_reads"] == 0, name
+        assert report["shuffles_after"] <= (25 if "spec" in name else 28), name
+        assert report["declares_unused"], name
+
+
+@on_hopper
+def test_dependent_launches_wait_and_write_nothing_before(part: str) -> None:
+    found = reports(90, part)
+    waiting = {name: report["early"] for name, report in found.items() if report["early"]["waits"]}
+    dependent = {name for name, report in found.items() if report["dependent"] and not name.startswith(NOT_DEPENDENT)}
+    assert waiting.keys() == dependent | {"reading alone"}
+    assert {name: early["writes"] for name, early in waiting.items() if early["writes"]} == {}
+
+
+@on_hopper
+def test_dependent_launches_read_early_only_what_no_previous_kernel_writes(part: str) -> None:
+    """The last kernels of a step write lengths and records. Attention reads lengths early, and records only plain.
+
+    Combine kernels read lengths: they start when attention has waited for what wrote those, or reads them early itself.
+    A sampling kernel starts when the previous one has waited for the logits.
+    """
+    expected = {}
+    for name, report in reports(90, part).items():
+        if not report["dependent"] or name.startswith(NOT_DEPENDENT):
+            continue
+        plain, kernel = "spec" not in name, report["kernel"].rpartition(".")[2]
+        if name.endswith((", predictor", ", rest")):
+            reads = set()
+        elif kernel == "flashq_decode_kernel":
+            reads = LENGTHS | RECORD_PLACES | ({"records_ptr"} if plain else set())
+        elif kernel == "lean_sm90_kernel":
+            reads = LENGTHS | (TILES if plain and "gated" not in name else set())
+        elif kernel in ("lean_decode_kernel", "lean_combine_kernel", "flashq_combine_kernel"):
+            reads = LENGTHS
+        elif kernel in ("_next_digit_kernel", "_token_kernel"):
+            reads = {"logits_ptr", "best_ptr"}
+        else:
+            reads = set()
+        expected[name] = reads
+    early = {name: set(reports(90, part)[name]["early"]["reads"]) - STEADY for name in expected}
+    assert early == expected
+
+
+@on_hopper
+def test_no_path_leads_around_the_wait(part: str) -> None:
+    """Otherwise later kernels would not wait for earlier ones. Programs of plain FlashQ attention may end without work:
+    others have work, and a launch ends when all its programs have ended."""
+    found = {name: report for name, report in reports(90, part).items() if report["early"]["waits"]}
+    plain_flashq = {name for name, report in found.items() if "loops" in report and "spec" not in name}
+    assert {name for name, report in found.items() if report["early"]["ends"]} == plain_flashq
+
+
+@pytest.mark.full
+def test_a_kernel_without_its_wait_is_found() -> None:
     program = (
-        f"import compile_kernels, json, waiting; kernel = compile_kernels.{form}\n"
-        "names = [instruction.name for instruction in waiting.instructions(kernel.asm['cubin'])[0]]\n"
-        "wait = names.index('ACQBULK')\n"
-        "print(json.dumps([sum(name in ('I2F', 'F2I') for name in part) for part in (names[:wait], names[wait:])]\n"
-        "                 + [names[wait:].count('SHFL'), names.count('BAR'), names.count('LDS'),\n"
-        "                    'unused[4]' in kernel.asm['ptx']]))"
+        "import re, types, compile_kernels, waits\n"
+        "def without_wait(variant):\n"
+        "    ptx, count = re.subn(r'griddepcontrol\\.wait;', '', variant.asm['ptx'])\n"
+        "    assert count\n"
+        "    return waits.before_the_wait(types.SimpleNamespace(asm={'ptx': ptx}, src=variant.src))\n"
+        "found = without_wait(compile_kernels.decode_step(90, 2, 1)['reduce_norm'])\n"
+        "assert not found['waits'] and found['writes'] and found['ends'], found\n"
+        "assert {'packets_ptr', 'x_ptr'} <= set(found['reads']), found\n"
+        "found = without_wait(compile_kernels.lean(90, 4, 128, 1, False))\n"
+        "assert not found['waits'] and found['writes'] and 'q_ptr' in found['reads'], found\n"
     )
-    before, after, shuffles, barriers, reads, declares = json.loads(_run("-c", program))
-    assert before > 0
-    assert after == barriers == reads == 0
-    assert shuffles <= most_shuffles
-    assert declares
+    run_python("-c", program)

@@ -1,4 +1,4 @@
-"""Attention that reads ahead of the projection before it: captured in a chain of both, the same bits as one by one."""
+"""Attention that reads before the previous projection ends: a captured chain of both gives the same bits as without."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ CASES = [
 
 
 class Chain:
-    """`STEPS` tokens through `LAYERS` caches. Each step begins, as in decoding, with what only the one before knows.
+    """`STEPS` tokens through `LAYERS` caches. As in decoding, each step depends on the previous one.
 
-    A dependent launch lengthens the requests, the step's end makes records of full tails, and right behind it come
-    projection and attention. Whoever reads any of it too early sees other lengths, an old record or NaN.
+    A dependent launch increments the lengths, the end of a step compacts full tails into records, and projection and
+    attention follow directly. A kernel that reads too early sees other lengths, an old record or NaN.
     """
 
     def __init__(self, codec: str, head_dim: int, lengths: tuple[int, ...], device: torch.device) -> None:
@@ -56,29 +56,29 @@ class Chain:
         self.out = torch.empty(STEPS, LAYERS, batch, HEADS, head_dim, device=device)
         self.lse = torch.empty(batch, HEADS, device=device)
         most = [length + STEPS for length in lengths]
-        self.turbo = FlashQCase.draw(most, HEADS, KV_HEADS, head_dim, codec, 1).layers if codec != "bf16" else None
+        self.flashq = FlashQCase.draw(most, HEADS, KV_HEADS, head_dim, codec, 1).layers if codec != "bf16" else None
         programs = 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-        programs *= 1 if self.turbo is None else flashq_settings(device).per_sm
+        programs *= 1 if self.flashq is None else flashq_settings(device).per_sm
         self.workspace = LeanWorkspace.allocate(batch, HEADS, KV_HEADS, head_dim, device, programs)
-        capacity = max(most) if self.turbo is None else 1
+        capacity = max(most) if self.flashq is None else 1
         self.k, self.v = normal(2, LAYERS, batch, KV_HEADS, capacity, head_dim).unbind(0)
-        kept = [] if self.turbo is None else [tensor for at in self.turbo[:LAYERS] for tensor in at.tensors.values()]
+        kept = [] if self.flashq is None else [tensor for at in self.flashq[:LAYERS] for tensor in at.tensors.values()]
         self.cache = [self.k, self.v, *kept]
         self.before = [tensor.clone() for tensor in self.cache]
 
     def run(self, prefetch_before_wait: bool) -> None:
-        """All of it, from the first length on."""
+        """Run all steps, from the first lengths on."""
         self.seq_lens.copy_(self.first)
         for step in range(STEPS):
             increment(self.seq_lens, self.seq_lens, pdl=prefetch_before_wait)
             for layer in range(LAYERS):
                 self.launch(step, layer, prefetch_before_wait)
-            for layer in range(LAYERS if self.turbo is not None else 0):
-                flashq_compact(self.turbo[layer], self.seq_lens)
+            for layer in range(LAYERS if self.flashq is not None else 0):
+                flashq_compact(self.flashq[layer], self.seq_lens)
 
     def launch(self, step: int, layer: int, prefetch_before_wait: bool) -> None:
-        """Projection and attention of one layer."""
-        cache = None if self.turbo is None else self.turbo[layer]
+        """Launch projection and attention of one layer."""
+        cache = None if self.flashq is None else self.flashq[layer]
         k, v = self.k[layer], self.v[layer]
         qkv_rope_append(
             self.x[step, layer], self.squares, self.weight, self.rope, self.seq_lens, self.q, k, v, 0.0, layer=cache
@@ -90,13 +90,13 @@ class Chain:
             flashq_decode_attention(self.q, cache, *rest, prefetch_before_wait=prefetch_before_wait)
 
     def poison(self) -> None:
-        """The caches as they were, and NaN where new tokens and outputs go."""
+        """Restore the caches, and write NaN where new tokens and outputs go."""
         for tensor, before in zip(self.cache, self.before, strict=True):
             tensor.copy_(before)
         self.q.fill_(math.nan)
         self.out.fill_(math.nan)
         for request, length in enumerate(self.first.tolist()):
-            at = slice(length, length + STEPS) if self.turbo is None else slice(0, 1)
+            at = slice(length, length + STEPS) if self.flashq is None else slice(0, 1)
             self.k[:, request, :, at] = math.nan
             self.v[:, request, :, at] = math.nan
 
@@ -104,7 +104,7 @@ class Chain:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("codec", "head_dim", "lengths"), CASES, ids=str)
-def test_older_tokens_may_be_read_before_the_newest_is_there(
+def test_attention_may_read_older_tokens_before_the_newest_is_written(
     codec: str, head_dim: int, lengths: tuple[int, ...]
 ) -> None:
     torch.manual_seed(sum(lengths))

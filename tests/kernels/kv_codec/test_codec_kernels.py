@@ -1,4 +1,4 @@
-"""Store, append, compaction and restore of the quantised cache against their oracles, bit for bit."""
+"""Store, append, compact and restore of the quantised cache against their oracles, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from copy import deepcopy
 import pytest
 import torch
 from flashq_layers import assert_same, noisy_layer, on_cpu
+from tiers import covering
 from torch import Tensor
 
-from alspec.kernels.attention.reference import qkv_rope_append_ref
+from alspec.kernels.attention.oracles import qkv_rope_append_ref
 from alspec.kernels.comm.ll_packets import unpack_packets
 from alspec.kernels.kv_codec.flashq import codec_kernels
 from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_append, flashq_compact, flashq_restore, flashq_store
@@ -26,7 +27,6 @@ from alspec.kernels.linear.projections import qkv_rope_append
 
 HAS_CUDA = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 by_head_dim = pytest.mark.parametrize("head_dim", [64, 128])
 
 
@@ -37,12 +37,12 @@ by_head_dim = pytest.mark.parametrize("head_dim", [64, 128])
     ]
 )
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the kernels run: in the interpreter, or compiled."""
+    """The kernels run in the interpreter, or compiled on a GPU."""
     return torch.device(request.param)
 
 
 def draw(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """k as a view with other strides than v; channels of unlike size, one of them constant."""
+    """k and v. k is a view with other strides than v; the channels have different sizes, and one is constant."""
     sizes = torch.rand(heads, head_dim) * 4 + 0.1
     x = torch.randn(num_tokens, 3 * heads, head_dim) * sizes.repeat(3, 1) + torch.randn(3 * heads, head_dim)
     x[:, :, 3] = 0.5
@@ -51,14 +51,14 @@ def draw(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device:
 
 
 def buffers(heads: int, num_tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, ...]:
-    """k8, v8, k_scale, v_scale, as part of longer ones."""
+    """k8, v8, k_scale, v_scale, as views of longer tensors."""
     blocks = -(-num_tokens // BLOCK)
     q8 = torch.full((2, heads, num_tokens + 64, head_dim), 77, dtype=torch.int8, device=device)
     scale = torch.full((2, heads, blocks + 1), torch.nan, device=device)
     return *q8[:, :, 64:].unbind(0), *scale[:, :, 1:].unbind(0)
 
 
-def store_both(
+def store_and_compare(
     k: Tensor, v: Tensor, layer: FlashQLayer, expected: FlashQLayer, request: int, start: int
 ) -> tuple[Tensor, ...]:
     num_tokens, heads, head_dim = k.shape
@@ -72,33 +72,35 @@ def store_both(
     return found_out
 
 
-@by_dtype
-@by_head_dim
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 130])
-def test_store(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "head_dim", "dtype"), covering([1, 63, 64, 65, 130], [64, 128], DTYPES), ids=str
+)
+def test_store_writes_records_tail_and_scales(
+    num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
     layer = noisy_layer(2, [4, 2], head_dim, 3, device)
     before = on_cpu(layer)
     expected = on_cpu(layer)
     k, v = draw(num_tokens, 2, head_dim, dtype, device)
-    store_both(k, v, layer, expected, 1, 0)
-    # Only what belongs to the request has changed.
+    store_and_compare(k, v, layer, expected, 1, 0)
+    # Nothing outside the request has changed.
     assert torch.equal(layer.tail[0].cpu(), before.tail[0])
     assert torch.equal(layer.tail[1, :, :, num_tokens % BLOCK :].cpu(), before.tail[1, :, :, num_tokens % BLOCK :])
     assert bool(layer.scales[0].isnan().all())
     end = int(layer.offset[1, 0])
     assert torch.equal(layer.words[:end].cpu(), before.words[:end])
-    # And what is read back is what quantise-dequantise gives, but for the tail's own scale.
+    # Dequantised records equal `fake_quantize`; the tail has another scale.
     whole = num_tokens // BLOCK * BLOCK
     read = flashq_dequantize(on_cpu(layer), torch.tensor([1, num_tokens + 1]))
-    for x, kept in zip((k, v), read, strict=True):
+    for x, stored in zip((k, v), read, strict=True):
         for head, bits in enumerate([2, 4]):
-            same = fake_quantize(x[:whole, head].float().cpu(), bits)
-            assert torch.equal(kept[1, head, :whole], same)
+            exact = fake_quantize(x[:whole, head].float().cpu(), bits)
+            assert torch.equal(stored[1, head, :whole], exact)
 
 
 @pytest.mark.parametrize("is_v", [0, 1])
 def test_store_keeps_nan_in_the_scales(is_v: int, device: torch.device) -> None:
-    """Of its block, and the universal one: so what is restored there, and everything in the tail, is NaN."""
+    """The scales of its block and of the tail become NaN, and so does all that they scale."""
     layer = noisy_layer(1, [4, 4], 64, 3, device)
     sides = draw(130, 2, 64, torch.bfloat16, device)
     sides[is_v][70, 1, 5] = torch.nan
@@ -113,7 +115,7 @@ def test_store_keeps_nan_in_the_scales(is_v: int, device: torch.device) -> None:
 
 @by_head_dim
 def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torch.device) -> None:
-    """Records and tail after every token, through two compactions, for requests of different lengths."""
+    """Records and tail match after every token and through two compactions, for requests of different lengths."""
     batch_size, heads, prompts = 2, 2, (64, 130)
     layer = noisy_layer(batch_size, [2, 4], head_dim, 4, device)
     expected = on_cpu(layer)
@@ -121,7 +123,7 @@ def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torc
         k, v = draw(length, heads, head_dim, torch.bfloat16, device)
         for start in range(0, length, 64):
             chunk = slice(start, start + 64)
-            store_both(k[chunk], v[chunk], layer, expected, request, start)
+            store_and_compare(k[chunk], v[chunk], layer, expected, request, start)
         highest = torch.stack([x.float().abs().amax((0, 2)) for x in (k, v)], dim=-1)
         assert torch.equal(layer.tail_scale[request].cpu(), highest.cpu() / 119)
     steps = range(1, 128) if device.type == "cuda" else [1, *range(60, 66), 124, 125, 126, 127]
@@ -142,20 +144,21 @@ def stack(layers: list[FlashQLayer]) -> FlashQLayer:
     return FlashQLayer(**{name: torch.stack([layer.tensors[name] for layer in layers]) for name in layers[0].tensors})
 
 
-@by_head_dim
-@pytest.mark.parametrize("rows", [codec_kernels.COMPACT_ROWS, 20, 1], ids="at most {} rows".format)
-def test_compact(rows: int, head_dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three layers in which the bits of heads differ; two requests of four have a full tail, in blocks of their own."""
+@pytest.mark.parametrize(("rows", "head_dim"), covering([codec_kernels.COMPACT_ROWS, 20, 1], [64, 128]))
+def test_compact_makes_a_record_of_each_full_tail(
+    rows: int, head_dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In three layers the bits of heads differ. Two requests of four have a full tail, at different blocks."""
     monkeypatch.setattr(codec_kernels, "COMPACT_ROWS", rows)
     orders = [[4, 2, 2], [2, 2, 4], [4, 2, 2]]
     layers = stack([noisy_layer(4, bits, head_dim, 3, device) for bits in orders])
     before, expected = on_cpu(layers), on_cpu(layers)
     seq_lens = torch.tensor([191, 64, 192, 65], dtype=torch.int32)
     flashq_compact_ref(expected, seq_lens)
-    for _ in range(2):  # once more changes nothing
+    for _ in range(2):  # a second launch changes nothing
         flashq_compact(layers, seq_lens.to(device))
         assert_same(layers, expected)
-    # What the tail holds is what its record gives back, to the step of a channel; all else is as it was.
+    # A record gives back its tail, within a step of each channel. All else is unchanged.
     for index, bits in enumerate(orders):
         layer, old = on_cpu(layers.select(index)), before.select(index)
         untouched = torch.ones_like(layer.words, dtype=torch.bool)
@@ -177,7 +180,7 @@ def test_compact(rows: int, head_dim: int, device: torch.device, monkeypatch: py
         assert int(layer.scales.isnan().sum()) == layer.scales.numel() - 2 * 3 * 2
 
 
-def test_outliers_of_a_full_tail_are_cut_off(device: torch.device) -> None:
+def test_outliers_in_a_full_tail_are_clamped(device: torch.device) -> None:
     layer = noisy_layer(1, [4, 2], 64, 1, device)
     layer.tail.zero_()
     expected = on_cpu(layer)
@@ -191,12 +194,12 @@ def test_outliers_of_a_full_tail_are_cut_off(device: torch.device) -> None:
     read = flashq_dequantize(on_cpu(layer), torch.tensor([65]))
     for index, x in enumerate(read):
         ends = torch.tensor([-119.0, 119.0])[:, None] * layer.tail_scale[0, :, index, None].cpu()
-        # Half a step of 2 bits.
+        # The bound is half a step of 2 bits.
         assert (x[0, :, 63] - ends).abs().max() <= 20 * layer.tail_scale[0, :, index].max()
 
 
 class Projection:
-    """Inputs of `qkv_rope_append`, and what it leaves with and without a quantised layer."""
+    """Inputs of `qkv_rope_append`, and its outputs with and without a quantised layer."""
 
     def __init__(
         self, batch: int, hidden: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
@@ -212,7 +215,7 @@ class Projection:
     def run(
         self, seq_lens: Tensor, layer: FlashQLayer | None, gate: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, Hq, D], k and v [B, Hkv, D], NaN where nothing was written."""
+        """q [B, Hq, D], k and v [B, Hkv, D]. They are NaN if the kernel did not write them."""
         batch, num_qo_heads, num_kv_heads, head_dim = self.shape
         q = torch.full((batch, num_qo_heads, head_dim), torch.nan).to(self.x_norm)
         k, v = (torch.full((batch, num_kv_heads, 1, head_dim), torch.nan).to(self.x_norm) for _ in range(2))
@@ -220,71 +223,71 @@ class Projection:
         hidden, epoch = self.x_norm.shape[1], torch.tensor([9], dtype=torch.int32, device=q.device)
         inbox = torch.full((batch, hidden + 2 * num_kv_heads * head_dim), -1, device=q.device)
         qkv_rope_append(*inputs, q, k, v, 1e-5, gate, layer, inbox, epoch)
-        self.handed = unpack_packets(inbox[:, hidden:], 9).view(batch, 2, num_kv_heads, head_dim)
+        self.handed_over = unpack_packets(inbox[:, hidden:], 9).view(batch, 2, num_kv_heads, head_dim)
         return q, k[:, :, 0], v[:, :, 0]
 
 
 QKV_SHAPES = [(1, 200, 7, 1, 64), (3, 96, 6, 2, 64), (2, 72, 2, 2, 128)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", QKV_SHAPES, ids=str)
-@pytest.mark.parametrize("gate", [None, 0, 2], ids="gate {}".format)
-def test_a_projection_quantises_what_it_leaves(
+@pytest.mark.parametrize(
+    ("gate", "shape", "dtype"), covering([None, 0, 2], QKV_SHAPES, [torch.float32, torch.bfloat16]), ids=str
+)
+def test_a_projection_quantises_the_k_and_v_that_it_hands_over(
     gate: int | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The tail holds the bits of an append of the very k and v that a handover would pass on."""
+    """The tail has the bits that `flashq_append` makes of the same k and v."""
     torch.manual_seed(sum(shape))
     batch, _, _, num_kv_heads, head_dim = shape
     projection = Projection(*shape, dtype, device)
     layer = noisy_layer(batch, [4] * num_kv_heads, head_dim, 2, device)
-    layer.tail_scale[..., 0] = 0.1  # so that many keys are cut off
+    layer.tail_scale[..., 0] = 0.1  # so that many keys are clamped
     expected = on_cpu(layer)
     seq_lens = torch.tensor([64, 65, 130][:batch], dtype=torch.int32)
-    word = None if gate is None else torch.tensor([gate], dtype=torch.int32, device=device)
-    q, k, v = projection.run(seq_lens, layer, word)
+    gate_tensor = None if gate is None else torch.tensor([gate], dtype=torch.int32, device=device)
+    q, k, v = projection.run(seq_lens, layer, gate_tensor)
     if gate == 0:
-        assert all(bool(x.isnan().all()) for x in (q, k, v, projection.handed))
+        assert all(bool(x.isnan().all()) for x in (q, k, v, projection.handed_over))
         assert_same(layer, expected)
         return
-    assert torch.equal(projection.handed, torch.stack([k, v], dim=1).float())
+    assert torch.equal(projection.handed_over, torch.stack([k, v], dim=1).float())
     flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
     assert_same(layer, expected)
-    for found, plain in zip((q, k, v), projection.run(torch.ones_like(seq_lens), None, word), strict=True):
+    for found, plain in zip((q, k, v), projection.run(torch.ones_like(seq_lens), None, gate_tensor), strict=True):
         assert torch.equal(found, plain)
-    # And by the equation in fp64: half a step off, and what the rounding of x makes.
+    # The fp64 oracle differs by half a step, and by the rounding of x.
     inputs = (projection.x_norm, projection.squares, projection.weight, projection.rope)
     _, *exact = qkv_rope_append_ref(*(x.cpu() for x in inputs), num_kv_heads, 1e-5)
-    slots = layer.tail.cpu()[torch.arange(batch), :, :, (seq_lens - 1) % BLOCK].double()
+    newest = layer.tail.cpu()[torch.arange(batch), :, :, (seq_lens - 1) % BLOCK].double()
     ratio = torch.stack(exact, dim=2) / layer.tail_scale.cpu().double()[..., None]
-    far = (slots - ratio.clamp(-119, 119)).abs().max()
+    far = (newest - ratio.clamp(-119, 119)).abs().max()
     assert float(far) < 0.5 + 119 * 2 * torch.finfo(dtype).eps
     assert 0 < int((ratio.abs() > 120).sum()) < ratio.numel()
 
 
-def test_a_projection_fills_a_tail(device: torch.device) -> None:
-    """Every slot once, in an order that mixes them, by requests of unlike lengths."""
+def test_projections_fill_a_tail(device: torch.device) -> None:
+    """They write every position of the tail once, in random order, with requests of different lengths."""
     batch = 8
     layer = noisy_layer(batch, [2, 4], 64, 9, device)
-    layer.tail.fill_(-128)  # never a code
+    layer.tail.fill_(-128)  # is no code
     order = torch.randperm(BLOCK)
-    slots = torch.stack([order.roll(-request) for request in range(batch)])
-    steps = range(BLOCK) if device.type == "cuda" else range(0, BLOCK, 4)
+    positions = torch.stack([order.roll(-request) for request in range(batch)])
+    steps = range(BLOCK) if device.type == "cuda" else range(0, BLOCK, 8)
     expected = on_cpu(layer)
     for step in steps:
         projection = Projection(batch, 32, 2, 2, 64, torch.bfloat16, device)
-        seq_lens = (slots[:, step] + 1 + BLOCK * torch.arange(batch)).int()
+        seq_lens = (positions[:, step] + 1 + BLOCK * torch.arange(batch)).int()
         _, k, v = projection.run(seq_lens, layer)
         flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
     assert_same(layer, expected)
-    written = torch.zeros(batch, BLOCK, dtype=torch.bool).scatter_(1, slots[:, list(steps)], True)
+    written = torch.zeros(batch, BLOCK, dtype=torch.bool).scatter_(1, positions[:, list(steps)], True)
     assert torch.equal((layer.tail != -128).all(-1).all(2).all(1).cpu(), written)
-    assert written.any(0).all(), "a slot that no request wrote"
+    assert written.any(0).all(), "no request wrote one of the positions"
 
 
 @by_head_dim
 @pytest.mark.parametrize("num_blocks", [0, 1, 3])
-def test_restore(num_blocks: int, head_dim: int, device: torch.device) -> None:
+def test_restore_gives_the_int8_blocks_of_stage_1(num_blocks: int, head_dim: int, device: torch.device) -> None:
     layer = noisy_layer(2, [4, 2], head_dim, 4, device)
     k, v = draw(200, 2, head_dim, torch.float32, device)
     for request in range(2):
@@ -299,13 +302,13 @@ def test_restore(num_blocks: int, head_dim: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 3e38, 1e-44])
-def test_extreme_values(value: float, device: torch.device) -> None:
+def test_extreme_values_give_finite_scales(value: float, device: torch.device) -> None:
     layer = noisy_layer(1, [4, 2], 64, 2, device)
     expected = on_cpu(layer)
     k, v = draw(70, 2, 64, torch.float32, device)
     k = k * min(value, 1.0)
     k[::3, :, ::5] = value
-    store_both(k, v, layer, expected, 0, 0)
+    store_and_compare(k, v, layer, expected, 0, 0)
     assert bool(layer.scales[0, :, 0].isfinite().all())
     assert bool((layer.tail_scale >= MIN_SCALE).all())
     seq_lens = torch.tensor([71], dtype=torch.int32)
@@ -318,14 +321,14 @@ def test_extreme_values(value: float, device: torch.device) -> None:
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA GPU")
 @by_head_dim
 def test_real_sizes_and_a_captured_append(head_dim: int) -> None:
-    """8 heads and 8192 + 1000 tokens in two chunks; then 130 appends as replays of one graph."""
+    """8 heads store 8192 + 1000 tokens in two prompt chunks; then one graph replays 130 appends."""
     device, heads, length = torch.device("cuda"), 8, 9192
     layer = noisy_layer(1, [4, 2] * 4, head_dim, 150, device)
     expected = on_cpu(layer)
     k, v = draw(length, heads, head_dim, torch.bfloat16, device)
     for start in (0, 8192):
         chunk = slice(start, start + 8192)
-        store_both(k[chunk], v[chunk], layer, expected, 0, start)
+        store_and_compare(k[chunk], v[chunk], layer, expected, 0, start)
     seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
     new = torch.randn(2, 1, heads, head_dim, device=device).bfloat16()
     flashq_append(new[0], new[1], deepcopy(layer), seq_lens)
@@ -344,7 +347,7 @@ def test_real_sizes_and_a_captured_append(head_dim: int) -> None:
     assert_same(layer, expected)
 
 
-def test_launchers_refuse(device: torch.device) -> None:
+def test_launchers_refuse_wrong_arguments(device: torch.device) -> None:
     layer = noisy_layer(1, [4, 2], 64, 2, device)
     k, v = draw(64, 2, 64, torch.float32, device)
     out = buffers(2, 64, 64, device)

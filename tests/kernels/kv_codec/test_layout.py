@@ -1,4 +1,4 @@
-"""Records of the quantised cache: every code and parameter lies where the layout says, and comes back."""
+"""Records of the quantised cache: every code and parameter lies where the layout says, and unpacks to itself."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ def draw(lead: tuple[int, ...], bits: int, head_dim: int, seed: int) -> BlockCod
 
 @pytest.mark.parametrize(("bits", "head_dim"), SHAPES)
 @pytest.mark.parametrize("lead", [(), (3,), (2, 1, 5)])
-def test_records_come_back(bits: int, head_dim: int, lead: tuple[int, ...]) -> None:
+def test_a_record_unpacks_to_what_was_packed(bits: int, head_dim: int, lead: tuple[int, ...]) -> None:
     k, v = draw(lead, bits, head_dim, 1), draw(lead, bits, head_dim, 2)
     words = pack_record(k, v, bits)
     assert words.dtype == torch.int32
     assert words.shape == (*lead, record_words(bits, head_dim))
     for found, expected in zip(unpack_record(words, bits, head_dim), (k, v), strict=True):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert torch.equal(ours, theirs)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(("bits", "head_dim"), SHAPES)
 def test_every_lane_loads_its_operand_registers(bits: int, head_dim: int) -> None:
-    """Word by word, with the tile shape of the instruction spelt out index by index."""
+    """Checks each code by the index formulas of the instruction's operand tiles."""
     k, v = draw((), bits, head_dim, 3), draw((), bits, head_dim, 4)
     words = [word & 0xFFFFFFFF for word in pack_record(k, v, bits).tolist()]
     shift = code_shift(bits, head_dim).tolist()
@@ -82,7 +81,7 @@ def test_parameters_lie_where_lanes_use_them(bits: int, head_dim: int) -> None:
         assert v_params[head_dim + at_v] == v.z[channel] + 128
 
 
-def test_sizes() -> None:
+def test_the_size_of_a_record() -> None:
     assert [record_words(bits, head_dim) for bits, head_dim in SHAPES] == [2176, 1152, 1088, 576]
     with pytest.raises(ValueError, match="head_dim"):
         record_words(4, 96)

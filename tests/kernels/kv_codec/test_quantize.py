@@ -1,4 +1,4 @@
-"""FlashQ's arithmetic: both stages over their whole range, error bounds against fp64, and the selectors of heads."""
+"""FlashQ's arithmetic: both stages over their whole range, error bounds against fp64, and the choice of 2-bit heads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tiers import covering
 from torch import Tensor
 
 from alspec.kernels.kv_codec.flashq.quantize import (
@@ -30,11 +31,13 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [4, 2])
-def test_every_range_of_a_channel(bits: int) -> None:
-    """For every (min, max) of a channel and every code in between, in exact integers."""
+def test_stage_2_is_exact_for_every_range_of_a_channel(bits: int) -> None:
+    """Covers every (min, max) of a channel and every code between them, in exact integers."""
     low, high = torch.meshgrid(torch.arange(-119, 120), torch.arange(-119, 120), indexing="ij")
     low, high = (bound[low <= high] for bound in (low, high))
-    codes = torch.arange(-119, 120)[:, None].clamp(low, high)  # [239 tokens, pairs]: each holds all of its range
+    codes = torch.arange(-119, 120)[:, None].clamp(
+        low, high
+    )  # [239 tokens, pairs]: each pair has all codes of its range
     q2, s_int, z = compress(codes.to(torch.int8), bits)
 
     levels = 2**bits - 1
@@ -45,7 +48,7 @@ def test_every_range_of_a_channel(bits: int) -> None:
     assert int(q2.max()) == levels
     restored = reconstruct(q2, s_int, z).int()
     exact = q2.int() * s_int.int() + z.int()
-    assert torch.equal(restored, exact), "outside INT8"
+    assert torch.equal(restored, exact), "a code is outside INT8"
     assert int(exact.min()) == -119
     assert int(exact.max()) == HIGHEST[bits]
     # Round half up: the error is in (-s_int / 2, s_int / 2].
@@ -55,7 +58,7 @@ def test_every_range_of_a_channel(bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 127, 128, 200])
-def test_stage_1(num_tokens: int, dtype: torch.dtype) -> None:
+def test_stage_1_rounds_by_half_a_step(num_tokens: int, dtype: torch.dtype) -> None:
     x = (draw(2, 3, num_tokens, 80) * 3).to(dtype)
     q1, scale = quantize_int8(x)
     assert q1.dtype == torch.int8
@@ -71,11 +74,9 @@ def test_stage_1(num_tokens: int, dtype: torch.dtype) -> None:
     assert torch.equal(dequantize(q1, scale), fake_quantize(x.float(), 8))
 
 
-@pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("num_tokens", [1, 31, 64, 129, 300])
-def test_error_of_both_stages(num_tokens: int, bits: int, block: int) -> None:
-    """At most half a step of stage 1 and half a step of stage 2, where s_int comes from the channel's own range."""
+@pytest.mark.parametrize(("num_tokens", "bits", "block"), covering([1, 31, 64, 129, 300], [2, 4, 8], [32, 64, 128]))
+def test_the_error_of_both_stages_has_a_bound(num_tokens: int, bits: int, block: int) -> None:
+    """Each stage rounds by half a step at most. s_int comes from the range of the channel."""
     x = draw(3, num_tokens, 64, seed=num_tokens) * torch.rand(64, generator=torch.Generator().manual_seed(1)) * 10
     found = fake_quantize(x, bits, block).double()
     exact = x.double()
@@ -97,7 +98,7 @@ def test_zeros_and_constants_are_exact() -> None:
     q1, scale = quantize_int8(torch.zeros(2, 64, 64))
     assert int(q1.abs().max()) == 0
     assert torch.equal(scale, torch.ones(2, 1))
-    # A channel that does not change has s_int = 1 and every code 0: only stage 1 rounds it.
+    # A constant channel has s_int = 1 and all codes 0, so only stage 1 rounds it.
     codes = torch.randint(-119, 120, (64,), generator=torch.Generator().manual_seed(2)).to(torch.int8)
     q2, s_int, z = compress(codes.expand(64, 64), 2)
     assert int(q2.max()) == 0
@@ -108,7 +109,7 @@ def test_zeros_and_constants_are_exact() -> None:
 
 @pytest.mark.parametrize("magnitude", [1e30, 3e38, 1e-30, 1e-44])
 def test_outliers_stay_in_range(magnitude: float) -> None:
-    """One huge value takes the scale; the smallest floats, whose scale is not exact, still give codes in range."""
+    """One huge value decides the scale. The smallest floats have an inexact scale, and their codes are in range too."""
     x = draw(1, 64, 64) * min(magnitude, 1.0)
     x[0, 5, 7] = -magnitude
     q1, scale = quantize_int8(x)
@@ -131,13 +132,13 @@ def test_rounding_is_half_to_even_then_half_up() -> None:
     assert q2[:4, 0].tolist() == [3, 1, 2, 0]
 
 
-def test_bits_are_checked() -> None:
+def test_other_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="bits: expected 2 or 4, found 3"):
         compress(torch.zeros(64, 8, dtype=torch.int8), 3)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_priority_against_fp64(selector: str) -> None:
+def test_head_priority_matches_fp64(selector: str) -> None:
     k, v = (draw(5, 130, 64, seed=seed) * torch.linspace(1, 4, 5)[:, None, None] for seed in (3, 4))
 
     def one(x: Tensor) -> float:
@@ -155,7 +156,7 @@ def test_priority_against_fp64(selector: str) -> None:
     assert torch.allclose(head_priority(k, v, selector), expected, rtol=1e-4)
 
 
-def test_select_bits() -> None:
+def test_the_heads_of_lowest_priority_get_2_bits() -> None:
     priority = torch.tensor([3.0, 1.0, 2.0, 1.0])
     assert select_bits(priority, 2).tolist() == [4, 2, 4, 2]
     assert select_bits(priority, 1).tolist() == [4, 2, 4, 4]

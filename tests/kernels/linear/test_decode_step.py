@@ -1,7 +1,8 @@
-"""The fused decode kernels against fp64, with the ranks of a group in one process, each with its own words."""
+"""The fused kernels of a step against fp64. One process runs all ranks of a group, each with its own packets."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from step_tensors import EPS, nan, normal, stream
+from tiers import covering, fast
 from torch import Tensor
 
-from alspec.kernels.attention.reference import (
+from alspec.kernels.attention.oracles import (
     collect_logits_ref,
     embed_norm_ref,
     gate_up_silu_ref,
@@ -37,29 +40,14 @@ from alspec.kernels.sampling.next_token import (
 
 Check = Callable[[Tensor, Tensor, torch.dtype], None]
 DTYPES = [torch.float32, torch.bfloat16]
-EPS = 1e-5
 TIMEOUT_NS = 10**8
 EPOCH = 9
-
-
-def normal(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float32).to(dtype).to(device)
-
-
-def stream(device: torch.device, dtype: torch.dtype, batch: int, hidden: int) -> tuple[Tensor, Tensor]:
-    """x_norm and square sums as a kernel ahead would leave them."""
-    squares = torch.rand(batch, num_square_sums(hidden), device=device) * hidden
-    return normal(device, dtype, batch, hidden), squares
-
-
-def nan(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
 def build_exchanges(
     device: torch.device, batch: int, hidden: int, num_reduces: int, tp_size: int, epoch: int
 ) -> list[Exchange]:
-    """The exchange of every rank of a group; the words begin as those of another step."""
+    """The exchange of every rank of a group. Its packets have the epoch of the previous step."""
     packets = [
         torch.full((num_reduces, batch, tp_size, hidden), (epoch - 1) << 32, device=device) for _ in range(tp_size)
     ]
@@ -80,14 +68,14 @@ def build_exchanges(
 
 
 def inbox_of(device: torch.device, batch: int, packets: int) -> tuple[Tensor, Tensor]:
-    """Where a paired rank is handed something, of no epoch yet; and the epoch."""
+    """The inbox of a paired rank, whose packets have no epoch yet, and the epoch of the step."""
     inbox = torch.full((batch, packets), -1, dtype=torch.int64, device=device)
     return inbox, torch.tensor([EPOCH], dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("batch", "hidden", "head_dim"), [(1, 96, 16), (3, 256, 64), (2, 64, 80)])
-def test_embedding_leaves_stream_norm_and_angles(
+def test_the_embedding_gives_x_its_norm_and_the_angles(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, head_dim: int, check: Check
 ) -> None:
     table, gamma = normal(device, dtype, 50, hidden), normal(device, dtype, hidden)
@@ -102,25 +90,20 @@ def test_embedding_leaves_stream_norm_and_angles(
     check(x, expected[0], torch.float32)
     check(x_norm, expected[1], dtype)
     check(squares.sum(1), expected[2], torch.float32)
-    # An angle of 4000 has only 2^-12 left of its fraction in fp32.
+    # In fp32 an angle of 4000 has a fraction of 12 bits.
     assert (rope.double() - expected[3]).abs().max() < 4000 * 2**-22
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("batch", "hidden", "num_qo_heads", "num_kv_heads", "head_dim"),
-    [(1, 256, 4, 1, 32), (3, 96, 3, 3, 16), (8, 200, 8, 2, 48), (2, 4096, 4, 2, 64)],
-)
-def test_qkv_rope_append(
-    device: torch.device,
-    dtype: torch.dtype,
-    batch: int,
-    hidden: int,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    check: Check,
+# batch, hidden, num_qo_heads, num_kv_heads, head_dim
+QKV_SHAPES = [(1, 256, 4, 1, 32), (3, 96, 3, 3, 16), (8, 200, 8, 2, 48), (2, 4096, 4, 2, 64)]
+KEPT_QKV = [(shape, DTYPES[(index + 1) // 2 % 2]) for index, shape in enumerate(QKV_SHAPES)]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), fast(list(itertools.product(QKV_SHAPES, DTYPES)), KEPT_QKV), ids=str)
+def test_qkv_rope_append_matches_the_oracle(
+    device: torch.device, shape: tuple[int, int, int, int, int], dtype: torch.dtype, check: Check
 ) -> None:
+    batch, hidden, num_qo_heads, num_kv_heads, head_dim = shape
     capacity = 70
     x_norm, squares = stream(device, dtype, batch, hidden)
     weight = normal(device, dtype, (num_qo_heads + 2 * num_kv_heads) * head_dim, hidden)
@@ -133,18 +116,18 @@ def test_qkv_rope_append(
     qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, inbox=inbox, epoch=epoch)
     expected = qkv_rope_append_ref(x_norm, squares, weight, rope, num_kv_heads, EPS)
     check(q, expected[0], dtype)
-    handed = unpack_packets(inbox[:, hidden:], EPOCH).view(batch, 2, num_kv_heads, head_dim)
-    for cache, new, pushed in zip(caches, expected[1:], handed.unbind(1), strict=True):
+    handed_over = unpack_packets(inbox[:, hidden:], EPOCH).view(batch, 2, num_kv_heads, head_dim)
+    for cache, new, pushed in zip(caches, expected[1:], handed_over.unbind(1), strict=True):
         written = torch.arange(capacity, device=device) == (seq_lens - 1)[:, None]
         found = cache.transpose(1, 2)
         check(found[written], new, dtype)
         assert found[~written].isnan().all()
         assert torch.equal(pushed, found[written].float())
-    assert (inbox[:, :hidden] == -1).all(), "x is not the projection's"
+    assert (inbox[:, :hidden] == -1).all(), "the projection wrote the packets of x"
 
 
-def test_a_tail_of_another_cache_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a launch, which would write beyond it."""
+def test_a_tail_of_another_shape_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch would write beyond the tail."""
     monkeypatch.setattr("alspec.kernels.linear.projections.jit_launch", None)
     x_norm, squares = stream(device, torch.float32, 1, 64)
     weight, rope = normal(device, torch.float32, 4 * 64, 64), nan(device, torch.float32, 1, 2, 32)
@@ -158,12 +141,12 @@ def test_a_tail_of_another_cache_is_refused(device: torch.device, monkeypatch: p
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("batch", "hidden", "intermediate"), [(1, 256, 96), (8, 72, 40), (2, 4096, 6)])
-def test_gate_up_silu(
+def test_gate_up_silu_matches_the_oracle(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, intermediate: int, check: Check
 ) -> None:
     x_norm, squares = stream(device, dtype, batch, hidden)
     weight = normal(device, dtype, 2 * intermediate, hidden)
-    # The interpreter cuts fp32 off where a GPU rounds it to bf16: too coarse for so few numbers.
+    # The interpreter truncates fp32 to bf16 instead of rounding, which is too coarse for so few numbers.
     out = nan(device, dtype if device.type == "cuda" else torch.float32, batch, intermediate)
     gate_up_silu(x_norm, squares, weight, out, EPS)
     check(out, gate_up_silu_ref(x_norm, squares, weight, EPS), dtype)
@@ -171,10 +154,10 @@ def test_gate_up_silu(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [8192, 16384])
-def test_long_rows_behind_a_gate_come_in_chunks(
+def test_long_rows_behind_a_gate_are_loaded_in_slices(
     device: torch.device, dtype: torch.dtype, hidden: int, check: Check
 ) -> None:
-    """Several tiles to a program, of which the last one is some programs' first that does not exist."""
+    """A program has several tiles. The last tile of some programs does not exist."""
     assert inputs_at_once(1, hidden, dtype.itemsize, closes=True) < hidden
     assert inputs_at_once(1, hidden, dtype.itemsize, closes=False) == hidden
     gates = [torch.full((1,), is_open, dtype=torch.int32, device=device) for is_open in (0, 1)]
@@ -197,19 +180,22 @@ def test_long_rows_behind_a_gate_come_in_chunks(
     qkv_rope_append(x_norm, squares, weight, rope, seq_lens, q, *caches, EPS, gates[1], inbox=inbox, epoch=epoch)
     expected = qkv_rope_append_ref(x_norm, squares, weight, rope, 1, EPS)
     check(q, expected[0], dtype)
-    handed = unpack_packets(inbox[:, hidden:], EPOCH).view(2, 1, 1, 32)
-    for cache, new, pushed in zip(caches, expected[1:], handed, strict=True):
+    handed_over = unpack_packets(inbox[:, hidden:], EPOCH).view(2, 1, 1, 32)
+    for cache, new, pushed in zip(caches, expected[1:], handed_over, strict=True):
         check(cache[:, :, 2], new, dtype)
         assert torch.equal(pushed, cache[:, :, 2].float())
         assert cache[:, :, [0, 1, 3]].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("batch", "hidden", "width"), [(1, 64, 33), (3, 96, 256), (8, 40, 3584)])
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
-def test_all_reduce_over_words(
-    device: torch.device, dtype: torch.dtype, batch: int, hidden: int, width: int, tp_size: int, check: Check
+@pytest.mark.parametrize(
+    ("sizes", "tp_size", "dtype"),
+    covering([(1, 64, 33), (3, 96, 256), (8, 40, 3584)], [1, 2, 3, 4], DTYPES),
+    ids=str,
+)
+def test_all_reduce_over_packets(
+    device: torch.device, sizes: tuple[int, int, int], tp_size: int, dtype: torch.dtype, check: Check
 ) -> None:
+    batch, hidden, width = sizes
     epoch, reduce_index = 7, 1
     ranks = build_exchanges(device, batch, hidden, 3, tp_size, epoch)
     acts = [normal(device, dtype, batch, width) for _ in ranks]
@@ -226,7 +212,7 @@ def test_all_reduce_over_words(
         inbox, _ = inbox_of(device, batch, hidden + 5)
         reduce_norm(exchange, reduce_index, TIMEOUT_NS, x, gamma, x_norm, squares, inbox=inbox)
         assert torch.equal(unpack_packets(inbox[:, :hidden], epoch), x)
-        assert (inbox[:, hidden:] == -1).all(), "keys and values are not the residual's"
+        assert (inbox[:, hidden:] == -1).all(), "the kernel wrote the packets of k and v"
         check(x, expected[0], torch.float32)
         check(x_norm, expected[1], dtype)
         check(squares.sum(1), expected[2], torch.float32)
@@ -236,7 +222,7 @@ def test_all_reduce_over_words(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_partial_sums_without_words(device: torch.device, dtype: torch.dtype, check: Check) -> None:
+def test_partial_sums_without_packets(device: torch.device, dtype: torch.dtype, check: Check) -> None:
     batch, hidden, width = 2, 96, 128
     exchange = replace(build_exchanges(device, batch, hidden, 1, 1, 3)[0], packets=None, peers=None)
     act, weight = normal(device, dtype, batch, width), normal(device, dtype, hidden, width)
@@ -250,7 +236,7 @@ def test_partial_sums_without_words(device: torch.device, dtype: torch.dtype, ch
     check(x, total, torch.float32)
 
 
-def test_small_and_large_values_travel(device: torch.device) -> None:
+def test_packets_keep_the_smallest_and_the_largest_values(device: torch.device) -> None:
     hidden = 64
     exchange = build_exchanges(device, 1, hidden, 1, 1, 1)[0]
     values = torch.tensor([1e-40, 3e38, -1e-45, 0.0] * (hidden // 4), device=device)
@@ -264,7 +250,7 @@ def test_small_and_large_values_travel(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gate_of_zero_skips_everything(device: torch.device, dtype: torch.dtype) -> None:
+def test_a_closed_gate_writes_nothing(device: torch.device, dtype: torch.dtype) -> None:
     batch, hidden = 2, 64
     exchange = build_exchanges(device, batch, hidden, 1, 1, 3)[0]
     before = exchange.packets.clone()
@@ -277,11 +263,11 @@ def test_gate_of_zero_skips_everything(device: torch.device, dtype: torch.dtype)
     push_partial(x_norm, weight, exchange, 0, closed)
     assert torch.equal(exchange.packets, before)
     x = normal(device, torch.float32, batch, hidden)
-    kept = x.clone()
+    before_x = x.clone()
     inbox, epoch = inbox_of(device, batch, hidden + 32)
     gamma = squares[0, :1].to(dtype).expand(hidden).contiguous()
     reduce_norm(exchange, 0, 0, x, gamma, x_norm, squares, closed, inbox=inbox)
-    assert torch.equal(x, kept)
+    assert torch.equal(x, before_x)
     q = nan(device, dtype, batch, 2, 16)
     cache = nan(device, dtype, batch, 1, 8, 16)
     rope, seq_lens = torch.ones(batch, 2, 8, device=device), torch.ones(batch, dtype=torch.int32, device=device)
@@ -317,7 +303,7 @@ def test_an_open_gate_changes_no_bit(device: torch.device, gate: int, dtype: tor
 
 @pytest.mark.parametrize("hidden", [96, 1152])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_request_has_the_same_bits_among_two_and_among_eight(
+def test_a_request_has_the_same_bits_in_a_batch_of_two_and_of_eight(
     device: torch.device, dtype: torch.dtype, hidden: int
 ) -> None:
     x, squares = stream(device, dtype, 8, hidden)
@@ -340,14 +326,14 @@ def test_bad_numbers_name_reduce_index_and_rank(device: torch.device, bad: float
     weight = torch.ones(64, 32, device=device)
     weight[17, 5] = bad
     push_partial(act, weight, ranks[1], 2)
-    push_partial(act, weight, ranks[1], 3)  # the first one is kept
+    push_partial(act, weight, ranks[1], 3)  # the first fault stays
     assert split_fault(int(ranks[1].fault)) == (BAD_NUMBERS, 2, 3)
     assert int(ranks[0].fault) == 0
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_squares_that_overflow_make_a_request_nan(device: torch.device, batch: int) -> None:
-    """A norm of infinity would make its products 0, which no guard sees. Others stay as they are."""
+    """A norm of infinity would give products of 0, which no check finds. Other requests keep their values."""
     x_norm, squares = stream(device, torch.bfloat16, batch, 256)
     weight = normal(device, torch.bfloat16, 2 * 96, 256)
     plain, found = (nan(device, torch.float32, batch, 96) for _ in range(2))
@@ -361,7 +347,7 @@ def test_squares_that_overflow_make_a_request_nan(device: torch.device, batch: i
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_missing_rank_is_named_after_the_deadline() -> None:
+def test_a_missing_rank_is_named_after_the_timeout() -> None:
     device = torch.device("cuda")
     ranks = build_exchanges(device, 1, 64, 2, 2, 3)
     act, weight = torch.ones(1, 32, device=device), torch.ones(64, 32, device=device)
@@ -370,16 +356,22 @@ def test_a_missing_rank_is_named_after_the_deadline() -> None:
     squares = torch.empty(1, num_square_sums(64), device=device)
     reduce_norm(ranks[0], 1, 10**7, x, gamma, torch.empty_like(x), squares)
     assert split_fault(int(ranks[0].fault)) == (LATE_PACKET, 1, 3)
-    # After a late word nothing is waited for, and the first fault stands.
+    # After a late packet the kernel does not wait again, and the first fault stays.
     first = fault_code(LATE_PACKET, 0, 2)
     ranks[0].fault.fill_(first)
     reduce_norm(ranks[0], 1, 600 * 10**9, x, gamma, torch.empty_like(x), squares)
     assert int(ranks[0].fault) == first
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("vocab_size", [1, 130, 2500])
-def test_logits_and_next_token(device: torch.device, world_size: int, vocab_size: int, check: Check) -> None:
+VOCABULARIES = [(1, 1), (1, 130), (1, 2500), (3, 1), (3, 130), (3, 2500)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "vocab_size"), fast(VOCABULARIES, keep=[case for case in VOCABULARIES if case != (1, 2500)])
+)
+def test_logits_and_the_next_token_match_the_oracle(
+    device: torch.device, world_size: int, vocab_size: int, check: Check
+) -> None:
     batch, hidden, epoch = 3, 64, 21
     rows = -(-vocab_size // world_size)
     x_norm, squares = stream(device, torch.bfloat16, batch, hidden)
@@ -423,18 +415,18 @@ def test_logits_and_next_token(device: torch.device, world_size: int, vocab_size
         finish_step(best, best_token, None, token_ids, seq_lens, 9, exchange, ring, stamps)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        place = epoch % RING_STEPS
-        assert stamps.tolist() == [epoch if at == place else -1 for at in range(RING_STEPS)]
+        entry = epoch % RING_STEPS
+        assert stamps.tolist() == [epoch if index == entry else -1 for index in range(RING_STEPS)]
         assert torch.equal(token_ids, tokens)
-        assert ring[place, RING_HEADER:].tolist() == tokens.tolist()
-        assert ring[place, 1] == 0
-        assert (ring[:place] == -1).all()
+        assert ring[entry, RING_HEADER:].tolist() == tokens.tolist()
+        assert ring[entry, 1] == 0
+        assert (ring[:entry] == -1).all()
         assert seq_lens.tolist() == [6, 9, 9]
         assert int(exchange.epoch) == epoch + 1
         exchange.epoch.fill_(epoch)
 
 
-def test_the_first_of_equal_logits_wins_and_a_sampled_token_overrules(device: torch.device) -> None:
+def test_the_first_of_equal_logits_wins_and_a_sampled_token_replaces_it(device: torch.device) -> None:
     exchange = LogitExchange(
         shard=torch.zeros(1, 3000, device=device),
         epoch=torch.ones(1, dtype=torch.int32, device=device),
@@ -456,7 +448,7 @@ def test_the_first_of_equal_logits_wins_and_a_sampled_token_overrules(device: to
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_bad_logits_are_noted(device: torch.device, bad: float) -> None:
+def test_bad_logits_set_the_fault_word(device: torch.device, bad: float) -> None:
     exchange = LogitExchange(
         shard=torch.zeros(1, 1500, device=device),
         epoch=torch.ones(1, dtype=torch.int32, device=device),

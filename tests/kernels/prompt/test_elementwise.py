@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiers import covering
 from torch import Tensor
 
-from alspec.kernels.attention.reference import add_rms_norm_ref, apply_rope_ref, rms_norm_ref, silu_mul_ref
+from alspec.kernels.attention.oracles import add_rms_norm_ref, apply_rope_ref, rms_norm_ref, silu_mul_ref
 from alspec.kernels.prompt import prompt_kernels
 from alspec.kernels.prompt.elementwise import add_rms_norm, rms_norm, rope_cos_sin, rotate_heads, silu_mul
 
@@ -16,22 +17,25 @@ Check = Callable[[Tensor, Tensor, torch.dtype], None]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Of heads x [n, H, D] as queries, beside one key and value."""
+    """Rotate heads x [n, H, D] as queries, beside one key and one value."""
     q, _, _ = rotate_heads(torch.cat([x, x.new_zeros(len(x), 2, x.shape[2])], dim=1), 1, cos, sin)
     return q
 
 
-by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+DTYPES = [torch.float32, torch.bfloat16]
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 
 def draw(shape: tuple[int, ...], seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-@by_dtype
-@pytest.mark.parametrize("hidden", [1, 16, 80, 511, 4096])
-@pytest.mark.parametrize("num_tokens", [1, 3, 65])
-def test_rms_norm(num_tokens: int, hidden: int, dtype: torch.dtype, device: torch.device, check: Check) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "dtype"), covering([1, 3, 65], [1, 16, 80, 511, 4096], DTYPES), ids=str
+)
+def test_rms_norm_matches_the_oracle(
+    num_tokens: int, hidden: int, dtype: torch.dtype, device: torch.device, check: Check
+) -> None:
     x = draw((num_tokens, hidden), 0, device, torch.float32) * 3
     weight = draw((hidden,), 1, device, dtype)
     out = rms_norm(x, weight, 1e-5)
@@ -40,8 +44,8 @@ def test_rms_norm(num_tokens: int, hidden: int, dtype: torch.dtype, device: torc
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_rms_norm_epsilon(scale: float, device: torch.device, check: Check) -> None:
-    """Where the rows are as small as sqrt(eps), its place in the formula shows."""
+def test_rms_norm_adds_epsilon_to_the_mean_square(scale: float, device: torch.device, check: Check) -> None:
+    """Rows as small as sqrt(eps) show where the formula adds it."""
     x, weight = draw((4, 64), 0, device, torch.float32) * scale, draw((64,), 1, device, torch.float32)
     check(rms_norm(x, weight, 1e-5), rms_norm_ref(x, weight, 1e-5), torch.float32)
 
@@ -51,7 +55,7 @@ def test_rms_norm_of_zeros_is_zero(device: torch.device) -> None:
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_rms_norm_passes_nan_on_in_its_row_only(device: torch.device, check: Check) -> None:
+def test_rms_norm_keeps_nan_in_its_row(device: torch.device, check: Check) -> None:
     x, weight = draw((3, 16), 0, device, torch.float32), torch.ones(16, device=device)
     x[1, 4] = torch.nan
     check(rms_norm(x, weight, 1e-6), rms_norm_ref(x, weight, 1e-6), torch.float32)
@@ -67,7 +71,9 @@ def test_rms_norm_of_a_row_whose_squares_overflow_is_nan(device: torch.device, c
 
 @by_dtype
 @pytest.mark.parametrize("shape", [(1, 2), (3, 16), (65, 2 * 511)], ids=str)
-def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, check: Check) -> None:
+def test_silu_mul_matches_the_oracle(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, check: Check
+) -> None:
     gate_up = draw(shape, 0, device, dtype) * 4
     out = silu_mul(gate_up)
     assert out.dtype == dtype
@@ -83,7 +89,7 @@ def test_silu_mul_saturates(device: torch.device, check: Check) -> None:
 @by_dtype
 @pytest.mark.parametrize("head_dim", [2, 16, 80, 128])
 def test_rope_of_exact_angles(head_dim: int, dtype: torch.dtype, device: torch.device, check: Check) -> None:
-    """Powers of two as frequencies: the product with any position is exact, so only cosine and sine are rounded."""
+    """Frequencies are powers of two, so angles are exact, and only cosine and sine round."""
     positions = torch.tensor([0, 1, 63, 64, 8191, 131071], device=device)
     inv_freq = 2.0 ** -torch.arange(head_dim // 2, dtype=torch.float32, device=device)
     x = draw((len(positions), 3, head_dim), 0, device, dtype)
@@ -94,7 +100,7 @@ def test_rope_of_exact_angles(head_dim: int, dtype: torch.dtype, device: torch.d
 
 @by_dtype
 def test_rope_of_real_frequencies(dtype: torch.dtype, device: torch.device, check: Check) -> None:
-    # Small positions: the rounding of an angle of p radians grows with p, which is the model's own convention.
+    # Positions are small, because the rounding of an angle of p radians grows with p.
     positions = torch.arange(8, device=device)
     inv_freq = 10_000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float32, device=device) / 64)
     x = draw((8, 3, 64), 0, device, dtype)
@@ -102,7 +108,7 @@ def test_rope_of_real_frequencies(dtype: torch.dtype, device: torch.device, chec
 
 
 def test_rope_keeps_lengths_and_relative_scores(device: torch.device, check: Check) -> None:
-    """A rotation keeps norms, and q k depends on the distance of two positions alone."""
+    """A rotation keeps norms, and q k depends only on the distance of two positions."""
     inv_freq = 10.0 ** -torch.arange(16, dtype=torch.float32, device=device).div(8)
     q, k = (draw((1, 1, 32), seed, device, torch.float32).expand(5, -1, -1) for seed in (0, 1))
     start = torch.arange(5, device=device)
@@ -114,15 +120,15 @@ def test_rope_keeps_lengths_and_relative_scores(device: torch.device, check: Che
     assert not torch.allclose(rotated_q[0], rotated_q[1])
 
 
-# Not one channel: interpreted kernels cut bf16 off instead of rounding it, and `check` looks at means.
-SIZES = pytest.mark.parametrize("size", [16, 80, 511, 4096])
+# No size is 1: the interpreter truncates to bf16 instead of rounding, and `check` needs many numbers to average that.
+SIZES = [16, 80, 511, 4096]
 
 
-@by_dtype
-@SIZES
-@pytest.mark.parametrize("num_parts", [0, 1, 2, 4])
-def test_add_rms_norm(num_parts: int, size: int, dtype: torch.dtype, device: torch.device, check: Check) -> None:
-    """The kernel, interpreted or compiled, and what takes its place on the CPU."""
+@pytest.mark.parametrize(("num_parts", "size", "dtype"), covering([0, 1, 2, 4], SIZES, DTYPES), ids=str)
+def test_add_rms_norm_matches_the_oracle(
+    num_parts: int, size: int, dtype: torch.dtype, device: torch.device, check: Check
+) -> None:
+    """Tests the kernel, interpreted or compiled, and the torch operations that replace it on the CPU."""
     x = draw((3, size), 0, device, torch.float32) * 3
     parts = draw((num_parts, 3, size), 2, device, dtype) if num_parts else None
     weight = draw((size,), 1, device, dtype)
@@ -130,7 +136,7 @@ def test_add_rms_norm(num_parts: int, size: int, dtype: torch.dtype, device: tor
     out, y = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan, dtype=dtype)
     prompt_kernels.add_rms_norm(x, parts, weight, out, y, 1e-5)
     for found_sum, found in ((x if parts is None else out, y), add_rms_norm(x, parts, weight, 1e-5)):
-        # Up to four roundings of numbers below 16.
+        # The bound is four roundings of numbers below 16.
         torch.testing.assert_close(found_sum.double(), total, rtol=0, atol=4 * 2**-21)
         check(found, normed, dtype)
     if parts is None:
@@ -138,7 +144,7 @@ def test_add_rms_norm(num_parts: int, size: int, dtype: torch.dtype, device: tor
 
 
 def test_parts_are_added_in_their_order(device: torch.device) -> None:
-    """As all ranks do: (a + b) + c, which is not a + (b + c) here; and x last."""
+    """All ranks compute (a + b) + c, which differs from a + (b + c) here, and add x last."""
     parts = torch.tensor([1e8, -1e8, 1.0], device=device)[:, None, None].expand(3, 1, 16).contiguous()
     x, weight = torch.full((1, 16), 2.0**-30, device=device), torch.ones(16, device=device)
     out, y = torch.empty_like(x), torch.empty_like(x)
@@ -149,7 +155,9 @@ def test_parts_are_added_in_their_order(device: torch.device) -> None:
 
 @by_dtype
 @pytest.mark.parametrize("heads", [(1, 1, 2), (4, 2, 16), (7, 1, 80), (32, 8, 128)], ids=str)
-def test_rotate_heads(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, check: Check) -> None:
+def test_rotate_heads_matches_the_oracle(
+    heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, check: Check
+) -> None:
     num_qo_heads, num_kv_heads, head_dim = heads
     positions = torch.tensor([0, 3, 131071], device=device)
     inv_freq = 2.0 ** -torch.arange(head_dim // 2, dtype=torch.float32, device=device)
@@ -159,17 +167,19 @@ def test_rotate_heads(heads: tuple[int, int, int], dtype: torch.dtype, device: t
     k = torch.full((3, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
     prompt_kernels.rotate_heads(qkv, cos, sin, q, k)
     expected = apply_rope_ref(qkv, positions, inv_freq).split([num_qo_heads, num_kv_heads, num_kv_heads], dim=1)
-    *turned, v = rotate_heads(qkv, num_kv_heads, cos, sin)
-    for found in ((q, k), turned):
-        for one, of in zip(found, expected[:2], strict=True):
-            assert one.dtype == dtype
-            check(one, of, dtype)
+    *by_torch, v = rotate_heads(qkv, num_kv_heads, cos, sin)
+    for found in ((q, k), by_torch):
+        for heads_found, heads_expected in zip(found, expected[:2], strict=True):
+            assert heads_found.dtype == dtype
+            check(heads_found, heads_expected, dtype)
     assert torch.equal(v, qkv[:, -num_kv_heads:])
 
 
 @by_dtype
-@SIZES
-def test_silu_mul_kernel(size: int, dtype: torch.dtype, device: torch.device, check: Check) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_the_silu_mul_kernel_matches_the_oracle(
+    size: int, dtype: torch.dtype, device: torch.device, check: Check
+) -> None:
     gate_up = draw((3, 2 * size), 0, device, dtype) * 4
     gate_up[0, 0], gate_up[1, 0] = -1e4, 1e4
     out = torch.full((3, size), torch.nan, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Sampling without a sort against `sample`, which sorts: the same token for the same random number."""
+"""Sampling without a sort against `sample`, which sorts: both give the same token for the same random number."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from alspec.kernels.sampling.sampler import Sampler, sample_tokens
 from alspec.runtime.decode.eager_sampling import sample
 
 # temperature, top_k, top_p
-WAYS = [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.5, 12, 1.0), (1.0, 50, 0.6), (1e-3, 5, 0.5), (1e6, 0, 0.99), (1.0, 0, 1e-12)]
+SETTINGS = [
+    (1.0, 0, 1.0),
+    (0.7, 0, 0.9),
+    (1.5, 12, 1.0),
+    (1.0, 50, 0.6),
+    (1e-3, 5, 0.5),
+    (1e6, 0, 0.99),
+    (1.0, 0, 1e-12),
+]
 KINDS = ["normal", "ties", "peaked", "wide"]
 BATCH = 2
 
 
-def best_of(logits: Tensor) -> Tensor:
-    """The largest of each block, as `collect_logits` leaves it."""
+def largest_of_blocks(logits: Tensor) -> Tensor:
+    """The largest logit of each block, as `collect_logits` writes it."""
     batch, vocab_size = logits.shape
     blocks = num_candidates(vocab_size)
     padded = logits.new_full((batch, blocks * BLOCK), -math.inf)
@@ -28,10 +36,10 @@ def best_of(logits: Tensor) -> Tensor:
     return padded.view(batch, blocks, BLOCK).amax(2)
 
 
-def drawn(kind: str, vocab_size: int, device: torch.device) -> Tensor:
+def draw_logits(kind: str, vocab_size: int, device: torch.device) -> Tensor:
     logits = torch.randn(BATCH, vocab_size, device=device) * 3
     if kind == "ties":
-        logits = logits.round()  # of them some are -0.0
+        logits = logits.round()  # some are -0.0
     elif kind == "peaked":
         logits *= 20
     elif kind == "wide":
@@ -39,71 +47,73 @@ def drawn(kind: str, vocab_size: int, device: torch.device) -> Tensor:
     return logits
 
 
-class Sampled:
-    """One sampler, step after step."""
+class SamplerSteps:
+    """One sampler, which samples step after step."""
 
-    def __init__(self, way: tuple[float, int, float], vocab_size: int, device: torch.device, seed: int = 7) -> None:
-        self.way, self.seed = way, seed
-        self.sampler = Sampler.allocate(Sampler.cuts_of(*way, vocab_size), BATCH, device)
-        self.sampler.set(*way, seed)
+    def __init__(
+        self, settings: tuple[float, int, float], vocab_size: int, device: torch.device, seed: int = 7
+    ) -> None:
+        self.settings, self.seed = settings, seed
+        self.sampler = Sampler.allocate(Sampler.cuts_of(*settings, vocab_size), BATCH, device)
+        self.sampler.set(*settings, seed)
 
     def tokens(self, logits: Tensor, seq_lens: Tensor) -> Tensor:
-        return sample_tokens(self.sampler, logits, best_of(logits), seq_lens)
+        return sample_tokens(self.sampler, logits, largest_of_blocks(logits), seq_lens)
 
     def expected(self, logits: Tensor, seq_lens: Tensor) -> Tensor:
-        return sample(logits, *self.way, self.seed, torch.arange(BATCH, device=logits.device), seq_lens.long())
+        return sample(logits, *self.settings, self.seed, torch.arange(BATCH, device=logits.device), seq_lens.long())
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens(device: torch.device, way: tuple[float, int, float]) -> None:
-    """Several steps of one sampler: each finds the tables of the one before cleared."""
-    torch.manual_seed(WAYS.index(way))
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_token_is_that_of_the_sorting_sampler(device: torch.device, settings: tuple[float, int, float]) -> None:
+    """One sampler makes several steps, each of which must clear its tables for the next."""
+    torch.manual_seed(SETTINGS.index(settings))
     is_cpu = device.type == "cpu"
     for kind, vocab_size in itertools.product(KINDS, (1, 40, 1100) if is_cpu else (1, 40, 1024, 32000, 128256)):
-        sampled = Sampled(way, vocab_size, device)
+        sampler = SamplerSteps(settings, vocab_size, device)
         for position in range(1 if is_cpu else 20):
-            logits = drawn(kind, vocab_size, device)
+            logits = draw_logits(kind, vocab_size, device)
             seq_lens = torch.tensor([position + 1, 2**31 - 1 - position], dtype=torch.int32, device=device)
-            assert torch.equal(sampled.tokens(logits, seq_lens), sampled.expected(logits, seq_lens))
+            assert torch.equal(sampler.tokens(logits, seq_lens), sampler.expected(logits, seq_lens))
 
 
 @pytest.mark.parametrize(
-    ("way", "kept"),
+    ("settings", "kept"),
     [((1.0, 0, 1.0), 2100), ((1.0, 1500, 1.0), 1500), ((1.0, 0, 0.5001), 1051), ((1.0, 1500, 0.5001), 751)],
 )
-def test_of_equal_tokens_each_comes(device: torch.device, way: tuple[float, int, float], kept: int) -> None:
-    """All logits equal, over several blocks; a cut keeps the lowest ids."""
+def test_each_of_equal_tokens_is_sampled(device: torch.device, settings: tuple[float, int, float], kept: int) -> None:
+    """All logits are equal, over several blocks. A cut keeps the lowest ids."""
     logits = torch.zeros(BATCH, 2100, device=device)
-    sampled, found = Sampled(way, 2100, device), set()
+    sampler, found = SamplerSteps(settings, 2100, device), set()
     for position in range(3 if device.type == "cpu" else 3000):
         seq_lens = torch.tensor([position, position + 5000], dtype=torch.int32, device=device)
-        tokens = sampled.tokens(logits, seq_lens)
-        assert torch.equal(tokens, sampled.expected(logits, seq_lens))
+        tokens = sampler.tokens(logits, seq_lens)
+        assert torch.equal(tokens, sampler.expected(logits, seq_lens))
         found |= set(tokens.tolist())
     assert max(found) < kept
     assert len(found) > (3 if device.type == "cpu" else 0.9 * kept)
 
 
-def test_weights_of_a_full_vocabulary_of_equal_tokens_fit(device: torch.device) -> None:
-    """A power of two of them: their sum is the largest that there is."""
+def test_the_sum_of_equal_weights_does_not_overflow(device: torch.device) -> None:
+    """The sum of the weights of 2^n equal tokens is the largest possible."""
     logits = torch.zeros(BATCH, 1024, device=device)
-    sampled = Sampled((1.0, 0, 1.0), 1024, device)
+    sampler = SamplerSteps((1.0, 0, 1.0), 1024, device)
     for position in (3, 4):
         seq_lens = torch.tensor([position, position + 5000], dtype=torch.int32, device=device)
-        assert torch.equal(sampled.tokens(logits, seq_lens), sampled.expected(logits, seq_lens))
+        assert torch.equal(sampler.tokens(logits, seq_lens), sampler.expected(logits, seq_lens))
 
 
 def test_settings_change_without_another_sampler(device: torch.device) -> None:
-    logits = drawn("normal", 500, device)
+    logits = draw_logits("normal", 500, device)
     seq_lens = torch.tensor([3, 4], dtype=torch.int32, device=device)
-    sampled = Sampled((1.0, 9, 0.9), 500, device)
-    for way, seed in (((1e-4, 9, 0.9), 7), ((2.0, 400, 0.99), 2**63 - 1), ((2.0, 3, 0.1), 2**40)):
-        sampled.way, sampled.seed = way, seed
-        sampled.sampler.set(*way, seed)
-        assert torch.equal(sampled.tokens(logits, seq_lens), sampled.expected(logits, seq_lens))
+    sampler = SamplerSteps((1.0, 9, 0.9), 500, device)
+    for settings, seed in (((1e-4, 9, 0.9), 7), ((2.0, 400, 0.99), 2**63 - 1), ((2.0, 3, 0.1), 2**40)):
+        sampler.settings, sampler.seed = settings, seed
+        sampler.sampler.set(*settings, seed)
+        assert torch.equal(sampler.tokens(logits, seq_lens), sampler.expected(logits, seq_lens))
 
 
-def test_what_is_cut() -> None:
+def test_cuts_exist_only_if_the_settings_need_them() -> None:
     def cuts(temperature: float, top_k: int, top_p: float) -> int:
         return len(Sampler.cuts_of(temperature, top_k, top_p, 100))
 
@@ -114,15 +124,15 @@ def test_what_is_cut() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_no_numbers_end_in_some_token(device: torch.device, bad: float) -> None:
-    """The fault word tells of them; the step after them is right again."""
+def test_bad_logits_give_some_token_of_the_vocabulary(device: torch.device, bad: float) -> None:
+    """The fault word reports them. The next step is right again."""
     vocab_size = 1500
-    sampled = Sampled((1.0, 20, 0.9), vocab_size, device)
+    sampler = SamplerSteps((1.0, 20, 0.9), vocab_size, device)
     seq_lens = torch.tensor([3, 4], dtype=torch.int32, device=device)
     for bad_tokens in (slice(None), slice(1100, 1200)):
-        logits = drawn("normal", vocab_size, device)
+        logits = draw_logits("normal", vocab_size, device)
         logits[0, bad_tokens] = bad
-        tokens = sampled.tokens(logits, seq_lens).tolist()
+        tokens = sampler.tokens(logits, seq_lens).tolist()
         assert all(0 <= token < vocab_size for token in tokens)
-        logits = drawn("normal", vocab_size, device)
-        assert torch.equal(sampled.tokens(logits, seq_lens), sampled.expected(logits, seq_lens))
+        logits = draw_logits("normal", vocab_size, device)
+        assert torch.equal(sampler.tokens(logits, seq_lens), sampler.expected(logits, seq_lens))

@@ -1,4 +1,4 @@
-"""How kernels are timed beside each other, checked and written down; what is timed needs a GPU."""
+"""The timing, checks and rows of kernel benches; the kernels themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 
 from alspec.errors import BadNumbersError
-from alspec.kernels.attention.reference import (
+from alspec.kernels.attention.oracles import (
     decode_attention_ref,
     int8_prefill_attention_ref,
     speculative_decode_attention_ref,
@@ -25,7 +25,7 @@ from alspec.launch.bench import bench_common, bench_flashq, bench_prefill
 
 @dataclass
 class Graph:
-    """Stands for a captured graph; a replay takes as many microseconds as its run says."""
+    """A stand-in for a captured graph: a replay takes as many microseconds as its run says."""
 
     us: float
 
@@ -33,12 +33,12 @@ class Graph:
         pass
 
 
-def test_launches_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_are_timed_in_alternation(monkeypatch: pytest.MonkeyPatch) -> None:
     replayed: list[float] = []
 
     def replay_us(graph: Any) -> float:
         replayed.append(graph.us)
-        # What changes with time: every replay takes longer than the one before.
+        # Drift: every replay takes longer than the one before.
         return float(graph.us) + len(replayed) / 1000
 
     monkeypatch.setattr(bench_kernels, "_captured", lambda run, copies: Graph(run(copies)))
@@ -50,8 +50,8 @@ def test_launches_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench_kernels.times_us(runs[1:2], 2)[0]["p50"] == pytest.approx(101, abs=0.1)
 
 
-def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are checked before the first is timed; the first that there is gives the base, or it is given."""
+def test_an_implementation_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are checked before the first is timed. The first that is installed is the base, unless a base is given."""
     done: list[object] = []
     q, k, v = (torch.zeros(2, 1, *shape) for shape in ((4, 16), (2, 7, 16), (2, 7, 16)))
     case = bench_kernels.Case(q, k, v, torch.tensor([7], dtype=torch.int32))
@@ -91,7 +91,7 @@ def drawn_case(seq_lens: list[int], heads: int = 4, kv_heads: int = 2, dim: int 
 
 
 def test_bytes_of_decode_attention() -> None:
-    """K and V of all tokens; over a quantised cache records and their scales, then the tail and its own."""
+    """K and V of all tokens; over a quantised cache the records with their scales, then the tail with its scales."""
     assert drawn_case([3, 7]).num_bytes == (3 + 7) * 2 * 16 * 2 * 4
     layer: Any = SimpleNamespace(bits=torch.tensor([[4, 2], [4, 4], [2, 4]]), head_dim=64)
     case = bench_flashq.FlashQCase(torch.zeros(1), [layer], torch.tensor([64, 65, 1]))
@@ -100,7 +100,7 @@ def test_bytes_of_decode_attention() -> None:
     assert case.num_bytes == tails + 2 * full[4]
 
 
-def test_rivals_see_the_tokens_of_each_request() -> None:
+def test_other_implementations_see_the_tokens_of_each_request() -> None:
     case = drawn_case([3, 7])
     expected, _ = decode_attention_ref(*case.last(), 16**-0.5)
     torch.testing.assert_close(bench_kernels.sdpa(case)(1)[0].double(), expected, rtol=1e-5, atol=1e-5)
@@ -108,7 +108,7 @@ def test_rivals_see_the_tokens_of_each_request() -> None:
 
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2])
 def test_full_and_spec_output_and_sums_are_each_checked(wrong: int | None) -> None:
-    """A~ of 500 tokens differs from A; sums come in parts."""
+    """Over 500 tokens `A~` differs from A; sums come in parts."""
     case = drawn_case([500])
     spec_out, out, sums = speculative_decode_attention_ref(*case.last(), 128, 16**-0.5)
     found = [out, spec_out, torch.stack([sums / 4, sums * 3 / 4], dim=1)]
@@ -122,7 +122,7 @@ def test_full_and_spec_output_and_sums_are_each_checked(wrong: int | None) -> No
 
 
 def test_parts_of_a_spec_output_are_combined_by_their_lse() -> None:
-    """To base 2: of 3 and 1, the first has four times the weight; a part without tokens has none."""
+    """The base is 2: lse 3 has four times the weight of lse 1, and a part without tokens has none."""
     words = torch.zeros(3, 1, 1, 2, 2, dtype=torch.int32)  # value, epoch
     words[..., 1] = 5
     words[..., 0] = torch.tensor([[10.0, 20.0], [0.0, -5.0], [7.0, 7.0]]).view(torch.int32)[:, None, None]
@@ -158,7 +158,7 @@ def drawn_prefill(num_queries: int, num_tokens: int) -> bench_prefill.PrefillCas
 
 
 def test_prefill_behind_a_prefix_is_checked_row_by_row() -> None:
-    """Each query sees the prefix and those before it; the first, some middle and the last rows are looked at."""
+    """Each query sees the prefix and the tokens before it; the first, some middle and the last rows are checked."""
     case = drawn_prefill(192, 320)
     out, _ = int8_prefill_attention_ref(case.q, case.k8, case.v8, case.k_scale, case.v_scale, 128**-0.5)
     bench_prefill.check_prefill(case, lambda _: out)
@@ -170,7 +170,7 @@ def test_prefill_behind_a_prefix_is_checked_row_by_row() -> None:
 
 
 def test_operations_and_bytes_of_prefill() -> None:
-    """The last 4 of 64 tokens see 61 to 64, in 32 heads of 128; two products, of which each takes two operations."""
+    """The last 4 of 64 tokens see 61 to 64, in 32 heads of 128. There are two products, of two operations each."""
     case = drawn_prefill(4, 64)
     assert case.flops == 2 * 2 * (61 + 62 + 63 + 64) * 32 * 128
     assert case.num_bytes(f"{bench_prefill.OURS}.sas") == case.num_bytes(bench_prefill.OURS)

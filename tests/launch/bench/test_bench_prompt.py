@@ -1,10 +1,9 @@
-"""`launch/bench_kernels.py --bench prompt`: operations counted, rows, table, and what is refused; on the CPU."""
+"""`launch/bench_kernels.py --bench prompt`: counted operations, rows, the table and refusals; on the CPU."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from paths import ROOT
+from results_folder import copy_results, make_tables
 from rich.console import Console
+from tiers import fast
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from alspec.config import BenchConfig, EngineConfig, SpeculationConfig
 from alspec.errors import AlspecError, UserError
-from alspec.kernels.attention import torch_ref
+from alspec.kernels.attention import torch_attention
 from alspec.launch import bench_kernels
 from alspec.launch.bench import bench_prompt
 from alspec.launch.bench.bench_prompt import matrix_peak, measure_prompts, prompt_engines, prompt_flops, prompt_table
@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every shape is `TINY`, products are small, and of each length few prompts are timed."""
+    """Every shape is `TINY`, products are small, and few prompts of each length are timed."""
     monkeypatch.setattr(LlamaConfig, "from_shape", lambda name: TINY)
     monkeypatch.setattr(bench_prompt, "MATRIX_SIZE", 64)
     monkeypatch.setattr(bench_prompt, "MAX_PROMPTS", 3)
@@ -75,9 +75,9 @@ def measured(contexts: list[int], kv_cache: str = "bf16") -> list[Row]:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 37])
-def test_operations_are_those_that_pytorch_counts(num_tokens: int, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token by token, each of which sees all before it: PyTorch counts what a mask hides as well."""
-    monkeypatch.setattr(torch_ref, "newest_causal_mask", lambda num_queries, num_tokens: None)
+def test_operations_equal_the_count_of_pytorch(num_tokens: int, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token: PyTorch also counts what a mask hides."""
+    monkeypatch.setattr(torch_attention, "newest_causal_mask", lambda num_queries, num_tokens: None)
     config = TINY.model_copy(update={"tie_word_embeddings": tied})
     transport = Transport(Placement(), CPU, "gloo", None)
     model = Llama(config, random_weights(config, Shard(), torch.float32, CPU), transport)
@@ -89,7 +89,7 @@ def test_operations_are_those_that_pytorch_counts(num_tokens: int, tied: bool, m
 
 
 def test_operations_of_llama_8b() -> None:
-    """8.03e9 parameters less the embedding and 65 norms; the LM head's are used once, the others by each token."""
+    """8.03e9 parameters without the embedding and 65 norms. The LM head is used once, the others by each token."""
     config = TINY.model_copy(update={**WIDE, "num_layers": 32, "vocab_size": 128256})
     head = 128256 * 4096
     layers = 8_030_261_248 - 2 * head - 65 * 4096
@@ -107,7 +107,7 @@ def test_matrix_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])
 def test_rows(kv_cache: str) -> None:
-    """A row for each length once, in their order, with what follows from its own numbers."""
+    """One row for each length, in order, with figures that follow from its own numbers."""
     rows = measured([300, 70, 300], kv_cache)
     assert [row["case"]["context"] for row in rows] == [70, 300]
     for row in rows:
@@ -123,8 +123,8 @@ def test_rows(kv_cache: str) -> None:
         json.dumps(row)
 
 
-def test_prompts_end_when_they_have_taken_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is timed however long it takes; the one before it, of two chunks at most, is not counted."""
+def test_a_length_is_timed_until_enough_time_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt is always timed. The warm-up before it, of two prompt chunks at most, is not counted."""
     lengths: list[int] = []
 
     def takes(engine: object, ids: list[int]) -> float:
@@ -146,12 +146,12 @@ def test_prompts_end_when_they_have_taken_long_enough(monkeypatch: pytest.Monkey
 
 
 def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that does not see the ones before it."""
+    """A prompt chunk that does not see the chunks before it."""
 
     def own_chunk(
         self: KVCache, layer: int, request: int, start: int, q: Tensor, k: Tensor, v: Tensor, sm_scale: float, stop: int
     ) -> Tensor:
-        return torch_ref.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), sm_scale)
+        return torch_attention.prefill_attention(q, k.transpose(0, 1), v.transpose(0, 1), sm_scale)
 
     monkeypatch.setattr(KVCache, "prefill_attention", own_chunk)
     with pytest.raises(AlspecError, match="wrong logits of a prompt over bf16: relative error"):
@@ -193,7 +193,7 @@ def test_table() -> None:
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows with where they are from, for each cache, and the table; on the CPU, passed off as a GPU."""
+    """Rows with their provenance for each cache, and the table; the CPU poses as a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -214,12 +214,12 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("bench", ["allreduce", "prefill"])
-def test_contexts_that_would_change_nothing(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contexts_without_effect_are_refused(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_kernels.main(["--bench", bench, "--contexts", "1k"]) == 2
     assert f"flags: --contexts: --bench {bench} has cases of its own" in capsys.readouterr().err
 
 
-def test_lengths_are_those_of_the_bench_or_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_come_from_the_flag_or_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -234,8 +234,8 @@ def test_lengths_are_those_of_the_bench_or_of_the_flag(monkeypatch: pytest.Monke
     assert BenchConfig().contexts is None
 
 
-def test_engines_of_a_job() -> None:
-    """Two groups where the ranks make two, over both caches."""
+def test_a_job_measures_one_group_and_a_pair() -> None:
+    """A pair needs two ranks or more; each runs over both caches."""
     for world_size, modes in ((1, ["off"]), (2, ["off", "paired"]), (3, ["off"]), (4, ["off", "paired"])):
         engines = [(engine.speculation.mode, engine.kv_cache) for engine in prompt_engines(world_size)]
         assert engines == [(mode, codec) for mode in modes for codec in ("bf16", "turbo4")]
@@ -250,8 +250,9 @@ def test_torchrun_is_for_two_benches(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_ranks_measure_together(checkpoint: Path, tmp_path: Path) -> None:
-    """Two processes find the same rows, of the one that took longer, for each; one engine follows another."""
+    """Two processes find the same rows, those of the slower one; one engine follows another."""
     program = tmp_path / "program.py"
     program.write_text(
         f"""
@@ -285,17 +286,11 @@ open({str(tmp_path)!r} + "/rank" + os.environ["RANK"], "w").write(json.dumps(row
 
 
 def test_table_of_the_results(tmp_path: Path) -> None:
-    """Left out without rows; of repeated ones the last, lengths in their order."""
-    results = tmp_path / "docs" / "results"
-    shutil.copytree(ROOT / "docs" / "results", results)
-    shutil.copy(ROOT / "README.md", tmp_path)
+    """Without rows there is no table. The last of repeated rows counts; lengths are in order."""
+    project = copy_results(tmp_path)
+    results = project / "docs" / "results"
     (results / "prompt.jsonl").unlink(missing_ok=True)
-
-    def lines() -> list[str]:
-        subprocess.run([sys.executable, results / "tables.py"], check=True)
-        return (results / "README.md").read_text().splitlines()
-
-    assert "## Whole prompts" not in lines()
+    assert "## Whole prompts" not in make_tables(project)
     rows = [
         {
             "bench": "prompt",
@@ -315,7 +310,7 @@ def test_table_of_the_results(tmp_path: Path) -> None:
         for context, p50 in ((32768, 2e6), (8192, 9e9), (8192, 25e4))
     ]
     (results / "prompt.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = lines()
+    found = make_tables(project)
     begin = found.index("## Whole prompts")
     end = "| 9 | {} | 400 | 780 | 51% | 1.50 | 2.00 |"
     assert [line for line in found[begin:] if line.startswith("| llama-3.1-8b")][:2] == [
@@ -327,13 +322,13 @@ def test_table_of_the_results(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])
+@pytest.mark.parametrize("kv_cache", fast(["bf16", "turbo4"], keep=["turbo4"]))
 def test_prompts_on_a_gpu(kv_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two chunks, through two layers as wide as the 8B shape's."""
+    """Two prompt chunks, through two layers as wide as the 8B shape's."""
     config = TINY.model_copy(update={**WIDE, "num_layers": 2, "dtype": "bf16", "max_position_embeddings": 16384})
     monkeypatch.setattr(LlamaConfig, "from_shape", lambda name: config)
     monkeypatch.setattr(bench_prompt, "MATRIX_SIZE", 8192)
-    others = torch.cuda.memory_allocated()  # of other tests
+    others = torch.cuda.memory_allocated()  # by other tests
     rows: list[Row] = []
     measure_prompts(engine_config(kv_cache, transport="auto"), [9000], rows.append)
     (row,) = rows

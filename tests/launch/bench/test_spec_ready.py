@@ -1,4 +1,4 @@
-"""Clocks of two GPUs, compared; the rest of the measurement needs GPUs."""
+"""Clocks of two GPUs are compared; the rest of the measurement needs GPUs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from alspec.launch.bench import spec_ready
 
 
 def clocks(asked: list[list[int]], answered: list[list[int]]) -> spec_ready._Clocks:
-    """As after an exchange with these times."""
+    """The clocks after an exchange with these times."""
     compared = object.__new__(spec_ready._Clocks)
     compared.times = [torch.tensor(times, dtype=torch.int64) for times in (asked, answered)]
     return compared
 
 
 @pytest.mark.parametrize("ahead", [12269, -7, 0, 3 * 10**12])
-def test_the_quickest_round_says_how_far_ahead_a_clock_is(ahead: int) -> None:
-    """To the nanosecond, of times since 1970, where floats are 256 apart."""
+def test_the_quickest_round_gives_the_offset_of_a_clock(ahead: int) -> None:
+    """To the nanosecond, for times since 1970, where floats are 256 apart."""
     now = 1_764_126_000_123_456_789
     slow = [now, now + 9000], [0, now + 8000 + ahead]
     quick = [now + 9001, now + 9001 + 2414], [0, now + 9001 + 1207 + ahead]

@@ -19,7 +19,7 @@ def row(context: int, mode: str, hit_rate: float | None, forced: bool = False) -
 
 
 def legend(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
-    """Its entries, from an SVG whose texts are comments."""
+    """The legend's entries, from an SVG whose texts are comments."""
     draw(folder / "plot.svg", rows, "a title")
     found: list[str] = re.findall(r"<!-- (.* p20 to p80\))", (folder / "plot.svg").read_text(encoding="utf-8"))
     return found

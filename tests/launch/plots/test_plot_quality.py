@@ -1,4 +1,4 @@
-"""Pictures of `evaluate.py --plot`: what lies where in them."""
+"""Pictures of `evaluate.py --plot`: the place of each value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def row(measure: str, context: int, depth: float | None, value: float) -> dict[s
 
 
 def test_maps_have_context_across_and_depth_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside them hit rates on the longest text, wherever its row is."""
+    """Beside the maps are hit rates on the longest text, wherever its row is."""
     figures: list[Any] = []
     monkeypatch.setattr(pyplot, "close", figures.append)
     recalled = {(1024, 0.0): 0.1, (1024, 0.5): 0.2, (1024, 1.0): 0.3, (2048, 0.0): 0.4, (2048, 0.5): 0.5}

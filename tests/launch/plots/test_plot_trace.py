@@ -1,4 +1,4 @@
-"""What plot_trace.py makes of the bars of a trace, and traces that end early."""
+"""How plot_trace.py draws the bars of a trace, and traces that end early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bar(op: str, rank: int, begin: float, end: float, step: int = 1, kernel: str
 
 
 def test_overlap_is_that_of_the_first_post_attention() -> None:
-    """Work on A~ began before the full attention had ended; the recompute of its sender did not."""
+    """Work on `A~` began before the full attention ended; the recompute of its sender did not."""
     bars = [bar("full_attention", 0, 0, 10), bar("post_attention", 1, 4, 8), bar("post_attention", 0, 12, 15)]
     assert plot_trace.overlap(bars).endswith("in 1 of 1 layers")
     # Clocks of other hosts may begin later.
@@ -42,7 +42,7 @@ def test_kernels_that_overlap_are_one_bar_up_to_the_last_end() -> None:
 
 
 def test_the_predictor_lies_within_the_attention_of_each_sender() -> None:
-    """In a group of two, one rank attends after A~ has arrived, the other one before."""
+    """In a group of two, one rank attends after `A~` has arrived, the other one before."""
     bars = [
         bar("full_attention", 0, 5, 10),
         bar("full_attention", 1, 0, 2),
@@ -74,7 +74,7 @@ def test_the_arrow_of_a_spec_output_joins_neighbouring_lanes(
 
 
 @pytest.mark.parametrize("fault", ["cut off", "damaged"])
-def test_a_compressed_trace_that_is_broken_is_one_line(fault: str, tmp_path: Path) -> None:
+def test_a_broken_compressed_trace_is_one_error_line(fault: str, tmp_path: Path) -> None:
     data = gzip.compress(json.dumps({"traceEvents": [{"ph": "M"}] * 50}).encode())
     path = tmp_path / "trace.json.gz"
     path.write_bytes(data[:-12] if fault == "cut off" else data[:10] + b"\xff" * 8 + data[18:])

@@ -1,4 +1,4 @@
-"""What a person sees of a batch and at the end of a run, line by line."""
+"""The lines that a user sees for a batch and at the end of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from alspec.runtime.engine.generation import Token
 
 
 def test_requests_that_end_together_are_printed_together(capsys: pytest.CaptureFixture[str]) -> None:
-    """In order, once those before them have ended; as they are, not in ASCII."""
+    """In order, once those before them have ended; characters are not escaped to ASCII."""
     printer = Printer(3, is_batch=True, color=False)
     for request, text in ((2, "b"), (1, "ä")):
         printer.show(Token(request, 1, text, None, "eos"))

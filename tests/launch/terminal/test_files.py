@@ -1,4 +1,4 @@
-"""Files to write that are none of their own: pipes, devices, standard output, and one file for two flags."""
+"""Output to pipes, devices and standard output, and one file for two flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_descriptors = pytest.mark.skipif(not DESCRIPTORS.exists(), reason="needs /
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, Path]]:
-    """A descriptor to read from, and the path that writes there, as the shell's `>(...)` is."""
+    """A descriptor to read from, and the path that writes there, like the shell's `>(...)`."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     yield read, DESCRIPTORS / str(write)
@@ -36,7 +36,7 @@ def pipe() -> Iterator[tuple[int, Path]]:
 
 
 @needs_descriptors
-def test_a_pipe_is_written_as_it_is(pipe: tuple[int, Path]) -> None:
+def test_a_pipe_is_written_directly(pipe: tuple[int, Path]) -> None:
     read, path = pipe
     check_writable("flags: --json", path)
     write_text(path, "text\n")
@@ -45,7 +45,7 @@ def test_a_pipe_is_written_as_it_is(pipe: tuple[int, Path]) -> None:
 
 
 @needs_descriptors
-def test_an_open_file_is_written_behind_what_is_there(tmp_path: Path) -> None:
+def test_an_open_file_is_appended_to(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as file:
         file.write("header\n")
         file.flush()
@@ -54,7 +54,7 @@ def test_an_open_file_is_written_behind_what_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
-def test_an_open_file_is_none_to_replace_by_whatever_name(tmp_path: Path) -> None:
+def test_an_open_file_is_not_replaced_under_any_name(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as file:
         for folder in ("/dev/fd", "/proc/self/fd"):
             assert is_special(Path(folder) / str(file.fileno())), folder
@@ -63,7 +63,7 @@ def test_an_open_file_is_none_to_replace_by_whatever_name(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_standard_stream_stays_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under whatever path its file is named; what is printed before and afterwards is kept."""
+    """Its file may have any path; what is printed before and after is kept."""
     path = tmp_path / "out"
     with path.open("w") as stream, monkeypatch.context() as patch:
         patch.setattr(f"sys.{name}", stream)
@@ -76,13 +76,13 @@ def test_a_standard_stream_stays_in_order(name: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["a file", "a pipe"])
-def test_json_behind_the_text_on_standard_output(where: str, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["a pipe", pytest.param("a file", marks=pytest.mark.full)])
+def test_json_follows_the_text_on_standard_output(target: str, checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--model", checkpoint, "--transport", "gloo", "--prompt", "abc", "--max-new-tokens", "3", "--ignore-eos"]
     command = [sys.executable, ROOT / "launch" / "generate.py", *flags, "--json", "/dev/stdout"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (tmp_path / "out").open("w+b") as file:
-        stdout = file if where == "a file" else subprocess.PIPE
+        stdout = file if target == "a file" else subprocess.PIPE
         done = subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.STDOUT, timeout=120)
         out = done.stdout or (tmp_path / "out").read_bytes()
     assert done.returncode == 0, out
@@ -128,7 +128,7 @@ def test_a_named_pipe_keeps_its_reader(tmp_path: Path, monkeypatch: pytest.Monke
     ready = select.poll()
     ready.register(read, select.POLLIN)
     check_writable("flags: --json", path)
-    assert not ready.poll(0), "a writer has come and gone"
+    assert not ready.poll(0), "checking must not open the pipe"
     write_text(path, "text")
     append_rows(path, [{"a": 1}])
     assert os.read(read, 100) == b'text{"a": 1}\n'
@@ -141,7 +141,7 @@ def test_a_named_pipe_keeps_its_reader(tmp_path: Path, monkeypatch: pytest.Monke
         check_writable("flags: --json", path)
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"flags: --json: cannot write {tmp_path}: Is a directory"):
         check_writable("flags: --json", tmp_path)
 

@@ -1,4 +1,4 @@
-"""One test for each mistake on the command line: one line, exit 2 (or 3), and what to do."""
+"""Each mistake on the command line gives one line, exit 2 (or 3) and advice."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_unknown_flag(flag: str, nearest: str, refused: Refused) -> None:
     assert message == f"flags: unknown flag {flag}; the nearest valid name is {nearest}"
 
 
-def test_unknown_flag_that_is_near_none(refused: Refused) -> None:
+def test_unknown_flag_without_a_near_name(refused: Refused) -> None:
     assert refused("--quantize=4") == "flags: unknown flag --quantize=4; see --help"
 
 
@@ -78,7 +78,7 @@ def test_flag_without_its_value(refused: Refused) -> None:
     assert "expected one argument" in message
 
 
-# For every flag with a value: a wrong one, and what the line must say besides flag and value.
+# A wrong value for every flag with a value, and what the line must say besides flag and value.
 BAD_VALUES = [
     ("--random-weights", "llama-9", "llama-3.1-8b"),
     ("--speculation", "pared", "expected auto, off, paired or simulated, found"),
@@ -231,7 +231,7 @@ def test_bad_jsonl_line(line: str, refused: Refused, checkpoint: Path, tmp_path:
     ],
     ids=["surrogate", "digits"],
 )
-def test_value_that_is_no_prompt(line: str, fault: str, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+def test_value_that_is_not_a_prompt(line: str, fault: str, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(f"\n{line}\n")
     message = refused("--model", checkpoint, "--prompt-file", path)
@@ -362,7 +362,7 @@ def test_paired_with_an_odd_number_of_ranks(
     assert "--nproc-per-node 2" in message
 
 
-def test_world_size_that_the_model_does_not_divide_by(
+def test_world_size_that_does_not_divide_the_model(
     refused: Refused, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -372,8 +372,8 @@ def test_world_size_that_the_model_does_not_divide_by(
 
 
 @pytest.fixture
-def patient_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
-    """One with positions for every context."""
+def long_position_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
+    """A checkpoint with positions for every context."""
     folder = make_checkpoint()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**15}))
@@ -382,12 +382,12 @@ def patient_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.mark.parametrize("context", [10**6, 10**15], ids=str)
 def test_context_that_does_not_fit(
-    context: int, refused: Refused, patient_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    context: int, refused: Refused, long_position_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit 3, with a largest context that really fits: one tile more does not."""
-    # Much more than the tiny model and its buffers take, much less than the cache asked for.
+    """Exit 3, with the largest context that fits: one tile more does not."""
+    # Much more than the tiny model and its buffers, much less than the requested cache.
     monkeypatch.setattr("alspec.runtime.engine.engine.available_bytes", lambda *_: 64 * 2**20)
-    flags = ("--model", patient_checkpoint, "--prompt", "a", "--max-new-tokens", "2", "--transport", "gloo")
+    flags = ("--model", long_position_checkpoint, "--prompt", "a", "--max-new-tokens", "2", "--transport", "gloo")
     flags += ("--max-context",)
     message = refused(*flags, context, exit_code=3)
     assert message.startswith("does not fit: a rank needs ")
@@ -405,8 +405,8 @@ def test_context_beyond_the_models_positions(refused: Refused, checkpoint: Path)
     assert refused("--model", checkpoint, "--plan", "--max-context", 10**6) == message
 
 
-def test_enormous_context_on_this_machine(refused: Refused, patient_checkpoint: Path) -> None:
-    message = refused("--model", patient_checkpoint, "--prompt", "a", "--max-context", 10**15, exit_code=3)
+def test_enormous_context_on_this_machine(refused: Refused, long_position_checkpoint: Path) -> None:
+    message = refused("--model", long_position_checkpoint, "--prompt", "a", "--max-context", 10**15, exit_code=3)
     assert "the largest context that fits is " in message
 
 
@@ -458,7 +458,7 @@ def test_flipped_bit(refused: Refused, run: Run, make_checkpoint: Callable[..., 
 
 @pytest.mark.parametrize("flag", ["--json", "--trace"])
 def test_output_that_cannot_be_written(flag: str, refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
-    """Found before the generation that it would lose."""
+    """The mistake is found before a generation that would be lost."""
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "none" / "out.json")
@@ -505,7 +505,7 @@ def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
     assert err.splitlines()[-1].startswith(f"alspec: exit 2: {tmp_path / 'none'}: expected a model folder")
 
 
-def test_every_flag_with_a_value_has_a_bad_one_here() -> None:
+def test_every_flag_with_a_value_has_a_bad_value_here() -> None:
     """A flag that is added to the schema needs its test."""
     covered = {flag.removeprefix("--").replace("-", "_") for flag, _, _ in BAD_VALUES}
     free_text_or_switch = {"model", "prompt", "prompt_file", "system", "stop", "json_file", "trace"} | {
@@ -527,7 +527,7 @@ def test_a_plan_writes_no_file(flag: str, refused: Refused, tmp_path: Path) -> N
 
 
 def test_a_file_may_need_a_flag(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
-    """`system` alone is refused, and so is it from a file; with --chat the next mistake is reported."""
+    """`system` alone is refused, also from a file; with --chat the next mistake is reported."""
     path = tmp_path / "config.yaml"
     path.write_text("system: be brief\n")
     assert "system needs chat" in refused("--config", path, "--model", checkpoint, "--prompt", "a")
@@ -536,7 +536,7 @@ def test_a_file_may_need_a_flag(refused: Refused, checkpoint: Path, tmp_path: Pa
     )
 
 
-def test_a_mistake_of_a_file_is_not_that_of_flags(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_names_the_file(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("prompt: a\nstop: [end, '']\n")
     assert refused("--config", path) == f"config: {path}: stop: expected a text, found ''"
@@ -559,8 +559,8 @@ def test_world_without_torchrun(refused: Refused, checkpoint: Path, monkeypatch:
     assert "use torchrun" in refused("--model", checkpoint, "--prompt", "a", "--transport", "gloo")
 
 
-def test_ranks_that_look_whether_a_file_can_be_written_leave_none_behind(tmp_path: Path) -> None:
-    """All at once: one that made the file and took it away again would do so between another's looking and opening."""
+def test_ranks_that_check_whether_a_file_is_writable_leave_none_behind(tmp_path: Path) -> None:
+    """All ranks check at once: creating and removing the file would race with another rank's check."""
     path = tmp_path / "rows.jsonl"
     with ThreadPoolExecutor(8) as threads:
         for _ in threads.map(lambda _: check_writable("flags: --rows", path), range(400)):

@@ -1,4 +1,4 @@
-"""What all commands have in common: flags, files, the configuration shown, and errors."""
+"""What all commands share: flags, files, the printed configuration and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_printed_configuration_is_complete_and_read_back(
 
 
 @every_command
-def test_unknown_names_are_refused_with_the_nearest(
+def test_unknown_names_are_refused_with_the_nearest_name(
     command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
@@ -71,8 +71,8 @@ def run_with(argv: list[str], found: list[argparse.Namespace]) -> int:
     return outcome.code
 
 
-def test_errors_of_the_run_end_with_their_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A traceback is shown where a flag or the file asks for it."""
+def test_errors_of_a_run_end_with_their_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback is shown if a flag or the file asks for it."""
     (tmp_path / "config.yaml").write_text("debug: true\n")
     line = "alspec: exit 3: too much\n"
     assert run_with([], []) == 3
@@ -83,7 +83,7 @@ def test_errors_of_the_run_end_with_their_code(tmp_path: Path, capsys: pytest.Ca
         assert (out, err.startswith("Traceback"), err.endswith(line)) == ("", True, True)
 
 
-def test_command_is_how_all_ranks_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_is_the_one_that_started_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[argparse.Namespace] = []
     run_with([], found)
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "3", "LOCAL_RANK": "1"}.items():
@@ -137,7 +137,7 @@ def test_every_bench_can_be_named() -> None:
     assert set(names) == set(bench_kernels.BENCHES)
 
 
-def test_the_case_of_a_pictures_name_does_not_matter(tmp_path: Path) -> None:
+def test_the_extension_of_a_picture_may_be_in_capitals(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("plot.PNG", "plot.Svg", "plot.pdf"):
         check_picture("flags: --plot", tmp_path / name)

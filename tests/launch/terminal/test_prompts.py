@@ -1,4 +1,4 @@
-"""Where the prompts of generate.py come from: flags, files, standard input, and batches of them."""
+"""Prompts of generate.py: from flags, files, standard input, and in batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from generated import LONG_PROMPT, PROMPT, SMALL
+from tiers import fast
 
 from alspec import Engine
 from alspec.models.tokenizer.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ def test_every_source_of_the_same_prompt(
     generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = generate_text("--prompt", PROMPT, *SMALL)
-    # Editors and `echo` end the last line; more than that was meant.
+    # Editors and `echo` end the last line: one line end is not part of the prompt.
     for end in ("", "\n", "\r\n"):
         (tmp_path / "prompt.txt").write_bytes((PROMPT + end).encode())
         assert generate_text("--prompt-file", tmp_path / "prompt.txt", *SMALL) == expected
@@ -33,8 +34,8 @@ def test_every_source_of_the_same_prompt(
     assert generate_text("--prompt-ids", ",".join(map(str, ids)), *SMALL) == expected
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
-def test_lines_end_alike_wherever_they_come_from(
+@pytest.mark.parametrize("end", fast(["\n", "\r\n", "\r"], keep=["\r\n"]), ids=["LF", "CRLF", "CR"])
+def test_line_ends_are_the_same_from_every_source(
     generate_json: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     def prompt_ids(*flags: object) -> list[int]:
@@ -53,7 +54,7 @@ def test_no_more_is_encoded_than_the_model_takes(
     """A text of many megabytes is refused before it is cut into tokens."""
     with mock.patch.object(Tokenizer, name, autospec=True, side_effect=getattr(Tokenizer, name)) as encode:
         generate_json("--prompt", "hi", *flags, "--max-new-tokens", 1)
-    assert encode.call_args_list[0].kwargs == {"most_tokens": 1024}
+    assert encode.call_args_list[0].kwargs == {"max_total_tokens": 1024}
 
 
 def test_prompt_flag_leaves_stdin_unread(generate_text: GenerateText, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_chat_and_system(generate_json: Callable[..., Any], checkpoint: Path) ->
     assert prompt_text("--prompt", "hi", "--chat", "--system", "be brief") == expected
 
 
-def test_batch_is_each_request_alone(
+def test_a_batch_equals_each_request_alone(
     generate_text: GenerateText, generate_json: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Ragged prompts, short and longer than 2 S + 64; one ends early at a stop text."""
@@ -122,10 +123,10 @@ def test_a_batch_may_hold_every_line_end(run: Run, checkpoint: Path, tmp_path: P
     code, out, err = run("--model", checkpoint, "--transport", "gloo", "--prompt-file", path, *SMALL)
     assert code == 0, err
     assert len(out.split("\n")) == 2
-    assert json.loads(out)["request"] == 0, "a batch, whatever the case of its name"
+    assert json.loads(out)["request"] == 0, "a batch, also with its name in capitals"
 
 
-def test_a_byte_order_mark_is_no_text(
+def test_a_byte_order_mark_is_not_text(
     generate_json: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = generate_json("--prompt", "abc", *SMALL)["requests"]
@@ -142,6 +143,6 @@ def test_batch_hit_map(generate_json: Callable[..., Any], tmp_path: Path) -> Non
     path.write_text(f'{{"prompt": "short"}}\n{json.dumps({"prompt": LONG_PROMPT})}\n', encoding="utf-8")
     found = generate_json("--prompt-file", path, *SMALL, "--speculation", "simulated", "--threshold", "1e-6")
     assert [[len(layer) for layer in step] for step in found["hit_map"]] == [[2, 2, 2]] * 11
-    # The short request's sink and window meet: it always hits; at this threshold the long one never does.
+    # Sink and window of the short request meet, so it always hits; at this threshold the long one never hits.
     assert all(layer == [1, 0] for step in found["hit_map"] for layer in step)
-    assert found["summary"]["hit_rate"] == 0.0, "no A~ of the short one leaves a token out"
+    assert found["summary"]["hit_rate"] == 0.0, "`A~` of the short request leaves no token out"

@@ -1,4 +1,4 @@
-"""The static cache: what append and prefill write, and nothing else."""
+"""The static cache: `append` and `write_prefill` write their tokens and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ L, B, HKV, N, D = 3, 2, 4, 50, 8
 
 @pytest.fixture
 def cache() -> KVCache:
-    """A cache full of NaN, so that an untouched place shows."""
+    """A cache full of NaN, which show what was not written."""
     cache = KVCache(L, B, HKV, N, D, torch.float32, torch.device("cpu"))
     cache.k.fill_(torch.nan)
     cache.v.fill_(torch.nan)
@@ -21,13 +21,13 @@ def cache() -> KVCache:
 
 
 def written(tensor: Tensor) -> set[tuple[int, int, int]]:
-    """(layer, request, position) of everything that is not NaN; a token is written in all heads or in none."""
+    """(layer, request, position) of what is not NaN. A token is written in all heads or in none."""
     is_written = ~tensor.isnan()
     assert torch.equal(is_written.any((2, 4)), is_written.all((2, 4)))
     return {(layer, request, position) for layer, request, position in is_written.all((2, 4)).nonzero().tolist()}
 
 
-def test_sizes(cache: KVCache) -> None:
+def test_sizes_and_bytes(cache: KVCache) -> None:
     sizes = (cache.num_layers, cache.batch_size, cache.num_kv_heads, cache.max_context, cache.head_dim)
     assert sizes == (L, B, HKV, N, D)
     assert cache.num_bytes == cache.k.nbytes + cache.v.nbytes
@@ -43,7 +43,7 @@ def test_new_cache_is_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_append(cache: KVCache, dtype: torch.dtype) -> None:
+def test_append_writes_the_newest_token_of_each_request(cache: KVCache, dtype: torch.dtype) -> None:
     k, v = torch.randn(2, B, HKV, D)
     cache.append(1, k, v, torch.tensor([8, 50], dtype=dtype))
     assert written(cache.k) == written(cache.v) == {(1, 0, 7), (1, 1, 49)}
@@ -52,7 +52,7 @@ def test_append(cache: KVCache, dtype: torch.dtype) -> None:
         assert torch.equal(cache.v[1, request, :, position], v[request])
 
 
-def test_append_again_overwrites(cache: KVCache) -> None:
+def test_a_second_append_overwrites(cache: KVCache) -> None:
     k, v = torch.randn(2, B, HKV, D)
     seq_lens = torch.tensor([4, 4])
     cache.append(0, v, k, seq_lens)
@@ -61,7 +61,7 @@ def test_append_again_overwrites(cache: KVCache) -> None:
     assert torch.equal(cache.v[0, :, :, 3], v)
 
 
-def test_write_prefill_in_chunks(cache: KVCache) -> None:
+def test_a_prompt_is_written_in_chunks(cache: KVCache) -> None:
     k, v = torch.randn(2, 12, HKV, D)
     for start, stop in ((0, 5), (5, 6), (6, 12)):
         keys, values = cache.write_prefill(2, 1, start, k[start:stop], v[start:stop])

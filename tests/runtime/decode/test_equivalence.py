@@ -1,13 +1,15 @@
-"""Greedy decoding on 1, 2 and 4 processes: `off` alike everywhere, and `paired` as `simulated` as the fp64 oracle."""
+"""Greedy decoding on 1, 2 and 4 processes gives the fp64 oracle's tokens: `off`, and `paired` and `simulated` alike."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tiers import fast
 
 from alspec.priority import INITIAL_PRIORITY
 from alspec.simulation import replay_priorities
@@ -15,14 +17,21 @@ from alspec.simulation import replay_priorities
 pytestmark = pytest.mark.slow
 
 THRESHOLDS = [0.0, 0.05, 0.1, 0.25, math.inf]
-# Around S, 2 S, and 2 S + 64, from where on sink and window leave tokens out. Decoding from 127, 255, 319 and 700
-# passes the edge of a 64-token tile.
+# Around S, 2 S, and 2 S + 64, from where on the predictor leaves tokens out. Decoding from 127, 255, 319 and 700 goes
+# beyond the end of a 64-token tile.
 LENGTHS = [5, 127, 129, 255, 256, 257, 319, 320, 321, 500, 700]
 FEWER_LENGTHS = [127, 257, 319, 700]
+LONG_LENGTHS = [320, 321, 500, 700]
 EVERY_LENGTH = {(1, "off"), (1, "simulated"), (2, "off"), (2, "paired")}
+# The fast tier's cases. At lambda = 0.1 each step from 319 tokens on has both verdicts; from 700 on speculation changes
+# tokens.
+FAST_THRESHOLD = 0.1
+FAST_LENGTHS = [127, 700]
+FAST_CASES = [(127, FAST_THRESHOLD), (319, FAST_THRESHOLD), (700, 0.0), (700, math.inf)]
 NEW_TOKENS = 6
 BATCH_LENGTHS, BATCH_LIMITS = [500, 130, 380], [6, 3, 9]
 MODES = {1: ["off", "simulated"], 2: ["off", "simulated", "paired"], 4: ["off", "paired"]}
+FAST_MODES = {1: ["off", "simulated"], 2: ["off", "paired"], 4: ["paired"]}
 
 Results = dict[int, list[dict[str, Any]]]
 
@@ -38,11 +47,11 @@ def single(make_prompt: Any, length: int, threshold: float) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def batches(make_prompt: Any, oracle: Any) -> dict[str, dict[str, Any]]:
-    """A ragged batch at each lambda, once ended by length alone and once with a token that some request emits early."""
+def batches(make_prompt: Any, oracle: Any, is_full_tier: bool) -> dict[str, dict[str, Any]]:
+    """A ragged batch at each lambda, once ended by length alone and once by a token that a request emits early."""
     prompts = [make_prompt(length, seed=length) for length in BATCH_LENGTHS]
     found = {}
-    for threshold in THRESHOLDS:
+    for threshold in THRESHOLDS if is_full_tier else [FAST_THRESHOLD]:
         case = {"threshold": threshold, "prompts": prompts, "max_new_tokens": BATCH_LIMITS}
         found[f"batch at {threshold}"] = case
         tokens = oracle.generate(prompts, BATCH_LIMITS, threshold).tokens
@@ -51,22 +60,30 @@ def batches(make_prompt: Any, oracle: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(run_ranks: Any, make_prompt: Any, batches: dict[str, dict[str, Any]]) -> Results:
+def results(run_ranks: Any, make_prompt: Any, batches: dict[str, dict[str, Any]], is_full_tier: bool) -> Results:
+    """What each rank recorded, by the number of processes. All modes of a number share a job."""
+
+    def cases(world_size: int, mode: str) -> list[dict[str, Any]]:
+        found = [single(make_prompt, *case) for case in single_cases(world_size, mode, is_full_tier)]
+        found += [case for case in batches.values() if world_size < 4 or "eos" not in case or not is_full_tier]
+        return [case for case in found if mode != "off" or case["threshold"] == 0.0]
+
     return {
-        world_size: run_ranks(world_size, {mode: cases_of(world_size, mode, make_prompt, batches) for mode in modes})
-        for world_size, modes in MODES.items()
+        world_size: run_ranks(world_size, {mode: cases(world_size, mode) for mode in modes})
+        for world_size, modes in (MODES if is_full_tier else FAST_MODES).items()
     }
 
 
-def cases_of(world_size: int, mode: str, make_prompt: Any, batches: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def single_cases(world_size: int, mode: str, is_full_tier: bool) -> list[tuple[int, float]]:
+    """Prompt length and lambda of each case with one request; `off` has those at lambda = 0."""
+    if not is_full_tier:
+        return FAST_CASES if mode != "off" else [(length, 0.0) for length in FAST_LENGTHS]
     lengths = LENGTHS if (world_size, mode) in EVERY_LENGTH else FEWER_LENGTHS
-    cases = [single(make_prompt, length, threshold) for length in lengths for threshold in THRESHOLDS]
-    cases += [case for case in batches.values() if world_size < 4 or "eos" not in case]
-    return [case for case in cases if mode != "off" or case["threshold"] == 0.0]
+    return list(itertools.product(lengths, THRESHOLDS))
 
 
 def runs_of(results: Results, case: str, modes: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Rank 0's record of a case, from every world and every one of `modes` that ran it."""
+    """Rank 0's record of a case, for each number of processes and each of `modes` that ran it."""
     names = [f"{mode} {case}" for mode in modes]
     found = [(world, name) for world, ranks in results.items() for name in names if name in ranks[0]]
     assert {world for world, _ in found} >= {1, 2}
@@ -76,7 +93,7 @@ def runs_of(results: Results, case: str, modes: tuple[str, ...]) -> Iterator[dic
 
 
 def live_hits(run: dict[str, Any]) -> list[list[list[bool]]]:
-    """[steps][L][B] verdicts, those of requests that had ended as False."""
+    """[steps][L][B] verdicts; False for requests that have ended."""
     return [
         [
             [bool(hit) and step < len(tokens) - 1 for hit, tokens in zip(layer, run["tokens"], strict=True)]
@@ -86,7 +103,7 @@ def live_hits(run: dict[str, Any]) -> list[list[list[bool]]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", MODES)
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_agree(results: Results, world_size: int) -> None:
     first, *others = results[world_size]
     for name, run in first.items():
@@ -96,9 +113,9 @@ def test_ranks_agree(results: Results, world_size: int) -> None:
             ], name
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_off(results: Results, oracle: Any, make_prompt: Any, length: int) -> None:
-    """The same tokens on 1, 2 and 4 processes, the oracle's."""
+@pytest.mark.parametrize("length", fast(LENGTHS, FAST_LENGTHS))
+def test_off_gives_the_oracles_tokens(results: Results, oracle: Any, make_prompt: Any, length: int) -> None:
+    """On any number of processes."""
     expected = oracle.generate([make_prompt(length, seed=length)], [NEW_TOKENS], 0.0).tokens
     for run in runs_of(results, f"{length} at 0.0", ("off",)):
         assert run["tokens"] == expected
@@ -106,10 +123,11 @@ def test_off(results: Results, oracle: Any, make_prompt: Any, length: int) -> No
         assert run["hits"] == []
 
 
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_paired_is_simulated(results: Results, oracle: Any, make_prompt: Any, length: int, threshold: float) -> None:
-    """Tokens and hit map are the oracle's. At lambda = 0 the oracle is full attention, so these are also `off`'s."""
+@pytest.mark.parametrize(("length", "threshold"), fast(list(itertools.product(LENGTHS, THRESHOLDS)), FAST_CASES))
+def test_paired_and_simulated_give_the_oracles_tokens_and_verdicts(
+    results: Results, oracle: Any, make_prompt: Any, length: int, threshold: float
+) -> None:
+    """At lambda = 0 the oracle is full attention, so these are also the tokens of `off`."""
     expected = oracle.generate([make_prompt(length, seed=length)], [NEW_TOKENS], threshold)
     hit_maps = [step.hit_map.tolist() for step in expected.steps]
     assert len(hit_maps) == NEW_TOKENS - 1
@@ -118,39 +136,40 @@ def test_paired_is_simulated(results: Results, oracle: Any, make_prompt: Any, le
         assert run["hits"] == hit_maps
 
 
-def long_runs(results: Results, threshold: float) -> list[dict[str, Any]]:
-    """The runs of prompts where sink and window leave tokens out."""
-    return [
-        run
-        for length in (320, 321, 500, 700)
-        for run in runs_of(results, f"{length} at {threshold}", ("paired", "simulated"))
-    ]
-
-
-def test_cases_mean_something(results: Results) -> None:
+@pytest.mark.parametrize(
+    ("thresholds", "lengths", "long"),
+    [
+        ([FAST_THRESHOLD], [319], [700]),
+        pytest.param(THRESHOLDS[1:-1], LONG_LENGTHS, LONG_LENGTHS, marks=pytest.mark.full),
+    ],
+    ids=["fast", "full"],
+)
+def test_cases_mean_something(results: Results, thresholds: list[float], lengths: list[int], long: list[int]) -> None:
     """Both verdicts at every finite lambda, both within one step, and tokens that speculation changes."""
-    for threshold in THRESHOLDS[1:-1]:
-        rates = [float(torch.tensor(run["hits"]).float().mean()) for run in long_runs(results, threshold)]
+
+    def runs(lengths: list[int], threshold: float) -> list[dict[str, Any]]:
+        names = [f"{length} at {threshold}" for length in lengths]
+        return [run for name in names for run in runs_of(results, name, ("paired", "simulated"))]
+
+    for threshold in thresholds:
+        rates = [float(torch.tensor(run["hits"]).float().mean()) for run in runs(lengths, threshold)]
         assert 0 < sum(rates) < len(rates), threshold
-    without, always = (
-        [run["tokens"] for run in long_runs(results, threshold)] for threshold in (THRESHOLDS[0], THRESHOLDS[-1])
-    )
-    assert without != always
-    mixed = [0 < sum(map(sum, step)) < 6 for run in long_runs(results, 0.25) for step in run["hits"]]
-    assert any(mixed)
+    assert any(0 < sum(map(sum, step)) < 6 for run in runs(lengths, thresholds[-1]) for step in run["hits"])
+    assert [run["tokens"] for run in runs(long, 0.0)] != [run["tokens"] for run in runs(long, math.inf)]
 
 
-@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("threshold", fast(THRESHOLDS, [FAST_THRESHOLD]))
 @pytest.mark.parametrize("kind", ["batch", "batch with eos"])
-def test_ragged_batch(
+def test_requests_of_a_batch_end_at_different_steps(
     results: Results, oracle: Any, batches: dict[str, dict[str, Any]], kind: str, threshold: float
 ) -> None:
-    """Requests of other lengths, ending at other steps: each one's own verdicts and tokens are the oracle's."""
+    """Each request has the oracle's tokens and verdicts."""
     case = batches[f"{kind} at {threshold}"]
     expected = oracle.generate(case["prompts"], case["max_new_tokens"], threshold, tuple(case.get("eos", ())))
     lengths = [len(tokens) for tokens in expected.tokens]
     assert len(set(lengths)) > 1
-    reasons = ["eos" if made < limit else "length" for made, limit in zip(lengths, case["max_new_tokens"], strict=True)]
+    limits = case["max_new_tokens"]
+    reasons = ["eos" if length < limit else "length" for length, limit in zip(lengths, limits, strict=True)]
     assert ("eos" in reasons) == ("eos" in kind)
     hit_maps = [step.hit_map.tolist() for step in expected.steps]
     for run in runs_of(results, f"{kind} at {threshold}", ("simulated", "paired")):
@@ -161,7 +180,7 @@ def test_ragged_batch(
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_roles_follow_the_priorities(results: Results, world_size: int) -> None:
-    """Each group runs the gated operations that the protocol leaves it, and the senders verify."""
+    """Each group runs the gated operations that its priorities allow, and the senders verify."""
     steps_with_both = 0
     for name in results[world_size][0]:
         if not name.startswith("paired"):
@@ -183,7 +202,7 @@ def test_roles_follow_the_priorities(results: Results, world_size: int) -> None:
 
 
 def layer_verdicts(run: dict[str, Any]) -> list[list[bool]]:
-    """[steps][L]: every request still generating accepted."""
+    """[steps][L] layer verdicts: all requests that still generate accept."""
     return [
         [
             all(hit for hit, tokens in zip(layer, run["tokens"], strict=True) if step < len(tokens) - 1)

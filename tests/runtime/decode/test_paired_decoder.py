@@ -1,7 +1,7 @@
-"""Steps of two paired groups over the fused kernels, both ranks in one process, against the simulated step program, and
-with forced verdicts against one rank: bit for bit.
+"""Fused steps of two paired groups, both ranks in one process, against the simulated eager step; with forced verdicts
+against one rank, bit for bit.
 
-The interpreter cannot wait, so in each layer the rank that sends goes first; who that is, the devices' priorities say.
+The interpreter cannot wait, so the sender of each layer runs first. The priorities on the device tell which rank sends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import fast
 from torch import Tensor
 
 from alspec.config import SpeculationConfig
@@ -34,13 +35,13 @@ from alspec.runtime.distributed.transport import Transport
 
 CPU = torch.device("cpu")
 S = 128
-# The second step fills a block, which the third reads.
+# The second step completes a block, which the third step reads.
 PROMPT = torch.randint(256, (382,), generator=torch.Generator().manual_seed(2)).tolist()
 STEPS = 3
 
 
 class Pair:
-    """Two ranks with the same model, each with its own cache and memory."""
+    """Two paired ranks with the same model, each with its own cache and memory."""
 
     def __init__(
         self, model: Llama, threshold: float, codec: str, forced: Tensor | None = None, stops_early: bool = True
@@ -81,12 +82,12 @@ class Pair:
             )  # fmt: skip
 
     def in_order(self) -> list[PairedDecoder]:
-        """The rank that will send, then the other."""
+        """The sender, then the receiver."""
         return sorted(self.ranks, key=lambda rank: -self._rank_of(rank))
 
     def _rank_of(self, rank: PairedDecoder) -> int:
         own, other = rank.pair.priority.tolist()
-        # A receiver that waits for its verdict stands at (1, 2); the old sender's own priority says how it ended.
+        # A receiver that waits for its verdict has (1, 2); the old sender's own priority contains the verdict.
         return {(2, 0): 3, (2, 1): 3, (1, 2): 2, (0, 1): 1, (0, 2): 0}[own, other]
 
     def step(self, token_id: int, seq_len: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -111,7 +112,7 @@ class Pair:
 
 
 class OneRank:
-    """What two groups with these verdicts should compute, by the same kernels: `A~` or `A` goes on in each layer."""
+    """What two groups with these verdicts have to compute, by the same kernels: each layer goes on with `A~` or `A`."""
 
     def __init__(self, model: Llama, verdicts: tuple[int, ...]) -> None:
         config, self.verdicts = model.config, verdicts
@@ -129,25 +130,25 @@ class OneRank:
 
     def step(self, token_id: int, seq_len: int) -> Tensor:
         """Logits [1, V]."""
-        at, decoder = self.buffers, self.decoder
-        at.token_ids.fill_(token_id)
-        at.seq_lens.fill_(seq_len)
-        sums = torch.empty(1, num_sums(*at.q.shape[1:]), 2)
-        speculation = SpecOutput(S, torch.empty_like(at.attn_out), sums)
+        buffers, decoder = self.buffers, self.decoder
+        buffers.token_ids.fill_(token_id)
+        buffers.seq_lens.fill_(seq_len)
+        sums = torch.empty(1, num_sums(*buffers.q.shape[1:]), 2)
+        speculation = SpecOutput(S, torch.empty_like(buffers.attn_out), sums)
         decoder.embed()
         for layer, accepted in enumerate(self.verdicts):
             decoder.pre_attention(layer)
             cache = decoder.cache
             attend(
-                at.q, cache.layers[layer], at.seq_lens, cache.sm_scale, cache.workspace, at.attn_out, at.lse,
-                speculation,
+                buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace, buffers.attn_out,
+                buffers.lse, speculation,
             )  # fmt: skip
-            assert not torch.equal(at.attn_out, speculation.spec_out)
+            assert not torch.equal(buffers.attn_out, speculation.spec_out)
             if accepted:
-                at.attn_out.copy_(speculation.spec_out)
+                buffers.attn_out.copy_(speculation.spec_out)
             decoder.post_attention(layer)
         decoder.logits()
-        return at.logits
+        return buffers.logits
 
 
 def _cache(config: LlamaConfig, codec: str) -> Cache:
@@ -158,9 +159,11 @@ def _tensors(cache: Cache) -> dict[str, Tensor]:
     return cache.layers._asdict() if isinstance(cache.layers, KVLayer) else cache.layers.tensors
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.35, math.inf])
-@pytest.mark.parametrize("codec", ["bf16", "turbo-mixed"])
-def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, request: pytest.FixtureRequest) -> None:
+CASES = [(codec, threshold) for codec in ("bf16", "turbo-mixed") for threshold in (0.0, 0.35, math.inf)]
+
+
+@pytest.mark.parametrize(("codec", "threshold"), fast(CASES, [("bf16", math.inf), ("turbo-mixed", 0.35)]))
+def test_both_ranks_compute_the_simulated_step(codec: str, threshold: float, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue("small_folder" if codec == "bf16" else "turbo_folder")
     config = LlamaConfig.from_folder(folder)
     weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
@@ -168,7 +171,7 @@ def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, req
     model = Llama(config, weights, transport)
     cache = _cache(config, codec)
     prefill(model, cache, transport, 0, PROMPT, no_hook)
-    program = EagerStep(
+    eager = EagerStep(
         model, cache, transport, "simulated", SpeculationConfig(threshold=threshold, chunk_size=S), no_hook
     )
     pair = Pair(model, threshold, codec)
@@ -178,7 +181,7 @@ def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, req
         state = DecodeState(
             torch.tensor([token_id]), torch.tensor([seq_len], dtype=torch.int32), torch.ones(1, dtype=torch.bool)
         )
-        expected = program.run(state)
+        expected = eager.run(state)
         assert expected.hits is not None
         logits, hits = pair.step(token_id, seq_len)
         for found, found_hits in zip(logits, hits, strict=True):
@@ -192,18 +195,17 @@ def test_both_ranks_leave_what_one_group_would(codec: str, threshold: float, req
     assert verdicts == {0.0: {False}, math.inf: {True}}.get(threshold, {False, True})
 
 
+VERDICTS = [((1, 1, 1, 1, 1), True), ((0, 0, 0, 0, 0), True), ((1, 0, 0, 1, 1), True), ((0, 1, 0, 1, 0), True)]
+VERDICTS += [((1, 0, 0, 1, 1), False), ((0, 0, 1, 1, 0), False)]
+
+
 @pytest.mark.parametrize(
-    ("verdicts", "stops_early"),
-    [
-        *((verdicts, True) for verdicts in ((1, 1, 1, 1, 1), (0, 0, 0, 0, 0), (1, 0, 0, 1, 1), (0, 1, 0, 1, 0))),
-        *((verdicts, False) for verdicts in ((1, 0, 0, 1, 1), (0, 0, 1, 1, 0))),
-    ],
-    ids=str,
+    ("verdicts", "stops_early"), fast(VERDICTS, [((1, 0, 0, 1, 1), True), ((0, 0, 1, 1, 0), False)]), ids=str
 )
-def test_forced_verdicts_leave_the_bits_of_one_group(
+def test_forced_verdicts_give_the_bits_of_one_group(
     small_folder: Path, verdicts: tuple[int, ...], stops_early: bool
 ) -> None:
-    """Each sequence of roles. The second step begins with the other group where an odd number of layers accepts."""
+    """Each sequence of roles. If an odd number of layers accepts, the other group sends first in the second step."""
     config = LlamaConfig.from_folder(small_folder)
     weights = load_weights(Checkpoint.open(small_folder, config), config, Placement().shard, torch.float32, CPU)
     layers = (weights.layers * 2)[: len(verdicts)]

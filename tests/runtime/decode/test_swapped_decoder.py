@@ -1,4 +1,4 @@
-"""Fused steps of two paired groups that talk by collectives, over Gloo, against the simulated step program."""
+"""Fused steps of two paired groups that are connected by collectives, over Gloo, against the simulated eager step."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def prompt(length: int) -> list[int]:
     return torch.randint(256, (length,), generator=GENERATOR).tolist()
 
 
-# A step has 3 layers, and the groups begin a threshold as they ended the one before. In the batch the requests end at
-# other steps, and one is too short to leave tokens out.
+# A step has 3 layers. The groups begin a lambda with the roles that the lambda before it left. The requests of the
+# batch end at different steps, and the predictor reads all tokens of the second one.
 CASES: dict[str, dict[str, Any]] = {
     "one request": {
         "kv_cache": "bf16",
         "prompts": [prompt(341)],
         "live_steps": [9],
-        "thresholds": [{"value": "0.2", "steps": 3}, {"value": "inf", "steps": 1}],
+        "thresholds": [{"value": "0.2", "steps": 2}, {"value": "inf", "steps": 1}],
     },
     "ragged batch": {
         "kv_cache": "bf16",
@@ -50,7 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
         "thresholds": [{"value": "0.2", "steps": 3}],
     },
 }
-# Over a quantised cache: the second step fills a block, which the third reads.
+FORCED: dict[str, Any] = CASES["one request"] | {
+    "thresholds": [{"value": "0", "steps": 1, "forced": [1, 0, 1]}, {"value": "inf", "steps": 1, "forced": [0, 0, 0]}]
+}
+# The second step completes a block of the quantised cache, which the third step reads.
 QUANTISED: dict[str, Any] = {
     "kv_cache": "turbo-mixed",
     "prompts": [prompt(382)],
@@ -60,7 +63,7 @@ QUANTISED: dict[str, Any] = {
 
 
 def run_ranks(folder: Path, model: Path, world_size: int, cases: list[dict[str, Any]]) -> list[Any]:
-    """What each rank recorded."""
+    """What each rank recorded of each case."""
     (folder / "spec.json").write_text(json.dumps({"model": str(model), "cases": cases}))
     worker = WORKERS / "swap_worker.py"
     jobs.run_ranks(worker, world_size, folder, timeout_s=600, TRITON_INTERPRET="1")
@@ -68,7 +71,7 @@ def run_ranks(folder: Path, model: Path, world_size: int, cases: list[dict[str, 
 
 
 def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
-    """The reference: each step's tokens and hits, in one process."""
+    """The reference: tokens and hits of each step, in one process."""
     config = LlamaConfig.from_folder(folder)
     weights = load_weights(Checkpoint.open(folder, config), config, Placement().shard, torch.float32, CPU)
     transport = Transport(Placement(), CPU, "gloo", None)
@@ -78,14 +81,14 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     cache = new_cache(case["kv_cache"], config, 1, len(prompts), capacity, torch.float32, CPU)
     found = []
     for threshold in case["thresholds"]:
-        of_threshold = SpeculationConfig(threshold=float(threshold["value"]), chunk_size=S)
-        program = EagerStep(model, cache, transport, "simulated", of_threshold, no_hook)
+        speculation = SpeculationConfig(threshold=float(threshold["value"]), chunk_size=S)
+        eager = EagerStep(model, cache, transport, "simulated", speculation, no_hook)
         tokens = [
             int(prefill(model, cache, transport, request, ids, no_hook)[0].argmax())
             for request, ids in enumerate(prompts)
         ]
         for step in range(threshold["steps"]):
-            result = program.run(
+            result = eager.run(
                 DecodeState(
                     torch.tensor(tokens),
                     torch.tensor([len(ids) + 1 + step for ids in prompts], dtype=torch.int32),
@@ -98,38 +101,54 @@ def simulated(folder: Path, case: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def check(folder: Path, work: Path, world_size: int, cases: list[dict[str, Any]]) -> None:
+def check(folder: Path, cases: list[dict[str, Any]], ranks: list[Any]) -> None:
     """Every rank's steps are the simulated ones, and paired ranks end with the same cache."""
     expected = [simulated(folder, case) for case in cases]
-    ranks = run_ranks(work, folder, world_size, cases)
     for found in ranks:
         assert [case["steps"] for case in found] == expected
-    for first, second in zip(ranks[: world_size // 2], ranks[world_size // 2 :], strict=True):
-        assert first == second
+    check_pairs(ranks)
     for steps in expected:
         assert {hit for step in steps[:3] for layer in step["hits"] for hit in layer} == {0, 1}
 
 
+def check_pairs(ranks: list[Any]) -> None:
+    for first, second in zip(ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :], strict=True):
+        assert first == second
+
+
+@pytest.fixture(scope="module")
+def cases(is_full_tier: bool) -> list[dict[str, Any]]:
+    return list(CASES.values()) if is_full_tier else [CASES["one request"]]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 4], ids=lambda size: f"{size}-ranks")
+def ranks(
+    small_folder: Path, cases: list[dict[str, Any]], request: pytest.FixtureRequest, tmp_path_factory: Any
+) -> list[Any]:
+    """What each rank recorded of `cases` and then of the forced verdicts."""
+    return run_ranks(tmp_path_factory.mktemp("swapped"), small_folder, request.param, [*cases, FORCED])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the interpreter is slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_tokens_and_hits_are_those_of_one_group(small_folder: Path, tmp_path: Path, world_size: int) -> None:
-    check(small_folder, tmp_path, world_size, list(CASES.values()))
+def test_tokens_and_hits_are_those_of_one_group(
+    small_folder: Path, cases: list[dict[str, Any]], ranks: list[Any]
+) -> None:
+    check(small_folder, cases, [found[:-1] for found in ranks])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_quantised_cache_past_the_end_of_a_block(turbo_folder: Path, tmp_path: Path) -> None:
-    check(turbo_folder, tmp_path, 2, [QUANTISED])
+def test_forced_verdicts_ignore_the_sums(ranks: list[Any]) -> None:
+    check_pairs(ranks)
+    for found in ranks:
+        assert [step["hits"] for step in found[-1]["steps"]] == [[[1], [0], [1]], [[0]] * 3]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_forced_verdicts_do_not_look_at_the_sums(small_folder: Path, tmp_path: Path) -> None:
-    thresholds = [{"value": "0", "steps": 2, "forced": [1, 0, 1]}, {"value": "inf", "steps": 1, "forced": [0, 0, 0]}]
-    first, second = run_ranks(tmp_path, small_folder, 2, [CASES["one request"] | {"thresholds": thresholds}])
-    assert first == second
-    assert [step["hits"] for step in first[0]["steps"]] == [[[1], [0], [1]]] * 2 + [[[0]] * 3]
+def test_a_quantised_cache_beyond_the_end_of_a_block(turbo_folder: Path, tmp_path: Path) -> None:
+    check(turbo_folder, [QUANTISED], run_ranks(tmp_path, turbo_folder, 2, [QUANTISED]))
 
 
 @pytest.mark.parametrize(("tp_size", "priority"), [(1, 0), (2, -1), (4, -1)])

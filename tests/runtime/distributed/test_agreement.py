@@ -1,4 +1,4 @@
-"""What ranks tell each other: every text arrives, however far one is ahead, and none stays for good."""
+"""Texts that ranks exchange: each arrives, however far ahead a rank is, and old keys are deleted."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def on_ranks(store: dist.Store, work: Callable[[Agreement, int], Any]) -> list[A
         return list(threads.map(run, range(WORLD)))
 
 
-def test_texts_of_all_calls_arrive_and_old_ones_go() -> None:
-    """A rank that only reads, or is quick, may be calls ahead of one that is slow."""
+def test_texts_of_all_calls_arrive_and_old_keys_are_deleted() -> None:
+    """A fast rank may be several calls ahead of a slow one."""
     store = dist.HashStore()
     kinds = random.Random(0).choices(["exchange", "broadcast"], k=60)
 
@@ -50,8 +50,8 @@ def test_texts_of_all_calls_arrive_and_old_ones_go() -> None:
     assert store.num_keys() == WORLD
 
 
-def test_long_values_are_compared_and_not_told() -> None:
-    """They may be prompts of a hundred thousand tokens."""
+def test_long_values_are_compared_by_hash() -> None:
+    """A value may be a prompt of a hundred thousand tokens."""
     store = dist.HashStore()
 
     def work(agreement: Agreement, rank: int) -> str:
@@ -69,7 +69,7 @@ def test_long_values_are_compared_and_not_told() -> None:
         assert re.match(f"ranks disagree on prompt: rank . has {value}, rank . has {value}; pass the same", message)
 
 
-def test_short_values_are_told() -> None:
+def test_short_values_that_differ_are_shown() -> None:
     def work(agreement: Agreement, rank: int) -> None:
         with pytest.raises(
             UserError, match=r"ranks disagree on seed: rank . has ., rank . has .; pass the same to every rank"
@@ -79,8 +79,8 @@ def test_short_values_are_told() -> None:
     on_ranks(dist.HashStore(), work)
 
 
-def test_those_who_come_in_time_are_gathered() -> None:
-    """One rank is late, and one never comes: whoever waits sees all that have come, in its own time."""
+def test_texts_that_arrive_in_time_are_gathered() -> None:
+    """One rank is late, and one never comes. Each other rank returns at its own deadline with all texts until then."""
 
     def work(agreement: Agreement, rank: int) -> tuple[list[str], float]:
         if rank == 2:
@@ -95,7 +95,7 @@ def test_those_who_come_in_time_are_gathered() -> None:
     assert max(first_s, second_s) < 2.0
 
 
-def test_once_all_have_come_nobody_waits() -> None:
+def test_no_rank_waits_after_all_have_come() -> None:
     def work(agreement: Agreement, rank: int) -> list[list[str]]:
         return [agreement.gather_within(f"call/{call}", f"{call} of {rank}", 20.0) for call in range(3)]
 

@@ -1,4 +1,4 @@
-"""Where a job's words can travel: what the self-test compares, what all ranks agree on, what a user is told."""
+"""Peer memory: the self-test finds wrong packets, all ranks choose the same memory, and the user is told why."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from alspec.runtime.distributed.host_memory import HostMemoryError
 from alspec.runtime.distributed.placement import PeerMemory, Placement
 from alspec.runtime.engine.engine import Engine
 
+PEER_MEMORIES: tuple[PeerMemory, ...] = ("symm", "host")
 ZERO, LAST_BIT = 0, 1
 NEGATIVE_ZERO = torch.tensor(-0.0).view(torch.int32).item()
 
-# Squares of the large numbers, which nobody compares.
+# The squares of the large numbers overflow; no test compares them.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
 
 @pytest.fixture(autouse=True)
 def _signed_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter sums begin with NumPy's +0.0, which a GPU does not add: there a sum of -0.0 would be 0.0."""
+    """Let sums of the interpreter begin with -0.0. NumPy begins with +0.0, which turns a sum of -0.0 into 0.0."""
 
     def total(reduction: Any, values: Any) -> Any:
         data = values.handle.data
@@ -47,17 +48,17 @@ def _signed_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Job:
-    """The self-tests of all ranks in one process, one after the other: memory that all reach, and an all-reduce."""
+    """The self-tests of all ranks in one process, one after the other, with shared memory and an all-reduce."""
 
     def __init__(self, world_size: int, device: torch.device, peer_memory: PeerMemory = "symm") -> None:
         self.world_size, self.device, self._peer_memory = world_size, device, peer_memory
         self.memories: list[Tensor] = []
-        self.given: dict[int, Tensor] = {}  # what each rank has put into the all-reduce
+        self.given: dict[int, Tensor] = {}  # what each rank has given to the all-reduce
         for rank in range(world_size):
-            self.self_test(rank)  # in vain: it sends its words, and those of later ranks are not there
+            self.self_test(rank)  # fails: it sends its packets, but those of later ranks are missing
 
     def self_test(self, rank: int) -> str:
-        def allocate(_way: PeerMemory, sizes: list[int], _homes: Any, _transport: Any) -> list[list[Tensor]]:
+        def allocate(_way: PeerMemory, sizes: list[int], _buffer_ids: Any, _transport: Any) -> list[list[Tensor]]:
             if not self.memories:
                 places = 1 if self._peer_memory == "host" else self.world_size
                 each = [torch.zeros(sizes[0], dtype=torch.int64, device=self.device) for _ in range(places)]
@@ -76,34 +77,34 @@ class Job:
             mock.patch.object(module.dist, "all_reduce", all_reduce),
             mock.patch.object(module, "SELF_TEST_TIMEOUT_NS", 10**7),
         ):
-            return module._differs_from_nccl(self._peer_memory, transport)
+            return module._self_test_problem(self._peer_memory, transport)
 
     def sums(self) -> Tensor:
-        """Of what has been given, in rank order; not by `torch.sum`, which begins with +0.0."""
+        """The sum of what all ranks have given, in rank order. `torch.sum` would begin with +0.0."""
         first, *others = (values for _, values in sorted(self.given.items()))
         for values in others:
             first = first + values
         return first
 
     def packets(self, reader: int, writer: int) -> Tensor:
-        """[channels, 2] int32, value and epoch: what one rank has sent to another."""
+        """[channels, 2] int32, value and epoch: the packets that one rank has sent to another."""
         return self.memories[reader].view(self.world_size, -1)[writer].view(torch.int32).view(-1, 2)
 
 
-@pytest.mark.parametrize("peer_memory", ["symm", "host"])
+@pytest.mark.parametrize("peer_memory", PEER_MEMORIES)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_right_sums_pass_on_every_rank(device: torch.device, world_size: int, peer_memory: PeerMemory) -> None:
     job = Job(world_size, device, peer_memory)
     assert [job.self_test(rank) for rank in range(world_size)] == [""] * world_size
     sums = job.sums()
     is_zero = sums == 0
-    assert (is_zero & sums.signbit()).any(), "no -0.0 is compared"
-    assert ((sums.abs() < torch.finfo(torch.float32).tiny) & ~is_zero).any(), "no subnormal number is compared"
+    assert (is_zero & sums.signbit()).any(), "the test must compare -0.0"
+    assert ((sums.abs() < torch.finfo(torch.float32).tiny) & ~is_zero).any(), "the test must compare a subnormal number"
     assert {-3e38, 3e38} <= {round(value, -37) for value in sums.tolist()}
 
 
-def places_of(kind: str, values: Tensor) -> Tensor:
-    """Channels in which a rank's own values are of this kind."""
+def channels_of(kind: str, values: Tensor) -> Tensor:
+    """The channels in which a rank's own values are of this kind."""
     is_subnormal = (values.abs() < torch.finfo(torch.float32).tiny) & (values != 0)
     kinds = {
         "negative zero": (values == 0) & values.signbit(),
@@ -124,39 +125,39 @@ def places_of(kind: str, values: Tensor) -> Tensor:
         pytest.param("integer", LAST_BIT << 23, id="integer off by a factor of two"),
     ],
 )
-def test_a_value_that_arrives_wrong_is_found(
+def test_a_packet_with_one_wrong_bit_is_found_by_its_reader(
     device: torch.device, world_size: int, kind: str, flipped: int | None
 ) -> None:
-    """One word, from one rank to one other: that rank says so, and nobody else. Bits are compared, not numbers."""
+    """Only the reader of the packet reports it. Bits are compared, not numbers."""
     for reader, writer in ((0, world_size - 1), (world_size - 1, 0)):
         job = Job(world_size, device)
-        place = int(places_of(kind, job.given[writer])[-1])
-        word = job.packets(reader, writer)[place]
-        right = job.sums()[place].item()
-        word[0] = ZERO if flipped is None else word[0] ^ flipped
-        values = [job.given[rank][place].clone() for rank in range(world_size)]
-        values[writer] = word[0].view(torch.float32)
+        channel = int(channels_of(kind, job.given[writer])[-1])
+        packet = job.packets(reader, writer)[channel]
+        right = job.sums()[channel].item()
+        packet[0] = ZERO if flipped is None else packet[0] ^ flipped
+        values = [job.given[rank][channel].clone() for rank in range(world_size)]
+        values[writer] = packet[0].view(torch.float32)
         wrong = sum(values[1:], values[0]).item()
         assert job.self_test(reader) == f"wrong sum: {wrong!r}, expected {right!r}", (reader, writer)
         assert not any(job.self_test(rank) for rank in range(world_size) if rank != reader), (reader, writer)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_word_that_is_wrong_in_the_hosts_memory_is_found_by_all_others(device: torch.device, world_size: int) -> None:
+def test_a_wrong_packet_in_host_memory_is_found_by_all_other_ranks(device: torch.device, world_size: int) -> None:
     job, writer = Job(world_size, device, "host"), 1
-    job.packets(0, writer)[int(places_of("integer", job.given[writer])[0])][0] ^= LAST_BIT << 23
+    job.packets(0, writer)[int(channels_of("integer", job.given[writer])[0])][0] ^= LAST_BIT << 23
     found = [job.self_test(rank) for rank in range(world_size) if rank != writer]
-    assert all(told.startswith("wrong sum") for told in found), found
-    assert job.self_test(writer) == "", "it has its own, and pushes it again"
+    assert all(text.startswith("wrong sum") for text in found), found
+    assert job.self_test(writer) == "", "the writer reads its own copy, and pushes the packet again"
     assert [job.self_test(rank) for rank in range(world_size)] == [""] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_word_that_does_not_arrive_is_found(device: torch.device, world_size: int) -> None:
+def test_a_packet_that_does_not_arrive_is_found(device: torch.device, world_size: int) -> None:
     job = Job(world_size, device)
-    job.packets(0, 1)[200] = 0  # as the memory was
+    job.packets(0, 1)[200] = 0  # the value before any packet arrived
     found = [job.self_test(rank) for rank in range(world_size)]
-    # The interpreter does not wait, and notes no fault: there the missing value is NaN.
+    # The interpreter does not wait and records no fault: the missing value is NaN.
     assert found[0] == ("a packet did not arrive" if device.type == "cuda" else "wrong sum: nan, expected -0.0")
     assert found[1:] == [""] * (world_size - 1)
 
@@ -168,7 +169,7 @@ class Ranks:
         self, device: torch.device, peer_memory: PeerMemory, tp_size: int, num_groups: int, **shape: int
     ) -> None:
         world_size = tp_size * num_groups
-        self._memories: list[Tensor] = []  # what ranks share, or each has
+        self._memories: list[Tensor] = []  # the shared memory, or one of each rank
         self._device, self._world_size = device, world_size
         pair = PairShape(2, shape["batch_size"], tp_size, shape["hidden_size"], 2, 1, 16) if num_groups == 2 else None
         self.exchanges, self.logit_exchanges, self.handovers = [], [], []
@@ -203,14 +204,16 @@ class Ranks:
 
     @property
     def num_words(self) -> int:
-        """Of what ranks share, or of the symmetric memory of all."""
+        """Words of the shared memory, or of the symmetric memory of all ranks."""
         return sum(memory.numel() for memory in self._memories)
 
 
-@pytest.mark.parametrize("peer_memory", ["symm", "host"])
+@pytest.mark.parametrize("peer_memory", PEER_MEMORIES)
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
-def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups: int, peer_memory: PeerMemory) -> None:
-    """Partial sums of a group's ranks and logits of all, of odd sizes, over several steps."""
+def test_packets_of_all_ranks_arrive(
+    device: torch.device, tp_size: int, num_groups: int, peer_memory: PeerMemory
+) -> None:
+    """The partials of the ranks of a group and the logits of all ranks, with odd sizes, over several steps."""
     batch, hidden, inputs, vocab, reduce_index = 2, 80, 32, 37, 1
     world_size = tp_size * num_groups
     ranks = Ranks(device, peer_memory, tp_size, num_groups, batch_size=batch, hidden_size=hidden, vocab_size=vocab)
@@ -220,7 +223,7 @@ def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups:
         return torch.randn(sizes, generator=generator).to(device)
 
     shards, weights = random(world_size, -(-vocab // world_size), inputs), random(world_size, hidden, inputs)
-    gamma, ones = random(hidden), torch.ones(batch, 1, device=device) * inputs  # of inputs that are normal already
+    gamma, ones = random(hidden), torch.ones(batch, 1, device=device) * inputs  # the inputs are normalised already
     for _ in range(2):
         x, begin = random(world_size, batch, inputs), random(batch, hidden)
         for rank in range(world_size):
@@ -242,13 +245,12 @@ def test_words_of_all_ranks_meet(device: torch.device, tp_size: int, num_groups:
 
 
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (4, 1), (1, 2), (2, 2)])
-def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_size: int, num_groups: int) -> None:
-    """Sums once for each group and logits once; mailboxes are each rank's own, and overlap with nothing."""
+def test_host_memory_holds_shared_buffers_once(device: torch.device, tp_size: int, num_groups: int) -> None:
+    """Partials are there once for each group and logits once. Each rank has its own inbox. No two buffers overlap."""
     shape = {"batch_size": 3, "hidden_size": 80, "vocab_size": 37}
-    ranks, apart = (Ranks(device, way, tp_size, num_groups, **shape) for way in ("host", "symm"))
+    ranks, separate = (Ranks(device, memory, tp_size, num_groups, **shape) for memory in ("host", "symm"))
     world_size = tp_size * num_groups
     first = {exchange.rank - exchange.tp_rank: exchange.packets for exchange in ranks.exchanges}
-    ranges = []
     for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
         assert logits.packets is not None
         assert logits.peers is not None
@@ -261,21 +263,20 @@ def test_the_hosts_memory_has_what_ranks_share_once(device: torch.device, tp_siz
             assert exchange.own_packets is not None
             assert exchange.packets.data_ptr() == first[exchange.rank - exchange.tp_rank].data_ptr()
             assert exchange.peers.tolist() == [exchange.packets.data_ptr(), exchange.own_packets.data_ptr()]
-    boxes = [pair.own.inbox for pair in ranks.handovers if pair is not None]
-    assert len({box.data_ptr() for box in boxes}) == len(boxes) == (world_size if num_groups == 2 else 0)
+    inboxes = [pair.own.inbox for pair in ranks.handovers if pair is not None]
+    assert len({inbox.data_ptr() for inbox in inboxes}) == len(inboxes) == (world_size if num_groups == 2 else 0)
     own = [pair for pair in ranks.handovers if pair is not None]
     fields = [logits.packets, *(packets for packets in first.values() if packets is not None)]
     fields += [each.own_packets for each in (*ranks.exchanges, *ranks.logit_exchanges) if each.own_packets is not None]
     fields += [each for pair in own for each in (*vars(pair.own).values(), pair.barrier)]
     ranges = sorted((field.data_ptr(), field.data_ptr() + 8 * field.numel()) for field in fields if field.numel())
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
-    assert ranks.num_words < apart.num_words
+    assert ranks.num_words < separate.num_words
 
 
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(2, 1), (3, 1), (1, 2), (2, 2)])
-def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
-    device: torch.device, tp_size: int, num_groups: int
-) -> None:
+def test_a_rank_reads_its_own_packets_outside_host_memory(device: torch.device, tp_size: int, num_groups: int) -> None:
+    """Its packets in host memory are zeroed; its sums do not change."""
     batch, hidden, vocab, reduce_index = 2, 80, 37, 3
     shape = {"batch_size": batch, "hidden_size": hidden, "vocab_size": vocab}
     ranks, world_size = Ranks(device, "host", tp_size, num_groups, **shape), tp_size * num_groups
@@ -284,7 +285,7 @@ def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
     partials = torch.randn(world_size, batch, hidden, generator=generator).to(device)
     shards = torch.randn(world_size, batch, rows, generator=generator).to(device)
     sums_weight, rows_weight = torch.eye(hidden, device=device), torch.eye(rows, device=device)
-    ones = torch.full((batch, 1), float(rows), device=device)  # of inputs that are normal already
+    ones = torch.full((batch, 1), float(rows), device=device)  # the inputs are normalised already
     for exchange, logits in zip(ranks.exchanges, ranks.logit_exchanges, strict=True):
         push_partial(partials[exchange.rank], sums_weight, exchange, reduce_index)
         lm_head(shards[exchange.rank], ones, rows_weight, logits, 0.0, reduce_index)
@@ -311,11 +312,13 @@ def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
 @pytest.mark.parametrize(
     ("reach", "wrong", "expected"),
     [
-        pytest.param(["", ""], ["", ""], "", id="all well"),
+        pytest.param(["", ""], ["", ""], "", id="no fault"),
         pytest.param(["no way to GPU 1", "no way to GPU 1"], None, "no way to GPU 1", id="out of reach"),
-        pytest.param(["", "no way to GPU 0"], None, "rank 1: no way to GPU 0", id="one out of reach"),
+        pytest.param(["", "no way to GPU 0"], None, "rank 1: no way to GPU 0", id="out of reach of one rank"),
         pytest.param(["", ""], ["wrong sum", ""], "symmetric memory failed: wrong sum", id="wrong sum"),
-        pytest.param(["", ""], ["", "wrong sum"], "symmetric memory failed: rank 1: wrong sum", id="others' wrong sum"),
+        pytest.param(
+            ["", ""], ["", "wrong sum"], "symmetric memory failed: rank 1: wrong sum", id="wrong sum on another rank"
+        ),
         pytest.param(
             ["", ""],
             [RuntimeError("no fabric handle\nat line 3"), ""],
@@ -323,49 +326,54 @@ def test_what_a_rank_pushed_itself_it_does_not_read_in_the_hosts_memory(
             id="allocation fails",
         ),
         pytest.param(
-            ["", ""], ["", RuntimeError()], "symmetric memory failed: rank 1: RuntimeError", id="says nothing"
+            ["", ""],
+            ["", RuntimeError()],
+            "symmetric memory failed: rank 1: RuntimeError",
+            id="error without a message",
         ),
     ],
 )
-def test_every_rank_decides_alike(reach: list[str], wrong: list[str | RuntimeError] | None, expected: str) -> None:
-    """What one finds all are told, after as many questions to each other."""
+def test_every_rank_reports_the_same_reason(
+    reach: list[str], wrong: list[str | RuntimeError] | None, expected: str
+) -> None:
+    """All ranks get the reason of the first one that has one, after the same number of exchanges."""
     for rank in (0, 1):
-        told = [reach, [one_line(each) if isinstance(each, Exception) else each for each in wrong or ()]]
+        exchanges = [reach, [one_line(each) if isinstance(each, Exception) else each for each in wrong or ()]]
 
-        def first_reason(own: str, told: list[list[str]] = told, rank: int = rank) -> str:
-            reasons = told.pop(0)
+        def first_reason(own: str, exchanges: list[list[str]] = exchanges, rank: int = rank) -> str:
+            reasons = exchanges.pop(0)
             assert own == reasons[rank]
-            return next((f"rank {of}: {why}" if of else why for of, why in enumerate(reasons) if why), "")
+            return next((f"rank {other}: {why}" if other else why for other, why in enumerate(reasons) if why), "")
 
         transport: Any = SimpleNamespace(placement=Placement(rank, 2, rank, 2), first_reason=first_reason)
         differs = mock.Mock(side_effect=[wrong[rank]] if wrong else None)
         with (
             mock.patch.object(module, "why_no_peers", return_value=reach[rank]),
-            mock.patch.object(module, "_differs_from_nccl", differs),
+            mock.patch.object(module, "_self_test_problem", differs),
         ):
-            assert module._why_not("symm", transport) == expected
+            assert module._problem("symm", transport) == expected
         assert differs.called == (wrong is not None)
-        assert not any(told)
+        assert not any(exchanges)
 
 
-def test_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`symm` needs access between every two GPUs, whichever asks; `host` only one host."""
+def test_peer_memory_needs_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`symm` needs access between every two GPUs; `host` only needs one host."""
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     here = Placement(rank=1, world_size=4, local_rank=1, local_world_size=4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: {own, peer} != {2, 3})
-    assert module._out_of_reach("symm", here) == "GPU 2 cannot reach GPU 3"
-    assert module._out_of_reach("host", here) == ""
+    assert module._topology_problem("symm", here) == "GPU 2 cannot reach GPU 3"
+    assert module._topology_problem("host", here) == ""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: own != peer)
-    assert module._out_of_reach("symm", here) == ""
+    assert module._topology_problem("symm", here) == ""
     spread = Placement(rank=1, world_size=4, local_rank=1, local_world_size=2)
-    for way in ("symm", "host"):
-        assert module._out_of_reach(way, spread) == "ranks on several hosts"
+    for memory in PEER_MEMORIES:
+        assert module._topology_problem(memory, spread) == "ranks on several hosts"
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert module._out_of_reach("symm", here) == "NCCL_P2P_DISABLE=1"
-    assert module._out_of_reach("host", here) == ""
+    assert module._topology_problem("symm", here) == "NCCL_P2P_DISABLE=1"
+    assert module._topology_problem("host", here) == ""
 
 
-def test_pages_that_do_not_fit_are_told_so(device: torch.device) -> None:
+def test_host_memory_that_does_not_fit_is_an_error(device: torch.device) -> None:
     transport: Any = SimpleNamespace(placement=Placement(0, 2, 0, 2), device=device)
     with (
         mock.patch.object(module, "share_host_memory", side_effect=HostMemoryError("rank 1: no room for 9.0 MB")),
@@ -374,43 +382,43 @@ def test_pages_that_do_not_fit_are_told_so(device: torch.device) -> None:
         module.build_exchanges(transport, "host", 4, 1, 64, 100)
 
 
-TOLD = "transport: %s, because symm does not work here"
+NOTICE = "transport: %s, because symm does not work here"
 FAR, PINNED = "GPU 0 cannot reach GPU 1", "the host's memory failed: no room for 1.0 MB"
 
 
 @pytest.mark.parametrize(
-    ("asked", "faults", "peer_memory", "told"),
+    ("asked", "faults", "peer_memory", "notices"),
     [
         ("auto", {"symm": "", "host": ""}, "symm", []),
-        ("auto", {"symm": FAR, "host": ""}, "host", [f"{TOLD % 'host'} ({FAR})"]),
-        ("auto", {"symm": FAR, "host": PINNED}, None, [f"{TOLD % 'gloo'} ({FAR}; {PINNED})"]),
-        ("auto", {"symm": FAR, "host": FAR}, None, [f"{TOLD % 'gloo'} ({FAR})"]),
+        ("auto", {"symm": FAR, "host": ""}, "host", [f"{NOTICE % 'host'} ({FAR})"]),
+        ("auto", {"symm": FAR, "host": PINNED}, None, [f"{NOTICE % 'gloo'} ({FAR}; {PINNED})"]),
+        ("auto", {"symm": FAR, "host": FAR}, None, [f"{NOTICE % 'gloo'} ({FAR})"]),
         ("host", {"host": ""}, "host", []),
     ],
 )
-def test_a_job_without_it_takes_the_next_way_and_says_so_once(
-    asked: str, faults: dict[PeerMemory, str], peer_memory: PeerMemory | None, told: list[str]
+def test_a_job_takes_the_first_peer_memory_that_works_and_says_so_once(
+    asked: str, faults: dict[PeerMemory, str], peer_memory: PeerMemory | None, notices: list[str]
 ) -> None:
     engine = engine_that_tries(asked, tuple(faults))
-    with mock.patch.object(module, "_why_not", lambda way, _: faults[way]):
+    with mock.patch.object(module, "_problem", lambda memory, _: faults[memory]):
         engine.load(1, 16)
         engine.load(1, 32)
-    assert (engine._peer_memory, engine.notices) == (peer_memory, told)
+    assert (engine._peer_memory, engine.notices) == (peer_memory, notices)
     engine.close()
 
 
 @pytest.mark.parametrize("asked", ["symm", "host"])
-def test_a_way_that_is_asked_for_and_does_not_work_is_an_error(asked: PeerMemory) -> None:
+def test_a_requested_peer_memory_that_does_not_work_is_an_error(asked: PeerMemory) -> None:
     engine = engine_that_tries(asked, (asked,))
     with (
-        mock.patch.object(module, "_why_not", return_value=FAR),
+        mock.patch.object(module, "_problem", return_value=FAR),
         pytest.raises(UserError, match=f"transport: {asked} does not work here: {FAR}; use auto or nccl"),
     ):
         engine.load(1, 16)
 
 
 def engine_that_tries(asked: str, candidates: tuple[PeerMemory, ...]) -> Engine:
-    """On a CPU, as on GPUs: which ways are tried there, test_placement.py has."""
+    """An engine on the CPU that tries `candidates`. test_placement.py checks which ones an engine on GPUs tries."""
     engine = Engine.from_pretrained(transport="gloo")
     engine._choices = replace(engine._choices, candidates=candidates)
     engine.config = engine.config.model_copy(update={"transport": asked})

@@ -1,4 +1,4 @@
-"""Groups, pairs and shards of ranks; the mode and the device that are chosen."""
+"""Groups, pairs and shards of ranks; the choice of mode and device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ranks(world_size: int, num_groups: int) -> list[Placement]:
     return [Placement(rank, world_size, rank, world_size, num_groups) for rank in range(world_size)]
 
 
-def test_two_groups_of_two() -> None:
+def test_two_groups_of_two_ranks() -> None:
     placements = ranks(4, 2)
     assert [placement.tp_size for placement in placements] == [2, 2, 2, 2]
     assert [placement.group for placement in placements] == [0, 0, 1, 1]
@@ -44,8 +44,8 @@ def test_two_groups_of_two() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 16])
-def test_pairs(world_size: int) -> None:
-    """SpeculationState is mutual, crosses the groups, and joins ranks with the same slices of the layers."""
+def test_paired_ranks_are_mutual_and_have_the_same_slices(world_size: int) -> None:
+    """A paired rank is in the other group."""
     placements = ranks(world_size, 2)
     for placement in placements:
         other = placements[placement.paired_rank]
@@ -61,12 +61,12 @@ def test_vocabulary_is_split_over_all_ranks(num_groups: int) -> None:
     assert shards[3] == (Shard(3, 4, 3, 4) if num_groups == 1 else Shard(1, 2, 3, 4))
 
 
-def test_one_rank() -> None:
+def test_the_default_placement_is_one_rank() -> None:
     assert Placement() == Placement(0, 1, 0, 1, 1)
     assert Placement().shard == Shard()
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert Placement.from_environment() == Placement()
@@ -87,8 +87,10 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("RANK=" + 5000 * "9", "RANK: expected a number in the environment, found '999"),
     ],
 )
-def test_variables_that_do_not_fit(variables: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a rank would wait for one that never comes."""
+def test_variables_that_contradict_each_other_are_refused(
+    variables: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise this rank would wait for one that never comes."""
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
     with pytest.raises(UserError, match=named) as error:
@@ -96,7 +98,7 @@ def test_variables_that_do_not_fit(variables: str, named: str, monkeypatch: pyte
     assert len(str(error.value)) < 200
 
 
-# (query heads, KV heads, world size) -> mode and groups that `auto` takes.
+# Query heads, KV heads, world size -> mode and number of groups that `auto` chooses.
 AUTO = [
     (8, 4, 1, ("off", 1)),
     (8, 4, 2, ("off", 1)),
@@ -109,17 +111,19 @@ AUTO = [
 
 
 @pytest.mark.parametrize(("num_qo_heads", "num_kv_heads", "world_size", "expected"), AUTO)
-def test_auto(num_qo_heads: int, num_kv_heads: int, world_size: int, expected: tuple[str, int]) -> None:
+def test_auto_chooses_a_pair_only_where_heads_do_not_divide(
+    num_qo_heads: int, num_kv_heads: int, world_size: int, expected: tuple[str, int]
+) -> None:
     assert choose_mode("auto", model(num_qo_heads, num_kv_heads), world_size) == expected
 
 
 @pytest.mark.parametrize(("world_size", "num_kv_heads"), [(3, 4), (16, 4), (4, 1)])
-def test_auto_where_nothing_divides(world_size: int, num_kv_heads: int) -> None:
+def test_auto_refuses_a_model_that_does_not_divide(world_size: int, num_kv_heads: int) -> None:
     with pytest.raises(UserError):
         choose_mode("auto", model(8, num_kv_heads), world_size)
 
 
-def test_requested_modes() -> None:
+def test_a_requested_mode_is_chosen() -> None:
     assert choose_mode("off", model(), 4) == ("off", 1)
     assert choose_mode("simulated", model(), 2) == ("simulated", 1)
     assert choose_mode("paired", model(), 2) == ("paired", 2)
@@ -133,15 +137,15 @@ def test_paired_needs_an_even_number_of_ranks(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("mode", "world_size"), [("off", 8), ("simulated", 3), ("paired", 6), ("paired", 16)])
-def test_model_must_divide(mode: str, world_size: int) -> None:
-    """The message lists the sizes that would do."""
+def test_a_model_that_does_not_divide_is_refused(mode: str, world_size: int) -> None:
+    """The message lists the possible sizes."""
     with pytest.raises(UserError, match="1, 2, 4"):
         choose_mode(mode, model(), world_size)
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
-    """As if the machine had so many GPUs."""
+    """Pretend that the machine has this many GPUs."""
     count: int = request.param
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -158,20 +162,20 @@ def chosen(transport: str, local_world_size: int) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("gpus", [0], indirect=True)
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_without_gpus(gpus: int, transport: str) -> None:
+def test_without_gpus_the_cpu_is_chosen(gpus: int, transport: str) -> None:
     assert chosen(transport, 4) == ("cpu", "gloo", "")
 
 
 @pytest.mark.parametrize("gpus", [4], indirect=True)
 @pytest.mark.parametrize("transport", ["auto", "nccl"])
-def test_a_gpu_for_each_local_rank(gpus: int, transport: str) -> None:
+def test_each_local_rank_gets_a_gpu(gpus: int, transport: str) -> None:
     assert chosen(transport, 4) == ("cuda:3", "nccl", "")
     assert chosen(transport, 1) == ("cuda:0", "nccl", "")
 
 
 @pytest.mark.parametrize("gpus", [2], indirect=True)
-def test_too_few_gpus(gpus: int) -> None:
-    """`auto` says that it falls back to the CPU; `nccl` refuses; `gloo` was asked for."""
+def test_with_too_few_gpus_auto_takes_the_cpu_and_nccl_refuses(gpus: int) -> None:
+    """`auto` says so in a notice. `gloo` asks for the CPU."""
     device, backend, notice = chosen("auto", 4)
     assert (device, backend) == ("cpu", "gloo")
     assert "2 GPU(s) for 4 ranks" in notice
@@ -182,8 +186,8 @@ def test_too_few_gpus(gpus: int) -> None:
 
 @pytest.mark.parametrize("transport", ["symm", "host"])
 @pytest.mark.parametrize("gpus", [0, 4], indirect=True)
-def test_words_are_for_gpus(gpus: int, transport: str) -> None:
-    """They take what NCCL takes; whether the GPUs reach each other shows when they are connected."""
+def test_packets_need_a_gpu_for_each_rank(gpus: int, transport: str) -> None:
+    """Whether the GPUs reach each other is checked later, when they are connected."""
     if gpus:
         assert chosen(transport, 4) == ("cuda:3", "nccl", "")
     else:
@@ -213,7 +217,7 @@ def test_steps_are_captured_unless_they_are_traced(cuda_graph: str, trace: bool,
         ("auto", 2, False, ()),
     ],
 )
-def test_words_are_for_several_ranks(
+def test_packets_need_several_ranks_and_fused_kernels(
     transport: str, world_size: int, has_decoder: bool, expected: tuple[str, ...]
 ) -> None:
     config = EngineConfig.model_validate({"transport": transport})
@@ -221,7 +225,7 @@ def test_words_are_for_several_ranks(
 
 
 @pytest.mark.parametrize("transport", ["symm", "host"])
-def test_words_need_the_fused_kernels(transport: str) -> None:
+def test_a_requested_peer_memory_without_fused_kernels_is_refused(transport: str) -> None:
     config = EngineConfig.model_validate({"transport": transport})
     with pytest.raises(UserError, match=f"transport: {transport} is not available with speculation simulated; use "):
         peer_memory_candidates(config, "simulated", 2, False)
@@ -232,7 +236,7 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     threads = torch.get_num_threads()
     try:
         for placement, expected in ((Placement(0, 2, 0, 2), 3), (Placement(0, 8, 0, 8), 1), (Placement(), 1)):
-            take_device(torch.device("cpu"), placement)  # one rank alone leaves the number as it is
+            take_device(torch.device("cpu"), placement)  # one rank keeps the number
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(threads)

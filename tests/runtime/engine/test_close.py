@@ -1,6 +1,6 @@
-"""`close` while an error is on its way: the job ends soon and by name where a rank is missed, in order elsewhere.
+"""`close` after an error: the job ends soon and names the cause if a rank is missed, and closes in order if not.
 
-And what an engine that could not load leaves behind.
+Also: an engine that could not load leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from jobs import GONE_WITHIN_S, job, write_program
+from tiers import fast
 
 IN_FINALLY = """
 try:
@@ -18,7 +19,7 @@ try:
 finally:
     engine.close()
 """
-# How rank 1 comes to `close`, and what it raises before.
+# How rank 1 gets to `close` -> (the error that it raises before, the end of its program).
 ERRORS = {
     "finally": ("ValueError", IN_FINALLY),
     "as collectives raise": ("RuntimeError", IN_FINALLY),
@@ -51,9 +52,12 @@ except ValueError:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ending"), ERRORS.values(), ids=ERRORS)
-def test_close_after_an_error(kind: str, ending: str, tiny_folder: Path, tmp_path: Path) -> None:
-    """Of one rank, between two steps: the other, which waits for it in the next one, names it; the error is seen."""
+@pytest.mark.parametrize("how", fast(list(ERRORS), keep=["finally"]))
+def test_a_rank_that_closes_after_an_error_is_named_and_shows_its_error(
+    how: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Rank 1 fails between two steps. Rank 0 waits for it in the next step and names it."""
+    kind, ending = ERRORS[how]
     program = write_program(
         tmp_path,
         f"""
@@ -81,24 +85,33 @@ def work():
         assert seconds < GONE_WITHIN_S
 
 
+# The errors of all ranks, and by how many seconds rank 1 is later.
+ERRORS_OF_ALL = [(["ValueError"], 3), (["ValueError", "RuntimeError", "SystemExit"], 6)]
+
+
 @pytest.mark.slow
-def test_close_after_an_error_of_all(tiny_folder: Path, tmp_path: Path) -> None:
-    """They meet, however late one of them comes, and go on with another engine; so does one that handles an error."""
+@pytest.mark.parametrize(
+    ("errors", "late_s"), fast(ERRORS_OF_ALL, keep=ERRORS_OF_ALL[:1]), ids=["one error", "each kind of error"]
+)
+def test_ranks_that_all_fail_close_together_and_go_on(
+    errors: list[str], late_s: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """However late one of them is, they continue with another engine. A rank that handles an error closes normally."""
     program = write_program(
         tmp_path,
-        """
+        f"""
 from alspec.runtime.faults import heartbeat
 heartbeat.NOTICE_S = 2
-for error in (ValueError, RuntimeError, SystemExit):
+for error in ({", ".join(errors)},):
     try:
         list(stream(engine))
         try:
-            time.sleep(6 * rank)
+            time.sleep({late_s} * rank)
             raise error("no such row")
         finally:
             engine.close()
     except error as found:
-        sys.stdout.write(f"{found}\\n")
+        sys.stdout.write(f"{{found}}\\n")
     engine = Engine.from_pretrained(sys.argv[1], transport="gloo")
 try:
     raise ValueError("no such file")
@@ -113,19 +126,20 @@ sys.stdout.flush()
     )
     with job(tmp_path, 2, [str(tiny_folder)], program) as running:
         assert running.torchrun.wait(timeout=90) == 0, running.stderr
-        assert running.stdout.splitlines() == ["no such row"] * 6
+        assert running.stdout.splitlines() == ["no such row"] * 2 * len(errors)
         lines = running.lines
         waits = "alspec: rank 0 closes after {}: no such row; waiting for the others to close"
-        assert lines == [waits.format(error) for error in ("ValueError", "RuntimeError", "SystemExit")]
+        assert lines == [waits.format(error) for error in errors]
 
 
+@pytest.mark.full
 @pytest.mark.slow
-def test_a_transport_that_does_not_work_leaves_nothing_behind(tiny_folder: Path, tmp_path: Path) -> None:
-    """The same engine may start over, and so may another one; with GPUs that is one asked for `symm`."""
+def test_after_a_transport_that_does_not_work_engines_start_again(tiny_folder: Path, tmp_path: Path) -> None:
+    """The same engine and another one load. On GPUs this is an engine with `transport` = `symm`."""
     program = write_program(
         tmp_path,
         """
-import dataclasses
+import dataclasses, torch
 import alspec.runtime.engine.composition as module
 works = module.probe_peer_memory
 module.probe_peer_memory = lambda ways, transport: (None, "a packet did not arrive")
@@ -154,14 +168,17 @@ if rank == 0:
     assert lines[3:] == [lines[2]]
 
 
+@pytest.mark.full
 @pytest.mark.slow
-def test_ranks_that_cannot_connect_say_so(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line each; nobody was lost."""
+def test_ranks_that_cannot_connect_each_print_one_line(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line says that Gloo cannot connect, not that a rank was lost."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch9")
     with job(tmp_path, 2, ["--model", str(tiny_folder), "--prompt-ids", "1,2"]) as running:
         assert running.torchrun.wait(timeout=60) != 0
         lines = running.lines
-    assert "runtime/distributed/transport.py" not in running.stderr, "a traceback of our own"
+    assert "runtime/distributed/transport.py" not in running.stderr, "alspec shows a traceback"
     assert len(lines) == 2
     for line in lines:
         assert line.startswith("alspec: exit 5: transport: gloo cannot connect the ranks: ")

@@ -1,4 +1,4 @@
-"""The engine as a library: one model, several prompts, and a process that stays its owner's."""
+"""The engine as a library: one model, several prompts, and a process that keeps its own signals and warnings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def engine() -> Engine:
 
 @pytest.mark.parametrize(("kv_cache", "softmax"), [("bf16", "exact"), ("turbo-mixed", "sas")])
 def test_a_longer_prompt_replaces_the_cache(kv_cache: str, softmax: str) -> None:
-    """And a shorter one after it finds nothing of it."""
+    """A shorter prompt after it reads nothing of it."""
     torch.set_num_threads(1)
     engine = Engine.from_pretrained(transport="gloo", dtype="fp32", kv_cache=kv_cache, softmax=softmax)
     short = [token.token_id for token in engine.stream("The road", SAMPLING)]
@@ -83,23 +83,23 @@ def test_growth_is_checked_before_memory_is_taken(engine: Engine, monkeypatch: p
     ("name", "error"),
     [
         ("read_weights", KeyboardInterrupt),
-        ("new_cache", torch.OutOfMemoryError),
+        ("build_cache", torch.OutOfMemoryError),
         ("build_decode_step", torch.OutOfMemoryError),
     ],
 )
-def test_an_engine_that_failed_to_load_loads_again(
+def test_an_engine_that_failed_to_load_loads_at_the_next_attempt(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
 ) -> None:
     def fail(*_: object) -> None:
         raise error
 
-    new_cache = engine_module.new_cache
+    build_cache = engine_module.build_cache
 
     def new_cache_alone(*args: object) -> object:
         assert "cache" not in vars(engine), "there may be no room for both"
-        return new_cache(*args)
+        return build_cache(*args)
 
-    monkeypatch.setattr(engine_module, "new_cache", new_cache_alone)
+    monkeypatch.setattr(engine_module, "build_cache", new_cache_alone)
     for prompt in ("The road", "The road " * 90):  # the second one needs another cache
         with monkeypatch.context() as patch:
             patch.setattr(engine_module, name, fail)
@@ -156,7 +156,7 @@ def test_stream_takes_texts_ids_and_options(engine: Engine) -> None:
 
 
 def test_stream_takes_several_prompts(engine: Engine) -> None:
-    """Of any kinds and lengths, each with the answer that it has alone; and after them one again."""
+    """Prompts of any kind and length get the answers that they have alone. A single prompt works after them."""
     prompts = ["The road", list(range(3, 90)), np.array([5, 300, 7])]
     alone = [[(token.token_id, token.text) for token in engine.stream(prompt, SAMPLING)] for prompt in prompts]
     tokens = list(engine.stream(prompts, SAMPLING))
@@ -171,7 +171,7 @@ def test_stream_takes_several_prompts(engine: Engine) -> None:
         next(engine.stream(["The road", [1.5]], SAMPLING))  # type: ignore[list-item]
 
 
-def test_what_a_user_may_not_expect_is_said_once(engine: Engine) -> None:
+def test_a_notice_is_a_warning_once(engine: Engine) -> None:
     engine.notices.append("running somewhere else")
     with pytest.warns(UserWarning, match="running somewhere else"):
         list(engine.stream("The road", SAMPLING))
@@ -180,8 +180,8 @@ def test_what_a_user_may_not_expect_is_said_once(engine: Engine) -> None:
         list(engine.stream("The road", SAMPLING))
 
 
-def test_random_weights_take_ids(tmp_path: Path) -> None:
-    """In the shape of a folder that has no weights."""
+def test_random_weights_take_token_ids_only(tmp_path: Path) -> None:
+    """The folder has a config and no weights."""
     torch.set_num_threads(1)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
@@ -194,7 +194,7 @@ def test_random_weights_take_ids(tmp_path: Path) -> None:
     assert len(list(engine.stream([1, 2, 3], SAMPLING))) == 4
 
 
-def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
+def test_fingerprints_of_different_models_differ(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         shutil.copytree(DEMO_CHECKPOINT, folder)
@@ -220,8 +220,8 @@ def test_one_rank_leaves_signals_alone(engine: Engine) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_generation_that_another_one_has_overtaken_ends(engine: Engine) -> None:
-    """Both would write into one cache."""
+def test_a_generation_ends_when_another_one_begins(engine: Engine) -> None:
+    """Both would write to one cache."""
     expected = [token.text for token in engine.stream("It was a", SAMPLING)]
     first = engine.stream("The road", SAMPLING)
     next(first)
@@ -230,10 +230,10 @@ def test_a_generation_that_another_one_has_overtaken_ends(engine: Engine) -> Non
         next(first)
 
 
-def test_a_generation_that_begins_in_another_thread_waits_for_the_step_under_way(
+def test_a_generation_in_another_thread_waits_for_the_current_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both would write into one cache: the prompt of the first one while the second decodes."""
+    """Both would write to one cache: the first one its prompt, while the second one decodes."""
     expected = [token.text for token in engine.stream("It was a", SAMPLING)]
     prefill, has_begun = engine_module.prefill, threading.Event()
     found: list[str] = []
@@ -255,10 +255,10 @@ def test_a_generation_that_begins_in_another_thread_waits_for_the_step_under_way
         next(first)
 
 
-def test_a_cache_loaded_by_another_thread_is_not_taken_for_ones_own(
+def test_a_generation_does_not_use_a_cache_that_another_thread_loaded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For as many requests, or as many tokens, as the other generation has."""
+    """That cache has the size of the other generation."""
     expected = [token.text for token in engine.stream("It was a", SAMPLING)]
     generate, found = engine._generate, list[str]()
     second = threading.Thread(target=lambda: found.extend(token.text for token in engine.stream("It was a", SAMPLING)))
@@ -275,19 +275,19 @@ def test_a_cache_loaded_by_another_thread_is_not_taken_for_ones_own(
     assert found == expected
 
 
-def test_what_fits_is_what_fits_every_rank(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_must_fit_every_rank(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.agreement, "exchange", lambda own: [own, str(10**6), own])
     with pytest.raises(DoesNotFitError, match=r"a rank needs .* and has 0.00 GiB; .*, or fewer prompts$"):
         engine.load(3, 100)
 
 
-def test_steps_of_other_ranks_are_caught_up_with(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a generation, a new cache and the end; a rank whose loop is gone takes part, and launches nothing."""
-    told: list[str] = []
+def test_a_rank_catches_up_with_the_steps_of_the_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a generation, a new cache and the end. A rank without a decode step takes part and launches nothing."""
+    sent: list[str] = []
     found: list[int] = []
 
     def exchange(own: str) -> list[str]:
-        told.append(own)
+        sent.append(own)
         return [own, "7", "5"]
 
     step = SimpleNamespace(launched=5, catch_up=found.append)
@@ -295,12 +295,12 @@ def test_steps_of_other_ranks_are_caught_up_with(engine: Engine, monkeypatch: py
     engine._catch_up(exchange)
     monkeypatch.setattr(engine, "decode_step", None)
     engine._catch_up(exchange)
-    assert (told, found) == (["5", "0"], [7])
+    assert (sent, found) == (["5", "0"], [7])
     calls = []
     monkeypatch.setattr(engine, "_catch_up", lambda exchange: calls.append(exchange("3")))
     for _ in engine.stream("The old man", SAMPLING):
         pass
-    assert calls == [["3"]] * 2  # of the generation, and of its cache
+    assert calls == [["3"]] * 2  # for the generation, and for its cache
     for _ in engine.stream("The old man", SAMPLING):
         pass
     assert calls == [["3"]] * 3
@@ -324,7 +324,7 @@ def test_token_ids_need_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "kv_heads"), [("auto", 1), ("auto", 2), ("paired", 1)])
-def test_a_pair_that_nobody_asked_for_is_told(
+def test_a_pair_that_was_not_requested_is_a_notice(
     mode: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     raw = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8"))
@@ -345,12 +345,12 @@ def test_a_cache_that_is_loaded_ends_the_generation(engine: Engine) -> None:
         next(first)
 
 
-def test_a_block_closes_the_engine_after_an_error_only_where_nobody_else_is_met() -> None:
+def test_a_with_block_closes_the_engine_after_an_error_only_with_one_rank() -> None:
     with Engine.from_pretrained(transport="gloo", dtype="fp32") as engine:
         assert len(list(engine.stream("The road", SAMPLING))) == 4
     with pytest.raises(UserError, match="engine: it is closed"):
         next(engine.stream("The road", SAMPLING))
-    engine.close()  # again: nothing happens
+    engine.close()  # does nothing
     engine = Engine.from_pretrained(transport="gloo", dtype="fp32")
     engine.placement = Placement(0, 2, 0, 2)
     with pytest.raises(KeyError), engine:
@@ -365,8 +365,8 @@ def test_a_block_closes_the_engine_after_an_error_only_where_nobody_else_is_met(
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["eager", "fused"])
-def test_a_closed_engine_gives_its_memory_back(is_fused: bool, tiny_folder: Path) -> None:
-    """At once, for the next engine of this process needs the room: garbage may be collected much later."""
+def test_a_closed_engine_frees_its_memory(is_fused: bool, tiny_folder: Path) -> None:
+    """It does so at once, not at the next garbage collection: the next engine of this process needs the memory."""
     left: list[weakref.ref[object]] = []
     gc.disable()
     try:
@@ -382,14 +382,16 @@ def test_a_closed_engine_gives_its_memory_back(is_fused: bool, tiny_folder: Path
         gc.enable()
 
 
-def test_hit_rates_are_those_of_guesses_that_leave_tokens_out(tiny_folder: Path, make_prompt: MakePrompt) -> None:
-    """With S = 128 from 320 tokens on; the first decode step reads the prompt and one token."""
+def test_tokens_have_a_hit_rate_once_the_predictor_leaves_tokens_out(
+    tiny_folder: Path, make_prompt: MakePrompt
+) -> None:
+    """With S = 128 that is from 320 tokens on. The first decode step reads the prompt and one token."""
     engine = Engine.from_pretrained(tiny_folder, transport="gloo", speculation="simulated")
     tokens = list(engine.stream(make_prompt(317, 1), max_new_tokens=5, ignore_eos=True))
     assert [token.hit_rate is None for token in tokens] == [True, True, True, False, False]
 
 
-def test_batches_beyond_the_fused_kernels_are_told_or_refused(tiny_folder: Path) -> None:
+def test_batches_too_large_for_fused_kernels_run_eagerly_or_are_refused(tiny_folder: Path) -> None:
     engine = Engine.from_pretrained(tiny_folder, transport="gloo")
     engine._choices = replace(engine._choices, has_fused_step=True, uses_graph=False)
     for batch_size in (8, 9, 9):
@@ -403,13 +405,13 @@ def test_batches_beyond_the_fused_kernels_are_told_or_refused(tiny_folder: Path)
 
 
 @pytest.mark.parametrize("mode", ["off", "simulated"])
-def test_simulated_steps_of_a_gpu_are_told(mode: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_on_a_gpu_has_a_notice(mode: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "choose_device", lambda *_: (torch.device("cuda", 0), "nccl", ""))
-    told = ["simulated: operations are launched one by one; captured steps serve off and paired"]
-    assert Engine.from_pretrained(tiny_folder, speculation=mode).notices == (told if mode == "simulated" else [])
+    notices = ["simulated: operations are launched one by one; captured steps serve off and paired"]
+    assert Engine.from_pretrained(tiny_folder, speculation=mode).notices == (notices if mode == "simulated" else [])
 
 
-def test_a_generation_ends_with_its_engine(engine: Engine) -> None:
+def test_a_generation_ends_when_its_engine_closes(engine: Engine) -> None:
     text = engine.stream("The road", SAMPLING)
     next(text)
     engine.close()
@@ -417,7 +419,7 @@ def test_a_generation_ends_with_its_engine(engine: Engine) -> None:
         next(text)
 
 
-def test_ranks_share_all_settings_but_files_and_what_the_first_one_reads() -> None:
+def test_ranks_share_all_settings_except_paths_and_what_only_rank_0_reads() -> None:
     given = {"prompt": "The", "json": "out.json", "trace": "t.json", "speculation": {"threshold": float("inf")}}
     settings = shared_settings(GenerateConfig.model_validate(given))
     assert settings["speculation.threshold"] == "inf"
@@ -471,7 +473,7 @@ def test_a_wrong_environment_is_one_line(variables: dict[str, str], line: str, m
     assert "\n" not in str(error.value)
 
 
-def test_who_waits_for_ranks_that_do_not_start_says_so(
+def test_a_rank_reports_that_it_waits_for_ranks_that_do_not_start(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(transport_module, "NOTICE_S", 0.1)
@@ -486,7 +488,7 @@ def test_who_waits_for_ranks_that_do_not_start_says_so(
     assert f"alspec: waiting for 1 other rank(s) at 127.0.0.1:{port}\n" in capfd.readouterr().err
 
 
-def test_a_prompt_and_its_answer_may_fill_all_there_is_room_for() -> None:
+def test_a_prompt_and_its_answer_may_fill_the_whole_context() -> None:
     torch.set_num_threads(1)
     assert Engine.from_pretrained(transport="gloo").check_prompts([[1] * 8190], 2) == 8192
     engine = Engine.from_pretrained(transport="gloo", max_context=40)
@@ -495,7 +497,7 @@ def test_a_prompt_and_its_answer_may_fill_all_there_is_room_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "tokenizer.json"])
-def test_fingerprints_see_the_last_byte(name: str, tmp_path: Path) -> None:
+def test_fingerprints_depend_on_the_last_byte(name: str, tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO_CHECKPOINT, tmp_path / "other")
     data = bytearray((folder / name).read_bytes())
     data[-1] ^= 1
@@ -503,7 +505,9 @@ def test_fingerprints_see_the_last_byte(name: str, tmp_path: Path) -> None:
     assert fingerprint(folder) != fingerprint(DEMO_CHECKPOINT)
 
 
-def test_what_the_engine_holds_is_room_for_what_replaces_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_engine_counts_as_free_for_its_next_cache(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.load(1, 1024)
     assert engine.memory is not None
     held = engine.memory.weights_bytes + engine.cache.num_bytes
@@ -515,7 +519,7 @@ def test_what_the_engine_holds_is_room_for_what_replaces_it(engine: Engine, monk
     assert engine.cache.max_context == 2048
 
 
-def test_progress_counts_the_prompts_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_includes_the_prompts_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alspec.runtime.decode.prefill.prefill.__defaults__", (64, None))
     engine.load(2, 200)
     done: list[int] = []
@@ -523,7 +527,7 @@ def test_progress_counts_the_prompts_before(engine: Engine, monkeypatch: pytest.
     assert done == [0, 64, 100, 164, 228]
 
 
-def test_times_are_those_that_have_passed(engine: Engine) -> None:
+def test_times_agree_with_the_clock(engine: Engine) -> None:
     engine.load(1, 400)
     moments = [time.perf_counter()]
     tokens = engine.stream([1] * 300, SAMPLING)
@@ -536,7 +540,7 @@ def test_times_are_those_that_have_passed(engine: Engine) -> None:
         assert 0.1 * (ended - begun) < us / 1e6 <= ended - begun
 
 
-def test_only_the_first_rank_warns(engine: Engine) -> None:
+def test_only_rank_0_warns(engine: Engine) -> None:
     engine.notices.append("running somewhere else")
     engine.load(1, 64)
     engine.placement = Placement(1, 2, 1, 2)
@@ -545,8 +549,8 @@ def test_only_the_first_rank_warns(engine: Engine) -> None:
         list(engine.stream("The road", SAMPLING))
 
 
-def test_ranks_compare_what_each_has_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one has a GPU and another has none, `auto` and the default dtype are not the same."""
+def test_ranks_compare_their_choices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` and the default dtype differ if one rank has a GPU and another has none."""
     compared: dict[str, Any] = {}
     monkeypatch.setattr(engine.agreement, "require_same", compared.update)
     engine.load(1, 64)

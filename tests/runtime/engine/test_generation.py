@@ -1,4 +1,4 @@
-"""When a request ends, and what of its text is printed."""
+"""When a request ends, and which part of its text is printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EOS = 0
 
 
 class Pieces:
-    """Token `i` is the i-th piece; the last `held` characters stay inside until more text comes."""
+    """A decoder: token `i` is the i-th piece. The last `held` characters are held back until more text comes."""
 
     def __init__(self, pieces: list[str], held: int = 0) -> None:
         self._pieces = pieces
@@ -40,9 +40,9 @@ def run(
     max_new_tokens: int = 10**6,
     ignore_eos: bool = False,
 ) -> tuple[Request, list[str]]:
-    """Push tokens (default: every piece, and then EOS) until the request ends; returns what each push printed.
+    """Push tokens (default: every piece, then EOS) until the request ends; returns it and the text of each push.
 
-    Piece 0 is that of EOS.
+    Token 0 is EOS.
     """
     sampling = SamplingConfig(stop=stop, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
     request = Request([5, 6, 7], Pieces(["", *pieces], held), sampling, [EOS])
@@ -65,9 +65,9 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3).map(tuple)
 @settings(max_examples=500, deadline=None)
 @given(st.lists(TEXT, max_size=12), STOPS, st.integers(0, 3))
 def test_text_is_cut_at_the_earliest_stop(pieces: list[str], stop: tuple[str, ...], held: int) -> None:
-    """Whatever the tokens, the stop texts and what the decoder holds back.
+    """This holds for any tokens, stop texts and held-back characters.
 
-    "Earliest" is where the stop text begins, of those complete when the first one is.
+    Of the stop texts that are complete when the first one is, the one that begins earliest cuts the text.
     """
     request, printed = run(pieces, stop, held=held)
     text = "".join(pieces)
@@ -84,8 +84,8 @@ def test_text_is_cut_at_the_earliest_stop(pieces: list[str], stop: tuple[str, ..
 
 @settings(max_examples=500, deadline=None)
 @given(TEXT, STOPS)
-def test_one_character_a_token(text: str, stop: tuple[str, ...]) -> None:
-    """With one character a token there is only one first complete stop text: the one that ends first."""
+def test_with_one_character_a_token_the_stop_that_ends_first_cuts(text: str, stop: tuple[str, ...]) -> None:
+    """Several stop texts may end at the same character."""
     request, _ = run(list(text), stop)
     ends = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
     first_end = min((end for end, _ in ends), default=None)
@@ -98,15 +98,14 @@ def test_one_character_a_token(text: str, stop: tuple[str, ...]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(TEXT, max_size=12), st.text("ab", min_size=1, max_size=4))
-def test_one_stop_text(pieces: list[str], stop: str) -> None:
-    """With one stop text there is no choice: the text up to its first place."""
+def test_one_stop_text_cuts_at_its_first_occurrence(pieces: list[str], stop: str) -> None:
     request, printed = run(pieces, (stop,))
     assert request.text == "".join(printed) == cut_at_stop("".join(pieces), (stop,))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TEXT, min_size=1, max_size=8), STOPS)
-def test_only_what_may_become_a_stop_text_is_held_back(pieces: list[str], stop: tuple[str, ...]) -> None:
+def test_only_the_beginning_of_a_stop_text_is_held_back(pieces: list[str], stop: tuple[str, ...]) -> None:
     sampling = SamplingConfig(stop=stop)
     request = Request([1], Pieces(pieces), sampling, [])
     for token_id in range(len(pieces)):
@@ -119,7 +118,7 @@ def test_only_what_may_become_a_stop_text_is_held_back(pieces: list[str], stop: 
         assert waiting == "" or any(one.startswith(waiting) for one in stop)
 
 
-def test_text_comes_at_once_without_stop() -> None:
+def test_without_stop_texts_all_text_is_printed_at_once() -> None:
     request, printed = run(["Once", " upon", " a time"])
     assert printed == ["Once", " upon", " a time", ""]
     assert request.text == "Once upon a time"
@@ -127,44 +126,44 @@ def test_text_comes_at_once_without_stop() -> None:
     assert request.seq_len == 3 + 4
 
 
-def test_stop_across_tokens() -> None:
+def test_a_stop_text_may_span_tokens() -> None:
     request, printed = run(["one", " E", "N", "D", " two"], stop=(" END",))
     assert printed == ["one", "", "", ""]
     assert (request.text, request.finish_reason) == ("one", "stop")
     assert request.token_ids == [1, 2, 3, 4]
 
 
-def test_broken_off_stop_is_printed() -> None:
+def test_an_incomplete_stop_text_is_printed() -> None:
     request, printed = run(["a E", "N", "d"], stop=(" END",))
     assert printed == ["a", "", " ENd", ""]
     assert request.text == "a ENd"
 
 
-def test_stop_within_a_token_cuts_it() -> None:
+def test_a_stop_text_within_a_token_cuts_it() -> None:
     request, printed = run(["go STOP on", "more"], stop=("STOP", "on"))
     assert printed == ["go "]
     assert request.finish_reason == "stop"
 
 
-def test_several_stops() -> None:
+def test_of_several_stop_texts_the_first_complete_one_cuts() -> None:
     assert run(["xyz"], stop=("z", "y"))[0].text == "x"
     assert run(["x", "y", "z"], stop=("yz", "xyz"))[0].text == ""
     assert run(["x", "y"], stop=("yz", "xyz"))[0].text == "xy"
 
 
-def test_eos() -> None:
+def test_eos_ends_a_request() -> None:
     request, printed = run(["a", "b"], token_ids=[1, EOS, 2])
     assert printed == ["a", ""]
     assert (request.text, request.finish_reason, request.token_ids) == ("a", "eos", [1, EOS])
 
 
-def test_ignored_eos() -> None:
+def test_an_ignored_eos_does_not_end_a_request() -> None:
     request, printed = run(["a", "b"], token_ids=[1, EOS, 2], ignore_eos=True)
     assert printed == ["a", "", "b"]
     assert request.live
 
 
-def test_eos_releases_what_was_held_back() -> None:
+def test_eos_releases_held_back_text() -> None:
     request, printed = run(["ab"], stop=("bc",), token_ids=[1, EOS])
     assert printed == ["a", "b"]
     assert request.finish_reason == "eos"
@@ -172,15 +171,15 @@ def test_eos_releases_what_was_held_back() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_length(limit: int) -> None:
+def test_the_length_ends_a_request_and_releases_its_text(limit: int) -> None:
     request, printed = run(["a", "b", "c", "d"], stop=("bx", "cx"), max_new_tokens=limit)
     assert "".join(printed) == request.text == "abc"[:limit]
     assert (request.finish_reason, len(request.token_ids)) == ("length", limit)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_stop_token_ends_a_request_whose_text_it_is_not(ignore_eos: bool) -> None:
-    """What was held back comes out; an end token that is a stop token, too, is an end token first."""
+def test_a_stop_token_ends_a_request_without_printing_it(ignore_eos: bool) -> None:
+    """Held-back text is printed. A token that is both EOS and a stop token counts as EOS."""
     sampling = SamplingConfig(stop=("bc",), ignore_eos=ignore_eos)
     request = Request([5], Pieces(["", "ab", "x"]), sampling, [EOS], [EOS, 2])
     assert [request.push(1), request.push(2)] == ["a", "b"]
@@ -194,25 +193,25 @@ def test_length_releases_an_incomplete_character() -> None:
     assert run(["ab"], max_new_tokens=1, held=2)[0].text == "ab"
 
 
-def test_eos_and_stop_win_over_length_in_the_last_token() -> None:
+def test_eos_and_stop_precede_length_in_the_last_token() -> None:
     assert run(["a"], token_ids=[1, EOS], max_new_tokens=2)[0].finish_reason == "eos"
     assert run(["a", "b"], stop=("ab",), max_new_tokens=2)[0].finish_reason == "stop"
 
 
-def test_stop_completed_by_what_the_decoder_held() -> None:
-    """The end of the answer completes a stop text: it is still not printed."""
+def test_held_back_text_may_complete_a_stop_text() -> None:
+    """The end of the answer completes the stop text, which is not printed."""
     request, _ = run(["one", " END"], stop=("END",), max_new_tokens=2, held=2)
     assert (request.text, request.finish_reason) == ("one ", "stop")
 
 
-def test_ids_as_text() -> None:
+def test_ids_are_printed_as_numbers() -> None:
     request = Request([1], IdDecoder(), SamplingConfig(max_new_tokens=2), [])
     assert [request.push(17), request.push(4)] == ["17 ", "4 "]
     assert request.text == "17 4 "
 
 
-def test_hit_rates_of_a_batch_are_each_requests_own() -> None:
-    """With S = 128; the guesses of the last request leave no token out."""
+def test_each_request_of_a_batch_has_its_own_hit_rate() -> None:
+    """S is 128. The predictor leaves no token of the last request out."""
     requests = [Request([1] * length, IdDecoder(), SamplingConfig(), []) for length in (320, 400, 319)]
     hits = torch.tensor([[True, False, True], [True, False, False], [True, True, True], [False, False, True]])
     tokens = Generation(requests).push([5, 6, 7], hits, 128)

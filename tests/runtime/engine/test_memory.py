@@ -1,4 +1,4 @@
-"""The memory plan against real tensors, and what does not fit."""
+"""The memory plan against real tensors, and errors if it does not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from alspec.errors import DoesNotFitError
 from alspec.kernels.attention.dispatch import DecodeAttention
-from alspec.kernels.attention.torch_ref import prefill_attention
+from alspec.kernels.attention.torch_attention import prefill_attention
 from alspec.models.llama import Llama, LlamaWeights, Shard, random_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
@@ -45,7 +45,7 @@ MODEL = LlamaConfig(
 
 
 def num_bytes(weights: LlamaWeights) -> int:
-    """Bytes of all tensors, those that share memory once."""
+    """Bytes of all tensors; shared memory counts once."""
     layers = [tensor for layer in weights.layers for tensor in vars(layer).values()]
     tensors: list[Tensor] = [weights.embedding, *layers, weights.final_norm, weights.lm_head]
     whole = {
@@ -60,7 +60,9 @@ def num_bytes(weights: LlamaWeights) -> int:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("vocab_size", [300, 301, 5])
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-def test_weights(tp_size: int, num_groups: int, vocab_size: int, tied: bool, dtype: torch.dtype) -> None:
+def test_planned_weights_have_the_bytes_of_real_ones(
+    tp_size: int, num_groups: int, vocab_size: int, tied: bool, dtype: torch.dtype
+) -> None:
     config = MODEL.model_copy(update={"vocab_size": vocab_size, "tie_word_embeddings": tied})
     world_size = tp_size * num_groups
     for rank in range(world_size):
@@ -70,7 +72,7 @@ def test_weights(tp_size: int, num_groups: int, vocab_size: int, tied: bool, dty
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_cache(tp_size: int) -> None:
+def test_a_planned_cache_has_the_bytes_of_a_real_one(tp_size: int) -> None:
     plan = plan_memory(MODEL, Shard(0, tp_size, 0, tp_size), torch.bfloat16, 3, 200)
     cache = KVCache(MODEL.num_layers, 3, MODEL.num_kv_heads // tp_size, 200, MODEL.head_dim, torch.bfloat16, CPU)
     assert plan.cache_bytes == cache.num_bytes
@@ -78,7 +80,7 @@ def test_cache(tp_size: int) -> None:
 
 
 def test_buffers_hold_one_chunk_and_the_logits() -> None:
-    """At least the residual and the widest activation of a chunk in flight, and the gathered logits."""
+    """At least the residual and the widest activation of one prompt chunk, and the gathered logits."""
     for tokens in (10, CHUNK_TOKENS, 10 * CHUNK_TOKENS):
         plan = plan_memory(MODEL, Shard(), torch.float32, 2, tokens)
         chunk = min(tokens, CHUNK_TOKENS)
@@ -89,7 +91,7 @@ def test_buffers_hold_one_chunk_and_the_logits() -> None:
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_buffers_of_a_quantised_cache_hold_a_layer(tp_size: int, batch_size: int) -> None:
-    """One layer, a prompt's at INT8 and dequantised, or all requests' in fp32; or MLP or attention, if more."""
+    """One layer: of a prompt in INT8 and dequantised, or of all requests in fp32. MLP or attention may need more."""
     config = MODEL.model_copy(update={"head_dim": 64})
     for tokens in (100, 10 * CHUNK_TOKENS):
         exact, quantised = (
@@ -106,7 +108,7 @@ def test_buffers_of_a_quantised_cache_hold_a_layer(tp_size: int, batch_size: int
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """What tensors of `run` take at most, on the CPU."""
+    """The peak memory of the tensors that `run` allocates on the CPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = profiler.profiler.kineto_results.events()
@@ -116,7 +118,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_step_over_a_quantised_cache_stays_within_the_plan(batch_size: int) -> None:
-    """On the CPU, where keys and values of a layer, of all requests, are dequantised for guess and verification."""
+    """On the CPU, the predictor and the verification dequantise the keys and values of a layer for all requests."""
     config, tokens = MODEL.model_copy(update={"head_dim": 64}), 2048
     cache = new_cache("turbo4", config, 1, batch_size, tokens, torch.float32, CPU)
     attention = DecodeAttention(cache.layer(0), config.num_qo_heads, 64, 0.125, CPU)
@@ -136,15 +138,15 @@ def test_a_step_over_a_quantised_cache_stays_within_the_plan(batch_size: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_queries_behind_a_prefix_take_a_mask_of_their_dtype(dtype: torch.dtype) -> None:
-    """On the CPU; nothing else is as large as queries times tokens. K and V are small, because some CPUs copy them."""
+    """On the CPU. No other tensor is as large as queries times tokens; some CPUs copy K and V, so these are small."""
     queries, tokens = 256, 16384
     q, (k, v) = torch.randn(queries, 4, 16).to(dtype), torch.randn(2, 1, tokens, 16).to(dtype)
     mask = queries * tokens * dtype.itemsize
     assert mask <= peak_bytes(lambda: prefill_attention(q, k, v, 0.125)) < 1.5 * mask
 
 
-def test_buffers_hold_the_draw_of_up_to_eight_requests() -> None:
-    """Where the vocabulary is larger than all activations."""
+def test_buffers_hold_the_sampling_of_up_to_eight_requests() -> None:
+    """The vocabulary is larger than all activations."""
     config = MODEL.model_copy(update={"vocab_size": 128256})
     planned = {b: plan_memory(config, Shard(), torch.float32, b, 64).buffer_bytes for b in (1, 8, 16)}
     for batch_size, num_bytes in planned.items():
@@ -154,14 +156,14 @@ def test_buffers_hold_the_draw_of_up_to_eight_requests() -> None:
 
 @pytest.mark.parametrize("peer_memory", ["symm", "host"])
 @pytest.mark.parametrize(("tp_size", "num_groups"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-def test_buffers_hold_the_words_of_each_request(
+def test_buffers_hold_the_packets_of_each_request(
     tp_size: int, num_groups: int, peer_memory: PeerMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a second request adds: its logits, in fp32 three times, and the words that `exchanges` has on the GPU."""
+    """A second request adds its logits, in fp32 three times, and its packets in memory of the GPU."""
     world_size = tp_size * num_groups
 
-    def allocate(way: PeerMemory, sizes: list[int], homes: object, transport: Transport) -> list[list[Tensor]]:
-        places = 1 if way == "host" else world_size
+    def allocate(kind: PeerMemory, sizes: list[int], buffer_ids: object, transport: Transport) -> list[list[Tensor]]:
+        places = 1 if kind == "host" else world_size
         return [
             [torch.zeros(size, dtype=torch.int64) for _ in range(places)] * (world_size // places) for size in sizes
         ]
@@ -178,15 +180,15 @@ def test_buffers_hold_the_words_of_each_request(
         plan = plan_memory(MODEL, transport.placement.shard, torch.bfloat16, batch_size, 100)
         planned.append(plan.buffer_bytes)
     assert (held[0] > 0) == (world_size > 1)
-    # Rows of logits are dealt alike, so there may be a few more than tokens.
+    # All ranks have the same number of rows of logits, so there may be a few more rows than tokens.
     packets = held[1] - held[0]
     assert planned[1] - planned[0] == pytest.approx(12 * MODEL.vocab_size + packets, abs=8 * (world_size + 2))
 
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(200, 50_000), st.floats(0.0, 1.0))
-def test_largest_context_that_fits(batch_size: int, max_context: int, share: float) -> None:
-    """What the message offers does fit, and 64 tokens more do not."""
+def test_the_offered_context_is_the_largest_that_fits(batch_size: int, max_context: int, share: float) -> None:
+    """The offered context fits, and 64 tokens more do not."""
 
     def total(context: int) -> int:
         return plan_memory(MODEL, Shard(), torch.float32, batch_size, context).total_bytes
@@ -224,7 +226,7 @@ def test_largest_context_that_fits(batch_size: int, max_context: int, share: flo
     ],
     ids=["no container", "no limit", "limit", "beyond the limit", "version 1"],
 )
-def test_memory_of_a_container(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+def test_the_limit_of_a_container_bounds_the_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  1048576 kB\n")
     for name, text in files.items():
@@ -237,11 +239,11 @@ def test_memory_of_a_container(tmp_path: Path, files: dict[str, str], expected: 
 @pytest.mark.parametrize(
     ("meminfo", "stat", "expected"),
     [
-        ("MemAvailable: 1024 kB\n", "anon 7\n", 2**20),  # a container without a number of files read once
-        ("MemTotal: 9 kB\n", "inactive_file 0\n", 2**30),  # a kernel that does not say what is available
+        ("MemAvailable: 1024 kB\n", "anon 7\n", 2**20),  # the container does not report inactive files
+        ("MemTotal: 9 kB\n", "inactive_file 0\n", 2**30),  # the kernel does not report available memory
     ],
 )
-def test_memory_where_a_number_is_missing(tmp_path: Path, meminfo: str, stat: str, expected: int) -> None:
+def test_memory_is_known_without_one_of_the_numbers(tmp_path: Path, meminfo: str, stat: str, expected: int) -> None:
     group = tmp_path / "sys/fs/cgroup"
     for folder in (tmp_path / "proc", group):
         folder.mkdir(parents=True)
@@ -251,8 +253,8 @@ def test_memory_where_a_number_is_missing(tmp_path: Path, meminfo: str, stat: st
     assert _host_bytes(tmp_path) == min(expected, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def test_a_gpu_takes_scores_where_no_library_fuses_them() -> None:
-    """Of all heads; and K and V once for each query head. Not in 16 bits, nor on the CPU."""
+def test_a_gpu_needs_memory_for_scores_if_no_library_fuses_them() -> None:
+    """The scores of all heads, and K and V once for each query head. Not in 16 bits, nor on the CPU."""
     config = LlamaConfig.from_shape("llama-3.1-8b")
 
     def more(dtype: torch.dtype, tokens: int, head_dim: int = 128) -> int:
@@ -272,7 +274,7 @@ def test_a_gpu_takes_scores_where_no_library_fuses_them() -> None:
     assert more(torch.bfloat16, 131072, 264) > 2**30
 
 
-def test_message_names_need_and_have() -> None:
+def test_the_message_names_needed_and_available_memory() -> None:
     config = LlamaConfig.from_shape("llama-3.1-8b")
     plan = plan_memory(config, Shard(), torch.bfloat16, 4, 131072)
     with pytest.raises(DoesNotFitError) as caught:
@@ -285,15 +287,15 @@ def test_message_names_need_and_have() -> None:
     assert "has 40.00 GiB" in message
 
 
-def test_llama_8b_by_the_published_numbers() -> None:
-    """8.03e9 parameters in bf16, and 128 KiB of keys and values a token."""
+def test_the_plan_of_llama_8b_has_the_published_numbers() -> None:
+    """8.03e9 parameters in bf16, and 128 KiB of keys and values for each token."""
     plan = plan_memory(LlamaConfig.from_shape("llama-3.1-8b"), Shard(), torch.bfloat16, 1, 1024)
     assert plan.weights_bytes == 2 * 8_030_261_248
     assert plan.cache_bytes == 1024 * 128 * 1024
 
 
 @pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])
-def test_exact_fit_is_a_fit(kv_cache: str) -> None:
+def test_an_exact_fit_fits(kv_cache: str) -> None:
     config = MODEL.model_copy(update={"head_dim": 64})
     plan = plan_memory(config, Shard(), torch.float32, 1, 512, kv_cache)
     assert plan.cache_bytes == new_cache(kv_cache, config, 1, 1, 512, torch.float32, CPU).num_bytes
@@ -309,17 +311,17 @@ def test_exact_fit_is_a_fit(kv_cache: str) -> None:
     [
         ("bf16", torch.bfloat16, 131072),
         ("turbo4", torch.bfloat16, 131072),
-        # Nothing fuses the softmax: of one chunk, and behind a prefix.
+        # No library fuses the softmax: for one chunk, and after a prefix.
         ("bf16", torch.float32, 8192),
         ("bf16", torch.float32, 65536),
     ],
     ids=["bf16", "turbo4", "fp32-8k", "fp32-64k"],
 )
 def test_a_long_prompt_stays_within_the_plan(kv_cache: str, dtype: torch.dtype, num_tokens: int) -> None:
-    """Two layers of the 8B shape, whose activations are those of all 32; the plan is not three times as much."""
+    """Two layers of the 8B shape have the activations of all 32. The plan is less than three times the peak."""
     config = LlamaConfig.from_shape("llama-3.1-8b").model_copy(update={"num_layers": 2})
     device = torch.device("cuda", 0)
-    others = torch.cuda.memory_allocated(device)  # of other tests
+    others = torch.cuda.memory_allocated(device)  # by other tests
     plan = plan_memory(config, Shard(), dtype, 1, num_tokens, kv_cache, "cuda")
     transport = Transport(Placement(), device, "nccl", None)
     model = Llama(config, random_weights(config, Shard(), dtype, device), transport)
@@ -349,7 +351,7 @@ def test_a_context_that_fits_exactly_is_offered(context: int) -> None:
 
 @pytest.mark.parametrize("kv_cache", ["bf16", "turbo4"])
 def test_a_prompt_of_several_chunks_stays_within_the_plan(kv_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, where attention behind a prefix also takes a mask; it is wider than the MLP here."""
+    """On the CPU, where attention after a prefix also needs a mask, which is wider than the MLP here."""
     chunk_tokens, tokens = 512, 4096
     monkeypatch.setattr(memory, "CHUNK_TOKENS", chunk_tokens)
     config = MODEL.model_copy(update={"num_layers": 1, "num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 64})

@@ -1,4 +1,4 @@
-"""Signals while ranks watch each other: a thread sees them, and the program's own handling of them goes on."""
+"""`SignalWatch` delivers signals to a thread, and the program's own handlers keep working."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from alspec.runtime.faults.signals import SignalWatch
 
 
 @pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
+def _default_handlers() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 have their default handlers at the start of each test."""
     numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_sigterm_is_seen_and_its_default_comes_back() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def test_sigterm_is_delivered_and_its_default_handler_comes_back() -> None:
     watch = SignalWatch(takes_sigterm=True)
     assert watch.wait(0) == set()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -39,7 +39,7 @@ def test_sigterm_is_seen_and_its_default_comes_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_the_programs_own_handlers_stay() -> None:
+def test_handlers_of_the_program_stay_and_are_called() -> None:
     calls = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -52,14 +52,14 @@ def test_the_programs_own_handlers_stay() -> None:
         os.kill(os.getpid(), number)
     assert calls == [signal.SIGTERM, signal.SIGUSR1]
     assert signal.SIGTERM not in watch.wait(1)
-    later = SignalWatch(takes_sigterm=True)  # closed in the order in which they came
+    later = SignalWatch(takes_sigterm=True)  # closed in the order of creation
     watch.close()
     later.close()
     assert signal.getsignal(signal.SIGTERM) is handle
     signal.set_wakeup_fd(-1)
 
 
-def test_asyncio_gets_its_signals() -> None:
+def test_asyncio_still_gets_its_signals() -> None:
     async def program() -> None:
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
@@ -77,7 +77,7 @@ def test_asyncio_gets_its_signals() -> None:
     asyncio.run(program())
 
 
-def test_a_wakeup_descriptor_that_came_later_stays() -> None:
+def test_a_wakeup_descriptor_that_was_set_later_stays() -> None:
     watch = SignalWatch()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -88,7 +88,7 @@ def test_a_wakeup_descriptor_that_came_later_stays() -> None:
     os.close(writing)
 
 
-def test_made_in_another_thread_it_sees_nothing() -> None:
+def test_a_watch_created_in_another_thread_changes_no_handler() -> None:
     before = signal.getsignal(signal.SIGTERM)
     watches: list[SignalWatch] = []
     thread = threading.Thread(target=lambda: watches.append(SignalWatch(takes_sigterm=True)))
@@ -98,8 +98,8 @@ def test_made_in_another_thread_it_sees_nothing() -> None:
     watches[0].close()
 
 
-def test_closed_in_another_thread() -> None:
-    """asyncio still gets its signals, and SIGTERM ends the process."""
+def test_after_close_in_another_thread_signals_work_as_before() -> None:
+    """asyncio gets its signals, and SIGTERM ends the process."""
     program = """
 import asyncio, os, signal
 from alspec.runtime.faults.signals import SignalWatch
@@ -119,9 +119,8 @@ asyncio.run(program())
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "arrived\n"), done.stderr
 
 
-def test_signals_of_a_forked_child_are_its_own() -> None:
+def test_a_forked_child_has_its_own_signals() -> None:
     """`multiprocessing` ends its workers with SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     watch = SignalWatch(takes_sigterm=True)
     reading, writing = os.pipe()
     child = os.fork()
@@ -141,10 +140,10 @@ def test_signals_of_a_forked_child_are_its_own() -> None:
     watch.close()
 
 
-def test_seen_among_more_than_a_thousand_files() -> None:
+def test_signals_are_delivered_with_more_than_a_thousand_open_files() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limits[1] != resource.RLIM_INFINITY and limits[1] < 1200:
-        pytest.skip("this process may not open as many")
+        pytest.skip("this process may not open that many files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
     with contextlib.ExitStack() as files:
         for _ in range(1024):

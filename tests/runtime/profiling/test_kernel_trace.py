@@ -1,4 +1,4 @@
-"""What is made of the profiler's export: kernels of steps, what they belong to, and the parts of a pair's layers."""
+"""Kernels of steps from the profiler's export: their operations and layers, and the parts of a pair's layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alspec.runtime.profiling.kernel_trace import label, layer_parts, step_kerne
 
 NUM_LAYERS = 6
 CLOSED_US = 0.25
-# What an open kernel takes once it may begin.
+# Time of an open kernel from when it may begin.
 WORK_US = {
     "_embed_norm_kernel": 3.0,
     "_qkv_rope_append_kernel": 9.0,
@@ -30,12 +30,12 @@ WORK_US = {
     "_collect_logits_kernel": 4.0,
     "_finish_step_kernel": 2.0,
 }
-PREDICTOR_US = 15.0  # from the attention kernel's begin until the paired rank may read A~
+PREDICTOR_US = 15.0  # from the start of the attention kernel until the paired rank may read A~
 POST = ("push_partial", "reduce_norm", "gate_up_silu", "push_partial", "reduce_norm")
 
 
 class Job:
-    """Two groups of `tp_size` ranks that step as `alspec.priority` says, with dependent launches that start early."""
+    """Two groups of `tp_size` ranks that follow `alspec.priority`, with dependent launches that start early."""
 
     def __init__(self, tp_size: int, first: int, quantised: bool = False) -> None:
         self.quantised = quantised
@@ -46,7 +46,7 @@ class Job:
         self.step = 0
 
     def launch(self, group: int, part: str, is_open: bool = True, not_before: float = 0.0) -> float:
-        """One kernel on every rank of a group; returns when its work began."""
+        """Launch one kernel on every rank of a group. Returns when its work began."""
         name = next(name for name in WORK_US if part in name)
         begin = 0.0
         for rank in range(len(self.now)):
@@ -60,7 +60,7 @@ class Job:
         return begin
 
     def run(self, verdicts: list[int]) -> float:
-        """One step; returns its time."""
+        """Run one step. Returns its time."""
         self.step += 1
         begun = self.now[0]
         for group in (0, 1):
@@ -72,15 +72,15 @@ class Job:
                 self.launch(group, "update_roles", not_before=verdict_at if group == waiting else 0.0)
             sends = sender(self.priority)
             self.priority = after_handover(self.priority)
-            guess_at = 0.0
+            spec_at = 0.0
             for group in (sends, 1 - sends):
                 begun_at = self.launch(group, "lean_decode", group == sends)
-                guess_at = begun_at + PREDICTOR_US if group == sends else guess_at
+                spec_at = begun_at + PREDICTOR_US if group == sends else spec_at
                 self.launch(group, "lean_combine", group == sends)
                 self.launch(group, "decide", group == sends)
                 if group == sends:
                     verdict_at = self.now[-1 if group else 0]
-                self.launch(group, "receive_handover", group != sends, guess_at)
+                self.launch(group, "receive_handover", group != sends, spec_at)
             self.priority = after_verdict(self.priority, bool(verdict))
             waiting = 1 - sends
             for part in POST:
@@ -112,8 +112,8 @@ def kernel(name: str, start_us: float, duration_us: float, stream: int = 7) -> d
     }  # fmt: skip
 
 
-def test_kernels_of_whole_steps() -> None:
-    """What comes before the first step's end is left out; a step may begin before the one before it has ended."""
+def test_only_kernels_of_whole_steps_are_kept() -> None:
+    """Kernels up to the end of the first step are left out. A step may begin before the step before it has ended."""
     base = 1_790_857_026_000_000_000
     events = [
         kernel("ncclAllGather", 1.0, 5.0),
@@ -134,7 +134,7 @@ def test_kernels_of_whole_steps() -> None:
     ]
 
 
-def test_no_kernels() -> None:
+def test_a_trace_without_steps_has_no_kernels() -> None:
     zero_ns, kernels = step_kernels({"traceEvents": [kernel("attention", 10.0, 10.0)]})
     assert kernels == []
     assert zero_ns > 10**18
@@ -152,7 +152,7 @@ VERDICTS = {
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", VERDICTS)
 def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) -> None:
-    """Operation and layer of every kernel; closed ones are those whose group's priority skips them."""
+    """Operation and layer of every kernel. A kernel is closed if the priority of its group skips it."""
     job = Job(tp_size, first, quantised)
     for verdicts in VERDICTS[name]:
         job.run(verdicts)
@@ -169,7 +169,7 @@ def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) 
 
 
 def test_labels_without_a_pair() -> None:
-    """What has another name belongs to the kernel before it."""
+    """A kernel with an unknown name belongs to the kernel before it."""
     names = ["_embed_norm_kernel"]
     layer = ["qkv_rope_append", "flashq_decode_kernel", "flashq_combine_kernel", "push_partial", "ncclAllReduce"]
     names += [*layer, "reduce_norm", "gate_up_silu", "push_partial", "ncclAllReduce", "reduce_norm"] * 2
@@ -190,7 +190,7 @@ def test_labels_without_a_pair() -> None:
 @pytest.mark.parametrize("name", VERDICTS)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> None:
-    """Parts are what the kernels were given, and the latency model makes the step's time of them, to 5 %."""
+    """Parts are the times of the kernels. From them the latency model predicts the step's time to 5 %."""
     job = Job(tp_size, 1, quantised)
     times = [job.run(verdicts) for verdicts in VERDICTS[name]]
     parts = layer_parts(label(job.rows, VERDICTS[name]), VERDICTS[name])
@@ -210,7 +210,7 @@ def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> Non
 
 
 def test_a_kernel_is_ready_once_all_before_it_have_ended() -> None:
-    """Also where one of them ends before another one that started earlier."""
+    """Also if one of them ends before another one that started earlier."""
     spans = [("_embed_norm_kernel", 0.0, 10.0), ("qkv_rope_append", 2.0, 5.0), ("flashq_decode_kernel", 6.0, 12.0)]
     rows = [{"kernel": name, "step": 1, "start_us": start, "end_us": end} for name, start, end in spans]
     (labelled,) = label([rows], [])

@@ -1,4 +1,4 @@
-"""What the latency profiler makes of clocks and of the profiler's export, and the loop it drives."""
+"""The latency profiler: what it makes of the clocks, and the steps that it measures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from alspec.runtime.engine.engine import Engine
 from alspec.runtime.profiling.profile import (
     WARMUP_STEPS,
     Profile,
+    cache_tokens,
     fill,
     forced_verdicts,
     measure,
     prepare,
     prompts_of,
-    room,
     stream_limit,
 )
 from alspec.runtime.profiling.stats import step_bytes
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 class FakeTransport:
-    """The other rank takes what `other` says; barriers are counted."""
+    """The other rank measures `other`. Barriers are counted."""
 
     def __init__(self, other: list[float]) -> None:
         self.other = other
@@ -53,10 +53,9 @@ class FakeTransport:
 
 
 class FakeEngine:
-    """Steps whose clock advances by `step_us`, each warm-up step by much more."""
+    """Each step takes the next of `step_us`, each warm-up step much longer."""
 
     def __init__(self, step_us: list[int], other: list[float], config: Any, batch_size: int) -> None:
-        self.loop = object()
         self.hits: Tensor | None = None
         self.config = EngineConfig()
         self.transport = FakeTransport(other)
@@ -81,8 +80,8 @@ def engine(small_folder: Path) -> Engine:
     return Engine.from_pretrained(small_folder, transport="gloo", speculation={"mode": "off"})
 
 
-def interpreted(engine: Engine, batch_size: int, capacity: int) -> None:
-    """Load, and give the engine the fused step that GPUs have."""
+def load_fused_step(engine: Engine, batch_size: int, capacity: int) -> None:
+    """Load, and give the engine the fused step that it has on GPUs."""
     engine.load(batch_size, capacity)
     assert engine.transport is not None
     operation = lambda name, layer: nullcontext()  # noqa: E731
@@ -105,22 +104,22 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("context", "is_forced", "hit_rate"), [(310, False, 0.5), (306, False, None), (306, True, 0.5), (64, True, 0.5)]
 )
-def test_hit_rates_are_those_of_guesses_that_could_miss(
+def test_hit_rates_count_predictors_that_leave_tokens_out(
     engine: Engine, context: int, is_forced: bool, hit_rate: float | None
 ) -> None:
-    """With S = 128 those of 320 tokens and more, after ten steps of warm-up; forced verdicts may reject any."""
+    """With S = 128 from 320 tokens on, after ten warm-up steps. Forced verdicts count at any length."""
     fake: Any = FakeEngine([10] * 4, [10.0] * 4, engine.model_config, batch_size=1)
     fake.hits = torch.tensor([[True], [False]])
     assert measure(fake, context, 4, is_forced=is_forced).hit_rate == hit_rate
 
 
-def test_one_step() -> None:
+def test_percentiles_of_one_step_are_its_time() -> None:
     assert Profile(64, 1, [[8.0]], None, 1000).us == {"p20": 8, "p50": 8, "p80": 8, "p99": 8}
 
 
-def test_prompted_steps_are_those_of_the_same_lengths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_steps_have_the_lengths_after_the_context(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first warm-up step of an eager step reads `context` tokens, and the last one fits."""
-    engine.load(2, room(24, 3))
+    engine.load(2, cache_tokens(24, 3))
     prepare(engine)
     lengths = []
     assert isinstance(engine.decode_step, EagerStep)
@@ -134,32 +133,32 @@ def test_prompted_steps_are_those_of_the_same_lengths(engine: Engine, monkeypatc
     assert all(us > 0 for us in profile.slowest_us)
 
 
-def test_the_loop_is_prepared_and_its_lengths_end_inside_the_cache(
+def test_the_captured_step_is_prepared_and_its_lengths_fit_the_cache(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("alspec.runtime.profiling.profile.WARMUP_STEPS", 2)
-    interpreted(engine, 1, room(20, 2))
+    load_fused_step(engine, 1, cache_tokens(20, 2))
     prepare(engine)
     assert 0.9 < float(engine.cache.k.float().std()) < 1.1
     profile = measure(engine, 20, 2)
     assert [len(times) for times in profile.step_us] == [2]
     assert isinstance(engine.decode_step, CapturedStep)
-    # The next step would read what is one token longer than the last measured one.
-    assert engine.decode_step._decoder.buffers.seq_lens.tolist() == [room(20, 2)]
-    assert engine.decode_step.next_step == 2 + 2 + 1, "no step is launched behind the last one"
+    # The next step would read one token more than the last measured step.
+    assert engine.decode_step._decoder.buffers.seq_lens.tolist() == [cache_tokens(20, 2)]
+    assert engine.decode_step.next_step == 2 + 2 + 1, "no step is launched after the last one"
 
 
 def test_bad_numbers_end_the_measurement(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alspec.runtime.profiling.profile.WARMUP_STEPS", 2)
-    interpreted(engine, 1, room(20, 2))
+    load_fused_step(engine, 1, cache_tokens(20, 2))
     prepare(engine)
     engine.cache.v[1] = torch.nan
     with pytest.raises(BadNumbersError, match="rank 0, attention output, layer 1, step 1;"):
         measure(engine, 20, 2)
 
 
-def test_generation_over_the_loop_is_that_without_it(engine: Engine) -> None:
-    """Token for token, and it ends where the request has ended, not where it could."""
+def test_captured_and_eager_steps_generate_the_same_tokens(engine: Engine) -> None:
+    """Generation ends with the request, not at the largest number of tokens."""
 
     def run(*stop: str) -> list[int]:
         sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True, stop=stop)
@@ -170,14 +169,14 @@ def test_generation_over_the_loop_is_that_without_it(engine: Engine) -> None:
     engine.load(1, 16)
     expected = run()
     assert len(expected) == 4
-    interpreted(engine, 1, 16)
+    load_fused_step(engine, 1, 16)
     assert run() == expected
     assert engine.tokenizer is not None
     assert run(engine.tokenizer.decode(expected[:2])) == expected[:2]
     assert run(engine.tokenizer.decode(expected[:1])) == expected[:1]
 
 
-def test_filled_cache(engine: Engine) -> None:
+def test_a_filled_cache_holds_normal_numbers_of_its_seed(engine: Engine) -> None:
     engine.load(2, 64)
     fill(engine.cache, seed=0)
     k, v = engine.cache.k.clone(), engine.cache.v.clone()
@@ -190,7 +189,7 @@ def test_filled_cache(engine: Engine) -> None:
     assert not torch.equal(engine.cache.v, v)
 
 
-def test_limit_is_the_fastest_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bandwidth_limit_is_that_of_the_fastest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alspec.runtime.profiling.profile.stream_bandwidth", lambda device: 3e9)
     for other, fastest in ((2e9, 3e9), (4e9, 4e9)):
         fake: Any = SimpleNamespace(device=CPU, connected=partial(FakeTransport, [other]))
@@ -209,7 +208,7 @@ def test_forced_verdicts_have_the_rate_and_are_spread(num_layers: int, hit_rate:
 
 @pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 3), (1, 11), (2, 5), (3, 26)])
 def test_prompts_repeat_or_cut_a_text(batch_size: int, num_tokens: int) -> None:
-    """Each is a stretch of the text, over and over, from a place of its own."""
+    """Each prompt repeats the text from its own starting point."""
     prompts = prompts_of([96, *range(10)], batch_size, num_tokens)
     assert [len(ids) for ids in prompts] == [num_tokens] * batch_size
     for request, (first, *rest) in enumerate(prompts):
@@ -218,11 +217,13 @@ def test_prompts_repeat_or_cut_a_text(batch_size: int, num_tokens: int) -> None:
     assert prompts_of([7], 2, 3) == [[7, 7, 7]] * 2
 
 
-def test_steps_after_a_text_are_those_of_its_generation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the loop: the text is read into the cache, and the timed steps give the tokens that generation gives."""
+def test_measured_steps_after_a_text_give_the_tokens_of_generation(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the captured step: it reads the text into the cache, and the timed steps generate its tokens."""
     monkeypatch.setattr("alspec.runtime.profiling.profile.WARMUP_STEPS", 2)
     text_ids = [5, 30, 200, 7, 7, 91]
-    interpreted(engine, 2, room(9, 2))
+    load_fused_step(engine, 2, cache_tokens(9, 2))
     prepare(engine)
     sampling = SamplingConfig(max_new_tokens=5, ignore_eos=True)
     list(engine.stream(prompts_of(text_ids, 2, 8), sampling))
@@ -245,8 +246,8 @@ def test_steps_after_a_text_are_those_of_its_generation(engine: Engine, monkeypa
     assert list(map(list, zip(*made, strict=True))) == [request.token_ids for request in generation.requests]
 
 
-def test_sampled_tokens_are_those_of_request_and_position(engine: Engine) -> None:
-    """Two requests with one prompt have answers of their own, with the loop as without it; the first as it is alone."""
+def test_sampled_tokens_depend_on_request_and_position(engine: Engine) -> None:
+    """Two requests with one prompt differ, alike in captured and eager steps. The first is as it is alone."""
     sampling = SamplingConfig(max_new_tokens=4, ignore_eos=True, temperature=1.5, seed=3)
 
     def run(batch_size: int) -> list[list[int]]:
@@ -258,5 +259,5 @@ def test_sampled_tokens_are_those_of_request_and_position(engine: Engine) -> Non
     engine.load(2, 16)
     expected = run(2)
     assert expected[0] == alone != expected[1]
-    interpreted(engine, 2, 16)
+    load_fused_step(engine, 2, 16)
     assert run(2) == expected

@@ -1,4 +1,4 @@
-"""What tells where a measurement comes from."""
+"""The provenance of a measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from alspec.runtime.profiling.provenance import versions
 
 
-def test_versions() -> None:
+def test_versions_name_the_packages() -> None:
     found = versions()
     assert found["torch"] == torch.__version__
     assert {"python", "cuda", "alspec", "triton"} <= set(found)

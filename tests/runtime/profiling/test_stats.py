@@ -1,4 +1,4 @@
-"""The numbers that are made of a generation."""
+"""Statistics of a generation: percentiles, bytes, bandwidth, hit rates."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_percentile_ends_and_order() -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_step_bytes(tp_size: int, tied: bool) -> None:
-    """Every weight once except the embedding table's other rows, and K and V of every token."""
+def test_step_bytes_are_all_weights_and_the_cache(tp_size: int, tied: bool) -> None:
+    """Every weight once, except rows of the embedding table, and K and V of every token."""
     config = LlamaConfig(
         hidden_size=48,
         intermediate_size=80,
@@ -72,8 +72,8 @@ def request(prompt_tokens: int, new_tokens: int) -> Request:
     return made
 
 
-def test_summary() -> None:
-    """Two requests of 4 and 2 tokens: 3 decode steps, the second request alive in the first of them only."""
+def test_a_summary_of_two_requests_by_hand() -> None:
+    """Two requests of 4 and 2 tokens: 3 decode steps. The second request is live in the first step only."""
     hits = torch.tensor(
         [
             [[True, True], [True, False]],
@@ -90,14 +90,14 @@ def test_summary() -> None:
     assert summary["ms_per_token_p90"] == pytest.approx(2.8)
     assert summary["ms_per_token_p99"] == pytest.approx(2.98)
     assert summary["tokens_per_s"] == pytest.approx(4 / 6e-3)
-    # Alive: [T, T], [F], [T] in layer 0 and [T, F], [T], [T] in layer 1.
+    # Live: [T, T], [F], [T] in layer 0 and [T, F], [T], [T] in layer 1.
     assert summary["hit_rate_per_layer"] == pytest.approx([3 / 4, 3 / 4])
     assert summary["hit_rate"] == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("goes_on", [False, True], ids=["launched", "looped"])
+@pytest.mark.parametrize("goes_on", [False, True], ids=["eager", "captured"])
 def test_mean_lengths_are_those_of_the_steps(goes_on: bool) -> None:
-    """Two of the requests end early; the steps go on for the longest."""
+    """Two requests end early. The steps go on for the longest request."""
     counts = (8, 3, 1)
     generation = Generation([request(10, count) for count in counts], 1.0, [1.0] * 7)
     steps = [[10 + (step if goes_on else min(step, count)) for step in range(1, 8)] for count in counts]
@@ -111,12 +111,12 @@ def test_summary_counts_live_requests_only() -> None:
 
 
 @pytest.mark.parametrize(("prompt_tokens", "rate"), [(319, 1 / 3), (318, 0.0), (317, 0.0), (316, None), (4, None)])
-def test_summary_counts_guesses_that_leave_tokens_out(prompt_tokens: int, rate: float | None) -> None:
-    """With S = 128 from 320 tokens on; before, `A~ = A` and every layer hits. Only the first of three steps hits."""
+def test_summary_counts_predictors_that_leave_tokens_out(prompt_tokens: int, rate: float | None) -> None:
+    """With S = 128 from 320 tokens on. Before, `A~ = A` and every layer hits. Only the first of three steps hits."""
     hits = [torch.tensor([[True]]), torch.tensor([[False]]), torch.tensor([[False]])]
     n = torch.tensor([prompt_tokens + step for step in (1, 2, 3)])
     sink_end, window_start = predictor_ranges(n, 128)
-    if prompt_tokens < 319:  # a guess of all tokens hits, others miss
+    if prompt_tokens < 319:  # `A~` of all tokens hits, the others miss
         hits = [torch.tensor([[bool(end == start)]]) for end, start in zip(sink_end, window_start, strict=True)]
     summary = summarize(Generation([request(prompt_tokens, 4)], 1.0, [1.0] * 3, hits), 128)
     assert summary["hit_rate"] == pytest.approx(rate)
@@ -124,13 +124,13 @@ def test_summary_counts_guesses_that_leave_tokens_out(prompt_tokens: int, rate: 
 
 
 def test_summary_of_one_token() -> None:
-    """Nothing was decoded: no times per token and no hit rate, not a division by zero."""
+    """Nothing was decoded: times per token and hit rate are None, without a division by zero."""
     summary = summarize(Generation([request(4, 1)], 500.0), 128)
     assert summary["ttft_ms"] == 0.5
     for name in ("ms_per_token_p50", "ms_per_token_p90", "ms_per_token_p99", "tokens_per_s", "hit_rate"):
         assert summary[name] is None
 
 
-def test_bandwidth_is_that_of_the_fastest_copy_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bandwidth_counts_reads_and_writes_of_the_fastest_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "seconds_in_a_row", lambda run, count, device: [0.5, 0.25, 1.0])
     assert stream_bandwidth(CPU) == 2 * 2**26 / 0.25

@@ -1,4 +1,4 @@
-"""Kernels of a pair over collectives, in branches on streams of their own: what they belong to; the parts of layers."""
+"""Kernels of a pair over collectives, in branches on their own streams: operations and layers, and parts of layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from tiers import covering
 
 from alspec.errors import AlspecError
 from alspec.latency_model import StepCosts, speculative_step_us
@@ -14,13 +15,13 @@ from alspec.runtime.profiling.kernel_trace import TRACE_STEPS, label, layer_part
 
 NUM_LAYERS = 5
 CLOSED_US = 0.5
-BUSY_US = 2.5  # what a closed kernel takes beside the receiver's open ones
-MAIN, ASIDE, VERDICT = 0, 1, 2
-# What a kernel takes from when it may begin, if its gate is open.
+BUSY_US = 2.5  # time of a closed kernel beside the receiver's open kernels
+MAIN, SPEC, VERDICT = 0, 1, 2
+# Time of a kernel with an open gate, from when it may begin.
 WORK_US = {
     "_embed_norm_kernel": 3.0,
     "_qkv_rope_append_kernel": 9.0,
-    "lean_sm90_kernel": 6.0,  # a guess
+    "lean_sm90_kernel": 6.0,  # of the predictor
     "_pack_kernel": 1.5,
     "ncclDevKernel_AllGather": 12.0,
     "ncclDevKernel_AllReduce": 4.0,  # within groups, two in a layer
@@ -39,16 +40,16 @@ WORK_US = {
 }
 POST = ("push_partial", "AllReduce", "reduce_norm", "gate_up_silu", "push_partial", "AllReduce", "reduce_norm")
 LAYER_US = 11 + 2 + 30 + 11 + 2 + 9
-SLOWER_US = 0.25  # what handover and verdict take longer on a group's second rank
-LATE_US = 4.0  # at most, from when a collective may begin until it does
+SLOWER_US = 0.25  # added to handover and verdict on a group's second rank
+LATE_US = 4.0  # longest time from when a collective may begin until it begins
 
 
 class Job:
-    """Two groups that go through the list of `runtime/decode/swapped_decoder.py`; knows what each kernel is.
+    """Two groups that launch the kernels of `runtime/decode/swapped_decoder.py`, with the truth about each kernel.
 
-    Each rank has a clock for each branch. A collective ends everywhere `WORK_US` after the last of its ranks has begun.
-    As the driver does it, a branch goes on in another stream with most collectives, the same ones in every step, and
-    what follows a join goes on in aside's.
+    Each rank has a clock for each branch. A collective ends on all ranks `WORK_US` after the last of them has begun.
+    As with the CUDA driver, most collectives move their branch to another stream, the same stream in every step, and
+    the kernels after a join use the stream of the spec branch.
     """
 
     def __init__(self, sends: int, attention_us: float, quantised: bool, tp_size: int, late_us: float = 0.0) -> None:
@@ -74,22 +75,22 @@ class Job:
     def kernel(
         self, part: str, op: str, layer: int, gate_open: tuple[int, ...] = (0, 1), branch: int = MAIN, us: float = 0.0
     ) -> None:
-        """A launch on all ranks, open in the groups `opens`; it starts a little before it is ready."""
+        """Launch on all ranks, open in the groups of `gate_open`. A dependent launch starts before it is ready."""
         name = next(name for name in WORK_US if part in name)
         is_collective = "nccl" in name
         if is_collective:
             number = next(self.next_number)
-            if "AllReduce" not in name or number % 4:  # the others stay where they are
+            if "AllReduce" not in name or number % 4:  # others keep their stream
                 self.streams[branch] = number
         ready = [clock[branch] for clock in self.now]
-        # Behind a fork and a join launches are ordinary ones, and start when they are ready.
+        # After a fork or a join, launches are ordinary ones and start when they are ready.
         early = 0.125 if part not in ("lean_sm90", "pack") and not is_collective else 0.0
         late = self.late_us if is_collective else 0.0
         starts = [each - early + late * self.random.random() for each in ready]
         for rank, clock in enumerate(self.now):
             group = rank // self.tp_size
             is_open = group in gate_open
-            works = is_open or op == "verdict" or is_collective  # a verdict is every rank's
+            works = is_open or op == "verdict" or is_collective  # every rank takes part in a verdict
             closed_us = BUSY_US if branch == MAIN and group != self.sends and op != "agree" else CLOSED_US
             begins = max(starts[each] for each in self.meets(name, rank, op, branch)) if is_collective else ready[rank]
             end = begins + ((us or WORK_US[name]) if works else closed_us)
@@ -115,11 +116,11 @@ class Job:
         self.kernel("lean_sm90", "predictor", layer, sends)
         self.kernel("pack", "predictor", layer, sends)
         for clock in self.now:
-            clock[ASIDE] = clock[MAIN]
-        self.kernel("AllGather", "handover", layer, receives, ASIDE)
-        self.kernel("unpack_handover", "handover", layer, receives, ASIDE)
-        self.receiver_us += [self.now[receiver][ASIDE] - begun[sender] for sender, receiver in pairs]
-        self.go_on(layer, receives, ASIDE)
+            clock[SPEC] = clock[MAIN]
+        self.kernel("AllGather", "handover", layer, receives, SPEC)
+        self.kernel("unpack_handover", "handover", layer, receives, SPEC)
+        self.receiver_us += [self.now[receiver][SPEC] - begun[sender] for sender, receiver in pairs]
+        self.go_on(layer, receives, SPEC)
         self.kernel("lean_combine", "full_attention", layer, sends, us=self.attention_us)
         self.kernel("lean_combine", "full_attention", layer, sends)
         if self.tp_size > 1:
@@ -133,14 +134,14 @@ class Job:
         self.kernel("apply_verdict", "verdict", layer, waits, VERDICT)
         self.go_on(layer, () if accepted else sends, MAIN)
         if accepted and layer + 1 < NUM_LAYERS:
-            # What a receiver waits for: the verdict's way to it, or its own closed branch.
+            # A receiver waits for the verdict or for its own closed branch.
             self.skipped_us += [
                 max(self.now[receiver][MAIN], self.now[receiver][VERDICT]) - decided[sender]
                 for sender, receiver in pairs
             ]
         for clock in self.now:
             clock[MAIN] = max(clock)
-        self.streams[MAIN] = self.streams[ASIDE]
+        self.streams[MAIN] = self.streams[SPEC]
         self.sends ^= accepted
 
     def run(self, verdicts: list[int]) -> float:
@@ -161,7 +162,7 @@ class Job:
         return self.now[0][MAIN] - begun
 
     def traced(self) -> list[list[dict[str, Any]]]:
-        """Rows as a profiler has them, by their starts."""
+        """Rows in the profiler's order, by start."""
         return [sorted(rows, key=lambda row: row["start_us"]) for rows in self.rows]
 
 
@@ -172,12 +173,12 @@ VERDICTS = {
 }
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3])
-@pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("attention_us", [5.0, 90.0])  # either branch may be the first at its all-reduce
-@pytest.mark.parametrize("name", VERDICTS)
-def test_labels(name: str, attention_us: float, first: int, quantised: bool, tp_size: int) -> None:
+# attention_us: either branch may be the first one at its all-reduce.
+@pytest.mark.parametrize(
+    ("name", "attention_us", "first", "quantised", "tp_size"),
+    covering(list(VERDICTS), (5.0, 90.0), (0, 1), (False, True), (1, 2, 3)),
+)
+def test_labels_are_the_truth(name: str, attention_us: float, first: int, quantised: bool, tp_size: int) -> None:
     """Operation, layer, gate and readiness of every kernel."""
     job = Job(first, attention_us, quantised, tp_size, LATE_US)
     for verdicts in VERDICTS[name]:
@@ -193,19 +194,18 @@ def test_labels(name: str, attention_us: float, first: int, quantised: bool, tp_
             assert found == expected[row["stream"], row["start_us"], row["kernel"]], row
 
 
-@pytest.mark.parametrize("attention_us", [20.0, 90.0])
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("name", VERDICTS)
+@pytest.mark.parametrize(
+    ("name", "quantised", "tp_size", "attention_us"), covering(list(VERDICTS), (False, True), (1, 2), (20.0, 90.0))
+)
 def test_parts_predict_the_step(name: str, quantised: bool, tp_size: int, attention_us: float) -> None:
-    """Parts are what the kernels were given, and the latency model makes the step's time of them, to 2 %."""
+    """Parts are the times of the kernels. From them the latency model predicts the step's time to 2 %."""
     job = Job(1, attention_us, quantised, tp_size)
     times = [job.run(verdicts) for verdicts in VERDICTS[name]]
     parts = layer_parts(label(job.traced(), VERDICTS[name]), VERDICTS[name])
     gather = 12 if tp_size > 1 else 0
     decided = 6 + 1.5 + attention_us + 1.5 + gather + 1.5
     verdicts = [verdict for step in VERDICTS[name] for verdict in step]
-    inner = [verdict for step in VERDICTS[name] for verdict in step[:-1]]  # of layers that another one follows
+    inner = [verdict for step in VERDICTS[name] for verdict in step[:-1]]  # layers that another layer follows
     reduces = 0 if tp_size == 1 else 2 * 4
     slower = [SLOWER_US * tp_rank for tp_rank in range(tp_size)]
     expected = {
@@ -219,7 +219,7 @@ def test_parts_predict_the_step(name: str, quantised: bool, tp_size: int, attent
         "step": times[1:] * tp_size,
     }
     assert parts.keys() == expected.keys()
-    for part, samples in parts.items():  # step by step, of one rank of a group after the other
+    for part, samples in parts.items():  # step by step, one rank of a group after the other
         assert sorted(samples) == pytest.approx(sorted(expected[part]), abs=1e-6), part
     costs = StepCosts(
         NUM_LAYERS, **{f"{part}_us": median(us) if us else 0.0 for part, us in parts.items() if part != "step"}
@@ -243,7 +243,7 @@ def test_branches_that_change_streams_are_refused() -> None:
 
 @pytest.mark.parametrize("part", ["unpack_handover", "apply_verdict", "AllReduce", "gate_up", "finish_step", ""])
 def test_lost_kernels_are_named(part: str) -> None:
-    """One of a step, or with "" all of it."""
+    """One kernel of a step, or with "" all of them."""
     job = Job(0, 90.0, False, 2)
     for verdicts in VERDICTS["mixed"]:
         job.run(verdicts)

@@ -1,4 +1,4 @@
-"""Rows of the timeline and the trace file made from them."""
+"""Rows of the timeline, and the trace file made from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alspec.runtime.profiling.timeline import Timeline, trace_json
 CPU = torch.device("cpu")
 
 
-def test_rows() -> None:
+def test_spans_become_rows() -> None:
     timeline = Timeline(CPU, enabled=True)
     timeline.start()
     with timeline.span("prefill", 0):
@@ -29,8 +29,8 @@ def test_rows() -> None:
     assert first["start_us"] + 10_000 <= first["end_us"] <= second["start_us"] <= second["end_us"]
 
 
-def test_start_begins_a_new_axis() -> None:
-    """A second generation has its own zero and its own rows."""
+def test_start_sets_a_new_zero() -> None:
+    """A second generation has its own rows."""
     timeline = Timeline(CPU, enabled=True)
     timeline.start()
     timeline.step = 9
@@ -45,7 +45,7 @@ def test_start_begins_a_new_axis() -> None:
     assert row["start_us"] >= 0
 
 
-def test_disabled_records_nothing() -> None:
+def test_a_disabled_timeline_records_nothing() -> None:
     timeline = Timeline(CPU, enabled=False)
     timeline.start()
     ran = False
@@ -55,7 +55,7 @@ def test_disabled_records_nothing() -> None:
     assert timeline.rows() == []
 
 
-def test_error_inside_a_span_passes_through() -> None:
+def test_an_error_inside_a_span_is_raised() -> None:
     timeline = Timeline(CPU, enabled=True)
     timeline.start()
     with pytest.raises(ZeroDivisionError), timeline.span("attention", 0):
@@ -63,7 +63,7 @@ def test_error_inside_a_span_passes_through() -> None:
     assert timeline.rows() == []
 
 
-def test_trace_file(tmp_path: Path) -> None:
+def test_the_trace_file_has_a_process_for_each_rank(tmp_path: Path) -> None:
     rows = [
         [{"op": "attention", "layer": 0, "step": 1, "start_us": 10.0, "end_us": 12.5}],
         [
@@ -85,13 +85,13 @@ def test_trace_file(tmp_path: Path) -> None:
     assert all(event["args"] == {"layer": 0, "step": 1} and event["tid"] == 0 for event in slices)
 
 
-def test_trace_says_what_was_run(tmp_path: Path) -> None:
+def test_the_trace_file_contains_the_measured_case(tmp_path: Path) -> None:
     measured = {"case": {"shape": "tiny", "hit_rate": 0.5, "forced": True}, "commit": "1234567"}
     (tmp_path / "trace.json").write_text(trace_json([[]], measured))
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == measured
 
 
-def test_operations_that_overlap_lie_in_lanes(tmp_path: Path) -> None:
+def test_overlapping_operations_get_lanes(tmp_path: Path) -> None:
     spans = [("a", 0.0, 10.0), ("b", 9.0, 30.0), ("c", 10.0, 12.0), ("d", 11.0, 13.0), ("e", 12.0, 20.0)]
     rows = [{"op": name, "step": 1, "start_us": start, "end_us": end} for name, start, end in spans]
     (tmp_path / "trace.json").write_text(trace_json([rows]))

@@ -1,16 +1,11 @@
-"""Compile kernels of decoding and prompts for one GPU architecture without a GPU and print what is in each as JSON.
+"""Variants of the kernels of decoding and prompts, as a GPU of some compute capability launches them.
 
-Started by test_compile.py in a process of its own, because the tests import the kernels for the interpreter.
+A variant is compiled, without a GPU, when its code is first read. kernel_report.py reads all of them.
 """
 
 import functools
 import itertools
-import json
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,8 +17,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from alspec.kernels.attention.decode import combine, lean_decode, mainloop_sm80
-from alspec.kernels.attention.decode import mainloop_sm90 as lean_hopper
+from alspec.kernels.attention.decode import combine, lean_decode, mainloop_sm80, mainloop_sm90
 from alspec.kernels.attention.decode_flashq import flashq_decode, flashq_mainloop
 from alspec.kernels.attention.prefill import int8_prefill, int8_prefill_sm90
 from alspec.kernels.bench import measuring
@@ -39,15 +33,51 @@ from alspec.launch.bench import bench_reading
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
 INTEGER = {"seq_lens_ptr", "epoch_ptr", "fault_ptr", "gate_ptr"}
 INTEGER |= {"priority_ptr", "is_sender_ptr", "is_receiver_ptr", "hits_ptr", "live_ptr", "forced_ptr", "gates_ptr"}
-INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr"}
+INTEGER |= {"next_gate_ptr", "records_ptr", "bits_ptr", "tail_ptr", "best_token_ptr", "stamps_ptr"}
 WIDE = {"peers_ptr", "packets_ptr", "token_ids_ptr", "ring_ptr", "verdicts_ptr", "verdict_ptr", "inbox_ptr"}
 WIDE |= {"barrier_ptr", "offset_ptr", "own_packets_ptr"}
-BOTH = list(itertools.product((1, 8), (False, True)))  # batch sizes, plain and speculative
+GATED = (
+    *("qkv", "qkv, quantised", "qkv, quantised, head 64", "o", "gate_up", "down"),
+    *("reduce_norm", "reduce_norm, no inbox", "qkv, no inbox"),
+)  # fmt: skip
+# The fast tier compiles each kernel, attention of both codecs with and without `A~`, projections of 1 and 8 requests.
+FAST = {
+    *("lean, batch 1", "lean, batch 8, spec", "lean, gated, spec, all", "lean, 4 x 128, spec in 5 parts"),
+    *("lean, head 64, batch 8", "lean combine, batch 1", "lean combine, batch 8, spec"),
+    *("flashq", "flashq, 7 x 64, spec", "flashq combine, batch 1", "flashq combine, spec in 2 parts"),
+    *("prefill, head 64", "reading alone", "add_rms_norm", "rotate_heads", "silu_mul", "qkv, long rows"),
+    *("qkv, gated, tp 4, batch 8", "gate_up, gated, tp 4, batch 8", "o, tp 4, batch 8"),
+}
 SCALARS = {"qk_scale": "fp32", "eps": "fp32", "timeout_ns": "i64", "threshold2": "fp32"}
 DIVISIBLE = {"capacity", "chunk_size"}
 
 
-def compile_for(
+@dataclass(frozen=True)
+class Variant:
+    """One variant of a kernel."""
+
+    kernel: Any
+    capability: int
+    src: ASTSource
+    options: dict[str, Any]
+
+    @functools.cached_property
+    def asm(self) -> Any:
+        """The code of all stages, from `ttgir` to `cubin`."""
+        return triton.compile(self.src, target=GPUTarget("cuda", self.capability, 32), options=self.options).asm
+
+    @property
+    def name(self) -> str:
+        """The module and the name of the kernel function."""
+        return f"{self.kernel.fn.__module__}.{self.kernel.fn.__name__}".removeprefix("alspec.kernels.")
+
+    def constant(self, name: str) -> Any:
+        """The value of a constexpr argument; None without this argument."""
+        names = self.kernel.arg_names
+        return self.src.constants.get((names.index(name),)) if name in names else None
+
+
+def variant(
     capability: int,
     kernel: Any,
     num_warps: int,
@@ -55,7 +85,7 @@ def compile_for(
     fuses: bool = True,
     maxnreg: int | None = None,
     **types: str,
-) -> Any:
+) -> Variant:
     """One variant, with pointers and sizes aligned as the launchers' are; `types` overrules what names say."""
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -69,14 +99,14 @@ def compile_for(
         else:
             signature[name] = SCALARS.get(name, "i32")
         parameter = kernel.params[index]
-        assert name not in PER_HEAD or parameter.do_not_specialize_on_alignment, "compiled anew for some layers"
+        assert name not in PER_HEAD or parameter.do_not_specialize_on_alignment, "compiled again for some layers"
         is_free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
         if name not in constants and not is_free and (name.endswith("_ptr") or name in DIVISIBLE):
             attributes[(index,)] = [["tt.divisibility", 16]]
     language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps, "enable_fp_fusion": fuses, "maxnreg": maxnreg}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Variant(kernel, capability, source, options)
 
 
 def lean(
@@ -91,11 +121,11 @@ def lean(
     spec_parts: int = 1,
 ) -> Any:
     """The attention kernel as `lean_decode_attention` launches it; plain and without a gate as in a decode step."""
-    copies = lean_by_copies(capability, heads_per_kv, head_dim, batch_size)
-    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase) | {
-        "ROWS": max(8 if copies else 16, triton.next_power_of_2(heads_per_kv)),
-        "STAGES": _lean_settings(capability, head_dim, copies)[2],
-        "EARLY": capability >= 90 and phase == "all",
+    uses_tma = lean_uses_tma(capability, heads_per_kv, head_dim, batch_size)
+    constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, phase) | {
+        "HEADS_PAD": max(8 if uses_tma else 16, triton.next_power_of_2(heads_per_kv)),
+        "STAGES": _lean_settings(capability, head_dim, uses_tma)[2],
+        "READ_LENGTHS_EARLY": capability >= 90 and phase == "all",
     }  # fmt: skip
     if phase != "all":
         constants |= dict.fromkeys(["epoch_ptr"])
@@ -106,56 +136,56 @@ def lean(
     if spec_parts == 1:
         constants["spec_lse_ptr"] = None
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec and phase == "all" else {}
-    if not copies:
-        return compile_for(capability, mainloop_sm80.lean_decode_kernel, 4, constants, **types)
+    if not uses_tma:
+        return variant(capability, mainloop_sm80.lean_decode_kernel, 4, constants, **types)
     short, width = constants["BLOCK_N"], constants["D"]
     for name, block_n in (("desc", short), ("long", 2 * short if constants["LONG"] else short)):
         types |= dict.fromkeys([f"k_{name}", f"v_{name}"], descriptor("bf16", gl.bfloat16, [1, block_n, width]))
-    return compile_for(capability, lean_hopper.lean_sm90_kernel, 4, constants, **types)
+    return variant(capability, mainloop_sm90.lean_sm90_kernel, 4, constants, **types)
 
 
-def lean_by_copies(capability: int, heads_per_kv: int, head_dim: int, batch_size: int) -> bool:
+def lean_uses_tma(capability: int, heads_per_kv: int, head_dim: int, batch_size: int) -> bool:
     """Whether `lean` is the kernel of mainloop_sm90.py, in bf16."""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
         return lean_decode._uses_tma(torch.device("cuda"), batch_size, heads_per_kv, head_dim, torch.bfloat16)
 
 
 def descriptor(name: str, kind: Any, tile: list[int]) -> str:
-    """The type of a descriptor that copies of such a tile go by."""
+    """The type of the tensor descriptor of such a tile."""
     return f"tensordesc<{name}{tile},{gl.NVMMASharedLayout.get_default_for(tile, kind)!r}>"
 
 
-def lean_merge(
+def lean_combine(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int = 8,
     spec_parts: int = 1,
 ) -> Any:  # fmt: skip
-    """What merges the partials of `lean`."""
-    constants = _lean_plan(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, "all")
-    chunk, chunks, together = combine.combine_sizes(heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size))
-    constants |= {"SLICE": chunk, "SLICES": chunks, "ROUND": together, "gate_ptr": None}
+    """The kernel that combines the partials of `lean`."""
+    constants = _lean_constants(capability, heads_per_kv, head_dim, batch_size, spec, kv_heads, spec_parts, "all")
+    width, slices, at_once = combine.combine_sizes(heads_per_kv * kv_heads, head_dim, 132 // (kv_heads * batch_size))
+    constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
-    return compile_for(
+    return variant(
         capability, mainloop_sm80.lean_combine_kernel, 1, constants, False, combine.COMBINE_REGISTERS, out_ptr="*bf16"
     )
 
 
 @functools.cache
-def _lean_settings(capability: int, head_dim: int, copies: bool) -> tuple[int, int, int, bool]:
-    """Those of an A100, an H100 or H200, a B200, in 16 bits."""
+def _lean_settings(capability: int, head_dim: int, uses_tma: bool) -> tuple[int, int, int, bool]:
+    """The settings of an A100, an H100 or H200, a B200, for 16-bit numbers."""
     memory = {80: 166912, 90: 232448, 100: 232448}[capability]
     gpu = SimpleNamespace(major=capability // 10, shared_memory_per_block_optin=memory)
     lean_decode._settings.cache_clear()
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu):
-        return lean_decode._settings(torch.device("cuda"), 2 * triton.next_power_of_2(head_dim), copies)
+        return lean_decode._settings(torch.device("cuda"), 2 * triton.next_power_of_2(head_dim), uses_tma)
 
 
-def _lean_plan(
+def _lean_constants(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, kv_heads: int, spec_parts: int,
     phase: str,
 ) -> dict[str, Any]:  # fmt: skip
-    copies = lean_by_copies(capability, heads_per_kv, head_dim, batch_size)
-    block_n, long_run, _, _ = _lean_settings(capability, head_dim, copies)
+    uses_tma = lean_uses_tma(capability, heads_per_kv, head_dim, batch_size)
+    block_n, long_run, _, _ = _lean_settings(capability, head_dim, uses_tma)
     return {
         "HKV": kv_heads, "HEADS_PER_KV": heads_per_kv, "D": triton.next_power_of_2(head_dim), "HEAD_DIM": head_dim,
         "PROGRAMS": 132, "B_PAD": lean_decode._pad_batch(batch_size), "BLOCK_N": block_n, "LONG": long_run,
@@ -163,38 +193,38 @@ def _lean_plan(
     }  # fmt: skip
 
 
-def turbo(
+def flashq(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
     spec_parts: int = 1,
-) -> Any:  # fmt: skip
+) -> Variant:  # fmt: skip
     """The attention kernel as `flashq_decode_attention` launches it."""
     settings = flashq_decode.GPU_SETTINGS
-    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts) | {
+    constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts) | {
         "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
-        "EARLY": capability >= 90, "BULK": capability >= 90,
+        "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90,
     }  # fmt: skip
     if not spec:
         constants |= dict.fromkeys(["spec_out_ptr", "epoch_ptr"])
     if spec_parts == 1:
         constants["spec_lse_ptr"] = None
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec else {}
-    return compile_for(
+    return variant(
         capability, flashq_mainloop.flashq_decode_kernel, settings.num_warps, constants,
         maxnreg=flashq_decode.REGISTERS, **types,
     )  # fmt: skip
 
 
-def turbo_merge(
+def flashq_combine(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int = 1
 ) -> Any:
-    """What merges the partials of `turbo`."""
-    constants = _turbo_plan(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts)
+    """The kernel that combines the partials of `flashq`."""
+    constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts)
     programs = 132 * flashq_decode.GPU_SETTINGS.per_sm
-    chunk, chunks, together = combine.combine_sizes(8 * heads_per_kv, head_dim, programs // (8 * batch_size))
-    constants |= {"SLICE": chunk, "SLICES": chunks, "ROUND": together, "gate_ptr": None}
+    width, slices, at_once = combine.combine_sizes(8 * heads_per_kv, head_dim, programs // (8 * batch_size))
+    constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
-    return compile_for(
+    return variant(
         capability,
         flashq_mainloop.flashq_combine_kernel,
         1,
@@ -205,7 +235,7 @@ def turbo_merge(
     )
 
 
-def _turbo_plan(
+def _flashq_constants(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int
 ) -> dict[str, Any]:
     settings = flashq_decode.GPU_SETTINGS
@@ -222,11 +252,11 @@ def prefill(head_dim: int) -> Any:
     tile = [int8_prefill_sm90.TILE, head_dim]
     types = {"k_desc": descriptor("i8", gl.int8, tile), "v_desc": descriptor("fp16", gl.float16, tile)}
     kernel, registers = int8_prefill_sm90.prefill_sm90_kernel, int8_prefill_sm90.REGISTERS
-    return compile_for(90, kernel, 4, constants, maxnreg=registers, out_ptr="*bf16", **types)
+    return variant(90, kernel, 4, constants, maxnreg=registers, out_ptr="*bf16", **types)
 
 
 def prefill_elsewhere(capability: int, head_dim: int, sas: bool) -> Any:
-    """The same on other GPUs."""
+    """The attention kernel of prompts as it is launched on other GPUs."""
     with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)):
         int8_prefill.num_warps.cache_clear()
         num_warps = int8_prefill.num_warps(torch.device("cuda"))
@@ -235,18 +265,18 @@ def prefill_elsewhere(capability: int, head_dim: int, sas: bool) -> Any:
     constants["STAGES"] = int8_prefill.NUM_STAGES
     types = {"k_desc": f"tensordesc<i8[{block}, {head_dim}]>", "v_desc": f"tensordesc<fp16[{block}, {head_dim}]>"}
     types |= {"cutoff": "fp32", "out_ptr": "*bf16"}
-    return compile_for(capability, int8_prefill._prefill_kernel, num_warps, constants, **types)
+    return variant(capability, int8_prefill._prefill_kernel, num_warps, constants, **types)
 
 
 def reading_alone() -> Any:
-    """What `bench_kernels` measures beside attention."""
+    """The kernel of `bench_kernels` that reads memory without attention."""
     types = {"desc": descriptor("i8", gl.int8, [bench_reading.ROWS, bench_reading.ROW_BYTES])}
-    return compile_for(90, measuring._read_tiles_kernel, 1, {"STAGES": bench_reading.STAGES}, **types)
+    return variant(90, measuring._read_tiles_kernel, 1, {"STAGES": bench_reading.STAGES}, **types)
 
 
-def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Any]:
+def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = False) -> dict[str, Variant]:
     """The other kernels of a step, for the 8B shape on one rank of `tp_size`."""
-    # Kernels with a gate are those of a pair, which also push what the other group needs.
+    # Kernels of paired ranks have a gate, and push what the other group needs.
     gates: dict[str, Any] = {} if gate else {"gate_ptr": None}
     inbox: dict[str, Any] = {} if gate else {"inbox_ptr": None}
     both = gates if gate else gates | inbox | {"next_gate_ptr": None, "verdict_ptr": None}
@@ -256,16 +286,16 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     stream = {"K": hidden, "KP": hidden, "B": batch_size} | gates | squares | pdl
 
     def tile(num_rows: int, inputs: int, matrices: int) -> tuple[int, dict[str, int]]:
-        """Rows of each of `matrices` in a tile; steps and warps of a program."""
+        """Rows of a tile in each of `matrices`; steps and warps of a program."""
         rows, steps, warps = mma_tile.tile_of(batch_size, inputs, 2, num_rows, matrices)
         return rows, {"STEPS": steps, "WARPS": warps}
 
     def loops(num_tiles: int, per_sm: int) -> dict[str, bool]:
-        """Whether a program takes several tiles on an H200."""
+        """Whether a program computes several tiles on an H200."""
         return {"LOOP": gemv_tile.programs_for(num_tiles, per_sm * 132) < num_tiles}
 
     def project(kernel: Any, constants: dict[str, Any], **types: str) -> Any:
-        return compile_for(capability, kernel, constants["WARPS"], constants, **types)
+        return variant(capability, kernel, constants["WARPS"], constants, **types)
 
     def pushed(inputs: int, num_rows: int, per_sm: int, **more: Any) -> Any:
         rows, how = tile(num_rows, inputs, 1)
@@ -284,11 +314,11 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
 
     def reduced(**more: Any) -> Any:
         shape = {"HIDDEN": hidden, "T": tp_size, "T_PAD": tp_size, "PACKETS": True, "BLOCK": 32} | both | pdl
-        return compile_for(capability, residual._reduce_norm_kernel, tp_size, shape | more, x_ptr="*fp32")
+        return variant(capability, residual._reduce_norm_kernel, tp_size, shape | more, x_ptr="*fp32")
 
     def collected(**more: Any) -> Any:
         shape = {"WORLD": tp_size, "PACKETS": True, "BLOCK": 1024} | pdl
-        return compile_for(capability, next_token._collect_logits_kernel, 8, shape | more)
+        return variant(capability, next_token._collect_logits_kernel, 8, shape | more)
 
     per_sm = gemv_tile.PROGRAMS_PER_SM if gate else 0
     no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
@@ -296,7 +326,7 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
     gate_up = stream | {"I": mlp, "ROWS": rows} | how | loops(mlp // rows, 4 * per_sm)
     finish = {"C": 128, "B": batch_size, "RING_STEPS": 16, "RING_HEADER": 2, "HITS": 1} | pdl
     finish |= dict.fromkeys(["sampled_ptr", "hits_ptr", "hits_ring_ptr"])
-    # Of a pair over collectives: with gates, but nothing to push, and no verdict to look for.
+    # Paired ranks over collectives have gates, but push nothing and read no verdict.
     no_packets = {
         "inbox_ptr": None,
         "next_gate_ptr": None,
@@ -304,11 +334,14 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "own_packets_ptr": None,
         "PACKETS": False,
     }
-    of_collectives = {
+    over_collectives = {
         "qkv, no inbox": qkv(heads, kv_heads, 128, **no_tail, inbox_ptr=None, epoch_ptr=None),
         "reduce_norm, no inbox": reduced(**no_packets),
     }
-    return (of_collectives if gate else {}) | {
+    if not gate:
+        embedding = {"HIDDEN": hidden, "HALF": 64, "HALF_PAD": 64, "BLOCK": residual.BLOCK} | pdl
+        over_collectives = {"embed_norm": variant(capability, residual._embed_norm_kernel, 1, embedding, x_ptr="*fp32")}
+    return over_collectives | {
         "qkv": qkv(heads, kv_heads, 128, **no_tail),
         "qkv, quantised": qkv(heads, kv_heads, 128),
         "qkv, quantised, head 64": qkv(2 * heads, 2 * kv_heads, 64),
@@ -317,15 +350,15 @@ def decode_step(capability: int, tp_size: int, batch_size: int, gate: bool = Fal
         "down": pushed(mlp, hidden, gemv_tile.PROGRAMS_PER_SM if gate or tp_size > 1 else 0, squares_ptr=None),
         "lm_head": pushed(hidden, vocab // tp_size, 0),
         "reduce_norm": reduced(own_packets_ptr=None),
-        "reduce_norm, own words": reduced(),
+        "reduce_norm, own packets": reduced(),
         "collect_logits": collected(own_packets_ptr=None),
-        "collect_logits, own words": collected(),
-        "finish_step": compile_for(capability, next_token._finish_step_kernel, 1, finish),
+        "collect_logits, own packets": collected(),
+        "finish_step": variant(capability, next_token._finish_step_kernel, 1, finish),
     }
 
 
 def long_rows(capability: int) -> dict[str, Any]:
-    """Projections behind gates of one of two ranks of the 70B shape, whose rows are read in chunks."""
+    """Gated projections of one of two ranks of the 70B shape, which read rows in pieces."""
     hidden, heads, kv_heads, mlp = 8192, 32, 4, 14336
     constants = {
         "K": hidden, "KP": gemv_tile.inputs_at_once(1, hidden, 2, True), "B": 1, "S": 128, "SP": 128, "LOOP": True,
@@ -336,15 +369,15 @@ def long_rows(capability: int) -> dict[str, Any]:
     constants |= {"STEPS": steps, "WARPS": warps}
     qkv = {"HQ": heads, "HKV": kv_heads, "D": 128, "PAIRS": pairs} | dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
     return {
-        "qkv, long rows": compile_for(capability, projections._qkv_rope_append_kernel, warps, constants | qkv),
-        "gate_up, long rows": compile_for(
+        "qkv, long rows": variant(capability, projections._qkv_rope_append_kernel, warps, constants | qkv),
+        "gate_up, long rows": variant(
             capability, projections._gate_up_silu_kernel, warps, constants | {"I": mlp, "ROWS": rows}, out_ptr="*bf16"
         ),
     }  # fmt: skip
 
 
 def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
-    """The kernels that choose a token, with all cuts."""
+    """The kernels that sample a token, with every cut."""
     blocks = -(-vocab_size // 1024)
     scale = 2.0 ** (62 - (vocab_size - 1).bit_length())
     shape = {"TABLES": 7, "SCALE": scale, "C": blocks, "C_PAD": triton.next_power_of_2(blocks), "BLOCK": 1024}
@@ -353,7 +386,7 @@ def sampled(capability: int, vocab_size: int = 128256) -> dict[str, Any]:
     types |= {"state_ptr": "*i64", "tokens_ptr": "*i64"}
 
     def compiled(kernel: Any, **constants: Any) -> Any:
-        return compile_for(capability, kernel, 8, shape | constants, **types)
+        return variant(capability, kernel, 8, shape | constants, **types)
 
     top_k, top_p, draw = (int(cut.value) for cut in (sampler.TOP_K, sampler.TOP_P, sampler.DRAW))
     return {
@@ -372,27 +405,27 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     pdl = {"PDL": capability >= 90}
     hidden, heads, kv_heads = 4096, 32 // tp_size, 8 // tp_size
     batch_pad = triton.next_power_of_2(batch_size)
-    turn = {"B": batch_size, "P": triton.next_power_of_2(batch_size + 1)} | pdl
+    roles_of_batch = {"B": batch_size, "P": triton.next_power_of_2(batch_size + 1)} | pdl
     message = {"HIDDEN": hidden, "HKV": kv_heads, "D": 128, "BLOCK": handover.BLOCK} | pdl
     no_tail = dict.fromkeys(["tail_ptr", "tail_scale_ptr"])
     into_tail = dict.fromkeys(["k_ptr", "v_ptr"])
     receive = message | {"OUT": heads * 128, "PARTS": 1, "VALUES": handover.BLOCK}
     receive |= {"SPEC_BLOCKS": heads * 128 // handover.BLOCK}
-    words = {"attn_out_ptr": "*bf16", "spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"}
+    spec_types = {"attn_out_ptr": "*bf16", "spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"}
     in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
     only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
     packed = message | {"BLOCK": swap.BLOCK}
     sums = combine.num_sums(heads, 128)
     judged = {
-        "ALWAYS": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
+        "ACCEPT_ALL": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
     } | pdl  # fmt: skip
-    of_settle = {"B": batch_size, "B_PAD": batch_pad, "T": tp_size} | pdl
+    apply_verdict = {"B": batch_size, "B_PAD": batch_pad, "T": tp_size} | pdl
     gates = dict.fromkeys(["recompute_ptr", "next_is_sender_ptr", "next_is_receiver_ptr", "verdicts_ptr"], "*i32")
     decide = judged | {"T_PAD": tp_size}
 
     def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 1, **types: str) -> Any:
         fuses = kernel is not handover._receive_handover_kernel
-        return compile_for(capability, kernel, num_warps, constants, fuses, x_ptr="*fp32", tail_ptr="*i8", **types)
+        return variant(capability, kernel, num_warps, constants, fuses, x_ptr="*fp32", tail_ptr="*i8", **types)
 
     def unpacked(cache: dict[str, Any]) -> Any:
         constants = packed | {"OUT": heads * 128} | cache
@@ -400,10 +433,10 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
 
     return {
         "meet": compiled(roles._step_barrier_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
-        "update_roles": compiled(roles._update_roles_kernel, turn),
-        "receive_handover": compiled(handover._receive_handover_kernel, receive | no_tail, **words),
+        "update_roles": compiled(roles._update_roles_kernel, roles_of_batch),
+        "receive_handover": compiled(handover._receive_handover_kernel, receive | no_tail, **spec_types),
         "receive_handover, in parts, quantised": compiled(
-            handover._receive_handover_kernel, in_parts | into_tail, 4, **words
+            handover._receive_handover_kernel, in_parts | into_tail, 4, **spec_types
         ),
         "receive_residual": compiled(handover._receive_residual_kernel, only_channels),
         "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
@@ -419,7 +452,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "unpack_residual": compiled(swap._unpack_residual_kernel, only_channels),
         "decide, swapped": compiled(swap._decide_kernel, judged | {"forced_ptr": None}, **gates),
         "decide, swapped and forced": compiled(swap._decide_kernel, judged, **gates),
-        "settle": compiled(swap._apply_verdict_kernel, of_settle, **gates),
+        "settle": compiled(swap._apply_verdict_kernel, apply_verdict, **gates),
     }
 
 
@@ -431,7 +464,7 @@ def quantised_cache(capability: int) -> dict[str, Any]:
     )
 
     def compiled(kernel: Any, num_warps: int, **constants: Any) -> Any:
-        return compile_for(capability, kernel, num_warps, {"H": 8, "D": 128} | constants, **types)
+        return variant(capability, kernel, num_warps, {"H": 8, "D": 128} | constants, **types)
 
     warps, pdl = codec_kernels.NUM_WARPS, {"PDL": capability >= 90}
     return {
@@ -447,120 +480,87 @@ def quantised_cache(capability: int) -> dict[str, Any]:
 
 
 def between_products(capability: int) -> dict[str, Any]:
-    """The kernels between the matrix products of a prompt, for the 8B shape and two ranks' partial sums."""
+    """The kernels between the matrix products of a prompt, for the 8B shape and the partial sums of two ranks."""
     norm = {"PARTS": 2, "HIDDEN": 4096, "BLOCK": 4096}
     heads = {"HQ": 32, "HKV": 8, "D": 128, "HEADS_PAD": 64, "HALF_PAD": 64}
     types = {"x_ptr": "*fp32", "parts_ptr": "*bf16", "weight_ptr": "*bf16", "y_ptr": "*bf16"}
     types |= {"qkv_ptr": "*bf16", "gate_up_ptr": "*bf16"}
     silu = {"WIDTH": 14336, "BLOCK": prompt_kernels.SILU_BLOCK}
     return {
-        "add_rms_norm": compile_for(capability, prompt_kernels._add_rms_norm_kernel, 8, norm, **types),
-        "rotate_heads": compile_for(capability, prompt_kernels._rotate_heads_kernel, 8, heads, **types),
-        "silu_mul": compile_for(capability, prompt_kernels._silu_mul_kernel, 4, silu, **types, out_ptr="*bf16"),
+        "add_rms_norm": variant(capability, prompt_kernels._add_rms_norm_kernel, 8, norm, **types),
+        "rotate_heads": variant(capability, prompt_kernels._rotate_heads_kernel, 8, heads, **types),
+        "silu_mul": variant(capability, prompt_kernels._silu_mul_kernel, 4, silu, **types, out_ptr="*bf16"),
     }
 
 
-def lanes_elsewhere(ttgir: str) -> list[str]:
-    """Layouts of tensors [W, 32] in assembly where an element is not in the lane of its column, the warp of its row.
+def all_variants(capability: int) -> dict[str, Variant]:
+    """Every variant that the tests compile, by name."""
+    variants: dict[str, Variant] = {}
 
-    Instructions of whole warps (products, transpositions, copies by an elected lane) would then mean something else.
-    """
-    natural = (
-        r"#ttg\.blocked<\{sizePerThread = \[1, 1\], threadsPerWarp = \[1, 32\], warpsPerCTA = \[\d+, 1\], .*",
-        # A register more may hold the same once more.
-        r"#ttg\.linear<\{register = \[(?:\[0, 0\])?\], lane = \[\[0, 1\], \[0, 2\], \[0, 4\], \[0, 8\], \[0, 16\]\], "
-        r"warp = \[\[1, 0\], \[2, 0\]\], .*",
-    )
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\S.*)$", ttgir, re.MULTILINE))
-    used = {
-        name
-        for line in ttgir.splitlines()
-        if "tt.elementwise_inline_asm" in line
-        for name in re.findall(r"tensor<\d+x32x\w+, (#\w+)>", line[line.rindex("} ") :])
-    }
-    assert used, "no assembly over lanes"
-    return [layouts[name] for name in used if not any(re.fullmatch(kind, layouts[name]) for kind in natural)]
+    def add(more: dict[str, Variant]) -> None:
+        assert not variants.keys() & more.keys(), "two variants of one name"
+        variants.update(more)
 
-
-def report(ptx: str) -> dict[str, int]:
-    """Assemble PTX once more: registers, spilled bytes, what else is counted below."""
-    arch = re.search(r"\.target (\w+)", ptx)[1]
-    # As Triton chooses: where it has two, the second is for compute capability 10.0 and up.
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    tools = [folder / "ptxas", folder / "ptxas-blackwell"]
-    if int(re.search(r"\d+", arch)[0]) >= 100:
-        tools.reverse()
-    tool = next(path for path in tools if path.exists() and _knows(path, arch))
-    with tempfile.TemporaryDirectory() as work:
-        Path(work, "k.ptx").write_text(ptx)
-        command = [tool, "-v", f"--gpu-name={arch}", f"{work}/k.ptx", "-o", f"{work}/k.cubin"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", told)[1]),
-        "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", told)),
-        "async_copies": ptx.count("cp.async.cg.shared.global"),  # of 16 bytes
-        "tensor_copies": ptx.count("cp.async.bulk.tensor"),  # of tiles
-        "serialised": told.count("wgmma.mma_async instructions are serialized"),  # products in the foreground
-        "narrow_loads": len(re.findall(r"\bld\.global[\w.:]*\.b16\b", ptx)),  # of 16 bits
-    }
-
-
-@functools.cache
-def _knows(tool: Path, arch: str) -> bool:
-    return arch in subprocess.run([tool, "--help"], capture_output=True, text=True, check=False).stdout
-
-
-def main(capability: int) -> None:
-    """Compile everything and print the report."""
-    compiled = {f"lean, batch {size}, spec {spec}": lean(capability, 4, 128, size, spec) for size, spec in BOTH}
-    compiled["lean, 2 KV heads"] = lean(capability, 4, 128, 1, False, kv_heads=2)
-    for merged in (lean_merge, turbo_merge):
-        compiled |= {
-            f"{merged.__name__}, {size}, {spec}": merged(capability, 4, 128, size, spec) for size, spec in BOTH
-        }
+    for batch_size, spec in itertools.product((1, 8), (False, True)):
+        name = f"batch {batch_size}" + ", spec" * spec
+        add({f"lean, {name}": lean(capability, 4, 128, batch_size, spec)})
+        add({f"lean combine, {name}": lean_combine(capability, 4, 128, batch_size, spec)})
+        add({f"flashq combine, {name}": flashq_combine(capability, 4, 128, batch_size, spec)})
+        for head_dim in (64,) if capability == 90 else (64, 80, 96, 256):
+            add({f"lean, head {head_dim}, {name}": lean(capability, 4, head_dim, batch_size, spec)})
+    add({"lean, 2 KV heads": lean(capability, 4, 128, 1, False, kv_heads=2)})
     for phase in ("all", "predictor", "rest"):
-        compiled[f"lean, gated, {phase}"] = lean(capability, 4, 128, 1, True, True, phase)
-    compiled |= quantised_cache(capability) | sampled(capability) | between_products(capability)
-    if capability == 90:
-        compiled |= {f"lean, head 64, batch {size}, spec {spec}": lean(90, 4, 64, size, spec) for size, spec in BOTH}
-        for phase in ("all", "predictor", "rest"):
-            compiled[f"lean, batch 8, gated, {phase}"] = lean(90, 4, 128, 8, True, True, phase)
-        shapes = ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5), (16, 128, 1), (16, 256, 1), (4, 80, 2))
-        for heads_per_kv, head_dim, parts in shapes:
-            name = f"lean, {heads_per_kv} x {head_dim}, guess in {parts} parts"
-            compiled[name] = lean(90, heads_per_kv, head_dim, 1, True, True, spec_parts=parts)
-        compiled["turbo"] = turbo(capability, 4, 128, 1, False)
-        compiled["turbo, batch 8, spec True"] = turbo(capability, 4, 128, 8, True)
-        compiled["turbo, head 64"] = turbo(capability, 7, 64, 1, True)
-        compiled["turbo, guess in parts"] = turbo(capability, 4, 128, 1, True, spec_parts=2)
-        compiled["turbo, sas, guess in parts"] = turbo(capability, 4, 128, 1, True, sas=True, spec_parts=2)
-        compiled["turbo merge, guess in parts"] = turbo_merge(capability, 4, 128, 1, True, 2)
-        compiled["turbo, sas"] = turbo(capability, 4, 128, 1, False, sas=True)
-        compiled["turbo, sas, batch 8, spec True"] = turbo(capability, 4, 128, 8, True, sas=True)
-        compiled["turbo, sas, head 64"] = turbo(capability, 7, 64, 1, True, sas=True)
-        compiled |= {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
-        compiled["reading alone"] = reading_alone()
-    else:
-        for head_dim in (64, 80, 96, 256):
-            compiled |= {
-                f"lean, head {head_dim}, batch {size}, spec {spec}": lean(capability, 4, head_dim, size, spec)
-                for size, spec in BOTH
-            }
-        for head_dim, sas in itertools.product((64, 128), (False, True)):
-            compiled[f"prefill, head {head_dim}, sas {sas}"] = prefill_elsewhere(capability, head_dim, sas)
-    others = ("reduce_norm", "reduce_norm, no inbox", "qkv, no inbox")
-    projections = ("qkv", "qkv, quantised", "qkv, quantised, head 64", "o", "gate_up", "down")
-    sizes = [(1, 1), (4, 1), (4, 8)] + [(1, 8)] * (capability == 90)  # ranks of a group, requests
+        add({f"lean, gated, spec, {phase}": lean(capability, 4, 128, 1, True, True, phase)})
+    add({"flashq": flashq(capability, 4, 128, 1, False)})
+    add(quantised_cache(capability) | sampled(capability) | between_products(capability) | long_rows(capability))
+    add(_hopper_variants() if capability == 90 else _prefill_variants(capability))
+    sizes = [(1, 1), (4, 1), (4, 8)] + [(1, 8), (2, 1)] * (capability == 90)  # ranks of a group, requests
     for tp_size, batch_size in sizes:
         kernels = decode_step(capability, tp_size, batch_size)
+        # Only some kernels differ behind a gate in more than their gate.
         gated = decode_step(capability, tp_size, batch_size, True)
-        kernels |= {f"{name}, gated": gated[name] for name in (*projections, *others)}
+        chosen = gated if tp_size == 2 else GATED
+        kernels |= {f"{name}, gated": gated[name] for name in chosen}
         if (tp_size, batch_size) != (1, 8):
             kernels |= pair(capability, tp_size, batch_size)
-        compiled |= {f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()}
-    compiled |= long_rows(capability)
-    print(json.dumps({name: report(kernel.asm["ptx"]) for name, kernel in compiled.items()}, indent=1))
+        add({f"{name}, tp {tp_size}, batch {batch_size}": kernel for name, kernel in kernels.items()})
+    return variants
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+def _prefill_variants(capability: int) -> dict[str, Variant]:
+    return {
+        f"prefill, head {head_dim}{', sas' * sas}": prefill_elsewhere(capability, head_dim, sas)
+        for head_dim, sas in itertools.product((64, 128), (False, True))
+    }
+
+
+def _hopper_variants() -> dict[str, Variant]:
+    """Variants for compute capability 9.0 only."""
+    variants = {f"prefill, head {head_dim}": prefill(head_dim) for head_dim in (64, 128)}
+    variants["reading alone"] = reading_alone()
+    variants["lean, gated"] = lean(90, 4, 128, 1, False, True)
+    for phase in ("all", "predictor", "rest"):
+        variants[f"lean, batch 8, gated, spec, {phase}"] = lean(90, 4, 128, 8, True, True, phase)
+    shapes = ((4, 128, 2), (4, 128, 5), (8, 128, 3), (4, 256, 5), (16, 128, 1), (16, 256, 1), (4, 80, 2))
+    for heads_per_kv, head_dim, parts in shapes:
+        name = f"lean, {heads_per_kv} x {head_dim}, spec in {parts} parts"
+        variants[name] = lean(90, heads_per_kv, head_dim, 1, True, True, spec_parts=parts)
+    return variants | {
+        "lean combine, spec in 3 parts": lean_combine(90, 4, 128, 1, True, spec_parts=3),
+        "flashq combine, spec in 2 parts": flashq_combine(90, 4, 128, 1, True, 2),
+        "flashq, batch 8, spec": flashq(90, 4, 128, 8, True),
+        "flashq, 8 x 128": flashq(90, 8, 128, 1, False),
+        "flashq, 7 x 64": flashq(90, 7, 64, 1, False),
+        "flashq, 7 x 64, spec": flashq(90, 7, 64, 1, True),
+        "flashq, spec in 2 parts": flashq(90, 4, 128, 1, True, spec_parts=2),
+        "flashq, sas": flashq(90, 4, 128, 1, False, sas=True),
+        "flashq, sas, batch 8, spec": flashq(90, 4, 128, 8, True, sas=True),
+        "flashq, sas, 7 x 64, spec": flashq(90, 7, 64, 1, True, sas=True),
+        "flashq, sas, 2 x 64, spec": flashq(90, 2, 64, 1, True, sas=True),
+        "flashq, sas, spec in 2 parts": flashq(90, 4, 128, 1, True, sas=True, spec_parts=2),
+    }
+
+
+def is_fast(name: str) -> bool:
+    """Whether the fast tier compiles this variant for compute capability 9.0."""
+    return name in FAST or name.startswith(("flashq_", "sampling, ")) or name.endswith(", tp 2, batch 1")

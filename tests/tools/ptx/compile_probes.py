@@ -1,4 +1,4 @@
-"""Compile the installation check's kernels for one GPU architecture without a GPU; prints the names of those that did.
+"""Compile the kernels of `doctor` for one GPU architecture without a GPU. Prints the names of the compiled kernels.
 
 Started by test_probes.py in a process of its own, because the tests import the kernels for the interpreter.
 """

@@ -1,12 +1,14 @@
-"""Run compiled decode attention on the CPU, instruction by instruction, against the fp64 oracles.
+"""Run compiled kernels on the CPU, instruction by instruction, against the fp64 oracles.
 
-Started by test_compiled.py in a process of its own, because the tests import the kernels for the interpreter. By hand,
-all cases or those whose names contain an argument: `python tests/tools/ptx/compiled_cases.py turbo`. Prints a line for
-each: relative RMS error of o, instructions, conflicts; ends with 1 if one is not as it should be.
+Started by test_compiled.py in a process of its own, because the tests import the kernels for the interpreter. Runs the
+cases of one group, `python tests/tools/ptx/compiled_cases.py --group fast`, or those whose names contain an argument:
+`python tests/tools/ptx/compiled_cases.py flashq`; else all. Prints a line for each case: relative RMS error,
+instructions, conflicts. Exits with 1 if a case fails.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 import traceback
@@ -21,20 +23,18 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "attention"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "linear"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import compiled_lean_cases
-import test_decode_step
-import test_flashq_decode
+import flashq_launch
 from comparison import check
 from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
 from paired_ranks import pairs
+from step_tensors import EPS, nan, normal, stream
 
 from alspec.kernels.attention.decode_flashq import flashq_decode
 from alspec.kernels.attention.dispatch import KVLayer
-from alspec.kernels.attention.reference import gate_up_silu_ref, push_partial_ref, reduce_norm_ref
+from alspec.kernels.attention.oracles import gate_up_silu_ref, push_partial_ref, reduce_norm_ref
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, split_fault
 from alspec.kernels.comm.pair_state import PairShape
@@ -45,7 +45,7 @@ from alspec.kernels.sampling import next_token
 from alspec.kernels.speculation import handover, roles
 
 
-def turbo(
+def flashq(
     lengths: tuple[int, ...],
     heads_per_kv: int,
     num_kv_heads: int,
@@ -59,12 +59,12 @@ def turbo(
     parts: int = 1,
     **how: Any,
 ) -> Found:
-    """Attention over the quantised cache as launched on Hopper, half of the heads with 2 bits."""
+    """Attention over a FlashQ cache as launched on Hopper; half of the heads have 2 bits."""
     kernels = {
         "flashq_decode_kernel": Emulated(flashq_decode.flashq_decode_kernel, capability, **how),
         "flashq_combine_kernel": Emulated(flashq_decode.flashq_combine_kernel, capability),
     }
-    launch = test_flashq_decode.draw(
+    launch = flashq_launch.draw(
         lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype=dtype, parts=parts
     )
     launch.settings = replace(flashq_decode.GPU_SETTINGS, sm90=capability >= 90, num_warps=num_warps)
@@ -75,8 +75,8 @@ def turbo(
     return error_of(launch) | counts_of(kernels)
 
 
-def late_verdict(stale: bool, **how: Any) -> Found:
-    """A receiver's turn to learn that its guess was accepted, in a word of this step, or of the one before."""
+def update_roles(stale: bool, **how: Any) -> Found:
+    """A receiver reads that its `A~` was accepted, in a packet of this step or of the previous one."""
     shape, epoch = PairShape(2, 1, 1, 64, 4, 2, 16), 6
     (_, (target,)) = pairs(CPU, shape, epoch)
     target.own.verdicts.copy_(pack(torch.ones_like(target.own.verdicts, dtype=torch.float32), epoch - stale))
@@ -91,24 +91,24 @@ def late_verdict(stale: bool, **how: Any) -> Found:
 
 
 def all_reduce(late: bool, verdict: float | None = None, own: bool = False, **how: Any) -> Found:
-    """Words of two ranks summed into the residual, or those of the step before.
+    """Packets of two ranks are summed into the residual; `late`: packets of the previous step.
 
     Args:
-        own: the second rank's are among others that it has itself, and stale where all find them.
-        verdict: of the step; one that rejects ends the wait for them, which then count as 0.
+        verdict: the verdict of the layer; a rejection ends the wait for packets, which then count as 0.
+        own: the second rank reads its own packets from a buffer of its own; in the shared buffer they are stale.
     """
     hidden, epoch = 96, 6
     partials, start, gamma = torch.randn(2, 1, hidden), torch.randn(1, hidden), torch.randn(hidden)
-    words = pack(partials, epoch - late)
+    packets = pack(partials, epoch - late)
     gate, next_gate, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
-    words = words.transpose(0, 1)[None].contiguous()
-    own_packets = words.clone() if own else None
+    packets = packets.transpose(0, 1)[None].contiguous()
+    own_packets = packets.clone() if own else None
     if own_packets is not None:
-        words[:, :, 1] -= 1 << 32
+        packets[:, :, 1] -= 1 << 32
         own_packets[:, :, 0] = 0
     exchange = Exchange(
         torch.zeros(1, hidden), torch.tensor([epoch], dtype=torch.int32), zero.int(), tp_rank=1, tp_size=2, rank=1,
-        packets=words, own_packets=own_packets,
+        packets=packets, own_packets=own_packets,
     )  # fmt: skip
     gates = ()
     if verdict is not None:
@@ -129,21 +129,21 @@ def all_reduce(late: bool, verdict: float | None = None, own: bool = False, **ho
 
 
 def logits_of_all(late: bool, own: bool = False, **how: Any) -> Found:
-    """The words of two ranks' vocabulary shards as logits and candidates; rank 1's may be of the step before.
+    """Packets of two vocabulary shards become logits and candidates; `late`: those of rank 1 are of the previous step.
 
     Args:
-        own: as `all_reduce`, of the first rank.
+        own: as for `all_reduce`, but of the first rank.
     """
     rows, epoch = 750, 6
     shards = torch.randn(1, 2, rows)
-    words = torch.stack([pack(shards[:, 0], epoch), pack(shards[:, 1], epoch - late)], 1)
-    before = fault_code(LATE_PACKET, 1, 1) if late else 0  # waits are over
+    packets = torch.stack([pack(shards[:, 0], epoch), pack(shards[:, 1], epoch - late)], 1)
+    before = fault_code(LATE_PACKET, 1, 1) if late else 0  # ends all waits
     fault = torch.tensor([before], dtype=torch.int32)
-    own_packets = words.clone() if own else None
+    own_packets = packets.clone() if own else None
     if own_packets is not None:
-        words[:, 0] -= 1 << 32
+        packets[:, 0] -= 1 << 32
         own_packets[:, 1] = 0
-    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words, own_packets)
+    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, packets, own_packets)
     logits, best, best_token = torch.zeros(1, 2 * rows), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)
     kernel = Emulated(next_token._collect_logits_kernel, 90, **how)
     with mock.patch.object(next_token, "_collect_logits_kernel", kernel):
@@ -161,15 +161,15 @@ def logits_of_all(late: bool, own: bool = False, **how: Any) -> Found:
 
 
 def logits_past_a_deadline(missing: int, edit: Callable[[str], str] = str) -> Found:
-    """A word that a rank of two never sends, while there is time to wait: the fault word names it."""
+    """One of two ranks never sends a packet: after the timeout, the fault word names this rank."""
     rows, epoch, reduce_index = 750, 6, 3
     shards = torch.randn(1, 2, rows)
-    words = pack(shards, epoch)
-    words[0, missing, 500] -= 1 << 32
+    packets = pack(shards, epoch)
+    packets[0, missing, 500] -= 1 << 32
     fault = torch.zeros(1, dtype=torch.int32)
-    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, words)
+    exchange = LogitExchange(shards[0, :1], torch.tensor([epoch], dtype=torch.int32), fault, 0, 2, packets)
     logits, best, best_token = torch.zeros(1, 2 * rows), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)
-    # The emulator's timer stands still between barriers; its clock goes on as somebody looks.
+    # The emulator's timer stands still between barriers; its clock advances with every read.
     ticking = Emulated(
         next_token._collect_logits_kernel, 90, edit=lambda ptx: edit(ptx).replace("%globaltimer", "%clock64")
     )
@@ -177,27 +177,28 @@ def logits_past_a_deadline(missing: int, edit: Callable[[str], str] = str) -> Fo
         next_token.collect_logits(exchange, shards, 1000, reduce_index, logits, best, best_token)
     assert split_fault(int(fault)) == (LATE_PACKET, reduce_index, missing)
     assert logits.isnan().nonzero().tolist() == [[0, missing * rows + 500]]
-    return {"error": 0.0, "instructions": ticking.counts["instructions"]}  # who reads the fault word early is not said
+    # Conflicts are left out: another program may read the fault word early, which is no fault.
+    return {"error": 0.0, "instructions": ticking.counts["instructions"]}
 
 
-def several(batch: int, hidden: int, rows: int, dtype: torch.dtype, gated: bool, **how: Any) -> Found:
-    """Projections of several requests, on tensor cores: gate and up, and partial sums.
+def project(batch: int, hidden: int, rows: int, dtype: torch.dtype, gated: bool, **how: Any) -> Found:
+    """Projections, of several requests on tensor cores: gate and up, and partial sums.
 
     Args:
-        rows: of gate, and of the partial sums.  gated: few programs, of several tiles each.
+        rows: rows of the gate projection and of the partial sums.  gated: few programs, with several tiles each.
     """
     gate = torch.ones(1, dtype=torch.int32) if gated else None
-    x, squares = test_decode_step.stream(CPU, dtype, batch, hidden)
-    weight = test_decode_step.normal(CPU, dtype, 2 * rows, hidden)
+    x, squares = stream(CPU, dtype, batch, hidden)
+    weight = normal(CPU, dtype, 2 * rows, hidden)
     kernel = Emulated(projections._gate_up_silu_kernel, 90, **how)
-    out = test_decode_step.nan(CPU, dtype, batch, rows)
+    out = nan(CPU, dtype, batch, rows)
     with mock.patch.object(projections, "_gate_up_silu_kernel", kernel):
-        projections.gate_up_silu(x, squares, weight, out, test_decode_step.EPS, gate)
-    check(out, gate_up_silu_ref(x, squares, weight, test_decode_step.EPS), torch.bfloat16)
+        projections.gate_up_silu(x, squares, weight, out, EPS, gate)
+    check(out, gate_up_silu_ref(x, squares, weight, EPS), torch.bfloat16)
 
     sums = Emulated(push._push_partial_kernel, 90, **how)
     exchange = Exchange(
-        test_decode_step.nan(CPU, torch.float32, batch, 2 * rows), torch.tensor([6], dtype=torch.int32),
+        nan(CPU, torch.float32, batch, 2 * rows), torch.tensor([6], dtype=torch.int32),
         torch.zeros(1, dtype=torch.int32),
     )  # fmt: skip
     with mock.patch.object(push, "_push_partial_kernel", sums):
@@ -210,7 +211,7 @@ def several(batch: int, hidden: int, rows: int, dtype: torch.dtype, gated: bool,
 
 
 def received(late: bool, parts: int, **how: Any) -> Found:
-    """A handover: x, the newest token and `A~`, merged of its parts; or words of the step before."""
+    """A handover of x, the newest token and `A~`, combined from its parts; `late`: packets of the previous step."""
     shape, epoch, capacity = PairShape(2, 1, 1, 64, 2, 1, 16, parts), 6, 3
     (_, (target,)) = pairs(CPU, shape, epoch)
     target.is_receiver.fill_(1)
@@ -236,116 +237,161 @@ def received(late: bool, parts: int, **how: Any) -> Found:
 
 
 def pack(values: Tensor, epoch: int) -> Tensor:
-    """Words of fp32 values, from the host."""
+    """LL packets of fp32 values, made on the host."""
     return values.view(torch.int32).long().bitwise_and(0xFFFFFFFF) | epoch << 32
 
 
-def _small_turbo(**how: Any) -> Found:
-    return turbo((300,), 4, 1, 128, 2, **how)
+def _small_flashq(**how: Any) -> Found:
+    return flashq((300,), 4, 1, 128, 2, **how)
 
 
-def _turns(**how: Any) -> Found:
-    """One program for all heads: with blocks, without, and with warps that have none in the last step."""
-    return turbo((500, 40, 130), 4, 2, 128, 1, dtype=torch.bfloat16, **how)
+def _all_heads(**how: Any) -> Found:
+    """One program for all heads: requests with blocks, without, and with idle warps in the last iteration."""
+    return flashq((500, 40, 130), 4, 2, 128, 1, dtype=torch.bfloat16, **how)
 
 
 CASES: dict[str, Callable[[], Found]] = {
     **compiled_lean_cases.CASES,
-    "turbo, 4 x 128": sound(lambda: turbo((700,), 4, 2, 128, 6)),
-    "turbo, 4 x 128, guess": sound(lambda: turbo((900,), 4, 2, 128, 6, S)),
-    "turbo, 8 x 128, guess": sound(lambda: turbo((900,), 8, 1, 128, 4, S)),
-    "turbo, 4 x 128, guess in 2 parts": sound(lambda: turbo((900,), 4, 2, 128, 20, S, dtype=torch.bfloat16, parts=2)),
-    "turbo, 4 x 64, guess in 2 parts, one without tokens": sound(lambda: turbo((64,), 4, 2, 64, 8, S, parts=2)),
-    "turbo, 4 x 128, guess in parts, long runs": sound(lambda: turbo((1800,), 4, 2, 128, 2, S, parts=2)),
-    "turbo, 2 x 64, ragged": sound(lambda: turbo((65, 700, 319), 2, 2, 64, 20)),
-    "turbo, 7 x 64, guess, sas, ragged": sound(lambda: turbo((65, 700, 300), 7, 2, 64, 8, S, "sas")),
-    "turbo, 4 x 128, on Ampere": sound(lambda: turbo((1500,), 4, 1, 128, 20, capability=80)),
-    "turbo, 3 x 64, bf16": sound(lambda: turbo((200,), 3, 2, 64, 2, dtype=torch.bfloat16)),
-    "turbo, 5 x 128, fp16": sound(lambda: turbo((200,), 5, 2, 128, 2, dtype=torch.float16)),
-    "turbo, 4 x 128, bf16, turns": sound(lambda: _turns()),
-    "turbo, 6 x 64, fp16, turns, guess": sound(
-        lambda: turbo((65, 40, 500), 6, 2, 64, 2, S, dtype=torch.float16, num_warps=2)
+    "flashq, 4 x 128": sound(lambda: flashq((700,), 4, 2, 128, 6)),
+    "flashq, 4 x 128, spec": sound(lambda: flashq((900,), 4, 2, 128, 6, S)),
+    "flashq, 8 x 128, spec": sound(lambda: flashq((900,), 8, 1, 128, 4, S)),
+    "flashq, 4 x 128, spec in 2 parts": sound(lambda: flashq((900,), 4, 2, 128, 20, S, dtype=torch.bfloat16, parts=2)),
+    "flashq, 4 x 64, spec in 2 parts, one without tokens": sound(lambda: flashq((64,), 4, 2, 64, 8, S, parts=2)),
+    "flashq, 4 x 128, spec in parts, long runs": sound(lambda: flashq((1800,), 4, 2, 128, 2, S, parts=2)),
+    "flashq, 2 x 64, ragged": sound(lambda: flashq((65, 700, 319), 2, 2, 64, 20)),
+    "flashq, 7 x 64, spec, sas, ragged": sound(lambda: flashq((65, 700, 300), 7, 2, 64, 8, S, "sas")),
+    "flashq, 4 x 128, on Ampere": sound(lambda: flashq((1500,), 4, 1, 128, 20, capability=80)),
+    "flashq, 3 x 64, bf16": sound(lambda: flashq((200,), 3, 2, 64, 2, dtype=torch.bfloat16)),
+    "flashq, 5 x 128, fp16": sound(lambda: flashq((200,), 5, 2, 128, 2, dtype=torch.float16)),
+    "flashq, 4 x 128, bf16, several work items": sound(lambda: _all_heads()),
+    "flashq, 6 x 64, fp16, several work items, spec": sound(
+        lambda: flashq((65, 40, 500), 6, 2, 64, 2, S, dtype=torch.float16, num_warps=2)
     ),
-    "turbo, 4 x 128, bf16, ahead of the wait": sound(lambda: _turns(EARLY=True)),
-    "turbo, 4 x 128, guess, lengths ahead of the wait": sound(lambda: turbo((900,), 4, 2, 128, 6, S, EARLY=True)),
-    "3 requests, a part of a chunk": sound(lambda: several(3, 200, 40, torch.bfloat16, False)),
-    "8 requests, one chunk, fp16": sound(lambda: several(8, 1024, 24, torch.float16, False)),
-    "2 requests, chunks of several tiles": sound(lambda: several(2, 1664, 88, torch.bfloat16, True)),
+    "flashq, 4 x 128, bf16, read before the wait": sound(lambda: _all_heads(READ_LENGTHS_EARLY=True)),
+    "flashq, 4 x 128, spec, lengths read before the wait": sound(
+        lambda: flashq((900,), 4, 2, 128, 6, S, READ_LENGTHS_EARLY=True)
+    ),
+    "1 request": sound(lambda: project(1, 200, 40, torch.bfloat16, False)),
+    "3 requests, a part of a chunk": sound(lambda: project(3, 200, 40, torch.bfloat16, False)),
+    "8 requests, one chunk, fp16": sound(lambda: project(8, 1024, 24, torch.float16, False)),
+    "2 requests, chunks of several tiles": sound(lambda: project(2, 1664, 88, torch.bfloat16, True)),
     "all-reduce": sound(lambda: all_reduce(False)),
-    "all-reduce, words of the step before": sound(lambda: all_reduce(True)),
-    "all-reduce, own words apart": sound(lambda: all_reduce(False, own=True)),
+    "all-reduce, packets of the previous step": sound(lambda: all_reduce(True)),
+    "all-reduce, own packets in a buffer of their own": sound(lambda: all_reduce(False, own=True)),
     "all-reduce, accepted": sound(lambda: all_reduce(False, 1.0)),
-    "all-reduce, rejected and not waited for": sound(lambda: all_reduce(True, 0.0)),
-    "broken all-reduce, old words": broken(partial(all_reduce, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
-    "verdict": sound(lambda: late_verdict(False)),
-    "verdict, of the step before": sound(lambda: late_verdict(True)),
-    "broken verdict, old words": broken(partial(late_verdict, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
+    "all-reduce, rejected, packets not waited for": sound(lambda: all_reduce(True, 0.0)),
+    "broken all-reduce, old packets": broken(partial(all_reduce, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
+    "verdict": sound(lambda: update_roles(False)),
+    "verdict, of the previous step": sound(lambda: update_roles(True)),
+    "broken verdict, old packets": broken(partial(update_roles, True), r"mov\.u32 (%r\d+), 0x7FC00000;", "", "error"),
     "logits": sound(lambda: logits_of_all(False)),
-    "logits, rank 1's of the step before": sound(lambda: logits_of_all(True)),
-    "logits, own words apart": sound(lambda: logits_of_all(False, own=True)),
-    **{f"logits, a word of rank {rank} past its deadline": partial(logits_past_a_deadline, rank) for rank in (0, 1)},
-    "broken logits, nobody named": broken(
+    "logits, rank 1's of the previous step": sound(lambda: logits_of_all(True)),
+    "logits, own packets in a buffer of their own": sound(lambda: logits_of_all(False, own=True)),
+    **{
+        f"logits, a packet of rank {rank} misses its deadline": partial(logits_past_a_deadline, rank) for rank in (0, 1)
+    },
+    "broken logits, no rank named": broken(
         partial(logits_past_a_deadline, 1), r"@late\w* st\.volatile\.global\.u32[^;]*;", "", "error"
     ),
     **{f"handover, parts: {parts}": sound(partial(received, False, parts)) for parts in (1, 2, 3)},
-    **{f"handover of the step before, parts: {parts}": sound(partial(received, True, parts)) for parts in (1, 2)},
-    "broken turbo, barriers that copies do not see": broken(_small_turbo, r"fence\.proxy\.async[^;]*;", "", "shared"),
-    "broken turbo, records not waited for": broken(
-        _small_turbo, r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+),[^;]*;", r"setp.eq.u32 \1, 0, 0;", "error"
+    **{f"handover of the previous step, parts: {parts}": sound(partial(received, True, parts)) for parts in (1, 2)},
+    "broken flashq, copies do not see barriers": broken(_small_flashq, r"fence\.proxy\.async[^;]*;", "", "shared"),
+    "broken flashq, records not waited for": broken(
+        _small_flashq, r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+),[^;]*;", r"setp.eq.u32 \1, 0, 0;", "error"
     ),
-    "broken turbo, q not waited for": broken(
-        partial(turbo, (200,), 3, 2, 64, 2, dtype=torch.bfloat16),
+    "broken flashq, q not waited for": broken(
+        partial(flashq, (200,), 3, 2, 64, 2, dtype=torch.bfloat16),
         r"mbarrier\.try_wait\.parity\.shared\.b64 (\w+), \[%\w+\],[^;]*;",
         r"setp.eq.u32 \1, 0, 0;",
         "error",
     ),
-    "broken turbo, q waited for by one warp": broken(
-        lambda **how: _turns(**how),
+    "broken flashq, q waited for by one warp": broken(
+        lambda **how: _all_heads(**how),
         r"(mbarrier\.try_wait\.parity\.shared\.b64) (\w+), (\[%\w+\],[^;]*;)",
         r".reg .pred w; .reg .u32 t; mov.u32 t, %tid.x; setp.lt.u32 w, t, 32; setp.eq.u32 \2, 0, 0; @w \1 \2, \3",
         "shared",
     ),
-    "broken turbo, warps that do not meet": broken(
-        _small_turbo, r"(st\.shared\.v2\.f32[^;]*;\s*)bar\.sync 0;", r"\1", "shared"
+    "broken flashq, warps do not meet": broken(
+        _small_flashq, r"(st\.shared\.v2\.f32[^;]*;\s*)bar\.sync 0;", r"\1", "shared"
     ),
-    "broken turbo, the next records over sums": broken(
-        lambda **how: _turns(**how), r"@(\w+) bar\.sync 0;", "", "shared"
+    "broken flashq, the next records overwrite sums": broken(
+        lambda **how: _all_heads(**how), r"@(\w+) bar\.sync 0;", "", "shared"
     ),
-    "broken turbo, only the last turn waits for sums": broken(
-        lambda **how: _turns(**how), r"@(\w+) bar\.sync 0;", r"@!\1 bar.sync 0;", "shared"
+    "broken flashq, only the last work item waits for sums": broken(
+        lambda **how: _all_heads(**how), r"@(\w+) bar\.sync 0;", r"@!\1 bar.sync 0;", "shared"
     ),
-    "broken turbo, copies that do not see sums": broken(
-        lambda **how: _turns(**how), r"(@\w+ bar\.sync 0;)\s*fence\.proxy\.async[^;]*;", r"\1", "shared"
+    "broken flashq, copies do not see sums": broken(
+        lambda **how: _all_heads(**how), r"(@\w+ bar\.sync 0;)\s*fence\.proxy\.async[^;]*;", r"\1", "shared"
     ),
-    "broken turbo, the same part twice": broken(
-        _small_turbo, r"mad\.lo\.u32 (\w+), \w+, 16,", r"mad.lo.u32 \1, 0, 16,", "error"
+    "broken flashq, the same part twice": broken(
+        _small_flashq, r"mad\.lo\.u32 (\w+), \w+, 16,", r"mad.lo.u32 \1, 0, 16,", "error"
     ),
-    "broken turbo, copies ahead of reads": broken(
-        partial(turbo, (900,), 4, 1, 128, 2), r"or\.b32 read, read, [^;]*;", "", "shared"
+    "broken flashq, copies before reads": broken(
+        partial(flashq, (900,), 4, 1, 128, 2), r"or\.b32 read, read, [^;]*;", "", "shared"
     ),
-    "broken turbo, not transposed": broken(_small_turbo, r"(movmatrix[^;]*) (%\w+), u;", r"mov.b32 \2, u;", "error"),
-    "broken turbo, bytes not transposed": broken(
-        _small_turbo, r"movmatrix[^;]*\s(%\w+, %\w+);", r"mov.b32 \1;", "error"
+    "broken flashq, not transposed": broken(_small_flashq, r"(movmatrix[^;]*) (%\w+), u;", r"mov.b32 \2, u;", "error"),
+    "broken flashq, bytes not transposed": broken(
+        _small_flashq, r"movmatrix[^;]*\s(%\w+, %\w+);", r"mov.b32 \1;", "error"
     ),
 }
 
 
-def main(patterns: list[str]) -> int:
-    """Run the cases chosen; how many have failed."""
+# The fast tier: attention of both codecs in parts, each way to wait for packets and each way to miss them, one mutant.
+FAST = (
+    "lean, 4 x 128, spec in parts",
+    "Hopper lean, 4 x 128, gate 1",
+    "Hopper lean, 4 x 128, gate 0",
+    "flashq, 4 x 64, spec in 2 parts, one without tokens",
+    "1 request",
+    "8 requests, one chunk, fp16",
+    "all-reduce",
+    "all-reduce, packets of the previous step",
+    "all-reduce, rejected, packets not waited for",
+    "verdict",
+    "verdict, of the previous step",
+    "logits, a packet of rank 1 misses its deadline",
+    "handover, parts: 2",
+    "handover of the previous step, parts: 2",
+    "broken verdict, old packets",
+)
+
+
+GROUPS = ("fast", "lean", "Hopper", "flashq", "step", "broken")
+
+
+def group_of(name: str) -> str:
+    """The group of a case: `fast`, or what test_compiled.py runs in the full tier only."""
+    if name in FAST:
+        return "fast"
+    first = name.replace(",", " ").split()[0]
+    return first if first in ("broken", "lean", "Hopper", "flashq") else "step"
+
+
+def main(patterns: list[str], group: str | None = None) -> int:
+    """Run the chosen cases. Returns the number of failures."""
     torch.set_num_threads(1)
+    assert set(FAST) <= set(CASES), f"no such cases: {set(FAST) - set(CASES)}"
+    chosen = {
+        name: case
+        for name, case in CASES.items()
+        if (group is None or group_of(name) == group) and (not patterns or any(pattern in name for pattern in patterns))
+    }
+    assert chosen, "no such cases"
     failures = 0
-    for name, case in CASES.items():
-        if patterns and not any(pattern in name for pattern in patterns):
-            continue
+    for name, case in chosen.items():
         begin = time.monotonic()
         try:
-            told = ", ".join(f"{key} {value:.3g}" for key, value in case().items())
+            result = ", ".join(f"{key} {value:.3g}" for key, value in case().items())
         except Exception:
             failures += 1
-            told = "FAILED\n" + traceback.format_exc()
-        print(f"{name}: {time.monotonic() - begin:.1f} s; {told}", flush=True)
+            result = "FAILED\n" + traceback.format_exc()
+        print(f"{name}: {time.monotonic() - begin:.1f} s; {result}", flush=True)
     return failures
 
 
 if __name__ == "__main__":
-    sys.exit(min(main(sys.argv[1:]), 1))
+    parser = argparse.ArgumentParser(description="Run compiled kernels on the CPU.")
+    parser.add_argument("--group", choices=GROUPS)
+    parser.add_argument("patterns", nargs="*")
+    arguments = parser.parse_args()
+    sys.exit(min(main(arguments.patterns, arguments.group), 1))

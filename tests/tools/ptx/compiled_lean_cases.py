@@ -1,4 +1,4 @@
-"""Cases of lean attention for compiled_cases.py: as launched on Ampere, and on Hopper of one request, by copies."""
+"""Cases of lean attention for compiled_cases.py: as launched on Ampere, and for one request on Hopper (by TMA)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import test_lean_decode
+import lean_launch
 import torch
 from comparison import check
 from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
@@ -29,18 +29,18 @@ def lean(
     long_run: int = 0,
     **how: Any,
 ) -> Found:
-    """Lean attention as launched on Ampere, but with tiles of 64 tokens: more of them in a short context.
+    """Lean attention as launched on Ampere, but with tiles of 64 tokens: a short context has several.
 
     Args:
-        long_run: tiles have 128 tokens where runs have more than so many of them; 0: nowhere.
-        how: of the attention kernel; `merge`: the same of what merges its partials.
+        long_run: a run of more tiles than this has tiles of 128 tokens; 0: no run has.
+        how: arguments of `Emulated` for the attention kernel; `combine`: the same for the combine kernel.
     """
-    of_merge = how.pop("merge", {})
+    combine_constants = how.pop("combine", {})
     kernels = {
         "lean_decode_kernel": Emulated(lean_decode.lean_decode_kernel, 80, **how),
-        "lean_combine_kernel": Emulated(lean_decode.lean_combine_kernel, 80, **of_merge),
+        "lean_combine_kernel": Emulated(lean_decode.lean_combine_kernel, 80, **combine_constants),
     }
-    launch = test_lean_decode.Launch.draw(
+    launch = lean_launch.Launch.draw(
         lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, torch.bfloat16, parts
     )
     with (
@@ -73,11 +73,11 @@ def hopper(
     """Lean attention of one request as launched on Hopper.
 
     Args:
-        long_run, block_n, stages: in place of what `_settings` says; else as for `lean`.
-        early: ahead of the end of the kernel before, which writes q, the newest token and the gate.
-        gate: with 0 nothing may be written.
+        long_run, block_n, stages: replace the result of `_settings`; see `lean`.
+        early: read before the previous kernel ends, which writes q, the newest token and the gate.
+        gate: at 0 the kernel may write nothing.
     """
-    launch = test_lean_decode.Launch.draw(
+    launch = lean_launch.Launch.draw(
         (length,), heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype, parts
     )
     launch.in_two = in_two
@@ -92,11 +92,11 @@ def hopper(
         mock.patch.multiple(lean_decode, **kernels),
         mock.patch.object(lean_decode, "_settings", return_value=(block_n, long_run, stages, True)),
         mock.patch.object(lean_decode, "_uses_tma", return_value=True),
-        mock.patch.object(test_lean_decode, "lean_decode_attention", attend),
+        mock.patch.object(lean_launch, "lean_decode_attention", attend),
     ):
         launch.run()
     if gate == 0:
-        for tensor in (launch.workspace.o, launch.workspace.lse, *launch.outputs()):  # as `clear` left it
+        for tensor in (launch.workspace.o, launch.workspace.lse, *launch.outputs()):  # unchanged since `clear`
             assert tensor.isnan().all() if tensor.is_floating_point() else not tensor.any()
         return {"error": 0.0} | counts_of(kernels)
     launch.compare(lambda found, expected, _: check(found, expected, torch.bfloat16))
@@ -108,105 +108,105 @@ def _small(**how: Any) -> Found:
 
 
 def _small_hopper(**how: Any) -> Found:
-    """Six tiles of one program: three follow each other in each slot."""
+    """Six tiles of one program: three in a row use the same buffer."""
     return hopper(330, 4, 1, 128, 1, **how)
 
 
 def _meet_later(match: re.Match[str]) -> str:
-    """Copies that do not wait until all warps have read K."""
+    """Issue copies without waiting until all warps have read K."""
     return re.sub(r"bar\.sync\s*0;", "", match[1]) + "bar.sync 0; " + match[2]
 
 
 CASES: dict[str, Callable[[], Found]] = {
     "lean, 4 x 128": sound(lambda: lean((700,), 4, 2, 128, 8)),
-    "lean, 4 x 128, guess": sound(lambda: lean((900,), 4, 2, 128, 8, S)),
-    "lean, 4 x 128, guess in parts": sound(lambda: lean((900,), 4, 2, 128, 12, S, 3)),
-    "lean, 2 x 64, guess in parts, not all there": sound(lambda: lean((250,), 2, 1, 64, 5, S, 5)),
-    "lean, 1 x 64, guess, ragged": sound(lambda: lean((65, 500, 300), 1, 2, 64, 7, S)),
+    "lean, 4 x 128, spec": sound(lambda: lean((900,), 4, 2, 128, 8, S)),
+    "lean, 4 x 128, spec in parts": sound(lambda: lean((900,), 4, 2, 128, 12, S, 3)),
+    "lean, 2 x 64, spec in parts, some without tokens": sound(lambda: lean((250,), 2, 1, 64, 5, S, 5)),
+    "lean, 1 x 64, spec, ragged": sound(lambda: lean((65, 500, 300), 1, 2, 64, 7, S)),
     "lean, 2 x 16, ragged": sound(lambda: lean((513, 1, 1), 2, 2, 16, 7)),
     "lean, 4 x 128, two kinds of tiles, short": sound(lambda: lean((330,), 4, 2, 128, 4, long_run=3)),
     "lean, 4 x 128, two kinds of tiles, long": sound(lambda: lean((450,), 4, 2, 128, 4, long_run=3)),
     "lean, 4 x 128, two kinds of tiles, ragged": sound(lambda: lean((300, 40, 130), 4, 1, 128, 5, long_run=3)),
-    "lean, 4 x 128, two kinds of tiles, guess in parts": sound(lambda: lean((700,), 4, 1, 128, 6, S, 2, long_run=3)),
-    "lean, 8 x 128, rounds of merging": sound(lambda: lean((1500,), 8, 1, 128, 20, merge={"ROUND": 16})),
-    "lean, 4 x 64, guess, rounds of merging": sound(lambda: lean((3000,), 4, 1, 64, 40, S, merge={"ROUND": 16})),
-    **{f"lean by copies, 4 x 128, {n} tokens": sound(partial(hopper, n, 4, 2, 128, 3)) for n in (1, 63, 64, 65, 129)},
-    "lean by copies, 8 x 128, three heads in two runs": sound(lambda: hopper(330, 8, 3, 128, 2)),
-    "lean by copies, 4 x 128, guess": sound(lambda: hopper(900, 4, 2, 128, 3, S)),
-    # 16 tiles of 32 KB for two programs: the one without a guess waits, and once more behind its first tile.
-    "lean by copies, 4 x 128, guess with a head start": sound(lambda: hopper(1300, 4, 1, 128, 2, S)),
-    "lean by copies, 4 x 128, guess in 2 parts": sound(lambda: hopper(700, 4, 2, 128, 3, S, 2)),
-    "lean by copies, 8 x 128, guess in 3 parts": sound(lambda: hopper(500, 8, 1, 128, 7, S, 3)),
-    "lean by copies, 4 x 64, guess in 5 parts, not all there": sound(lambda: hopper(250, 4, 1, 64, 5, S, 5)),
-    "lean by copies, 4 x 128, guess, both are all": sound(lambda: hopper(200, 4, 1, 128, 2, S)),
-    "lean by copies, 4 x 128, two kinds of tiles, short": sound(lambda: hopper(330, 4, 2, 128, 4, long_run=3)),
-    "lean by copies, 4 x 128, two kinds of tiles, long": sound(lambda: hopper(330, 4, 2, 128, 1, long_run=3)),
-    "lean by copies, 4 x 128, long tiles, guess in parts": sound(lambda: hopper(900, 4, 1, 128, 2, S, 2, long_run=3)),
-    "lean by copies, 4 x 64, tiles of 256": sound(lambda: hopper(700, 4, 2, 64, 1, block_n=128, long_run=2)),
-    "lean by copies, 1 x 64, tiles of 128, three in flight": sound(
+    "lean, 4 x 128, two kinds of tiles, spec in parts": sound(lambda: lean((700,), 4, 1, 128, 6, S, 2, long_run=3)),
+    "lean, 8 x 128, rounds of combining": sound(lambda: lean((1500,), 8, 1, 128, 20, combine={"ROUND": 16})),
+    "lean, 4 x 64, spec, rounds of combining": sound(lambda: lean((3000,), 4, 1, 64, 40, S, combine={"ROUND": 16})),
+    **{f"Hopper lean, 4 x 128, {n} tokens": sound(partial(hopper, n, 4, 2, 128, 3)) for n in (1, 63, 64, 65, 129)},
+    "Hopper lean, 8 x 128, three heads in two runs": sound(lambda: hopper(330, 8, 3, 128, 2)),
+    "Hopper lean, 4 x 128, spec": sound(lambda: hopper(900, 4, 2, 128, 3, S)),
+    # 16 tiles of 32 KB for two programs: the program without `A~` waits, and again after its first tile.
+    "Hopper lean, 4 x 128, spec with a head start": sound(lambda: hopper(1300, 4, 1, 128, 2, S)),
+    "Hopper lean, 4 x 128, spec in 2 parts": sound(lambda: hopper(700, 4, 2, 128, 3, S, 2)),
+    "Hopper lean, 8 x 128, spec in 3 parts": sound(lambda: hopper(500, 8, 1, 128, 7, S, 3)),
+    "Hopper lean, 4 x 64, spec in 5 parts, some without tokens": sound(lambda: hopper(250, 4, 1, 64, 5, S, 5)),
+    "Hopper lean, 4 x 128, spec of all tokens": sound(lambda: hopper(200, 4, 1, 128, 2, S)),
+    "Hopper lean, 4 x 128, two kinds of tiles, short": sound(lambda: hopper(330, 4, 2, 128, 4, long_run=3)),
+    "Hopper lean, 4 x 128, two kinds of tiles, long": sound(lambda: hopper(330, 4, 2, 128, 1, long_run=3)),
+    "Hopper lean, 4 x 128, long tiles, spec in parts": sound(lambda: hopper(900, 4, 1, 128, 2, S, 2, long_run=3)),
+    "Hopper lean, 4 x 64, tiles of 256": sound(lambda: hopper(700, 4, 2, 64, 1, block_n=128, long_run=2)),
+    "Hopper lean, 1 x 64, tiles of 128, three in flight": sound(
         lambda: hopper(700, 1, 1, 64, 1, block_n=128, stages=3, dtype=torch.float16)
     ),
-    "lean by copies, 4 x 80, guess": sound(lambda: hopper(330, 4, 1, 80, 2, S)),
-    "lean by copies, 16 x 128": sound(lambda: hopper(200, 16, 1, 128, 2)),
-    "lean by copies, 1 x 256, guess": sound(lambda: hopper(330, 1, 1, 256, 2, S)),
-    "lean by copies, 4 x 136": sound(lambda: hopper(130, 4, 1, 136, 1)),
-    "lean by copies, 4 x 128, two launches": sound(lambda: hopper(500, 4, 1, 128, 2, S, in_two=True)),
-    "lean by copies, 4 x 128, gate 1": sound(lambda: hopper(130, 4, 1, 128, 2, gate=1)),
-    "lean by copies, 4 x 128, gate 0": sound(lambda: hopper(130, 4, 1, 128, 2, gate=0)),
+    "Hopper lean, 4 x 80, spec": sound(lambda: hopper(330, 4, 1, 80, 2, S)),
+    "Hopper lean, 16 x 128": sound(lambda: hopper(200, 16, 1, 128, 2)),
+    "Hopper lean, 1 x 256, spec": sound(lambda: hopper(330, 1, 1, 256, 2, S)),
+    "Hopper lean, 4 x 136": sound(lambda: hopper(130, 4, 1, 136, 1)),
+    "Hopper lean, 4 x 128, two launches": sound(lambda: hopper(500, 4, 1, 128, 2, S, in_two=True)),
+    "Hopper lean, 4 x 128, gate 1": sound(lambda: hopper(130, 4, 1, 128, 2, gate=1)),
+    "Hopper lean, 4 x 128, gate 0": sound(lambda: hopper(130, 4, 1, 128, 2, gate=0)),
     **{
-        f"lean by copies, 4 x 128, guess in parts, lengths ahead of the wait, gate {gate}": sound(
+        f"Hopper lean, 4 x 128, spec in parts, lengths read before the wait, gate {gate}": sound(
             partial(hopper, 900, 4, 2, 128, 12, S, 3, early=True, gate=gate)
         )
         for gate in (0, 1)
     },
     **{
-        f"lean by copies, 4 x 128, ahead of the wait, {n} tokens": sound(partial(hopper, n, 4, 2, 128, 5, early=True))
+        f"Hopper lean, 4 x 128, read before the wait, {n} tokens": sound(partial(hopper, n, 4, 2, 128, 5, early=True))
         for n in (1, 64, 65, 330)
     },
-    "lean by copies, 4 x 128, long tiles, ahead of the wait": sound(
+    "Hopper lean, 4 x 128, long tiles, read before the wait": sound(
         lambda: hopper(330, 4, 2, 128, 1, long_run=3, early=True)
     ),
     "broken lean, other lanes": broken(_small, r"(shfl\.sync\.bfly[^;]*), 8, 31,", r"\1, 4, 31,", "error"),
     "broken lean, tiles not waited for": broken(_small, r"(cp\.async\.wait_group\s*)\d+", r"\g<1>9", "error"),
     "broken lean, no barriers": broken(_small, r"bar\.sync\s*0;", "", "shared"),
-    "broken merge, other lanes": broken(
-        lambda edit: lean((1500,), 4, 1, 128, 20, merge={"edit": edit}),
+    "broken combine, other lanes": broken(
+        lambda edit: lean((1500,), 4, 1, 128, 20, combine={"edit": edit}),
         r"(shfl\.sync\.bfly[^;]*), 8, 31,",
         r"\1, 4, 31,",
         "error",
     ),
-    "broken lean by copies, no barriers": broken(_small_hopper, r"bar\.sync\s*0;", "", "shared"),
-    "broken lean by copies, the next K over what is read": broken(
+    "broken Hopper lean, no barriers": broken(_small_hopper, r"bar\.sync\s*0;", "", "shared"),
+    "broken Hopper lean, the next K overwrites what is read": broken(
         _small_hopper,
         r"(?s)(wgmma\.wait_group[^;]*;(?:(?!wgmma).)*?)(ld\.shared\.v2\.b32(?:(?!bar\.sync|wgmma).)*ex2)",
         _meet_later,
         "shared",
     ),
-    "broken lean by copies, the phase before": broken(
+    "broken Hopper lean, the previous phase": broken(
         partial(hopper, 128, 4, 1, 128, 1),
         r"(mbarrier\.try_wait\.parity\S*) (\w+), (\[%\w+\]), (%\w+);",
         r".reg .b32 other; xor.b32 other, \4, 1; \1 \2, \3, other;",
         "error",
     ),
-    "broken lean by copies, barriers that copies do not see": broken(
+    "broken Hopper lean, copies do not see barriers": broken(
         partial(_small_hopper, early=True),
         r"(mbarrier\.init[^;]*;[^;]*)fence\.proxy\.async[^;]*;",
         r"\1",
         "shared",
     ),
-    "broken lean by copies, products that do not see q": broken(
+    "broken Hopper lean, products do not see q": broken(
         _small_hopper, r"(st\.shared\.v4[^;]*;[^;]*)fence\.proxy\.async[^;]*;", r"\1", "shared"
     ),
-    "broken lean by copies, products that do not see P": broken(
+    "broken Hopper lean, products do not see P": broken(
         _small_hopper, r"(stmatrix[^;]*;[^;]*)fence\.proxy\.async[^;]*;", r"\1", "shared"
     ),
-    "broken lean by copies, products not waited for": broken(
+    "broken Hopper lean, products not waited for": broken(
         _small_hopper, r"wgmma\.wait_group\.sync\.aligned 0;", "", "error"
     ),
-    "broken lean by copies, ahead of q": broken(
+    "broken Hopper lean, q read before the wait": broken(
         partial(_small_hopper, early=True), r"griddepcontrol\.wait;", "", "unordered"
     ),
-    "broken lean by copies, ahead of the newest token": broken(
+    "broken Hopper lean, newest token read before the wait": broken(
         partial(hopper, 64, 4, 1, 128, 1, early=True),
         r"(add\.s32\s+(%r\d+), %r\d+, 64;[^;]*)setp\.lt\.s32(\s+%p\d+, \2,)",
         r"\1setp.le.s32\3",

@@ -1,4 +1,4 @@
-"""Compiled kernels in their launchers, on the CPU: what the cases of compiled_cases.py share."""
+"""Launch compiled kernels on the CPU: shared parts of the cases of compiled_cases.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import ptx_emulator
 
-from alspec.kernels.attention.reference import decode_attention_ref
+from alspec.kernels.attention.oracles import decode_attention_ref
 
 __all__ = ["CPU", "Emulated", "Found", "S", "broken", "counts_of", "error_of", "sound"]
 
@@ -39,14 +39,16 @@ SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B of the CUDA driver API
 Found = dict[str, float]  # error, counts
 
 
-_parsed = functools.cache(ptx_emulator.Kernel)  # many launches are of the same text
+_parsed = functools.cache(ptx_emulator.Kernel)  # many launches have the same PTX
 
 
 class Emulated:
-    """Stands in for a kernel in its launcher: compiles it for a GPU and executes that on the CPU.
+    """Replaces a kernel in its launcher: compiles it for a GPU and emulates the PTX on the CPU.
 
     Args:
-        late: parts of tensors that the kernel ahead writes: of a dependent launch, not to be read before its wait.
+        edit: changes the PTX.
+        late: parts of tensors that the previous kernel writes; a dependent launch may not read them before its wait.
+        constants: replace constexpr arguments.
     """
 
     def __init__(
@@ -58,13 +60,16 @@ class Emulated:
         **constants: Any,
     ) -> None:
         self.kernel, self.capability, self.edit, self.late, self.constants = kernel, capability, edit, late, constants
+        assert constants.keys() <= set(kernel.arg_names), (
+            f"no such arguments: {constants.keys() - set(kernel.arg_names)}"
+        )
         self.counts: Found = {}
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return lambda *args, **options: self.launch(grid[0], args, options | self.constants)
 
     def launch(self, grid: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Compile as a launch with these arguments would, run, and write back what the tensors then hold."""
+        """Compile as a launch with these arguments does, run, and copy the results back to the tensors."""
         signature, constants, attributes, given = {}, {}, {}, []
         for index, parameter in enumerate(self.kernel.params):
             value = args[index] if index < len(args) else options[parameter.name]
@@ -83,7 +88,7 @@ class Emulated:
         chosen = {name: options[name] for name in ("num_warps", "enable_fp_fusion") if name in options}
         compiled = triton.compile(source, target=target, options=chosen)
         kernel = _parsed(self.edit(compiled.asm["ptx"]))
-        # Each once, however many arguments lie in it.
+        # Each tensor once, also where several arguments point into it.
         tensors = {id(tensor): tensor for value in given if isinstance(tensor := _tensor_of(value), Tensor)}
         memory = ptx_emulator.Memory(sum(tensor.nbytes + 512 for tensor in tensors.values()) + 512, kernel.num_warps)
         places = {key: memory.place(_bytes(tensor)) for key, tensor in tensors.items()}
@@ -98,7 +103,7 @@ class Emulated:
                 numbers += _descriptor(value, place, next(boxes))
             else:
                 numbers.append(value if place is None else place)
-        # Not in order, for nothing may depend on it.
+        # No result may depend on the order of programs.
         order = [program for first in range(3) for program in reversed(range(first, grid, 3))]
         found = kernel.run(order, grid, numbers, compiled.metadata.shared, memory)
         self.counts |= {name: self.counts.get(name, 0) + count for name, count in found.items()}
@@ -107,7 +112,7 @@ class Emulated:
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def _mark_late(self, memory: ptx_emulator.Memory, tensor: Tensor, place: int) -> None:
-        """What the parts cover of a tensor that has its storage for itself."""
+        """Mark the `late` parts of a tensor, which is the only one in its storage."""
         for part in self.late:
             if part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
                 is_late = torch.zeros(tensor.shape, dtype=torch.bool)
@@ -130,7 +135,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def _descriptor(value: TensorDescriptor, place: int | None, meta: dict[str, Any]) -> list[Any]:
-    """What a kernel is given for one: that which copies go by, then sizes and strides."""
+    """The arguments for one descriptor: the tensor map, then sizes and strides."""
     assert place is not None
     assert meta["swizzle"] == SWIZZLE_128B, "swizzle"
     innermost_first = (tuple(reversed(sizes)) for sizes in (value.shape, value.strides, meta["block_size"]))
@@ -138,18 +143,18 @@ def _descriptor(value: TensorDescriptor, place: int | None, meta: dict[str, Any]
 
 
 def counts_of(kernels: dict[str, Emulated]) -> Found:
-    """Of several launches together."""
+    """The sum of the counts of several kernels."""
     return dict(sum((Counter(kernel.counts) for kernel in kernels.values()), Counter()))
 
 
 def error_of(launch: Any) -> Found:
-    """Relative RMS error of o, by the oracle."""
+    """The relative RMS error of o against the oracle."""
     out, _ = decode_attention_ref(launch.q, launch.k, launch.v, launch.seq_lens, launch.sm_scale, launch.softmax)
     return {"error": float((launch.out.double() - out).norm() / out.norm())}
 
 
 def sound(case: Callable[[], Found]) -> Callable[[], Found]:
-    """Right, and without conflicts."""
+    """A case that must have no conflicts."""
 
     def run() -> Found:
         found = case()
@@ -163,14 +168,14 @@ def sound(case: Callable[[], Found]) -> Callable[[], Found]:
 def broken(
     case: Callable[..., Found], pattern: str, replacement: str | Callable[[re.Match[str]], str], noticed: str
 ) -> Callable[[], Found]:
-    """A case whose PTX is changed wherever the pattern occurs: it has to show, as a kind of conflict or an error."""
+    """A mutant: `pattern` is replaced in the PTX. It must show as this kind of conflict, or as an error."""
 
     edited = []
 
     def edit(ptx: str) -> str:
         changed, count = re.subn(pattern, replacement, ptx)
         if not count:
-            raise RuntimeError(f"nothing to change: {pattern}")
+            raise RuntimeError(f"pattern not found: {pattern}")
         edited.append(changed)
         return changed
 
@@ -178,7 +183,7 @@ def broken(
         try:
             found = case(edit=edit)
         except AssertionError as error:
-            # Of a comparison, not of the emulator, which notes the instruction, nor of what comes before the kernel.
+            # Only a failed comparison counts: errors of the emulator have notes, and others come before the kernel.
             if noticed != "error" or hasattr(error, "__notes__") or not edited:
                 raise
             return {}

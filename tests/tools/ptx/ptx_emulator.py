@@ -1,17 +1,20 @@
 """Executes PTX on the CPU, instruction by instruction, and counts races on shared and global memory.
 
-Triton's control flow is the same for all threads of a program: one program counter serves them, and a register is a
-NumPy array over the threads. Programs run one after another, so this is for kernels whose programs never wait for each
-other. Arithmetic is IEEE; what the hardware approximates (`ex2.approx`) is correct to the last bits here.
+All threads of a Triton program share their control flow: they have one program counter, and a register is a NumPy
+array over the threads. Programs run one after another, so kernels whose programs wait for each other cannot run.
+Arithmetic is IEEE; instructions that the hardware approximates (`ex2.approx`) are correct to the last bits.
 
-A race is an access to bytes that another warp has touched since the last barrier, one of the two writing; two writes of
-the same value count as none. What one program writes to global memory is for the kernels behind it: another one of the
-same launch must not read it. Asynchronous copies are in flight, and their target not a number, until they are waited
-for, one by one or, those by bulk, all that a barrier in memory counts, which they see behind a fence only; a copy into
-what has been loaded, but into registers that nobody has used yet, is a race too. Products of matrices in shared memory
-read it, for every warp, from when they are asked for until they are waited for; their results are no numbers until
-then; and what was stored there they see, as copies do, behind a fence only. What is in no memory, misaligned or not
-implemented raises an error that names the instruction.
+Rules of memory:
+- A race is an access to bytes that another warp has accessed since the last barrier, where one of the two writes. Two
+  writes of the same value are no race.
+- A program must not read global memory that another program of the same launch writes.
+- The target of an asynchronous copy is NaN until the kernel has waited for the copy: for its group, or for an mbarrier
+  that counts its bytes. Copies see an mbarrier, and stored data, only after a fence.
+- A copy over bytes whose load has not been used yet is a race.
+- A matrix product reads shared memory, for every warp, from its issue until the wait for it. Its results are NaN until
+  then. It sees stored data only after a fence.
+- An access outside of memory, a misaligned one or an instruction that is not implemented raises an error that names
+  the instruction.
 """
 
 from __future__ import annotations
@@ -47,24 +50,24 @@ SHARED = "global_smem"  # Triton's name
 
 
 class Memory:
-    """Bytes that know who has touched them: writes by `warp`, reads by each warp, at which count of barriers."""
+    """Bytes, and which warp has written or read each of them at which count of barriers."""
 
     def __init__(self, size: int, num_warps: int) -> None:
-        self.bytes = np.full(size, 0xFF, np.uint8)  # not a number, until it is written
+        self.bytes = np.full(size, 0xFF, np.uint8)  # NaN until it is written
         self.exists = np.zeros(size, bool)
         self.written_at = np.full(size, -1)
         self.writer = np.zeros(size, np.int16)
         self.read_at = np.full((num_warps, size), -1)
-        self.program = np.full(size, -1)  # that wrote it in this launch
-        self.late = np.zeros(size, bool)  # what the kernel ahead writes,
-        self.is_early = False  # which has not been waited for
+        self.program = np.full(size, -1)  # the program that wrote a byte in this launch
+        self.late = np.zeros(size, bool)  # bytes that the previous kernel writes
+        self.is_early = False  # before the wait for the previous kernel
         self.races = 0
-        # Reads of what another program wrote in this launch, or the kernel ahead, before it has been waited for.
+        # Reads of bytes that another program wrote in this launch, or that the previous kernel may still write.
         self.unordered = 0
         self.top = 0
 
     def place(self, data: Values) -> int:
-        """Copy an array to a new address, 256 bytes or more behind the last one's end."""
+        """Copy an array to a new address, at least 256 bytes behind the end of the last array."""
         at = (self.top + 256 + 255) // 256 * 256
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         self.top = at + raw.size
@@ -73,7 +76,7 @@ class Memory:
         return at
 
     def at(self, address: Values, size: int) -> Values:
-        """[n, size] places of bytes that exist."""
+        """[n, size] indices of bytes; all must exist."""
         assert not (address % size).any(), f"misaligned: {address[address % size != 0][0]:#x}, {size} bytes"
         at = address[:, None] + np.arange(size)
         known = (at >= 0) & (at < self.bytes.size)
@@ -82,7 +85,7 @@ class Memory:
         return at
 
     def load(self, address: Values, size: int, warp: Values, clock: int, program: int) -> Values:
-        """[n, size] bytes from n addresses, each for a thread of this warp."""
+        """Read [n, size] bytes at n addresses; `warp`: the warp of each address."""
         at = self.at(address, size)
         written = self.written_at[at]
         self.races += int(((written > clock) | (written == clock) & (self.writer[at] != warp[:, None])).any(1).sum())
@@ -92,24 +95,24 @@ class Memory:
         return self.bytes[at]
 
     def store(self, address: Values, data: Values, warp: Values, clock: int, program: int, end: int = 0) -> None:
-        """Write n times [size] bytes; `end`: the clock from which they may be read, if that is not now."""
+        """Write [n, size] bytes; `end`: the clock from which they may be read, if later than now."""
         at, warps = self.at(address, data.shape[1]), np.arange(len(self.read_at))[:, None, None]
         raced = ((self.read_at[:, at] == clock) & (warps != warp[:, None])).any(0)
         written = self.written_at[at]
         raced |= (written > clock) | (written == clock) & (self.writer[at] != warp[:, None]) & (self.bytes[at] != data)
         self.bytes[at] = data
-        # Another thread wrote something else in the same instruction.
+        # Another thread wrote other data in the same instruction.
         self.races += int((raced | (self.bytes[at] != data)).any(1).sum())
         self.written_at[at], self.writer[at], self.program[at] = end or clock, warp[:, None], program
 
     def settle(self, address: Values, data: Values, warp: Values, clock: int) -> None:
-        """The bytes of a copy in flight have arrived."""
+        """Write the bytes of a copy that has arrived."""
         at = self.at(address, data.shape[1])
         self.bytes[at], self.written_at[at], self.writer[at] = data, clock, warp[:, None]
 
 
 def _statements(body: str) -> Iterator[str]:
-    """Labels, braces and what ends with a semicolon, to the end of the first block."""
+    """Labels, braces and statements, to the end of the first block."""
     depth = 0
     for match in re.finditer(r"\s*(?:([{}])|([\w$]+:)(?!:)|([^;]*);)", body):
         statement = match[1] or match[2] or match[3].strip()
@@ -120,7 +123,7 @@ def _statements(body: str) -> Iterator[str]:
 
 
 def _labels_inside(statements: list[str]) -> Iterator[str]:
-    """Labels of the block that these statements begin in, up to its end."""
+    """Labels of the block in which these statements begin."""
     depth = 1
     for statement in statements:
         depth += {"{": 1, "}": -1}.get(statement, 0)
@@ -136,7 +139,7 @@ def _parse(body: str) -> tuple[list[Instruction], dict[str, int], dict[str, str]
     variables: dict[str, int] = {}
     labels: dict[str, int] = {}
     registers: dict[str, str] = {}
-    scopes: list[dict[str, str]] = []  # new names of what nested blocks declare
+    scopes: list[dict[str, str]] = []  # unique names for the declarations of nested blocks
 
     def unique(text: str) -> str:
         for scope in reversed(scopes):
@@ -167,7 +170,7 @@ def _parse(body: str) -> tuple[list[Instruction], dict[str, int], dict[str, str]
             assert match, statement
             words = match[2].split(".")
             length = next((n for n in (4, 3, 2) if ".".join(words[:n]) in OPERATIONS.keys() | NO_EFFECT), 1)
-            # By commas outside brackets.
+            # Split at commas outside brackets.
             operands = tuple(unique(x).strip() for x in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{}[\]])+", match[3]))
             head = (" ".join(statement.split()), unique(match[1] or ""), ".".join(words[:length]))
             code.append(Instruction(*head, tuple(words[length:]), operands))
@@ -181,7 +184,7 @@ class Kernel:
         ptx = re.sub(r"//[^\n]*|/\*.*?\*/|^\s*\.(loc|file)\b[^\n]*", "", ptx, flags=re.S | re.M)
         entry = re.search(r"\.entry\s+[\w$]+\s*\((.*?)\)(.*?)(?=\{)", ptx, re.S)
         assert entry, "no .entry"
-        # Types and names; a descriptor of a tensor, which copies go by, is bytes.
+        # Types and names; a tensor descriptor has the type bytes.
         parameter = r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,]*?([\w$]+)(?:\[\d+\])?\s*(?:,|$)"
         self.parameters = re.findall(parameter, entry[1].strip())
         self.num_threads = int(re.search(r"\.reqntid\s+(\d+)", entry[2])[1])
@@ -199,11 +202,11 @@ class Kernel:
         """Execute `programs`, in this order, of a grid of one dimension.
 
         Args:
-            arguments: of the kernel in order; pointers are addresses in `memory`. Those at the end may be missing: 0.
-            shared_bytes: of dynamic shared memory.
+            arguments: the kernel's arguments in order; pointers are addresses in `memory`. Missing last ones are 0.
+            shared_bytes: the size of dynamic shared memory.
         Returns:
-            Instructions executed, and conflicts seen: races on shared and on global memory, reads of what another
-            program has written, or the kernel ahead where that has not been waited for.
+            The number of executed instructions and of conflicts: races on shared and on global memory, and reads of
+            bytes that another program has written or the previous kernel writes (see `Memory.unordered`).
         """
         values = {name: 0 for _, name in self.parameters}
         tensors: list[TensorMap] = []
@@ -234,36 +237,36 @@ class Machine:
         memory: Memory,
     ) -> None:
         self.kernel, self.grid, self.memory, self.parameters = kernel, grid, memory, parameters
-        self.tensors = tensors  # by what their parameters hold here
+        self.tensors = tensors  # a parameter holds an index into this list
         self.threads = np.arange(kernel.num_threads)
         self.warps, self.lanes = self.threads // WARP, self.threads % WARP
-        self.on = self.everyone = np.ones(kernel.num_threads, bool)  # who takes part in this instruction
-        # Threads that have parted take turns, those furthest behind first, until they meet.
-        self.active = self.everyone  # who is here
-        self.places_apart: Values | None = None  # where each thread is, of those that have parted
-        self.leaving: int | None = None  # where some of those here go on
+        self.on = self.everyone = np.ones(kernel.num_threads, bool)  # threads that execute this instruction
+        # Diverged threads run those furthest behind first, until they meet.
+        self.active = self.everyone  # threads at this place
+        self.places_apart: Values | None = None  # the place of each thread while they are diverged
+        self.leaving: int | None = None  # the branch target of some active threads
         self.places: dict[str, int] = {}
         self.registers: list[Values] = []
-        self.variables = {SHARED: 0}  # where they begin
+        self.variables = {SHARED: 0}  # their addresses
         for name, size in kernel.variables.items():
             self.variables[name] = shared_bytes = (shared_bytes + 127) // 128 * 128
             shared_bytes += size
         self.shared = Memory(max(shared_bytes, 1), kernel.num_warps)
         self.shared.exists[:shared_bytes] = True
-        # In shared memory, and copies and products of it do not know of it yet.
+        # Stored in shared memory, and not yet visible to copies and products.
         self.stored = np.zeros(self.shared.bytes.size, bool)
-        self.arrivals: dict[int, Arrival] = {}  # of bulk copies, by the address of their barrier
-        self.products: dict[str, Product] = {}  # on their way, by their registers
+        self.arrivals: dict[int, Arrival] = {}  # of bulk copies, by the address of their mbarrier
+        self.products: dict[str, Product] = {}  # not waited for yet, by their registers
         self.program, self.clock = 0, 0  # barriers
-        self.cycles = itertools.count(step=100)  # as somebody looks
-        self.groups: list[list[tuple[Values, Values, Values]]] = []  # of copies in flight; the last is not committed
+        self.cycles = itertools.count(step=100)  # advances with every read
+        self.groups: list[list[tuple[Values, Values, Values]]] = []  # of copies; the last group is not committed
         self.loading: list[tuple[frozenset[int], Values]] = []  # registers, and the bytes [threads, n] of shared memory
         self.special = self._special()
         self.steps = [self._bind(instruction) for instruction in kernel.code]
         self.unset = list(self.registers)
 
     def execute(self, program: int) -> int:
-        """Run one program to its end; how many instructions that took."""
+        """Run one program to its end. Returns the number of instructions."""
         self.program, self.clock, self.groups, self.memory.is_early = program, self.clock + 1, [[]], True
         self.registers[:] = self.unset
         self.shared.bytes[:], self.shared.written_at[:], self.shared.program[:] = 0xFF, -1, -1
@@ -283,12 +286,12 @@ class Machine:
                 target = at + 1 if target is None else target
                 together = self.leaving is None and self.places_apart is None
                 at = target if together else self._next(at, target)
-        # Copies that nobody waited for write into whatever comes next.
+        # Copies without a wait would write into the memory of a later program.
         self.shared.races += sum(len(arrival.copies) for arrival in self.arrivals.values())
         return count
 
     def _next(self, at: int, target: int) -> int:
-        """Where those furthest behind go on, of threads that have parted."""
+        """Where the diverged threads that are furthest behind go on."""
         if self.places_apart is None:
             self.places_apart = np.full(self.threads.size, at)
         self.places_apart[self.active] = target
@@ -321,7 +324,7 @@ class Machine:
         loads = "shared" in i.modifiers and i.op.split(".")[0] in ("ld", "ldmatrix")
 
         def step() -> int | None:
-            if self.loading and i.op == "mov":  # which the assembler may do without
+            if self.loading and i.op == "mov":  # the assembler may remove it
                 self.loading = [(load | set_here if load & used else load, at) for load, at in self.loading]
             elif self.loading:
                 self.loading = [load for load in self.loading if not load[0] & used]
@@ -341,31 +344,31 @@ class Machine:
 
     @contextmanager
     def _touching(self) -> Iterator[set[int]]:
-        """The registers that operands turn out to be."""
+        """Collect the registers that operands name."""
         self.touched: set[int] = set()
         yield self.touched
 
     def still_loading(self, begin: Values, size: int) -> bool:
-        """Whether a load of shared memory may be under way that begins in one of the ranges of so many bytes."""
+        """Whether a load from one of these ranges of shared memory may not have finished."""
         sources = [at for _, at in self.loading] + [product.places for product in self.products.values()]
         return any(((at >= begin[:, None]) & (at < begin[:, None] + size)).any() for at in sources)
 
     def store_shared(self, address: Values, data: Values, warps: Values) -> None:
-        """What threads write: seen by copies and products behind a fence, and not by those on their way."""
+        """Write shared memory: visible to copies and products after a fence, a race with products in flight."""
         self.shared.store(address, data, warps, self.clock, self.program)
         at = address[:, None] + np.arange(data.shape[1])
         self.stored[at] = True
         self.shared.races += sum(int(np.isin(product.places, at & -16).any()) for product in self.products.values())
 
     def read_by_all(self, address: Values) -> Values:
-        """[n, 16] bytes of shared memory that a product reads: every warp, and only what a fence has let it see."""
+        """Read [n, 16] bytes of shared memory for a product: every warp reads only what a fence made visible."""
         at = self.shared.at(address, 16)
         self.shared.races += int((self.shared.written_at[at] >= self.clock).any(1).sum() + self.stored[at].any())
         self.shared.read_at[:, at] = self.clock
         return self.shared.bytes[at]
 
     def place(self, name: str) -> tuple[int, np.dtype]:
-        """Where a register is, and of which type of bits."""
+        """The index and the type of a register."""
         self.touched.add(self._place(name))
         place = self.places[name]
         return place, self.registers[place].dtype
@@ -375,16 +378,16 @@ class Machine:
             kind = self.kernel.kinds.get(name) or self.kernel.kinds.get(name.rstrip("0123456789"))
             assert kind, f"no operand: {name}"
             self.places[name] = len(self.registers)
-            # What was never written is not a number, and no address.
+            # A register that was never written holds NaN and no address.
             unset = np.array(False) if kind == "pred" else np.array(-1).astype(BITS[WIDTH[kind]])
             self.registers.append(np.full(self.threads.size, unset))
         return self.places[name]
 
     def reader(self, operand: str, kind: str) -> Read:
-        """How to get an operand's values: floats as such, also of bf16; with `*` as [threads, n], n of a vector."""
+        """A function that returns an operand's values: bf16 as fp32; with `*` a vector, as [threads, n]."""
         if kind == "address":
             return self._address(operand)
-        if kind == "tensor":  # [descriptor, {where a box begins}]
+        if kind == "tensor":  # [descriptor, {begin of the box}]
             inside = operand.strip("[] ")
             tensor, begin = inside.split(",", 1)
             parts = [self.reader(tensor, "s64"), *(self.reader(part, "s32") for part in parts_of(begin))]
@@ -396,7 +399,7 @@ class Machine:
         if operand[0] == "{":
             packed = self.reader(operand, f"*b{8 * WIDTH[kind] // len(parts_of(operand))}")
             return lambda: packed().view(dtype)[:, 0]
-        # A parameter's address stands for its value: `ld.param` of one of two that was chosen takes that.
+        # A parameter's address stands for its value: `ld.param` may load one of two selected parameters.
         operand = operand.strip("[] ")
         operand = str(self.parameters.get(operand, operand))
         special = self.special.get(operand)
@@ -417,7 +420,7 @@ class Machine:
         return lambda: registers[place].view(dtype)
 
     def _special(self) -> dict[str, Read]:
-        """What registers of the machine hold."""
+        """The values of special registers."""
         size, zeros = self.threads.size, np.zeros_like(self.threads)
         known: dict[str, Read] = {"%tid.x": lambda: self.threads, "%laneid": lambda: self.lanes}
         known |= {"%warpid": lambda: self.warps, "%ctaid.x": lambda: zeros + self.program}
@@ -437,7 +440,7 @@ class Machine:
         return np.full(self.threads.size, bits).view(KINDS[kind])
 
     def _address(self, operand: str) -> Read:
-        """Of `[register + offset]`; those of shared memory begin at 0."""
+        """The addresses `[register + offset]`; shared memory begins at 0."""
         match = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+)\s*)?\]", operand)
         assert match, f"no address: {operand}"
         offset = int(match[2] or "0", 0)
@@ -447,14 +450,14 @@ class Machine:
         return lambda: base().astype(np.int64) + offset
 
     def late_writer(self, operand: str, kind: str) -> Callable[[Values], None]:
-        """`writer` of registers that an instruction names, as it is executed."""
+        """As `writer`, while an instruction is executed."""
         with self._touching():
             return self.writer(operand, kind)
 
     def writer(self, operand: str, kind: str) -> Callable[[Values], None]:
-        """How to set a register, or those of a vector, for those who take part."""
+        """A function that sets a register, or those of a vector, for the threads that execute the instruction."""
         parts = parts_of(operand)
-        if operand == "_":  # of several, what nobody wants
+        if operand == "_":  # a result that is dropped
             return lambda values: None
         if "|" in kind:
             both = [self.writer(part, of) for part, of in zip(operand.split("|"), kind.split("|"), strict=True)]
@@ -486,7 +489,7 @@ class Machine:
 
 
 def _to_bf16(values: Values) -> Values:
-    """Rounded to the nearest, ties to even."""
+    """Round to nearest, ties to even."""
     raw = values.astype(np.float32).view(np.uint32)
     return np.where(np.isnan(values), 0x7FFF, (raw + 0x7FFF + (raw >> 16 & 1)) >> 16).astype(np.uint16)
 

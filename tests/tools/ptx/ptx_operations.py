@@ -1,4 +1,4 @@
-"""What PTX instructions do: functions of the machine of ptx_emulator.py, the instruction and its operands' values."""
+"""PTX instructions as functions of the machine of ptx_emulator.py, the instruction and its operands' values."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ KINDS |= {
     for sign in "bus"
     for size in BITS
 }
-# Two halves are twice as many elements; bf16, which NumPy lacks, is decoded.
+# A pair (x2) is two elements; bf16, which NumPy lacks, is decoded.
 KINDS |= {"f16": np.dtype("f2"), "f16x2": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8")}
 KINDS |= {"bf16": np.dtype("u2"), "bf16x2": np.dtype("u2")}
 WIDTH = {kind: 4 if kind.endswith("x2") else dtype.itemsize for kind, dtype in KINDS.items()}
 NO_EFFECT = {"prefetch", "membar", "fence", "createpolicy", "nanosleep", "cp.async.bulk.prefetch"}
-NO_EFFECT |= {"bar.warp"}  # a warp's threads are in step here
-NO_EFFECT |= {"wgmma.fence.sync.aligned"}  # of registers; where it is missing, the assembler says so
-UNKNOWN = {"cc", "sat", "satfinite", "relu", "rz", "rm", "rp", "rna"}  # modifiers with which no operation is known,
-KNOWN = {("min", "relu"), ("max", "relu")}  # but for these
+NO_EFFECT |= {"bar.warp"}  # all threads of a warp execute together here
+NO_EFFECT |= {"wgmma.fence.sync.aligned"}  # orders registers; the assembler reports a missing one
+UNKNOWN = {"cc", "sat", "satfinite", "relu", "rz", "rm", "rp", "rna"}  # modifiers that no operation implements,
+KNOWN = {("min", "relu"), ("max", "relu")}  # except these
 COMPARE = {
     "eq": np.equal, "ne": lambda a, b: (a < b) | (a > b), "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
@@ -63,21 +63,21 @@ LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction; names are unique, those of nested blocks too."""
+    """One instruction; names are unique, also in nested blocks."""
 
     text: str
-    guard: str  # predicate with its `!`, or nothing
+    guard: str  # predicate with its `!`, or empty
     op: str
     modifiers: tuple[str, ...]
     operands: tuple[str, ...]
 
     @property
     def kind(self) -> str:
-        """The last type that it names."""
+        """The last type in the modifiers."""
         return _resolved(self.modifiers, "")
 
     def resolve(self, kind: str) -> str:
-        """A type by what it is here: "", of the instruction; wide; to, the first it names; pair, the second, twice."""
+        """The type for "" (`kind`), "wide" (twice as wide), "to" (the first modifier) or "pair" (two of the second)."""
         return _resolved(self.modifiers, kind)
 
 
@@ -94,12 +94,12 @@ def _resolved(modifiers: tuple[str, ...], kind: str) -> str:
 
 
 def parts_of(operand: str) -> list[str]:
-    """The registers of a vector, or the one that it is."""
+    """The registers of a vector, or the single register."""
     return [part.strip() for part in operand.strip("{} ").split(",")]
 
 
-# An operation: a function of the machine, the instruction and the values of its operands; what types these have, and
-# what type the result has, or None. "": the last type that the instruction names; see `Instruction.resolve`.
+# By name: a function of the machine, the instruction and its operands' values; the types of these operands; the type of
+# the result, or None. Types are those of `Instruction.resolve`.
 OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...], str | None]] = {}
 
 
@@ -124,7 +124,7 @@ _operation("mul.hi", "", "")(
 )
 _operation("mad.lo", "", "", "")(lambda m, i, a, b, c: a * b + c)
 _operation("mad.wide", "", "", "wide", result="wide")(lambda m, i, a, b, c: np.multiply(a, b, dtype=c.dtype) + c)
-# Rounded once; the product is exact in fp64.
+# One rounding: the product is exact in fp64.
 _operation("fma", "", "", "")(lambda m, i, a, b, c: (a.astype(np.float64) * b + c).astype(a.dtype))
 _operation("rcp", "")(lambda m, i, x: 1 / x)
 _operation("rsqrt", "")(lambda m, i, x: 1 / np.sqrt(x))
@@ -135,7 +135,7 @@ _operation("cp.async.commit_group", result=None)(lambda m, i: m.groups.append([]
 
 @_operation("min max", "", "")
 def _extreme(m: Machine, i: Instruction, a: Values, b: Values) -> Values:
-    """Of a number and none the number, unless `.NaN`."""
+    """Of a number and NaN, return the number, except with `.NaN`."""
     functions = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}
     found = functions[i.op]["NaN" in i.modifiers](a, b)
     if "relu" in i.modifiers:
@@ -160,7 +160,7 @@ def _divide(m: Machine, i: Instruction, a: Values, b: Values) -> Values:
 
 @_operation("shl shr", "", "u32")
 def _shift(m: Machine, i: Instruction, x: Values, by: Values) -> Values:
-    """By as many bits as a register has or more: all gone, but for the sign's copies."""
+    """A shift by the width of a register or more leaves only copies of the sign, or 0."""
     bits = 8 * WIDTH[i.kind]
     count = np.minimum(by, bits - 1).astype(x.dtype)
     moved = x << count if i.op == "shl" else x >> count
@@ -169,7 +169,7 @@ def _shift(m: Machine, i: Instruction, x: Values, by: Values) -> Values:
 
 @_operation("shf", "u32", "u32", "u32")
 def _funnel(m: Machine, i: Instruction, low: Values, high: Values, by: Values) -> Values:
-    """The upper half of both moved to the left, or the lower half of both moved to the right."""
+    """The upper half of both after a left shift, or the lower half after a right shift."""
     assert "wrap" in i.modifiers, "clamp"
     both, count = high.astype(np.uint64) << 32 | low, (by & 31).astype(np.uint64)
     return ((both << count) >> 32 if "l" in i.modifiers else both >> count).astype(np.uint32)
@@ -177,7 +177,7 @@ def _funnel(m: Machine, i: Instruction, low: Values, high: Values, by: Values) -
 
 @_operation("bfe", "", "u32", "u32")
 def _extract(m: Machine, i: Instruction, x: Values, first: Values, count: Values) -> Values:
-    """Bits above the top one are copies of the sign, or zeros."""
+    """Bits above the extracted field are copies of its sign, or zeros."""
     bits = 8 * WIDTH[i.kind]
     x, count = x.astype(f"{x.dtype.kind}8"), np.minimum(count & 255, bits)
     first, above = np.minimum(first & 255, bits).astype(x.dtype), (64 - np.maximum(count, 1)).astype(x.dtype)
@@ -199,7 +199,7 @@ def _compare(m: Machine, i: Instruction, a: Values, b: Values, third: Values | N
 
 @_operation("cvt", "", "", result="to")
 def _convert(m: Machine, i: Instruction, x: Values, low: Values | None = None) -> Values:
-    """To the first type named, of the second; into pairs, the first operand is the upper half."""
+    """Convert to the first type in the modifiers, from the second; of a pair, the first operand is the upper half."""
     rounding = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
     to = i.resolve("to")
     dtype = np.dtype(np.float32) if to.startswith("bf16") else KINDS[to]
@@ -237,7 +237,7 @@ def _store(m: Machine, i: Instruction, address: Values, values: Values) -> None:
 
 @_operation("cp.async", "address", "address", "u32", "u32", result=None)
 def _copy(m: Machine, i: Instruction, to: Values, source: Values, size: Values, real: Values | None = None) -> None:
-    """Without a source where its size is 0: zeros."""
+    """Copy; a source of size 0 gives zeros."""
     assert "L2::cache_hint" not in i.modifiers, "cache hint"
     on, size = m.on, int(size[0])
     used = on if real is None else on & (real > 0)
@@ -258,13 +258,13 @@ def _wait(m: Machine, i: Instruction) -> None:
 
 @dataclass
 class Arrival:
-    """A barrier that counts the bytes of copies: what the phase in progress waits for, and what is on its way."""
+    """An mbarrier that counts the bytes of copies: the bytes that its phase expects, and the copies in flight."""
 
-    initialiser: int  # the thread; copies see the barrier once it has passed a fence
-    initialised_at: int  # at which count of barriers: other warps see it from the next on
+    initialiser: int  # the thread; copies see the mbarrier after this thread's fence
+    initialised_at: int  # count of barriers; other warps see the mbarrier after the next one
     is_seen: bool = False
     phase: int = 0
-    expected: int = -1  # until somebody has arrived
+    expected: int = -1  # no thread has arrived yet
     copies: list[tuple[Values, Values, Values]] = field(default_factory=list)
 
 
@@ -277,7 +277,7 @@ def _init_arrival(m: Machine, i: Instruction, address: Values, count: Values) ->
 
 @_operation("fence.proxy.async", result=None)
 def _fence(m: Machine, i: Instruction) -> None:
-    """Copies that are asked for from now on come after what was stored."""
+    """Later copies are ordered after earlier stores."""
     m.stored[:] &= not m.on.all()
     for arrival in m.arrivals.values():
         arrival.is_seen |= bool(m.on[arrival.initialiser])
@@ -293,7 +293,7 @@ def _expect(m: Machine, i: Instruction, address: Values, size: Values) -> Values
 
 
 def _arrival(m: Machine, address: Values, thread: int) -> Arrival:
-    """The barrier that a thread names; a race if another warp has made it since the last meeting."""
+    """The mbarrier at an address; a race if another warp has initialised it since the last barrier."""
     arrival = m.arrivals[int(address[thread])]
     m.shared.races += int(arrival.initialised_at == m.clock and m.warps[arrival.initialiser] != m.warps[thread])
     return arrival
@@ -309,7 +309,7 @@ def _bulk_copy(m: Machine, i: Instruction, to: Values, source: Values, size: Val
 
 
 def _send(m: Machine, thread: int, to: Values, data: Values, barrier: Values) -> None:
-    """16 bytes to each address of shared memory, on their way from now on until the barrier says so."""
+    """Copy 16 bytes to each address of shared memory; in flight until the mbarrier completes its phase."""
     warps, arrival = np.full(to.size, m.warps[thread]), _arrival(m, barrier, thread)
     m.shared.store(to, np.full_like(data, 0xFF), warps, m.clock, m.program, NEVER)
     m.shared.races += m.still_loading(to, 16) + (not arrival.is_seen)
@@ -319,9 +319,9 @@ def _send(m: Machine, thread: int, to: Values, data: Values, barrier: Values) ->
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a copy of a box of a tensor goes by; dimensions from the innermost on, in elements.
+    """A tensor descriptor; dimensions from the innermost to the outermost, in elements.
 
-    A row of a box is 128 bytes. Its 16-byte chunks lie in another order in each of 8 rows, as matrices have them.
+    A row of a box is 128 bytes. Its 16-byte chunks are swizzled with a period of 8 rows.
     """
 
     address: int
@@ -331,7 +331,7 @@ class TensorMap:
     box: tuple[int, ...]
 
     def chunks(self, begin: Values) -> tuple[Values, Values]:
-        """Addresses of all 16 bytes of a box, and whether they are in the tensor: the others are zeros."""
+        """Addresses of all 16-byte chunks of a box, and whether they are in the tensor: others are read as zeros."""
         each = 16 // self.itemsize
         assert self.box[0] * self.itemsize == 128, "another row"
         assert self.shape[0] % each == begin[0] % each == 0, "a part of a chunk"
@@ -362,14 +362,14 @@ def _tensor_copy(m: Machine, i: Instruction, to: Values, source: Values, barrier
 
 @_operation("mbarrier.try_wait.parity", "address", "u32", result="pred")
 def _arrived(m: Machine, i: Instruction, address: Values, parity: Values) -> Values:
-    """Who waits for a phase that is over goes on; else everything that can arrive has, or nobody ever does."""
+    """A wait for a completed phase returns; for another phase, all copies in flight arrive and must complete it."""
     passes = np.zeros(m.on.size, bool)
     for thread in np.flatnonzero(m.on):
         passes[thread] = _arrival(m, address, thread).phase != parity[thread] & 1
     for at in {int(x) for x in address[m.on & ~passes]}:
         arrival = m.arrivals[at]
         if arrival.expected == sum(data.size for _, data, _ in arrival.copies):
-            # Whoever waits may read: all warps, or one; of some, which no kernel has, only the one that has asked.
+            # The waiting warps may read, all or one. Of several, which no kernel has, only the issuing warp may.
             waiting = np.unique(m.warps[m.on & (address == at)])
             of_all = waiting.size == m.kernel.num_warps
             for places, data, warps in arrival.copies:
@@ -416,7 +416,7 @@ def _shuffle(m: Machine, i: Instruction, x: Values, by: Values, clamp: Values) -
 
 @_operation("elect.sync", "s32", result="b32|pred")
 def _elect(m: Machine, i: Instruction, members: Values) -> tuple[Values, Values]:
-    """Which lane, and whether it is this one."""
+    """The elected lane, and whether a thread is in it."""
     assert (members == -1).all(), "some lanes only"
     return np.zeros(m.lanes.size, np.uint32), m.lanes == 0
 
@@ -428,12 +428,12 @@ def _reduce(m: Machine, i: Instruction, x: Values, members: Values) -> Values:
     return np.repeat(function.reduce(x.reshape(-1, WARP), axis=1, dtype=x.dtype), WARP)
 
 
-# Matrices. Axes: w warp, g lane // 4, t lane % 4, e half of a register, n register, of the left operand r + 2 c for the
-# upper or lower rows and columns.
+# Matrices. Axes: w warp, g lane // 4, t lane % 4, e half of a register, n register; of the left operand n = r + 2 c for
+# the upper or lower rows and columns.
 
 
 def _rows(m: Machine, address: Values, count: int) -> tuple[Values, Values]:
-    """Addresses of the rows of `count` matrices, which the first lanes have, and their warps."""
+    """Row addresses of `count` matrices, held by the first lanes, and their warps."""
     assert m.on.all(), "some threads only"
     return address.reshape(-1, WARP)[:, : 8 * count].reshape(-1), np.repeat(np.arange(m.kernel.num_warps), 8 * count)
 
@@ -463,7 +463,7 @@ def _transpose(m: Machine, i: Instruction, x: Values) -> Values:
 
 @_operation("mma.sync.aligned.m16n8k16 mma.sync.aligned.m16n8k8", "*pair", "*pair", "*", result="*")
 def _product(m: Machine, i: Instruction, a: Values, b: Values, start: Values) -> Values:
-    """Of fp16 or bf16, summed in fp32: each sum is rounded once here."""
+    """Products of fp16 or bf16, summed in fp32; here each sum is rounded once."""
     columns = a.shape[-1] // 2
     a = a.astype(np.float64).reshape(-1, 8, 4, 2, columns, 2)  # w g t e c r
     a = a.transpose(0, 5, 1, 4, 2, 3).reshape(-1, 16, 8 * columns)  # of w r g c t e
@@ -485,22 +485,22 @@ def _product_of_bytes(m: Machine, i: Instruction, a: Values, b: Values, start: V
 
 @dataclass
 class Product:
-    """What four warps have asked for: on its way into registers until they have waited for it."""
+    """A product that four warps have issued: not in registers until they have waited for it."""
 
     write: Callable[[Values], None]
     values: Values
-    places: Values  # [n], of 16 bytes each, that it reads
+    places: Values  # [n] addresses of the 16-byte chunks that it reads
     is_committed: bool = False
 
 
 def _matrix(m: Machine, i: Instruction, descriptor: Values, rows: int, is_transposed: bool) -> tuple[Values, Values]:
-    """[rows, 16] numbers as a descriptor of shared memory says, and the places of all their 16 bytes."""
+    """[rows, 16] numbers that a shared memory descriptor names, and the addresses of their 16-byte chunks."""
     assert (descriptor == descriptor[0]).all(), "another matrix for each thread"
     bits = int(descriptor[0])
     begin, leading, stride = ((bits >> by & 0x3FFF) << 4 for by in (0, 16, 32))
     assert bits >> 62 == 1, "rows of other than 128 bytes"
     assert bits >> 49 & 7 == 0, "base offset"
-    if is_transposed:  # 64 rows of the matrix lie in one of 128 bytes
+    if is_transposed:  # 64 rows of the matrix are in one row of 128 bytes
         row, column = np.arange(0, rows, 8)[:, None], np.arange(16)
         at = row % 64 * 2 + row // 64 * leading + column % 8 * 128 + column // 8 * stride
     else:
@@ -517,7 +517,7 @@ def _matrix(m: Machine, i: Instruction, descriptor: Values, rows: int, is_transp
 def _product_in_shared_memory(
     m: Machine, i: Instruction, start: Values, a: Values, b: Values, adds: Values, *immediates: Values
 ) -> None:
-    """Of [64, 16] and [16, n], fp16 or bf16, to which what is there already is added or not; summed in fp32."""
+    """Product of [64, 16] and [16, n] in fp16 or bf16, summed in fp32, with or without the previous sums."""
     assert m.on.all(), "some threads only"
     assert i.operands[1][0] != "{", "a matrix in registers"
     assert m.kernel.num_warps == 4, "another number of warps"
@@ -529,7 +529,7 @@ def _product_in_shared_memory(
     right, others = _matrix(m, i, b, columns, bool(transposed[1]))
     product = (left @ right.T).reshape(4, 2, 8, columns // 8, 4, 2)  # w r g n t e
     product = product.transpose(0, 2, 4, 3, 1, 5).reshape(m.threads.size, -1)  # w g t n r e
-    # Sums in the same registers follow each other: they need not be waited for in between.
+    # Sums in the same registers are in order: no wait is needed between them.
     before = m.products.get(i.operands[0])
     start = before.values if before else start
     values = (product + np.where(adds[:, None], start, 0)).astype(np.float32)

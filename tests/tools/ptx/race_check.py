@@ -1,6 +1,6 @@
 """Launches for `compute-sanitizer --tool racecheck python tests/tools/ptx/race_check.py` (and memcheck, synccheck).
 
-With a number it is one of its cases alone: ten at a time, all take two minutes.
+A number as argument chooses one case. With ten such processes at a time, all cases take two minutes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from alspec.kernels.attention.decode.lean_decode import (
     lean_decode_attention,
     spec_parts,
 )
+from alspec.kernels.attention.oracles import decode_attention_ref, int8_prefill_attention_ref
 from alspec.kernels.attention.prefill.int8_prefill import int8_prefill_attention
-from alspec.kernels.attention.reference import decode_attention_ref, int8_prefill_attention_ref
 from alspec.launch.bench.bench_common import new_spec_output
 from alspec.launch.bench.bench_flashq import FlashQCase, flashq_run
 from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.sas import Softmax
 
-# Lengths, programs, query heads of a KV head, head_dim: one, two and many partials for an output.
+# Lengths, programs, query heads of a KV head, head_dim; an output has one, two and many partials.
 LEAN = (
     ((700,), 7, 4, 128),
     ((65, 1500, 319), 30, 4, 128),
@@ -35,16 +35,16 @@ LEAN = (
     ((9000,), 132, 1, 64),
     ((9000,), 132, 8, 128),
 )
-TURBO = (((700,), 4, 128), ((65, 1500, 319), 4, 128), ((33000,), 4, 128), ((33000,), 8, 128), ((9000,), 1, 64))
-# Tokens already cached, tokens of the chunk, query heads of a KV head, head_dim: one tile, and more than are in flight.
+FLASHQ = (((700,), 4, 128), ((65, 1500, 319), 4, 128), ((33000,), 4, 128), ((33000,), 8, 128), ((9000,), 1, 64))
+# Cached tokens, tokens of the prompt chunk, query heads of a KV head, head_dim; one tile, and more than are in flight.
 PROMPTS = ((0, 64, 4, 128), (0, 200, 4, 64), (128, 130, 4, 128), (640, 333, 1, 128), (640, 333, 4, 64))
 
 
 def main(case: int | None = None) -> None:
-    """Both decode kernels, plain, speculative and in two launches; prompts of a quantised cache."""
+    """Run both decode kernels, plain, speculative and in two launches, and prompts over a FlashQ cache."""
     cases: list[Callable[[], None]] = [
         *(partial(lean, *sizes) for sizes in LEAN),
-        *(partial(turbo, *sizes, chunk_size) for sizes in TURBO for chunk_size in (0, 128)),
+        *(partial(flashq, *sizes, chunk_size) for sizes in FLASHQ for chunk_size in (0, 128)),
         *(partial(prompt, *sizes) for sizes in PROMPTS),
     ]
     for run in cases if case is None else [cases[case]]:
@@ -62,13 +62,13 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
     epoch = torch.ones(1, dtype=torch.int32, device=device)
     sums = torch.empty(batch, num_sums(heads_per_kv * heads, head_dim), 2, device=device)
     speculation = SpecOutput(128, torch.empty_like(q, dtype=torch.int64), sums, epoch)
-    # Of one request in parts, as a pair has it.
+    # One request has its `A~` in parts, as between paired ranks.
     parts = spec_parts(128, batch, heads_per_kv * heads, heads, head_dim, q.dtype, device)
     in_parts, _ = new_spec_output(128, q, parts, device)
     launches: tuple[tuple[str, SpecOutput | None, tuple[Phase, ...]], ...] = (
         ("plain", None, ("all",)),
-        ("guess", speculation, ("all",)),
-        (f"guess in {in_parts.parts}", in_parts, ("all",)),
+        ("spec", speculation, ("all",)),
+        (f"spec in {in_parts.parts}", in_parts, ("all",)),
         ("two launches", speculation, ("predictor", "rest")),
     )
     for name, spec, phases in launches:
@@ -78,8 +78,8 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
         report(f"{name}, {lengths}, {num_programs} programs, {heads_per_kv} x {head_dim}", out, expected)
 
 
-def turbo(lengths: tuple[int, ...], heads_per_kv: int, head_dim: int, chunk_size: int) -> None:
-    """Decode over a quantised cache of 2 KV heads, one of 2 bits."""
+def flashq(lengths: tuple[int, ...], heads_per_kv: int, head_dim: int, chunk_size: int) -> None:
+    """Decode over a FlashQ cache of 2 KV heads, one with 2 bits."""
     case = FlashQCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
     out = flashq_run(case, chunk_size)(len(case.q) - 1)[0]
     expected = decode_attention_ref(*case.last(), head_dim**-0.5)[0]
@@ -87,12 +87,12 @@ def turbo(lengths: tuple[int, ...], heads_per_kv: int, head_dim: int, chunk_size
 
 
 def prompt(cached: int, chunk: int, heads_per_kv: int, head_dim: int) -> None:
-    """Store of a prompt in one or two chunks and read of the first one, and attention of the last one: 1 to 2 % off."""
+    """Store a prompt in one or two chunks, read the first one, attend to the last one. The error is 1 to 2 %."""
     device, heads, num_tokens = torch.device("cuda"), 2, cached + chunk
     cache = FlashQCache("turbo-mixed", 1, 1, heads, num_tokens, head_dim, device)
     q = torch.randn(chunk, heads_per_kv * heads, head_dim, dtype=torch.bfloat16, device=device)
     k, v = (torch.randn(num_tokens, heads, head_dim, dtype=q.dtype, device=device) for _ in range(2))
-    # Scores grow, so that some tiles have to be rescaled and others need not.
+    # Scores grow, so that some tiles are rescaled and others are not.
     k *= torch.linspace(0.5, 8, num_tokens, device=device)[:, None, None]
     for begin, end in ((0, cached), (cached, num_tokens)):
         if end > begin:
@@ -104,7 +104,7 @@ def prompt(cached: int, chunk: int, heads_per_kv: int, head_dim: int) -> None:
 
 
 def report(what: str, out: torch.Tensor, expected: torch.Tensor) -> None:
-    """Print how far an output is from the oracle's."""
+    """Print the relative error of an output."""
     print(f"{what}: relative error {float((out.double() - expected).norm() / expected.norm()):.1e}")
 
 

@@ -1,4 +1,4 @@
-"""The installation check with one check that goes wrong on one rank: `doctor_worker.py HOW:RANK:CHECK FLAGS`."""
+"""The installation check with a fault in one check on one rank: `doctor_worker.py HOW:RANK:CHECK FLAGS`."""
 
 import os
 import signal
@@ -20,8 +20,8 @@ def main() -> int:
         if how == "hang":
             time.sleep(300)
         if how == "die":
-            # Once the other rank is inside the check, too: on a busy machine torchrun may end it before it has printed
-            # the outcome of the one before.
+            # Wait until the other rank is in this check too: on a busy machine torchrun may end it before it has
+            # printed the outcome of the check before.
             time.sleep(2)
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("made to fail\nsecond line")

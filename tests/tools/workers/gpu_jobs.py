@@ -1,6 +1,6 @@
-"""Jobs of several ranks on the GPUs of this machine, for the tests beside it.
+"""Jobs of several ranks on the GPUs of this machine, for tests/gpu.
 
-With `ALSPEC_SHARE_GPUS=1` ranks beyond the GPUs share them: then one is enough, and the tests here take ten minutes.
+With `ALSPEC_SHARE_GPUS=1` ranks beyond the GPUs share them: then one GPU is enough, and all of tests/gpu takes longer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def needs(num_ranks: int) -> pytest.MarkDecorator:
 
 
 def gpus(first: int, count: int) -> str:
-    """`CUDA_VISIBLE_DEVICES` of `count` ranks from GPU `first` on; counted in turn where there are fewer."""
+    """`CUDA_VISIBLE_DEVICES` of `count` ranks from GPU `first` on; it wraps around where there are fewer."""
     return ",".join(dict.fromkeys(str(index % NUM_GPUS) for index in range(first, first + count)))
 
 
@@ -35,5 +35,5 @@ def torchrun(num_ranks: int, visible: str, program: list[str]) -> list[str]:
 
 
 def environment(visible: str) -> dict[str, str]:
-    """Of that job."""
+    """The environment of that job."""
     return os.environ | {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "1"}

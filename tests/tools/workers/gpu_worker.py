@@ -20,8 +20,8 @@ from alspec.runtime.faults.guard import guarded
 WARM = SamplingConfig(max_new_tokens=12, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.9, seed=5)
 
 
-def watched_step(self: CapturedStep, *args: object) -> StepRecord:
-    """`CapturedStep.step`, in which it is an error that the host waits for the device."""
+def checked_step(self: CapturedStep, *args: object) -> StepRecord:
+    """`CapturedStep.step`; it is an error if the host waits for the device in it."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         return step(self, *args)
@@ -30,7 +30,7 @@ def watched_step(self: CapturedStep, *args: object) -> StepRecord:
 
 
 step = CapturedStep.step
-CapturedStep.step = watched_step
+CapturedStep.step = checked_step
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def work(engine: Engine, run: dict, cases: dict, rows: list[dict]) -> None:
         batches = [batch for batch in cases["batches"] if len(batch) == size]
         engine.load(size, max(len(ids) for batch in batches for ids in batch) + greedy.max_new_tokens)
         for threshold in run["thresholds"]:
-            judge(engine, threshold)
+            set_threshold(engine, threshold)
             for batch in batches:
                 rows.append(generate(engine, batch, greedy) | {"threshold": threshold})
         if run["sampled"]:
@@ -67,11 +67,11 @@ def work(engine: Engine, run: dict, cases: dict, rows: list[dict]) -> None:
     if run["long"]:
         long = SamplingConfig(ignore_eos=True, **cases["long"]["sampling"])
         engine.load(1, len(cases["long"]["prompt"]) + long.max_new_tokens)
-        judge(engine, cases["long"]["threshold"])
+        set_threshold(engine, cases["long"]["threshold"])
         rows.append(generate(engine, [cases["long"]["prompt"]], long) | {"threshold": "long"})
 
 
-def judge(engine: Engine, threshold: str) -> None:
+def set_threshold(engine: Engine, threshold: str) -> None:
     if engine.mode != "off":
         engine.decode_step.speculate(float(threshold))
 

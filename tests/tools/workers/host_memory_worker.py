@@ -1,6 +1,7 @@
-"""One rank that shares the host's memory with others and says how that went; started with torchrun's variables.
+"""One rank that shares host memory with others and records the outcome; started with torchrun's variables.
 
-Run as `host_memory_worker.py FOLDER DEVICE CASE`: writes FOLDER/rank{RANK}.json. Without a GPU pages are not pinned.
+Run as `host_memory_worker.py FOLDER DEVICE CASE,CASE...`: writes FOLDER/rank{RANK}.json, the outcome of each case.
+Without a GPU, pages are not pinned.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from alspec.runtime.distributed.transport import Transport, connect_store
 NUM_WORDS = 1000
 
 
-def main(folder: str, kind: str, case: str) -> None:
-    """Share, write a word each, read those of all."""
+def main(folder: str, kind: str, cases: str) -> None:
+    """Run the cases one after the other."""
     placement = Placement.from_environment()
     device = torch.device("cuda", placement.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cpu":
@@ -31,8 +32,18 @@ def main(folder: str, kind: str, case: str) -> None:
     else:
         torch.cuda.set_device(device)
     transport = Transport(placement, device, "nccl" if kind == "cuda" else "gloo", connect_store(placement))
+    results = {case: run_case(transport, case) for case in cases.split(",")}
+    Path(folder, f"rank{placement.rank}.json").write_text(json.dumps(results))
+    transport.barrier()
+    transport.close()
+
+
+def run_case(transport: Transport, case: str) -> dict[str, Any]:
+    """Share memory, write one word on each rank, and read the words of all ranks."""
+    placement, module = transport.placement, dict(vars(host_memory))
     if case in FAULTS and placement.rank == FAULTS[case][0]:
         FAULTS[case][1]()
+    transport.barrier()
     files = len(os.listdir("/proc/self/fd"))
     result: dict[str, Any]
     try:
@@ -46,10 +57,10 @@ def main(folder: str, kind: str, case: str) -> None:
         del words
     except HostMemoryError as error:
         result = {"error": str(error)}
-    result["files"] = len(os.listdir("/proc/self/fd")) - files if kind == "cpu" else 0  # a driver may open its own
-    Path(folder, f"rank{placement.rank}.json").write_text(json.dumps(result))
-    transport.barrier()
-    transport.close()
+    on_cpu = transport.device.type == "cpu"  # a GPU's driver may open files of its own
+    result["files"] = len(os.listdir("/proc/self/fd")) - files if on_cpu else 0
+    vars(host_memory).update(module)
+    return result
 
 
 def _no_room() -> None:
@@ -57,7 +68,7 @@ def _no_room() -> None:
 
 
 def _no_file() -> None:
-    """As without `memfd_create`."""
+    """`memfd_create` does not exist."""
 
     def refuse(_: int) -> int:
         raise AttributeError
@@ -73,7 +84,7 @@ def _not_allowed() -> None:
 
 
 def _another_file() -> None:
-    """As in a container of its own: there is a process of that number, and it has a file of that number."""
+    """The rank is in a separate container, which has another process and another file with the same numbers."""
     open_there = host_memory._open
 
     def open_own(place: list[int], num_bytes: int) -> Any:
@@ -93,7 +104,7 @@ def _not_pinned() -> None:
     host_memory._pin = refuse
 
 
-# Case: which rank fails, and how.
+# Case -> (the rank that fails, a function that makes it fail).
 FAULTS: dict[str, tuple[int, Callable[[], None]]] = {
     "no room": (0, _no_room),
     "no file": (0, _no_file),

@@ -1,4 +1,4 @@
-"""Programs of several ranks: under torchrun for tests of faults, with their outputs and processes, or by themselves."""
+"""Programs of several ranks: under torchrun for tests of faults, or as plain processes for tests of results."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ GONE_WITHIN_S = 10.0
 LONG = ["--prompt-ids", "1,2,3,4,5", "--max-new-tokens", "100000", "--ignore-eos", "--transport", "gloo"]
 
 
+@contextmanager
+def default_interrupts() -> Iterator[None]:
+    """In this block SIGINT has Python's default handler, also in processes that start here.
+
+    A shell script starts its background jobs with SIGINT ignored, and an ignored signal is inherited.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Job:
     """torchrun with launch/generate.py or another program, its outputs in files, and the processes of its ranks."""
 
@@ -30,7 +43,7 @@ class Job:
         self, folder: Path, world_size: int, flags: list[str], program: Path = GENERATE, options: tuple[str, ...] = ()
     ) -> None:
         self._outputs = [folder / "stdout.txt", folder / "stderr.txt"]
-        with self._outputs[0].open("w") as stdout, self._outputs[1].open("w") as stderr:
+        with self._outputs[0].open("w") as stdout, self._outputs[1].open("w") as stderr, default_interrupts():
             torchrun = [sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",))]
             self.torchrun = subprocess.Popen(
                 [*torchrun, "--nproc-per-node", str(world_size), str(program), *flags],
@@ -50,11 +63,11 @@ class Job:
 
     @property
     def lines(self) -> list[str]:
-        """Those that alspec itself has written to stderr."""
+        """The lines that alspec itself has written to stderr."""
         return [line for line in self.stderr.splitlines() if line.startswith("alspec: ")]
 
     def find_ranks(self) -> dict[int, int]:
-        """torchrun's child processes by their RANK."""
+        """torchrun's child processes by their RANK variable."""
         found = {}
         for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
             if parent_of(process) == self.torchrun.pid:
@@ -65,7 +78,7 @@ class Job:
         return found
 
     def wait_for_tokens(self) -> None:
-        """Until rank 0 has printed some and a second more, for a heartbeat that tells of a decode step."""
+        """Wait until rank 0 has printed tokens, and a second more, so that a beat has reported a decode step."""
         deadline = time.monotonic() + 90
         while len(self.stdout) < 5:
             assert self.torchrun.poll() is None, self.stderr
@@ -75,7 +88,7 @@ class Job:
         self.ranks = self.find_ranks()
 
     def seconds_until_gone(self) -> float:
-        """Wait for torchrun and every rank to end; a process that only waits to be reaped has ended."""
+        """Wait until torchrun and every rank have ended. A zombie has ended."""
         started = time.monotonic()
         while self.torchrun.poll() is None or any(map(is_running, self.ranks.values())):
             assert time.monotonic() - started < 60, f"still running\n{self.stderr}"
@@ -84,7 +97,7 @@ class Job:
 
 
 def stat_of(process: int) -> list[str]:
-    """State and parent onwards of /proc/PID/stat; empty for a process that is gone."""
+    """The fields of /proc/PID/stat from the state on; empty if the process is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -103,6 +116,7 @@ def is_running(process: int) -> bool:
 
 @contextmanager
 def job(folder: Path, world_size: int, flags: list[str], *program: Any) -> Iterator[Job]:
+    """A `Job` that is killed at the end of the block."""
     started = Job(folder, world_size, flags, *program)
     try:
         yield started
@@ -115,14 +129,14 @@ def job(folder: Path, world_size: int, flags: list[str], *program: Any) -> Itera
 
 
 def write_program(folder: Path, text: str) -> Path:
-    """A program for torchrun, after what all of them need."""
+    """Write a program for torchrun: `PROGRAM`, then `text`."""
     program = folder / "program.py"
     program.write_text(f"{PROGRAM}{text}", encoding="utf-8")
     return program
 
 
-def failed(folder: Path, model: Path, text: str, within_s: float = 60.0) -> Job:
-    """Two ranks of a program, which ends with an error."""
+def run_failing_program(folder: Path, model: Path, text: str, within_s: float = 60.0) -> Job:
+    """Run two ranks of a program until they end, which must be with an error."""
     with job(folder, 2, [str(model)], write_program(folder, text)) as running:
         assert running.torchrun.wait(timeout=within_s) != 0, running.stderr
     return running
@@ -140,7 +154,7 @@ engine = Engine.from_pretrained(sys.argv[1], transport="gloo")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports on which nobody listens now."""
     sockets = [socket.socket() for _ in range(count)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))
@@ -151,14 +165,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One of them."""
+    """A port on which nobody listens now."""
     return free_ports(1)[0]
 
 
 def _be_rank(program: Path, arguments: list[str], environment: dict[str, str], stderr: Path) -> None:
-    """What a rank's process does: it runs a program nearly as Python does.
+    """The main function of a rank's process. It runs a program nearly as Python does.
 
-    Ranks share one seed of hashes, and none runs what it has registered for its exit; those of torchrun's tests do.
+    Differences: all ranks share one hash seed, and exit handlers do not run.
     """
     with stderr.open("w") as output:
         os.dup2(output.fileno(), 2)
@@ -173,12 +187,12 @@ def _be_rank(program: Path, arguments: list[str], environment: dict[str, str], s
 def run_ranks(
     program: Path, world_size: int, folder: Path, *arguments: str, timeout_s: float, **variables: str
 ) -> None:
-    """`program FOLDER ARGUMENTS` on so many processes, with torchrun's variables and others; all have to end well."""
+    """Run `program FOLDER ARGUMENTS` on `world_size` processes with torchrun's variables; all must exit with 0."""
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)} | variables
-    # In files: a pipe that is not read yet could hold up a rank, and so all of them.
+    # Files, because a full pipe would block a rank, and with it all others.
     outputs = [folder / f"stderr{rank}.txt" for rank in range(world_size)]
-    # Processes of one that has imported torch: to import it takes a rank longer than most of what it does here.
+    # Fork from a process that has imported torch: the import takes longer than most of what a rank does here.
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torch"])
     ranks = []

@@ -1,6 +1,7 @@
-"""One job over captured steps, all well or with something wrong on a rank; torchrun starts it, the test reads it.
+"""One job over captured steps, without a fault or with one on a rank; torchrun starts it, the test reads its lines.
 
-`loop_worker.py MODE TRANSPORT CASE`
+`loop_worker.py MODE TRANSPORT CASE,CASE...`: cases follow each other on one engine; `broken` comes last, and a case
+that ends the job comes alone.
 """
 
 import json
@@ -25,8 +26,8 @@ from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.guard import guarded
 
 LOST_LAYER = 2
-SPOILT_LAYERS = {"off": 3, "paired": 2}  # with all guesses accepted, rank 1 of a pair computes the even ones
-# Long enough for guesses to leave tokens out: layers accept and reject.
+SPOILT_LAYERS = {"off": 3, "paired": 2}  # if all layers accept, rank 1 of a pair computes the even ones
+# Long enough that `A~` leaves tokens out: layers accept and reject.
 _ids = random.Random(3)
 PROMPT = [_ids.randrange(6, 4000) for _ in range(500)]
 CAPACITY = 600
@@ -37,31 +38,33 @@ PAUSED_RUNS = 8
 
 
 def main() -> int:
-    mode, transport, case = sys.argv[1:]
+    mode, transport, cases = sys.argv[1:]
     try:
         config = {"speculation": {"mode": mode}, "dtype": "fp32", "transport": transport}
         engine = Engine(validate(EngineConfig, config, "worker"))
         with guarded(engine.heartbeat):
-            return WORK[case](engine)
+            for case in cases.split(","):
+                WORK[case](engine)
+            engine.close()
+        return 0
     except AlspecError as error:
         return report(error)
 
 
-def delay(engine: Engine) -> int:
-    """The same generation with no slow host, then with each rank's in turn."""
+def delay(engine: Engine) -> None:
+    """The same generation with no slow host, then with each rank's host slow once."""
     engine.load(1, CAPACITY)
-    loop = engine.decode_step
-    assert loop.is_fused
-    step = loop.step
+    decode_step = engine.decode_step
+    assert decode_step.is_fused
+    step = decode_step.step
     results: list[dict] = []
     # The first one loads and compiles.
     for slow in (None, None, *range(engine.placement.world_size)):
         late = engine.placement.rank == slow
-        loop.step = _late(step, results[-1]["seconds"] / GREEDY.max_new_tokens) if late else step
+        decode_step.step = _late(step, results[-1]["seconds"] / GREEDY.max_new_tokens) if late else step
         results.append(_timed(engine))
-    _tell(engine, results[1:])
-    engine.close()
-    return 0
+    decode_step.step = step
+    _report(engine, "delay", results[1:])
 
 
 def _timed(engine: Engine) -> dict:
@@ -74,10 +77,10 @@ def _timed(engine: Engine) -> dict:
     return {"tokens": generation.requests[0].token_ids, "hits": hits, "seconds": seconds}
 
 
-def _tell(engine: Engine, results: list) -> None:
+def _report(engine: Engine, case: str, results: list) -> None:
     if engine.placement.rank == 0:
-        how = {"graph": engine.uses_graph, "transport": engine.transport_name}
-        print(json.dumps({"results": results} | how), flush=True)
+        settings = {"graph": engine.uses_graph, "transport": engine.transport_name}
+        print(json.dumps({"case": case, "results": results} | settings), flush=True)
 
 
 def _late(step, step_s):
@@ -91,10 +94,10 @@ def _late(step, step_s):
     return late_step
 
 
-def pause(engine: Engine) -> int:
-    """The same generation undisturbed, then with each rank's device pausing inside its steps, launched or captured."""
+def pause(engine: Engine) -> None:
+    """The same generation undisturbed, then with each rank's device pausing inside its steps, captured or eager."""
     engine.load(1, CAPACITY)
-    # Loads the kernel: in a step that could wait for what waits for this rank.
+    # Load the kernel here: inside a step, loading could wait for ranks that wait for this one.
     torch.cuda._sleep(1)
     engine.transport.synchronize()
     results = [_timed(engine)]
@@ -102,23 +105,22 @@ def pause(engine: Engine) -> int:
     for run in range(PAUSED_RUNS):
         rank, round_of_ranks = run % engine.placement.world_size, run // engine.placement.world_size
         engine._choices = replace(choices, uses_graph=choices.uses_graph and round_of_ranks % 2 == 0)
-        engine.load(1, CAPACITY)  # a loop that has captured nothing
+        engine.load(1, CAPACITY)  # nothing is captured yet
         places: list[tuple[str, int]] = []
-        issue = _pausing(engine.decode_step._issue, random.Random(run), engine.placement.rank == rank, places)
-        with mock.patch.object(engine.decode_step, "_issue", issue):
+        issue = _pausing(engine.decode_step._launch_kernels, random.Random(run), engine.placement.rank == rank, places)
+        with mock.patch.object(engine.decode_step, "_launch_kernels", issue):
             results.append(_timed(engine) | {"rank": rank, "graph": engine.uses_graph, "places": places})
     engine._choices = choices
-    _tell(engine, results)
-    engine.close()
-    return 0
+    engine.load(1, CAPACITY)  # as configured again: captured, without a pause
+    _report(engine, "pause", results)
 
 
 def _pausing(
     issue: Callable[[OperationHook], None], draws: random.Random, is_here: bool, places: list[tuple[str, int]]
 ) -> Callable[[OperationHook], None]:
-    """Launches a step as `issue`, with a pause ahead of one operation, drawn anew for each step and noted in `places`.
+    """Launch a step as `issue` does, with a pause ahead of one operation: drawn for each step, noted in `places`.
 
-    A captured step keeps the last one. Every rank draws the same; only one pauses.
+    A captured step keeps the last one. Every rank draws the same place; only one rank pauses.
     """
     operations: list[tuple[str, int]] = []
 
@@ -145,14 +147,14 @@ def _pausing(
     return pausing_issue
 
 
-def lost(engine: Engine) -> int:
-    """Words that never come: of a group, one of rank 1's partial sums; of a pair, one of rank 0's handovers."""
+def lost(engine: Engine) -> None:
+    """Packets that never come: one partial sum of rank 1 in a group, one handover of rank 0 in a pair."""
     if engine.mode == "off" and engine.placement.rank == 1:
         decoder.push_partial = _lose_sums
     if engine.mode == "paired" and engine.placement.rank == 0:
         decoder.reduce_norm = _lose_handover
     engine.load(1, CAPACITY)
-    return _generate(engine)
+    _generate(engine)
 
 
 def _lose_sums(act, weight, exchange, reduce_index, *rest):
@@ -167,27 +169,25 @@ def _lose_handover(exchange, reduce_index, *rest):
     residual.reduce_norm(exchange, reduce_index, *rest, None if reduce_index == 2 * LOST_LAYER - 1 else inbox)
 
 
-def nan(engine: Engine) -> int:
-    """A weight of rank 1 goes bad after prefill, which reads the same ones."""
+def nan(engine: Engine) -> None:
+    """A weight of rank 1 goes bad after prefill, which reads the same weights."""
     engine.load(1, CAPACITY)
     if engine.mode == "paired":
         engine.decode_step.speculate(torch.inf)
-    return _generate(engine, spoils=engine.placement.rank == 1)
+    _generate(engine, spoils=engine.placement.rank == 1)
 
 
-def _generate(engine: Engine, spoils: bool = False) -> int:
+def _generate(engine: Engine, spoils: bool = False) -> None:
     sampling = SamplingConfig(max_new_tokens=40, ignore_eos=True)
     for token in engine.stream(PROMPT, sampling):
         if engine.placement.rank == 0:
             print(f"token {token.token_id}", flush=True)
         if spoils:
             engine.model.weights.layers[SPOILT_LAYERS[engine.mode]].down[17, 5] = torch.nan
-    engine.close()
-    return 0
 
 
-def endless(engine: Engine) -> int:
-    """Steps without end, at the cache's last position once it is full; each rank tells its process."""
+def endless(engine: Engine) -> None:
+    """Steps without end, at the cache's last position once it is full; each rank prints its process id."""
     engine.load(1, CAPACITY)
     sampling = SamplingConfig(max_new_tokens=1, ignore_eos=True)
     for _ in engine.stream(PROMPT, sampling):
@@ -199,25 +199,23 @@ def endless(engine: Engine) -> int:
         if count == 50:
             sys.stdout.write(f"{json.dumps({'rank': engine.placement.rank, 'pid': os.getpid()})}\n")
             sys.stdout.flush()
-    return 0
 
 
-def broken(engine: Engine) -> int:
-    """A whole generation, then others that half of the ranks break off a token later, a whole one behind each."""
+def broken(engine: Engine) -> None:
+    """A whole generation, then others that half of the ranks break off a token later, a whole one after each."""
+    engine.load(1, CAPACITY)
     results = []
     for sampling in (None, GREEDY, SAMPLED, GREEDY):  # another way of sampling takes another captured step
         if sampling is not None:
             for count, _ in enumerate(engine.stream(PROMPT, sampling)):
-                # With a step launched ahead. Two tokens later a rank would wait for a step that others never launch.
+                # A step is launched ahead. Two tokens later a rank would wait for a step that others never launch.
                 if count == 4 + engine.placement.rank % 2:
                     break
         results.append([token.token_id for token in engine.stream(PROMPT, GREEDY)])
-    _tell(engine, results)
-    for count, _ in enumerate(engine.stream(PROMPT, GREEDY)):  # the end has to do without one behind it
+    _report(engine, "broken", results)
+    for count, _ in enumerate(engine.stream(PROMPT, GREEDY)):  # `close` comes next
         if count == 4 + engine.placement.rank % 2:
             break
-    engine.close()
-    return 0
 
 
 WORK = {"broken": broken, "delay": delay, "pause": pause, "lost": lost, "nan": nan, "endless": endless}

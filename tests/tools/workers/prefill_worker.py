@@ -1,9 +1,9 @@
-"""One rank of two groups that share prompts, or of one; started with torchrun's variables.
+"""One rank of one group, or of two groups that share prompts; started with torchrun's variables.
 
-Run as `prefill_worker.py FOLDER GROUPS DEVICE LEAST`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.pt: of each case
-the logits, the cache, the keys and values that it stands for, and the tokens that this rank processed. One group alone
-takes the same shares, one after the other; over a quantised cache, a chunk of two shares as a whole. Chunks of LEAST
-tokens are spread over the ranks of a group.
+Run as `prefill_worker.py FOLDER GROUPS DEVICE LEAST`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.pt with, for
+each case, the logits, the cache, the keys and values that the cache represents, and the tokens of this rank.
+One group processes the shares of two groups one after the other; over a quantised cache, two shares of a chunk as one.
+Chunks of LEAST tokens or more are spread over the ranks of a group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONFIG = LlamaConfig(
 )
 CHUNK = 128
 MIN_SHARED_TOKENS = 80
-LEAST_SPREAD = 100  # tokens, unless told otherwise: some chunks are spread
+LEAST_SPREAD = 100  # default, in tokens: some chunks are spread
 
 
 def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, cached_together: bool) -> list[PromptPart]:
@@ -46,7 +46,7 @@ def one_by_one(num_tokens: int, chunk_tokens: int, num_groups: int, cached_toget
 
 @torch.no_grad()
 def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spread: int) -> dict[str, Any]:
-    """A batch of prompts."""
+    """Process a batch of prompts."""
     shard, tp_size = transport.placement.shard, transport.placement.tp_size
     device = transport.device
     weights, (codec, _, softmax) = random_weights(CONFIG, shard, torch.float32, device), kv_cache.partition(" ")

@@ -1,8 +1,8 @@
 """Run a program whose ranks outnumber the GPUs: `torchrun --nproc-per-node 4 shared_gpu.py PROGRAM ARGUMENTS`.
 
-Rank r uses GPU r modulo their number, and the GPU gives its ranks time by turns. A kernel that waits for a word of
-another rank spins until that rank's turn comes, so a step takes tens of milliseconds, and whatever order words may
-arrive in, they do. What a test asks about values holds as on GPUs of their own; nothing here says anything about speed.
+Rank r uses GPU r modulo the number of GPUs, and a GPU runs its ranks in time slices. A kernel that waits for a packet
+of another rank spins until that rank's time slice, so a step takes tens of milliseconds and packets arrive in any
+order. Values are the same as with a GPU for each rank. Times mean nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from alspec.runtime.distributed.placement import Placement
 
 
 def share_gpus() -> None:
-    """Let the engine of this process meet ranks on the same GPU."""
-    # NCCL refuses two ranks on one GPU of a host. Between hosts, as it now believes, it goes through sockets.
+    """Let the engine of this process connect to ranks on the same GPU."""
+    # NCCL refuses two ranks on one GPU of a host. With different host ids it uses sockets instead.
     os.environ["NCCL_HOSTID"] = f"rank-{os.environ['RANK']}"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_IB_DISABLE"] = "1"

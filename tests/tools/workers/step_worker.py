@@ -1,8 +1,8 @@
-"""One rank of the several-process tests: runs every case of a spec and writes what it saw.
+"""One rank of the several-process tests: runs every case of a spec and writes its record.
 
-Run as `step_worker.py FOLDER` under torchrun's variables except MASTER_PORT; reads FOLDER/spec.json, writes
-FOLDER/rank{RANK}.json. A case: name, threshold, prompts, max_new_tokens and eos per request, and `slow_us` by which
-full attention and post-attention are made slower.
+Run as `step_worker.py FOLDER` with torchrun's variables except MASTER_PORT; reads FOLDER/spec.json, writes
+FOLDER/rank{RANK}.json. A case has a name, a threshold, prompts, `max_new_tokens` of each request, `eos`, and `slow_us`,
+a delay of full attention and post-attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from alspec.runtime.profiling.timeline import Timeline
 
 
 def slowed(seconds: float) -> Callable[..., AbstractContextManager[None]]:
-    """`Timeline.span`, with a pause inside full attention and post-attention."""
+    """`Timeline.span` with a delay in full attention and post-attention."""
     span = Timeline.span
 
     @contextmanager
@@ -40,7 +40,7 @@ def slowed(seconds: float) -> Callable[..., AbstractContextManager[None]]:
 
 
 def run_case(engine: Engine, case: dict[str, Any]) -> dict[str, Any]:
-    """Generate one batch; every load starts the step program, its priorities included, from the beginning."""
+    """Generate one batch. `load` resets the decode step and its priorities."""
     prompts = case["prompts"]
     engine.load(len(prompts), engine.check_prompts(prompts, max(case["max_new_tokens"])))
     engine.decode_step.speculate(case["threshold"])
@@ -68,7 +68,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for port, (mode, cases) in zip(spec["ports"], spec["modes"].items(), strict=True):
-        # Engines of one process must not meet each other's keys: each gets a store of its own.
+        # Each engine of a process has a store of its own: keys must not collide.
         os.environ["MASTER_PORT"] = str(port)
         speculation = SpeculationConfig(mode=mode)
         config = EngineConfig(

@@ -1,7 +1,7 @@
 """One rank that sums partials with the others of its group; started with torchrun's variables.
 
-Run as `sum_worker.py FOLDER DEVICE`: writes FOLDER/rank{RANK}.pt, of each dtype what was given, what came, and
-how many reductions that took.
+Run as `sum_worker.py FOLDER DEVICE`: writes FOLDER/rank{RANK}.pt. It holds, for each dtype, this rank's partial, what
+the collectives returned, and the number of reductions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     found = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         generator = torch.Generator().manual_seed(placement.rank)
-        # Large and small numbers, whose sum in 16 bits would lose the small ones.
+        # Large and small numbers: a sum in 16 bits would lose the small ones.
         scale = 10.0 ** torch.randint(-3, 4, (7, 33), generator=generator)
         partial = (torch.randn(7, 33, generator=generator) * scale).to(dtype).to(device)
         own = partial.cpu().clone()
@@ -35,7 +35,7 @@ def main() -> None:
         with mock.patch.multiple(transport_module, LEAST_SPREAD=1, FEWEST_SPREADING=2):
             tokens = transport.own_tokens(len(partial))
         if placement.tp_size > 1:
-            # Again as it was: a reduction is in place.
+            # Use the copy: a reduction overwrites its input.
             scattered = transport.scatter_partials(own.to(device))
             gathered = transport.gather_tokens(own[tokens.start : tokens.stop].to(device), len(partial))
         else:

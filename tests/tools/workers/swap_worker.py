@@ -1,7 +1,7 @@
-"""One rank of two paired groups whose fused steps talk by collectives; started with torchrun's variables.
+"""One rank of two paired groups whose fused steps communicate by collectives; started with torchrun's variables.
 
-Run as `swap_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json: the tokens and hits of each step
-of each case, and what the cache holds after each case, as a hash.
+Run as `swap_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json. It holds the tokens and hits of
+each step of each case, and a hash of the cache after each case.
 """
 
 from __future__ import annotations
@@ -43,23 +43,25 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
     tp_size = transport.placement.tp_size
     cache = new_cache(case["kv_cache"], config, tp_size, len(prompts), capacity, torch.float32, CPU)
     speculation = SpeculationConfig(mode="paired", chunk_size=128)
-    loop = build_captured_step(model, cache, transport, None, False, no_hook, speculation)
+    captured = build_captured_step(model, cache, transport, None, False, no_hook, speculation)
     found = []
     for threshold in case["thresholds"]:
         forced = torch.tensor(threshold["forced"], dtype=torch.int32) if "forced" in threshold else None
-        loop.speculate(float(threshold["value"]), forced)
-        fault = loop.prepare(SamplingConfig())
+        captured.speculate(float(threshold["value"]), forced)
+        fault = captured.prepare(SamplingConfig())
         tokens = [
             int(prefill(model, cache, transport, request, ids, no_hook)[0].argmax())
             for request, ids in enumerate(prompts)
         ]
-        loop.begin(tokens, [len(ids) + 1 for ids in prompts])
+        captured.begin(tokens, [len(ids) + 1 for ids in prompts])
         for step in range(threshold["steps"]):
             live = [step < limit for limit in case["live_steps"]]
-            record = loop.step(threshold["steps"] - step, live)
+            record = captured.step(threshold["steps"] - step, live)
             assert record.hits is not None
-            gates = loop._decoder.swap.gate_buffer  # type: ignore[attr-defined]
-            assert torch.equal(gates[:, 0], gates[:, -1]), "a step begins as the one before has ended"
+            gates = captured._decoder.swap.gate_buffer  # type: ignore[attr-defined]
+            assert torch.equal(gates[:, 0], gates[:, -1]), (
+                "a step must begin with the roles at the end of the one before"
+            )
             found.append(
                 {"tokens": record.token_ids, "hits": record.hits.int().tolist(), "fault": record.fault | fault}
             )

@@ -1,6 +1,6 @@
-"""What is in the loops of decode attention, by the machine code: `python tests/tools/ptx/waiting.py turbo`, or lean.
+"""Machine code of a kernel, and its loops: `python tests/tools/ptx/machine_code.py flashq`, or `lean`.
 
-An instruction of NVIDIA GPUs (compute capability 7.0 on) says how many cycles its warp waits after it.
+An instruction of NVIDIA GPUs of compute capability 7.0 or more holds the cycles that its warp waits after it.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import compile_kernels
 import triton
 
-MIN_LOOP = 100  # instructions: shorter loops are of no interest
+MIN_LOOP = 100  # instructions; shorter loops are left out
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, with the first of its control bits (bits 105 to 108 of its 128)."""
+    """One instruction, and bits 105 to 108 of its 128: its cycles."""
 
     text: str
-    cycles: int  # until the next one may follow
+    cycles: int  # before the next instruction
 
     @property
     def name(self) -> str:
-        """Operation without its predicate and its suffixes."""
+        """The operation without predicate and suffixes."""
         return self.text.split()[1 if self.text.startswith("@") else 0].split(".")[0]
 
 
 @dataclass
 class Loop:
-    """Instructions from a label to the branch back to it."""
+    """The instructions from a label to the branch back to it."""
 
     begin: int
     body: list[Instruction]
@@ -44,12 +43,12 @@ class Loop:
         self.cycles = sum(instruction.cycles for instruction in self.body)
 
     def count(self, name: str) -> int:
-        """Instructions of a name."""
+        """The number of instructions of this name."""
         return sum(instruction.name == name for instruction in self.body)
 
 
 def instructions(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
-    """The code of a kernel, and where its labels are."""
+    """The instructions of a kernel, and the positions of its labels."""
     lines = _disassemble(cubin)
     labels: dict[str, int] = {}
     code: list[Instruction] = []
@@ -63,7 +62,7 @@ def instructions(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def loops(cubin: bytes) -> list[Loop]:
-    """Loops of a kernel, innermost and outer ones."""
+    """The loops of a kernel, inner and outer."""
     code, labels = instructions(cubin)
     found = []
     for end, instruction in enumerate(code, start=1):
@@ -84,7 +83,9 @@ def _disassemble(cubin: bytes) -> list[str]:
 
 def main(name: str) -> None:
     """Print the loops of the plain kernel for 32/8 heads of 128 on compute capability 9.0."""
-    kernel = {"lean": compile_kernels.lean, "turbo": compile_kernels.turbo}[name](90, 4, 128, 1, False)
+    import compile_kernels
+
+    kernel = {"lean": compile_kernels.lean, "flashq": compile_kernels.flashq}[name](90, 4, 128, 1, False)
     for loop in loops(kernel.asm["cubin"]):
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(i.name for i in loop.body).most_common(8))
         print(f"at {loop.begin}: {len(loop.body)} instructions, {loop.cycles} cycles; {kinds}")

@@ -294,7 +294,7 @@ def dequantized_prefill_attention(
 
 
 def predictor_attention_all(q: Tensor, k: Tensor, v: Tensor, chunk_size: int, sm_scale: float) -> Tensor:
-    """`A~` at every position of a sequence, each over its own sink and window, as token-by-token decoding computes it.
+    """Compute `A~` at every position of a sequence: each over the sink and window that decoding would read there.
 
     Args:
         q: [n, Hq, D].  k, v: [Hkv, n, D] in q's dtype.

@@ -1,4 +1,4 @@
-"""The oracles themselves, against code that others wrote: torch's SDPA in fp64 and transformers' Llama."""
+"""The oracles against code by others: the SDPA of torch in fp64, and the Llama of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from alspec.kernels.attention.reference import (
+from alspec.kernels.attention.oracles import (
     apply_rope_ref,
     combine_partials_ref,
     decode_attention_ref,
@@ -43,22 +43,22 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("ratio", [1, 3, 8])
 @pytest.mark.parametrize("num_tokens", [1, 65, 200])
-def test_decode_attention_ref(ratio: int, num_tokens: int) -> None:
+def test_decode_attention_ref_is_sdpa(ratio: int, num_tokens: int) -> None:
     q, k, v = draw(2, 2 * ratio, 16), draw(2, 2, 210, 16, seed=1), draw(2, 2, 210, 16, seed=2)
     out, lse = decode_attention_ref(q, k, v, torch.tensor([num_tokens, 210]), 0.4)
     for b, n in enumerate((num_tokens, 210)):
         close(out[b], sdpa(q[b : b + 1], k[b, :, :n], v[b, :, :n], None, 0.4)[0])
-        # By its definition: the probabilities 2^(score - lse) of every head add to 1.
+        # By definition of lse, the probabilities 2^(score - lse) of every head add up to 1.
         scores = torch.einsum("hgd,hnd->hgn", q[b].view(2, ratio, 16), k[b, :, :n]) * 0.4 * math.log2(math.e)
         close(torch.exp2(scores - lse[b].view(2, ratio, 1)).sum(-1), torch.ones(2, ratio, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("chunk_size", [128, 256])
 @pytest.mark.parametrize("num_tokens", [1, 128, 300, 320, 577, 700])
-def test_speculative_decode_attention_ref(chunk_size: int, num_tokens: int) -> None:
+def test_speculative_decode_attention_ref_is_sdpa(chunk_size: int, num_tokens: int) -> None:
     q, k, v = draw(1, 6, 16), draw(1, 2, num_tokens, 16, seed=1), draw(1, 2, num_tokens, 16, seed=2)
     spec_out, full_out, sums = speculative_decode_attention_ref(q, k, v, torch.tensor([num_tokens]), chunk_size, 0.4)
-    # In words: the first S tokens, and every tile of 64 that holds one of the last S tokens.
+    # The predictor reads the first S tokens, and every tile of 64 that has one of the last S tokens.
     token = torch.arange(num_tokens)
     recent_tiles = torch.unique(token[-chunk_size:] // 64)
     visible = (token < chunk_size) | torch.isin(token // 64, recent_tiles)
@@ -67,13 +67,13 @@ def test_speculative_decode_attention_ref(chunk_size: int, num_tokens: int) -> N
     close(sums, torch.stack([(spec_out - full_out).square().sum(), full_out.square().sum()])[None])
 
 
-def test_prefill_attention_ref() -> None:
+def test_prefill_attention_ref_is_sdpa() -> None:
     q, k, v = draw(9, 6, 16), draw(2, 30, 16, seed=1), draw(2, 30, 16, seed=2)
     visible = torch.arange(30)[None, :] <= torch.arange(21, 30)[:, None]
     close(prefill_attention_ref(q, k, v, 0.4), sdpa(q, k, v, visible, 0.4))
 
 
-def test_merge_partials_ref_is_attention_over_both_parts() -> None:
+def test_combine_partials_ref_is_attention_over_both_parts() -> None:
     q, k, v = draw(1, 4, 16), draw(1, 2, 50, 16, seed=1), draw(1, 2, 50, 16, seed=2)
     cut, rest = torch.tensor([20]), torch.tensor([30])
     first = decode_attention_ref(q, k, v, cut, 0.4)
@@ -108,7 +108,7 @@ def test_apply_rope_ref_is_transformers() -> None:
         close(apply_rope_ref(x, positions, rotary.inv_freq), rotated[0].transpose(0, 1))
 
 
-def test_oracles_leave_their_inputs_alone() -> None:
+def test_oracles_do_not_change_their_inputs() -> None:
     q, k, v = draw(1, 4, 16), draw(1, 2, 300, 16, seed=1), draw(1, 2, 300, 16, seed=2)
     before = [tensor.clone() for tensor in (q, k, v)]
     speculative_decode_attention_ref(q, k, v, torch.tensor([300]), 128, 0.4)
