@@ -4,7 +4,7 @@ The weights are those of `Llama`, which processes prompts. Here every operation 
 buffers which never move. Eight launches make a layer: QKV with RoPE and append, attention and its combine, o,
 all-reduce with residual and norm, gate/up with SiLU, down, all-reduce with residual and norm.
 
-Two paired groups extend this step: paired_decoder.py over LL packets, swapped_decoder.py over collectives.
+Two paired groups extend this step: paired_decoder.py over LL packets, collective_decoder.py over collectives.
 
 Shapes: B requests, Hq and Hkv query and KV heads of this rank, D head_dim, L layers, V vocabulary, I MLP width, T ranks
 of a group, S sums of squares and C candidate blocks of logits of each request.

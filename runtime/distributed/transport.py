@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alspec.errors import CannotConnectError, UserError, one_line
-from alspec.kernels.speculation.swap import SwapCalls
+from alspec.kernels.speculation.collective_handover import PairCollectives
 from alspec.runtime.distributed.placement import Placement
 
 __all__ = ["NOTICE_S", "TIMEOUT", "PairMessage", "Transport", "agent_hosts_store", "connect_store"]
@@ -114,7 +114,7 @@ class Transport:
         self.placement = placement
         self.device = device
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
-        self._swap_calls: SwapCalls | None = None
+        self._pair_collectives: PairCollectives | None = None
         if placement.world_size == 1:
             return
         assert store is not None
@@ -248,7 +248,7 @@ class Transport:
         _gather(out.view(-1), tensor.contiguous().view(-1), group=self._pair)
         return out
 
-    def swap_calls(self, max_ctas: int) -> SwapCalls:
+    def pair_collectives(self, max_ctas: int) -> PairCollectives:
         """Connected collectives of a pair for captured steps; every rank of the job calls it.
 
         Each collective runs on the current stream, because synchronous collectives use no stream of their own.
@@ -256,7 +256,7 @@ class Transport:
         Args:
             max_ctas: most thread blocks (each takes an SM) of a collective that runs concurrently with attention.
         """
-        if self._swap_calls is None:
+        if self._pair_collectives is None:
             placement, tp_size = self.placement, self.placement.tp_size
             # Every rank takes part in creating every group, in the same order.
             pairs = [self._small_group([tp_rank, tp_rank + tp_size], max_ctas) for tp_rank in range(tp_size)]
@@ -264,7 +264,7 @@ class Transport:
             groups = [self._small_group(list(range(first, first + tp_size)), max_ctas) for first in first_ranks]
             pair, group = pairs[placement.tp_rank], groups[placement.group] if groups else None
 
-            def swap_spec_branch(buffer: Tensor) -> None:
+            def exchange_spec_branch(buffer: Tensor) -> None:
                 _gather(buffer.view(-1), buffer[placement.group].view(-1), group=pair)
 
             def all_reduce_spec_branch(tensor: Tensor) -> Tensor:
@@ -279,13 +279,15 @@ class Transport:
             def gather_verdicts(verdicts: Tensor) -> None:
                 _gather(verdicts.view(-1), verdicts[placement.rank].view(-1))
 
-            self._swap_calls = SwapCalls(swap_spec_branch, all_reduce_spec_branch, gather_sums, gather_verdicts)
-            swap_spec_branch(torch.zeros(2, 1, device=self.device))
+            self._pair_collectives = PairCollectives(
+                exchange_spec_branch, all_reduce_spec_branch, gather_sums, gather_verdicts
+            )
+            exchange_spec_branch(torch.zeros(2, 1, device=self.device))
             all_reduce_spec_branch(torch.zeros(1, device=self.device))
             gather_sums(torch.zeros(tp_size, 1, device=self.device))
             gather_verdicts(torch.zeros(placement.world_size, 1, device=self.device))
             self.synchronize()
-        return self._swap_calls
+        return self._pair_collectives
 
     def _small_group(self, ranks: list[int], max_ctas: int) -> dist.ProcessGroup:
         """A process group whose collectives use at most `max_ctas` thread blocks."""

@@ -16,18 +16,18 @@ from alspec.kernels.attention.decode.lean_decode import spec_parts
 from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_spec_parts
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.common.limits import MAX_BATCH
-from alspec.kernels.speculation.swap import Swap
+from alspec.kernels.speculation.collective_handover import CollectiveHandover
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.captured_step import CapturedStep
+from alspec.runtime.decode.collective_decoder import SPARE_SMS, CollectiveDecoder
 from alspec.runtime.decode.decode_step import DecodeStep
 from alspec.runtime.decode.decoder import DecodeBuffers, Decoder, SpeculationState
 from alspec.runtime.decode.eager_step import EagerStep
 from alspec.runtime.decode.hooks import OperationHook
 from alspec.runtime.decode.paired_decoder import PairedDecoder
-from alspec.runtime.decode.swapped_decoder import SPARE_SMS, SwappedDecoder
 from alspec.runtime.distributed.peer_memory import build_exchanges, probe_peer_memory
 from alspec.runtime.distributed.placement import (
     PeerMemory,
@@ -176,8 +176,10 @@ def build_captured_step(
         sums = torch.zeros(batch_size, num_sums(shape.num_qo_heads, config.head_dim), 2, device=device)
         decoder = PairedDecoder(*common, state, pair, sums, stops_early=peer_memory == "symm")
     else:
-        swap = Swap.allocate(shape, exchange, transport.placement.group, transport.swap_calls(SPARE_SMS))
-        decoder = SwappedDecoder(*common, state, swap)
+        handover = CollectiveHandover.allocate(
+            shape, exchange, transport.placement.group, transport.pair_collectives(SPARE_SMS)
+        )
+        decoder = CollectiveDecoder(*common, state, handover)
     return CapturedStep(decoder, state, cache.max_context, uses_graph, operation)
 
 

@@ -21,7 +21,7 @@ from alspec.errors import AlspecError
 from alspec.runtime.decode.decode_step import StepRecord
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.faults.heartbeat import LOADING
-from alspec.runtime.profiling import swap_trace
+from alspec.runtime.profiling import collective_trace
 from alspec.runtime.profiling.kernel_names import PRE_ATTENTION, STEP_END, Row, operation_of, work_us
 
 __all__ = ["TRACE_STEPS", "kernel_rows", "label", "layer_parts", "step_kernels"]
@@ -117,13 +117,13 @@ def label(rows_by_rank: list[list[Row]], verdicts: list[list[int]]) -> list[list
     """
     labelled = []
     for steps in _steps(rows_by_rank):
-        if swap_trace.is_swapped(steps[0]):
-            labelled.append(swap_trace.place(steps))
+        if collective_trace.is_over_collectives(steps[0]):
+            labelled.append(collective_trace.place(steps))
         else:
             labelled.append(_label_rows(steps, is_pair=bool(verdicts)))
     if verdicts:
         senders = _senders(labelled, verdicts)
-        gate_is_open = swap_trace.is_open if swap_trace.is_swapped(labelled[0]) else _is_open
+        gate_is_open = collective_trace.is_open if collective_trace.is_over_collectives(labelled[0]) else _is_open
         for rank, rows in enumerate(labelled):
             group = rank * 2 // len(labelled)
             for row in rows:
@@ -248,8 +248,8 @@ def layer_parts(labelled: list[list[Row]], verdicts: list[list[int]]) -> dict[st
         Over several hosts, `receiver` includes the difference between the two ranks' time zeros.
     """
     senders = _senders(labelled, verdicts)
-    if swap_trace.is_swapped(labelled[0]):
-        return swap_trace.swap_parts(labelled, verdicts, senders)
+    if collective_trace.is_over_collectives(labelled[0]):
+        return collective_trace.collective_parts(labelled, verdicts, senders)
     tp_size = len(labelled) // 2
     ends: dict[tuple[int, int, int, str], float] = {}
     parts: dict[str, list[float]] = {

@@ -27,7 +27,7 @@ from alspec.kernels.linear import gemv_tile, mma_tile, projections, push
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
 from alspec.kernels.sampling import next_token, sampler
-from alspec.kernels.speculation import handover, roles, swap
+from alspec.kernels.speculation import collective_handover, handover, roles
 from alspec.launch.bench import bench_reading
 
 HALF = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "w_ptr", "gamma_ptr", "table_ptr", "x_norm_ptr"}
@@ -414,7 +414,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
     spec_types = {"attn_out_ptr": "*bf16", "spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"}
     in_parts = receive | {"PARTS": 5, "BLOCK": 128, "VALUES": 8, "SPEC_BLOCKS": heads * 128 // 8}
     only_channels = {"HIDDEN": hidden, "BLOCK": 32} | pdl
-    packed = message | {"BLOCK": swap.BLOCK}
+    packed = message | {"BLOCK": collective_handover.BLOCK}
     sums = combine.num_sums(heads, 128)
     judged = {
         "ACCEPT_ALL": False, "B": batch_size, "B_PAD": batch_pad, "SUMS": sums, "SUMS_PAD": sums, "T": tp_size,
@@ -429,7 +429,7 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
 
     def unpacked(cache: dict[str, Any]) -> Any:
         constants = packed | {"OUT": heads * 128} | cache
-        return compiled(swap._unpack_handover_kernel, constants, attn_out_ptr="*bf16")
+        return compiled(collective_handover._unpack_handover_kernel, constants, attn_out_ptr="*bf16")
 
     return {
         "meet": compiled(roles._step_barrier_kernel, {"WORLD": 2 * tp_size, "PAD": 2 * tp_size} | pdl),
@@ -441,18 +441,18 @@ def pair(capability: int, tp_size: int, batch_size: int) -> dict[str, Any]:
         "receive_residual": compiled(handover._receive_residual_kernel, only_channels),
         "decide": compiled(roles._decide_kernel, decide | {"forced_ptr": None}),
         "decide, forced": compiled(roles._decide_kernel, decide),
-        "pack_handover": compiled(swap._pack_kernel, packed, out_ptr="*fp32"),
+        "pack_handover": compiled(collective_handover._pack_kernel, packed, out_ptr="*fp32"),
         "pack_residual": compiled(
-            swap._pack_kernel,
+            collective_handover._pack_kernel,
             packed | {"PDL": False} | dict.fromkeys(["k_ptr", "v_ptr", "seq_lens_ptr"]),
             out_ptr="*fp32",
         ),
         "unpack_handover": unpacked(no_tail),
         "unpack_handover, quantised": unpacked(into_tail),
-        "unpack_residual": compiled(swap._unpack_residual_kernel, only_channels),
-        "decide, swapped": compiled(swap._decide_kernel, judged | {"forced_ptr": None}, **gates),
-        "decide, swapped and forced": compiled(swap._decide_kernel, judged, **gates),
-        "settle": compiled(swap._apply_verdict_kernel, apply_verdict, **gates),
+        "unpack_residual": compiled(collective_handover._unpack_residual_kernel, only_channels),
+        "decide, collective": compiled(collective_handover._decide_kernel, judged | {"forced_ptr": None}, **gates),
+        "decide, collective and forced": compiled(collective_handover._decide_kernel, judged, **gates),
+        "settle": compiled(collective_handover._apply_verdict_kernel, apply_verdict, **gates),
     }
 
 

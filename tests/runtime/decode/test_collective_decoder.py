@@ -17,11 +17,11 @@ from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
+from alspec.runtime.decode.collective_decoder import CollectiveDecoder
 from alspec.runtime.decode.decoder import Decoder
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
 from alspec.runtime.decode.hooks import no_hook
 from alspec.runtime.decode.prefill import prefill
-from alspec.runtime.decode.swapped_decoder import SwappedDecoder
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.distributed.transport import Transport
 
@@ -65,7 +65,7 @@ QUANTISED: dict[str, Any] = {
 def run_ranks(folder: Path, model: Path, world_size: int, cases: list[dict[str, Any]]) -> list[Any]:
     """What each rank recorded of each case."""
     (folder / "spec.json").write_text(json.dumps({"model": str(model), "cases": cases}))
-    worker = WORKERS / "swap_worker.py"
+    worker = WORKERS / "collective_worker.py"
     jobs.run_ranks(worker, world_size, folder, timeout_s=600, TRITON_INTERPRET="1")
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -153,7 +153,7 @@ def test_a_quantised_cache_beyond_the_end_of_a_block(turbo_folder: Path, tmp_pat
 
 @pytest.mark.parametrize(("tp_size", "priority"), [(1, 0), (2, -1), (4, -1)])
 def test_only_groups_of_several_ranks_are_captured_with_priority(tp_size: int, priority: int) -> None:
-    decoder = object.__new__(SwappedDecoder)
+    decoder = object.__new__(CollectiveDecoder)
     decoder.exchange = mock.Mock(tp_size=tp_size)
     assert decoder.stream_priority == priority
     assert object.__new__(Decoder).stream_priority == 0

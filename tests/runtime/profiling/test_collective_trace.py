@@ -45,7 +45,7 @@ LATE_US = 4.0  # longest time from when a collective may begin until it begins
 
 
 class Job:
-    """Two groups that launch the kernels of `runtime/decode/swapped_decoder.py`, with the truth about each kernel.
+    """Two groups that launch the kernels of `runtime/decode/collective_decoder.py`, with the truth about each kernel.
 
     Each rank has a clock for each branch. A collective ends on all ranks `WORK_US` after the last of them has begun.
     As with the CUDA driver, most collectives move their branch to another stream, the same stream in every step, and

@@ -1,7 +1,7 @@
 """One rank of two paired groups whose fused steps communicate by collectives; started with torchrun's variables.
 
-Run as `swap_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json. It holds the tokens and hits of
-each step of each case, and a hash of the cache after each case.
+Run as `collective_worker.py FOLDER`: reads FOLDER/spec.json, writes FOLDER/rank{RANK}.json. It holds the tokens and
+hits of each step of each case, and a hash of the cache after each case.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run_case(model: Llama, transport: Transport, case: dict[str, Any]) -> dict[s
             live = [step < limit for limit in case["live_steps"]]
             record = captured.step(threshold["steps"] - step, live)
             assert record.hits is not None
-            gates = captured._decoder.swap.gate_buffer  # type: ignore[attr-defined]
+            gates = captured._decoder.handover.gate_buffer  # type: ignore[attr-defined]
             assert torch.equal(gates[:, 0], gates[:, -1]), (
                 "a step must begin with the roles at the end of the one before"
             )

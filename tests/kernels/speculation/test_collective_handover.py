@@ -18,9 +18,9 @@ from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_append_ref
 from alspec.kernels.norm.residual import num_square_sums
-from alspec.kernels.speculation.swap import (
-    Swap,
-    SwapCalls,
+from alspec.kernels.speculation.collective_handover import (
+    CollectiveHandover,
+    PairCollectives,
     apply_verdict,
     decide,
     pack_handover,
@@ -46,9 +46,9 @@ def no_call(tensor: Tensor) -> Tensor:
     raise AssertionError("the tests copy what the ranks would exchange")
 
 
-def swaps(device: torch.device, shape: PairShape) -> list[list[Swap]]:
-    """The swap of every rank: [group][tp_rank], with NaN in all buffers that are swapped."""
-    groups: list[list[Swap]] = []
+def handovers(device: torch.device, shape: PairShape) -> list[list[CollectiveHandover]]:
+    """The handover of every rank: [group][tp_rank], with NaN in all buffers that are exchanged."""
+    groups: list[list[CollectiveHandover]] = []
     for group in range(2):
         groups.append([])
         for tp_rank in range(shape.tp_size):
@@ -60,17 +60,19 @@ def swaps(device: torch.device, shape: PairShape) -> list[list[Swap]]:
                 tp_size=shape.tp_size,
                 rank=group * shape.tp_size + tp_rank,
             )
-            swap = Swap.allocate(shape, exchange, group, SwapCalls(no_call, no_call, no_call, no_call))
-            for buffer in (swap.handover_buffers, swap.residuals, swap.sums):
+            handover = CollectiveHandover.allocate(
+                shape, exchange, group, PairCollectives(no_call, no_call, no_call, no_call)
+            )
+            for buffer in (handover.handover_buffers, handover.residuals, handover.sums):
                 buffer.fill_(torch.nan)
-            swap.verdicts.fill_(NOTHING)
-            groups[-1].append(swap)
+            handover.verdicts.fill_(NOTHING)
+            groups[-1].append(handover)
     return groups
 
 
-def open_gates(source: Swap, target: Swap, layer: int) -> None:
-    for swap in (source, target):
-        swap.gate_buffer.zero_()
+def open_gates(source: CollectiveHandover, target: CollectiveHandover, layer: int) -> None:
+    for handover in (source, target):
+        handover.gate_buffer.zero_()
     source.gates(layer).is_sender.fill_(1)
     target.gates(layer).is_receiver.fill_(1)
 
@@ -79,7 +81,7 @@ def open_gates(source: Swap, target: Swap, layer: int) -> None:
 @pytest.mark.parametrize(("shape", "capacity"), SHAPES)
 def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, shape: PairShape, capacity: int) -> None:
     layer, batch = shape.num_layers - 1, shape.batch_size
-    (source,), (target,) = swaps(device, shape)
+    (source,), (target,) = handovers(device, shape)
     open_gates(source, target, layer)
     cache = (batch, shape.num_kv_heads, capacity, shape.head_dim)
     seq_lens = torch.randint(1, capacity + 1, (batch,), dtype=torch.int32, device=device)
@@ -109,7 +111,7 @@ def test_a_handover_arrives_exactly(device: torch.device, dtype: torch.dtype, sh
 def test_a_handover_goes_into_the_tail_of_a_quantised_cache(device: torch.device) -> None:
     """The sender's newest token lies in a cache of one position."""
     shape = PairShape(2, 3, 1, 97, 6, 2, 64)
-    (source,), (target,) = swaps(device, shape)
+    (source,), (target,) = handovers(device, shape)
     open_gates(source, target, 1)
     seq_lens = torch.tensor([64, 65, 130], dtype=torch.int32, device=device)
     x = torch.randn(3, 97, device=device)
@@ -128,19 +130,19 @@ def test_a_handover_goes_into_the_tail_of_a_quantised_cache(device: torch.device
 
 @pytest.mark.parametrize(("shape", "capacity"), SHAPES)
 def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capacity: int) -> None:
-    (source,), (target,) = swaps(device, shape)
+    (source,), (target,) = handovers(device, shape)
     seq_lens = torch.ones(shape.batch_size, dtype=torch.int32, device=device)
     x = torch.randn(shape.batch_size, shape.hidden_size, device=device)
     k, v = torch.randn(2, shape.batch_size, shape.num_kv_heads, capacity, shape.head_dim, device=device)
     targets = [x, k, v, torch.randn(shape.batch_size, shape.num_qo_heads, shape.head_dim, device=device), x.clone()]
     targets.append(torch.randn(shape.batch_size, num_square_sums(shape.hidden_size), device=device))
     before = [tensor.clone() for tensor in targets]
-    for swap in (source, target):
-        swap.gate_buffer.zero_()
+    for handover in (source, target):
+        handover.gate_buffer.zero_()
         # The gates of all other layers are open.
-        swap.gate_buffer[:, :, 1:] = 1
-        swap.gates(1).is_sender.fill_(1)
-        swap.gates(1).is_receiver.fill_(1)
+        handover.gate_buffer[:, :, 1:] = 1
+        handover.gates(1).is_sender.fill_(1)
+        handover.gates(1).is_receiver.fill_(1)
     pack_handover(source, 0, x, k, v, seq_lens)
     pack_residual(source, x)
     unpack_handover(target, 0, x, KVLayer(k, v), seq_lens, targets[3])
@@ -155,7 +157,7 @@ def test_closed_gates_write_nothing(device: torch.device, shape: PairShape, capa
 def test_the_residual_reaches_the_other_group(
     device: torch.device, dtype: torch.dtype, batch: int, hidden: int, check: Check
 ) -> None:
-    (target,), (source,) = swaps(device, PairShape(2, batch, 1, hidden, 3, 1, 20))
+    (target,), (source,) = handovers(device, PairShape(2, batch, 1, hidden, 3, 1, 20))
     open_gates(source, target, 2)
     sent, gamma = torch.randn(batch, hidden, device=device), torch.randn(hidden, device=device).to(dtype)
     x, x_norm = nan(device, torch.float32, batch, hidden), nan(device, dtype, batch, hidden)
@@ -169,7 +171,7 @@ def test_the_residual_reaches_the_other_group(
     check(squares.sum(1), square_sum, torch.float32)
 
 
-def exchange_verdicts(ranks: list[Swap], layer: int, hits: list[Tensor]) -> None:
+def exchange_verdicts(ranks: list[CollectiveHandover], layer: int, hits: list[Tensor]) -> None:
     """Gather the verdicts as a collective does behind `decide`, then run `apply_verdict` on all ranks."""
     gathered = torch.stack([rank.verdicts[rank.spec_branch.rank] for rank in ranks])
     for rank, hits_of_rank in zip(ranks, hits, strict=True):
@@ -184,7 +186,7 @@ VERDICT_CASES = covering([1, 2, 3], [0.0, 0.1, float("inf"), 1e25], [1, 3])
 def test_the_verdict_is_that_of_the_oracle(device: torch.device, tp_size: int, threshold: float, batch: int) -> None:
     """All ranks take the verdict of the sending group. The sums of the other group do not matter."""
     shape = PairShape(8, batch, tp_size, 32, 3, 1, 16)
-    ranks = [swap for group in swaps(device, shape) for swap in group]
+    ranks = [handover for group in handovers(device, shape) for handover in group]
     generator = torch.Generator().manual_seed(batch * tp_size)
     verdicts = set()
     parts = num_sums(shape.num_qo_heads, shape.head_dim)
@@ -228,7 +230,7 @@ def test_the_verdict_is_that_of_the_oracle(device: torch.device, tp_size: int, t
 
 @pytest.mark.parametrize("threshold", [-0.1, float("nan")])
 def test_a_threshold_that_is_negative_or_nan_is_refused(device: torch.device, threshold: float) -> None:
-    (source,), _ = swaps(device, PairShape(1, 1, 1, 32, 2, 1, 16))
+    (source,), _ = handovers(device, PairShape(1, 1, 1, 32, 2, 1, 16))
     with pytest.raises(ValueError, match="threshold"):
         decide(source, 0, torch.ones(1), threshold)
 
@@ -239,7 +241,7 @@ def test_roles_follow_the_rules_over_many_layers_and_steps(
     device: torch.device, num_layers: int, steps: int, seed: int, hit_rate: float
 ) -> None:
     """Verdicts are forced. The gates of a layer follow from the role of a rank and from the verdict."""
-    ranks = [swap for (swap,) in swaps(device, PairShape(num_layers, 1, 1, 32, 2, 1, 16))]
+    ranks = [handover for (handover,) in handovers(device, PairShape(num_layers, 1, 1, 32, 2, 1, 16))]
     live = torch.ones(1, dtype=torch.int32, device=device)
     hits = [torch.ones(num_layers, 1, dtype=torch.int32, device=device) for _ in ranks]
     for roles in roles_by_the_rules(steps, num_layers, 1, hit_rate, seed):

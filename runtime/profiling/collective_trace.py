@@ -1,6 +1,6 @@
 """Kernel traces of a pair over collectives: operation, branch and gate of each kernel, and the time of a layer's parts.
 
-A layer forks after the predictor (`runtime/decode/swapped_decoder.py`). The *spec* branch, on its own stream, is the
+A layer forks after the predictor (`runtime/decode/collective_decoder.py`). The *spec* branch, on its own stream, is the
 receiver's work on `A~`. The *main* branch is the rest of the attention, the verdict, and the sender's recompute. The
 *verdict* branch sends the verdict to all ranks.
 
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from alspec.errors import AlspecError
 from alspec.runtime.profiling.kernel_names import APPLY_VERDICT, DECIDE, MLP, PACK, UNPACK, Row, operation_of, work_us
 
-__all__ = ["is_open", "is_swapped", "place", "swap_parts"]
+__all__ = ["is_open", "is_over_collectives", "place", "collective_parts"]
 
 
-def is_swapped(rows: list[Row]) -> bool:
+def is_over_collectives(rows: list[Row]) -> bool:
     """Return whether these kernels belong to a pair over collectives."""
     return any(APPLY_VERDICT in row["kernel"] for row in rows)
 
@@ -190,7 +190,7 @@ def _operation(name: str, before: str, layers_ended: bool) -> str:
 def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bool:
     """True if the gate of a kernel was open for this group.
 
-    Collectives run on all ranks. The swap counts as open for the receiver, which waits for it, and the collectives of
+    Collectives run on all ranks. The exchange counts as open for the receiver, which waits for it, and the collectives of
     the verdict for the sender. No group waits for the verdict branch of a rejected `A~`, so it counts for none.
 
     Args:
@@ -214,7 +214,7 @@ def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bo
     return True
 
 
-def swap_parts(
+def collective_parts(
     labelled: list[list[Row]], verdicts: list[list[int]], senders: list[list[int]]
 ) -> dict[str, list[float]]:
     """`layer_parts` for a pair over collectives.

@@ -1,10 +1,10 @@
-"""Paired decoding over collectives, where ranks cannot write each other's memory: handover by swapped buffers.
+"""Paired decoding over collectives, where ranks cannot write each other's memory: handover by exchanged buffers.
 
 A collective cannot be skipped on one rank. So paired ranks always send each other a handover buffer, although only the
 sender's buffer is read. Every rank sends its verdict to all ranks, although only the sender's verdict counts. Each
 layer has three gates:
 
-    is_sender, is_receiver  roles; swapped after each accepted `A~`; layer 0 takes the final roles of the last step
+    is_sender, is_receiver  roles; exchanged after each accepted `A~`; layer 0 takes the final roles of the last step
     recompute               on a sender whose `A~` was rejected: it repeats on `A` what the receiver computed on `A~`
 
 One layer has three branches between a fork and a join; [g] = skipped when gate g is 0:
@@ -13,7 +13,7 @@ One layer has three branches between a fork and a join; [g] = skipped when gate 
     pack_handover                    [is_sender]    x, k, v into it
     fork
       spec branch:
-        swap of the handover buffers
+        exchange of the handover buffers
         unpack_handover              [is_receiver]
         post- and next pre-attention [is_receiver]  on A~
       main branch:
@@ -62,8 +62,8 @@ from alspec.kernels.speculation.roles import add_sums, request_verdicts, squared
 
 __all__ = [
     "Gates",
-    "Swap",
-    "SwapCalls",
+    "CollectiveHandover",
+    "PairCollectives",
     "decide",
     "pack_handover",
     "pack_residual",
@@ -76,13 +76,13 @@ BLOCK = 128  # values of one program
 
 
 @dataclass(frozen=True)
-class SwapCalls:
+class PairCollectives:
     """Collectives on the current stream. All ranks must call them in the same order.
 
     Each branch has its own communicators.
     """
 
-    swap_spec_branch: Callable[[Tensor], None]  # [2, ...]: each group's row, to the other group
+    exchange_spec_branch: Callable[[Tensor], None]  # [2, ...]: each group's row, to the other group
     all_reduce_spec_branch: Callable[[Tensor], Tensor]  # sum over the group
     gather_sums: Callable[[Tensor], None]  # [T, ...]: each rank's row, to its group
     gather_verdicts: Callable[[Tensor], None]  # [world, ...]: each rank's row, to all
@@ -98,7 +98,7 @@ class Gates:
 
 
 @dataclass(frozen=True)
-class Swap:
+class CollectiveHandover:
     """The state of one rank of a pair that communicates by collectives."""
 
     shape: PairShape
@@ -111,11 +111,11 @@ class Swap:
     # [3, L + 1, GATE_STRIDE] int32: is_sender, is_receiver, recompute; the gate is the first word of each row
     gate_buffer: Tensor
     spec_branch: Exchange  # partial sums of the spec branch
-    calls: SwapCalls
+    calls: PairCollectives
     streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None  # spec and verdict branch, on GPUs
 
     @classmethod
-    def allocate(cls, shape: PairShape, exchange: Exchange, group: int, calls: SwapCalls) -> Swap:
+    def allocate(cls, shape: PairShape, exchange: Exchange, group: int, calls: PairCollectives) -> CollectiveHandover:
         """Allocate the buffers; `exchange` is the group's. Group 0 is the first sender."""
         device, batch = exchange.partial.device, shape.batch_size
         size = batch * (shape.num_qo_heads * shape.head_dim + shape.message_packets)
@@ -234,27 +234,29 @@ def _pack_kernel(
     tl.store(out_ptr + request * num_values + index, value, mask=mask)
 
 
-def pack_handover(swap: Swap, layer: int, x: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor) -> None:
+def pack_handover(
+    handover: CollectiveHandover, layer: int, x: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor
+) -> None:
     """Copy the sender's x and the newest token's k and v into its handover buffer, beside `A~`. Gate: `is_sender`.
 
     Args:
         x: [B, hidden] fp32.  k_cache, v_cache: [B, Hkv, N, D].  seq_lens: [B] int32, with the new token.
     Capture: graph-safe; allocates nothing.
     """
-    message = swap.handover_parts(swap.group)[1]
-    _pack(swap, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message, pdl_options(x.device)["PDL"])
+    message = handover.handover_parts(handover.group)[1]
+    _pack(handover, layer, x, k_cache, v_cache, seq_lens, k_cache.shape[2], message, pdl_options(x.device)["PDL"])
 
 
-def pack_residual(swap: Swap, x: Tensor) -> None:
+def pack_residual(handover: CollectiveHandover, x: Tensor) -> None:
     """Copy the sender's x after the last layer into its residual buffer. Gate: `is_sender`. x: [B, hidden] fp32.
 
     Capture: graph-safe; allocates nothing. Not a dependent launch: it is the first one after a join.
     """
-    _pack(swap, swap.shape.num_layers, x, None, None, None, 0, swap.residuals[swap.group], False)
+    _pack(handover, handover.shape.num_layers, x, None, None, None, 0, handover.residuals[handover.group], False)
 
 
 def _pack(
-    swap: Swap,
+    handover: CollectiveHandover,
     layer: int,
     x: Tensor,
     k_cache: Tensor | None,
@@ -265,10 +267,10 @@ def _pack(
     is_dependent: bool,
 ) -> None:
     """Launch `_pack_kernel`. out: [B, num_values] fp32."""
-    shape, num_values = swap.shape, out.shape[1]
+    shape, num_values = handover.shape, out.shape[1]
     compiled = jit_launch(_pack_kernel, (triton.cdiv(num_values, BLOCK), shape.batch_size))(
-        x, k_cache, v_cache, seq_lens, out, swap.gates(layer).is_sender, capacity, num_values, HIDDEN=shape.hidden_size,
-        HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK, num_warps=1,
+        x, k_cache, v_cache, seq_lens, out, handover.gates(layer).is_sender, capacity, num_values,
+        HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, BLOCK=BLOCK, num_warps=1,
         **(pdl_options(x.device) if is_dependent else {"PDL": False}),
     )  # fmt: skip
     set_l1_carveout(compiled)
@@ -316,7 +318,7 @@ def _unpack_handover_kernel(
 
 
 def unpack_handover(
-    swap: Swap,
+    handover: CollectiveHandover,
     layer: int,
     x: Tensor,
     cache: CacheLayer,
@@ -332,11 +334,11 @@ def unpack_handover(
         attn_out: [B, Hq, D], written.
     Capture: graph-safe; allocates nothing.
     """
-    shape = swap.shape
-    spec_out, message = swap.handover_parts(1 - swap.group)
+    shape = handover.shape
+    spec_out, message = handover.handover_parts(1 - handover.group)
     blocks = triton.cdiv(spec_out.shape[1], BLOCK) + triton.cdiv(message.shape[1], BLOCK)
     compiled = jit_launch(_unpack_handover_kernel, (blocks, shape.batch_size))(
-        spec_out, message, x, *cache_args(cache), seq_lens, attn_out, swap.gates(layer).is_receiver,
+        spec_out, message, x, *cache_args(cache), seq_lens, attn_out, handover.gates(layer).is_receiver,
         HIDDEN=shape.hidden_size, HKV=shape.num_kv_heads, D=shape.head_dim, OUT=spec_out.shape[1], BLOCK=BLOCK,
         num_warps=1, **pdl_options(x.device),
     )  # fmt: skip
@@ -371,17 +373,19 @@ def _unpack_residual_kernel(
     write_residual(x, offsets, inside, gamma, x_ptr, x_norm_ptr, squares_ptr, request)
 
 
-def unpack_residual(swap: Swap, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor) -> None:
+def unpack_residual(
+    handover: CollectiveHandover, x: Tensor, gamma: Tensor, x_norm: Tensor, square_sums: Tensor
+) -> None:
     """Copy the sender's x after the last layer; compute the inputs of the final norm. Gate: `is_receiver`.
 
     Args:
         As `reduce_norm`; x is overwritten.
     Capture: graph-safe; allocates nothing.
     """
-    shape = swap.shape
+    shape = handover.shape
     compiled = jit_launch(_unpack_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
-        swap.residuals[1 - swap.group], x, gamma, x_norm, square_sums, swap.gates(shape.num_layers).is_receiver,
-        HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK, num_warps=1, **pdl_options(x.device),
+        handover.residuals[1 - handover.group], x, gamma, x_norm, square_sums,
+        handover.gates(shape.num_layers).is_receiver, HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK, num_warps=1, **pdl_options(x.device),
     )  # fmt: skip
     set_l1_carveout(compiled)
 
@@ -421,10 +425,12 @@ def _decide_kernel(
     tl.store(verdict_ptr + B, verdict.to(tl.int32))
 
 
-def decide(swap: Swap, layer: int, live: Tensor, threshold: float, forced: Tensor | None = None) -> None:
-    """Compute the group's verdict on a layer's `A~` from `swap.sums`. No gate.
+def decide(
+    handover: CollectiveHandover, layer: int, live: Tensor, threshold: float, forced: Tensor | None = None
+) -> None:
+    """Compute the group's verdict on a layer's `A~` from `handover.sums`. No gate.
 
-    Writes this rank's row of `swap.verdicts`, and this layer's gate `recompute`. On a receiver the row is meaningless
+    Writes this rank's row of `handover.verdicts`, and this layer's gate `recompute`. On a receiver the row is meaningless
     and `recompute` is 0. Rules: `alspec.verdict`, `alspec.priority`. Oracle: `decide_ref`.
 
     Args:
@@ -436,11 +442,11 @@ def decide(swap: Swap, layer: int, live: Tensor, threshold: float, forced: Tenso
     Capture: graph-safe; allocates nothing.
     """
     threshold2, accept_all = squared_threshold(threshold)
-    shape, gates = swap.shape, swap.gates(layer)
+    shape, gates = handover.shape, handover.gates(layer)
     compiled = jit_launch(_decide_kernel, (1,))(
-        swap.sums, live, forced, swap.verdicts, gates.is_sender, gates.recompute, swap.spec_branch.rank, layer,
-        threshold2, ACCEPT_ALL=accept_all, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
-        SUMS=swap.sums.shape[2], SUMS_PAD=triton.next_power_of_2(swap.sums.shape[2]), T=shape.tp_size,
+        handover.sums, live, forced, handover.verdicts, gates.is_sender, gates.recompute, handover.spec_branch.rank,
+        layer, threshold2, ACCEPT_ALL=accept_all, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size),
+        SUMS=handover.sums.shape[2], SUMS_PAD=triton.next_power_of_2(handover.sums.shape[2]), T=shape.tp_size,
         num_warps=1, **pdl_options(live.device),
     )  # fmt: skip
     set_l1_carveout(compiled)
@@ -474,17 +480,17 @@ def _apply_verdict_kernel(
     tl.store(next_is_receiver_ptr, 1 - next_is_sender)
 
 
-def apply_verdict(swap: Swap, layer: int, hits: Tensor) -> None:
-    """Set the roles of the next layer from the sending group's verdict in `swap.verdicts`. No gate.
+def apply_verdict(handover: CollectiveHandover, layer: int, hits: Tensor) -> None:
+    """Set the roles of the next layer from the sending group's verdict in `handover.verdicts`. No gate.
 
     Args:
         hits: [L, B] int32; the row of this layer is written, 0 for a request that is not live.
     Capture: graph-safe; allocates nothing.
     """
-    shape, next_gates = swap.shape, swap.gates(layer + 1)
+    shape, next_gates = handover.shape, handover.gates(layer + 1)
     compiled = jit_launch(_apply_verdict_kernel, (1,))(
-        swap.verdicts, hits, swap.gates(layer).is_sender, next_gates.is_sender, next_gates.is_receiver, layer,
-        swap.group, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), T=shape.tp_size, num_warps=1,
-        **pdl_options(hits.device),
+        handover.verdicts, hits, handover.gates(layer).is_sender, next_gates.is_sender, next_gates.is_receiver, layer,
+        handover.group, B=shape.batch_size, B_PAD=triton.next_power_of_2(shape.batch_size), T=shape.tp_size,
+        num_warps=1, **pdl_options(hits.device),
     )  # fmt: skip
     set_l1_carveout(compiled)

@@ -1,4 +1,4 @@
-"""The decode step of two paired groups that only collectives connect; its kernels: kernels/speculation/swap.py.
+"""The decode step of two paired groups that only collectives connect; kernels: kernels/speculation/collective_handover.py.
 
 A collective cannot be skipped on one rank, so both ranks of a pair always exchange a handover, and a layer has three
 branches: the receiver's work on `A~`, the sender's work on `A`, and the gather of the verdicts.
@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from alspec.kernels.attention.decode.lean_decode import Phase
 from alspec.kernels.attention.dispatch import attend
-from alspec.kernels.speculation.swap import (
-    Swap,
+from alspec.kernels.speculation.collective_handover import (
+    CollectiveHandover,
     apply_verdict,
     decide,
     pack_handover,
@@ -23,7 +23,7 @@ from alspec.kernels.speculation.swap import (
 from alspec.runtime.decode.decoder import TIMEOUT_NS, Decoder, LaunchContext, SpeculationState
 from alspec.runtime.decode.hooks import OperationHook
 
-__all__ = ["SPARE_SMS", "SwappedDecoder"]
+__all__ = ["SPARE_SMS", "CollectiveDecoder"]
 
 # SMs that attention leaves free for the other branches, because it takes most of the shared memory of its SMs. Over a
 # quantised cache attention has small programs on every SM, and a collective waits until some of them have ended.
@@ -31,7 +31,7 @@ SPARE_SMS = 4
 
 
 @dataclass
-class SwappedDecoder(Decoder):
+class CollectiveDecoder(Decoder):
     """A `Decoder` with three branches between a fork and a join, each on its own stream.
 
     The branches are the receiver's work, the sender's work, and the verdict. Every rank launches all branches and skips
@@ -39,7 +39,7 @@ class SwappedDecoder(Decoder):
     """
 
     speculation: SpeculationState
-    swap: Swap
+    handover: CollectiveHandover
 
     first_timeout_ns: ClassVar[int] = TIMEOUT_NS  # unused: over collectives, none of these kernels waits
     spare_sms: ClassVar[int] = SPARE_SMS
@@ -57,7 +57,7 @@ class SwappedDecoder(Decoder):
         """As `Decoder`, but the previous layer's branches run pre-attention. At the end both groups get the right x."""
         with operation("pre_attention", 0):
             # Both groups begin a step with the right x; only the first sender needs q, k and v.
-            is_sender = self.swap.gates(0).is_sender
+            is_sender = self.handover.gates(0).is_sender
             self.pre_attention(0, LaunchContext(self.exchange, self.all_reduce, pre_attention_gate=is_sender))
         for layer in range(self.config.num_layers):
             self._run_layer(layer, operation)
@@ -66,39 +66,39 @@ class SwappedDecoder(Decoder):
 
     def _run_layer(self, layer: int, operation: OperationHook) -> None:
         """Launch one layer, from attention to the next pre-attention. Source: ALSpec, Algorithm 2."""
-        buffers, cache, swap, speculation = self.buffers, self.cache, self.swap, self.speculation
-        calls, gates = swap.calls, swap.gates(layer)
+        buffers, cache, handover, speculation = self.buffers, self.cache, self.handover, self.speculation
+        calls, gates = handover.calls, handover.gates(layer)
         with operation("predictor", layer):
             self.attention(layer, "predictor")
-            pack_handover(swap, layer, buffers.x, *cache.newest(layer))
-        with swap.fork("spec"):
+            pack_handover(handover, layer, buffers.x, *cache.newest(layer))
+        with handover.fork("spec"):
             with operation("handover", layer):
-                calls.swap_spec_branch(swap.handover_buffers)
-                unpack_handover(swap, layer, buffers.x, cache.layers[layer], buffers.seq_lens, buffers.attn_out)
+                calls.exchange_spec_branch(handover.handover_buffers)
+                unpack_handover(handover, layer, buffers.x, cache.layers[layer], buffers.seq_lens, buffers.attn_out)
             self._post_and_next_pre_attention(
                 layer,
-                LaunchContext(swap.spec_branch, calls.all_reduce_spec_branch, *(gates.is_receiver,) * 3),
+                LaunchContext(handover.spec_branch, calls.all_reduce_spec_branch, *(gates.is_receiver,) * 3),
                 operation,
             )
         with operation("full_attention", layer):
             self.attention(layer, "rest")
         with operation("verdict", layer):
-            calls.gather_sums(swap.sums)
-            decide(swap, layer, speculation.live, speculation.threshold, speculation.forced)
-        with swap.fork("verdict"), operation("verdict", layer):
-            calls.gather_verdicts(swap.verdicts)
-            apply_verdict(swap, layer, speculation.hits)
+            calls.gather_sums(handover.sums)
+            decide(handover, layer, speculation.live, speculation.threshold, speculation.forced)
+        with handover.fork("verdict"), operation("verdict", layer):
+            calls.gather_verdicts(handover.verdicts)
+            apply_verdict(handover, layer, speculation.hits)
         self._post_and_next_pre_attention(
             layer, LaunchContext(self.exchange, self.all_reduce, *(gates.recompute,) * 3), operation
         )
-        swap.join()
+        handover.join()
 
     def attention(self, layer: int, phase: Phase = "all") -> None:
         """Launch the sender's attention. Its `predictor` phase writes `A~` into the handover buffer."""
-        buffers, cache, swap = self.buffers, self.cache, self.swap
+        buffers, cache, handover = self.buffers, self.cache, self.handover
         attend(
             buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace, buffers.attn_out,
-            buffers.lse, swap.spec_output(self.speculation.chunk_size), phase, swap.gates(layer).is_sender,
+            buffers.lse, handover.spec_output(self.speculation.chunk_size), phase, handover.gates(layer).is_sender,
         )  # fmt: skip
 
     def _post_and_next_pre_attention(self, layer: int, branch: LaunchContext, operation: OperationHook) -> None:
@@ -110,8 +110,8 @@ class SwappedDecoder(Decoder):
 
     def finish_layers(self) -> None:
         """Give the right x to both groups after the last layer."""
-        buffers, swap = self.buffers, self.swap
-        pack_residual(swap, buffers.x)
-        swap.calls.swap_spec_branch(swap.residuals)
-        unpack_residual(swap, buffers.x, self.weights.final_norm, buffers.x_norm, buffers.square_sums)
-        swap.next_step()
+        buffers, handover = self.buffers, self.handover
+        pack_residual(handover, buffers.x)
+        handover.calls.exchange_spec_branch(handover.residuals)
+        unpack_residual(handover, buffers.x, self.weights.final_norm, buffers.x_norm, buffers.square_sums)
+        handover.next_step()
