@@ -385,7 +385,8 @@ def unpack_residual(
     shape = handover.shape
     compiled = jit_launch(_unpack_residual_kernel, (num_square_sums(shape.hidden_size), shape.batch_size))(
         handover.residuals[1 - handover.group], x, gamma, x_norm, square_sums,
-        handover.gates(shape.num_layers).is_receiver, HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK, num_warps=1, **pdl_options(x.device),
+        handover.gates(shape.num_layers).is_receiver, HIDDEN=shape.hidden_size, BLOCK=RESIDUAL_BLOCK,
+        num_warps=1, **pdl_options(x.device),
     )  # fmt: skip
     set_l1_carveout(compiled)
 
@@ -430,8 +431,8 @@ def decide(
 ) -> None:
     """Compute the group's verdict on a layer's `A~` from `handover.sums`. No gate.
 
-    Writes this rank's row of `handover.verdicts`, and this layer's gate `recompute`. On a receiver the row is meaningless
-    and `recompute` is 0. Rules: `alspec.verdict`, `alspec.priority`. Oracle: `decide_ref`.
+    Writes this rank's row of `handover.verdicts`, and this layer's gate `recompute`. On a receiver the row is
+    meaningless and `recompute` is 0. Rules: `alspec.verdict`, `alspec.priority`. Oracle: `decide_ref`.
 
     Args:
         live: [B] int32, the same on every rank of the job.

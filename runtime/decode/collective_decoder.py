@@ -1,4 +1,4 @@
-"""The decode step of two paired groups that only collectives connect; kernels: kernels/speculation/collective_handover.py.
+"""The decode step of two paired groups over collectives; its kernels: kernels/speculation/collective_handover.py.
 
 A collective cannot be skipped on one rank, so both ranks of a pair always exchange a handover, and a layer has three
 branches: the receiver's work on `A~`, the sender's work on `A`, and the gather of the verdicts.
