@@ -190,9 +190,8 @@ def _operation(name: str, before: str, layers_ended: bool) -> str:
 def is_open(row: Row, group: int, senders: list[int], accepted: list[int]) -> bool:
     """True if the gate of a kernel was open for this group.
 
-    Collectives run on all ranks. The exchange counts as open for the receiver, which waits for it, and the
-    collectives of the verdict for the sender. No group waits for the verdict branch of a rejected `A~`, so it counts for
-    none.
+    Collectives run on all ranks. The exchange counts as open for the receiver, which waits for it. The collectives of
+    the verdict count for the sender. No group waits for the verdict branch of a rejected `A~`, so it counts for none.
 
     Args:
         row: from `place`.
