@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from alspec.config import EngineConfig, SamplingConfig, SpeculationConfig
     from alspec.errors import AlspecError, BadNumbersError, DoesNotFitError, RankFailureError, UserError
     from alspec.runtime.engine.engine import Engine
-    from alspec.runtime.engine.generation import Token
+    from alspec.runtime.engine.generation import Completion, Token
 
 __all__ = [
     "AlspecError",
     "BadNumbersError",
+    "Completion",
     "DoesNotFitError",
     "Engine",
     "EngineConfig",
@@ -30,6 +31,7 @@ __all__ = [
 _MODULES = {
     "AlspecError": "alspec.errors",
     "BadNumbersError": "alspec.errors",
+    "Completion": "alspec.runtime.engine.generation",
     "DoesNotFitError": "alspec.errors",
     "Engine": "alspec.runtime.engine.engine",
     "EngineConfig": "alspec.config",
