@@ -138,7 +138,7 @@ def test_tables_of_pairs_and_all_reduces(project: Path) -> None:
     # Beside `off` of its commit. 5 accepted layers of max(80, 20 + 40) and 5 rejected ones of 80 + 40, and 50.
     begin = "| llama-3.1-8b | 1 + 1 | symm | 1 |"
     assert f"{begin} bf16, random numbers | 8192 | 50% | 1.050 | 1.200 | 1.14x | 1.050 | +0.0% | +10.0% |" in long
-    # Of another commit than the last `off`, and than the parts: both are marked. 10 accepted layers, and 50.
+    # The pair is of another commit than the last `off` and the parts, so both are marked. 10 layers accept, and 50.
     cells = "8192 | 100% | 1.000 | 1.100 | 1.10x\\* | 0.850\\*\\* | +17.6%\\*\\* | +10.0% |"
     assert f"{begin} bf16, random numbers | {cells}" in long
     assert "\\* The pair was measured at an earlier commit than `off`." in long

@@ -25,8 +25,8 @@ __all__ = ["print_plan", "step_costs"]
 # predicted step with its row. Unless a comment says otherwise, decode_parts means one run: llama-3.1-8b, 131072 tokens,
 # 1 + 1 GPUs, half of the layers accept A~.
 STREAM_BYTES_PER_S = 4.26e12  # decode_step: stream_tb_s, 4.22 to 4.28
-# Of the cache. Two sources agree: reading 537 MB alone takes 119.2 us (32/8 heads of 128, 131072 tokens); attention in
-# decode_parts takes 120.9 us, of which ATTENTION_US does not depend on the bytes.
+# Attention reads the cache faster than a copy moves bytes, because it writes nothing back. Two kinds of rows agree:
+# "reading alone" (decode_attention, 32/8 heads of 128, 131072 tokens) and attention in decode_parts minus ATTENTION_US.
 READ_BYTES_PER_S = 4.5e12
 ATTENTION_US = 3.4  # decode_attention, 32/8 heads of 128, 1024 tokens: 4.2 to 4.3 minus the time of its bytes
 # For each all-reduce and each rank of the group; a layer has two. Fitted to decode_step, mode off.

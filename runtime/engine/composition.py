@@ -59,7 +59,7 @@ class Choices:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Data type of weights and activations."""
         return DTYPES[self.dtype_name]
 
 

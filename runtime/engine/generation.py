@@ -144,7 +144,7 @@ class Generation:
 
     requests: list[Request]
     prefill_us: float = 0.0  # from the start of prefill to the first token on the host (TTFT)
-    # Of every decode step, see `StepRecord`: on the host's clock if it is eager or the first, else on the device's.
+    # Times of all decode steps. The host times eager steps and the first step; the device times the others.
     step_us: list[float] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)  # every decode step: [L, B] bool
 

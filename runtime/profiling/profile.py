@@ -22,7 +22,7 @@ __all__ = [
     "forced_verdicts",
     "measure",
     "prepare",
-    "prompts_of",
+    "prompts_from_text",
     "cache_tokens",
     "stream_limit",
 ]
@@ -110,7 +110,7 @@ def measure(
         engine: prepared with `prepare`.
         context: tokens in the cache before the warm-up.
         num_steps: measured steps.
-        text_ids: tokens of the prompts, see `prompts_of`; None: steps read the cache as `prepare` filled it.
+        text_ids: tokens of the prompts, see `prompts_from_text`; None: steps read the cache as `prepare` filled it.
         is_forced: verdicts are forced, so that all of them count.
         sampling: as passed to `prepare`.
     Raises:
@@ -132,7 +132,7 @@ def measure(
     return Profile(context, batch_size, gathered.tolist(), hit_rate, read)
 
 
-def prompts_of(text_ids: list[int], batch_size: int, num_tokens: int) -> list[list[int]]:
+def prompts_from_text(text_ids: list[int], batch_size: int, num_tokens: int) -> list[list[int]]:
     """Make a prompt of `num_tokens` for each request: `text_ids` repeated, from a different start per request.
 
     The first token of the text begins every prompt and is not repeated.
@@ -152,7 +152,7 @@ def first_tokens(engine: Engine, context: int, text_ids: list[int] | None, sampl
     batch_size = engine.cache.batch_size
     if text_ids is None:
         return [TOKEN_ID] * batch_size
-    prompts = prompts_of(text_ids, batch_size, context - 1)
+    prompts = prompts_from_text(text_ids, batch_size, context - 1)
     first = sampling.model_copy(update={"max_new_tokens": 1, "ignore_eos": True})
     return [token.token_id for token in engine.stream(prompts, first)]
 

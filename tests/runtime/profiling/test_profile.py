@@ -30,7 +30,7 @@ from alspec.runtime.profiling.profile import (
     forced_verdicts,
     measure,
     prepare,
-    prompts_of,
+    prompts_from_text,
     stream_limit,
 )
 from alspec.runtime.profiling.stats import step_bytes
@@ -209,12 +209,12 @@ def test_forced_verdicts_have_the_rate_and_are_spread(num_layers: int, hit_rate:
 @pytest.mark.parametrize(("batch_size", "num_tokens"), [(1, 3), (1, 11), (2, 5), (3, 26)])
 def test_prompts_repeat_or_cut_a_text(batch_size: int, num_tokens: int) -> None:
     """Each prompt repeats the text from its own starting point."""
-    prompts = prompts_of([96, *range(10)], batch_size, num_tokens)
+    prompts = prompts_from_text([96, *range(10)], batch_size, num_tokens)
     assert [len(ids) for ids in prompts] == [num_tokens] * batch_size
     for request, (first, *rest) in enumerate(prompts):
         assert first == 96
         assert rest == [(10 * request // batch_size + at) % 10 for at in range(num_tokens - 1)]
-    assert prompts_of([7], 2, 3) == [[7, 7, 7]] * 2
+    assert prompts_from_text([7], 2, 3) == [[7, 7, 7]] * 2
 
 
 def test_measured_steps_after_a_text_give_the_tokens_of_generation(
@@ -226,7 +226,7 @@ def test_measured_steps_after_a_text_give_the_tokens_of_generation(
     load_fused_step(engine, 2, cache_tokens(9, 2))
     prepare(engine)
     sampling = SamplingConfig(max_new_tokens=5, ignore_eos=True)
-    list(engine.stream(prompts_of(text_ids, 2, 8), sampling))
+    list(engine.stream(prompts_from_text(text_ids, 2, 8), sampling))
     generation = engine.generation
     assert len(set(map(tuple, (request.token_ids for request in generation.requests)))) == 2
     fill(engine.cache, seed=3)

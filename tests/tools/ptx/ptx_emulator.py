@@ -291,7 +291,7 @@ class Machine:
         return count
 
     def _next(self, at: int, target: int) -> int:
-        """Where the diverged threads that are furthest behind go on."""
+        """Return the next instruction: that of the diverged threads which are furthest behind."""
         if self.places_apart is None:
             self.places_apart = np.full(self.threads.size, at)
         self.places_apart[self.active] = target

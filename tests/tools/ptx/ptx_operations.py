@@ -135,7 +135,7 @@ _operation("cp.async.commit_group", result=None)(lambda m, i: m.groups.append([]
 
 @_operation("min max", "", "")
 def _extreme(m: Machine, i: Instruction, a: Values, b: Values) -> Values:
-    """Of a number and NaN, return the number, except with `.NaN`."""
+    """Elementwise min or max. If one operand is NaN, the result is the other one; with `.NaN` it is NaN."""
     functions = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}
     found = functions[i.op]["NaN" in i.modifiers](a, b)
     if "relu" in i.modifiers:
