@@ -29,7 +29,7 @@ from alspec.sas import Softmax
 __all__ = [
     "PROMPTS",
     "SHORT_DTYPES",
-    "FLASHQ_CODECS",
+    "QUANTISED_CODECS",
     "BenchConfig",
     "ChoiceConfig",
     "CommandConfig",
@@ -49,15 +49,23 @@ __all__ = [
 ]
 
 SpeculationMode = Literal["auto", "off", "paired", "simulated"]
-KVCacheCodec = Literal["bf16", "turbo4", "turbo2", "turbo-mixed"]
+KVCacheCodec = Literal[
+    "bf16", "turbo4", "turbo2", "turbo-mixed", "turboquant4", "turboquant3", "turboquant2",
+    "hybrid-k4v3", "hybrid-k4v2", "hybrid-k3v2",
+]  # fmt: skip
 Transport = Literal["auto", "symm", "host", "nccl", "gloo"]
-EvaluatedCodec = Literal["bf16", "int8", "turbo4", "turbo2", "turbo-mixed"]
+EvaluatedCodec = Literal[
+    "bf16", "int8", "turbo4", "turbo2", "turbo-mixed", "turboquant4", "turboquant3", "turboquant2",
+    "hybrid-k4v3", "hybrid-k4v2", "hybrid-k3v2",
+]  # fmt: skip
 Selector = Literal["gap_std", "entropy", "min_max", "variation"]
+Sketch = Literal["off", "gaussian", "orthogonal"]
+ValueQuantiser = Literal["codebook", "uniform"]
 DType = Literal["bf16", "fp16", "fp32"]
 
 SHORT_DTYPES: dict[str, DType] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # PyTorch's name -> ours
 
-FLASHQ_CODECS = ("turbo4", "turbo2", "turbo-mixed")  # the quantised caches
+QUANTISED_CODECS: tuple[str, ...] = get_args(KVCacheCodec)[1:]  # the quantised caches
 
 PROMPTS = ("prompt", "prompt_file", "prompt_ids")  # at most one of these fields may be given
 _MAX_DIGITS = 15  # digits of the longest number of tokens that is parsed
@@ -218,6 +226,9 @@ class EngineConfig(_Schema):
     speculation: SpeculationConfig = Field(default=SpeculationConfig(), description="attention-level speculation")
     kv_cache: KVCacheCodec = Field(
         default="bf16", description="codec of the KV cache; bf16: not quantised, stored in --dtype"
+    )
+    kv_protect: _Int = Field(
+        default=0, ge=0, description="first and last layers whose cache stays in --dtype beside a quantised cache"
     )
     softmax: Softmax = Field(
         default="exact",
@@ -396,6 +407,24 @@ class EvaluateConfig(CommandConfig, EngineConfig):
     low_heads: _Several[Annotated[_Int, Field(ge=0)]] | None = Field(
         default=None, description="numbers of heads that turbo-mixed stores in 2 bits, such as 0,1,2 (default: half)"
     )
+    protect: _Several[Annotated[_Int, Field(ge=0)]] | None = Field(
+        default=None,
+        description="numbers of first and last layers that stay bf16 beside a quantised cache, such as 0,2 (default: "
+        "--kv-protect)",
+    )
+    norm_corrections: _Several[Literal["on", "off"]] = Field(
+        default=("on",),
+        description="scale of TurboQuant's tokens; on: least squares, off: the norm of the token",
+    )
+    qjl: _Several[Sketch] = Field(
+        default=("off",),
+        description="QJL sketches of turboquant's keys, in which one bit of each code is the sign of a residual: "
+        f"{', '.join(get_args(Sketch))}",
+    )
+    value_quantisers: _Several[ValueQuantiser] = Field(
+        default=("codebook",),
+        description="codes of values of turboquant and hybrid; uniform: each token has a scale and a zero",
+    )
     rows: _Path | None = Field(default=None, description="append one JSON line for each value to this file")
     plot: _Path | None = Field(
         default=None,
@@ -420,14 +449,24 @@ class DoctorConfig(CommandConfig):
 class BenchConfig(CommandConfig):
     """Settings of `launch/bench_kernels.py`."""
 
-    bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "turbo"] | None = Field(
+    bench: Literal["allreduce", "decode", "prefill", "prompt", "ready", "shapes", "turbo"] | None = Field(
         default=None, description="run only this benchmark; default: decode and ready"
     )
     contexts: _Several[_Tokens] | None = Field(
         default=None,
         description="tokens in the cache of decode, ready and turbo (default: 1k to 256k), or in prompts (8k,32k,128k)",
     )
+    cases: _Int | None = Field(
+        default=None, ge=1, description="random shapes that --bench shapes measures (default: 70)"
+    )
+    seed: _Int | None = Field(default=None, ge=0, description="seed of the shapes of --bench shapes (default: 0)")
     rows: _Path | None = Field(default=None, description="append one JSON line for each measurement to this file")
+
+
+def cache_name(config: EngineConfig) -> str:
+    """The codec of the cache and its protected layers, as in `turboquant3, 2 layers at each end bf16`."""
+    protected = f", {config.kv_protect} layers at each end in {config.dtype or 'bf16'}" if config.kv_protect else ""
+    return config.kv_cache + protected
 
 
 def check_softmax(config: EngineConfig) -> None:
@@ -436,8 +475,8 @@ def check_softmax(config: EngineConfig) -> None:
     Raises:
         UserError: names `softmax`.
     """
-    if config.softmax == "sas" and config.kv_cache not in FLASHQ_CODECS:
-        raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4, turbo2 or turbo-mixed")
+    if config.softmax == "sas" and config.kv_cache not in QUANTISED_CODECS:
+        raise UserError("softmax: sas needs a quantised cache; use --kv-cache turbo4 or another quantised codec")
 
 
 # pydantic's error type -> our text, with pydantic's values.

@@ -8,186 +8,41 @@ if __name__ == "__main__":  # before the slow imports
     exit_on_interrupt()
 
 import importlib
-import importlib.util
 import itertools
-import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from alspec.config import FLASHQ_CODECS, BenchConfig
+from alspec.config import QUANTISED_CODECS, BenchConfig
 from alspec.errors import UserError
-from alspec.kernels.attention.decode.lean_decode import lean_decode_attention, spec_parts
-from alspec.kernels.attention.dispatch import KVLayer, attend_workspace
-from alspec.kernels.attention.oracles import decode_attention_ref, speculative_decode_attention_ref
 from alspec.launch.bench.bench_allreduce import BATCHES, HIDDEN, connect, measure
-from alspec.launch.bench.bench_common import check_close, combined, new_spec_output, written
-from alspec.launch.bench.bench_flashq import FlashQCase, flashq_run
+from alspec.launch.bench.bench_common import times_us
 from alspec.launch.bench.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
 from alspec.launch.bench.bench_prompt import PROMPT_CONTEXTS, measure_prompts, prompt_engines, prompt_table
+from alspec.launch.bench.bench_quantised import QuantisedCase, quantised_run
 from alspec.launch.bench.bench_reading import can_read_alone, reading_alone
+from alspec.launch.bench.bench_shapes import NUM_CASES, measure_shapes, shapes_table
+from alspec.launch.bench.decode_case import COLD_BYTES, Case, check, flashinfer, lean, sdpa
 from alspec.launch.bench.spec_ready import spec_ready_us
 from alspec.launch.terminal.flags import Parser, check_writable, parse_command
 from alspec.launch.terminal.output import append_rows, exit_code
 from alspec.runtime.distributed.placement import Placement
 from alspec.runtime.faults.guard import translate_out_of_memory
 from alspec.runtime.profiling.provenance import provenance
-from alspec.runtime.profiling.stats import spread, stream_bandwidth
+from alspec.runtime.profiling.stats import stream_bandwidth
 from alspec.sas import Softmax
 
 __all__ = ["main"]
 
-# Copies of the inputs rotate through this much memory, 35 times the L2, so that nearly all reads come from DRAM. With
-# less, data that is loaded as evict_first, such as quantised records, would partly stay in the L2.
-COLD_BYTES = 2 * 2**30
-WARMUP_MS = 20  # replays before the measurement, until the clock rates have settled
-REPLAYS = 25
 CHUNK_SIZE = 128
 CONTEXTS = tuple(2**power for power in range(10, 19))
 SHAPES = ((32, 8, 128), (8, 2, 128), (32, 8, 64))
-TOLERANCE = 1e-2  # relative RMS of a bf16 output against fp64
-
-
-@dataclass
-class Case:
-    """One shape, with enough copies of its inputs to keep the L2 cold."""
-
-    q: Tensor  # [copies, B, Hq, D] bf16
-    k: Tensor  # [copies, B, Hkv, N, D] bf16
-    v: Tensor
-    seq_lens: Tensor  # [B] int32
-
-    @classmethod
-    def draw(cls, seq_lens: list[int], num_qo_heads: int, num_kv_heads: int, head_dim: int) -> Case:
-        """Fresh random inputs."""
-        batch, capacity = len(seq_lens), max(seq_lens)
-        copies = max(8, min(128, COLD_BYTES // (4 * batch * num_kv_heads * capacity * head_dim)))
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(copies, batch, *shape, dtype=torch.bfloat16, device="cuda")
-
-        return cls(
-            q=normal(num_qo_heads, head_dim),
-            k=normal(num_kv_heads, capacity, head_dim),
-            v=normal(num_kv_heads, capacity, head_dim),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device="cuda"),
-        )
-
-    def last(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and seq_lens of the last copy."""
-        return self.q[-1], self.k[-1], self.v[-1], self.seq_lens
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one launch must read."""
-        heads, head_dim = self.k.shape[2], self.k.shape[4]
-        return int(self.seq_lens.sum()) * heads * head_dim * 2 * self.k.itemsize
-
-
-def lean(case: Case, chunk_size: int = 0) -> Callable[[int], tuple[Tensor, ...]]:
-    """Our kernel on copy `i`. With `chunk_size` it also writes `A~` and the verdict's sums."""
-    _, batch, hq, dim = case.q.shape
-    device, hkv = case.q.device, case.k.shape[2]
-    workspace = attend_workspace(KVLayer(case.k[0], case.v[0]), hq, device)
-    out, lse = torch.full_like(case.q[0], math.nan), torch.full((batch, hq), math.nan, device=device)
-    speculation = None
-    if chunk_size:
-        parts = spec_parts(chunk_size, batch, hq, hkv, dim, case.q.dtype, device)
-        speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device)
-        packets.fill_(-1)  # another epoch than that of the run
-
-    def run(i: int) -> tuple[Tensor, ...]:
-        lean_decode_attention(
-            case.q[i], case.k[i], case.v[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation
-        )
-        return written(out, speculation)
-
-    return run
-
-
-def sdpa(case: Case) -> Callable[[int], tuple[Tensor, ...]]:
-    """torch SDPA on copy `i`, with every request padded to the longest one."""
-    _, batch, hq, dim = case.q.shape
-    capacity = case.k.shape[3]
-    ragged = bool((case.seq_lens != capacity).any())
-    lens = case.seq_lens[:, None, None, None]
-    mask = (torch.arange(capacity, device=case.q.device) < lens).expand(-1, hq, 1, -1) if ragged else None
-
-    def run(i: int) -> tuple[Tensor, ...]:
-        q = case.q[i][:, :, None]
-        out = F.scaled_dot_product_attention(q, case.k[i], case.v[i], attn_mask=mask, enable_gqa=True)
-        return (out.reshape(batch, hq, dim),)
-
-    return run
-
-
-def flashinfer(case: Case) -> Callable[[int], tuple[Tensor, ...]] | None:
-    """FlashInfer's decode of one request on copy `i`, with tensor cores; None if it is not installed."""
-    if case.q.shape[1] != 1 or importlib.util.find_spec("flashinfer") is None:
-        return None
-    decode = importlib.import_module("flashinfer").single_decode_with_kv_cache
-
-    def run(i: int) -> tuple[Tensor, ...]:
-        return (decode(case.q[i, 0], case.k[i, 0], case.v[i, 0], kv_layout="HND", use_tensor_cores=True)[None],)
-
-    return run
-
-
-def check(case: Case | FlashQCase, run: Callable[[int], tuple[Tensor, ...]], chunk_size: int = 0) -> None:
-    """Compare the last copy's result with the fp64 oracle."""
-    args = case.last()
-    scale = case.q.shape[-1] ** -0.5
-    found = run(case.q.shape[0] - 1)
-    if chunk_size:
-        spec_out, full_out, sums = speculative_decode_attention_ref(*args, chunk_size, scale)
-        spec = found[1] if found[1].is_floating_point() else combined(found[1], found[3] if len(found) > 3 else None, 0)
-        found = (found[0], spec, found[2].sum(1))
-        expected: tuple[Tensor, ...] = (full_out, spec_out, sums)
-    else:
-        expected = (decode_attention_ref(*args, scale)[0],)
-    for ours, reference in zip(found, expected, strict=True):
-        check_close(f"result for seq_lens {case.seq_lens.tolist()[:4]}", ours, reference, TOLERANCE)
-
-
-def times_us(runs: Sequence[Callable[[int], Any]], copies: int) -> list[dict[str, float]]:
-    """Microseconds of one launch of each run: p20, p50, p80 over replays of a CUDA graph that runs every copy once.
-
-    The graphs are replayed in turn, so that a change over time affects all of them.
-    """
-    graphs = [_captured(run, copies) for run in runs]
-    for graph in graphs:
-        for _ in range(2 + int(WARMUP_MS / max(_replay_us(graph) / 1e3, 0.05))):
-            graph.replay()
-    samples = [[_replay_us(graph) / copies for graph in graphs] for _ in range(REPLAYS)]
-    return [spread(list(run_samples)) for run_samples in zip(*samples, strict=True)]
-
-
-def _captured(run: Callable[[int], Any], copies: int) -> torch.cuda.CUDAGraph:
-    for i in range(copies):
-        run(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(copies):
-            run(i)
-    return graph
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
 
 
 class Results:
@@ -281,7 +136,7 @@ def bench_decode(results: Results, contexts: list[int]) -> None:
 def add_runs(
     results: Results,
     label: dict[str, Any],
-    case: Case | FlashQCase,
+    case: Case | QuantisedCase,
     runs: Sequence[tuple[str, str, Callable[[int], tuple[Tensor, ...]] | None, int]],
     base: float | None = None,
 ) -> float:
@@ -357,7 +212,7 @@ def bench_prefill(results: Results, _: list[int]) -> None:
         del case, runs, run
 
 
-def bench_flashq_decode(results: Results, contexts: list[int]) -> None:
+def bench_quantised_decode(results: Results, contexts: list[int]) -> None:
     """Decode over the quantised cache, plain and speculative, with either softmax, against SDPA and ours over bf16."""
     for hq, hkv, dim in SHAPES[:2]:
         for context in contexts:
@@ -370,14 +225,14 @@ def bench_flashq_decode(results: Results, contexts: list[int]) -> None:
             ]
             base = add_runs(results, {**label, "codec": "bf16"}, case, runs)
             del case, runs
-            for codec in FLASHQ_CODECS:
-                quantised = FlashQCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
+            for codec in QUANTISED_CODECS:
+                quantised = QuantisedCase.draw([context], hq, hkv, dim, codec, COLD_BYTES)
                 benches = (("decode_attention", 0), ("speculative_decode", CHUNK_SIZE))
                 runs = [
                     (
                         bench,
-                        "alspec.flashq_decode_attention" + (".sas" if softmax == "sas" else ""),
-                        flashq_run(quantised, chunk_size, softmax=softmax),
+                        "alspec.quantised_decode_attention" + (".sas" if softmax == "sas" else ""),
+                        quantised_run(quantised, chunk_size, softmax=softmax),
                         chunk_size,
                     )
                     for softmax, (bench, chunk_size) in itertools.product(get_args(Softmax), benches)
@@ -401,13 +256,26 @@ def bench_prompt(results: Results, contexts: list[int]) -> None:
     results.table = prompt_table(rows)
 
 
-BENCHES = {
+def bench_shapes(results: Results, _: list[int], num_cases: int, seed: int) -> None:
+    """Decode attention on random shapes against SDPA and FlashInfer. They have their own table."""
+    rows: list[dict[str, Any]] = []
+
+    def found(row: dict[str, Any]) -> None:
+        results.write(row, num_gpus=1)
+        rows.append(row)
+
+    measure_shapes(num_cases, seed, results.stream, found)
+    results.table = shapes_table(rows)
+
+
+BENCHES: dict[str, Callable[..., None]] = {
     "decode": bench_decode,
     "ready": bench_ready,
     "allreduce": bench_allreduce,
     "prefill": bench_prefill,
     "prompt": bench_prompt,
-    "turbo": bench_flashq_decode,
+    "shapes": bench_shapes,
+    "turbo": bench_quantised_decode,
 }
 
 
@@ -421,8 +289,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(config: BenchConfig, command: str) -> int:
-    if config.contexts and config.bench in ("allreduce", "prefill"):
+    if config.contexts and config.bench in ("allreduce", "prefill", "shapes"):
         raise UserError(f"flags: --contexts: --bench {config.bench} has cases of its own; leave it out")
+    for flag, value in (("--cases", config.cases), ("--seed", config.seed)):
+        if value is not None and config.bench != "shapes":
+            raise UserError(f"flags: {flag}: only --bench shapes draws its cases; leave it out")
     if not torch.cuda.is_available():
         raise UserError("bench_kernels: needs a CUDA GPU, found none")
     check_writable("flags: --rows", config.rows)
@@ -433,11 +304,13 @@ def _run(config: BenchConfig, command: str) -> int:
         found = f"found {torch.cuda.device_count()} for {placement.local_world_size} ranks"
         raise UserError(f"bench_kernels: needs a CUDA GPU for each rank, {found}")
     torch.cuda.set_device(placement.local_rank)
-    with translate_out_of_memory("Lower --contexts"):
+    is_drawn = config.bench == "shapes"
+    options = {"num_cases": config.cases or NUM_CASES, "seed": config.seed or 0} if is_drawn else {}
+    with translate_out_of_memory("--bench shapes needs some 40 GB" if is_drawn else "Lower --contexts"):
         results = Results(config.rows, command)
         for name in [config.bench] if config.bench else ["decode", "ready"]:
             default = PROMPT_CONTEXTS if name == "prompt" else CONTEXTS
-            BENCHES[name](results, list(config.contexts or default))
+            BENCHES[name](results, list(config.contexts or default), **options)
     results.show()
     return 0
 

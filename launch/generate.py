@@ -133,7 +133,10 @@ def _summary(engine: Engine) -> dict[str, Any]:
     # In a pair, the bytes that a rank reads depend on the verdicts: it skips the work of the other group.
     if generation.step_us and engine.mode != "paired":
         seq_lens = mean_lengths(generation, goes_on=engine.is_fused)
-        read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens, engine.config.kv_cache)
+        config = engine.config
+        read = step_bytes(
+            engine.model_config, engine.placement.shard, engine.dtype, seq_lens, config.kv_cache, config.kv_protect
+        )
         bytes_per_s = read / (summary["ms_per_token_p50"] / 1e3)
         gb_per_s, share = bytes_per_s / 1e9, bytes_per_s / limit
     cuda = engine.device.type == "cuda"

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import HitRate, LatencyConfig, SamplingConfig, check_softmax
+from alspec.config import HitRate, LatencyConfig, SamplingConfig, cache_name, check_softmax
 from alspec.errors import AlspecError, UserError
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.launch.plots.plot_latency import draw
@@ -120,7 +120,11 @@ def _configs(config: LatencyConfig) -> list[LatencyConfig]:
     """One configuration for each mode over each cache. Each configuration gets its own engine."""
     return [
         config.model_copy(
-            update={"kv_cache": codec, "speculation": config.speculation.model_copy(update={"mode": mode})}
+            update={
+                "kv_cache": codec,
+                "kv_protect": 0 if codec == "bf16" and config.codecs else config.kv_protect,
+                "speculation": config.speculation.model_copy(update={"mode": mode}),
+            }
         )
         for codec in _codecs(config)
         for mode in _modes(config)
@@ -210,7 +214,7 @@ def _sweep(
     status: StatusLine,
 ) -> None:
     is_first = engine.placement.rank == 0
-    name = f"{engine.mode}, {config.kv_cache}"
+    name = f"{engine.mode}, {cache_name(config)}"
     status.show(f"{name}: loading weights")
     engine.load(config.batch, config.max_context or cache_tokens(contexts[-1], config.steps))
     status.clear()
@@ -317,6 +321,7 @@ def _row(
             "context": profile.context,
             "text": None if config.prompt_file is None else config.prompt_file.name,
             "kv_cache": config.kv_cache,
+            **({"kv_protect": config.kv_protect} if config.kv_protect else {}),
             "softmax": config.softmax,
             "hit_rate": None if profile.hit_rate is None else round(profile.hit_rate, 4),
             "forced": rate != "real",

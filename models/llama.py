@@ -18,7 +18,7 @@ from alspec.kernels.prompt.elementwise import add_parts, add_rms_norm, rms_norm,
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama_config import LlamaConfig
 
-__all__ = ["LayerWeights", "Llama", "LlamaWeights", "Shard", "load_weights", "random_weights"]
+__all__ = ["LayerWeights", "Llama", "LlamaWeights", "Shard", "load_weights", "random_weights", "rotate_values"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,23 @@ def random_weights(config: LlamaConfig, shard: Shard, dtype: torch.dtype, device
     del head
     layers = tuple(draw_layer(layer) for layer in range(config.num_layers))
     return LlamaWeights(embedding, layers, torch.ones_like(layers[0].input_norm), lm_head)
+
+
+def rotate_values(weights: LlamaWeights, config: LlamaConfig, rotation: Tensor) -> None:
+    """Rotate the values of every KV head, in place: `v' = R v` by the rows of W_v, and back by W_o, `W_o' = W_o R^T`.
+
+    Attention outputs are then rotated too, and everything after W_o stays as it was. Products are computed in fp32.
+
+    Args:
+        rotation: R, [D, D] fp32, orthonormal.
+    """
+    for layer in weights.layers:
+        values = layer.qkv.unflatten(0, (-1, config.head_dim))
+        heads_per_kv = config.num_qo_heads // config.num_kv_heads
+        values = values[values.shape[0] * (heads_per_kv + 1) // (heads_per_kv + 2) :]  # [Hkv, D, hidden]
+        values.copy_(rotation @ values.float())
+        out = layer.o.unflatten(1, (-1, config.head_dim))  # [hidden, Hq, D]
+        out.copy_(out.float() @ rotation.T)
 
 
 class Group(Protocol):

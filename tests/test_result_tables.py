@@ -254,9 +254,9 @@ def test_tables_of_attention_over_quantised_caches(project: Path) -> None:
         row("decode_attention", "torch.sdpa", 15.0, codec="bf16", **at),
         row("decode_attention", "alspec.lean_decode_attention", 12.0, codec="bf16", **at),
         row("speculative_decode", "alspec.lean_decode_attention", 14.0, codec="bf16", **at),
-        row("decode_attention", "alspec.flashq_decode_attention", 8.0, codec="turbo4", **at),
-        row("decode_attention", "alspec.flashq_decode_attention.sas", 10.0, codec="turbo4", **at),
-        row("speculative_decode", "alspec.flashq_decode_attention", 7.0, codec="turbo4", **at),
+        row("decode_attention", "alspec.quantised_decode_attention", 8.0, codec="turbo4", **at),
+        row("decode_attention", "alspec.quantised_decode_attention.sas", 10.0, codec="turbo4", **at),
+        row("speculative_decode", "alspec.quantised_decode_attention", 7.0, codec="turbo4", **at),
     ]
     prompts = [
         row("prefill_attention", impl, us, tokens=4096, **at)

@@ -5,21 +5,40 @@ CPU tensors: PyTorch, on dequantised K and V if the cache is quantised. CUDA ten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, Phase, SpecOutput, lean_decode_attention
-from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_decode_attention, flashq_settings
+from alspec.kernels.attention.decode.lean_decode import (
+    LeanWorkspace,
+    Phase,
+    SpecOutput,
+    lean_decode_attention,
+    spec_parts,
+)
+from alspec.kernels.attention.decode_quantised.quantised_decode import (
+    quantised_decode_attention,
+    quantised_settings,
+    quantised_spec_parts,
+)
 from alspec.kernels.attention.torch_attention import decode_attention, predictor_attention, verify_attention
 from alspec.kernels.common.jit_launch import num_sms
-from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_dequantize
-from alspec.kernels.kv_codec.flashq.layout import FlashQLayer
+from alspec.kernels.kv_codec.codec_reference import kv_dequantize
+from alspec.kernels.kv_codec.quantised_layer import QuantisedLayer
 from alspec.sas import Softmax
 
-__all__ = ["CacheLayer", "DecodeAttention", "KVLayer", "attend", "attend_workspace"]
+__all__ = [
+    "CacheLayer",
+    "DecodeAttention",
+    "KVLayer",
+    "attend",
+    "attend_spec_parts",
+    "attend_workspace",
+    "attend_workspaces",
+]
 
 
 class KVLayer(NamedTuple):
@@ -53,13 +72,13 @@ class KVLayer(NamedTuple):
         return KVLayer(self.k[layer], self.v[layer])
 
 
-CacheLayer = KVLayer | FlashQLayer
+CacheLayer = KVLayer | QuantisedLayer
 
 
 def attend_workspace(layer: CacheLayer, num_qo_heads: int, device: torch.device, spare_sms: int = 0) -> LeanWorkspace:
     """Allocate the scratch memory of `attend` for all SMs but `spare_sms`; for 4 programs in the interpreter."""
     sms = num_sms(device) - spare_sms if device.type == "cuda" else 4
-    per_sm = flashq_settings(device).per_sm if isinstance(layer, FlashQLayer) else 1
+    per_sm = quantised_settings(device).per_sm if isinstance(layer, QuantisedLayer) else 1
     return LeanWorkspace.allocate(
         layer.batch_size, num_qo_heads, layer.num_kv_heads, layer.head_dim, device, per_sm * sms
     )
@@ -82,8 +101,8 @@ def attend(
 
     Args, Raises and Capture as for `lean_decode_attention`; `layer` replaces `k_cache` and `v_cache`.
     """
-    if isinstance(layer, FlashQLayer):
-        flashq_decode_attention(
+    if isinstance(layer, QuantisedLayer):
+        quantised_decode_attention(
             q,
             layer,
             seq_lens,
@@ -112,27 +131,44 @@ def attend(
         )
 
 
+def attend_spec_parts(layer: CacheLayer, num_qo_heads: int, chunk_size: int, device: torch.device) -> int:
+    """Return the number of parts in which `attend` sends `A~`, if the receiver is on another GPU."""
+    batch_size, num_kv_heads = layer.batch_size, layer.num_kv_heads
+    if isinstance(layer, QuantisedLayer):
+        return quantised_spec_parts(batch_size, num_qo_heads // num_kv_heads, device)
+    return spec_parts(chunk_size, batch_size, num_qo_heads, num_kv_heads, layer.head_dim, layer.k.dtype, device)
+
+
+def attend_workspaces(
+    layers: Sequence[CacheLayer], num_qo_heads: int, device: torch.device, spare_sms: int = 0
+) -> dict[type, LeanWorkspace]:
+    """Allocate `attend_workspace` once for each kind of layer."""
+    kinds = {type(layer): layer for layer in layers}
+    return {kind: attend_workspace(layer, num_qo_heads, device, spare_sms) for kind, layer in kinds.items()}
+
+
 class DecodeAttention:
     """Attention of one new token per request. Owns the scratch memory that its launches share.
 
     A speculative layer calls `predict`, may send the result, and then calls `verify` with the same arguments.
 
     Args:
-        layer: any layer of the cache; gives the shapes and the codec.
+        layers: all layers of the cache; they give the shapes and the codecs.
 
     Shapes: B requests, Hq and Hkv this rank's query and KV heads, D head_dim, N cache capacity.
     """
 
     def __init__(
-        self, layer: CacheLayer, num_qo_heads: int, chunk_size: int, sm_scale: float, device: torch.device
+        self, layers: Sequence[CacheLayer], num_qo_heads: int, chunk_size: int, sm_scale: float, device: torch.device
     ) -> None:
         self._chunk_size = chunk_size
         self._sm_scale = sm_scale
         self._is_cuda = device.type == "cuda"
         if not self._is_cuda:
             return
+        layer = layers[0]
         shape = (layer.batch_size, num_qo_heads, layer.head_dim)
-        self._workspace = attend_workspace(layer, num_qo_heads, device)
+        self._workspaces = attend_workspaces(layers, num_qo_heads, device)
         self._out, self._spec_out = (torch.empty(shape, device=device) for _ in range(2))
         self._lse = torch.empty(shape[:2], device=device)
         self._speculation = SpecOutput(
@@ -184,9 +220,10 @@ class DecodeAttention:
     def _launch(
         self, q: Tensor, layer: CacheLayer, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase = "all"
     ) -> None:
-        attend(q, layer, seq_lens, self._sm_scale, self._workspace, self._out, self._lse, speculation, phase)
+        workspace = self._workspaces[type(layer)]
+        attend(q, layer, seq_lens, self._sm_scale, workspace, self._out, self._lse, speculation, phase)
 
 
 def _dense_kv(layer: CacheLayer, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
     """K and V [B, Hkv, N, D], dequantised if the cache is quantised; indexed by position."""
-    return layer if isinstance(layer, KVLayer) else flashq_dequantize(layer, seq_lens)
+    return layer if isinstance(layer, KVLayer) else kv_dequantize(layer, seq_lens)

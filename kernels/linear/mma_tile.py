@@ -9,8 +9,8 @@ A row is read in *slices*. In a slice each warp has its own `STEPS` k-blocks; th
 end of the row. A program loads its first slice before it waits for the previous kernel. It loads each further slice
 while it uses the previous slice, also across tiles. A request's result has the same bits with 2 requests and with 8.
 
-As in kernels/attention/decode_flashq/values.py, tensors [W, 32] have a warp in each row and a lane in each column. They
-are loaded by inline assembly, because the compiler would choose another layout for a load.
+As in kernels/attention/decode_quantised/lanes.py, tensors [W, 32] have a warp in each row and a lane in each column.
+They are loaded by inline assembly, because the compiler would choose another layout for a load.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.comm.ll_packets import store_packets
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
-from alspec.kernels.kv_codec.flashq.layout import BLOCK, PER_HEAD, FlashQLayer
 from alspec.kernels.kv_codec.flashq.record import TOKENS, to_int8
+from alspec.kernels.kv_codec.quantised_layer import BLOCK, PER_HEAD, QuantisedLayer
 from alspec.kernels.linear.gemv_tile import (
     PROGRAMS_PER_SM,
     dot_pairs,
@@ -227,7 +227,7 @@ def qkv_rope_append(
     v_cache: Tensor,
     eps: float,
     gate: Tensor | None = None,
-    layer: FlashQLayer | None = None,
+    layer: QuantisedLayer | None = None,
     inbox: Tensor | None = None,
     epoch: Tensor | None = None,
 ) -> None:
@@ -235,8 +235,8 @@ def qkv_rope_append(
 
         y = (x_norm W^T) / sqrt(sum(square_sums) / K + eps);  q, k rotated;  cache[seq_len - 1] = k, v
 
-    With a quantised `layer`, k and v are also quantised into its tail, as `flashq_append` does. Then k_cache and
-    v_cache hold only the newest token, unquantised. Oracle of the tail: `flashq_append_ref`.
+    With a quantised `layer`, k and v are also quantised into its tail, as `kv_append` does. Then k_cache and
+    v_cache hold only the newest token, unquantised. Oracle of the tail: `kv_append_ref`.
 
     Args:
         x_norm: [B, K] in weight's dtype, `x * gamma`.

@@ -54,7 +54,7 @@ from alspec.kernels.attention.dispatch import CacheLayer
 from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.comm.pair_state import GATE_STRIDE, PairShape
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
-from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
+from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
 from alspec.kernels.norm.residual import BLOCK as RESIDUAL_BLOCK
 from alspec.kernels.norm.residual import num_square_sums, write_residual
 from alspec.kernels.speculation.handover import cache_args, newest_offset, store_message

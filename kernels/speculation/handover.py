@@ -21,8 +21,8 @@ from alspec.kernels.attention.dispatch import CacheLayer, KVLayer
 from alspec.kernels.comm.ll_packets import wait_packets
 from alspec.kernels.comm.pair_state import PairState
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options, set_l1_carveout
-from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
 from alspec.kernels.kv_codec.flashq.record import TOKENS, to_int8
+from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
 from alspec.kernels.norm.residual import BLOCK as RESIDUAL_BLOCK
 from alspec.kernels.norm.residual import num_square_sums, write_residual
 
@@ -197,7 +197,7 @@ def receive_handover(
 
     Args:
         x: [B, hidden] fp32, written.
-        cache: of the layer; the newest token is written, in a quantised cache into the tail as by `flashq_append_ref`.
+        cache: of the layer; the newest token is written, in a quantised cache into the tail as by `kv_append_ref`.
         seq_lens: [B] int32, with the new token.
         attn_out: [B, Hq, D], written.
     Capture: graph-safe; allocates nothing.

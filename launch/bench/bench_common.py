@@ -1,8 +1,10 @@
-"""Helpers of the benchmarks: buffers for `A~`, the outputs of attention, and their check."""
+"""Helpers of the benchmarks: buffers for `A~`, the outputs of attention, their check, and timing."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,13 @@ from alspec.errors import BadNumbersError
 from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import SpecOutput
 from alspec.kernels.comm.ll_packets import unpack_packets
+from alspec.runtime.profiling.stats import spread
 
-__all__ = ["check_close", "combined", "new_spec_output", "written"]
+__all__ = ["check_close", "combined", "new_spec_output", "times_us", "written"]
+
+WARMUP_MS = 20  # replays before the measurement, until the clock rates have settled
+REPLAYS = 25
+FLUSH_BYTES = 256 * 2**20  # reading as much replaces everything in the L2
 
 
 def new_spec_output(chunk_size: int, q: Tensor, parts: int, device: torch.device) -> tuple[SpecOutput, Tensor]:
@@ -64,3 +71,48 @@ def check_close(what: str, found: Tensor, expected: Tensor, tolerance: float) ->
     error = float((found.double() - expected.double()).norm() / expected.double().norm())
     if not error < tolerance:
         raise BadNumbersError(f"wrong {what}: relative error {error:.2e}, tolerance {tolerance:.0e}")
+
+
+def times_us(
+    runs: Sequence[Callable[[int], Any]], copies: int, replays: int = REPLAYS, *, flush_l2: bool = False
+) -> list[dict[str, float]]:
+    """Microseconds of one launch of each run: p20, p50, p80 over replays of a CUDA graph that runs every copy once.
+
+    The graphs are replayed in turn, so that a change over time affects all of them.
+
+    Args:
+        runs: functions of the index of a copy.
+        copies: number of copies of the inputs.
+        replays: measured replays of each graph.
+        flush_l2: replace the contents of the L2 before each replay, for copies that together fit into it.
+    """
+    # Read, not written: dirty lines would be written back during the replay.
+    flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if flush_l2 else None
+    graphs = [_captured(run, copies) for run in runs]
+    for graph in graphs:
+        for _ in range(2 + int(WARMUP_MS / max(_replay_us(graph, flush) / 1e3, 0.05))):
+            graph.replay()
+    samples = [[_replay_us(graph, flush) / copies for graph in graphs] for _ in range(replays)]
+    return [spread(list(run_samples)) for run_samples in zip(*samples, strict=True)]
+
+
+def _captured(run: Callable[[int], Any], copies: int) -> torch.cuda.CUDAGraph:
+    for i in range(copies):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(copies):
+            run(i)
+    return graph
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, flush: Tensor | None) -> float:
+    if flush is not None:
+        flush.sum()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3

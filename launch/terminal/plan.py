@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from alspec.config import GenerateConfig, check_softmax
+from alspec.config import GenerateConfig, cache_name, check_softmax
 from alspec.error_bounds import high_probability_bound
 from alspec.latency_model import StepCosts, speculative_step_us, tp_step_us
 from alspec.models.checkpoint.source import model_config
@@ -46,7 +46,13 @@ FAILURE_PROBABILITY = 0.01  # of the bound on the error of accepted A~
 
 
 def step_costs(
-    config: LlamaConfig, world_size: int, num_groups: int, dtype: torch.dtype, context: int, kv_cache: str = "bf16"
+    config: LlamaConfig,
+    world_size: int,
+    num_groups: int,
+    dtype: torch.dtype,
+    context: int,
+    kv_cache: str = "bf16",
+    kv_protect: int = 0,
 ) -> StepCosts:
     """Predict the parts of one decode step on groups of `world_size / num_groups` ranks.
 
@@ -54,7 +60,7 @@ def step_costs(
     """
     tp_size = world_size // num_groups
     shard = Shard(0, tp_size, 0, world_size)
-    cache = bytes_per_token(kv_cache, config, tp_size, dtype) * context
+    cache = bytes_per_token(kv_cache, config, tp_size, dtype, kv_protect) * context
     head = config.hidden_size * dtype.itemsize * -(-config.vocab_size // world_size)
     layers = step_bytes(config, shard, dtype, [], kv_cache) - head
 
@@ -87,12 +93,12 @@ def print_plan(config: GenerateConfig) -> None:
     """
     check_softmax(config)
     model = model_config(config)
-    check_codec(config.kv_cache, model, 1)
+    check_codec(config.kv_cache, model, 1, config.kv_protect)
     check_max_context(config.max_context, model)
     dtype = DTYPES[config.dtype or model.dtype]
     context = config.max_context or model.longest_context
     table = Table(
-        title=f"{context} tokens, {config.dtype or model.dtype}, cache {config.kv_cache}; captured step over peer "
+        title=f"{context} tokens, {config.dtype or model.dtype}, cache {cache_name(config)}; captured step over peer "
         f"memory on H200s, {STREAM_BYTES_PER_S / 1e12:.1f} TB/s, paired at a hit rate of {PREDICTED_HIT_RATE:.2f}",
         caption=_what_speculation_changes(config.speculation.threshold, model.num_layers),
     )
@@ -107,8 +113,9 @@ def print_plan(config: GenerateConfig) -> None:
                 continue
             if config.kv_cache == "turbo-mixed" and tp_size == model.num_kv_heads:
                 continue  # a rank would have one KV head; turbo-mixed needs two
-            plan = plan_memory(model, Shard(0, tp_size, 0, world_size), dtype, 1, context, config.kv_cache, "cuda")
-            costs = step_costs(model, world_size, num_groups, dtype, context, config.kv_cache)
+            codec, protect, shard = config.kv_cache, config.kv_protect, Shard(0, tp_size, 0, world_size)
+            plan = plan_memory(model, shard, dtype, 1, context, codec, "cuda", protect)
+            costs = step_costs(model, world_size, num_groups, dtype, context, codec, protect)
             step_us = tp_step_us(costs) if mode == "off" else speculative_step_us(costs, PREDICTED_HIT_RATE)
             off_us = step_us if mode == "off" else off_us
             sizes = (plan.weights_bytes, plan.cache_bytes, plan.buffer_bytes)

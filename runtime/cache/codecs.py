@@ -5,28 +5,36 @@ from __future__ import annotations
 import torch
 
 from alspec.errors import UserError
-from alspec.kernels.attention.decode_flashq.flashq_decode import MAX_HEADS_PER_KV
-from alspec.kernels.kv_codec.flashq.layout import HEAD_DIMS
+from alspec.kernels.attention.decode_quantised.quantised_decode import MAX_HEADS_PER_KV
+from alspec.kernels.kv_codec.quantised_layer import HEAD_DIMS
 from alspec.models.llama_config import LlamaConfig
-from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.runtime.cache.kv_cache import KVCache
+from alspec.runtime.cache.protected_cache import ProtectedCache
+from alspec.runtime.cache.quantised_cache import QuantisedCache
 from alspec.sas import Softmax
 
 __all__ = ["Cache", "bytes_per_token", "cache_bytes", "check_codec", "check_head_dim", "new_cache"]
 
-Cache = KVCache | FlashQCache
+Cache = KVCache | QuantisedCache | ProtectedCache
 
 MIN_HEAD_DIM = 16  # smallest inner size of `tl.dot`
 
 
-def check_codec(codec: str, config: LlamaConfig, tp_size: int) -> None:
+def check_codec(codec: str, config: LlamaConfig, tp_size: int, protect: int = 0) -> None:
     """Check that a codec supports this model on `tp_size` ranks.
 
     Raises:
-        UserError: it does not; the message names `kv_cache`.
+        UserError: it does not; the message names `kv_cache` or `kv_protect`.
     """
     if codec == "bf16":
+        if protect:
+            raise UserError("kv_protect: a bf16 cache has no quantised layers; use it with another --kv-cache")
         return
+    if 2 * protect >= config.num_layers:
+        raise UserError(
+            f"kv_protect: expected less than half of the model's {config.num_layers} layers, found {protect}; "
+            "use --kv-cache bf16 for all layers"
+        )
     if config.head_dim not in HEAD_DIMS:
         sizes = " or ".join(map(str, HEAD_DIMS))
         raise UserError(f"kv_cache: {codec} needs a head_dim of {sizes}, the model has {config.head_dim}; use bf16")
@@ -65,6 +73,7 @@ def new_cache(
     dtype: torch.dtype,
     device: torch.device,
     softmax: Softmax = "exact",
+    protect: int = 0,
 ) -> Cache:
     """Create an empty cache for one rank.
 
@@ -73,27 +82,39 @@ def new_cache(
         batch_size: requests.  max_context: tokens of capacity per request.
         dtype: of keys and values in an uncompressed cache; a quantised cache ignores it.
         softmax: of attention over a quantised cache; an uncompressed cache ignores it.
+        protect: first and last layers that stay uncompressed beside quantised ones.
     """
-    heads = config.num_kv_heads // tp_size
+    shape = (batch_size, config.num_kv_heads // tp_size, max_context, config.head_dim)
     if codec == "bf16":
-        return KVCache(config.num_layers, batch_size, heads, max_context, config.head_dim, dtype, device)
-    return FlashQCache(codec, config.num_layers, batch_size, heads, max_context, config.head_dim, device, softmax)
+        return KVCache(config.num_layers, *shape, dtype, device)
+    quantised = QuantisedCache(codec, config.num_layers - 2 * protect, *shape, device, softmax)
+    return ProtectedCache(KVCache(2 * protect, *shape, dtype, device), quantised) if protect else quantised
 
 
-def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype) -> float:
+def bytes_per_token(codec: str, config: LlamaConfig, tp_size: int, dtype: torch.dtype, protect: int = 0) -> float:
     """Return the bytes per cached token of one request on one rank."""
-    heads = config.num_kv_heads // tp_size
+    heads, layers = config.num_kv_heads // tp_size, config.num_layers
     if codec == "bf16":
-        return KVCache.bytes_per_token(config.num_layers, heads, config.head_dim, dtype)
-    return FlashQCache.bytes_per_token(codec, config.num_layers, heads, config.head_dim)
+        return KVCache.bytes_per_token(layers, heads, config.head_dim, dtype)
+    token = QuantisedCache.bytes_per_token(codec, layers - 2 * protect, heads, config.head_dim)
+    return token + KVCache.bytes_per_token(2 * protect, heads, config.head_dim, dtype)
 
 
 def cache_bytes(
-    codec: str, config: LlamaConfig, tp_size: int, batch_size: int, max_context: int, dtype: torch.dtype
+    codec: str,
+    config: LlamaConfig,
+    tp_size: int,
+    batch_size: int,
+    max_context: int,
+    dtype: torch.dtype,
+    protect: int = 0,
 ) -> int:
     """Return `num_bytes` of the cache that `new_cache` would create, without creating it."""
     heads = config.num_kv_heads // tp_size
-    if codec == "bf16":
-        token = KVCache.bytes_per_token(config.num_layers, heads, config.head_dim, dtype)
-        return token * batch_size * max_context
-    return FlashQCache.bytes_for(codec, config.num_layers, batch_size, heads, max_context, config.head_dim)
+    uncompressed = config.num_layers if codec == "bf16" else 2 * protect
+    layers = config.num_layers - uncompressed
+    token = KVCache.bytes_per_token(uncompressed, heads, config.head_dim, dtype)
+    total = token * batch_size * max_context
+    if layers:
+        total += QuantisedCache.bytes_for(codec, layers, batch_size, heads, max_context, config.head_dim)
+    return total

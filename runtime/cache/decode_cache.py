@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.dispatch import CacheLayer, KVLayer, attend_workspace
-from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_compact
-from alspec.kernels.kv_codec.flashq.layout import FlashQLayer
+from alspec.kernels.attention.decode.lean_decode import LeanWorkspace
+from alspec.kernels.attention.dispatch import KVLayer, attend_workspaces
+from alspec.kernels.kv_codec.quantised_layer import QuantisedLayer
+from alspec.runtime.cache.codecs import Cache
 
 __all__ = ["DecodeCache"]
 
@@ -20,7 +21,7 @@ class DecodeCache:
     makes records of full tails.
 
     Args:
-        layers: all layers, stacked.
+        cache: all layers.
         seq_lens: [B] int32 on the device, including the newest token.
         num_qo_heads: query heads of this rank.
         dtype: of keys and values before quantisation.
@@ -29,23 +30,21 @@ class DecodeCache:
     """
 
     def __init__(
-        self,
-        layers: CacheLayer,
-        seq_lens: Tensor,
-        num_qo_heads: int,
-        dtype: torch.dtype,
-        spare_sms: int = 0,
+        self, cache: Cache, seq_lens: Tensor, num_qo_heads: int, dtype: torch.dtype, spare_sms: int = 0
     ) -> None:
-        num_layers = layers.k.shape[0] if isinstance(layers, KVLayer) else layers.tail.shape[0]
-        self._all, self.layers = layers, [layers.select(layer) for layer in range(num_layers)]
+        self._cache, self.layers = cache, [cache.layer(layer) for layer in range(cache.num_layers)]
         self._seq_lens, device = seq_lens, seq_lens.device
-        if isinstance(layers, FlashQLayer):
+        if any(isinstance(layer, QuantisedLayer) for layer in self.layers):
             # The unquantised newest token lies here, in a cache of one position.
-            shape = (layers.batch_size, layers.num_kv_heads, 1, layers.head_dim)
+            shape = (cache.batch_size, cache.num_kv_heads, 1, cache.head_dim)
             self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             self._one = torch.ones_like(seq_lens)
-        self.sm_scale = layers.head_dim**-0.5
-        self.workspace = attend_workspace(layers, num_qo_heads, device, spare_sms)
+        self.sm_scale = cache.head_dim**-0.5
+        self._workspaces = attend_workspaces(self.layers, num_qo_heads, device, spare_sms)
+
+    def workspace(self, layer: int) -> LeanWorkspace:
+        """Return the scratch memory of attention over a layer; layers of one kind share it."""
+        return self._workspaces[type(self.layers[layer])]
 
     def newest(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return k, v [B, Hkv, N, D] and lengths [B] int32: request b's newest token lies at [b, :, lengths[b] - 1]."""
@@ -54,12 +53,11 @@ class DecodeCache:
             return cache.k, cache.v, self._seq_lens
         return self._k, self._v, self._one
 
-    def quantised(self, layer: int) -> FlashQLayer | None:
+    def quantised(self, layer: int) -> QuantisedLayer | None:
         """Return the quantised layer, whose tail the QKV projection also writes; None for bf16."""
         cache = self.layers[layer]
-        return cache if isinstance(cache, FlashQLayer) else None
+        return cache if isinstance(cache, QuantisedLayer) else None
 
     def compact(self) -> None:
         """Make records of full tails, for the next step. Call it after all layers have the newest token."""
-        if isinstance(self._all, FlashQLayer):
-            flashq_compact(self._all, self._seq_lens)
+        self._cache.compact(self._seq_lens)

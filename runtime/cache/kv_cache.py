@@ -80,6 +80,9 @@ class KVCache:
         """Return one layer, as decode attention reads it."""
         return self.layers.select(layer)
 
+    def compact(self, seq_lens: Tensor) -> None:
+        """Do nothing: appended tokens stay where they are."""
+
     def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
         """Store one new token of each request: k, v [B, Hkv, D]; seq_lens [B] integers, including the new token."""
         positions = seq_lens - 1

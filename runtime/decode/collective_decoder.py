@@ -97,7 +97,7 @@ class CollectiveDecoder(Decoder):
         """Launch the sender's attention. Its `predictor` phase writes `A~` into the handover buffer."""
         buffers, cache, handover = self.buffers, self.cache, self.handover
         attend(
-            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace, buffers.attn_out,
+            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer), buffers.attn_out,
             buffers.lse, handover.spec_output(self.speculation.chunk_size), phase, handover.gates(layer).is_sender,
         )  # fmt: skip
 

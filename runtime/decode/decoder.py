@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.dispatch import CacheLayer, attend
+from alspec.kernels.attention.dispatch import attend
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.linear.projections import gate_up_silu, qkv_rope_append
 from alspec.kernels.linear.push import lm_head, push_partial
@@ -28,6 +28,7 @@ from alspec.kernels.norm.residual import embed_norm, num_square_sums, reduce_nor
 from alspec.kernels.sampling.next_token import collect_logits, num_candidates
 from alspec.models.llama import LlamaWeights
 from alspec.models.llama_config import LlamaConfig
+from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.cache.decode_cache import DecodeCache
 from alspec.runtime.decode.hooks import OperationHook
 
@@ -121,7 +122,7 @@ class Decoder:
     config: LlamaConfig
     weights: LlamaWeights
     inv_freq: Tensor
-    cache_layers: CacheLayer  # all layers of the cache, stacked, of any codec
+    kv_cache: Cache
     buffers: DecodeBuffers
     exchange: Exchange
     logit_exchange: LogitExchange
@@ -138,9 +139,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         buffers, layers = self.buffers, self.weights.layers
-        self.cache = DecodeCache(
-            self.cache_layers, buffers.seq_lens, buffers.q.shape[1], buffers.q.dtype, self.spare_sms
-        )
+        self.cache = DecodeCache(self.kv_cache, buffers.seq_lens, buffers.q.shape[1], buffers.q.dtype, self.spare_sms)
         # The norm after each all-reduce: after attention this layer's second, after the MLP the next layer's first.
         self._gammas = [(layer.post_norm, following.input_norm) for layer, following in pairwise(layers)]
         self._gammas.append((layers[-1].post_norm, self.weights.final_norm))
@@ -190,7 +189,7 @@ class Decoder:
         buffers, cache = self.buffers, self.cache
         # The projection before it writes only q and the newest token, so the kernel may prefetch the rest.
         attend(
-            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace, buffers.attn_out,
+            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer), buffers.attn_out,
             buffers.lse, prefetch_before_wait=True,
         )  # fmt: skip
 

@@ -111,8 +111,9 @@ class EagerStep:
         self.threshold = speculation.threshold
         config, tp_size = model.config, transport.placement.tp_size
         self._attention = DecodeAttention(
-            cache.layer(0), config.num_qo_heads // tp_size, speculation.chunk_size, model.sm_scale, cache.device
-        )
+            [cache.layer(layer) for layer in range(cache.num_layers)], config.num_qo_heads // tp_size,
+            speculation.chunk_size, model.sm_scale, cache.device,
+        )  # fmt: skip
         self._operation = operation
         self._group = transport.placement.group
         self._priority = INITIAL_PRIORITY

@@ -73,7 +73,7 @@ class PairedDecoder(Decoder):
         update_roles(pair, layer, speculation.hits, TIMEOUT_NS)
         spec_output = pair_spec_output(pair, layer, speculation.chunk_size, self.sums)
         attend(
-            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace, buffers.attn_out,
+            buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer), buffers.attn_out,
             buffers.lse, spec_output, gate=pair.is_sender, prefetch_before_wait=True,
         )  # fmt: skip
         decide(

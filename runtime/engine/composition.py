@@ -12,15 +12,13 @@ import torch
 from alspec.config import EngineConfig, SpeculationConfig
 from alspec.errors import UserError
 from alspec.kernels.attention.decode.combine import num_sums
-from alspec.kernels.attention.decode.lean_decode import spec_parts
-from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_spec_parts
+from alspec.kernels.attention.dispatch import attend_spec_parts
 from alspec.kernels.comm.pair_state import PairShape
 from alspec.kernels.common.limits import MAX_BATCH
 from alspec.kernels.speculation.collective_handover import CollectiveHandover
 from alspec.models.llama import Llama
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import Cache, check_codec, check_head_dim, new_cache
-from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.collective_decoder import SPARE_SMS, CollectiveDecoder
 from alspec.runtime.decode.decode_step import DecodeStep
@@ -74,7 +72,7 @@ def choose(config: EngineConfig, model: LlamaConfig, has_trace: bool) -> Choices
     environment = Placement.from_environment()
     mode, num_groups = choose_mode(config.speculation.mode, model, environment.world_size)
     placement = replace(environment, num_groups=num_groups)
-    check_codec(config.kv_cache, model, placement.tp_size)
+    check_codec(config.kv_cache, model, placement.tp_size, config.kv_protect)
     device, backend, notice = choose_device(config, placement)
     check_head_dim(model, device)
     notices = [notice] if notice else []
@@ -117,7 +115,15 @@ def build_cache(choices: Choices, config: EngineConfig, model: LlamaConfig, batc
     """The KV cache of this rank, in the codec of `--kv-cache`."""
     tp_size = choices.placement.tp_size
     return new_cache(
-        config.kv_cache, model, tp_size, batch_size, max_context, choices.dtype, choices.device, config.softmax
+        config.kv_cache,
+        model,
+        tp_size,
+        batch_size,
+        max_context,
+        choices.dtype,
+        choices.device,
+        config.softmax,
+        config.kv_protect,
     )
 
 
@@ -159,7 +165,7 @@ def build_captured_step(
         shape if speculation and peer_memory else None,
     )  # fmt: skip
     common = (
-        config, model.weights, model.inv_freq, cache.layers,
+        config, model.weights, model.inv_freq, cache,
         DecodeBuffers.allocate(config, tp_size, batch_size, model.weights.embedding.dtype, device),
         exchange, logit_exchange, transport.all_reduce, transport.all_gather_world,
     )  # fmt: skip
@@ -194,11 +200,8 @@ def _pair_shape(
     config, batch_size, tp_size = model.config, cache.batch_size, transport.placement.tp_size
     num_heads, parts = config.num_qo_heads // tp_size, 1
     if speculation is not None and peer_memory == "symm":
-        if isinstance(cache, KVCache):
-            heads = (batch_size, num_heads, cache.num_kv_heads, config.head_dim)
-            parts = spec_parts(speculation.chunk_size, *heads, cache.layers.k.dtype, transport.device)
-        else:
-            parts = flashq_spec_parts(batch_size, num_heads // cache.num_kv_heads, transport.device)
+        layers = [cache.layer(layer) for layer in range(cache.num_layers)]
+        parts = min(attend_spec_parts(layer, num_heads, speculation.chunk_size, transport.device) for layer in layers)
     return PairShape(
         config.num_layers, batch_size, tp_size, config.hidden_size, num_heads, cache.num_kv_heads, config.head_dim,
         parts,

@@ -19,9 +19,11 @@ import torch.distributed as dist
 from alspec.config import EngineConfig, SamplingConfig, check_softmax, validate
 from alspec.errors import UserError
 from alspec.kernels.common.limits import MAX_BATCH
+from alspec.kernels.kv_codec.formats import rotates_values
+from alspec.kernels.kv_codec.turboquant.rotation import rotation
 from alspec.models.checkpoint.source import model_config, model_folder
 from alspec.models.generation_config import notice_of_settings
-from alspec.models.llama import Llama
+from alspec.models.llama import Llama, rotate_values
 from alspec.models.tokenizer.tokenizer import Prompt, Tokenizer, encode_prompts, prompts_of, spelled
 from alspec.runtime.cache.codecs import Cache
 from alspec.runtime.decode.decode_step import DecodeStep, StepRecord
@@ -168,8 +170,9 @@ class Engine:
             available = min(map(int, self.agreement.exchange(str(own))))
         codec = self.config.kv_cache
         memory = check_fits(
-            config, placement.shard, self.dtype, batch_size, max_context, available, codec, self.device.type
-        )
+            config, placement.shard, self.dtype, batch_size, max_context, available, codec, self.device.type,
+            self.config.kv_protect,
+        )  # fmt: skip
         if "cache" in vars(self):
             # Free the graph, then the cache that it refers to, before the new cache is allocated.
             self._release()
@@ -220,6 +223,8 @@ class Engine:
         self.heartbeat.mark(0, LOADING, -1)
         take_device(self.device, placement)
         weights = read_weights(self.checkpoint, config, placement, self.dtype, self.device)
+        if rotates_values(self.config.kv_cache):
+            rotate_values(weights, config, rotation(config.head_dim, self.device))
         self.transport = Transport(placement, self.device, self._choices.backend, self._store)
         try:
             self._peer_memory, notices = find_peer_memory(self._choices, self.config.transport, self.transport)

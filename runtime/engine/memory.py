@@ -51,6 +51,7 @@ def plan_memory(
     max_context: int,
     kv_cache: str = "bf16",
     device_type: str = "cpu",
+    kv_protect: int = 0,
 ) -> MemoryPlan:
     """Bytes of weights, cache and activations on one rank, on a CPU or a GPU (`cuda`).
 
@@ -66,7 +67,7 @@ def plan_memory(
     per_layer = hidden * (qkv_rows + attn_width + 3 * intermediate + 2)
     lm_head = 0 if config.tie_word_embeddings else stop - start
     weights = dtype.itemsize * (hidden * (config.vocab_size + lm_head + 1) + config.num_layers * per_layer)
-    cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype)
+    cache = cache_bytes(kv_cache, config, tp_size, batch_size, max_context, dtype, kv_protect)
     tokens = min(CHUNK_TOKENS, max_context)
     # On the CPU a prompt of several chunks also needs a mask.
     mask = min(tokens * max_context, max(SCORES_AT_ONCE["cpu"], QUERIES_AT_ONCE * max_context))
@@ -140,6 +141,7 @@ def check_fits(
     available: int,
     kv_cache: str = "bf16",
     device_type: str = "cpu",
+    kv_protect: int = 0,
 ) -> MemoryPlan:
     """Return the plan if it fits into `available` bytes.
 
@@ -148,7 +150,7 @@ def check_fits(
     """
 
     def at(context: int) -> MemoryPlan:
-        return plan_memory(config, shard, dtype, batch_size, context, kv_cache, device_type)
+        return plan_memory(config, shard, dtype, batch_size, context, kv_cache, device_type, kv_protect)
 
     plan = at(max_context)
     if plan.total_bytes <= available:

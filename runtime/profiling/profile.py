@@ -124,7 +124,10 @@ def measure(
     hits = [record.hits for record in records if record.hits is not None]
     gathered = transport.all_gather_world(torch.tensor(own_us, dtype=torch.float64, device=engine.device))
     seq_lens = [context + WARMUP_STEPS + num_steps // 2] * batch_size
-    read = step_bytes(engine.model_config, engine.placement.shard, engine.dtype, seq_lens, engine.config.kv_cache)
+    config = engine.config
+    read = step_bytes(
+        engine.model_config, engine.placement.shard, engine.dtype, seq_lens, config.kv_cache, config.kv_protect
+    )
     # Count only verdicts that could reject, as in `summarize`.
     shortest = 0 if is_forced else first_lossy_length(engine.config.speculation.chunk_size)
     counted = [step_hits for length, step_hits in enumerate(hits, context + WARMUP_STEPS) if length >= shortest]

@@ -47,7 +47,12 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def step_bytes(
-    config: LlamaConfig, shard: Shard, dtype: torch.dtype, seq_lens: Sequence[float], kv_cache: str = "bf16"
+    config: LlamaConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    seq_lens: Sequence[float],
+    kv_cache: str = "bf16",
+    kv_protect: int = 0,
 ) -> int:
     """Bytes that one rank must read in one decode step: its weights without the embedding table, and its cache.
 
@@ -56,12 +61,12 @@ def step_bytes(
         shard: this rank's part of it.
         dtype: of the weights.
         seq_lens: tokens of each request.
-        kv_cache: codec of the cache.
+        kv_cache: codec of the cache.  kv_protect: first and last layers that are not quantised.
     """
     start, stop = shard.vocab_range(config.vocab_size)
     table_rows = config.vocab_size - (stop - start if config.tie_word_embeddings else 0)
     weights = plan_memory(config, shard, dtype, 1, 1).weights_bytes - table_rows * config.hidden_size * dtype.itemsize
-    return weights + round(sum(seq_lens) * bytes_per_token(kv_cache, config, shard.tp_size, dtype))
+    return weights + round(sum(seq_lens) * bytes_per_token(kv_cache, config, shard.tp_size, dtype, kv_protect))
 
 
 def mean_lengths(generation: Generation, goes_on: bool) -> list[float]:

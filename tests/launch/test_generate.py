@@ -471,7 +471,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for default in ("tokens to generate for each prompt (default: 128)", "inf always (default: 0.1)"):
         assert default in text
     assert not re.search(r"default: (None|False|\(\))", text), "no value to show"
-    assert "--kv-cache bf16|turbo4|turbo2|turbo-mixed " in text, "every value"
+    assert "--kv-cache bf16|turbo4|turbo2|turbo-mixed|turboquant4" in text, "every value"
 
 
 # Without a checkpoint.

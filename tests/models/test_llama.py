@@ -15,7 +15,7 @@ from torch import Tensor
 
 from alspec.config import SpeculationConfig
 from alspec.models.checkpoint.checkpoint import Checkpoint
-from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random_weights
+from alspec.models.llama import Llama, LlamaWeights, Shard, load_weights, random_weights, rotate_values
 from alspec.models.llama_config import LlamaConfig, RopeScaling
 from alspec.runtime.cache.kv_cache import KVCache
 from alspec.runtime.decode.eager_step import DecodeState, EagerStep
@@ -107,6 +107,22 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 def prompt(vocab_size: int, length: int = 90) -> list[int]:
     return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.mark.parametrize("heads_per_kv", [1, 4])
+def test_rotated_values_give_the_same_logits(heads_per_kv: int, tmp_path: Path) -> None:
+    """W_v rotates every value, W_o rotates outputs back; the cache holds rotated values."""
+    sizes = {"num_attention_heads": 2 * heads_per_kv, "num_key_value_heads": 2, "head_dim": 16}
+    save_reference(tmp_path, **sizes)
+    plain, rotated = load_runner(tmp_path), load_runner(tmp_path)
+    matrix = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(3)))[0]
+    rotate_values(rotated.model.weights, rotated.model.config, matrix)
+    ids = prompt(plain.model.config.vocab_size, 40)
+    close(rotated.prefill(ids, 64), plain.prefill(ids, 64))
+    close(rotated.decode(5, 41), plain.decode(5, 41))
+    values, expected = (runner.cache.layer(0).v[0, :, :41] for runner in (rotated, plain))
+    assert torch.allclose(values, expected @ matrix.T, atol=1e-4)
+    assert not torch.allclose(values, expected, atol=1e-2)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -234,11 +234,17 @@ def run_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
     """`run_ranks(world_size, spec)`: run step_worker.py's `spec` on that many processes; returns each rank's record."""
 
     def run(
-        world_size: int, spec: Spec, model: Path = tiny_folder, kv_cache: str = "bf16", softmax: str = "exact"
+        world_size: int,
+        spec: Spec,
+        model: Path = tiny_folder,
+        kv_cache: str = "bf16",
+        softmax: str = "exact",
+        kv_protect: int = 0,
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp(f"world{world_size}")
         ports = jobs.free_ports(len(spec))
         options = {"model": str(model), "kv_cache": kv_cache, "softmax": softmax, "ports": ports, "modes": spec}
+        options |= {"kv_protect": kv_protect}
         (folder / "spec.json").write_text(json.dumps(options), encoding="utf-8")
         jobs.run_ranks(WORKER, world_size, folder, timeout_s=240)
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]

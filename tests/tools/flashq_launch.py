@@ -12,25 +12,28 @@ from torch import Tensor
 
 from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, SpecOutput
-from alspec.kernels.attention.decode_flashq.flashq_decode import (
-    FlashQSettings,
-    flashq_decode_attention,
-    flashq_settings,
+from alspec.kernels.attention.decode_quantised.quantised_decode import (
+    QuantisedSettings,
+    quantised_decode_attention,
+    quantised_settings,
 )
-from alspec.kernels.kv_codec.flashq.layout import BlockCodes, FlashQLayer, pack_record, record_words
+from alspec.kernels.kv_codec.flashq.layout import BlockCodes, pack_side
+from alspec.kernels.kv_codec.formats import FORMATS, record_words
+from alspec.kernels.kv_codec.quantised_layer import QuantisedLayer
+from alspec.kernels.kv_codec.turboquant.token_codes import TokenCodes, dequantize_tokens, pack_tokens_side
 from alspec.sas import Softmax
 
 __all__ = ["TOLERANCE", "Launch", "draw", "draw_codes"]
 
-TOLERANCE = 2**-10  # see test_flashq_decode.py
+TOLERANCE = 2**-10  # see test_quantised_decode.py
 
 
 @dataclass(kw_only=True)
 class Launch(AttentionLaunch):
     """A launch over a random quantised cache, with noise in unused memory. `k` and `v` are dequantised, in fp64."""
 
-    layer: FlashQLayer
-    settings: FlashQSettings
+    layer: QuantisedLayer
+    settings: QuantisedSettings
 
     @property
     def softmax(self) -> Softmax:
@@ -43,7 +46,7 @@ class Launch(AttentionLaunch):
     def run(self, *phases: str, gate: Tensor | None = None) -> None:
         self.clear()
         for phase in phases or ("all",):
-            flashq_decode_attention(
+            quantised_decode_attention(
                 self.q, self.layer, self.seq_lens, self.sm_scale, self.workspace, self.out, self.lse,
                 self.speculation, phase, gate, settings=self.settings,
             )  # type: ignore[arg-type]  # fmt: skip
@@ -80,6 +83,24 @@ def draw_codes(num_blocks: int, head_dim: int, bits: int, kind: str, generator: 
     return BlockCodes(codes, s_int, z)
 
 
+def draw_side(
+    method: str, num_blocks: int, head_dim: int, bits: int, is_v: bool, kind: str, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Words of blocks of K or V, [num_blocks, side_words]; their values [num_blocks, 64, D] fp64, without scales."""
+    if method == "flashq":
+        codes = draw_codes(num_blocks, head_dim, bits, kind, generator)
+        integers = codes.codes * codes.s_int[:, None] + codes.z[:, None]
+        return pack_side(codes, bits, is_v), integers.double()
+    shape = (num_blocks, 64, head_dim)
+    levels = torch.randint(0, 2**bits, shape, generator=generator).to(torch.uint8)
+    ratio = torch.rand(shape[:2], generator=generator)
+    if kind != "random":
+        level = {"highest": 2**bits - 1, "high": 2**bits - 2, "widest": 0}.get(kind, 2 ** (bits - 1))
+        levels, ratio = torch.full_like(levels, level), torch.full_like(ratio, float(kind != "zero"))
+    tokens = TokenCodes(levels, ratio.half(), torch.ones(num_blocks))
+    return pack_tokens_side(tokens, bits, is_v), dequantize_tokens(tokens, bits, not is_v, torch.float64)
+
+
 def draw(
     lengths: tuple[int, ...],
     ratio: int,
@@ -97,6 +118,7 @@ def draw(
 ) -> Launch:
     batch, num_blocks = len(lengths), max(lengths) // 64 + 2
     generator = torch.Generator().manual_seed(sum(lengths) + ratio * head_dim + num_warps)
+    format = codec if codec in FORMATS else "flashq"
     bits = torch.full((batch, num_kv_heads), 2 if codec == "turbo2" else 4, dtype=torch.int32)
     if codec == "turbo-mixed":
         for request in range(batch):
@@ -110,27 +132,30 @@ def draw(
         full = (length - 1) // 64
         for head in range(num_kv_heads):
             width = int(bits[request, head])
-            sides = [draw_codes(num_blocks, head_dim, width, kind, generator) for _ in range(2)]
-            words = pack_record(*sides, width)
+            sides = [
+                draw_side(how.method, num_blocks, head_dim, how.bits or width, bool(is_v), kind, generator)
+                for is_v, how in enumerate(FORMATS[format])
+            ]
+            words = torch.cat([side_words for side_words, _ in sides], -1)
             words[full:] = torch.randint(-(2**31), 2**31, words[full:].shape, generator=generator).int()
             scales[request, head, full:] = math.nan
-            for side, codes in enumerate(sides):
-                integers = (codes.codes * codes.s_int[:, None] + codes.z[:, None])[:full].double()
-                exact = integers * scales[request, head, :full, side, None, None].double()
+            for side, (_, integers) in enumerate(sides):
+                exact = integers[:full] * scales[request, head, :full, side, None, None].double()
                 values[side, request, head, : 64 * full] = exact.flatten(0, 1)
                 newest = tail[request, head, side, : length - 64 * full].double()
                 values[side, request, head, 64 * full : length] = newest * tail_scale[request, head, side].double()
             gap = 4 * int(torch.randint(0, 9, (), generator=generator))
             records += [torch.randint(-(2**31), 2**31, (gap,), generator=generator).int(), words.flatten()]
             offset.append(at + gap)
-            at += gap + num_blocks * record_words(width, head_dim)
-    layer = FlashQLayer(
+            at += gap + num_blocks * record_words(format, width, head_dim)
+    layer = QuantisedLayer(
         words=torch.cat(records).to(device),
         offset=torch.tensor(offset).view(batch, num_kv_heads).to(device),
         bits=bits.to(device),
         scales=scales.to(device),
         tail=tail.to(device),
         tail_scale=tail_scale.to(device),
+        format=format,
     )
     q = torch.randn(batch, ratio * num_kv_heads, head_dim, generator=generator).to(device, dtype)
     launch = Launch(
@@ -142,7 +167,7 @@ def draw(
         workspace=LeanWorkspace.allocate(batch, q.shape[1], num_kv_heads, head_dim, device, num_programs),
         out=torch.empty_like(q, dtype=torch.float32),
         lse=torch.empty(q.shape[:2], device=device),
-        settings=replace(flashq_settings(device), num_warps=num_warps),
+        settings=replace(quantised_settings(device), num_warps=num_warps),
     )
     if chunk_size:
         launch.speculation = SpecOutput(

@@ -1,7 +1,7 @@
 """Partials of decode attention: how they are stored, how `A~` is sent, and how they are combined.
 
 `combine_output` and `await_partials` serve every codec. `store_partial` and `send_spec` are for the bf16 cache; their
-counterparts for a quantised cache are in warp_combine.py and flashq_mainloop.py.
+counterparts for a quantised cache are in warp_combine.py and quantised_mainloop.py.
 
 A partial is `(o, lse)` of some tokens of one output, that is, of all query heads of one (request, KV head). It is
 normalised, fp32, with `lse` in base 2. The partials of one output have consecutive indices. A second launch combines

@@ -1,1 +1,1 @@
-"""Lean decode attention over a FlashQ cache (TurboAttention): one part of the code per file, see flashq_decode.py."""
+"""What FlashQ adds to decode attention over a quantised cache: the products with K and with V."""

@@ -37,8 +37,8 @@ from alspec.kernels.attention.prefill import int8_prefill_sm90 as hopper
 from alspec.kernels.attention.prefill.int8_prefill_sm90 import MAGIC, MAGIC_BITS, P_SHIFT, Q_MAX, TINY
 from alspec.kernels.attention.sas_exp2 import sas_exp2
 from alspec.kernels.common.jit_launch import is_hopper, num_sms
-from alspec.kernels.kv_codec.flashq.layout import HEAD_DIMS
 from alspec.kernels.kv_codec.flashq.record import TOKENS, largest
+from alspec.kernels.kv_codec.quantised_layer import HEAD_DIMS
 from alspec.sas import Softmax, cutoff
 
 __all__ = ["num_warps", "int8_prefill_attention"]

@@ -1,8 +1,10 @@
-"""Memory layout of the quantised KV cache, to the bit: `FlashQLayer` and the records in it.
+"""Memory layout of the quantised KV cache, to the bit: the records of FlashQ.
 
-A record stores one block, 64 tokens of one KV head, as 32-bit words. Bit 0 of a word comes first.
+A record stores one block, 64 tokens of one KV head, as 32-bit words. Bit 0 of a word comes first. A side of it is
 
-    [K codes: 2 D b][K parameters: D / 2][V codes: 2 D b][V parameters: D / 2]      words, D = head_dim, b = 4 or 2 bits
+    [codes: 2 D b][parameters: D / 2]      words, D = head_dim, b = 4, 3 or 2 bits
+
+Codes of 3 bits are in planes (code_planes.py). The following is the order of 4 and of 2 bits.
 
 Decode attention computes `S^T = K q^T` and `O^T = V^T P^T` with the instruction m16n8k32, whose left operand A is
 [16, 32] bytes. K's codes follow the register order of m16n8k16, whose A is [16, 16] halves. Read as bytes, that is
@@ -32,80 +34,19 @@ product: [g][channel tile][rh], channel `16 tile + 8 rh + g`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from alspec.sas import Softmax
+from alspec.kernels.kv_codec.code_planes import pack_planes, unpack_planes
+from alspec.kernels.kv_codec.quantised_layer import BLOCK
 
 __all__ = [
-    "BLOCK",
-    "HEAD_DIMS",
-    "PER_HEAD",
     "BlockCodes",
-    "FlashQLayer",
-    "pack_record",
-    "record_words",
-    "unpack_record",
+    "pack_side",
+    "unpack_side",
 ]
-
-BLOCK = 64  # tokens per block, and per record
-BITS = (4, 2)
-HEAD_DIMS = (64, 128)
-# Kernel arguments that hold a few bytes per head. With one or two heads, a layer's part of the stack may have any
-# alignment. They are not specialised on alignment, so that one compiled kernel serves all layers.
-PER_HEAD = ["offset_ptr", "bits_ptr", "scales_ptr", "tail_scale_ptr"]
-
-
-@dataclass(frozen=True)
-class FlashQLayer:
-    """Quantised cache of one layer, or a stack of layers. B requests, H KV heads of this rank, capacity NB blocks.
-
-    With n = seq_len, including the newest token, blocks `j < (n - 1) // 64` are records. The 1 to 64 tokens after them
-    lie in `tail` from index 0.
-
-    A stack holds several layers: each tensor has a leading dimension L and is contiguous.
-    """
-
-    # [W] int32: all records; block j of (b, h) begins at word offset[b, h] + j record_words(bits[b, h], D)
-    words: Tensor
-    offset: Tensor  # [B, H] int64, multiples of 4
-    bits: Tensor  # [B, H] int32: 4 or 2
-    scales: Tensor  # [B, H, NB, 2] fp32: stage-1 scale of each block's K and V
-    tail: Tensor  # [B, H, 2, 64, D] int8: stage-1 codes of the newest tokens, K then V
-    tail_scale: Tensor  # [B, H, 2] fp32: universal scale of K and V
-    softmax: Softmax = "exact"  # which softmax decode attention uses over this cache
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    @property
-    def batch_size(self) -> int:
-        """B, requests."""
-        return self.tail.shape[-5]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """H, KV heads of this rank."""
-        return self.tail.shape[-4]
-
-    @property
-    def head_dim(self) -> int:
-        """D, channels of a head."""
-        return self.tail.shape[-1]
-
-    @property
-    def num_blocks(self) -> int:
-        """NB, capacity in blocks of each request and head."""
-        return self.scales.shape[-2]
-
-    def select(self, layer: int) -> FlashQLayer:
-        """Return one layer of a stack, as views."""
-        return FlashQLayer(**{name: tensor[layer] for name, tensor in self.tensors.items()}, softmax=self.softmax)
 
 
 class BlockCodes(NamedTuple):
@@ -116,16 +57,6 @@ class BlockCodes(NamedTuple):
     z: Tensor  # [..., D] integers in [-128, 127]
 
 
-def record_words(bits: int, head_dim: int) -> int:
-    """Return the size of one record in 32-bit words.
-
-    Raises:
-        ValueError: no kernel supports `bits` or `head_dim`.
-    """
-    _check(bits, head_dim)
-    return 4 * head_dim * bits + head_dim
-
-
 def code_shift(bits: int, head_dim: int) -> Tensor:
     """For each channel, the bit of the byte at which K's codes begin: [D] int64."""
     cf, cw, _, _ = _tiles(bits, head_dim)
@@ -133,41 +64,23 @@ def code_shift(bits: int, head_dim: int) -> Tensor:
     return bits * (tile // cw % min(cf, 8 // bits))
 
 
-def pack_record(k: BlockCodes, v: BlockCodes, bits: int) -> Tensor:
-    """Pack blocks of K and V, of the same leading sizes, into records [..., record_words(bits, D)] int32."""
-    head_dim = k.codes.shape[-1]
-    _check(bits, head_dim)
-    lead = k.codes.shape[:-2]
+def pack_side(side: BlockCodes, bits: int, is_v: bool) -> Tensor:
+    """Pack blocks of K or V into sides of records, [..., side_words("flashq", bits, D)] int32."""
+    order = _v_order if is_v else _k_order
     parts = [
-        _pack_codes(k.codes, bits).reshape(*lead, -1),
-        *(_pack_bytes(_k_order(value)) for value in (k.s_int, k.z + 128)),
-        _pack_codes(v.codes, bits, transposed=True).reshape(*lead, -1),
-        *(_pack_bytes(_v_order(value)) for value in (v.s_int, v.z + 128)),
+        pack_planes(side.codes, bits, is_v) if bits == 3 else _pack_codes(side.codes, bits, is_v),
+        *(_pack_bytes(order(value)) for value in (side.s_int, side.z + 128)),
     ]
-    return torch.cat(parts, -1)
+    return torch.cat([part.reshape(*side.codes.shape[:-2], -1) for part in parts], -1)
 
 
-def unpack_record(words: Tensor, bits: int, head_dim: int) -> tuple[BlockCodes, BlockCodes]:
-    """Unpack records [..., record_words(bits, D)] int32 into K and V, all int32; the inverse of `pack_record`."""
-    _check(bits, head_dim)
-    codes, params = 2 * head_dim * bits, head_dim // 4
-    k_codes, k_s, k_z, v_codes, v_s, v_z = words.split(2 * [codes, params, params], -1)
-    k = BlockCodes(
-        _unpack_codes(k_codes, bits, head_dim), _k_channels(_unpack_bytes(k_s)), _k_channels(_unpack_bytes(k_z)) - 128
+def unpack_side(words: Tensor, bits: int, head_dim: int, is_v: bool) -> BlockCodes:
+    """Unpack sides of records into blocks, all int32; the inverse of `pack_side`."""
+    codes, s_int, z = words.split([2 * head_dim * bits, head_dim // 4, head_dim // 4], -1)
+    unpack, channels = unpack_planes if bits == 3 else _unpack_codes, _v_channels if is_v else _k_channels
+    return BlockCodes(
+        unpack(codes, bits, head_dim, is_v), channels(_unpack_bytes(s_int)), channels(_unpack_bytes(z)) - 128
     )
-    v = BlockCodes(
-        _unpack_codes(v_codes, bits, head_dim, transposed=True),
-        _v_channels(_unpack_bytes(v_s)),
-        _v_channels(_unpack_bytes(v_z)) - 128,
-    )
-    return k, v
-
-
-def _check(bits: int, head_dim: int) -> None:
-    if bits not in BITS:
-        raise ValueError(f"bits: expected one of {BITS}, found {bits}")
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim: expected one of {HEAD_DIMS} for a quantised cache, found {head_dim}")
 
 
 def _tiles(bits: int, head_dim: int) -> tuple[int, int, int, int]:
@@ -179,10 +92,10 @@ def _tiles(bits: int, head_dim: int) -> tuple[int, int, int, int]:
 
 # Axes of the permutations. K: a token is (tw, tf, rh, g), a channel (cf, cw, kh, t, i). V: a token is
 # (tile, kh, jl, t, jh), a channel (cw, f, rh, g). Sizes: (rh, g) = (2, 8), (kh, t, i) = (2, 4, 2).
-def _pack_codes(codes: Tensor, bits: int, transposed: bool = False) -> Tensor:
-    """Pack codes [..., 64, D] into words [blocks, W] int32. `transposed`: V's order."""
+def _pack_codes(codes: Tensor, bits: int, is_v: bool) -> Tensor:
+    """Pack codes [..., 64, D] into words [blocks, W] int32. `is_v`: V's order."""
     x = codes.reshape(-1, *codes.shape[-2:]).to(torch.int64)
-    if transposed:
+    if is_v:
         x = x.view(-1, 2, 2, 2, 4, 2, codes.shape[-1] * bits // 128, 8 // bits, 2, 8)
         x = x.permute(0, 6, 1, 9, 4, 2, 8, 5, 3, 7)
     else:
@@ -192,11 +105,11 @@ def _pack_codes(codes: Tensor, bits: int, transposed: bool = False) -> Tensor:
     return _signed((x.reshape(x.shape[0], -1, 32 // bits) << shifts).sum(-1))
 
 
-def _unpack_codes(words: Tensor, bits: int, head_dim: int, transposed: bool = False) -> Tensor:
+def _unpack_codes(words: Tensor, bits: int, head_dim: int, is_v: bool) -> Tensor:
     """Unpack words [..., W] into codes [..., 64, D] int32; the inverse of `_pack_codes`."""
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     x = words.reshape(-1, words.shape[-1], 1) >> shifts & (1 << bits) - 1
-    if transposed:
+    if is_v:
         x = x.view(-1, head_dim * bits // 128, 2, 8, 4, 2, 2, 2, 2, 8 // bits).permute(0, 2, 5, 8, 4, 7, 1, 9, 6, 3)
     else:
         cf, cw, tf, tw = _tiles(bits, head_dim)

@@ -4,7 +4,7 @@ Stage 1, per KV head and block of 64 tokens, symmetric INT8:
 
     s = max|X| / 119,   q1 = rint(X / s) in [-119, 119]
 
-Stage 2, per channel of a block, integers only, b = 4 or 2 bits:
+Stage 2, per channel of a block, integers only, b = 4, 3 or 2 bits:
 
     z = min_t q1,   s_int = max(1, ceil((max_t q1 - z) / (2^b - 1))),   q2 = floor((2 (q1 - z) + s_int) / (2 s_int))
 
@@ -25,10 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alspec.kernels.kv_codec.flashq.layout import BLOCK
+from alspec.kernels.kv_codec.quantised_layer import BLOCK
 
 __all__ = [
-    "BLOCK",
     "INT8_MAX",
     "MIN_SCALE",
     "SELECTORS",
@@ -77,7 +76,7 @@ def compress(q1: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Stage 2: quantise the INT8 codes of full blocks to 4 or 2 bits per channel.
 
     Args:
-        q1: [.., T, D] int8 in [-119, 119].  bits: 4 or 2.
+        q1: [.., T, D] int8 in [-119, 119].  bits: 4, 3 or 2.
     Returns:
         q2: [.., T, D] uint8 in [0, 2^bits).  s_int: [.., D] uint8 in [1, 80].  z: [.., D] int8.
     """
@@ -172,6 +171,6 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 
 
 def _levels(bits: int) -> int:
-    if bits not in (2, 4):
-        raise ValueError(f"bits: expected 2 or 4, found {bits}")
+    if bits not in (2, 3, 4):
+        raise ValueError(f"bits: expected 2, 3 or 4, found {bits}")
     return (1 << bits) - 1

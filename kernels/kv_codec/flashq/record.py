@@ -1,10 +1,10 @@
-"""Device functions that convert a block in registers to a record in memory and back; layout.py gives the format.
+"""Device functions that convert a block in registers to a side of a FlashQ record and back; layout.py gives the format.
 
 One permutation of a block's axes, in registers, brings codes into the order of layout.py. Results equal those of the
 oracles to the bit: division is `tl.div_rn`; rounding half to even adds and subtracts 1.5 * 2^23. Rounding comes after
 the clamp here. That gives the same result, because the bounds are integers.
 
-A record has two sides, K's and V's. Each side holds codes, then parameters (`s_int`, `z`).
+A side holds codes, then parameters (`s_int`, `z`). Codes of 3 bits are in planes (code_planes.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.kv_codec.flashq.layout import BLOCK
+from alspec.kernels.kv_codec.plane_kernels import load_planes, pack_fields, store_planes
+from alspec.kernels.kv_codec.quantised_layer import BLOCK
 
-__all__ = ["TOKENS", "largest", "record_at", "restore_side", "to_int8", "write_side"]
+__all__ = ["TOKENS", "largest", "restore_channels_side", "to_int8", "write_channels_side"]
 
 TOKENS = tl.constexpr(BLOCK)
 
@@ -33,19 +34,6 @@ def to_int8(x, scale):
 
 
 @triton.jit
-def _pack_fields(x, BITS: tl.constexpr, LOG: tl.constexpr):
-    """Pack rows of 2^LOG integers of BITS bits, [N, 2^LOG], into words [N]; the first integer gets the lowest bits.
-
-    Joins halves instead of summing shifted fields: Triton 3.6 and 3.7 miscompile such a sum when the permuted rows
-    span several warps (2-bit codes of 64 channels with 8 warps).
-    """
-    for level in tl.static_range(LOG):
-        low, high = tl.split(tl.reshape(x, [x.shape[0], 2 ** (LOG - level - 1), 2]))
-        x = low | (high << (BITS * 2**level))
-    return tl.reshape(x, [x.shape[0]])
-
-
-@triton.jit
 def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
     """Pack codes [64, D] int32 into words [2 D BITS]; the permutation of `_pack_codes` in layout.py."""
     CF: tl.constexpr = 16 // BITS if 16 // BITS < D // 16 else D // 16
@@ -58,7 +46,7 @@ def _pack_codes(codes, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
     else:
         x = tl.reshape(codes, [TW, TF, 2, 8, CF, CW, 2, 4, 2])
         x = tl.permute(x, [0, 5, 3, 7, 6, 2, 8, 1, 4])
-    return _pack_fields(tl.reshape(x, [2 * D * BITS, 32 // BITS]), BITS, 3 if BITS == 4 else 4)
+    return pack_fields(tl.reshape(x, [2 * D * BITS, 32 // BITS]), BITS, 3 if BITS == 4 else 4)
 
 
 @triton.jit
@@ -83,7 +71,7 @@ def _pack_params(values, D: tl.constexpr, IS_V: tl.constexpr):
         x = tl.permute(tl.reshape(values, [D // 16, 2, 8]), [2, 0, 1])
     else:
         x = tl.permute(tl.reshape(values, [D // 16, 2, 4, 2]), [2, 0, 1, 3])
-    return _pack_fields(tl.reshape(x, [D // 4, 4]), 8, 2)
+    return pack_fields(tl.reshape(x, [D // 4, 4]), 8, 2)
 
 
 @triton.jit
@@ -98,8 +86,8 @@ def _unpack_params(words, D: tl.constexpr, IS_V: tl.constexpr):
 
 
 @triton.jit
-def _write_side(q1, record_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
-    """`write_side` for a constant number of bits."""
+def write_channels_side(q1, side_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """Stage 2: quantise a block q1 [64, D] int32 of K or V, and write its side of the record."""
     LEVELS: tl.constexpr = (1 << BITS) - 1
     CODES: tl.constexpr = 2 * D * BITS
     z = tl.min(q1, 0)
@@ -108,35 +96,23 @@ def _write_side(q1, record_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.co
     # floor(m / (2 s_int)) in fp32: m + 0.5 is farther from the next multiple than the rounding error.
     inv_divisor = 0.5 / s_int.to(tl.float32)
     codes = ((2 * (q1 - z[None, :]) + s_int[None, :]).to(tl.float32) + 0.5) * inv_divisor[None, :]
-    words = _pack_codes(codes.to(tl.int32), BITS, D, IS_V)
-    side_ptr = record_ptr + IS_V * (CODES + D // 2)
-    tl.store(side_ptr + tl.arange(0, CODES), words)
+    if BITS == 3:
+        store_planes(codes.to(tl.int32), side_ptr, BITS, D, IS_V)
+    else:
+        tl.store(side_ptr + tl.arange(0, CODES), _pack_codes(codes.to(tl.int32), BITS, D, IS_V))
     params_ptr = side_ptr + CODES + tl.arange(0, D // 4)
     tl.store(params_ptr, _pack_params(s_int, D, IS_V))
     tl.store(params_ptr + D // 4, _pack_params(z + 128, D, IS_V))
 
 
 @triton.jit
-def record_at(words_ptr, offset, bits, block, D: tl.constexpr):
-    """Return the address of record `block` of one request and head; `offset` is where their records begin."""
-    return words_ptr + offset + block.to(tl.int64) * tl.where(bits == 4, 17 * D, 9 * D)
-
-
-@triton.jit
-def write_side(q1, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
-    """Stage 2: quantise a block q1 [64, D] int32 of K or V, and write its side of the record."""
-    if bits == 4:
-        _write_side(q1, record_ptr, 4, D, IS_V)
-    else:
-        _write_side(q1, record_ptr, 2, D, IS_V)
-
-
-@triton.jit
-def restore_side(record_ptr, q1_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+def restore_channels_side(side_ptr, q1_ptr, BITS: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
     """Read K's or V's side of a record and store `q1' = q2 s_int + z`, [64, D] int8."""
     CODES: tl.constexpr = 2 * D * BITS
-    side_ptr = record_ptr + IS_V * (CODES + D // 2)
-    codes = _unpack_codes(tl.load(side_ptr + tl.arange(0, CODES)), BITS, D, IS_V)
+    if BITS == 3:
+        codes = load_planes(side_ptr, BITS, D, IS_V)
+    else:
+        codes = _unpack_codes(tl.load(side_ptr + tl.arange(0, CODES)), BITS, D, IS_V)
     params_ptr = side_ptr + CODES + tl.arange(0, D // 4)
     s_int = _unpack_params(tl.load(params_ptr), D, IS_V)
     z = _unpack_params(tl.load(params_ptr + D // 4), D, IS_V) - 128

@@ -19,9 +19,9 @@ from tiers import fast
 
 from alspec.kernels.attention.decode.lean_decode import PHASES
 from alspec.kernels.attention.decode.tile_schedule import PREDICTOR, REST
-from alspec.kernels.attention.decode_flashq.block_schedule import build_schedule
-from alspec.kernels.attention.decode_flashq.flashq_decode import schedule_sizes
-from alspec.kernels.attention.decode_flashq.flashq_mainloop import (
+from alspec.kernels.attention.decode_quantised.block_schedule import build_schedule
+from alspec.kernels.attention.decode_quantised.quantised_decode import schedule_sizes
+from alspec.kernels.attention.decode_quantised.quantised_mainloop import (
     partials_to_combine,
     program_in_schedule,
     program_work,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from alspec.kernels.attention.decode.lean_decode import LeanWorkspace, lean_decode_attention
-from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_decode_attention, flashq_settings
+from alspec.kernels.attention.decode_quantised.quantised_decode import quantised_decode_attention, quantised_settings
 from alspec.kernels.bench.probes import increment
-from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_compact
+from alspec.kernels.kv_codec.codec_kernels import kv_compact
 from alspec.kernels.linear.projections import qkv_rope_append
-from alspec.launch.bench.bench_flashq import FlashQCase
+from alspec.launch.bench.bench_quantised import QuantisedCase
 
 HEADS, KV_HEADS, HIDDEN = 8, 2, 512
 LAYERS, STEPS = 4, 4
@@ -56,9 +56,9 @@ class Chain:
         self.out = torch.empty(STEPS, LAYERS, batch, HEADS, head_dim, device=device)
         self.lse = torch.empty(batch, HEADS, device=device)
         most = [length + STEPS for length in lengths]
-        self.flashq = FlashQCase.draw(most, HEADS, KV_HEADS, head_dim, codec, 1).layers if codec != "bf16" else None
+        self.flashq = QuantisedCase.draw(most, HEADS, KV_HEADS, head_dim, codec, 1).layers if codec != "bf16" else None
         programs = 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-        programs *= 1 if self.flashq is None else flashq_settings(device).per_sm
+        programs *= 1 if self.flashq is None else quantised_settings(device).per_sm
         self.workspace = LeanWorkspace.allocate(batch, HEADS, KV_HEADS, head_dim, device, programs)
         capacity = max(most) if self.flashq is None else 1
         self.k, self.v = normal(2, LAYERS, batch, KV_HEADS, capacity, head_dim).unbind(0)
@@ -74,7 +74,7 @@ class Chain:
             for layer in range(LAYERS):
                 self.launch(step, layer, prefetch_before_wait)
             for layer in range(LAYERS if self.flashq is not None else 0):
-                flashq_compact(self.flashq[layer], self.seq_lens)
+                kv_compact(self.flashq[layer], self.seq_lens)
 
     def launch(self, step: int, layer: int, prefetch_before_wait: bool) -> None:
         """Launch projection and attention of one layer."""
@@ -87,7 +87,7 @@ class Chain:
         if cache is None:
             lean_decode_attention(self.q, k, v, *rest, prefetch_before_wait=prefetch_before_wait)
         else:
-            flashq_decode_attention(self.q, cache, *rest, prefetch_before_wait=prefetch_before_wait)
+            quantised_decode_attention(self.q, cache, *rest, prefetch_before_wait=prefetch_before_wait)
 
     def poison(self) -> None:
         """Restore the caches, and write NaN where new tokens and outputs go."""

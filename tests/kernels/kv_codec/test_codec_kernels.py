@@ -12,17 +12,18 @@ from torch import Tensor
 
 from alspec.kernels.attention.oracles import qkv_rope_append_ref
 from alspec.kernels.comm.ll_packets import unpack_packets
-from alspec.kernels.kv_codec.flashq import codec_kernels
-from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_append, flashq_compact, flashq_restore, flashq_store
-from alspec.kernels.kv_codec.flashq.flashq_reference import (
-    flashq_append_ref,
-    flashq_compact_ref,
-    flashq_dequantize,
-    flashq_restore_ref,
-    flashq_store_ref,
+from alspec.kernels.kv_codec import codec_kernels
+from alspec.kernels.kv_codec.codec_kernels import kv_append, kv_compact, kv_restore, kv_store
+from alspec.kernels.kv_codec.codec_reference import (
+    kv_append_ref,
+    kv_compact_ref,
+    kv_dequantize,
+    kv_restore_ref,
+    kv_store_ref,
 )
-from alspec.kernels.kv_codec.flashq.layout import FlashQLayer, record_words
-from alspec.kernels.kv_codec.flashq.quantize import BLOCK, MIN_SCALE, fake_quantize
+from alspec.kernels.kv_codec.flashq.quantize import MIN_SCALE, fake_quantize
+from alspec.kernels.kv_codec.formats import record_words
+from alspec.kernels.kv_codec.quantised_layer import BLOCK, QuantisedLayer
 from alspec.kernels.linear.projections import qkv_rope_append
 
 HAS_CUDA = torch.cuda.is_available()
@@ -59,13 +60,13 @@ def buffers(heads: int, num_tokens: int, head_dim: int, device: torch.device) ->
 
 
 def store_and_compare(
-    k: Tensor, v: Tensor, layer: FlashQLayer, expected: FlashQLayer, request: int, start: int
+    k: Tensor, v: Tensor, layer: QuantisedLayer, expected: QuantisedLayer, request: int, start: int
 ) -> tuple[Tensor, ...]:
     num_tokens, heads, head_dim = k.shape
     found_out = buffers(heads, num_tokens, head_dim, k.device)
     expected_out = buffers(heads, num_tokens, head_dim, torch.device("cpu"))
-    flashq_store(k, v, layer, request, start, *found_out)
-    flashq_store_ref(k.cpu(), v.cpu(), expected, request, start, *expected_out)
+    kv_store(k, v, layer, request, start, *found_out)
+    kv_store_ref(k.cpu(), v.cpu(), expected, request, start, *expected_out)
     assert_same(layer, expected)
     for a, b in zip(found_out, expected_out, strict=True):
         assert torch.equal(a.cpu(), b)
@@ -91,7 +92,7 @@ def test_store_writes_records_tail_and_scales(
     assert torch.equal(layer.words[:end].cpu(), before.words[:end])
     # Dequantised records equal `fake_quantize`; the tail has another scale.
     whole = num_tokens // BLOCK * BLOCK
-    read = flashq_dequantize(on_cpu(layer), torch.tensor([1, num_tokens + 1]))
+    read = kv_dequantize(on_cpu(layer), torch.tensor([1, num_tokens + 1]))
     for x, stored in zip((k, v), read, strict=True):
         for head, bits in enumerate([2, 4]):
             exact = fake_quantize(x[:whole, head].float().cpu(), bits)
@@ -105,7 +106,7 @@ def test_store_keeps_nan_in_the_scales(is_v: int, device: torch.device) -> None:
     sides = draw(130, 2, 64, torch.bfloat16, device)
     sides[is_v][70, 1, 5] = torch.nan
     q8, scale = torch.empty(2, 2, 130, 64, dtype=torch.int8, device=device), torch.empty(2, 2, 3, device=device)
-    flashq_store(*sides, layer, 0, 0, *q8.unbind(0), *scale.unbind(0))
+    kv_store(*sides, layer, 0, 0, *q8.unbind(0), *scale.unbind(0))
     expected = torch.zeros_like(scale, dtype=torch.bool)
     expected[is_v, 1, 1] = True
     assert torch.equal(scale.isnan(), expected)
@@ -131,17 +132,19 @@ def test_store_in_chunks_then_append_past_two_blocks(head_dim: int, device: torc
         new = torch.randn(batch_size, 3 * heads, head_dim).bfloat16().to(device) * 8
         seq_lens = torch.tensor(prompts, dtype=torch.int32) + step
         k, v = new[:, :heads], new[:, heads : 2 * heads]
-        flashq_append(k, v, layer, seq_lens.to(device))
-        flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+        kv_append(k, v, layer, seq_lens.to(device))
+        kv_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
         assert_same(layer, expected)
-        flashq_compact(layer, seq_lens.to(device))
-        flashq_compact_ref(expected, seq_lens)
+        kv_compact(layer, seq_lens.to(device))
+        kv_compact_ref(expected, seq_lens)
         assert_same(layer, expected)
     assert int(layer.tail.int().abs().max()) == 119, "no outlier was clamped"
 
 
-def stack(layers: list[FlashQLayer]) -> FlashQLayer:
-    return FlashQLayer(**{name: torch.stack([layer.tensors[name] for layer in layers]) for name in layers[0].tensors})
+def stack(layers: list[QuantisedLayer]) -> QuantisedLayer:
+    return QuantisedLayer(
+        **{name: torch.stack([layer.tensors[name] for layer in layers]) for name in layers[0].tensors}
+    )
 
 
 @pytest.mark.parametrize(("rows", "head_dim"), covering([codec_kernels.COMPACT_ROWS, 20, 1], [64, 128]))
@@ -154,9 +157,9 @@ def test_compact_makes_a_record_of_each_full_tail(
     layers = stack([noisy_layer(4, bits, head_dim, 3, device) for bits in orders])
     before, expected = on_cpu(layers), on_cpu(layers)
     seq_lens = torch.tensor([191, 64, 192, 65], dtype=torch.int32)
-    flashq_compact_ref(expected, seq_lens)
+    kv_compact_ref(expected, seq_lens)
     for _ in range(2):  # a second launch changes nothing
-        flashq_compact(layers, seq_lens.to(device))
+        kv_compact(layers, seq_lens.to(device))
         assert_same(layers, expected)
     # A record gives back its tail, within a step of each channel. All else is unchanged.
     for index, bits in enumerate(orders):
@@ -168,15 +171,15 @@ def test_compact_makes_a_record_of_each_full_tail(
                 torch.empty(2, 3, (block + 1) * BLOCK, head_dim, dtype=torch.int8),
                 torch.empty(2, 3, block + 1),
             )
-            flashq_restore_ref(layer, request, block + 1, *q8, *scales)
+            kv_restore_ref(layer, request, block + 1, *q8, *scales)
             for head, b in enumerate(bits if request % 2 == 0 else bits[::-1]):
                 error = (q8[:, head, block * BLOCK :].int() - layer.tail[request, head].int()).abs().max()
                 assert int(error) <= (238 // (2**b - 1) + 1) // 2 + 1
-                size = record_words(b, head_dim)
+                size = record_words("flashq", b, head_dim)
                 start = int(layer.offset[request, head]) + block * size
                 untouched[start : start + size] = False
         assert torch.equal(layer.words[untouched], old.words[untouched])
-        assert int((~untouched).sum()) == sum(2 * record_words(b, head_dim) for b in bits)
+        assert int((~untouched).sum()) == sum(2 * record_words("flashq", b, head_dim) for b in bits)
         assert int(layer.scales.isnan().sum()) == layer.scales.numel() - 2 * 3 * 2
 
 
@@ -186,12 +189,12 @@ def test_outliers_in_a_full_tail_are_clamped(device: torch.device) -> None:
     expected = on_cpu(layer)
     k, v = (torch.tensor([-1.0, 1.0], device=device)[:, None].expand(1, 2, 64) * size for size in (1e4, 1e30))
     seq_lens = torch.tensor([64], dtype=torch.int32)
-    flashq_append(k, v, layer, seq_lens.to(device))
-    flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
-    flashq_compact(layer, seq_lens.to(device))
-    flashq_compact_ref(expected, seq_lens)
+    kv_append(k, v, layer, seq_lens.to(device))
+    kv_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    kv_compact(layer, seq_lens.to(device))
+    kv_compact_ref(expected, seq_lens)
     assert_same(layer, expected)
-    read = flashq_dequantize(on_cpu(layer), torch.tensor([65]))
+    read = kv_dequantize(on_cpu(layer), torch.tensor([65]))
     for index, x in enumerate(read):
         ends = torch.tensor([-119.0, 119.0])[:, None] * layer.tail_scale[0, :, index, None].cpu()
         # The bound is half a step of 2 bits.
@@ -213,7 +216,7 @@ class Projection:
         self.rope = torch.stack([angle.cos(), angle.sin()], dim=1).to(device)
 
     def run(
-        self, seq_lens: Tensor, layer: FlashQLayer | None, gate: Tensor | None = None
+        self, seq_lens: Tensor, layer: QuantisedLayer | None, gate: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, Hq, D], k and v [B, Hkv, D]. They are NaN if the kernel did not write them."""
         batch, num_qo_heads, num_kv_heads, head_dim = self.shape
@@ -236,7 +239,7 @@ QKV_SHAPES = [(1, 200, 7, 1, 64), (3, 96, 6, 2, 64), (2, 72, 2, 2, 128)]
 def test_a_projection_quantises_the_k_and_v_that_it_hands_over(
     gate: int | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The tail has the bits that `flashq_append` makes of the same k and v."""
+    """The tail has the bits that `kv_append` makes of the same k and v."""
     torch.manual_seed(sum(shape))
     batch, _, _, num_kv_heads, head_dim = shape
     projection = Projection(*shape, dtype, device)
@@ -251,7 +254,7 @@ def test_a_projection_quantises_the_k_and_v_that_it_hands_over(
         assert_same(layer, expected)
         return
     assert torch.equal(projection.handed_over, torch.stack([k, v], dim=1).float())
-    flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+    kv_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
     assert_same(layer, expected)
     for found, plain in zip((q, k, v), projection.run(torch.ones_like(seq_lens), None, gate_tensor), strict=True):
         assert torch.equal(found, plain)
@@ -278,7 +281,7 @@ def test_projections_fill_a_tail(device: torch.device) -> None:
         projection = Projection(batch, 32, 2, 2, 64, torch.bfloat16, device)
         seq_lens = (positions[:, step] + 1 + BLOCK * torch.arange(batch)).int()
         _, k, v = projection.run(seq_lens, layer)
-        flashq_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
+        kv_append_ref(k.cpu(), v.cpu(), expected, seq_lens)
     assert_same(layer, expected)
     written = torch.zeros(batch, BLOCK, dtype=torch.bool).scatter_(1, positions[:, list(steps)], True)
     assert torch.equal((layer.tail != -128).all(-1).all(2).all(1).cpu(), written)
@@ -291,12 +294,12 @@ def test_restore_gives_the_int8_blocks_of_stage_1(num_blocks: int, head_dim: int
     layer = noisy_layer(2, [4, 2], head_dim, 4, device)
     k, v = draw(200, 2, head_dim, torch.float32, device)
     for request in range(2):
-        flashq_store(k, v, layer, request, 0, *buffers(2, 200, head_dim, device))
+        kv_store(k, v, layer, request, 0, *buffers(2, 200, head_dim, device))
     for request in range(2):
         found = buffers(2, num_blocks * BLOCK, head_dim, device)
         expected = buffers(2, num_blocks * BLOCK, head_dim, torch.device("cpu"))
-        flashq_restore(layer, request, num_blocks, *found)
-        flashq_restore_ref(on_cpu(layer), request, num_blocks, *expected)
+        kv_restore(layer, request, num_blocks, *found)
+        kv_restore_ref(on_cpu(layer), request, num_blocks, *expected)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a.cpu(), b)
 
@@ -312,8 +315,8 @@ def test_extreme_values_give_finite_scales(value: float, device: torch.device) -
     assert bool(layer.scales[0, :, 0].isfinite().all())
     assert bool((layer.tail_scale >= MIN_SCALE).all())
     seq_lens = torch.tensor([71], dtype=torch.int32)
-    flashq_append(k[0, None] * 2 + 1, v[0, None], layer, seq_lens.to(device))
-    flashq_append_ref(k[0, None].cpu() * 2 + 1, v[0, None].cpu(), expected, seq_lens)
+    kv_append(k[0, None] * 2 + 1, v[0, None], layer, seq_lens.to(device))
+    kv_append_ref(k[0, None].cpu() * 2 + 1, v[0, None].cpu(), expected, seq_lens)
     assert_same(layer, expected)
 
 
@@ -331,19 +334,19 @@ def test_real_sizes_and_a_captured_append(head_dim: int) -> None:
         store_and_compare(k[chunk], v[chunk], layer, expected, 0, start)
     seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
     new = torch.randn(2, 1, heads, head_dim, device=device).bfloat16()
-    flashq_append(new[0], new[1], deepcopy(layer), seq_lens)
-    flashq_compact(deepcopy(layer), seq_lens)
+    kv_append(new[0], new[1], deepcopy(layer), seq_lens)
+    kv_compact(deepcopy(layer), seq_lens)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        flashq_append(new[0], new[1], layer, seq_lens)
-        flashq_compact(layer, seq_lens)
+        kv_append(new[0], new[1], layer, seq_lens)
+        kv_compact(layer, seq_lens)
     for step in range(1, 131):
         new.copy_(torch.randn(2, 1, heads, head_dim))
         seq_lens.fill_(length + step)
         graph.replay()
-        flashq_append_ref(new[0].cpu(), new[1].cpu(), expected, seq_lens.cpu())
-        flashq_compact_ref(expected, seq_lens.cpu())
+        kv_append_ref(new[0].cpu(), new[1].cpu(), expected, seq_lens.cpu())
+        kv_compact_ref(expected, seq_lens.cpu())
     assert_same(layer, expected)
 
 
@@ -352,15 +355,15 @@ def test_launchers_refuse_wrong_arguments(device: torch.device) -> None:
     k, v = draw(64, 2, 64, torch.float32, device)
     out = buffers(2, 64, 64, device)
     with pytest.raises(ValueError, match=r"start: .* found 32"):
-        flashq_store(k, v, layer, 0, 32, *out)
+        kv_store(k, v, layer, 0, 32, *out)
     with pytest.raises(ValueError, match=r"start: .* found 128"):
-        flashq_store(k, v, layer, 0, 128, *out)
+        kv_store(k, v, layer, 0, 128, *out)
     with pytest.raises(ValueError, match=r"k, v: expected two \[n, 2, 64\]"):
-        flashq_store(k[:, :1], v[:, :1], layer, 0, 0, *out)
+        kv_store(k[:, :1], v[:, :1], layer, 0, 0, *out)
     with pytest.raises(ValueError, match="k8: expected"):
-        flashq_store(k, v, layer, 0, 0, out[0][:, :32], *out[1:])
+        kv_store(k, v, layer, 0, 0, out[0][:, :32], *out[1:])
     with pytest.raises(ValueError, match="contiguous channels"):
-        flashq_append(k[:1].transpose(1, 2), v[:1], layer, torch.tensor([1], dtype=torch.int32, device=device))
+        kv_append(k[:1].transpose(1, 2), v[:1], layer, torch.tensor([1], dtype=torch.int32, device=device))
     with pytest.raises(
         ValueError, match=r"layer: expected a tail for k_cache \[2, 2, 1, 64\], found \[1, 2, 2, 64, 64\]"
     ):

@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from alspec.kernels.kv_codec.flashq.layout import BlockCodes, code_shift, pack_record, record_words, unpack_record
+from alspec.kernels.kv_codec.flashq.layout import BlockCodes, code_shift, pack_side, unpack_side
+from alspec.kernels.kv_codec.formats import record_words
 
 SHAPES = [(4, 128), (2, 128), (4, 64), (2, 64)]
+
+
+def pack_record(k: BlockCodes, v: BlockCodes, bits: int) -> Tensor:
+    return torch.cat([pack_side(k, bits, is_v=False), pack_side(v, bits, is_v=True)], -1)
 
 
 def draw(lead: tuple[int, ...], bits: int, head_dim: int, seed: int) -> BlockCodes:
@@ -28,8 +33,9 @@ def test_a_record_unpacks_to_what_was_packed(bits: int, head_dim: int, lead: tup
     k, v = draw(lead, bits, head_dim, 1), draw(lead, bits, head_dim, 2)
     words = pack_record(k, v, bits)
     assert words.dtype == torch.int32
-    assert words.shape == (*lead, record_words(bits, head_dim))
-    for found, expected in zip(unpack_record(words, bits, head_dim), (k, v), strict=True):
+    assert words.shape == (*lead, record_words("flashq", bits, head_dim))
+    for is_v, (side, expected) in enumerate(zip(words.chunk(2, -1), (k, v), strict=True)):
+        found = unpack_side(side, bits, head_dim, bool(is_v))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -82,8 +88,8 @@ def test_parameters_lie_where_lanes_use_them(bits: int, head_dim: int) -> None:
 
 
 def test_the_size_of_a_record() -> None:
-    assert [record_words(bits, head_dim) for bits, head_dim in SHAPES] == [2176, 1152, 1088, 576]
+    assert [record_words("flashq", bits, head_dim) for bits, head_dim in SHAPES] == [2176, 1152, 1088, 576]
     with pytest.raises(ValueError, match="head_dim"):
-        record_words(4, 96)
+        record_words("flashq", 4, 96)
     with pytest.raises(ValueError, match="bits"):
-        record_words(3, 128)
+        record_words("flashq", 3, 128)

@@ -16,7 +16,7 @@ from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.attention.oracles import decide_ref, reduce_norm_ref
 from alspec.kernels.comm.exchange import Exchange
 from alspec.kernels.comm.pair_state import PairShape
-from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_append_ref
+from alspec.kernels.kv_codec.codec_reference import kv_append_ref
 from alspec.kernels.norm.residual import num_square_sums
 from alspec.kernels.speculation.collective_handover import (
     CollectiveHandover,
@@ -123,7 +123,7 @@ def test_a_handover_goes_into_the_tail_of_a_quantised_cache(device: torch.device
     expected = on_cpu(layer)
     new_x, attn_out = nan(device, torch.float32, *x.shape), nan(device, torch.bfloat16, 3, 6, 64)
     unpack_handover(target, 1, new_x, layer, seq_lens, attn_out)
-    flashq_append_ref(k[:, :, 0].cpu(), v[:, :, 0].cpu(), expected, seq_lens.cpu())
+    kv_append_ref(k[:, :, 0].cpu(), v[:, :, 0].cpu(), expected, seq_lens.cpu())
     assert_same(layer, expected)
     assert torch.equal(new_x, x)
 

@@ -18,7 +18,7 @@ from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.attention.oracles import reduce_norm_ref, speculative_decode_attention_ref
 from alspec.kernels.comm.ll_packets import BAD_NUMBERS, LATE_PACKET, fault_code, split_fault
 from alspec.kernels.comm.pair_state import Mailbox, PairShape, PairState
-from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_append_ref
+from alspec.kernels.kv_codec.codec_reference import kv_append_ref
 from alspec.kernels.norm.residual import num_square_sums
 from alspec.kernels.speculation.handover import pair_spec_output, receive_handover, receive_residual
 from alspec.kernels.speculation.roles import decide, update_roles
@@ -154,7 +154,7 @@ def test_a_handover_goes_into_the_tail_of_a_quantised_cache(device: torch.device
     if gate:
         assert torch.equal(x, mine.x)
         newest = [cache[torch.arange(3), :, seq_lens.long() - 1].cpu() for cache in (mine.k, mine.v)]
-        flashq_append_ref(*newest, expected, seq_lens.cpu())
+        kv_append_ref(*newest, expected, seq_lens.cpu())
         assert int(layer.tail[1, :, :, 0].abs().max()) == 119, "no outlier was clamped"
     assert_same(layer, expected)
     assert int(target.exchange.fault) == 0

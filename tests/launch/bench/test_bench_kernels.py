@@ -18,9 +18,9 @@ from alspec.kernels.attention.oracles import (
     int8_prefill_attention_ref,
     speculative_decode_attention_ref,
 )
-from alspec.kernels.kv_codec.flashq.layout import record_words
+from alspec.kernels.kv_codec.formats import record_words
 from alspec.launch import bench_kernels
-from alspec.launch.bench import bench_common, bench_flashq, bench_prefill
+from alspec.launch.bench import bench_common, bench_prefill, bench_quantised
 
 
 @dataclass
@@ -36,18 +36,18 @@ class Graph:
 def test_implementations_are_timed_in_alternation(monkeypatch: pytest.MonkeyPatch) -> None:
     replayed: list[float] = []
 
-    def replay_us(graph: Any) -> float:
+    def replay_us(graph: Any, flush: None) -> float:
         replayed.append(graph.us)
         # Drift: every replay takes longer than the one before.
         return float(graph.us) + len(replayed) / 1000
 
-    monkeypatch.setattr(bench_kernels, "_captured", lambda run, copies: Graph(run(copies)))
-    monkeypatch.setattr(bench_kernels, "_replay_us", replay_us)
+    monkeypatch.setattr(bench_common, "_captured", lambda run, copies: Graph(run(copies)))
+    monkeypatch.setattr(bench_common, "_replay_us", replay_us)
     runs = [lambda copies: 100.0 * copies, lambda copies: 101.0 * copies, lambda copies: 99.0 * copies]
-    times = bench_kernels.times_us(runs, 4)
+    times = bench_common.times_us(runs, 4)
     assert [us["p50"] for us in times] == pytest.approx([100, 101, 99], abs=0.05)
-    assert replayed[-3 * bench_kernels.REPLAYS :] == [400.0, 404.0, 396.0] * bench_kernels.REPLAYS
-    assert bench_kernels.times_us(runs[1:2], 2)[0]["p50"] == pytest.approx(101, abs=0.1)
+    assert replayed[-3 * bench_common.REPLAYS :] == [400.0, 404.0, 396.0] * bench_common.REPLAYS
+    assert bench_common.times_us(runs[1:2], 2)[0]["p50"] == pytest.approx(101, abs=0.1)
 
 
 def test_an_implementation_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +93,9 @@ def drawn_case(seq_lens: list[int], heads: int = 4, kv_heads: int = 2, dim: int 
 def test_bytes_of_decode_attention() -> None:
     """K and V of all tokens; over a quantised cache the records with their scales, then the tail with its scales."""
     assert drawn_case([3, 7]).num_bytes == (3 + 7) * 2 * 16 * 2 * 4
-    layer: Any = SimpleNamespace(bits=torch.tensor([[4, 2], [4, 4], [2, 4]]), head_dim=64)
-    case = bench_flashq.FlashQCase(torch.zeros(1), [layer], torch.tensor([64, 65, 1]))
-    full = {bits: 4 * record_words(bits, 64) + 8 for bits in (4, 2)}
+    layer: Any = SimpleNamespace(bits=torch.tensor([[4, 2], [4, 4], [2, 4]]), head_dim=64, format="flashq")
+    case = bench_quantised.QuantisedCase(torch.zeros(1), [layer], torch.tensor([64, 65, 1]))
+    full = {bits: 4 * record_words("flashq", bits, 64) + 8 for bits in (4, 2)}
     tails = 2 * (64 + 1 + 1) * 2 * 64 + 6 * 8
     assert case.num_bytes == tails + 2 * full[4]
 

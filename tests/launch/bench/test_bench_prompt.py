@@ -213,7 +213,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert row["command"] == f"launch/bench_kernels.py --bench prompt --rows {path}"
 
 
-@pytest.mark.parametrize("bench", ["allreduce", "prefill"])
+@pytest.mark.parametrize("bench", ["allreduce", "prefill", "shapes"])
 def test_contexts_without_effect_are_refused(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_kernels.main(["--bench", bench, "--contexts", "1k"]) == 2
     assert f"flags: --contexts: --bench {bench} has cases of its own" in capsys.readouterr().err

@@ -19,14 +19,14 @@ from alspec.config import SamplingConfig, SpeculationConfig
 from alspec.errors import RankFailureError
 from alspec.kernels.comm.ll_packets import BAD_NUMBERS, split_fault
 from alspec.kernels.comm.pair_state import PairShape
-from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_dequantize
+from alspec.kernels.kv_codec.codec_reference import kv_dequantize
 from alspec.kernels.sampling import sampler
 from alspec.models.checkpoint.checkpoint import Checkpoint
 from alspec.models.llama import Llama, load_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
-from alspec.runtime.cache.flashq_cache import FlashQCache
 from alspec.runtime.cache.kv_cache import KVCache
+from alspec.runtime.cache.quantised_cache import QuantisedCache
 from alspec.runtime.decode import captured_step
 from alspec.runtime.decode.captured_step import CapturedStep
 from alspec.runtime.decode.decoder import Decoder
@@ -146,10 +146,10 @@ def test_a_quantised_cache_completes_blocks_as_in_the_eager_step(turbo_folder: P
     sampling = SamplingConfig(max_new_tokens=6)
     setting = Setting(turbo_folder, codec, LONG_PROMPTS)
     expected = setting.tokens(sampling)
-    assert isinstance(setting.cache, FlashQCache)
+    assert isinstance(setting.cache, QuantisedCache)
     lengths = torch.tensor([len(ids) + sampling.max_new_tokens for ids in LONG_PROMPTS])
     layers = range(setting.cache.num_layers)
-    kept = [flashq_dequantize(setting.cache.layer(layer), lengths) for layer in layers]
+    kept = [kv_dequantize(setting.cache.layer(layer), lengths) for layer in layers]
     # The captured step must not read what the reference wrote.
     setting.cache.layers.words.fill_(-1)
     setting.cache.layers.scales.fill_(torch.nan)
@@ -157,7 +157,7 @@ def test_a_quantised_cache_completes_blocks_as_in_the_eager_step(turbo_folder: P
     captured.prepare(sampling)
     assert _run(captured, setting.prefill(), sampling, LONG_PROMPTS) == expected
     for layer in layers:
-        for found, reference in zip(flashq_dequantize(setting.cache.layer(layer), lengths), kept[layer], strict=True):
+        for found, reference in zip(kv_dequantize(setting.cache.layer(layer), lengths), kept[layer], strict=True):
             assert (found - reference).norm() < 0.01 * reference.norm()
 
 

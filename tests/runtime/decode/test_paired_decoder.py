@@ -76,7 +76,7 @@ class Pair:
             buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
             self.ranks.append(
                 PairedDecoder(
-                    config, model.weights, model.inv_freq, cache.layers, buffers, exchange, logit_exchange,
+                    config, model.weights, model.inv_freq, cache, buffers, exchange, logit_exchange,
                     transport.all_reduce, transport.all_gather_world, pairing, pair, sums, stops_early,
                 )
             )  # fmt: skip
@@ -122,7 +122,7 @@ class OneRank:
         epoch, fault = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         self.buffers = DecodeBuffers.allocate(config, 1, 1, torch.float32, CPU)
         self.decoder = Decoder(
-            config, model.weights, model.inv_freq, self.cache.layers, self.buffers,
+            config, model.weights, model.inv_freq, self.cache, self.buffers,
             Exchange(torch.zeros(1, config.hidden_size), epoch, fault),
             LogitExchange(torch.zeros(1, config.vocab_size), epoch, fault), transport.all_reduce,
             transport.all_gather_world,
@@ -140,8 +140,8 @@ class OneRank:
             decoder.pre_attention(layer)
             cache = decoder.cache
             attend(
-                buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace, buffers.attn_out,
-                buffers.lse, speculation,
+                buffers.q, cache.layers[layer], buffers.seq_lens, cache.sm_scale, cache.workspace(layer),
+                buffers.attn_out, buffers.lse, speculation,
             )  # fmt: skip
             assert not torch.equal(buffers.attn_out, speculation.spec_out)
             if accepted:

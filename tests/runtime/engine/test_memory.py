@@ -121,7 +121,7 @@ def test_a_step_over_a_quantised_cache_stays_within_the_plan(batch_size: int) ->
     """On the CPU, the predictor and the verification dequantise the keys and values of a layer for all requests."""
     config, tokens = MODEL.model_copy(update={"head_dim": 64}), 2048
     cache = new_cache("turbo4", config, 1, batch_size, tokens, torch.float32, CPU)
-    attention = DecodeAttention(cache.layer(0), config.num_qo_heads, 64, 0.125, CPU)
+    attention = DecodeAttention([cache.layer(0)], config.num_qo_heads, 64, 0.125, CPU)
     q = torch.randn(batch_size, config.num_qo_heads, 64)
     seq_lens = torch.full((batch_size,), tokens, dtype=torch.int32)
 

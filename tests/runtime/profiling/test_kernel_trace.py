@@ -18,7 +18,7 @@ WORK_US = {
     "_embed_norm_kernel": 3.0,
     "_qkv_rope_append_kernel": 9.0,
     "_update_roles_kernel": 1.0,
-    "_flashq_compact_kernel": 2.5,
+    "_kv_compact_kernel": 2.5,
     "lean_decode_kernel": 120.0,
     "lean_combine_kernel": 1.75,
     "_decide_kernel": 2.5,
@@ -96,7 +96,7 @@ class Job:
             sent = self.now[-1 if sends else 0]
             self.launch(group, "receive_residual", group != sends, sent)
             if self.quantised:
-                self.launch(group, "flashq_compact")
+                self.launch(group, "kv_compact")
             self.launch(group, "push_partial")
         for group in (0, 1):
             self.launch(group, "collect", not_before=max(self.now))
@@ -171,7 +171,7 @@ def test_labels_of_a_pair(name: str, tp_size: int, first: int, quantised: bool) 
 def test_labels_without_a_pair() -> None:
     """A kernel with an unknown name belongs to the kernel before it."""
     names = ["_embed_norm_kernel"]
-    layer = ["qkv_rope_append", "flashq_decode_kernel", "flashq_combine_kernel", "push_partial", "ncclAllReduce"]
+    layer = ["qkv_rope_append", "quantised_decode_kernel", "quantised_combine_kernel", "push_partial", "ncclAllReduce"]
     names += [*layer, "reduce_norm", "gate_up_silu", "push_partial", "ncclAllReduce", "reduce_norm"] * 2
     names += ["push_partial", "ncclAllGather", "collect_logits", "radixSort", "_finish_step_kernel"]
     rows = [{"kernel": name, "step": 1, "start_us": 2.0 * at, "end_us": 2.0 * at + 1} for at, name in enumerate(names)]
@@ -211,7 +211,7 @@ def test_parts_predict_the_step(name: str, tp_size: int, quantised: bool) -> Non
 
 def test_a_kernel_is_ready_once_all_before_it_have_ended() -> None:
     """Also if one of them ends before another one that started earlier."""
-    spans = [("_embed_norm_kernel", 0.0, 10.0), ("qkv_rope_append", 2.0, 5.0), ("flashq_decode_kernel", 6.0, 12.0)]
+    spans = [("_embed_norm_kernel", 0.0, 10.0), ("qkv_rope_append", 2.0, 5.0), ("quantised_decode_kernel", 6.0, 12.0)]
     rows = [{"kernel": name, "step": 1, "start_us": start, "end_us": end} for name, start, end in spans]
     (labelled,) = label([rows], [])
     assert [row["ready_us"] for row in labelled] == [0.0, 10.0, 10.0]

@@ -12,7 +12,7 @@ from alspec.config import SamplingConfig
 from alspec.models.llama import Shard, random_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.predictor import predictor_ranges
-from alspec.runtime.cache.flashq_cache import FlashQCache
+from alspec.runtime.cache.quantised_cache import QuantisedCache
 from alspec.runtime.engine.generation import Generation, IdDecoder, Request
 from alspec.runtime.profiling import stats
 from alspec.runtime.profiling.stats import mean_lengths, percentile, step_bytes, stream_bandwidth, summarize
@@ -56,7 +56,7 @@ def test_step_bytes_are_all_weights_and_the_cache(tp_size: int, tied: bool) -> N
     assert step_bytes(config, shard, torch.bfloat16, [100, 7]) == read + 107 * cache
     wide = config.model_copy(update={"head_dim": 64})
     heads = wide.num_kv_heads // tp_size
-    smaller, larger = (FlashQCache("turbo2", wide.num_layers, 1, heads, n, 64, CPU).num_bytes for n in (64, 256))
+    smaller, larger = (QuantisedCache("turbo2", wide.num_layers, 1, heads, n, 64, CPU).num_bytes for n in (64, 256))
     weights_alone = step_bytes(wide, shard, torch.bfloat16, [0])
     assert step_bytes(wide, shard, torch.bfloat16, [128, 64], "turbo2") == weights_alone + larger - smaller
 

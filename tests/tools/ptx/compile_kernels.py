@@ -18,11 +18,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from alspec.kernels.attention.decode import combine, lean_decode, mainloop_sm80, mainloop_sm90
-from alspec.kernels.attention.decode_flashq import flashq_decode, flashq_mainloop
+from alspec.kernels.attention.decode_quantised import quantised_decode, quantised_mainloop
 from alspec.kernels.attention.prefill import int8_prefill, int8_prefill_sm90
 from alspec.kernels.bench import measuring
-from alspec.kernels.kv_codec.flashq import codec_kernels
-from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
+from alspec.kernels.kv_codec import codec_kernels
+from alspec.kernels.kv_codec.formats import FORMATS
+from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
 from alspec.kernels.linear import gemv_tile, mma_tile, projections, push
 from alspec.kernels.norm import residual
 from alspec.kernels.prompt import prompt_kernels
@@ -195,12 +196,12 @@ def _lean_constants(
 
 def flashq(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, sas: bool = False,
-    spec_parts: int = 1,
+    spec_parts: int = 1, format: str = "flashq",
 ) -> Variant:  # fmt: skip
-    """The attention kernel as `flashq_decode_attention` launches it."""
-    settings = flashq_decode.GPU_SETTINGS
+    """The attention kernel as `quantised_decode_attention` launches it."""
+    settings = quantised_decode.GPU_SETTINGS
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts) | {
-        "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
+        "FORMAT": format, "PER_SM": settings.per_sm, "SAS": sas, "gate_ptr": None,
         "READ_LENGTHS_EARLY": capability >= 90, "BULK": capability >= 90,
     }  # fmt: skip
     if not spec:
@@ -209,8 +210,8 @@ def flashq(
         constants["spec_lse_ptr"] = None
     types = {"spec_out_ptr": "*i64", "spec_lse_ptr": "*i64"} if spec else {}
     return variant(
-        capability, flashq_mainloop.flashq_decode_kernel, settings.num_warps, constants,
-        maxnreg=flashq_decode.REGISTERS, **types,
+        capability, quantised_mainloop.quantised_decode_kernel, settings.num_warps, constants,
+        maxnreg=quantised_decode.REGISTERS, **types,
     )  # fmt: skip
 
 
@@ -219,14 +220,14 @@ def flashq_combine(
 ) -> Any:
     """The kernel that combines the partials of `flashq`."""
     constants = _flashq_constants(capability, heads_per_kv, head_dim, batch_size, spec, spec_parts)
-    programs = 132 * flashq_decode.GPU_SETTINGS.per_sm
+    programs = 132 * quantised_decode.GPU_SETTINGS.per_sm
     width, slices, at_once = combine.combine_sizes(8 * heads_per_kv, head_dim, programs // (8 * batch_size))
     constants |= {"SLICE": width, "SLICES": slices, "ROUND": at_once, "gate_ptr": None}
     if not spec:
         constants["sums_ptr"] = None
     return variant(
         capability,
-        flashq_mainloop.flashq_combine_kernel,
+        quantised_mainloop.quantised_combine_kernel,
         1,
         constants,
         False,
@@ -238,10 +239,10 @@ def flashq_combine(
 def _flashq_constants(
     capability: int, heads_per_kv: int, head_dim: int, batch_size: int, spec: bool, spec_parts: int
 ) -> dict[str, Any]:
-    settings = flashq_decode.GPU_SETTINGS
+    settings = quantised_decode.GPU_SETTINGS
     return {
         "HEADS_PER_KV": heads_per_kv, "D": head_dim,
-        **flashq_decode.schedule_sizes(batch_size, 8, 132 * settings.per_sm), "WARPS": settings.num_warps,
+        **quantised_decode.schedule_sizes(batch_size, 8, 132 * settings.per_sm), "WARPS": settings.num_warps,
         "SPEC": spec, "SPEC_PARTS": spec_parts, "PHASE": 0, "PDL": capability >= 90,
     }  # fmt: skip
 
@@ -464,18 +465,27 @@ def quantised_cache(capability: int) -> dict[str, Any]:
     )
 
     def compiled(kernel: Any, num_warps: int, **constants: Any) -> Any:
-        return variant(capability, kernel, num_warps, {"H": 8, "D": 128} | constants, **types)
+        default = {"H": 8, "D": 128} | ({"FORMAT": "flashq"} if "FORMAT" in kernel.arg_names else {})
+        return variant(capability, kernel, num_warps, default | constants, **types)
 
     warps, pdl = codec_kernels.NUM_WARPS, {"PDL": capability >= 90}
     return {
-        "flashq_store": compiled(codec_kernels._store_kernel, codec_kernels.STORE_WARPS),
-        "flashq_store, head 64": compiled(codec_kernels._store_kernel, codec_kernels.STORE_WARPS, D=64),
-        "flashq_append, head 64": compiled(codec_kernels._flashq_append_kernel, 1, D=64, **pdl),
-        "flashq_compact": compiled(codec_kernels._flashq_compact_kernel, warps, **pdl),
-        "flashq_compact, head 64": compiled(codec_kernels._flashq_compact_kernel, warps, D=64, **pdl),
-        "flashq_store, tail": compiled(codec_kernels._store_tail_kernel, warps),
-        "flashq_append": compiled(codec_kernels._flashq_append_kernel, 1, **pdl),
-        "flashq_restore": compiled(codec_kernels._restore_kernel, warps),
+        "kv_store": compiled(codec_kernels._store_kernel, codec_kernels.STORE_WARPS),
+        "kv_store, head 64": compiled(codec_kernels._store_kernel, codec_kernels.STORE_WARPS, D=64),
+        **{
+            f"kv_store, {name}": compiled(codec_kernels._store_kernel, codec_kernels.STORE_WARPS, FORMAT=name)
+            for name in ("turboquant3", "hybrid-k3v2")
+        },
+        "kv_compact, turboquant3": compiled(
+            codec_kernels._kv_compact_kernel, codec_kernels.STORE_WARPS, FORMAT="turboquant3", **pdl
+        ),
+        "kv_restore, turboquant3": compiled(codec_kernels._restore_kernel, warps, FORMAT="turboquant3"),
+        "kv_append, head 64": compiled(codec_kernels._kv_append_kernel, 1, D=64, **pdl),
+        "kv_compact": compiled(codec_kernels._kv_compact_kernel, warps, **pdl),
+        "kv_compact, head 64": compiled(codec_kernels._kv_compact_kernel, warps, D=64, **pdl),
+        "kv_store, tail": compiled(codec_kernels._store_tail_kernel, warps),
+        "kv_append": compiled(codec_kernels._kv_append_kernel, 1, **pdl),
+        "kv_restore": compiled(codec_kernels._restore_kernel, warps),
     }
 
 
@@ -554,6 +564,10 @@ def _hopper_variants() -> dict[str, Variant]:
         "flashq, 7 x 64, spec": flashq(90, 7, 64, 1, True),
         "flashq, spec in 2 parts": flashq(90, 4, 128, 1, True, spec_parts=2),
         "flashq, sas": flashq(90, 4, 128, 1, False, sas=True),
+        **{f"{name}, 4 x 128": flashq(90, 4, 128, 1, False, format=name) for name in FORMATS if name != "flashq"},
+        "turboquant3, 7 x 64, spec": flashq(90, 7, 64, 1, True, format="turboquant3"),
+        "hybrid-k3v2, batch 8, spec": flashq(90, 4, 128, 8, True, format="hybrid-k3v2"),
+        "turboquant2, spec in 2 parts": flashq(90, 4, 128, 1, True, spec_parts=2, format="turboquant2"),
         "flashq, sas, batch 8, spec": flashq(90, 4, 128, 8, True, sas=True),
         "flashq, sas, 7 x 64, spec": flashq(90, 7, 64, 1, True, sas=True),
         "flashq, sas, 2 x 64, spec": flashq(90, 2, 64, 1, True, sas=True),
@@ -563,4 +577,4 @@ def _hopper_variants() -> dict[str, Variant]:
 
 def is_fast(name: str) -> bool:
     """Whether the fast tier compiles this variant for compute capability 9.0."""
-    return name in FAST or name.startswith(("flashq_", "sampling, ")) or name.endswith(", tp 2, batch 1")
+    return name in FAST or name.startswith(("kv_", "sampling, ")) or name.endswith(", tp 2, batch 1")

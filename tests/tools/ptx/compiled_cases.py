@@ -32,12 +32,13 @@ from emulated import CPU, Emulated, Found, S, broken, counts_of, error_of, sound
 from paired_ranks import pairs
 from step_tensors import EPS, nan, normal, stream
 
-from alspec.kernels.attention.decode_flashq import flashq_decode
+from alspec.kernels.attention.decode_quantised import quantised_decode
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.attention.oracles import gate_up_silu_ref, push_partial_ref, reduce_norm_ref
 from alspec.kernels.comm.exchange import Exchange, LogitExchange
 from alspec.kernels.comm.ll_packets import LATE_PACKET, fault_code, split_fault
 from alspec.kernels.comm.pair_state import PairShape
+from alspec.kernels.kv_codec.formats import FORMATS
 from alspec.kernels.linear import projections, push
 from alspec.kernels.norm import residual
 from alspec.kernels.norm.residual import num_square_sums, reduce_norm
@@ -57,19 +58,20 @@ def flashq(
     dtype: torch.dtype = torch.float32,
     num_warps: int = 4,
     parts: int = 1,
+    codec: str = "turbo-mixed",
     **how: Any,
 ) -> Found:
-    """Attention over a FlashQ cache as launched on Hopper; half of the heads have 2 bits."""
+    """Attention over a quantised cache as launched on Hopper; by default half of the heads have 2 bits."""
     kernels = {
-        "flashq_decode_kernel": Emulated(flashq_decode.flashq_decode_kernel, capability, **how),
-        "flashq_combine_kernel": Emulated(flashq_decode.flashq_combine_kernel, capability),
+        "quantised_decode_kernel": Emulated(quantised_decode.quantised_decode_kernel, capability, **how),
+        "quantised_combine_kernel": Emulated(quantised_decode.quantised_combine_kernel, capability),
     }
     launch = flashq_launch.draw(
-        lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, dtype=dtype, parts=parts
+        lengths, heads_per_kv, num_kv_heads, head_dim, CPU, num_programs, chunk_size, codec, dtype=dtype, parts=parts
     )
-    launch.settings = replace(flashq_decode.GPU_SETTINGS, sm90=capability >= 90, num_warps=num_warps)
+    launch.settings = replace(quantised_decode.GPU_SETTINGS, sm90=capability >= 90, num_warps=num_warps)
     launch.softmax = softmax
-    with mock.patch.multiple(flashq_decode, **kernels):
+    with mock.patch.multiple(quantised_decode, **kernels):
         launch.run()
     launch.compare()
     return error_of(launch) | counts_of(kernels)
@@ -250,6 +252,7 @@ def _all_heads(**how: Any) -> Found:
     return flashq((500, 40, 130), 4, 2, 128, 1, dtype=torch.bfloat16, **how)
 
 
+MIXED = [name for name in FORMATS if name != "flashq"]
 CASES: dict[str, Callable[[], Found]] = {
     **compiled_lean_cases.CASES,
     "flashq, 4 x 128": sound(lambda: flashq((700,), 4, 2, 128, 6)),
@@ -261,6 +264,12 @@ CASES: dict[str, Callable[[], Found]] = {
     "flashq, 2 x 64, ragged": sound(lambda: flashq((65, 700, 319), 2, 2, 64, 20)),
     "flashq, 7 x 64, spec, sas, ragged": sound(lambda: flashq((65, 700, 300), 7, 2, 64, 8, S, "sas")),
     "flashq, 4 x 128, on Ampere": sound(lambda: flashq((1500,), 4, 1, 128, 20, capability=80)),
+    **{f"{name}, 4 x 128": sound(lambda name=name: flashq((300,), 4, 1, 128, 2, codec=name)) for name in MIXED},
+    "turboquant3, 7 x 64, spec, sas": sound(lambda: flashq((330,), 7, 1, 64, 3, S, "sas", codec="turboquant3")),
+    "turboquant2, 4 x 128, bf16": sound(
+        lambda: flashq((200,), 4, 1, 128, 2, dtype=torch.bfloat16, codec="turboquant2")
+    ),
+    "hybrid-k3v2, 8 x 128, spec": sound(lambda: flashq((300,), 8, 1, 128, 2, S, codec="hybrid-k3v2")),
     "flashq, 3 x 64, bf16": sound(lambda: flashq((200,), 3, 2, 64, 2, dtype=torch.bfloat16)),
     "flashq, 5 x 128, fp16": sound(lambda: flashq((200,), 5, 2, 128, 2, dtype=torch.float16)),
     "flashq, 4 x 128, bf16, several work items": sound(lambda: _all_heads()),

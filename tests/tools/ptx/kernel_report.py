@@ -32,11 +32,11 @@ def report(variant: Variant) -> dict[str, Any]:
         "tensor_copies": ptx.count("cp.async.bulk.tensor"),  # of tiles
         "narrow_loads": len(re.findall(r"\bld\.global[\w.:]*\.b16\b", ptx)),  # of 16 bits
     }
-    if kernel == "flashq_decode_kernel":
+    if kernel == "quantised_decode_kernel":
         found["lanes_elsewhere"] = lanes_elsewhere(variant.asm["ttgir"])
     if variant.capability == 90:
         found["early"] = before_the_wait(variant)
-        if kernel == "flashq_decode_kernel":
+        if kernel == "quantised_decode_kernel":
             found |= loops_over_records(variant.asm["cubin"])
         elif kernel.endswith("combine_kernel"):
             found |= around_the_wait(variant.asm["cubin"]) | {"declares_unused": "unused[4]" in ptx}

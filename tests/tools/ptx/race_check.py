@@ -23,8 +23,8 @@ from alspec.kernels.attention.decode.lean_decode import (
 from alspec.kernels.attention.oracles import decode_attention_ref, int8_prefill_attention_ref
 from alspec.kernels.attention.prefill.int8_prefill import int8_prefill_attention
 from alspec.launch.bench.bench_common import new_spec_output
-from alspec.launch.bench.bench_flashq import FlashQCase, flashq_run
-from alspec.runtime.cache.flashq_cache import FlashQCache
+from alspec.launch.bench.bench_quantised import QuantisedCase, quantised_run
+from alspec.runtime.cache.quantised_cache import QuantisedCache
 from alspec.sas import Softmax
 
 # Lengths, programs, query heads of a KV head, head_dim; an output has one, two and many partials.
@@ -80,8 +80,8 @@ def lean(lengths: tuple[int, ...], num_programs: int, heads_per_kv: int, head_di
 
 def flashq(lengths: tuple[int, ...], heads_per_kv: int, head_dim: int, chunk_size: int) -> None:
     """Decode over a FlashQ cache of 2 KV heads, one with 2 bits."""
-    case = FlashQCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
-    out = flashq_run(case, chunk_size)(len(case.q) - 1)[0]
+    case = QuantisedCase.draw(list(lengths), 2 * heads_per_kv, 2, head_dim, "turbo-mixed", 0)
+    out = quantised_run(case, chunk_size)(len(case.q) - 1)[0]
     expected = decode_attention_ref(*case.last(), head_dim**-0.5)[0]
     report(f"turbo-mixed, S {chunk_size}, {lengths}, {heads_per_kv} x {head_dim}", out, expected)
 
@@ -89,7 +89,7 @@ def flashq(lengths: tuple[int, ...], heads_per_kv: int, head_dim: int, chunk_siz
 def prompt(cached: int, chunk: int, heads_per_kv: int, head_dim: int) -> None:
     """Store a prompt in one or two chunks, read the first one, attend to the last one. The error is 1 to 2 %."""
     device, heads, num_tokens = torch.device("cuda"), 2, cached + chunk
-    cache = FlashQCache("turbo-mixed", 1, 1, heads, num_tokens, head_dim, device)
+    cache = QuantisedCache("turbo-mixed", 1, 1, heads, num_tokens, head_dim, device)
     q = torch.randn(chunk, heads_per_kv * heads, head_dim, dtype=torch.bfloat16, device=device)
     k, v = (torch.randn(num_tokens, heads, head_dim, dtype=q.dtype, device=device) for _ in range(2))
     # Scores grow, so that some tiles are rescaled and others are not.

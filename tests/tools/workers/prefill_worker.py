@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from alspec.kernels.kv_codec.flashq.flashq_reference import flashq_dequantize
+from alspec.kernels.kv_codec.codec_reference import kv_dequantize
 from alspec.models.llama import Llama, random_weights
 from alspec.models.llama_config import LlamaConfig
 from alspec.runtime.cache.codecs import new_cache
@@ -81,7 +81,7 @@ def run_case(transport: Transport, kv_cache: str, lengths: list[int], least_spre
         tensors, read = {"k": cache.k, "v": cache.v}, [torch.stack([cache.k, cache.v])]
     else:
         tensors, with_newest = cache.layers.tensors, torch.tensor(lengths) + 1
-        read = [torch.stack(flashq_dequantize(cache.layer(n), with_newest)) for n in range(cache.num_layers)]
+        read = [torch.stack(kv_dequantize(cache.layer(n), with_newest)) for n in range(cache.num_layers)]
     return found | {"cache": {name: tensor.cpu() for name, tensor in tensors.items()}, "read": torch.stack(read).cpu()}
 
 

@@ -77,6 +77,7 @@ def main(folder: Path) -> None:
             dtype="fp32",
             transport="gloo",
             kv_cache=spec["kv_cache"],
+            kv_protect=spec["kv_protect"],
             softmax=spec["softmax"],
         )
         engine = Engine(config, trace=True)

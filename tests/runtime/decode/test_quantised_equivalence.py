@@ -45,6 +45,7 @@ class Setting:
     modes: dict[int, tuple[str, ...]]  # by the number of processes
     fast_modes: dict[int, tuple[str, ...]]  # the same for the fast tier
     tp_size: int = 1  # ranks of a group where it matters: each rank selects 2-bit heads among its own
+    protect: int = 0
 
     def thresholds(self, mode: str) -> tuple[float, ...]:
         return (0.0,) if mode == "off" else (0.0, self.threshold)
@@ -69,6 +70,8 @@ SETTINGS = [
     Setting("turbo4", "sas", 0.02, ALL_MODES, PAIRED),
     Setting("turbo2", "exact", 0.03, ALL_MODES, PAIRED),
     MIXED,
+    Setting("turboquant3", "exact", 0.03, ALL_MODES, PAIRED, protect=1),
+    Setting("hybrid-k4v2", "exact", 0.03, ALL_MODES, PAIRED),
 ]
 
 
@@ -87,9 +90,14 @@ def run_alone(setting: Setting, tp_size: int, modes: tuple[str, ...] = ("off", "
         return torch.cat([select_bits(part, num_low // tp_size) for part in priority.chunk(tp_size)])
 
     runs = {}
-    with mock.patch("alspec.runtime.cache.flashq_cache.select_bits", select_on_ranks):
+    with mock.patch("alspec.runtime.cache.quantised_cache.select_bits", select_on_ranks):
         for mode in modes:
-            options = {"kv_cache": setting.codec, "softmax": setting.softmax, "speculation": {"mode": mode}}
+            options = {
+                "kv_cache": setting.codec,
+                "kv_protect": setting.protect,
+                "softmax": setting.softmax,
+                "speculation": {"mode": mode},
+            }
             engine = Engine.from_pretrained(dtype="fp32", transport="gloo", **options)
             runs |= {
                 f"{mode} {case['name']}": run_case(engine, case) for case in setting.cases(setting.thresholds(mode))
@@ -112,6 +120,7 @@ def results(run_ranks: Any, is_full_tier: bool, request: pytest.FixtureRequest) 
             {mode: setting.cases(thresholds(mode)) for mode in modes_of_size},
             model=DEMO_CHECKPOINT,
             kv_cache=setting.codec,
+            kv_protect=setting.protect,
             softmax=setting.softmax,
         )
         for world_size, modes_of_size in modes.items()

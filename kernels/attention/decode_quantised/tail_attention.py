@@ -1,19 +1,7 @@
-"""Device code of FlashQ decode attention: the arithmetic of a block, between record words and an online softmax.
+"""Device code of decode attention over a quantised cache: the INT8 tail of an output, the same for every codec.
 
-A tile is W blocks, one for each warp: W is the leading size of all tensors here. Up to 8 query heads are columns of
-
-    S^T = K q^T,   O^T = V^T P^T
-
-Both products are INT8 MMAs (keys.py, values.py). Between them all values are in *lanes*: tensors [W, 32], one value for
-each lane of each warp. With up to 4 heads (HEADS = 4) a head has two columns, and a lane has the scores of one head.
-With HEADS = 8 a lane has the scores of two heads: c of C.
-
-The bytes of the tail become fp16 without a conversion: as the low bits of an fp16 they are denormals, n 2^-24.
-
-Products are exact, except that q s_int and P are rounded to 16 bits, and the tail's q and P to fp16. Sums are fp32 or
-exact. The weights of a block are relative to its own largest weight, so in a long context they keep as many bits as in
-a short one. With SAS the weights follow `alspec/sas.py`; the factors that rescale sums, between blocks and between
-warps, remain exact powers of two.
+The bytes of the tail become fp16 without a conversion: as the low bits of an fp16 they are denormals, n 2^-24. Its q
+and P are rounded to fp16. Query heads are columns of the products (block_attention.py).
 
 Where operands are built with `tl.join`, the compiler gives a lane four consecutive columns of each 16 (kWidth 4)
 instead of two and two. So the columns of such a product are numbered in *operand order* (t, kh, i), 16 at a time. Then
@@ -25,27 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode_flashq.keys import scale_query, scores
-from alspec.kernels.attention.decode_flashq.query import FLIP_SIGNS
-from alspec.kernels.attention.decode_flashq.record_loads import (
-    await_side,
-    copy_side,
-    load_scales,
-    read_k,
-    read_v,
-    side_pointer,
-)
-from alspec.kernels.attention.decode_flashq.values import (
-    accumulate_block,
-    heads_to_lanes,
-    reduce_rows,
-    to_lane_state,
-)
+from alspec.kernels.attention.decode_quantised.lanes import FLIP_SIGNS, heads_to_lanes, to_lane_state
 from alspec.kernels.attention.sas_exp2 import sas_exp2
 from alspec.kernels.common.device import INTERPRETED
 from alspec.kernels.kv_codec.flashq.record import TOKENS
 
-__all__ = ["COLUMNS", "attend_blocks", "attend_tail", "empty_softmax"]
+__all__ = ["COLUMNS", "EMPTY_MAX", "attend_tail"]
 
 COLUMNS = tl.constexpr(8)  # columns of an MMA, for query heads
 ULP = tl.constexpr(2.0**-24)  # lowest bit of a denormal fp16
@@ -142,17 +115,6 @@ def _columns_to_heads(x, HEADS: tl.constexpr):
 
 
 @triton.jit
-def empty_softmax(HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """Return the online softmax of no tokens, in lanes: the maximum for each c; the state of `accumulate_block`."""
-    maxima, state = (), ()
-    for _ in tl.static_range(HEADS // 4):
-        maxima = maxima + (tl.full([W, 32], EMPTY_MAX, tl.float32),)  # noqa: RUF005 (Triton has no *)
-        for _ in tl.static_range(D // 8 + 2):
-            state = state + (tl.zeros([W, 32], tl.float32),)  # noqa: RUF005
-    return maxima, state
-
-
-@triton.jit
 def _load_query_fp16(q_ptr, output, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr):
     """Load the query heads of an output, scaled for fp16: the largest |q| 2^e of a head is in [2^14, 2^15).
 
@@ -170,78 +132,6 @@ def _load_query_fp16(q_ptr, output, HEADS_PER_KV: tl.constexpr, HEADS: tl.conste
     q = q.to(tl.float16).to(tl.float32)
     even, odd = tl.split(tl.permute(tl.reshape(q, [D // 2, 2, COLUMNS]), (0, 2, 1)))
     return even, odd, _columns_to_heads(((exponent - 14) << 23).to(tl.float32, bitcast=True), HEADS)
-
-
-@triton.jit
-def _block_max(s):
-    """Maximum over the block of the scores of a head, (n) in lanes."""
-    block_max = s[0]
-    for n in tl.static_range(1, TOKENS // 8):
-        block_max = tl.maximum(block_max, s[n])
-    return reduce_rows(block_max, "max")
-
-
-@triton.jit
-def attend_blocks(
-    maxima,  # an online softmax, in lanes, with `state`: of `empty_softmax` or `attend_tail`
-    state,
-    query,  # of `prepare_query`
-    qk_scale,  # sm_scale log2(e)
-    records_ptr,  # of this output
-    scales_ptr,  # of this output
-    blocks,  # (first, split, second, count): [first, first + split), then those from `second` on; `count` > 0 in all
-    cutoff,  # of SAS weights, relative to the maximum so far
-    buffers,  # of `init_buffers`; with BULK the copies of the first tile are already issued
-    parity,  # barrier phase of the first tile; it alternates from tile to tile
-    HEADS: tl.constexpr,
-    BITS: tl.constexpr,
-    W: tl.constexpr,
-    D: tl.constexpr,
-    SAS: tl.constexpr,
-    BULK: tl.constexpr,
-):
-    """Continue an online softmax over the records of one output; return maxima, state and parity."""
-    C: tl.constexpr = HEADS // 4
-    warps = tl.arange(0, W)
-    count = blocks[3]
-    query_scale = scale_query(query, qk_scale, BITS, D, C)
-    k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
-    num_tiles = tl.cdiv(count, W)
-    for tile in tl.range(0, num_tiles, num_stages=1):
-        if BULK:
-            k_words, k_s, k_z, done = read_k(await_side(buffers, parity, False, W, D), D, BITS)
-            copy_side(buffers, records_ptr, tile + 1, blocks, BITS, tile + 1 < num_tiles, done, False, W, D)
-        else:
-            k_words, k_s, k_z, _ = read_k(side_pointer(records_ptr, tile, blocks, False, W, D, BITS), D, BITS)
-            v_words, v_s, v_z, _ = read_v(side_pointer(records_ptr, tile, blocks, True, W, D, BITS), D, BITS)
-        next_k_scale, next_v_scale = load_scales(scales_ptr, tile + 1, blocks, W)
-        s, z_sum = scores(query, query_scale, k_words, k_s, k_z, D, BITS, C)
-        if BULK:
-            v_words, v_s, v_z, done = read_v(await_side(buffers, parity, True, W, D), D, BITS)
-            copy_side(buffers, records_ptr, tile + 1, blocks, BITS, tile + 1 < num_tiles, done, True, W, D)
-
-        valid = (tile * W + warps < count)[:, None]
-        p, alphas, betas, new_maxima = (), (), (), ()
-        for c in tl.static_range(C):
-            unit = k_scale[:, None] * query_scale[0][c]
-            code_max = _block_max(s[c])
-            block_max = (code_max + z_sum[c]) * unit
-            if W > 1:
-                block_max = tl.where(valid, block_max, float("-inf"))
-            new_max = tl.maximum(maxima[c], block_max)
-            alphas = alphas + (tl.exp2(maxima[c] - new_max),)  # noqa: RUF005 (Triton has no *)
-            betas = betas + (tl.exp2(block_max - new_max),)  # noqa: RUF005
-            new_maxima = new_maxima + (new_max,)  # noqa: RUF005
-            code_max *= unit
-            for n in tl.static_range(TOKENS // 8):
-                x = s[c][n] * unit - code_max
-                # The cutoff is relative to the maximum so far, not to the block's maximum.
-                p = p + (sas_exp2(x, cutoff + (new_max - block_max)) if SAS else tl.exp2(x),)  # noqa: RUF005
-        maxima = new_maxima
-        state = accumulate_block(state, p, alphas, betas, v_scale, v_words, v_s, v_z, HEADS, W, D, BITS)
-        k_scale, v_scale = next_k_scale, next_v_scale
-        parity ^= 1
-    return maxima, state, parity
 
 
 @triton.jit

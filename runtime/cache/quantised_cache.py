@@ -1,4 +1,4 @@
-"""Quantised KV cache of one rank (FlashQ): static buffers of 64-token records and INT8 tails.
+"""Quantised KV cache of one rank: static buffers of 64-token records and INT8 tails.
 
 On CUDA, the kernels of codec_kernels.py write it. On the CPU, their oracles write the same bits.
 """
@@ -10,29 +10,30 @@ import math
 import torch
 from torch import Tensor
 
-from alspec.config import FLASHQ_CODECS
+from alspec.config import QUANTISED_CODECS
 from alspec.kernels.attention.prefill.int8_prefill import int8_prefill_attention
 from alspec.kernels.attention.torch_attention import dequantized_prefill_attention
-from alspec.kernels.kv_codec.flashq.codec_kernels import flashq_append, flashq_compact, flashq_restore, flashq_store
-from alspec.kernels.kv_codec.flashq.flashq_reference import (
-    flashq_append_ref,
-    flashq_compact_ref,
-    flashq_restore_ref,
-    flashq_store_ref,
+from alspec.kernels.kv_codec.codec_kernels import kv_append, kv_compact, kv_restore, kv_store
+from alspec.kernels.kv_codec.codec_reference import (
+    kv_append_ref,
+    kv_compact_ref,
+    kv_restore_ref,
+    kv_store_ref,
 )
-from alspec.kernels.kv_codec.flashq.layout import FlashQLayer, record_words
-from alspec.kernels.kv_codec.flashq.quantize import BLOCK, head_priority, select_bits
+from alspec.kernels.kv_codec.flashq.quantize import head_priority, select_bits
+from alspec.kernels.kv_codec.formats import format_of, record_words
+from alspec.kernels.kv_codec.quantised_layer import BLOCK, QuantisedLayer
 from alspec.sas import Softmax
 
-__all__ = ["FlashQCache"]
+__all__ = ["QuantisedCache"]
 
 
-class FlashQCache:
+class QuantisedCache:
     """Quantised keys and values of all layers, with capacity for `max_context` tokens per request.
 
     The prompt chunk at position 0 starts a new prompt and resets all state of the request. With `turbo-mixed` it also
     selects the half of the heads that get 2 bits; the others get 4. All attention over the cache, of prompts and of
-    decode steps, uses the softmax given by `softmax`.
+    decode steps, uses the softmax given by `softmax`. With TurboQuant values, `v` is rotated by the weights already.
 
     Shapes: B requests, H KV heads of this rank, NB capacity in blocks, D head_dim, n tokens.
     """
@@ -55,10 +56,11 @@ class FlashQCache:
         bits = torch.tensor(_bits(codec, num_kv_heads), dtype=torch.int32, device=device)
         # Words per record, indexed by the bits of its head.
         self._words = torch.zeros(5, dtype=torch.int64, device=device)
-        self._words[2], self._words[4] = record_words(2, head_dim), record_words(4, head_dim)
-        self._request_words = self._num_blocks * sum(record_words(b, head_dim) for b in _bits(codec, num_kv_heads))
+        for width in (2, 4):
+            self._words[width] = record_words(format_of(codec), width, head_dim)
+        self._request_words = self._num_blocks * sum(_record_words(codec, num_kv_heads, head_dim))
         heads = (num_layers, batch_size, num_kv_heads)
-        self._all = FlashQLayer(
+        self._all = QuantisedLayer(
             words=torch.zeros(num_layers, batch_size * self._request_words, dtype=torch.int32, device=device),
             offset=torch.zeros(heads, dtype=torch.int64, device=device),
             bits=bits.repeat(num_layers, batch_size, 1),
@@ -66,6 +68,7 @@ class FlashQCache:
             tail=torch.zeros(*heads, 2, BLOCK, head_dim, dtype=torch.int8, device=device),
             tail_scale=torch.ones(*heads, 2, device=device),
             softmax=softmax,
+            format=format_of(codec),
         )
         self._layers = [self._all.select(layer) for layer in range(num_layers)]
         for layer in self._layers:
@@ -78,14 +81,14 @@ class FlashQCache:
 
         The tail is not included: its size does not depend on the number of tokens.
         """
-        return num_layers * sum(4 * record_words(b, head_dim) + 8 for b in _bits(codec, num_kv_heads)) / BLOCK
+        return num_layers * sum(4 * words + 8 for words in _record_words(codec, num_kv_heads, head_dim)) / BLOCK
 
     @staticmethod
     def bytes_for(
         codec: str, num_layers: int, batch_size: int, num_kv_heads: int, max_context: int, head_dim: int
     ) -> int:
         """Return `num_bytes` of a cache with these arguments, without creating it."""
-        token = FlashQCache.bytes_per_token(codec, num_layers, num_kv_heads, head_dim)
+        token = QuantisedCache.bytes_per_token(codec, num_layers, num_kv_heads, head_dim)
         # Tail, universal scales, offset and bits of each head.
         head = 2 * BLOCK * head_dim + 2 * 4 + 8 + 4
         return batch_size * (round(token * BLOCK * _blocks(max_context)) + num_layers * num_kv_heads * head)
@@ -96,18 +99,22 @@ class FlashQCache:
         return sum(tensor.nbytes for tensor in self._all.tensors.values())
 
     @property
-    def layers(self) -> FlashQLayer:
+    def layers(self) -> QuantisedLayer:
         """All layers, stacked."""
         return self._all
 
-    def layer(self, layer: int) -> FlashQLayer:
+    def layer(self, layer: int) -> QuantisedLayer:
         """Return one layer, as decode attention reads it."""
         return self._layers[layer]
+
+    def compact(self, seq_lens: Tensor) -> None:
+        """Make records of full tails, on a GPU; seq_lens [B] int32, including the new token. Graph-safe."""
+        kv_compact(self._all, seq_lens)
 
     def append(self, layer: int, k: Tensor, v: Tensor, seq_lens: Tensor) -> None:
         """Store one new token of each request: k, v [B, H, D]; seq_lens [B] int32, including the new token."""
         is_cuda, cache_layer = self.device.type == "cuda", self._layers[layer]
-        write, compact = (flashq_append, flashq_compact) if is_cuda else (flashq_append_ref, flashq_compact_ref)
+        write, compact = (kv_append, kv_compact) if is_cuda else (kv_append_ref, kv_compact_ref)
         write(k, v, cache_layer, seq_lens)
         compact(cache_layer, seq_lens)
 
@@ -132,7 +139,7 @@ class FlashQCache:
         q8 = torch.empty(2, num_heads, stop, head_dim, dtype=torch.int8, device=self.device)
         scales = torch.empty(2, num_heads, math.ceil(stop / BLOCK), device=self.device)
         is_cuda = self.device.type == "cuda"
-        restore, store = (flashq_restore, flashq_store) if is_cuda else (flashq_restore_ref, flashq_store_ref)
+        restore, store = (kv_restore, kv_store) if is_cuda else (kv_restore_ref, kv_store_ref)
         restore(cache_layer, request, first_block, *q8[:, :, :start].unbind(0), *scales[:, :, :first_block].unbind(0))
         store(k, v, cache_layer, request, start, *q8[:, :, start:].unbind(0), *scales[:, :, first_block:].unbind(0))
         return q8[0], q8[1], scales[0], scales[1]
@@ -160,7 +167,7 @@ class FlashQCache:
             return int8_prefill_attention(q.contiguous(), *prefix, sm_scale, self.softmax, start + len(k))[0]
         return dequantized_prefill_attention(q, *prefix, sm_scale, self.softmax, start + len(k))
 
-    def _set_bits(self, layer: FlashQLayer, request: int, bits: Tensor) -> None:
+    def _set_bits(self, layer: QuantisedLayer, request: int, bits: Tensor) -> None:
         """Set the bits of each head, [H] int32, and lay out the request's records, head after head. No host sync."""
         sizes = self._num_blocks * self._words[bits.long()]
         layer.bits[request] = bits
@@ -172,8 +179,13 @@ def _blocks(max_context: int) -> int:
     return max(1, max_context // BLOCK)
 
 
+def _record_words(codec: str, num_kv_heads: int, head_dim: int) -> list[int]:
+    """Return the words of a record of each head."""
+    return [record_words(format_of(codec), bits, head_dim) for bits in _bits(codec, num_kv_heads)]
+
+
 def _bits(codec: str, num_kv_heads: int) -> list[int]:
-    """Return the bits of each head before a prompt has selected them: the 2-bit heads come first."""
-    assert codec in FLASHQ_CODECS, codec
-    num_low = {"turbo4": 0, "turbo2": num_kv_heads, "turbo-mixed": num_kv_heads // 2}[codec]
+    """Return the bits of each head before a prompt selects them, 2 first; 4 where the format has its own."""
+    assert codec in QUANTISED_CODECS, codec
+    num_low = {"turbo2": num_kv_heads, "turbo-mixed": num_kv_heads // 2}.get(codec, 0)
     return [2] * num_low + [4] * (num_kv_heads - num_low)

@@ -1,6 +1,6 @@
 """GPU kernels that write the quantised KV cache and restore it: store a prompt, append a token, compact a full tail.
 
-record.py converts a block to the words of a record and back. The oracles are in flashq_reference.py.
+record.py converts a block to the words of a record and back. The oracles are in codec_reference.py.
 
 Shapes: B requests, H KV heads of this rank, D head_dim, n tokens, NB capacity in blocks, W words of a layer, L layers.
 """
@@ -15,15 +15,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.common.jit_launch import jit_launch, pdl_options
 from alspec.kernels.common.pdl import wait_for_previous_kernel
-from alspec.kernels.kv_codec.flashq.layout import PER_HEAD, FlashQLayer, record_words
-from alspec.kernels.kv_codec.flashq.quantize import BLOCK, MIN_SCALE
-from alspec.kernels.kv_codec.flashq.record import TOKENS, largest, record_at, restore_side, to_int8, write_side
+from alspec.kernels.kv_codec.flashq.quantize import MIN_SCALE
+from alspec.kernels.kv_codec.flashq.record import TOKENS, largest, to_int8
+from alspec.kernels.kv_codec.formats import record_words
+from alspec.kernels.kv_codec.quantised_layer import BLOCK, PER_HEAD, QuantisedLayer
+from alspec.kernels.kv_codec.record_sides import record_at, restore_side, write_side
 
-__all__ = ["flashq_restore", "flashq_store", "flashq_append", "flashq_compact"]
+__all__ = ["kv_restore", "kv_store", "kv_append", "kv_compact"]
 
 NUM_WARPS = 4
-STORE_WARPS = 8  # with fewer, a block of 128 channels spills registers
-COMPACT_ROWS = 64  # rows (request, head, layer) per launch of `flashq_compact`; K and V make that 128 programs
+STORE_WARPS = 8  # with fewer, a block of 128 channels spills registers; so does the compaction of TurboQuant
+COMPACT_ROWS = 64  # rows (request, head, layer) per launch of `kv_compact`; K and V make that 128 programs
 
 
 @triton.jit
@@ -38,10 +40,11 @@ def _store_tensor(
     bits,
     n,
     chunk_block,  # index of the block in the prompt chunk
+    FORMAT: tl.constexpr,
     D: tl.constexpr,
     IS_V: tl.constexpr,
 ):
-    """Stages 1 and 2 of one block of K or V. An incomplete block passes only stage 1."""
+    """Stage 1 of one block of K or V, and its side of a record. An incomplete block passes only stage 1."""
     c = tl.arange(0, D)
     t = chunk_block * TOKENS + tl.arange(0, TOKENS)
     token_mask = (t < n)[:, None]
@@ -53,8 +56,8 @@ def _store_tensor(
     q1 = to_int8(x, scale)
     tl.store(q1_ptr + t[:, None].to(tl.int64) * D + c[None, :], q1.to(tl.int8), mask=token_mask)
     if (chunk_block + 1) * TOKENS <= n:
-        tl.store(cache_scale_ptr, scale)
-        write_side(q1, record_ptr, bits, D, IS_V)
+        factor = write_side(q1, record_ptr, bits, FORMAT, D, IS_V)
+        tl.store(cache_scale_ptr, scale * factor)
 
 
 # Lengths are not specialised, nor the alignment of pointers that depend on lengths or layers. So one compiled kernel
@@ -85,6 +88,7 @@ def _store_kernel(
     request,
     first_block,
     num_blocks,
+    FORMAT: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -94,16 +98,16 @@ def _store_kernel(
     head = tl.program_id(1).to(tl.int64)
     row = request * H + head
     bits = tl.load(bits_ptr + row)
-    record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
+    record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, FORMAT, D)
     scale_offset = head * scale_head_stride + chunk_block
     cache_scale_ptr = scales_ptr + (row * num_blocks + block) * 2
     _store_tensor(
         k_ptr + head * k_head_stride, k_token_stride, k8_ptr + head * q8_head_stride, k_scale_ptr + scale_offset,
-        tail_scale_ptr + row * 2, cache_scale_ptr, record_ptr, bits, n, chunk_block, D, 0,
+        tail_scale_ptr + row * 2, cache_scale_ptr, record_ptr, bits, n, chunk_block, FORMAT, D, 0,
     )  # fmt: skip
     _store_tensor(
         v_ptr + head * v_head_stride, v_token_stride, v8_ptr + head * q8_head_stride, v_scale_ptr + scale_offset,
-        tail_scale_ptr + row * 2 + 1, cache_scale_ptr + 1, record_ptr, bits, n, chunk_block, D, 1,
+        tail_scale_ptr + row * 2 + 1, cache_scale_ptr + 1, record_ptr, bits, n, chunk_block, FORMAT, D, 1,
     )  # fmt: skip
 
 
@@ -137,10 +141,10 @@ def _store_tail_kernel(
     tl.store(tail_ptr + (row * TOKENS + t[:, None]) * D + c[None, :], q1.to(tl.int8), mask=token_mask)
 
 
-def flashq_store(
+def kv_store(
     k: Tensor,
     v: Tensor,
-    layer: FlashQLayer,
+    layer: QuantisedLayer,
     request: int,
     start: int,
     k8: Tensor,
@@ -148,7 +152,7 @@ def flashq_store(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Quantise one prompt chunk of one request and write it into the cache. Oracle: `flashq_store_ref`.
+    """Quantise one prompt chunk of one request and write it into the cache. Oracle: `kv_store_ref`.
 
     Full blocks become records. The universal scale becomes the largest stage-1 scale of the prompt so far. If the last
     block is incomplete, the prompt ends here, and this block goes into the tail with the universal scale.
@@ -171,8 +175,8 @@ def flashq_store(
     strides = (*k.stride()[:2], *v.stride()[:2])
     _store_kernel[(triton.cdiv(num_tokens, BLOCK), num_heads)](
         k, v, layer.words, layer.offset, layer.bits, layer.scales, layer.tail_scale, k8, v8, k_scale, v_scale, *strides,
-        k8.stride(0), k_scale.stride(0), num_tokens, request, start // BLOCK, layer.num_blocks, H=num_heads,
-        D=head_dim, num_warps=STORE_WARPS,
+        k8.stride(0), k_scale.stride(0), num_tokens, request, start // BLOCK, layer.num_blocks,
+        FORMAT=layer.format, H=num_heads, D=head_dim, num_warps=STORE_WARPS,
     )  # fmt: skip
     rest = num_tokens % BLOCK
     if rest:
@@ -183,7 +187,7 @@ def flashq_store(
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_HEAD)
-def _flashq_append_kernel(
+def _kv_append_kernel(
     k_ptr,  # [B, H, D]
     v_ptr,
     seq_lens_ptr,  # [B] int32, including the new token
@@ -212,12 +216,12 @@ def _flashq_append_kernel(
     tl.store(tail_ptr + (row * TOKENS + tail_index) * D + c, q1.to(tl.int8))
 
 
-def flashq_append(k: Tensor, v: Tensor, layer: FlashQLayer, seq_lens: Tensor) -> None:
+def kv_append(k: Tensor, v: Tensor, layer: QuantisedLayer, seq_lens: Tensor) -> None:
     """Append one new token of each request to the tail, unless `qkv_rope_append` or a handover wrote it there.
 
         tail[(n - 1) % 64] = clamp(rint(x / universal scale), -119, 119)
 
-    Source: TurboAttention, section 3.3. Oracle: `flashq_append_ref`.
+    Source: TurboAttention, section 3.3. Oracle: `kv_append_ref`.
 
     Args:
         k, v: [B, H, D] bf16, fp16 or fp32, channels contiguous.  layer: its tail is written.
@@ -231,21 +235,21 @@ def flashq_append(k: Tensor, v: Tensor, layer: FlashQLayer, seq_lens: Tensor) ->
         if x.shape != (batch_size, num_heads, head_dim) or x.stride(2) != 1:
             expected = f"[{batch_size}, {num_heads}, {head_dim}] with contiguous channels"
             raise ValueError(f"{name}: expected {expected}, found {list(x.shape)}")
-    jit_launch(_flashq_append_kernel, (batch_size * num_heads, 2))(
+    jit_launch(_kv_append_kernel, (batch_size * num_heads, 2))(
         k, v, seq_lens, layer.tail, layer.tail_scale, *k.stride()[:2], *v.stride()[:2], H=num_heads, D=head_dim,
         num_warps=1, **pdl_options(k.device),
     )  # fmt: skip
 
 
 @triton.jit
-def _compact_tensor(tail_ptr, record_ptr, bits, D: tl.constexpr, IS_V: tl.constexpr):
-    """Stage 2: write a full tail [64, D] int8 of K or V into its record."""
+def _compact_tensor(tail_ptr, record_ptr, bits, FORMAT: tl.constexpr, D: tl.constexpr, IS_V: tl.constexpr):
+    """Write a full tail [64, D] int8 of K or V as a side of its record; return the factor of `write_side`."""
     offsets = tl.arange(0, TOKENS)[:, None] * D + tl.arange(0, D)[None, :]
-    write_side(tl.load(tail_ptr + offsets).to(tl.int32), record_ptr, bits, D, IS_V)
+    return write_side(tl.load(tail_ptr + offsets).to(tl.int32), record_ptr, bits, FORMAT, D, IS_V)
 
 
 @triton.jit(do_not_specialize=["num_layers", "num_rows", "num_blocks"], do_not_specialize_on_alignment=PER_HEAD)
-def _flashq_compact_kernel(
+def _kv_compact_kernel(
     seq_lens_ptr,  # [B] int32, including the new token
     words_ptr,  # [L, W] int32
     offset_ptr,  # [L, B, H] int64
@@ -257,6 +261,7 @@ def _flashq_compact_kernel(
     num_layers,
     num_rows,  # B H
     num_blocks,
+    FORMAT: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     PDL: tl.constexpr,
@@ -274,23 +279,23 @@ def _flashq_compact_kernel(
     while layer < num_layers:
         row = layer * num_rows + tl.program_id(0)
         bits = tl.load(bits_ptr + row)
-        record_ptr = record_at(words_ptr + layer * layer_words, tl.load(offset_ptr + row), bits, block, D)
+        record_ptr = record_at(words_ptr + layer * layer_words, tl.load(offset_ptr + row), bits, block, FORMAT, D)
         scale = tl.load(tail_scale_ptr + row * 2 + is_v)
-        tl.store(scales_ptr + (row * num_blocks + block) * 2 + is_v, scale)
         own_tail_ptr = tail_ptr + (row * 2 + is_v) * (TOKENS * D)
         if is_v == 0:
-            _compact_tensor(own_tail_ptr, record_ptr, bits, D, 0)
+            scale *= _compact_tensor(own_tail_ptr, record_ptr, bits, FORMAT, D, 0)
         else:
-            _compact_tensor(own_tail_ptr, record_ptr, bits, D, 1)
+            scale *= _compact_tensor(own_tail_ptr, record_ptr, bits, FORMAT, D, 1)
+        tl.store(scales_ptr + (row * num_blocks + block) * 2 + is_v, scale)
         layer += tl.num_programs(2)
 
 
-def flashq_compact(layers: FlashQLayer, seq_lens: Tensor) -> None:
+def kv_compact(layers: QuantisedLayer, seq_lens: Tensor) -> None:
     """Write full tails into records, in all layers: the tail of a request becomes record `n / 64 - 1` if 64 divides n.
 
     Other requests do not change. Launch it at the end of a step: attention of this step reads the tail, which stays
     unchanged, attention of the next step reads the record. A second launch has no further effect.
-    Source: TurboAttention, section 3.3. Oracle: `flashq_compact_ref`.
+    Source: TurboAttention, section 3.3. Oracle: `kv_compact_ref`.
 
     Args:
         layers: one layer or a stack; written.
@@ -300,10 +305,11 @@ def flashq_compact(layers: FlashQLayer, seq_lens: Tensor) -> None:
     num_layers, num_rows = layers.tail.shape[:-5].numel(), layers.batch_size * layers.num_kv_heads
     # Few programs, each for several layers: in 63 of 64 steps of a request they return at once.
     layer_programs = min(num_layers, triton.cdiv(COMPACT_ROWS, num_rows))
-    jit_launch(_flashq_compact_kernel, (num_rows, 2, layer_programs))(
+    jit_launch(_kv_compact_kernel, (num_rows, 2, layer_programs))(
         seq_lens, layers.words, layers.offset, layers.bits, layers.scales, layers.tail, layers.tail_scale,
-        layers.words.shape[-1], num_layers, num_rows, layers.num_blocks, H=layers.num_kv_heads, D=layers.head_dim,
-        num_warps=NUM_WARPS, **pdl_options(seq_lens.device),
+        layers.words.shape[-1], num_layers, num_rows, layers.num_blocks, FORMAT=layers.format,
+        H=layers.num_kv_heads, D=layers.head_dim, num_warps=NUM_WARPS if layers.format == "flashq" else STORE_WARPS,
+        **pdl_options(seq_lens.device),
     )  # fmt: skip
 
 
@@ -324,6 +330,7 @@ def _restore_kernel(
     scale_head_stride,
     request,
     num_blocks,
+    FORMAT: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -333,22 +340,18 @@ def _restore_kernel(
     q1_offset = head * q8_head_stride + block * (TOKENS * D)
     scale_offset = head * scale_head_stride + block
     cache_scale_ptr = scales_ptr + (row * num_blocks + block) * 2
-    tl.store(k_scale_ptr + scale_offset, tl.load(cache_scale_ptr))
-    tl.store(v_scale_ptr + scale_offset, tl.load(cache_scale_ptr + 1))
     bits = tl.load(bits_ptr + row)
-    record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, D)
-    if bits == 4:
-        restore_side(record_ptr, k8_ptr + q1_offset, 4, D, 0)
-        restore_side(record_ptr, v8_ptr + q1_offset, 4, D, 1)
-    else:
-        restore_side(record_ptr, k8_ptr + q1_offset, 2, D, 0)
-        restore_side(record_ptr, v8_ptr + q1_offset, 2, D, 1)
+    record_ptr = record_at(words_ptr, tl.load(offset_ptr + row), bits, block, FORMAT, D)
+    k_scale = restore_side(record_ptr, bits, tl.load(cache_scale_ptr), k8_ptr + q1_offset, FORMAT, D, 0)
+    v_scale = restore_side(record_ptr, bits, tl.load(cache_scale_ptr + 1), v8_ptr + q1_offset, FORMAT, D, 1)
+    tl.store(k_scale_ptr + scale_offset, k_scale)
+    tl.store(v_scale_ptr + scale_offset, v_scale)
 
 
-def flashq_restore(
-    layer: FlashQLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
+def kv_restore(
+    layer: QuantisedLayer, request: int, num_blocks: int, k8: Tensor, v8: Tensor, k_scale: Tensor, v_scale: Tensor
 ) -> None:
-    """Restore records `[0, num_blocks)` of one request to INT8, `q1' = q2 s_int + z`. Oracle: `flashq_restore_ref`.
+    """Restore records `[0, num_blocks)` of one request to INT8, `q1' = q2 s_int + z`. Oracle: `kv_restore_ref`.
 
     Args:
         layer: read.  request: index of the request.
@@ -363,13 +366,13 @@ def flashq_restore(
         return
     _restore_kernel[(num_blocks, num_heads)](
         layer.words, layer.offset, layer.bits, layer.scales, k8, v8, k_scale, v_scale, k8.stride(0), k_scale.stride(0),
-        request, layer.num_blocks, H=num_heads, D=head_dim, num_warps=NUM_WARPS,
+        request, layer.num_blocks, FORMAT=layer.format, H=num_heads, D=head_dim, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
-def _check_chunk(k: Tensor, v: Tensor, layer: FlashQLayer, start: int) -> None:
+def _check_chunk(k: Tensor, v: Tensor, layer: QuantisedLayer, start: int) -> None:
     num_tokens, num_heads, head_dim = k.shape
-    record_words(4, head_dim)  # raises for an unsupported head_dim
+    record_words(layer.format, 4, head_dim)  # raises for an unsupported head_dim
     if v.shape != k.shape or (num_heads, head_dim) != (layer.num_kv_heads, layer.head_dim):
         expected = f"[n, {layer.num_kv_heads}, {layer.head_dim}]"
         raise ValueError(f"k, v: expected two {expected}, found {list(k.shape)} and {list(v.shape)}")

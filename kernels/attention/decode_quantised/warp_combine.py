@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode_flashq.record_loads import buffer_bytes
+from alspec.kernels.attention.decode_quantised.record_loads import buffer_bytes
 from alspec.kernels.comm.ll_packets import pack_packets
 from alspec.kernels.common.device import INTERPRETED, inverse_of_sum, log2_of_sum
 

@@ -7,12 +7,12 @@ launch combines the partials, and A~ over sink and window is computed and sent f
   has its own online softmax. The warps are combined once, when the program leaves the head.
 - A tile has the same cost with 4-bit and with 2-bit records, because both take about the same time: with 2 bits the
   arithmetic on codes is the limit. The tail costs as much as one to three tiles. With speculation it is part of A~.
-- A~ may come in two parts, the tail and the blocks (`flashq_spec_parts`). Where runs are short, two programs compute
+- A~ may come in two parts, the tail and the blocks (`quantised_spec_parts`). Where runs are short, two programs compute
   them in parallel.
 - A program has four warps, and two programs share an SM. The four warps write one partial; they combine it through
   shared memory.
 
-Files: block_schedule.py (schedule), flashq_mainloop.py (kernels), block_attention.py (arithmetic of a block),
+Files: block_schedule.py (schedule), quantised_mainloop.py (kernels), block_attention.py (arithmetic of a block),
 kv_codec/flashq/layout.py (layout of the cache).
 
 Source: TurboAttention (Kang et al., 2024), sections 3 and 4, and the sources of lean_decode.py. The order of the
@@ -39,11 +39,20 @@ from alspec.kernels.attention.decode.lean_decode import (
     check_spec_output,
     launch_combine,
 )
-from alspec.kernels.attention.decode_flashq.flashq_mainloop import flashq_combine_kernel, flashq_decode_kernel
+from alspec.kernels.attention.decode_quantised.quantised_mainloop import (
+    quantised_combine_kernel,
+    quantised_decode_kernel,
+)
 from alspec.kernels.common.jit_launch import jit_launch, raise_smem_limit, set_l1_carveout
-from alspec.kernels.kv_codec.flashq.layout import BLOCK, HEAD_DIMS, FlashQLayer
+from alspec.kernels.kv_codec.quantised_layer import BLOCK, HEAD_DIMS, QuantisedLayer
 
-__all__ = ["MAX_HEADS_PER_KV", "FlashQSettings", "flashq_decode_attention", "flashq_spec_parts", "flashq_settings"]
+__all__ = [
+    "MAX_HEADS_PER_KV",
+    "QuantisedSettings",
+    "quantised_decode_attention",
+    "quantised_spec_parts",
+    "quantised_settings",
+]
 
 # Registers of a thread, for two programs on an SM. Without this limit ptxas takes only 168 and spills.
 REGISTERS = 248
@@ -52,7 +61,7 @@ MAX_PARTS = 2  # parts of A~: the tail and the blocks
 
 
 @dataclass(frozen=True)
-class FlashQSettings:
+class QuantisedSettings:
     """Launch settings of the attention kernel."""
 
     per_sm: int  # programs of one SM; the number of all programs is in the workspace
@@ -60,20 +69,20 @@ class FlashQSettings:
     sm90: bool  # compute capability 9.0 or later: dependent launches, records loaded by bulk copies
 
 
-raise_smem_limit(flashq_decode_kernel)
+raise_smem_limit(quantised_decode_kernel)
 
-GPU_SETTINGS = FlashQSettings(per_sm=2, num_warps=4, sm90=True)
+GPU_SETTINGS = QuantisedSettings(per_sm=2, num_warps=4, sm90=True)
 
 
 @functools.cache
-def flashq_settings(device: torch.device) -> FlashQSettings:
+def quantised_settings(device: torch.device) -> QuantisedSettings:
     """Launch settings for a device."""
     if device.type != "cuda":
-        return FlashQSettings(per_sm=4, num_warps=1, sm90=False)
+        return QuantisedSettings(per_sm=4, num_warps=1, sm90=False)
     return replace(GPU_SETTINGS, sm90=torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def flashq_spec_parts(batch_size: int, heads_per_kv: int, device: torch.device) -> int:
+def quantised_spec_parts(batch_size: int, heads_per_kv: int, device: torch.device) -> int:
     """Return the number of parts in which `A~` is sent: 1 or 2.
 
     With one request there are 2, so that the blocks do not wait for the tail. If runs are so long that one program
@@ -99,9 +108,9 @@ def schedule_sizes(batch_size: int, num_kv_heads: int, num_programs: int) -> dic
     }
 
 
-def flashq_decode_attention(
+def quantised_decode_attention(
     q: Tensor,
-    layer: FlashQLayer,
+    layer: QuantisedLayer,
     seq_lens: Tensor,
     sm_scale: float,
     workspace: LeanWorkspace,
@@ -112,7 +121,7 @@ def flashq_decode_attention(
     gate: Tensor | None = None,
     *,
     prefetch_before_wait: bool = False,
-    settings: FlashQSettings | None = None,
+    settings: QuantisedSettings | None = None,
 ) -> None:
     """Compute attention of one new token per request over its first `seq_lens` tokens in a FlashQ cache.
 
@@ -138,7 +147,7 @@ def flashq_decode_attention(
         speculation: where `A~` and its sums go; None: no speculation.
         phase, gate: as for `lean_decode_attention`.
         prefetch_before_wait: as for `lean_decode_attention`; the newest token is in the tail.
-        settings: replaces `flashq_settings(device)`.
+        settings: replaces `quantised_settings(device)`.
     Raises:
         ValueError: shape, dtype or layout, naming the argument.
     Capture: graph-safe; allocates nothing. From compute capability 9.0 on, both launches are programmatic dependent
@@ -149,7 +158,7 @@ def flashq_decode_attention(
     _check(q, layer, seq_lens, speculation, phase)
     check_outputs(q, num_kv_heads, workspace, out, lse)
     heads_per_kv = num_qo_heads // num_kv_heads
-    settings = settings or flashq_settings(q.device)
+    settings = settings or quantised_settings(q.device)
     warps, spec = settings.num_warps, speculation
     if warps not in (1, 2, 4):
         raise ValueError(f"settings: expected 1, 2 or 4 warps, found {warps}")
@@ -168,7 +177,7 @@ def flashq_decode_attention(
         **({"launch_pdl": True} if pdl else {}),
     }
     chunk_blocks = spec.chunk_size // BLOCK if spec else 0
-    compiled = jit_launch(flashq_decode_kernel, (num_programs,))(
+    compiled = jit_launch(quantised_decode_kernel, (num_programs,))(
         q,
         layer.words,
         layer.offset,
@@ -187,6 +196,7 @@ def flashq_decode_attention(
         sm_scale * math.log2(math.e),
         chunk_blocks,
         PER_SM=settings.per_sm if num_programs % settings.per_sm == 0 else 1,
+        FORMAT=layer.format,
         SAS=layer.softmax == "sas",
         READ_LENGTHS_EARLY=pdl and prefetch_before_wait,
         BULK=settings.sm90,
@@ -197,10 +207,12 @@ def flashq_decode_attention(
     set_l1_carveout(compiled, settings.per_sm)
     if phase == "predictor":
         return
-    launch_combine(flashq_combine_kernel, seq_lens, workspace, out, lse, spec, gate, (chunk_blocks,), head_dim, options)
+    launch_combine(
+        quantised_combine_kernel, seq_lens, workspace, out, lse, spec, gate, (chunk_blocks,), head_dim, options
+    )
 
 
-def _check(q: Tensor, layer: FlashQLayer, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase) -> None:
+def _check(q: Tensor, layer: QuantisedLayer, seq_lens: Tensor, speculation: SpecOutput | None, phase: Phase) -> None:
     batch_size, num_qo_heads, head_dim = q.shape
     if head_dim not in HEAD_DIMS or head_dim != layer.head_dim:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Device code of FlashQ decode attention: q, from memory to the operands of the product with K (see keys.py).
+"""Device code of decode attention over a quantised cache: q, from memory to lanes.
 
 All warps of a program need the same few KB of q, and all programs of a head the same bytes. With bulk copies (BULK, see
 record_loads.py) q is copied once into shared memory. The heads are padded so that lanes read without bank conflicts.
@@ -14,23 +14,16 @@ import struct
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode_flashq.record_loads import QUERY_BARRIER, head_stride, query_barrier
-from alspec.kernels.attention.decode_flashq.values import byte_perm, reduce_rows, transpose_8x8
+from alspec.kernels.attention.decode_quantised.lanes import reduce_rows
+from alspec.kernels.attention.decode_quantised.record_loads import QUERY_BARRIER, head_stride, query_barrier
 from alspec.kernels.common.device import INTERPRETED, inverse_of_sum
 
-__all__ = [
-    "FLIP_SIGNS", "MAGIC", "MAX_Z_SUM_N", "START_UPPER", "ULP", "copy_query", "hi_lo_operands", "prepare_query",
-]  # fmt: skip
+__all__ = ["MAGIC", "MAGIC_BITS", "ULP", "await_query", "copy_query", "load_query_head", "relative_to_max"]
 
 # n ULP + MAGIC has the nearest integer n + 128 in its lowest bits: the second byte is h, the first is l + 128.
 ULP = tl.constexpr(2.0**-40)
 MAGIC = tl.constexpr((1.5 * 2.0**23 + 128) * ULP.value)
 MAGIC_BITS = tl.constexpr(struct.unpack("<i", struct.pack("<f", MAGIC.value))[0])
-FLIP_SIGNS = tl.constexpr(0x80808080 - 2**32)  # flips the sign bit of each byte of a word: + 128
-FLIP_UPPER = tl.constexpr(0x80800000 - 2**32)  # the same for the upper two bytes only
-MAX_Z_SUM_N = tl.constexpr(32500.0)  # n of the largest |q| in the z sum (see keys.py)
-# Initial accumulator of each half of the z sum (more than 128 255 64) and of the upper half of the code sum.
-START_UPPER = tl.constexpr(2**21)
 
 
 @triton.constexpr_function
@@ -57,7 +50,7 @@ def copy_query(
 ):
     """Issue the bulk copies of an output's query heads, 16-bit values, by one lane of the first warp.
 
-    enabled: whether to copy; each copy must be awaited by `prepare_query`.
+    enabled: whether to copy; each copy must be awaited by `await_query`.
     """
     warps, lanes = tl.arange(0, W)[:, None], tl.arange(0, 32)[None, :]
     zeros = warps * 0 + lanes * 0
@@ -74,7 +67,7 @@ def copy_query(
 
 
 @triton.jit
-def _await_query(buffers, parity, W: tl.constexpr, D: tl.constexpr):
+def await_query(buffers, parity, W: tl.constexpr, D: tl.constexpr):
     """Wait for the copy of q and return its address. No timeout: the program's own copy always completes."""
     barrier = query_barrier(buffers, W, D)
     barrier = tl.inline_asm_elementwise(
@@ -105,7 +98,7 @@ def _query_from_shared(
     q_address, c: tl.constexpr, dtype: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """As `_query_from_global`, from shared memory; q_address: of `_await_query`."""
+    """As `_query_from_global`, from shared memory; q_address: of `await_query`."""
     C: tl.constexpr = HEADS // 4
     STRIDE: tl.constexpr = head_stride(D, HEADS)
     lane = tl.arange(0, 32)[None, :] + tl.zeros([W, 32], tl.int32)
@@ -178,76 +171,31 @@ def _query_from_global(
 
 
 @triton.jit
-def hi_lo_operands(a, b, C: tl.constexpr):
-    """Build B operands from the high and the low bytes of 16-bit integers.
-
-    Args:
-        a, b: for each c, words with n + 128 in the lowest 16 bits. Lane `4 g + t` has rows 2 g and 2 g + 1 of its own
-            heads; a is for the lower byte of 16 bits, b for the upper byte.
-    Returns:
-        With C = 1 a word with the columns of h and l; with C = 2 two words, h and l. Lane `4 g + t` gets 4 rows of
-        column g.
-    """
-    if C == 1:
-        operands = (transpose_8x8(byte_perm(a[0], b[0], 0x4051) ^ FLIP_UPPER),)  # l
+def load_query_head(
+    q_ptr, output, q_address, c: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr,
+    D: tl.constexpr, BULK_Q: tl.constexpr,
+):  # fmt: skip
+    """Load q of a lane's head c, as `_query_from_global`; q_address: of `await_query`, with BULK_Q."""
+    if BULK_Q:
+        loaded = _query_from_shared(q_address, c, q_ptr.dtype.element_ty, HEADS_PER_KV, HEADS, W, D)
     else:
-        even, odd = byte_perm(a[0], b[0], 0x4051), byte_perm(a[1], b[1], 0x4051)
-        high, low = byte_perm(even, odd, 0x5410), byte_perm(even, odd, 0x7632)
-        operands = (transpose_8x8(high), transpose_8x8(low ^ FLIP_SIGNS))
-    return operands
+        loaded = _query_from_global(q_ptr, output, c, HEADS_PER_KV, HEADS, W, D)
+    return loaded
 
 
 @triton.jit
-def prepare_query(
-    q_ptr, output, buffers, parity, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
-    BULK_Q: tl.constexpr,
-):  # fmt: skip
-    """Load the query heads of an output in lanes, relative to the largest |q| of each head.
+def relative_to_max(x, D: tl.constexpr):
+    """Return the largest |q| of a head, NaN if a q is NaN, and the factor that makes q relative to it.
 
-    BULK_Q: whether q comes through shared memory, by `copy_query`.
-
-    Returns, each except `operands` for each c:
-        q_max: largest |q|; NaN if a q is NaN.
-        values: D / 8 values q / q_max, of channels 8 n + g.
-        operands: B operands of the z sum: of `hi_lo_operands`, channel tile by channel tile.
-        z_excess: excess of the z sum, because bytes are z + 128 and because of its initial accumulator.
+    Args:
+        x: D / 8 values of the head in each lane.
     """
-    C: tl.constexpr = HEADS // 4
-    TILES: tl.constexpr = D // 16
-    q_address = 0
-    if BULK_Q:
-        q_address = _await_query(buffers, parity, W, D)
-    q_max, values, even, odd, z_excess = (), (), (), (), ()
-    for c in tl.static_range(C):
-        if BULK_Q:
-            x, pairs = _query_from_shared(q_address, c, q_ptr.dtype.element_ty, HEADS_PER_KV, HEADS, W, D)
-        else:
-            x, pairs = _query_from_global(q_ptr, output, c, HEADS_PER_KV, HEADS, W, D)
-        max_abs = tl.abs(x[0])
-        for n in tl.static_range(1, D // 8):
-            max_abs = tl.maximum(max_abs, tl.abs(x[n]), propagate_nan=tl.PropagateNan.ALL)
-        max_abs = reduce_rows(max_abs, "max.NaN")
-        # Multiply by a power of two first: then the inverse is finite for any q, also for 0.
-        exponent = tl.maximum(max_abs.to(tl.int32, bitcast=True) >> 23, 32)
-        power = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-        factor = power * inverse_of_sum(tl.maximum(max_abs * power, 1.0))
-        q_max = q_max + (tl.maximum(max_abs, 2.0**-109) + max_abs * 0.0,)  # noqa: RUF005
-        scaled = ()
-        for n in tl.static_range(D // 8):
-            scaled = scaled + (x[n] * factor,)  # noqa: RUF005
-        values = values + (scaled,)  # noqa: RUF005
-        a, b, total = (), (), tl.zeros([W, 32], tl.int32)
-        for tile in tl.static_range(TILES):
-            low = pairs[tile][0] * (factor * (MAX_Z_SUM_N * ULP)) + MAGIC
-            high = pairs[tile][1] * (factor * (MAX_Z_SUM_N * ULP)) + MAGIC
-            a, b = a + (low.to(tl.int32, bitcast=True),), b + (high.to(tl.int32, bitcast=True),)  # noqa: RUF005
-            total += (a[tile] - MAGIC_BITS) + (b[tile] - MAGIC_BITS)
-        even, odd = even + (a,), odd + (b,)  # noqa: RUF005
-        z_excess = z_excess + (reduce_rows(total.to(tl.float32), "add") * 128.0 + 2 * 257.0 * START_UPPER,)  # noqa: RUF005
-    operands = ()
-    for tile in tl.static_range(TILES):
-        a, b = (), ()
-        for c in tl.static_range(C):
-            a, b = a + (even[c][tile],), b + (odd[c][tile],)  # noqa: RUF005
-        operands = operands + hi_lo_operands(a, b, C)
-    return q_max, values, operands, z_excess
+    max_abs = tl.abs(x[0])
+    for n in tl.static_range(1, D // 8):
+        max_abs = tl.maximum(max_abs, tl.abs(x[n]), propagate_nan=tl.PropagateNan.ALL)
+    max_abs = reduce_rows(max_abs, "max.NaN")
+    # Multiply by a power of two first: then the inverse is finite for any q, also for 0.
+    exponent = tl.maximum(max_abs.to(tl.int32, bitcast=True) >> 23, 32)
+    power = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    factor = power * inverse_of_sum(tl.maximum(max_abs * power, 1.0))
+    return tl.maximum(max_abs, 2.0**-109) + max_abs * 0.0, factor

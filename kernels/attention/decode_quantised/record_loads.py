@@ -1,9 +1,9 @@
-"""Device code of FlashQ decode attention: loads of records from memory into the registers of a warp.
+"""Device code of decode attention over a quantised cache: loads of records from memory into the registers of a warp.
 
-A record has two *sides*, K's and V's. A side is the codes of a block and their parameters.
+A record has two *sides*, K's and V's. A side is the codes of a block and their parameters (kv_codec/formats.py).
 
 A tile is W blocks, one for each warp. The words of a record are stored in the order in which a warp's lanes use them as
-MMA operands, 16 bytes per lane at a time (layout.py).
+MMA operands, 16 bytes per lane at a time.
 
 From compute capability 9.0 on (BULK), each warp has a buffer for K and one for V in shared memory. The barriers and q
 (query.py) follow behind all buffers. One bulk copy, issued by one lane, loads a side into its buffer; a barrier of the
@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from alspec.kernels.common.device import INTERPRETED, unstacked
+from alspec.kernels.kv_codec.formats import key_bits, key_method, side_words, value_bits, value_method
 
 __all__ = [
     "QUERY_BARRIER",
@@ -39,8 +40,8 @@ __all__ = [
     "init_buffers",
     "load_scales",
     "query_barrier",
-    "read_k",
-    "read_v",
+    "read_channels",
+    "read_tokens",
     "side_pointer",
 ]
 
@@ -50,15 +51,23 @@ QUERY_BARRIER = tl.constexpr(16)  # bytes of q's barrier
 
 
 @triton.constexpr_function
-def _side_bytes(bits, head_dim):
-    """Bytes of a side: codes and parameters of K or of V of one block."""
-    return 4 * (2 * head_dim * bits + head_dim // 2)
+def _buffer_size(head_dim):
+    """Bytes of a buffer: a side of any format."""
+    return 4 * max([side_words(method, 4, head_dim) for method in ("flashq", "turboquant")])
+
+
+@triton.constexpr_function
+def _side_bytes(format, is_v, bits, head_dim):
+    """Bytes of a side, K's or V's of one block; bits: of the head, where the format lets each have its own."""
+    method = value_method(format) if is_v else key_method(format)
+    own = value_bits(format) if is_v else key_bits(format)
+    return 4 * side_words(method, own or bits, head_dim)
 
 
 @triton.constexpr_function
 def buffer_bytes(head_dim, bulk):
-    """Bytes of a warp's buffers: K and V of 4 bits; without bulk copies only the sums of up to two heads of a lane."""
-    return 2 * _side_bytes(4, head_dim) if bulk else 2 * 128 * (head_dim // 8 + 2)
+    """Bytes of a warp's buffers: K's and V's; without bulk copies only the sums of up to two heads of a lane."""
+    return 2 * _buffer_size(head_dim) if bulk else 2 * 128 * (head_dim // 8 + 2)
 
 
 @triton.constexpr_function
@@ -86,17 +95,21 @@ def _block_index(tile, warps, blocks, W: tl.constexpr):
 
 
 @triton.jit
-def _record_pointer(records_ptr, tile, blocks, side_size, W: tl.constexpr):
-    """Return where the record of each warp's block in a tile begins, [W, 1]; side_size: bytes of one side."""
+def _record_pointer(records_ptr, tile, blocks, record_size, W: tl.constexpr):
+    """Return where the record of each warp's block in a tile begins, [W, 1]; record_size: in words."""
     block = _block_index(tile, tl.arange(0, W)[:, None], blocks, W)
-    return records_ptr + block.to(tl.int64) * (side_size // 2)
+    return records_ptr + block.to(tl.int64) * record_size
 
 
 @triton.jit
-def side_pointer(records_ptr, tile, blocks, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """Return where K (or V) of each warp's block in a tile begins in global memory, [W, 1]."""
-    SIZE: tl.constexpr = _side_bytes(BITS, D)
-    return _record_pointer(records_ptr, tile, blocks, SIZE, W) + (SIZE // 4 if IS_V else 0)
+def side_pointer(
+    records_ptr, tile, blocks, FORMAT: tl.constexpr, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Return where K (or V) of each warp's block in a tile begins in global memory, [W, 1]; BITS: of the head."""
+    K_WORDS: tl.constexpr = _side_bytes(FORMAT, False, BITS, D) // 4
+    V_WORDS: tl.constexpr = _side_bytes(FORMAT, True, BITS, D) // 4
+    return _record_pointer(records_ptr, tile, blocks, K_WORDS + V_WORDS, W) + (K_WORDS if IS_V else 0)
 
 
 @triton.jit
@@ -140,7 +153,7 @@ def _warps_and_lanes(W: tl.constexpr):
 @triton.jit
 def _buffer_address(buffers, warps, IS_V: tl.constexpr, D: tl.constexpr):
     """Address of a warp's buffer for K, or of the one behind it for V."""
-    return buffers + warps * buffer_bytes(D, True) + (_side_bytes(4, D) if IS_V else 0)
+    return buffers + warps * buffer_bytes(D, True) + (_buffer_size(D) if IS_V else 0)
 
 
 @triton.jit
@@ -181,8 +194,9 @@ def _copy_assembly(reads):
 
 @triton.jit
 def copy_side(
-    buffers, records_ptr, tile, blocks, bits, enabled, after, IS_V: tl.constexpr, W: tl.constexpr, D: tl.constexpr
-):
+    buffers, records_ptr, tile, blocks, bits, enabled, after, FORMAT: tl.constexpr, IS_V: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Issue the bulk copy of K (or V) of each warp's block in a tile into its buffer.
 
     Args:
@@ -190,11 +204,17 @@ def copy_side(
         after: values [W, 32], one of each earlier read of the buffer; the copy is issued when all have arrived.
     """
     warps, lanes = _warps_and_lanes(W)
-    size = 8 * D * bits + 2 * D
-    side = _record_pointer(records_ptr, tile, blocks, size, W).to(tl.int64)
+    if key_bits(FORMAT) == 0:
+        size = 8 * D * bits + 2 * D
+        k_size, record_size = size, size // 2
+    else:
+        size = _side_bytes(FORMAT, IS_V, 0, D)
+        k_size = _side_bytes(FORMAT, False, 0, D)
+        record_size = (k_size + _side_bytes(FORMAT, True, 0, D)) // 4
+    side = _record_pointer(records_ptr, tile, blocks, record_size, W).to(tl.int64)
     buffer, barrier = _buffer_address(buffers, warps, IS_V, D), _barrier_address(buffers, warps, W, D)
     if IS_V:
-        side, barrier = side + size, barrier + 8
+        side, barrier = side + k_size, barrier + 8
     # `elect.sync`, not a comparison: ptxas would not know that a comparison selects one thread, and would emit a loop.
     operands = (barrier + lanes * 0, buffer + lanes * 0, side + lanes * 0, size + 0 * (warps + lanes))
     operands = operands + (enabled.to(tl.int32) + 0 * (warps + lanes),) + after  # noqa: RUF005 (Triton has no *)
@@ -268,42 +288,44 @@ def _read_codes(side, D: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def read_k(side, D: tl.constexpr, BITS: tl.constexpr):
-    """Load K of a tile; side: of `side_pointer` or `await_side`.
+def read_channels(side, D: tl.constexpr, BITS: tl.constexpr, IS_V: tl.constexpr):
+    """Load a FlashQ side of a tile; side: of `side_pointer` or `await_side`.
 
     Returns, tensors [W, 32] int32:
         words: codes, D BITS / 64 tuples of four words of a lane.
-        s_int, z: a word of parameters for each channel tile; lane 4 g + t has [g / 2][tile] of `s_int`, [t][tile] of
-            `z`.
+        s_int, z: parameters. K: a word for each channel tile; lane 4 g + t has [g / 2][tile] of `s_int`, [t][tile] of
+            `z`. V: D / 32 words of row g, each for two channel tiles; the same for all t.
         done: of `_read`, for `after` of `copy_side`.
     """
     CODES: tl.constexpr = 2 * D * BITS
-    TILES: tl.constexpr = D // 16
     lanes = tl.arange(0, 32)[None, :]
     words, done = _read_codes(side, D, BITS)
-    s_int, z = (), ()
-    for n in tl.static_range(TILES // 4):
-        row, row_done = _read(side, lanes // 8 * TILES, CODES + 4 * n, 4)
-        s_int, done = s_int + row, done + row_done
-    for n in tl.static_range(TILES // 4):
-        row, row_done = _read(side, lanes % 4 * TILES, CODES + D // 4 + 4 * n, 4)
-        z, done = z + row, done + row_done
+    if IS_V:
+        V_WORDS: tl.constexpr = D // 32
+        s_int, s_done = _read(side, lanes // 4 * V_WORDS, CODES, V_WORDS)
+        z, z_done = _read(side, lanes // 4 * V_WORDS, CODES + D // 4, V_WORDS)
+        done = done + s_done + z_done
+    else:
+        TILES: tl.constexpr = D // 16
+        s_int, z = (), ()
+        for n in tl.static_range(TILES // 4):
+            row, row_done = _read(side, lanes // 8 * TILES, CODES + 4 * n, 4)
+            s_int, done = s_int + row, done + row_done
+        for n in tl.static_range(TILES // 4):
+            row, row_done = _read(side, lanes % 4 * TILES, CODES + D // 4 + 4 * n, 4)
+            z, done = z + row, done + row_done
     return words, s_int, z, done
 
 
 @triton.jit
-def read_v(side, D: tl.constexpr, BITS: tl.constexpr):
-    """Load V of a tile; side: of `side_pointer` or `await_side`.
+def read_tokens(side, D: tl.constexpr, BITS: tl.constexpr):
+    """Load a TurboQuant side of a tile; side: of `side_pointer` or `await_side`.
 
     Returns, tensors [W, 32] int32:
         words: codes, D BITS / 64 tuples of four words of a lane.
-        s_int, z: the D / 32 words of parameters of row g, each for two channel tiles; the same for all t.
+        ratios: the four words of the tokens 8 n + g, two fp16 each; the same for all t.
         done: of `_read`, for `after` of `copy_side`.
     """
-    CODES: tl.constexpr = 2 * D * BITS
-    V_WORDS: tl.constexpr = D // 32
-    lanes = tl.arange(0, 32)[None, :]
     words, done = _read_codes(side, D, BITS)
-    s_int, s_done = _read(side, lanes // 4 * V_WORDS, CODES, V_WORDS)
-    z, z_done = _read(side, lanes // 4 * V_WORDS, CODES + D // 4, V_WORDS)
-    return words, s_int, z, done + s_done + z_done
+    ratios, ratio_done = _read(side, tl.arange(0, 32)[None, :] // 4 * 4, 2 * D * BITS, 4)
+    return words, ratios, done + ratio_done

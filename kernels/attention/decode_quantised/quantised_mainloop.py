@@ -1,6 +1,6 @@
-"""Kernels of FlashQ decode attention: the attention over work items, and the combine (method: flashq_decode.py).
+"""Kernels of decode attention over a quantised cache: the attention over work items, and the combine.
 
-block_schedule.py defines output, tile, rest, run, spec item and work item.
+Method: quantised_decode.py. block_schedule.py defines output, tile, rest, run, spec item and work item.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from alspec.kernels.attention.decode.combine import await_partials, combine_output
 from alspec.kernels.attention.decode.tile_schedule import REST, locate, start_after
-from alspec.kernels.attention.decode_flashq.block_attention import COLUMNS, attend_blocks, attend_tail, empty_softmax
-from alspec.kernels.attention.decode_flashq.block_schedule import (
+from alspec.kernels.attention.decode_quantised.block_attention import attend_blocks, empty_softmax
+from alspec.kernels.attention.decode_quantised.block_schedule import (
     build_schedule,
     item_blocks,
     pick,
@@ -20,17 +20,20 @@ from alspec.kernels.attention.decode_flashq.block_schedule import (
     run_start,
     spec_items_before,
 )
-from alspec.kernels.attention.decode_flashq.query import copy_query, prepare_query
-from alspec.kernels.attention.decode_flashq.record_loads import copy_side, init_buffers
-from alspec.kernels.attention.decode_flashq.warp_combine import combine_warps, free_buffers, write_heads
+from alspec.kernels.attention.decode_quantised.query import copy_query
+from alspec.kernels.attention.decode_quantised.record_loads import copy_side, init_buffers
+from alspec.kernels.attention.decode_quantised.sides import prepare_query
+from alspec.kernels.attention.decode_quantised.tail_attention import COLUMNS, attend_tail
+from alspec.kernels.attention.decode_quantised.warp_combine import combine_warps, free_buffers, write_heads
 from alspec.kernels.attention.sas_exp2 import sas_cutoff
 from alspec.kernels.common.pdl import prefetch
-from alspec.kernels.kv_codec.flashq.layout import PER_HEAD
 from alspec.kernels.kv_codec.flashq.record import TOKENS
+from alspec.kernels.kv_codec.formats import key_bits
+from alspec.kernels.kv_codec.quantised_layer import PER_HEAD
 
 __all__ = [
-    "flashq_combine_kernel",
-    "flashq_decode_kernel",
+    "quantised_combine_kernel",
+    "quantised_decode_kernel",
     "partials_to_combine",
     "program_in_schedule",
     "program_work",
@@ -122,8 +125,8 @@ def program_work(
 @triton.jit
 def _attend_item(
     buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, tail, tail_scale_ptr,
-    has_tail, tail_tokens, cutoff, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, WARPS: tl.constexpr,
-    D: tl.constexpr, SAS: tl.constexpr, BULK: tl.constexpr, BULK_Q: tl.constexpr,
+    has_tail, tail_tokens, cutoff, FORMAT: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr,
+    WARPS: tl.constexpr, D: tl.constexpr, SAS: tl.constexpr, BULK: tl.constexpr, BULK_Q: tl.constexpr,
 ):  # fmt: skip
     """Attention of one work item: its tail if it has one, then its blocks.
 
@@ -142,17 +145,18 @@ def _attend_item(
     else:
         maxima, state = empty_softmax(HEADS, WARPS, D)
     if blocks[3] > 0:
-        query = prepare_query(q_ptr, output, buffers, query_parity, HEADS_PER_KV, HEADS, WARPS, D, BULK_Q)
+        query = prepare_query(q_ptr, output, buffers, query_parity, FORMAT, HEADS_PER_KV, HEADS, WARPS, D, BULK_Q)
         query_parity ^= 1
-        if width == 2:
+        # Where heads have their own bits, the code of both lies here.
+        if (key_bits(FORMAT) == 0) and (width == 2):
             maxima, state, parity = attend_blocks(
                 maxima, state, query, qk_scale, records, scales, blocks, cutoff, buffers, parity,
-                HEADS, 2, WARPS, D, SAS, BULK,
+                FORMAT, HEADS, 2, WARPS, D, SAS, BULK,
             )  # fmt: skip
         else:
             maxima, state, parity = attend_blocks(
                 maxima, state, query, qk_scale, records, scales, blocks, cutoff, buffers, parity,
-                HEADS, 4, WARPS, D, SAS, BULK,
+                FORMAT, HEADS, 4, WARPS, D, SAS, BULK,
             )  # fmt: skip
     o, lse = combine_warps(buffers, maxima, state, HEADS, WARPS, D, BULK)
     return o, lse, parity, query_parity
@@ -160,7 +164,7 @@ def _attend_item(
 
 # Not specialised, because no code depends on their divisibility: one kernel serves every capacity and chunk size.
 @triton.jit(do_not_specialize=["num_blocks", "chunk_blocks"], do_not_specialize_on_alignment=PER_HEAD)
-def flashq_decode_kernel(
+def quantised_decode_kernel(
     q_ptr,  # [B, Hkv * HEADS_PER_KV, D]
     records_ptr,  # [W] int32
     offset_ptr,  # [B, Hkv] int64
@@ -180,6 +184,7 @@ def flashq_decode_kernel(
     num_blocks,  # NB
     qk_scale,  # sm_scale log2(e)
     chunk_blocks,  # S / 64
+    FORMAT: tl.constexpr,  # of the records
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     HKV: tl.constexpr,
@@ -264,8 +269,8 @@ def flashq_decode_kernel(
         if BULK_Q and not PREFETCH_TILE:
             copy_query(buffers, q_ptr, output, count > 0, HEADS_PER_KV, HEADS, WARPS, D)
         if BULK:
-            copy_side(buffers, records, 0, blocks, width, count > 0, (), False, WARPS, D)
-            copy_side(buffers, records, 0, blocks, width, count > 0, (), True, WARPS, D)
+            copy_side(buffers, records, 0, blocks, width, count > 0, (), FORMAT, False, WARPS, D)
+            copy_side(buffers, records, 0, blocks, width, count > 0, (), FORMAT, True, WARPS, D)
         if PREFETCH_TILE:
             gdc_wait()
             if BULK_Q:
@@ -276,8 +281,8 @@ def flashq_decode_kernel(
         cutoff = sas_cutoff(seq_len) if SAS else 0.0
         o, lse, parity, query_parity = _attend_item(
             buffers, parity, query_parity, q_ptr, output, qk_scale, records, width, scales, blocks, tail,
-            tail_scale_ptr + output * 2, has_tail, seq_len - full * TOKENS, cutoff, HEADS_PER_KV, HEADS, WARPS, D, SAS,
-            BULK, BULK_Q,
+            tail_scale_ptr + output * 2, has_tail, seq_len - full * TOKENS, cutoff, FORMAT, HEADS_PER_KV, HEADS, WARPS,
+            D, SAS, BULK, BULK_Q,
         )  # fmt: skip
 
         # 4. Write the partial; send A~ to its receiver as well.
@@ -320,9 +325,9 @@ def partials_to_combine(
 
 
 @triton.jit(do_not_specialize=["chunk_blocks"])
-def flashq_combine_kernel(
+def quantised_combine_kernel(
     seq_lens_ptr,  # [B] int32
-    o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, of `flashq_decode_kernel`
+    o_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV, D] fp32, of `quantised_decode_kernel`
     lse_partial_ptr,  # [G + (1 + SPEC_PARTS) B Hkv, HEADS_PER_KV] fp32
     out_ptr,  # [B, Hkv * HEADS_PER_KV, D]
     lse_ptr,  # [B, Hkv * HEADS_PER_KV] fp32

@@ -27,17 +27,19 @@ from tiers import covering, fast
 
 from alspec.kernels.attention.decode.combine import num_sums
 from alspec.kernels.attention.decode.lean_decode import SpecOutput
-from alspec.kernels.attention.decode_flashq.flashq_decode import (
-    flashq_decode_attention,
-    flashq_spec_parts,
+from alspec.kernels.attention.decode_quantised.quantised_decode import (
+    quantised_decode_attention,
+    quantised_spec_parts,
 )
 from alspec.kernels.attention.dispatch import KVLayer
 from alspec.kernels.attention.oracles import decode_attention_ref, speculative_decode_attention_ref
 from alspec.kernels.comm.pair_state import PairShape
+from alspec.kernels.kv_codec.formats import FORMATS
 from alspec.kernels.speculation.handover import pair_spec_output, receive_handover
 from alspec.sas import Softmax, cutoff
 
 CODECS = ("turbo4", "turbo2", "turbo-mixed")
+MIXED = tuple(name for name in FORMATS if name != "flashq")
 SPLITS = [(0, 1), (S, 1), (S, 2)]  # chunk_size, parts
 
 
@@ -71,6 +73,30 @@ KEPT_HEADS = [(CODECS[index % 3], heads) for index, heads in enumerate(HEADS)]
 def test_every_head_shape_matches_the_oracle(device: torch.device, codec: str, heads: tuple[int, int, int]) -> None:
     head_dim, ratio, num_warps = heads
     launch = draw((64 * 5 + 37,), ratio, 2, head_dim, device, 3, 0, codec, num_warps)
+    launch.run()
+    launch.compare()
+
+
+MIXED_SHAPES = [(64, 1, 1), (64, 7, 2), (128, 4, 4), (128, 8, 1)]  # head_dim, ratio, num_warps
+
+
+@pytest.mark.parametrize(
+    ("codec", "heads", "how"), covering(MIXED, MIXED_SHAPES, [(0, "exact"), (S, "exact"), (S, "sas")]), ids=str
+)
+def test_every_format_matches_the_oracle(
+    device: torch.device, codec: str, heads: tuple[int, int, int], how: tuple[int, Softmax]
+) -> None:
+    (head_dim, ratio, num_warps), (chunk_size, softmax) = heads, how
+    launch = draw((64 * 5 + 37, 700), ratio, 2, head_dim, device, 5, chunk_size, codec, num_warps)
+    launch.softmax = softmax
+    launch.run()
+    launch.compare()
+
+
+@pytest.mark.parametrize("kind", ["constant", "zero", "widest", "highest", "high"])
+@pytest.mark.parametrize("codec", MIXED)
+def test_extreme_codes_of_every_format(device: torch.device, codec: str, kind: str) -> None:
+    launch = draw((330,), 4, 1, 64, device, 2, 0, codec, kind=kind)
     launch.run()
     launch.compare()
 
@@ -369,7 +395,7 @@ def test_every_launch_gives_the_same_bits(device: torch.device) -> None:
 
 def test_wrong_arguments_are_refused_before_a_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch would write beyond its tensors."""
-    monkeypatch.setattr("alspec.kernels.attention.decode_flashq.flashq_decode.jit_launch", None)
+    monkeypatch.setattr("alspec.kernels.attention.decode_quantised.quantised_decode.jit_launch", None)
     launch = draw((70,), 4, 1, 64, device, 1)
     args = (launch.seq_lens, 0.125, launch.workspace, launch.out, launch.lse)
     uneven = torch.cat([launch.q, launch.q], 1)[:, :7]
@@ -381,21 +407,21 @@ def test_wrong_arguments_are_refused_before_a_launch(device: torch.device, monke
         (launch.q.repeat(2, 1, 1), launch.layer, "q: expected 1 contiguous requests, found 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            flashq_decode_attention(q.contiguous(), layer, *args)
+            quantised_decode_attention(q.contiguous(), layer, *args)
     with pytest.raises(ValueError, match="contiguous"):
-        flashq_decode_attention(launch.q.repeat_interleave(2, -1)[..., ::2], launch.layer, *args)
+        quantised_decode_attention(launch.q.repeat_interleave(2, -1)[..., ::2], launch.layer, *args)
     odd = torch.empty(launch.q.numel() + 1, dtype=launch.q.dtype, device=device)[1:].view_as(launch.q)
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        flashq_decode_attention(odd, launch.layer, *args)
+        quantised_decode_attention(odd, launch.layer, *args)
     words = torch.empty(launch.layer.words.numel() + 1, dtype=torch.int32, device=device)[1:]
     with pytest.raises(ValueError, match="words: expected to begin at a multiple of 16 bytes, found 4"):
-        flashq_decode_attention(launch.q, replace(launch.layer, words=words), *args)
+        quantised_decode_attention(launch.q, replace(launch.layer, words=words), *args)
     with pytest.raises(ValueError, match="chunk_size"):
-        flashq_decode_attention(launch.q, launch.layer, *args, SpecOutput(96, launch.out, launch.lse))
+        quantised_decode_attention(launch.q, launch.layer, *args, SpecOutput(96, launch.out, launch.lse))
     with pytest.raises(ValueError, match="phase"):
-        flashq_decode_attention(launch.q, launch.layer, *args, phase="rest")
+        quantised_decode_attention(launch.q, launch.layer, *args, phase="rest")
     with pytest.raises(ValueError, match="seq_lens"):
-        flashq_decode_attention(launch.q, launch.layer, launch.seq_lens.long(), *args[1:])
+        quantised_decode_attention(launch.q, launch.layer, launch.seq_lens.long(), *args[1:])
     sums = torch.empty(1, num_sums(4, 64), 2, device=device)
     epoch = torch.ones(1, dtype=torch.int32, device=device)
     words = torch.empty(3, 1, 4, 64, dtype=torch.int64, device=device)
@@ -407,15 +433,15 @@ def test_wrong_arguments_are_refused_before_a_launch(device: torch.device, monke
         (replace(good, sums=sums[:, 1:]), "sums"),
     ):
         with pytest.raises(ValueError, match=message):
-            flashq_decode_attention(launch.q, launch.layer, *args, in_parts)
+            quantised_decode_attention(launch.q, launch.layer, *args, in_parts)
     with pytest.raises(ValueError, match="spec_lse"):
-        flashq_decode_attention(launch.q, launch.layer, *args, good, "predictor")
+        quantised_decode_attention(launch.q, launch.layer, *args, good, "predictor")
 
 
 def test_parts_depend_on_batch_and_ratio() -> None:
-    assert [flashq_spec_parts(batch, 4, torch.device("cuda")) for batch in (1, 2)] == [2, 1]
-    assert [flashq_spec_parts(1, ratio, torch.device("cuda")) for ratio in (1, 5, 8)] == [2, 1, 1]
-    assert flashq_spec_parts(1, 4, torch.device("cpu")) == 1
+    assert [quantised_spec_parts(batch, 4, torch.device("cuda")) for batch in (1, 2)] == [2, 1]
+    assert [quantised_spec_parts(1, ratio, torch.device("cuda")) for ratio in (1, 5, 8)] == [2, 1, 1]
+    assert quantised_spec_parts(1, 4, torch.device("cpu")) == 1
 
 
 @pytest.mark.gpu

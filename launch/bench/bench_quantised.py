@@ -9,34 +9,36 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from alspec.kernels.attention.decode_flashq.flashq_decode import flashq_decode_attention, flashq_spec_parts
+from alspec.kernels.attention.decode_quantised.quantised_decode import quantised_decode_attention, quantised_spec_parts
 from alspec.kernels.attention.dispatch import attend_workspace
-from alspec.kernels.kv_codec.flashq.layout import BLOCK, FlashQLayer, record_words, unpack_record
+from alspec.kernels.kv_codec.codec_reference import dequantize_side
+from alspec.kernels.kv_codec.formats import FORMATS, format_of, record_words, side_words
+from alspec.kernels.kv_codec.quantised_layer import BLOCK, QuantisedLayer
 from alspec.launch.bench.bench_common import new_spec_output, written
 from alspec.sas import Softmax
 
-__all__ = ["FlashQCase", "flashq_run"]
+__all__ = ["QuantisedCase", "quantised_run"]
 
 
 @dataclass
-class FlashQCase:
+class QuantisedCase:
     """One shape, with enough copies of its inputs to keep the L2 cold."""
 
     q: Tensor  # [copies, B, Hq, D] bf16
-    layers: list[FlashQLayer]  # one for each copy
+    layers: list[QuantisedLayer]  # one for each copy
     seq_lens: Tensor  # [B] int32
 
     @classmethod
     def draw(
         cls, seq_lens: list[int], num_qo_heads: int, num_kv_heads: int, head_dim: int, codec: str, cold_bytes: int
-    ) -> FlashQCase:
-        """Fresh random inputs. Parameters and scales are those of quantised normal values; codes are uniform."""
-        device = torch.device("cuda")
+    ) -> QuantisedCase:
+        """Fresh random inputs. Parameters and scales are like those of quantised normal values; codes are uniform."""
+        device, format = torch.device("cuda"), format_of(codec)
         batch, num_blocks = len(seq_lens), max(seq_lens) // BLOCK + 1
         bits = torch.full((batch, num_kv_heads), 2 if codec == "turbo2" else 4, dtype=torch.int32)
         if codec == "turbo-mixed":
             bits[:, 1::2] = 2
-        sizes = torch.tensor([num_blocks * record_words(int(width), head_dim) for width in bits.flatten()])
+        sizes = torch.tensor([num_blocks * record_words(format, int(width), head_dim) for width in bits.flatten()])
         offset = (sizes.cumsum(0) - sizes).view_as(bits)
         copies = max(8, min(1024, cold_bytes // (4 * int(sizes.sum()))))
 
@@ -47,12 +49,13 @@ class FlashQCase:
         for _ in range(copies):
             words = torch.randint(-(2**31), 2**31, (int(sizes.sum()),), dtype=torch.int64, device=device).int()
             for head, width in enumerate(bits.flatten().tolist()):
-                begin, size = int(offset.flatten()[head]), record_words(width, head_dim)
-                # K, then V; the codes of each come before its parameters.
-                records = words[begin : begin + num_blocks * size].view(num_blocks, 2, size // 2)
-                records[..., -head_dim // 2 :] = _parameters(num_blocks, head_dim, width, device)
+                begin = int(offset.flatten()[head])
+                for is_v, side in enumerate(_sides(words, format, width, head_dim, begin, num_blocks)):
+                    method, own_bits = _side_format(format, is_v, width)
+                    codes = 2 * head_dim * own_bits
+                    side[:, codes:] = _parameters(method, num_blocks, head_dim, own_bits, device)
             layers.append(
-                FlashQLayer(
+                QuantisedLayer(
                     words=words,
                     offset=offset.to(device),
                     bits=bits.to(device),
@@ -61,6 +64,7 @@ class FlashQCase:
                         -119, 120, (batch, num_kv_heads, 2, BLOCK, head_dim), dtype=torch.int8, device=device
                     ),
                     tail_scale=uniform(0.015, batch, num_kv_heads, 2),
+                    format=format,
                 )
             )
         q = torch.randn(copies, batch, num_qo_heads, head_dim, device=device, dtype=torch.bfloat16)
@@ -75,12 +79,11 @@ class FlashQCase:
             full = (length - 1) // BLOCK
             for head in range(heads):
                 width, begin = int(layer.bits[request, head]), int(layer.offset[request, head])
-                size = record_words(width, dim)
-                records = layer.words[begin : begin + full * size].view(full, size)
-                for side, (values, codes) in enumerate(zip((k, v), unpack_record(records, width, dim), strict=True)):
-                    integers = codes.codes * codes.s_int[:, None] + codes.z[:, None]
-                    assert bool((integers == integers.to(torch.int8)).all()), "records that no quantiser writes"
-                    exact = integers.double() * layer.scales[request, head, :full, side, None, None].double()
+                sides = _sides(layer.words, layer.format, width, dim, begin, full)
+                for side, (values, words) in enumerate(zip((k, v), sides, strict=True)):
+                    method, own_bits = _side_format(layer.format, side, width)
+                    exact = dequantize_side(words, method, own_bits, dim, bool(side), torch.float64)
+                    exact *= layer.scales[request, head, :full, side, None, None].double()
                     newest = layer.tail[request, head, side, : length - full * BLOCK].double()
                     values[request, head, : full * BLOCK] = exact.flatten(0, 1)
                     values[request, head, full * BLOCK : length] = newest * layer.tail_scale[request, head, side]
@@ -93,21 +96,38 @@ class FlashQCase:
         for length, widths in zip(self.seq_lens.tolist(), layer.bits.tolist(), strict=True):
             full = (length - 1) // BLOCK
             for width in widths:
-                total += full * (4 * record_words(width, layer.head_dim) + 8)
+                total += full * (4 * record_words(layer.format, width, layer.head_dim) + 8)
                 total += (length - full * BLOCK) * 2 * layer.head_dim + 8
         return total
 
 
-def _parameters(num_blocks: int, head_dim: int, bits: int, device: torch.device) -> Tensor:
-    """[num_blocks, 2, head_dim / 2] int32: `s_int` and `z + 128` of K and V; the values fill most of [-119, 119]."""
+def _side_format(format: str, is_v: int, bits: int) -> tuple[str, int]:
+    """Method and bits of a side of a head that has `bits`."""
+    side = FORMATS[format][is_v]
+    return side.method, side.bits or bits
+
+
+def _sides(words: Tensor, format: str, bits: int, head_dim: int, begin: int, num_blocks: int) -> tuple[Tensor, ...]:
+    """The K and V sides, [num_blocks, side_words], of the records of a head that begin at a word; views."""
+    sizes = [side_words(*_side_format(format, is_v, bits), head_dim) for is_v in (0, 1)]
+    records = words[begin : begin + num_blocks * sum(sizes)].view(num_blocks, sum(sizes))
+    return tuple(records.split(sizes, 1))
+
+
+def _parameters(method: str, num_blocks: int, head_dim: int, bits: int, device: torch.device) -> Tensor:
+    """Parameters of a side, int32: `s_int` and `z + 128`, for values in most of [-119, 119]; or ratios of tokens."""
+    if method != "flashq":
+        return (0.5 + 0.5 * torch.rand(num_blocks, BLOCK, device=device)).half().view(torch.int32)
     top = 238 // (2**bits - 1)
-    s_int = torch.randint(top // 2, top + 1, (num_blocks, 2, head_dim), dtype=torch.int32, device=device)
+    s_int = torch.randint(top // 2, top + 1, (num_blocks, head_dim), dtype=torch.int32, device=device)
     span = 239 - (2**bits - 1) * s_int
     z = (torch.rand(s_int.shape, device=device) * span).int() + (128 - 119)
-    return torch.cat([s_int, z], 2).to(torch.uint8).view(torch.int32)
+    return torch.cat([s_int, z], 1).to(torch.uint8).view(torch.int32)
 
 
-def flashq_run(case: FlashQCase, chunk_size: int, softmax: Softmax = "exact") -> Callable[[int], tuple[Tensor, ...]]:
+def quantised_run(
+    case: QuantisedCase, chunk_size: int, softmax: Softmax = "exact"
+) -> Callable[[int], tuple[Tensor, ...]]:
     """Our kernel on copy `i`. With `chunk_size` it also writes `A~` and the verdict's sums."""
     _, batch, hq, dim = case.q.shape
     device, hkv = case.q.device, case.layers[0].num_kv_heads
@@ -116,12 +136,12 @@ def flashq_run(case: FlashQCase, chunk_size: int, softmax: Softmax = "exact") ->
     layers = [replace(layer, softmax=softmax) for layer in case.layers]
     speculation = None
     if chunk_size:
-        parts = flashq_spec_parts(batch, hq // hkv, device)
+        parts = quantised_spec_parts(batch, hq // hkv, device)
         speculation, packets = new_spec_output(chunk_size, case.q[0], parts, device)
         packets.fill_(-1)  # another epoch than that of the run
 
     def run(i: int) -> tuple[Tensor, ...]:
-        flashq_decode_attention(case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation)
+        quantised_decode_attention(case.q[i], layers[i], case.seq_lens, dim**-0.5, workspace, out, lse, speculation)
         return written(out, speculation)
 
     return run

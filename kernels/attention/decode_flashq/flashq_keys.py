@@ -1,4 +1,4 @@
-"""Device code of FlashQ decode attention: the product with K, S^T = K q^T, in INT8 (see block_attention.py).
+"""Device code of FlashQ: the product of decode attention with K, S^T = K q^T, in INT8 (see block_attention.py).
 
     s_j = sum_c code_jc s_int_c q_c + sum_c z_c q_c      (code sum + z sum)
 
@@ -26,12 +26,23 @@ import struct
 import triton
 import triton.language as tl
 
-from alspec.kernels.attention.decode_flashq.query import MAGIC, MAX_Z_SUM_N, START_UPPER, ULP, hi_lo_operands
-from alspec.kernels.attention.decode_flashq.values import byte_perm, mma_m16n8k32
+from alspec.kernels.attention.decode_quantised.expand_codes import expand_group
+from alspec.kernels.attention.decode_quantised.lanes import byte_perm, hi_lo_operands, mma_m16n8k32, reduce_rows
+from alspec.kernels.attention.decode_quantised.query import (
+    MAGIC,
+    MAGIC_BITS,
+    ULP,
+    await_query,
+    load_query_head,
+    relative_to_max,
+)
 from alspec.kernels.common.device import INTERPRETED
 
-__all__ = ["scale_query", "scores"]
+__all__ = ["channel_scores", "prepare_flashq_query", "scale_flashq_query"]
 
+MAX_Z_SUM_N = tl.constexpr(32500.0)  # n of the largest |q| in the z sum
+# Initial accumulator of each half of the z sum (more than 128 255 64) and of the upper half of the code sum.
+START_UPPER = tl.constexpr(2**21)
 START = tl.constexpr(2**17)  # initial accumulator of the lower half's sums; more than 128 15 64
 UNIT = tl.constexpr(2.0**-30)  # score of code 1 and n 1
 # $1, $2: sums of the upper half, high and low.  $3, $4: sums of the lower half.  Multiplied by 2^123, 2^115, 2^127 and
@@ -42,6 +53,58 @@ SCORE = tl.constexpr(
         "BITS", struct.pack(">f", -257 * (START.value + START_UPPER.value / 16) * UNIT.value).hex().upper()
     )
 )
+# As SCORE, without an upper half. $1: high.  $2: low.
+PLANE_SCORE = tl.constexpr(
+    "{ .reg .f32 u; fma.rn.f32 u, $1, 0f7F000000, 0fBITS; fma.rn.f32 $0, $2, 0f7B000000, u; }".replace(
+        "BITS", struct.pack(">f", -257 * START.value * UNIT.value).hex().upper()
+    )
+)
+
+
+@triton.jit
+def prepare_flashq_query(
+    q_ptr, output, buffers, parity, HEADS_PER_KV: tl.constexpr, HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    BULK_Q: tl.constexpr,
+):  # fmt: skip
+    """Load the query heads of an output in lanes, relative to the largest |q| of each head.
+
+    BULK_Q: whether q comes through shared memory, by `copy_query`.
+
+    Returns, each except `operands` for each c:
+        q_max: largest |q|; NaN if a q is NaN.
+        values: D / 8 values q / q_max, of channels 8 n + g.
+        operands: B operands of the z sum: of `hi_lo_operands`, channel tile by channel tile.
+        z_excess: excess of the z sum, because bytes are z + 128 and because of its initial accumulator.
+    """
+    C: tl.constexpr = HEADS // 4
+    TILES: tl.constexpr = D // 16
+    q_address = 0
+    if BULK_Q:
+        q_address = await_query(buffers, parity, W, D)
+    q_max, values, even, odd, z_excess = (), (), (), (), ()
+    for c in tl.static_range(C):
+        x, pairs = load_query_head(q_ptr, output, q_address, c, HEADS_PER_KV, HEADS, W, D, BULK_Q)
+        head_max, factor = relative_to_max(x, D)
+        q_max = q_max + (head_max,)  # noqa: RUF005
+        scaled = ()
+        for n in tl.static_range(D // 8):
+            scaled = scaled + (x[n] * factor,)  # noqa: RUF005
+        values = values + (scaled,)  # noqa: RUF005
+        a, b, total = (), (), tl.zeros([W, 32], tl.int32)
+        for tile in tl.static_range(TILES):
+            low = pairs[tile][0] * (factor * (MAX_Z_SUM_N * ULP)) + MAGIC
+            high = pairs[tile][1] * (factor * (MAX_Z_SUM_N * ULP)) + MAGIC
+            a, b = a + (low.to(tl.int32, bitcast=True),), b + (high.to(tl.int32, bitcast=True),)  # noqa: RUF005
+            total += (a[tile] - MAGIC_BITS) + (b[tile] - MAGIC_BITS)
+        even, odd = even + (a,), odd + (b,)  # noqa: RUF005
+        z_excess = z_excess + (reduce_rows(total.to(tl.float32), "add") * 128.0 + 2 * 257.0 * START_UPPER,)  # noqa: RUF005
+    operands = ()
+    for tile in tl.static_range(TILES):
+        a, b = (), ()
+        for c in tl.static_range(C):
+            a, b = a + (even[c][tile],), b + (odd[c][tile],)  # noqa: RUF005
+        operands = operands + hi_lo_operands(a, b, C)
+    return q_max, values, operands, z_excess
 
 
 @triton.constexpr_function
@@ -53,12 +116,12 @@ def _max_n(bits):
 @triton.constexpr_function
 def _max_s_int(bits):
     """Largest s_int of a quantiser: ceil(238 / (2^bits - 1))."""
-    return 16.0 if bits == 4 else 80.0
+    return {4: 16.0, 3: 34.0, 2: 80.0}[bits]
 
 
 @triton.jit
-def scale_query(query, qk_scale, BITS: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
-    """Scale q for records of BITS bits; query: of `prepare_query`.
+def scale_flashq_query(query, qk_scale, BITS: tl.constexpr, D: tl.constexpr, C: tl.constexpr):
+    """Scale q for records of BITS bits; query: of `prepare_flashq_query`.
 
     Returns, for each c:
         scales: factor of the scores.
@@ -99,8 +162,8 @@ def _extract_byte(x, index):
 def _quantize_q(q, s_int, BITS: tl.constexpr):
     """Return n + 128 of q s_int in the lowest 16 bits of words, for a channel of each field, lowest field first.
 
-    q, s_int: of these channels, from `scale_query` and `_extract_byte`. With 4 bits the upper n is multiplied by whole
-    bytes, in a 16th of the unit: so a 16th of it is subtracted from the lower n.
+    q, s_int: of these channels, from `scale_flashq_query` and `_extract_byte`. With 4 bits the upper n is multiplied by
+    whole bytes, in a 16th of the unit: so a 16th of it is subtracted from the lower n.
     """
     if BITS == 4:
         upper = q[1] * s_int[1] + MAGIC
@@ -280,20 +343,10 @@ def _z_sum(parts, RATIO: tl.constexpr):
 
 
 @triton.jit
-def scores(query, query_scale, words, s_int, z, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
-    """Compute the scores of a block, without the factor `scales` of `scale_query` and the scale of K.
-
-    Args:
-        query, query_scale: of `prepare_query` and `scale_query`.
-        words, s_int, z: of `read_k`.
-    Returns, for each c:
-        head_scores: code sums of the tokens 8 n + g, for each n.
-        z_sum: z sum of the block.
-    """
-    _, scaled, excess = query_scale
+def _field_scores(words, scaled, s_int, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """`_tile_scores` of the four token tiles of a block, for codes of 4 or 2 bits."""
     CW: tl.constexpr = D * BITS // 256 if D * BITS > 256 else 1
     right = _code_operands(scaled, s_int, BITS, CW, D, C)
-    z_sum = _z_sums(z, query[2], excess, BITS, D, C)
     tiles = ()
     for row in tl.static_range(len(words) // CW):
         if len(words) < 4 * CW:
@@ -304,6 +357,80 @@ def scores(query, query_scale, words, s_int, z, D: tl.constexpr, BITS: tl.conste
             for cw in tl.static_range(CW):
                 left = left + (words[row * CW + cw],)  # noqa: RUF005
             tiles = tiles + (_tile_scores(left, right, BITS, C),)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def _plane_operands(q, s_int, D: tl.constexpr, C: tl.constexpr):
+    """B operands of codes in planes, one or two words of `hi_lo_operands` for each channel tile.
+
+    Rows 2 g + i are channels 8 i + g of the tile.
+    """
+    index = tl.arange(0, 32)[None, :] // 4 % 2 + tl.zeros_like(s_int[0])
+    operands = ()
+    for tile in tl.static_range(D // 16):
+        low, high = _extract_byte(s_int[tile], index), _extract_byte(s_int[tile], index + 2)
+        a, b = (), ()
+        for c in tl.static_range(C):
+            a = a + ((q[c][2 * tile] * low + MAGIC).to(tl.int32, bitcast=True),)  # noqa: RUF005
+            b = b + ((q[c][2 * tile + 1] * high + MAGIC).to(tl.int32, bitcast=True),)  # noqa: RUF005
+        operands = operands + hi_lo_operands(a, b, C)
+    return operands
+
+
+@triton.jit
+def _plane_scores(words, operands, D: tl.constexpr, C: tl.constexpr):
+    """Scores of the four token tiles of a block, as `_tile_scores`, for codes of 3 bits, in planes."""
+    tiles = ()
+    for token_tile in tl.static_range(4):
+        left, products = (), ()
+        for part in tl.static_range(D // 64):
+            left = left + expand_group(words, token_tile * (D // 64) + part, D // 16, 3, (0, 1, 2, 3, 4, 5, 6, 7))
+        for c in tl.static_range(C):
+            right = ()
+            for tile in tl.static_range(D // 16):
+                right = right + (operands[C * tile + c],)  # noqa: RUF005
+            products = products + (mma_m16n8k32(left, right, D // 32, True, START),)  # noqa: RUF005
+        x = products[0]
+        if C == 1:
+            y = (_plane_score(x[0], x[1]), _plane_score(x[2], x[3]))
+        else:
+            z = products[1]
+            y = (
+                _plane_score(x[0], z[0]), _plane_score(x[2], z[2]),
+                _plane_score(x[1], z[1]), _plane_score(x[3], z[3]),
+            )  # fmt: skip
+        tiles = tiles + (y,)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def _plane_score(high, low):
+    """UNIT (256 high + low), with the initial accumulators subtracted."""
+    if INTERPRETED:
+        x = ((high - START) * 256 + low - START).to(tl.float32) * UNIT
+    else:
+        x = tl.inline_asm_elementwise(PLANE_SCORE, "=f,r,r", [high, low], dtype=tl.float32, is_pure=True, pack=1)
+    return x
+
+
+@triton.jit
+def channel_scores(query, query_scale, words, s_int, z, D: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+    """Compute the scores of a block, without the factor `scales` of `scale_flashq_query` and the scale of K.
+
+    Args:
+        query, query_scale: of `prepare_flashq_query` and `scale_flashq_query`.
+        words, s_int, z: of `read_side`.
+    Returns, for each c:
+        head_scores: code sums of the tokens 8 n + g, for each n.
+        z_sum: z sum of the block.
+    """
+    _, scaled, excess = query_scale
+    z_sum = _z_sums(z, query[2], excess, BITS, D, C)
+    if BITS == 3:
+        tiles = _plane_scores(words, _plane_operands(scaled, s_int, D, C), D, C)
+    else:
+        tiles = _field_scores(words, scaled, s_int, D, BITS, C)
     head_scores = ()
     for c in tl.static_range(C):
         x = ()

@@ -1,0 +1,1 @@
+"""Lean decode attention over a quantised cache: one schedule and one main loop for every codec."""

@@ -1,0 +1,113 @@
+"""Device code of decode attention over a quantised cache: a block, between record words and an online softmax.
+
+A tile is W blocks, one for each warp: W is the leading size of all tensors here. Up to 8 query heads are columns of
+
+    S^T = K q^T,   O^T = V^T P^T
+
+Both products are INT8 MMAs of the codecs (sides.py). Between them all values are in *lanes*: tensors [W, 32], one value
+for each lane of each warp. With up to 4 heads (HEADS = 4) a head has two columns, and a lane has the scores of one
+head. With HEADS = 8 a lane has the scores of two heads: c of C.
+
+Products are exact, except that q and P are rounded to 16 bits. Sums are fp32 or exact. The weights of a block are
+relative to its own largest weight, so in a long context they keep as many bits as in a short one. With SAS the weights
+follow `alspec/sas.py`; the factors that rescale sums, between blocks and between warps, remain exact powers of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from alspec.kernels.attention.decode_quantised.lanes import reduce_rows
+from alspec.kernels.attention.decode_quantised.record_loads import await_side, copy_side, load_scales, side_pointer
+from alspec.kernels.attention.decode_quantised.sides import accumulate, read_keys, read_values, scale_query, scores
+from alspec.kernels.attention.decode_quantised.tail_attention import EMPTY_MAX
+from alspec.kernels.attention.sas_exp2 import sas_exp2
+from alspec.kernels.kv_codec.flashq.record import TOKENS
+
+__all__ = ["attend_blocks", "empty_softmax"]
+
+
+@triton.jit
+def empty_softmax(HEADS: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """Return the online softmax of no tokens, in lanes: the maximum for each c; the state of `accumulate_channels`."""
+    maxima, state = (), ()
+    for _ in tl.static_range(HEADS // 4):
+        maxima = maxima + (tl.full([W, 32], EMPTY_MAX, tl.float32),)  # noqa: RUF005 (Triton has no *)
+        for _ in tl.static_range(D // 8 + 2):
+            state = state + (tl.zeros([W, 32], tl.float32),)  # noqa: RUF005
+    return maxima, state
+
+
+@triton.jit
+def _block_max(s):
+    """Maximum over the block of the scores of a head, (n) in lanes."""
+    block_max = s[0]
+    for n in tl.static_range(1, TOKENS // 8):
+        block_max = tl.maximum(block_max, s[n])
+    return reduce_rows(block_max, "max")
+
+
+@triton.jit
+def attend_blocks(
+    maxima,  # an online softmax, in lanes, with `state`: of `empty_softmax` or `attend_tail`
+    state,
+    query,  # of `prepare_query`
+    qk_scale,  # sm_scale log2(e)
+    records_ptr,  # of this output
+    scales_ptr,  # of this output
+    blocks,  # (first, split, second, count): [first, first + split), then those from `second` on; `count` > 0 in all
+    cutoff,  # of SAS weights, relative to the maximum so far
+    buffers,  # of `init_buffers`; with BULK the copies of the first tile are already issued
+    parity,  # barrier phase of the first tile; it alternates from tile to tile
+    FORMAT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BITS: tl.constexpr,  # of the head
+    W: tl.constexpr,
+    D: tl.constexpr,
+    SAS: tl.constexpr,
+    BULK: tl.constexpr,
+):
+    """Continue an online softmax over the records of one output; return maxima, state and parity."""
+    C: tl.constexpr = HEADS // 4
+    warps = tl.arange(0, W)
+    count = blocks[3]
+    query_scale = scale_query(query, qk_scale, FORMAT, BITS, D, C)
+    k_scale, v_scale = load_scales(scales_ptr, 0, blocks, W)
+    num_tiles = tl.cdiv(count, W)
+    for tile in tl.range(0, num_tiles, num_stages=1):
+        more = tile + 1 < num_tiles
+        if BULK:
+            keys = read_keys(await_side(buffers, parity, False, W, D), FORMAT, D, BITS)
+            copy_side(buffers, records_ptr, tile + 1, blocks, BITS, more, keys[-1], FORMAT, False, W, D)
+        else:
+            keys = read_keys(side_pointer(records_ptr, tile, blocks, FORMAT, False, W, D, BITS), FORMAT, D, BITS)
+            values = read_values(side_pointer(records_ptr, tile, blocks, FORMAT, True, W, D, BITS), FORMAT, D, BITS)
+        next_k_scale, next_v_scale = load_scales(scales_ptr, tile + 1, blocks, W)
+        s, offset = scores(query, query_scale, keys, FORMAT, D, BITS, C)
+        if BULK:
+            values = read_values(await_side(buffers, parity, True, W, D), FORMAT, D, BITS)
+            copy_side(buffers, records_ptr, tile + 1, blocks, BITS, more, values[-1], FORMAT, True, W, D)
+
+        valid = (tile * W + warps < count)[:, None]
+        p, alphas, betas, new_maxima = (), (), (), ()
+        for c in tl.static_range(C):
+            unit = k_scale[:, None] * query_scale[0][c]
+            code_max = _block_max(s[c])
+            block_max = (code_max + offset[c]) * unit
+            if W > 1:
+                block_max = tl.where(valid, block_max, float("-inf"))
+            new_max = tl.maximum(maxima[c], block_max)
+            alphas = alphas + (tl.exp2(maxima[c] - new_max),)  # noqa: RUF005 (Triton has no *)
+            betas = betas + (tl.exp2(block_max - new_max),)  # noqa: RUF005
+            new_maxima = new_maxima + (new_max,)  # noqa: RUF005
+            code_max *= unit
+            for n in tl.static_range(TOKENS // 8):
+                x = s[c][n] * unit - code_max
+                # The cutoff is relative to the maximum so far, not to the block's maximum.
+                p = p + (sas_exp2(x, cutoff + (new_max - block_max)) if SAS else tl.exp2(x),)  # noqa: RUF005
+        maxima = new_maxima
+        state = accumulate(state, p, alphas, betas, v_scale, values, FORMAT, HEADS, W, D, BITS)
+        k_scale, v_scale = next_k_scale, next_v_scale
+        parity ^= 1
+    return maxima, state, parity

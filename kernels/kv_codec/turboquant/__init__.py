@@ -1,0 +1,1 @@
+"""TurboQuant: tokens after a rotation, each coordinate by a Lloyd-Max codebook."""
