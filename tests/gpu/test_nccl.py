@@ -47,6 +47,7 @@ class Run:
     kv_cache: str = "bf16"
     dtype: str = "fp32"
     fast: tuple[str, ...] = ()  # without any, the run is full only
+    protect: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -58,7 +59,7 @@ class Run:
     def case(self, is_full: bool) -> dict[str, Any]:
         """A case of gpu_worker.py."""
         engine = {"speculation": {"mode": self.mode}, "dtype": self.dtype, "transport": self.transport}
-        engine |= {"cuda_graph": self.graph, "kv_cache": self.kv_cache}
+        engine |= {"cuda_graph": self.graph, "kv_cache": self.kv_cache, "kv_protect": self.protect}
         thresholds, sampled, long = self.thresholds_in(is_full), self.mode == "off", self.name in WITH_LONG
         return {"name": self.name, "engine": engine, "sampled": sampled, "thresholds": thresholds, "long": long}
 
@@ -74,6 +75,10 @@ ALL_RUNS = {
         Run("turbo4_simulated1", "simulated", "nccl", "auto", ("0", "0.1"), kv_cache="turbo4", fast=("0",)),
         Run("turbo_off1", "off", "auto", "on", kv_cache="turbo4", fast=("0.1",)),
         Run("turbo_launched1", "off", "auto", "off", kv_cache="turbo4"),
+        Run("tq_simulated1", "simulated", "nccl", "auto", ("0", "0.1"), "turboquant3", fast=("0", "0.1"), protect=2),
+        Run("tq_off1", "off", "auto", "on", kv_cache="turboquant3", fast=("0.1",), protect=2),
+        Run("hybrid_simulated1", "simulated", "nccl", "auto", ("0", "0.1"), "hybrid-k4v2", fast=("0.1",)),
+        Run("hybrid_off1", "off", "auto", "on", kv_cache="hybrid-k4v2"),
         Run("bf16_off1", "off", "auto", "on", dtype="bf16", fast=("0.1",)),
         Run("bf16_launched1", "off", "auto", "off", dtype="bf16"),
     ],
@@ -91,6 +96,9 @@ ALL_RUNS = {
         Run("turbo_paired2", "paired", "symm", "on", kv_cache="turbo-mixed", fast=("0.1",)),
         Run("turbo_host_paired2", "paired", "host", "on", kv_cache="turbo-mixed"),
         Run("turbo_swapped2", "paired", "nccl", "on", kv_cache="turbo-mixed"),
+        Run("tq_paired2", "paired", "symm", "on", kv_cache="turboquant3", fast=("0.1",), protect=2),
+        Run("tq_swapped2", "paired", "nccl", "on", kv_cache="turboquant3", protect=2),
+        Run("hybrid_paired2", "paired", "symm", "on", kv_cache="hybrid-k4v2", fast=("0.1",)),
         Run("turbo_off2", "off", "symm", "on", kv_cache="turbo4", fast=("0.1",)),
         Run("turbo_launched2", "off", "symm", "off", kv_cache="turbo4", fast=("0.1",)),
         Run("mixed_off2", "off", "symm", "on", kv_cache="turbo-mixed"),
@@ -129,6 +137,10 @@ WITH_LONG = (
     *("simulated1", "paired2", "swapped2", "bf16_paired2", "bf16_paired_launched2"),
     *(() if FOUR_SHARE else ("paired4", "swapped4")),
 )
+
+
+# Runs on one GPU that pairs over a quantised cache are compared with.
+REFERENCES = {"turbo-mixed": "turbo_simulated1", "turboquant3": "tq_simulated1", "hybrid-k4v2": "hybrid_simulated1"}
 
 
 def names(*modes: str, kv_cache: str = "bf16") -> list[str]:
@@ -254,6 +266,8 @@ def test_off_gives_the_same_tokens_however_it_runs(results: dict[str, list[dict]
     marked(
         [
             ("turbo_off1", "turbo4_simulated1"),
+            ("tq_off1", "tq_simulated1"),
+            ("hybrid_off1", "hybrid_simulated1"),
             ("turbo_launched1", "turbo4_simulated1"),
             ("turbo_off1", "turbo_launched1"),
             ("turbo_off2", "turbo_launched2"),
@@ -301,11 +315,21 @@ def test_two_pairs_over_a_quantised_cache(results: dict[str, list[dict]]) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", marked([(name,) for name in (*names("paired", "simulated"), *names("paired", kv_cache="turbo-mixed"))])
+    "name",
+    marked(
+        [
+            (name,)
+            for name in (
+                *names("paired", "simulated"),
+                *(name for codec in REFERENCES for name in names("paired", kv_cache=codec)),
+            )
+        ]
+    ),
 )
 def test_paired_equals_simulated(results: dict[str, list[dict]], name: str) -> None:
     """Tokens and hit maps are those of the reference semantics on one GPU, however many ranks a group has."""
-    reference = by_threshold(results["turbo_simulated1" if name.startswith("turbo") else "simulated1"])
+    codec = next(run.kv_cache for runs in RUNS.values() for run in runs if run.name == name)
+    reference = by_threshold(results[REFERENCES.get(codec, "simulated1")])
     for case, row in by_threshold(results[name]).items():
         assert row["tokens"] == reference[case]["tokens"], case
         assert row["hits"] == reference[case]["hits"], case
