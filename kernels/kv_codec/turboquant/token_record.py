@@ -1,7 +1,7 @@
 """Device functions that convert a block in registers to a side of a TurboQuant record and back.
 
-Oracles: `compress_tokens`, `restore_tokens` of token_codes.py and `pack_planes`. Results equal theirs to the bit: sums are
-sums of integers, divisions and roots round to nearest.
+Oracles: `compress_tokens`, `restore_tokens` of token_codes.py and `pack_planes`. Results equal theirs to the bit: sums
+are sums of integers, divisions and roots round to nearest.
 
 A side holds codes (code_planes.py), then the ratio of each token, fp16, in the order in which lanes use them: [g][n],
 token `8 n + g`.
