@@ -21,6 +21,7 @@ from torch import Tensor
 
 from alspec.config import QUANTISED_CODECS, BenchConfig
 from alspec.errors import UserError
+from alspec.kernels.common.jit_launch import compiling
 from alspec.launch.bench.bench_allreduce import BATCHES, HIDDEN, connect, measure
 from alspec.launch.bench.bench_common import times_us
 from alspec.launch.bench.bench_prefill import PREFILL_CASES, PrefillCase, check_prefill, prefill_runs
@@ -214,6 +215,11 @@ def bench_prefill(results: Results, _: list[int]) -> None:
 
 def bench_quantised_decode(results: Results, contexts: list[int]) -> None:
     """Decode over the quantised cache, plain and speculative, with either softmax, against SDPA and ours over bf16."""
+    with compiling():  # all kernels side by side; they do not depend on the context
+        for (hq, hkv, dim), codec in itertools.product(SHAPES[:2], QUANTISED_CODECS):
+            small = QuantisedCase.draw([4 * CHUNK_SIZE], hq, hkv, dim, codec, 0)
+            for softmax, chunk_size in itertools.product(get_args(Softmax), (0, CHUNK_SIZE)):
+                quantised_run(small, chunk_size, softmax=softmax)(0)
     for hq, hkv, dim in SHAPES[:2]:
         for context in contexts:
             label = {"heads": f"{hq}/{hkv}", "head_dim": dim, "context": context}
