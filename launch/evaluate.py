@@ -18,6 +18,8 @@ from rich.table import Table
 
 from alspec.config import EvaluateConfig
 from alspec.errors import UserError
+from alspec.kernels.kv_codec.formats import rotates_values
+from alspec.kernels.kv_codec.quantised_layer import HEAD_DIMS
 from alspec.launch.evaluate_tasks import (
     Quality,
     Task,
@@ -36,7 +38,7 @@ from alspec.launch.terminal.output import append_rows, exit_code, writing
 from alspec.models.checkpoint.source import model_name
 from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.eval.teacher_forced import CacheSetting
+from alspec.runtime.eval.teacher_forced import CacheSetting, has_turboquant_keys
 from alspec.runtime.faults.guard import guarded
 from alspec.runtime.profiling.provenance import provenance
 
@@ -47,6 +49,8 @@ EPILOG = (
     "replaces A, and keys and values are those of the cache. The ablations of TurboAttention: "
     "Table 3 is --codecs bf16,turbo4 --block-sizes 32,64,128; Table 4 is --codecs bf16,turbo4 --softmaxes exact,sas; "
     "Figure 7b is --codecs turbo-mixed --selectors gap_std,entropy,min_max,variation --low-heads 0,1,2,3,4. "
+    "The ablations of TurboQuant: --codecs turboquant3 with --protect 0,2, --qjl off,gaussian,orthogonal, "
+    "--norm-corrections on,off, or --value-quantisers codebook,uniform. "
     "Only --baselines uses --threshold: the hit rates at this lambda choose the fixed layers."
 )
 # In the baseline of fixed layers, a layer always speculates if its measured hit rate is above this (ALSpec, Figure 2).
@@ -75,7 +79,8 @@ def _run(config: EvaluateConfig, command: str) -> int:
     text = read_text(config.text)
     # The engine's own cache is unused: the content of each codec's cache is computed from keys and values of the text.
     speculation = config.speculation.model_copy(update={"mode": "simulated"})
-    engine = Engine(config.model_copy(update={"speculation": speculation, "kv_cache": "bf16", "softmax": "exact"}))
+    exact = {"kv_cache": "bf16", "kv_protect": 0, "softmax": "exact"}
+    engine = Engine(config.model_copy(update={"speculation": speculation, **exact}))
 
     with guarded(engine.heartbeat, "Lower --contexts, or use more ranks"):
         return _evaluate(engine, config, _tasks(engine, config, contexts, text), caches, command)
@@ -101,14 +106,23 @@ def _check(config: EvaluateConfig) -> None:
 def _check_effects(config: EvaluateConfig) -> None:
     """Refuse settings that are not the default and would change nothing."""
     codecs = config.codecs or (config.kv_cache,)
+    is_quantised = set(codecs) != {"bf16"}
     mixed = "turbo-mixed" in codecs, "only turbo-mixed has heads of 2 bits; add it to --codecs"
+    protected = is_quantised, "a bf16 cache has no quantised layers; add another one to --codecs"
+    has_keys, has_values = (any(has(codec) for codec in codecs) for has in (has_turboquant_keys, rotates_values))
+    has_norm = has_keys or (has_values and "codebook" in config.value_quantisers)
     effects = {
         "threshold": (config.baselines, "only --baselines needs one; give --thresholds"),
         "kv_cache": (config.codecs is None, "--codecs names the caches to measure; add it there"),
         "softmax": (config.softmaxes is None, "--softmaxes names those to measure; add it there"),
-        "block_sizes": (set(codecs) != {"bf16"}, "a bf16 cache has no blocks; add another one to --codecs"),
+        "block_sizes": (is_quantised, "a bf16 cache has no blocks; add another one to --codecs"),
         "selectors": mixed,
         "low_heads": mixed,
+        "kv_protect": protected if config.protect is None else (False, "--protect names the numbers; add it there"),
+        "protect": protected,
+        "norm_corrections": (has_norm, "only TurboQuant's codes have a norm; add a turboquant codec to --codecs"),
+        "qjl": (has_keys, "only TurboQuant's keys have a sketch; add a turboquant codec to --codecs"),
+        "value_quantisers": (has_values, "only for TurboQuant's values; add a turboquant or hybrid codec to --codecs"),
         "depths": (config.needles > 0, "only needles have a depth; give --needles"),
     }
     given, default = (vars(one) | {"threshold": one.speculation.threshold} for one in (config, EvaluateConfig()))
@@ -131,19 +145,34 @@ def _caches(config: EvaluateConfig) -> list[CacheSetting]:
     """Every combination of the flags, each once. Settings that do not affect a codec stay at their defaults."""
     codecs = config.codecs or (config.kv_cache,)
     softmaxes = config.softmaxes or (config.softmax,)
-    low_heads = config.low_heads or (None,)
-    settings = itertools.product(codecs, softmaxes, config.block_sizes, config.selectors, low_heads)
+    settings = itertools.product(
+        codecs,
+        softmaxes,
+        config.block_sizes,
+        config.selectors,
+        config.low_heads or (None,),
+        config.protect or (config.kv_protect,),
+        (correction == "on" for correction in config.norm_corrections),
+        config.qjl,
+        config.value_quantisers,
+    )
     default = CacheSetting()
     caches = []
-    for codec, softmax, block, selector, low in settings:
-        is_mixed = codec == "turbo-mixed"
+    for codec, softmax, block, selector, low, protect, correction, sketch, quantiser in settings:
+        is_mixed, is_exact = codec == "turbo-mixed", codec == "bf16"
+        has_keys, has_values = has_turboquant_keys(codec), rotates_values(codec)
+        has_norm = has_keys or (has_values and quantiser == default.value_quantiser)
         caches.append(
             CacheSetting(
                 codec,
                 softmax,
-                default.block_size if codec == "bf16" else block,
+                default.block_size if is_exact else block,
                 selector if is_mixed else default.selector,
                 low if is_mixed else None,
+                default.protect if is_exact else protect,
+                correction if has_norm else default.norm_correction,
+                sketch if has_keys else default.qjl,
+                quantiser if has_values else default.value_quantiser,
             )
         )
     return list(dict.fromkeys(caches))
@@ -182,6 +211,12 @@ def _evaluate(
         raise UserError(f"flags: --low-heads: a rank has {num_kv_heads} KV heads")
     if num_kv_heads == 1 and any(cache.codec == "turbo-mixed" for cache in caches):
         raise UserError("flags: --codecs: turbo-mixed needs two KV heads on each rank; run fewer ranks")
+    num_layers, most = engine.model_config.num_layers, max(cache.protect for cache in caches)
+    if 2 * most >= num_layers and most:
+        raise UserError(f"flags: --protect: expected less than half of the model's {num_layers} layers, found {most}")
+    head_dim = engine.model_config.head_dim
+    if head_dim not in HEAD_DIMS and any(rotates_values(cache.codec) for cache in caches):
+        raise UserError(f"flags: --codecs: TurboQuant needs a head_dim of 64 or 128, the model has {head_dim}")
     is_first = engine.placement.rank == 0
     with StatusLine(is_first) as status:
         status.show("loading weights")

@@ -121,7 +121,7 @@ def _score(
     for layer in range(model.num_layers):
         x, q, k, v = model.pre_attention(layer, x, partial, positions)
         prompt_out, full_out, spec_out = _attention(
-            q, k, v, chunk_size, model.sm_scale, prompt_tokens, num_texts, cache
+            q, k, v, chunk_size, model.sm_scale, prompt_tokens, num_texts, cache.at_layer(layer, model.num_layers)
         )
         sums = combine_sums(transport.all_gather_group(distance_sums(spec_out, full_out))).split(num_decoded)
         accepted = torch.cat([accepts(each, by_layer[layer]) for each, by_layer in zip(sums, thresholds, strict=True)])

@@ -15,10 +15,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from alspec.config import FLASHQ_CODECS
+from alspec.config import QUANTISED_CODECS, Sketch, ValueQuantiser
 from alspec.kernels.attention.torch_attention import SCORES_AT_ONCE, prefill_attention
 from alspec.kernels.kv_codec.flashq.quantize import (
-    BLOCK,
     MIN_SCALE,
     SELECTORS,
     compress,
@@ -31,6 +30,11 @@ from alspec.kernels.kv_codec.flashq.quantize import (
     select_bits,
     to_int8,
 )
+from alspec.kernels.kv_codec.formats import FORMATS, TURBOQUANT, rotates_values
+from alspec.kernels.kv_codec.quantised_layer import BLOCK
+from alspec.kernels.kv_codec.turboquant.rotation import rotation
+from alspec.kernels.kv_codec.turboquant.token_codes import compress_tokens, dequantize_tokens
+from alspec.kernels.kv_codec.turboquant.variants import codebook_tokens, sketched_keys, uniform_values
 from alspec.predictor import predictor_ranges
 from alspec.runtime.decode.prefill import CHUNK_TOKENS
 from alspec.sas import Softmax, cutoffs, sas_softmax
@@ -41,11 +45,12 @@ __all__ = [
     "CachedTensor",
     "CacheSetting",
     "cache_text",
+    "has_turboquant_keys",
     "teacher_forced_attention",
     "prompt_attention",
 ]
 
-CODECS = ("bf16", "int8", *FLASHQ_CODECS)
+CODECS = ("bf16", "int8", *QUANTISED_CODECS)
 SOFTMAXES: tuple[str, ...] = get_args(Softmax)
 
 
@@ -58,6 +63,10 @@ class CacheSetting:
     block_size: int = BLOCK  # tokens of a block, and of the tail
     selector: str = SELECTORS[0]  # rule by which turbo-mixed selects its 2-bit heads
     low_heads: int | None = None  # number of 2-bit heads on this rank; None: half of its heads
+    protect: int = 0  # first and last layers whose cache stays bf16
+    norm_correction: bool = True  # scale of TurboQuant's tokens: least squares, else the norm of the token
+    qjl: Sketch = "off"  # sketch of the residual of TurboQuant's keys
+    value_quantiser: ValueQuantiser = "codebook"  # of TurboQuant's values
 
     @property
     def label(self) -> str:
@@ -68,7 +77,21 @@ class CacheSetting:
         parts += [f"blocks of {self.block_size}"] if self.block_size != default.block_size else []
         parts += [self.selector] if self.selector != default.selector else []
         parts += [f"{self.low_heads} heads low"] if self.low_heads != default.low_heads else []
+        parts += [f"{self.protect} layers at each end in bf16"] if self.protect != default.protect else []
+        parts += ["plain norm"] if self.norm_correction != default.norm_correction else []
+        parts += [f"{self.qjl} QJL"] if self.qjl != default.qjl else []
+        parts += [f"{self.value_quantiser} values"] if self.value_quantiser != default.value_quantiser else []
         return ", ".join(parts)
+
+    def at_layer(self, layer: int, num_layers: int) -> CacheSetting:
+        """The setting of one of `num_layers` layers: a protected layer has an exact cache."""
+        is_protected = min(layer, num_layers - 1 - layer) < self.protect
+        return CacheSetting() if is_protected else self
+
+
+def has_turboquant_keys(codec: str) -> bool:
+    """Whether a codec, one of `CODECS`, stores keys by TurboQuant."""
+    return codec in FORMATS and FORMATS[codec].keys.method == TURBOQUANT
 
 
 @dataclass(frozen=True)
@@ -85,7 +108,8 @@ def cache_text(
     """Keys and values of a text as decoding after a prompt reads them.
 
     Complete blocks of the prompt have their own stage-1 scales. All later tokens use the universal scale, that of the
-    whole prompt. turbo-mixed selects its 2-bit heads by the first prompt chunk.
+    whole prompt. turbo-mixed selects its 2-bit heads by the first prompt chunk. TurboQuant stores values rotated; they
+    are rotated back here, because the weights are not rotated.
 
     Args:
         k, v: [num_texts Hkv, n, D] any float dtype.
@@ -104,10 +128,17 @@ def cache_text(
         priority = head_priority(k[:, :first_chunk], v[:, :first_chunk], setting.selector).view(num_texts, -1)
         low_heads = priority.shape[1] // 2 if setting.low_heads is None else setting.low_heads
         is_low = torch.cat([select_bits(scores, low_heads) for scores in priority]) == 2
-    return _cache_tensor(keys, prompt_tokens, is_low, setting), _cache_tensor(values, prompt_tokens, is_low, setting)
+    cached_keys = _cache_tensor(keys, prompt_tokens, True, is_low, setting)
+    if not rotates_values(setting.codec):
+        return cached_keys, _cache_tensor(values, prompt_tokens, False, is_low, setting)
+    turn = rotation(v.shape[-1], v.device)
+    rotated = _cache_tensor(values @ turn.T, prompt_tokens, False, is_low, setting)
+    return cached_keys, CachedTensor(rotated.stored @ turn, rotated.tail @ turn)
 
 
-def _cache_tensor(x: Tensor, prompt_tokens: int, is_low: Tensor | None, setting: CacheSetting) -> CachedTensor:
+def _cache_tensor(
+    x: Tensor, prompt_tokens: int, is_key: bool, is_low: Tensor | None, setting: CacheSetting
+) -> CachedTensor:
     """Cache x [H, n, D]; is_low: [H] bool, 2-bit heads of turbo-mixed. The host does not wait for the device here."""
     block = setting.block_size
     in_prompt, whole = prompt_tokens // block * block, x.shape[1] // block * block
@@ -116,14 +147,30 @@ def _cache_tensor(x: Tensor, prompt_tokens: int, is_low: Tensor | None, setting:
     tail = codes * universal[:, None, None]
     scales = universal[:, None].repeat(1, whole // block)
     codes[:, :in_prompt], scales[:, : in_prompt // block] = quantize_int8(x[:, :in_prompt], block)
-    blocks = codes[:, :whole].unflatten(1, (-1, block))
-    if is_low is not None:
-        low, high = (reconstruct(*compress(blocks, bits)) for bits in (2, 4))
-        blocks = torch.where(is_low[:, None, None, None], low, high)
-    elif setting.codec != "int8":
-        blocks = reconstruct(*compress(blocks, {"turbo4": 4, "turbo2": 2}[setting.codec]))
+    blocks = _after_stage_2(codes[:, :whole].unflatten(1, (-1, block)), is_key, is_low, setting)
     stored = torch.cat([dequantize(blocks.flatten(1, 2), scales, block), tail[:, whole:]], dim=1)
     return CachedTensor(stored, tail)
+
+
+def _after_stage_2(blocks: Tensor, is_key: bool, is_low: Tensor | None, setting: CacheSetting) -> Tensor:
+    """Stage-1 codes of blocks, [H, NB, T, D], as attention reads them after stage 2, in units of stage 1."""
+    if setting.codec == "int8":
+        return blocks
+    if is_low is not None:
+        low, high = (reconstruct(*compress(blocks, bits)) for bits in (2, 4))
+        return torch.where(is_low[:, None, None, None], low, high)
+    if setting.codec not in FORMATS:
+        return reconstruct(*compress(blocks, {"turbo4": 4, "turbo2": 2}[setting.codec]))
+    side = FORMATS[setting.codec].keys if is_key else FORMATS[setting.codec].values
+    if side.method != TURBOQUANT:
+        return reconstruct(*compress(blocks, side.bits))
+    if is_key and setting.qjl != "off":
+        return sketched_keys(blocks, side.bits, setting.qjl, setting.norm_correction)
+    if not is_key and setting.value_quantiser == "uniform":
+        return uniform_values(blocks, side.bits)
+    if not setting.norm_correction:
+        return codebook_tokens(blocks, side.bits, is_key, norm_correction=False)
+    return dequantize_tokens(compress_tokens(blocks, side.bits, is_key), side.bits, is_key)
 
 
 def prompt_attention(
@@ -131,7 +178,8 @@ def prompt_attention(
 ) -> Tensor:
     """Causal attention of a prompt as in prefill.
 
-    A prompt chunk reads its own tokens at stage 1 of FlashQ and those of earlier chunks as stored.
+    A prompt chunk reads its own tokens at stage 1 of FlashQ and those of earlier chunks as stored; TurboQuant's blocks
+    are restored to stage 1 for it.
 
     Args:
         q: [n, Hq, D].
@@ -144,17 +192,24 @@ def prompt_attention(
     """
     if setting.codec == "bf16":
         return prefill_attention(q, k, v, sm_scale, setting.softmax).float()
+    earlier, turn = [x.stored for x in cached], rotation(v.shape[-1], v.device)
+    if rotates_values(setting.codec):
+        v, earlier[1] = (v.float() @ turn.T).to(v.dtype), earlier[1] @ turn.T
+    is_restored = has_turboquant_keys(setting.codec), rotates_values(setting.codec)
+    earlier = [
+        fake_quantize(x, 8, setting.block_size) if restored else x
+        for x, restored in zip(earlier, is_restored, strict=True)
+    ]
     outs = []
     for start in range(0, len(q), CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, len(q))
         keys, values = (
-            torch.cat(
-                [before.stored[:, :start].to(x.dtype), fake_quantize(x[:, start:stop], 8, setting.block_size)], dim=1
-            )
-            for before, x in zip(cached, (k, v), strict=True)
+            torch.cat([before[:, :start].to(x.dtype), fake_quantize(x[:, start:stop], 8, setting.block_size)], dim=1)
+            for before, x in zip(earlier, (k, v), strict=True)
         )
         outs.append(prefill_attention(q[start:stop], keys, values, sm_scale, setting.softmax))
-    return torch.cat(outs).float()
+    out = torch.cat(outs).float()
+    return out @ turn if rotates_values(setting.codec) else out
 
 
 def teacher_forced_attention(

@@ -9,16 +9,14 @@ import lzma
 import math
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import tokenizers
 import torch
-import yaml
 
-from alspec.config import EngineConfig, EvaluateConfig, EvaluatedCodec, Selector, validate
+from alspec.config import EngineConfig, validate
 from alspec.errors import BadNumbersError, UserError
-from alspec.kernels.kv_codec.flashq.quantize import SELECTORS
 from alspec.launch import bench_kernels, evaluate, plot_trace
 from alspec.launch.bench.bench_common import check_close
 from alspec.launch.bench.bench_prefill import PrefillCase, check_prefill
@@ -26,7 +24,6 @@ from alspec.launch.evaluate_tasks import record_needle_tasks
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.decode.eager_step import WARM_UP_TOKENS
 from alspec.runtime.engine.engine import Engine
-from alspec.runtime.eval.teacher_forced import CODECS, SOFTMAXES, CacheSetting
 from alspec.runtime.profiling.timeline import trace_json
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -189,6 +186,26 @@ def test_ablations_measure_each_setting_once(text: Path, tmp_path: Path) -> None
     assert found["turbo-mixed, blocks of 32, 1 heads low"] != found["turbo4, blocks of 32"]
 
 
+def test_ablations_of_turboquant_change_the_codecs_that_have_them(text: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    flags = ["--contexts", "200", "--windows", "1", "--thresholds", "0", "--transport", "gloo"]
+    flags += ["--codecs", "bf16,turbo4,turboquant3,hybrid-k4v3", "--protect", "0,2", "--qjl", "off,orthogonal"]
+    assert evaluate.main(["--text", str(text), *flags, "--rows", str(rows)]) == 0
+    names = ("codec", "protect", "qjl", "norm_correction", "value_quantiser")
+    found = {tuple(row["case"][name] for name in names): row for row in rows_of(rows)}
+    assert list(found) == [
+        ("bf16", 0, "off", True, "codebook"),
+        *(("turbo4", protect, "off", True, "codebook") for protect in (0, 2)),
+        *(("turboquant3", protect, sketch, True, "codebook") for protect in (0, 2) for sketch in ("off", "orthogonal")),
+        *(("hybrid-k4v3", protect, "off", True, "codebook") for protect in (0, 2)),
+    ]
+    assert len({row["value"] for row in found.values()}) == len(found)
+    assert {row["case"]["model"] for row in found.values()} == {"demo"}
+    assert found["turboquant3", 2, "orthogonal", True, "codebook"]["case"]["cache"] == (
+        "turboquant3, 2 layers at each end in bf16, orthogonal QJL"
+    )
+
+
 def test_a_terminal_shows_progress(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,56 +262,6 @@ def test_bytes_of_characters_that_windows_cut(monkeypatch: pytest.MonkeyPatch, t
     assert 12 * num_tokens / row["value"] == pytest.approx(num_bytes, abs=2)  # the last character may be cut
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--contexts", "8q"], "--contexts: expected lengths such as 1k,8k or 4096, found '8q'"),
-        (["--contexts", "16k"], "16384 is beyond the model's 8192 positions"),
-        (["--thresholds", "0,-1"], "--thresholds: expected 0 or more, found '-1'"),
-        (["--windows", "100", "--contexts", "1k"], "100 windows of 1024 tokens needed"),
-        (
-            ["--records", "nowhere.jsonl.gz", "--contexts", "64", "--windows", "1"],
-            "--records: cannot read nowhere.jsonl.gz",
-        ),
-        (["--text", "nowhere.txt"], "--text: cannot read nowhere.txt: No such file or directory"),
-        (["--codecs", "bf16,int4"], "--codecs: expected bf16, int8, turbo4, turbo2 or turbo-mixed, found 'int4'"),
-        (["--softmaxes", "exact,fast"], "--softmaxes: expected exact or sas, found 'fast'"),
-        (["--selectors", "size"], "min_max or variation, found 'size'"),
-        (["--depths", "0,1.5"], "--depths: expected 1 or less, found '1.5'"),
-        (["--low-heads", "0,x"], "--low-heads: expected an integer, found 'x'"),
-        (["--recall", "-1"], "--recall: expected 0 or more, found '-1'"),
-        (["--speculation", "off"], "--speculation: evaluate is always simulated; leave it out"),
-        (["--max-context", "64"], "--max-context: lengths come from --contexts; leave it out"),
-        (["--windows", "0"], "nothing to measure"),
-        (["--windows", "0", "--recall", "1", "--contexts", "16"], "--contexts: a recall prompt of 8 facts takes "),
-        (["--windows", "0", "--recall", "1", "--baselines"], "--baselines takes its fixed layers from bits per byte"),
-        (
-            ["--codecs", "turbo-mixed", "--low-heads", "5", "--contexts", "64", "--windows", "1"],
-            "--low-heads: a rank has 4 KV heads",
-        ),
-        (
-            ["--baselines", "--contexts", "128,575", "--windows", "1", "--chunk", "256"],
-            "in 575 tokens A~ leaves out none; give --contexts beyond 575",
-        ),
-        (["--threshold", "0.3"], "--threshold: only --baselines needs one; give --thresholds, or leave it out"),
-        (["--low-heads", "1", "--codecs", "bf16,turbo4"], "--low-heads: only turbo-mixed has heads of 2 bits; add it"),
-        (["--selectors", "entropy"], "--selectors: only turbo-mixed has heads of 2 bits; add it to --codecs"),
-        (["--block-sizes", "32"], "--block-sizes: a bf16 cache has no blocks; add another one to --codecs"),
-        (["--depths", "0.5", "--recall", "1"], "--depths: only needles have a depth; give --needles"),
-        (["--kv-cache", "turbo4", "--codecs", "bf16"], "--kv-cache: --codecs names the caches to measure"),
-        (["--softmax", "sas", "--softmaxes", "exact"], "--softmax: --softmaxes names those to measure"),
-        (["--windos", "3"], "unknown flag --windos; the nearest valid name is --windows"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_mistakes(text: Path, flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluate.main(["--text", str(text), *flags]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("alspec: exit 2: ")
-    assert err.count("\n") == 1
-    assert expected in err
-
-
 def test_recall_needs_words_for_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.txt").write_text("a b c. d e f.")
     flags = ["--windows", "0", "--recall", "1", "--contexts", "1k", "--transport", "gloo"]
@@ -303,48 +270,10 @@ def test_recall_needs_words_for_keys(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == f"alspec: exit 2: flags: --text: {why}\n"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"speculation": {"threshold": 0.1}, "block_sizes": [64], "selectors": "gap_std", "kv_cache": "bf16"},
-        {"speculation": {"threshold": 0.3}, "baselines": True},
-        {"codecs": "bf16,turbo-mixed", "low_heads": 1, "selectors": "entropy", "block_sizes": 32},
-        {"kv_cache": "turbo-mixed", "low_heads": 1},
-        {"codecs": "int8", "block_sizes": 32},
-        {"softmax": "sas", "depths": 0.5, "needles": 1},
-    ],
-    ids=range(6),
-)
-def test_settings_with_an_effect_are_accepted(settings: dict[str, Any]) -> None:
-    evaluate._check(validate(EvaluateConfig, {"text": "text.txt"} | settings, "test"))
-
-
 def test_text_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main(["--recall", "1"]) == 2
     expected = "flags: --text: none given; give a .txt, .jsonl or .jsonl.xz file"
     assert capsys.readouterr().err == f"alspec: exit 2: {expected}\n"
-
-
-def test_settings_from_a_file(text: Path, tmp_path: Path) -> None:
-    """Lists as YAML writes them; flags win."""
-    settings = {"text": str(text), "contexts": [200], "windows": 2, "thresholds": [0.1, "inf"], "transport": "gloo"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    rows = tmp_path / "rows.jsonl"
-    assert evaluate.main(["--config", str(tmp_path / "config.yaml"), "--windows", "1", "--rows", str(rows)]) == 0
-    found = [(row["case"]["context"], row["case"]["samples"], row["case"]["threshold"]) for row in rows_of(rows)]
-    assert found == [(200, 1, "0.1"), (200, 1, "inf")]
-    assert all(row["command"].startswith("launch/evaluate.py --config ") for row in rows_of(rows))
-
-
-def test_choices_equal_those_of_the_runtime() -> None:
-    config = EvaluateConfig.model_validate(
-        {"codecs": list(CODECS), "softmaxes": list(SOFTMAXES), "selectors": list(SELECTORS)}
-    )
-    assert (config.codecs, config.softmaxes, config.selectors) == (CODECS, SOFTMAXES, SELECTORS)
-    assert get_args(EvaluatedCodec) == CODECS
-    assert get_args(Selector) == SELECTORS
-    assert EvaluateConfig().block_sizes == (CacheSetting().block_size,)
-    assert EvaluateConfig().selectors == (CacheSetting().selector,)
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")

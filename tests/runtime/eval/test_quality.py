@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiers import fast
 from torch import Tensor
 
 from alspec.config import SamplingConfig, SpeculationConfig
+from alspec.kernels.kv_codec.formats import FORMATS
 from alspec.models.demo import DEMO_CHECKPOINT
 from alspec.runtime.engine.engine import Engine
 from alspec.runtime.eval import quality
@@ -22,11 +28,17 @@ from alspec.runtime.eval.teacher_forced import CacheSetting
 NEW_TOKENS = 24
 
 
-def new_engine(kv_cache: str, softmax: str = "exact") -> Engine:
+def new_engine(kv_cache: str, softmax: str = "exact", protect: int = 0, model: Path = DEMO_CHECKPOINT) -> Engine:
     torch.set_num_threads(1)
     speculation = SpeculationConfig(mode="simulated")
     engine = Engine.from_pretrained(
-        DEMO_CHECKPOINT, dtype="fp32", transport="gloo", kv_cache=kv_cache, softmax=softmax, speculation=speculation
+        model,
+        dtype="fp32",
+        transport="gloo",
+        kv_cache=kv_cache,
+        kv_protect=protect,
+        softmax=softmax,
+        speculation=speculation,
     )
     engine.load(1, 1024)
     return engine
@@ -90,6 +102,30 @@ def test_one_pass_equals_decoding_from_a_quantised_cache(
     assert (score.predicted[prompt_len - 1 :] == torch.tensor(tokens)).float().mean() > 0.95
     if prompt_len > 300:
         assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
+
+
+@pytest.mark.parametrize(
+    ("codec", "layers", "protect"), [*((codec, 1, 0) for codec in FORMATS if codec != "flashq"), ("hybrid-k3v2", 3, 1)]
+)
+def test_one_pass_equals_decoding_with_turboquant(tmp_path: Path, codec: str, layers: int, protect: int) -> None:
+    """With one quantised layer: in a deeper model, a value between two codes changes most codes of later layers."""
+    config = json.loads((DEMO_CHECKPOINT / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    shutil.copy(DEMO_CHECKPOINT / "tokenizer.json", tmp_path)
+    tensors = {name: x for path in DEMO_CHECKPOINT.glob("*.safetensors") for name, x in load_file(path).items()}
+    is_kept = re.compile(rf"model\.(?!layers)|model\.layers\.[0-{layers - 1}]\.").match
+    save_file({name: x for name, x in tensors.items() if is_kept(name)}, tmp_path / "model.safetensors")
+
+    engine = new_engine(codec, protect=protect, model=tmp_path)
+    assert engine.transport is not None
+    prompt, tokens, decoded = decode(engine, 440, 0.02, 70)
+    engine = new_engine("bf16", model=tmp_path)
+    args = engine.model, engine.transport, prompt + tokens, 0.02, 128, 440
+    found, other = (score_text(*args, CacheSetting(codec, protect=number)) for number in (protect, 1 - protect))
+    assert (found.hits[:, 440:509] == decoded).float().mean() > 0.98
+    assert (found.predicted[439:] == torch.tensor(tokens)).float().mean() > 0.98
+    assert 0 < decoded.float().mean() < 1, "both verdicts must occur"
+    assert not torch.equal(other.hits, found.hits) or not torch.equal(other.predicted, found.predicted)
 
 
 @pytest.mark.parametrize(
